@@ -89,10 +89,12 @@ class ChainStepper(Opener):
 
     @property
     def chain(self) -> Any:
+        """The chain shown."""
         return self.chains[self._at]
 
     @property
     def trajectory(self) -> Any:
+        """The result of `finish()` for the chain shown, or None."""
         return self.chain.trajectory
 
     @property
@@ -297,6 +299,7 @@ class ChainStepper(Opener):
         super()._failed(error)
 
     def close(self) -> None:
+        """Close the view and stop following the chain, which stays open."""
         self._unfollow()
         super().close()
 

@@ -186,6 +186,7 @@ class PoolView(LiveView):
         return self.record
 
     def close(self) -> None:
+        """Close the view and release the sandboxes taken on the page."""
         for lease in list(getattr(self, "_taken", {}).values()):
             if not lease.released and self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(asyncio.ensure_future, lease.release())

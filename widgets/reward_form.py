@@ -267,6 +267,7 @@ class RewardForm(ChainsView):
         self._kept = None
 
     def close(self) -> None:
+        """Close the form and stop checking whether the rewards were redefined."""
         getattr(self, "_unhook", lambda: None)()
         self._kept = None
         super().close()

@@ -178,6 +178,7 @@ class TokenView(View):
         return self._stepper
 
     def close(self) -> None:
+        """Close the view, and the stepper below it."""
         if getattr(self, "_stepper", None) is not None:
             self._stepper.close()
         super().close()

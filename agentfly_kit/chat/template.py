@@ -191,6 +191,7 @@ class Template:
         return any("qzthinkzq" in self._render_or_empty([_USER, one], generate=False) for one in said)
 
     def takes_system(self) -> bool:
+        """Return True if a system message appears in a prompt."""
         return "qzplainzq" in self._render_or_empty([{"role": "system", "content": "qzplainzq"}, _USER], generate=True)
 
     @cached_property

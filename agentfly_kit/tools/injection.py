@@ -249,6 +249,7 @@ class FunctionSet(Sequence[F]):
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of the functions, in order."""
         return tuple(self._by_name)
 
     @property

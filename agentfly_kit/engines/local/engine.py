@@ -132,6 +132,7 @@ class LocalEngine(Engine):
 
     @property
     def reproducible(self) -> bool:  # type: ignore[override]
+        """True for a policy in float32 on a CPU, where decoding is batch-invariant."""
         parameter = next(iter(self.policy.model.parameters()))
         return bool(parameter.device.type == "cpu" and parameter.dtype == torch.float32)
 

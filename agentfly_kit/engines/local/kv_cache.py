@@ -139,6 +139,7 @@ class KVCache:
         self.length[target] = length
 
     def swap(self, a: int, b: int) -> None:
+        """Exchange the contents of two slots."""
         n = min(int(max(self.length[a], self.length[b])) + 1, self.capacity)
         for block in self._blocks:
             held = block[:, a, :, :n].clone()

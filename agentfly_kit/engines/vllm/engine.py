@@ -117,6 +117,7 @@ class VLLMEngine(Engine):
 
     @property
     def vocab_size(self) -> int:
+        """Number of tokens in the model's vocabulary."""
         return int(self._config.vocab_size)
 
     @property
@@ -132,6 +133,7 @@ class VLLMEngine(Engine):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a turn; by default those of the chat template."""
         if self._stop_ids is None:
             self._stop_ids = self.chat.stop_ids
         return self._stop_ids

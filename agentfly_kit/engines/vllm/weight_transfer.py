@@ -253,6 +253,7 @@ class SharedMemory:
         self.tensor = _map_file(path)
 
     def close(self) -> None:
+        """Delete the file of the buffer."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -291,6 +292,7 @@ class CudaMemory:
         } | {name: named[name] for name in _CUDA_HANDLE_FIELDS}
 
     def close(self) -> None:
+        """Release the buffer."""
         import torch
 
         del self.tensor
