@@ -90,7 +90,7 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = importlib.import_module(f"agentfly_kit.{_MODULES[name]}")
     else:
-        raise AttributeError(f"agentfly_kit has no {name!r}; dir(agentfly_kit) lists what there is")
+        raise AttributeError(f"agentfly_kit has no {name!r}; dir(agentfly_kit) lists the available names")
     globals()[name] = value
     return value
 

@@ -74,7 +74,7 @@ class Task(Displayable):
     Attributes:
         id: Name of the task, unique within a set of tasks.
         messages: The messages that open the chain; at least one.
-        fields: What rewards and tools may ask for, by name.
+        fields: Named values that rewards and tools can request.
 
     Raises:
         TaskError: if `id` is empty, or a message has no role or no content.
@@ -217,7 +217,7 @@ class Sample:
         for name in ("logprobs", "entropies", "versions", "kept_mass"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.ids):
-                raise AlignmentError(f"a Sample of {len(self.ids)} ids has {len(values)} {name}; give one per id")
+                raise AlignmentError(f"{name} must have one entry per id ({len(self.ids)}), got {len(values)}")
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ class ToolCall(Displayable):
         id: Name of the call, which its result refers to.
         name: Name of the tool.
         arguments: Arguments by name.
-        result: What the call gave; None before it ran.
+        result: Result of the call; None before it ran.
         error: Parse error, which is shown to the model; `name` may then be empty.
         raw: The text from which the call was parsed, where the format keeps it.
         rerunner: `call -> awaitable`, set by a running chain so that `rerun` calls the same tool object. Not saved to
@@ -420,7 +420,7 @@ class Turn:
             if values is not None and len(values) != count:
                 names = ("logprobs", "entropies", "kept_mass", "versions", "token_texts")
                 name = next(name for name in names if getattr(self, name) is values)
-                raise AlignmentError(f"a turn of {count} ids has {len(values)} {name}; give one per id")
+                raise AlignmentError(f"{name} must have one entry per id ({count}), got {len(values)}")
         if self.sampled and (self.logprobs is None or self.versions is None):
             raise AlignmentError("a sampled turn must have a logprob and a policy version per id")
 
@@ -606,7 +606,7 @@ class Trajectory(Displayable):
         stop: Stop reason: why the chain ended.
         reward: None means unscored, which is excluded from every mean; it never counts as 0.0.
         metrics: Numbers that the rewards reported, by name.
-        error: What failed, for a chain that ended with an error or could not be scored.
+        error: The failure, for a chain that ended with an error or could not be scored.
         seed: Seed of the chain.
         sampling: How its actions were sampled.
         seconds: Wall-clock time of the chain.

@@ -105,7 +105,7 @@ def test_what_truncates() -> None:
 
 
 def test_samples_are_aligned() -> None:
-    with pytest.raises(AlignmentError, match="2 ids has 1 logprobs"):
+    with pytest.raises(AlignmentError, match=r"logprobs must have one entry per id \(2\), got 1"):
         Sample((1, 2), (-1.0,), None, "stop", None)
     with pytest.raises(EngineError, match="must have ids, or text"):
         Sample(None, None, None, "stop", None)
@@ -113,7 +113,7 @@ def test_samples_are_aligned() -> None:
 
 @pytest.mark.parametrize("name", ["logprobs", "entropies", "kept_mass", "versions", "token_texts"])
 def test_turns_are_aligned(name: str) -> None:
-    with pytest.raises(AlignmentError, match=f"2 ids has 1 {name}"):
+    with pytest.raises(AlignmentError, match=rf"{name} must have one entry per id \(2\), got 1"):
         Turn("action", "policy", (1, 2), **{name: (0,)})  # type: ignore[arg-type]
 
 

@@ -67,8 +67,8 @@ class Chain(BaseChain):
             sandbox_types = agent.tools[call.name].sandbox_types if call.name in agent.tools else ()
             if call.error is None and sandbox_types:
                 raise SettingsError(
-                    f"{trajectory.id!r} called {call.name!r} in a {sandbox_types[0].__name__}, which is gone; "
-                    "agent.chain(task) starts from the beginning"
+                    f"{trajectory.id!r} called {call.name!r} in a {sandbox_types[0].__name__}, "
+                    "which has been released; agent.chain(task) starts from the beginning"
                 )
         leaf: Turn | None = None
         for turn in trajectory.turns:
@@ -132,7 +132,7 @@ class Chain(BaseChain):
             if end and not (ids and ids[-1] in chat.stop_ids):
                 ids.append(chat.stop_ids[0])
             if not ids:
-                raise SettingsError("content must not be empty with end=False; give a text or ids")
+                raise SettingsError("content must be text or token ids if end=False, got none")
             fields: dict[str, Any] = {}
             if end:
                 message, calls = parse_action(chat, agent.tools.schemas, forced_beginning(self.turn), ids)

@@ -183,7 +183,7 @@ def read(path: Path) -> tuple[list[Trajectory], float, dict[str, str]]:
     try:
         header = json.loads(lines[0])
         if header.get("format") != _FORMAT:
-            raise RunError(f"{path} is not a saved rollout; give a file written by Rollout.save")
+            raise RunError(f"{path} must be a file written by Rollout.save")
         if header["version"] > _VERSION:
             raise RunError(f"{path} was written by a newer version ({header['version']} > {_VERSION}); upgrade")
         token_texts = {int(k): v for k, v in header["pieces"].items()}

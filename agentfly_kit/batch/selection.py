@@ -67,7 +67,7 @@ def unusable_reason(
         raise BatchError(f"the reward of trajectory {t.id!r} must be finite, or None for unscored, got {t.reward}")
     if not any(row.sampled_by(*names).any() for row in t.rows):
         return not_sampled(names)
-    # Only greedy or truncated sampling records a kept mass, so such a turn did not use the trajectory's settings.
+    # Only greedy or truncated sampling records a kept mass, so such turns were not sampled with these settings.
     sampled = [turn for turn in t.turns if turn.sampled]
     if t.sampling.greedy or (not t.sampling.truncates and any(turn.kept_mass is not None for turn in sampled)):
         raise BatchError(

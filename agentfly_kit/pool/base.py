@@ -1,4 +1,4 @@
-"""What local and remote pools have in common: leases, listeners, and the list of all pools."""
+"""Shared parts of local and remote pools: leases, listeners, and the list of all pools."""
 
 from __future__ import annotations
 

@@ -330,14 +330,14 @@ class Pool(Displayable, BasePool[S]):
 
     def _acquire_error(self, error: BaseException | None) -> Exception:
         if error is None:
-            return PoolClosed(f"the pool of {self.name} is closed; make a new one")
+            return PoolClosed(f"the pool of {self.name} is closed; create a new one")
         error_type = IsolationError if isinstance(error, IsolationError) else SandboxError
         refusal = error_type(f"no {self.name} could be started" + (f": {error}" if str(error) else ""))
         refusal.__cause__ = error
         return refusal
 
     def _wake_a_loop(self) -> None:
-        """Ask an event loop with a waiting request to start what this thread could not."""
+        """Ask an event loop with a waiting request to start the sandboxes that this thread could not."""
         for future in list(self._requests.values()):
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 future.get_loop().call_soon_threadsafe(self._dispatch, self._state.wakeup)

@@ -95,7 +95,7 @@ class PoolEvent:
 
     Attributes:
         sequence: Number of the event, counted from 1 without gaps.
-        kind: What changed.
+        kind: Kind of the change.
         sandbox: Number of the sandbox, or None if the event concerns a request or the whole pool.
         owner: Name of the holder or requester, if there is one.
         time: When it changed (monotonic seconds).

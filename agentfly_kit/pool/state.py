@@ -212,7 +212,7 @@ class PoolState:
             self._report("closed", slot.id)
 
     def turn_changed(self, number: int, turn: object) -> None:
-        """The holder of a lease has set its turn."""
+        """Record the turn that the holder of a lease reports."""
         if slot := self._find(number, "leased"):
             slot.turn = turn
             self._report("turn", slot.id, slot.owner, str(turn))

@@ -83,7 +83,7 @@ class PPOConfig:
             sampled under top-p, top-k or min-p it is required, and p_sampler is renormalized to the kept probability
             mass. None applies none.
         max_lag: Maximum age of a token, in updates since it was sampled. A batch with an older token is rejected,
-            because it says little about the current policy. None accepts any age.
+            because it carries little information about the current policy. None accepts any age.
         autocast: "bfloat16" runs the model in bfloat16; weights, losses and the optimizer keep their own dtype. None
             runs it in the dtype of its weights.
         checkpointing: Whether to recompute the activations inside layers in the backward pass instead of storing them,

@@ -1,4 +1,4 @@
-"""The policy loss of a micro-batch: looked up by name, called on what it needs, and weighted per token."""
+"""The policy loss of a micro-batch: looked up by name, called with its inputs, and weighted per token."""
 
 from __future__ import annotations
 

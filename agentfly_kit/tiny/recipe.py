@@ -1,4 +1,4 @@
-"""What a shipped policy is built from: its demonstrations, tokenizer words and training settings."""
+"""Recipe of a shipped policy: its demonstrations, tokenizer words and training settings."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class BaseRecipe:
         return {split: family.rows(count, split, seed) for split, count in family.splits.items()}
 
     def sample(self) -> Any:
-        """Sample what one demonstration is about, such as a question. It is never one of the test tasks."""
+        """Sample the subject of one demonstration, such as a question; never one of the test tasks."""
         raise NotImplementedError
 
     def demonstrate(self, habit: str, example: Any) -> Demonstration:

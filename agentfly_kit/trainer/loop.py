@@ -50,7 +50,7 @@ _RECORDED_STATS = (
     "explained_variance", "kl_reference", "effective_sample_size", "ratio_max", "sampler_gap", "dropped_groups",
     "advantage_mean", "reward_std",
 )  # fmt: skip
-# Limit of the drop reasons in a record: a filter that gives every chain its own reason would add a column for each.
+# Maximum number of drop reasons in a record; a filter could otherwise add one column per chain.
 _MAX_REASONS = 16
 
 

@@ -136,8 +136,8 @@ def test_numpy_becomes_plain_and_what_json_lacks_is_refused_by_name(tmp_path: Pa
         (b"", r"r\.jsonl:1 is damaged"),
         (b"hello\n", r"r\.jsonl:1 is damaged"),
         (b"\xff\xfe\x00", r"r\.jsonl(:1)? (is damaged|cannot be read)"),
-        (b"[]\n", "is not a saved rollout|damaged"),
-        (b'{"format": "other"}\n', "is not a saved rollout; give a file written by Rollout.save"),
+        (b"[]\n", "must be a file written by|damaged"),
+        (b'{"format": "other"}\n', "must be a file written by Rollout.save"),
         (b'{"format": "agentfly_kit.rollout", "version": 99}\n', r"newer version \(99 > 2\); upgrade"),
     ],
 )

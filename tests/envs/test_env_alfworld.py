@@ -111,7 +111,7 @@ def test_admissible_commands_have_an_effect_and_a_plan_wins_from_any_state(size:
 
 
 def test_an_impossible_goal_has_no_plan() -> None:
-    with pytest.raises(ValueError, match="has 1 bread and 1 desk; the goal wants more"):
+    with pytest.raises(ValueError, match="has 1 bread and 1 desk; the goal requires more"):
         plans.plan(kitchen(), games.Goal("pick_two_obj_and_place", "bread", "desk"))
     with pytest.raises(ValueError, match="no floorlamp"):
         plans.plan(kitchen(), games.Goal("look_at_obj_in_light", "bread", "floorlamp"))

@@ -303,7 +303,7 @@ async def test_a_trajectory_of_another_agent_or_a_lost_sandbox_is_refused() -> N
         call = agents.call(name="look").replace('"expression":"1+1"', "")
         boxed = agents.played([call, "42"], tools=[look], pools=[pool])
         trajectory = (await boxed.rollout(agents.tasks()[:1])).trajectories[0]
-        with pytest.raises(SettingsError, match="'look' in a Box, which is gone"):
+        with pytest.raises(SettingsError, match="'look' in a Box, which has been released"):
             boxed.chain(trajectory)
 
 

@@ -79,7 +79,9 @@ def plan(house: House, goal: Goal) -> list[str]:
     count = 2 if goal.kind == "pick_two_obj_and_place" else 1
     ends = [place for place in house.inside if place[0] == goal.place]
     if len(things) < count or not ends:
-        raise ValueError(f"this house has {len(things)} {goal.thing} and {len(ends)} {goal.place}; the goal wants more")
+        raise ValueError(
+            f"this house has {len(things)} {goal.thing} and {len(ends)} {goal.place}; the goal requires more"
+        )
     end = max(ends, key=lambda place: sum(goal.ready(house, thing) for thing in house.inside[place]))
     lying = [thing for thing in things if thing in house.inside[end] and goal.ready(house, thing)]
     for thing in [thing for thing in things if thing not in lying][: count - len(lying)]:

@@ -149,8 +149,8 @@ class Chess:
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Return rows with the fields "fen", "solution" and "mate": the included ones, or generated ones if n exceeds them
-    or seed is not 0."""
+    """Return rows with the fields "fen", "solution" and "mate": the included ones, or generated ones if n exceeds their
+    number or seed is not 0."""
     if seed == 0 and n <= puzzles.SIZES[split]:
         return shipped_rows("chess", n, split, seed)
     return list(puzzles.made(n, seed=seed, split=split))
