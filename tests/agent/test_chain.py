@@ -596,7 +596,7 @@ async def test_ids_outside_the_vocabulary_are_refused() -> None:
     for ids in ([-1], [400], [10**9]):
         with pytest.raises(SettingsError, match="vocabulary"):
             chain.force(ids)
-    with pytest.raises(SettingsError, match="content must not be empty"):
+    with pytest.raises(SettingsError, match="content must be text or token ids"):
         chain.force("", end=False)
 
 
