@@ -12,6 +12,12 @@ from typing import Any, get_args
 class AgentFlyError(Exception):
     """Base class of all exceptions of this package."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the traceback that IPython shows: without the frames of this package."""
+        from agentfly_kit._display import user_traceback
+
+        return user_traceback(self)
+
 
 class HostError(AgentFlyError):
     """Failure of a pool, sandbox or engine, which the model did not cause; it leaves the chain unscored."""
