@@ -39,7 +39,7 @@ def user_traceback(error: BaseException) -> list[str]:
     while step is not None:
         frames.append(step)
         step = step.tb_next
-    formatter: Any = IPython.get_ipython().InteractiveTB  # type: ignore[attr-defined]
+    formatter: Any = IPython.get_ipython().InteractiveTB
     kept = None
     for frame in reversed(frames):
         if formatter.mode == "Verbose" or not frame.tb_frame.f_code.co_filename.startswith(hidden):
