@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 from torch import Tensor
 
 from agentfly_kit import losses
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, checks_keywords
 from agentfly_kit.ppo.policy_loss import LossName, PolicyLoss
 
 Aggregate: TypeAlias = losses.AggregateMode | Mapping[str, Any]
@@ -31,6 +31,7 @@ def check_at_least(config: Any, minimum: int, *names: str) -> None:
             raise SettingsError(f"{name} must be at least {minimum}, got {value!r}")
 
 
+@checks_keywords
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
     """Settings of `ppo_step`. `TrainConfig` inherits them.

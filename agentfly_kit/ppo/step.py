@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from agentfly_kit import losses
-from agentfly_kit._async.in_thread import run_in_thread
-from agentfly_kit._async.pending_call import pending_call
+from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch, drop_counts
-from agentfly_kit.errors import BatchError, SettingsError
+from agentfly_kit.errors import BatchError, SettingsError, checks_keywords
 from agentfly_kit.policy.forward import ForwardOutput, single_torch_thread
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PPOConfig
@@ -41,6 +40,7 @@ _DEFAULTS = PPOConfig()
 _PROBE_TOKENS = 64
 
 
+@checks_keywords
 def ppo_step(
     policy: Policy,
     optimizer: torch.optim.Optimizer,

@@ -135,6 +135,13 @@ def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
         Policy.load(folder, dtype="float33")
 
 
+def test_a_tokenizer_in_place_of_a_chat_is_rejected() -> None:
+    policy = shipped()
+    for model, chat in ((policy.model, policy.chat.tokenizer), ("name", policy.chat)):
+        with pytest.raises(SettingsError, match=r"model and chat must be .*; af\.Policy\.load\(name_or_folder\) makes"):
+            Policy(model, chat)
+
+
 def test_a_copy_is_independent() -> None:
     policy = fresh(value_head=True)
     twin = policy.copy()

@@ -27,7 +27,7 @@ from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.decoder import FusedLlamaDecoder, reference_forward
 from agentfly_kit.engines.local.kv_cache import KVCache
 from agentfly_kit.engines.local.sampling import sample_tokens
-from agentfly_kit.errors import EngineError
+from agentfly_kit.errors import EngineError, checks_keywords
 from agentfly_kit.policy.forward import single_torch_thread
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.types import Sample, Sampling, TurnRequest
@@ -84,6 +84,7 @@ class _Slot:
     weights: int = -1
 
 
+@checks_keywords
 class LocalEngine(Engine):
     """Sample from the current weights of `policy`, which the engine shares with the trainer.
 
