@@ -223,6 +223,27 @@ class Run(Displayable):
             if not file.exists() or _digest(file) != wanted:
                 raise RunError(f"{file} cannot be read (its content is damaged)")
 
+    def figure(self, *names: str) -> Any:
+        """Plot recorded metrics with plotly, for a publication. For live curves use `widgets.TrainView`.
+
+        Args:
+            names: Metrics to plot. None given: success, reward, approx_kl and entropy, as far as they are recorded.
+
+        Returns:
+            The plotly figure.
+        """
+        import plotly.graph_objects as go
+
+        wanted = names or tuple(
+            n for n in ("success", "reward", "approx_kl", "entropy") if any(n in r for r in self.records)
+        )
+        figure = go.Figure()
+        for name in wanted:
+            points = [(r["step"], r[name]) for r in self.records if name in r]
+            figure.add_trace(go.Scatter(x=[p[0] for p in points], y=[p[1] for p in points], name=name, mode="lines"))
+        figure.update_layout(xaxis_title="step", template="plotly_white")
+        return figure
+
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {len(self.records)} steps{last_success(self.records)})"
 
