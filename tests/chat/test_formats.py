@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -189,14 +190,40 @@ def test_ten_thousand_broken_texts(name: str) -> None:
     assert unclosed > 50, (called, failed, unclosed)
 
 
+# Text before, repeated text, and text after, with which a pattern or loop may take quadratic time.
+CALL = '{"name":"a","arguments":{}}'
+REPEATED = [
+    "<tool_call>",
+    "Action: a\n",
+    "```python\n",
+    "[TOOL_CALLS]",
+    '{"name":',
+    "<think>",
+    "</think>",
+    "[",
+    "`",
+    " ",
+]
+REPEATED += ["\n", " \n", "<function=", "<search>", "<answer>", "Action Input: {", "Observation:\n", "</parameter>"]
+REPEATED += ["<tool_call>x</tool_call>\n", f"<tool_call>{CALL}</tool_call>", f"[TOOL_CALLS][{CALL}]", "[TOOL_CALLS]a{}"]
+REPEATED += ["Action: a\nAction Input: {}\n", "```python\nx\n```\n", f"{CALL};", "<search>{}</search>", "[TOOL_CALLS]["]
+REPEATED += ["<tool_call><function=a><parameter=x></tool_call>", '<tool_call>["</tool_call>', '<tool_call>"', "``` "]
+AROUND = [("", ""), ('{"name":"a"}', "x"), ("[TOOL_CALLS]a", "x"), ("Action: a", "Final Answer: x"), ("```python", "x")]
+
+
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize(
-    "piece", ["<tool_call>", "[TOOL_CALLS]", "Action: a\n", "```python\n", "<search>", "[", '{"a":', " "]
-)
-def test_a_long_repetition_is_no_trap(name: str, piece: str) -> None:
-    began = time.process_time()
-    formats.get(name).parse(piece * (50_000 // len(piece)))
-    assert time.process_time() - began < 2.0
+def test_parsing_takes_linear_time(name: str) -> None:
+    """Twice the text takes about twice the time; with quadratic time, four times."""
+
+    def seconds(text: str) -> float:
+        began = time.process_time()
+        formats.get(name).parse(text)
+        return time.process_time() - began
+
+    for (before, after), piece in itertools.product(AROUND, REPEATED):
+        once, twice = (before + piece * (n // len(piece)) + after for n in (60_000, 120_000))
+        ratios = ((first := seconds(once)) < 0.005 or seconds(twice) < 3 * first for _ in range(5))
+        assert any(ratios), (before, piece, after)
 
 
 # --- what every format promises ---

@@ -23,10 +23,12 @@ from agentfly_kit.chat.formats.base import (
 )
 from agentfly_kit.types import ToolCall
 
-_ACTION = re.compile(r"^[ \t]*Action[ \t]*:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
-_INPUT = re.compile(r"\s*^[ \t]*Action Input[ \t]*:[ \t]*", re.MULTILINE)
-_FINAL = re.compile(r"^[ \t]*Final Answer[ \t]*:", re.MULTILINE)
-_OBSERVED = re.compile(r"^[ \t]*Observation[ \t]*:", re.MULTILINE)
+_ACTION = re.compile(r"^[ \t]*+Action[ \t]*+:(.*)$", re.MULTILINE)
+_INPUT = re.compile(r"^[ \t]*+Action Input[ \t]*+:[ \t]*+", re.MULTILINE)
+_FINAL = re.compile(r"^[ \t]*+Final Answer[ \t]*+:", re.MULTILINE)
+_OBSERVED = re.compile(r"^[ \t]*+Observation[ \t]*+:", re.MULTILINE)
+_BLANK_LINES = re.compile(r"\s*^", re.MULTILINE)
+_REST_IS_BLANK = re.compile(r"\s*+\Z")
 _REACT_SHAPE = 'Action: name\nAction Input: {"argument": value}'
 
 
@@ -91,7 +93,7 @@ class ReAct(Format):
 def _is_inside_input(text: str, at: int) -> bool:
     """Return True if position `at` is inside the JSON input of an action."""
     for given in _INPUT.finditer(text, 0, at):
-        if given.end() < at and text[given.end() :].startswith("{"):
+        if text.startswith("{", given.end()):
             _, end, problem = read_json(text, given.end())
             if not problem and end > at:
                 return True
@@ -102,13 +104,14 @@ def _react_call(
     text: str, action: re.Match[str], id: str, tools: Sequence[dict[str, Any]]
 ) -> tuple[ToolCall | None, int]:
     """Parse the call of an Action line. Return it, or None if it is incomplete, and its end."""
-    name, given = action.group(1), _INPUT.match(text, action.end())
+    name, blank = action.group(1).strip(" \t"), _BLANK_LINES.match(text, action.end())
+    given = _INPUT.match(text, blank.end()) if blank else None
     at = given.end() if given else action.end()
     arguments: dict[str, Any] = {}
     line = text.find("\n", at if given else at + 1)
     end = len(text) if line < 0 else line
     if given is None:
-        if not text[at:].strip():
+        if _REST_IS_BLANK.match(text, at):
             return None, len(text)
         problem = "has no Action Input line"
     elif not name:
@@ -149,20 +152,20 @@ class FencedCode(TaggedFormat):
     @property
     def opening(self) -> re.Pattern[str]:
         languages = "|".join(map(re.escape, self.languages))
-        return re.compile(rf"^[ \t]*(`{{3,}})[ \t]*({languages})[ \t]*$", re.MULTILINE)
+        return re.compile(rf"^[ \t]*+(`{{3,}}+)[ \t]*+(?:{languages})[ \t]*+$", re.MULTILINE)
 
     def read_calls(
-        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
+        self, text: str, opened: re.Match[str], index: int, tools: Sequence[dict[str, Any]]
     ) -> tuple[list[ToolCall], int] | None:
         # The closing fence must also be at the start of a line.
-        closing = re.compile(rf"^[ \t]*{opened.group(1)}[ \t]*$", re.MULTILINE).search(text, opened.end())
+        closing = re.compile(rf"^[ \t]*+{opened.group(1)}[ \t]*+$", re.MULTILINE).search(text, opened.end())
         if closing is None:
             return None
         code = text[opened.end() + 1 : closing.start()].removesuffix("\n")
         problem = encoding_problem(code)
         error = f"the code {problem}" if problem else None
         arguments = {} if problem else {self.parameter: code}
-        return [ToolCall(f"call-{len(made)}", self.tool, arguments, error=error, raw=code)], closing.end()
+        return [ToolCall(f"call-{index}", self.tool, arguments, error=error, raw=code)], closing.end()
 
     def render_call(self, call: ToolCall) -> str:
         """Render the code in a fence longer than any fence inside it."""
@@ -222,7 +225,7 @@ class Tags(TaggedFormat):
         return answer.group(1), calls, complaint
 
     def read_calls(
-        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
+        self, text: str, opened: re.Match[str], index: int, tools: Sequence[dict[str, Any]]
     ) -> tuple[list[ToolCall], int] | None:
         closing = f"</{self.tag}>"
         end = text.find(closing, opened.end())
@@ -240,7 +243,7 @@ class Tags(TaggedFormat):
         problem = encoding_problem([name, arguments]) or ("" if body.strip() else "is empty")
         error = f"the call {problem}; write <{self.tag}>...</{self.tag}>" if problem else None
         call = ToolCall(
-            f"call-{len(made)}",
+            f"call-{index}",
             "" if encoding_problem(name) else name,
             {} if error else arguments,
             error=error,
