@@ -18,6 +18,7 @@ from agentfly_kit.errors import TaskError
 from agentfly_kit.tasks import Tasks, load_tasks, tasks_from
 from agentfly_kit.types import Task
 
+USER, ANSWER = {"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}
 ROWS = [{"question": f"{i}+1", "answer": str(i + 1), "level": i % 3} for i in range(40)]
 
 
@@ -82,8 +83,9 @@ def test_numpy_values_become_pythons_own() -> None:
         ({"question": ""}, "rows, row 1: a row must have a question"),
         ({"question": 5}, "rows, row 1: 'question' must be a string or a list of messages, got 5"),
         ({"messages": "text"}, "rows, row 1: 'messages' must be a list of messages, got a string"),
-        ({"messages": [{"role": "user"}]}, "rows, row 1: message 0 of 'messages' must have 'role' and 'content'"),
-        ({"messages": ["text"]}, "rows, row 1: message 0 of 'messages' must have"),
+        ({"messages": [{"role": "user"}]}, "rows, row 1, 'messages': message 0 (role 'user'): 'content' must be"),
+        ({"messages": ["text"]}, "rows, row 1, 'messages': message 0 must be a dict with 'role' and 'content'"),
+        ({"messages": [USER, ANSWER]}, "rows, row 1, 'messages': the last message must not be the assistant's"),
         ({"id": "first", "question": "q"}, "rows, row 1: ids must be unique, got 'first', which rows, row 0 has too"),
         ({"id": 1.5, "question": "q"}, "rows, row 1: 'id' must be a string or an integer, or be left out, got 1.5"),
         ({"id": "", "question": "q"}, "rows, row 1: 'id' must be a string or an integer"),
@@ -106,6 +108,24 @@ def test_what_is_no_rows(rows: Any) -> None:
 def test_no_rows_at_all() -> None:
     with pytest.raises(TaskError, match="rows: rows must contain at least one task"):
         tasks_from([], name="rows")
+
+
+def test_drop_answer_moves_the_last_answer_into_a_field(tmp_path: Path) -> None:
+    rows = [{"messages": [USER, ANSWER]}, {"id": "b", "messages": [USER, ANSWER], "answer": "5"}, {"question": "1+1"}]
+    tasks = tasks_from(rows, drop_answer=True)
+    assert [task.messages[-1]["role"] for task in tasks] == ["user"] * 3
+    assert [task.fields for task in tasks] == [{"answer": "5"}, {"answer": "5"}, {}]
+    assert load_tasks(write(tmp_path / "a.jsonl", rows), drop_answer=True) == tasks
+    assert tasks[0].id == tasks_from([{"question": "2+3", "answer": "5"}])[0].id
+    call = {"function": {"name": "add", "arguments": "{}"}}
+    for row in (
+        {"messages": [USER, ANSWER], "answer": "6"},
+        {"messages": [USER, {**ANSWER, "tool_calls": [call]}]},
+    ):
+        with pytest.raises(TaskError, match="drop_answer=True needs an answer without tool calls, and no other value"):
+            tasks_from([row], drop_answer=True)
+    with pytest.raises(TaskError, match=r"row 0, 'messages' of task 'c': the last message must not be .* drop_answer"):
+        tasks_from([{"id": "c", "messages": [USER, ANSWER, ANSWER]}], drop_answer=True)
 
 
 # --- from frames and datasets --------------------------------------------------------------------

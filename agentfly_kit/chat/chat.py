@@ -22,7 +22,7 @@ from agentfly_kit.chat import formats
 from agentfly_kit.chat.drift import Drift
 from agentfly_kit.chat.template import FollowingRole, Template, unused_marker
 from agentfly_kit.errors import ChatTemplateError, SettingsError
-from agentfly_kit.types import Message, Row, Trajectory
+from agentfly_kit.types import Message, Row, Trajectory, normalize_messages
 
 __all__ = ["Chat", "ChatReport", "Drift", "check"]
 
@@ -142,6 +142,7 @@ class Chat:
         Raises:
             ChatTemplateError: with the error message of the template.
         """
+        messages = normalize_messages(messages, "messages", answered=True)
         return self.template.render(self._adapt_messages(messages), tools, generate=generate)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:
@@ -151,8 +152,11 @@ class Chat:
         are added to the system message.
 
         Raises:
-            ChatTemplateError: if there are tools, but their results cannot be appended exactly.
+            ChatTemplateError: if there are tools, but their results cannot be appended exactly, or if the template
+                drops, repeats or moves a message. Under history="rerender" it may drop the text of assistant messages.
+            SettingsError: for content that is not text, or messages that end with the assistant's.
         """
+        messages = normalize_messages(messages, "prompt")
         if tools:
             self._require_append("tool")
             unreadable = self.template.calls is not None and self.detected_format is None
@@ -176,12 +180,11 @@ class Chat:
                 otherwise (truncated, or another stop token) it is included here, where it has mask 0.
 
         Raises:
-            ChatTemplateError: if the template renders earlier messages differently when these follow, and `history`
-                is "exact".
-            SettingsError: if `messages` is empty.
+            ChatTemplateError: if the template drops one of the messages, or renders earlier messages differently when
+                these follow and `history` is "exact".
+            SettingsError: if `messages` is empty, or for content that is not text.
         """
-        if not messages:
-            raise SettingsError("messages must not be empty; pass the tool results or user messages after the action")
+        messages = normalize_messages(messages, "observation")
         for kind in _following_roles(messages):
             self._require_append(kind)
         ids = self._encode_messages(self._adapt_messages(messages), self._visible_tools(tools), after_action=True)
@@ -222,9 +225,9 @@ class Chat:
         if not self._results_as_user:
             return list(messages)
         adapted: list[Message] = []
-        for are_results, group in itertools.groupby(messages, lambda message: message.get("role") == "tool"):
+        for are_results, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
             if are_results:
-                texts = (self.format.observation(str(m.get("name") or ""), str(m.get("content") or "")) for m in group)
+                texts = (self.format.observation(str(m.get("name") or ""), m["content"]) for m in group)
                 adapted.append({"role": "user", "content": "\n".join(texts)})
             else:
                 adapted += group
@@ -245,13 +248,10 @@ class Chat:
         """Add the instructions to the system message, or to the first message if the template has no system role."""
         text = self.format.instructions(tools)
         out = list(messages)
-        if out and out[0].get("role") != "system" and self.template.takes_system():
+        if out[0]["role"] != "system" and self.template.takes_system():
             return [{"role": "system", "content": text}, *out]
-        first = out[0]
-        content = first.get("content")
-        joined: Any = f"{content}\n\n{text}" if first.get("role") == "system" else f"{text}\n\n{content}"
-        if not isinstance(content, str):
-            joined = [{"type": "text", "text": text + "\n\n"}, *(content or [])]
+        first, content = out[0], out[0]["content"]
+        joined = f"{content}\n\n{text}" if first["role"] == "system" else f"{text}\n\n{content}"
         return [{**first, "content": joined}, *out[1:]]
 
     def _encode_messages(
@@ -262,6 +262,9 @@ class Chat:
         if key not in self._render_cache:
             if len(self._render_cache) >= _CACHE_SIZE:
                 self._render_cache.clear()
+            self.template.require_visible(
+                messages, tools, after_action=after_action, answers=self.history != "rerender"
+            )
             self._render_cache[key] = self._encode_safely(messages, tools, after_action)
         return self._render_cache[key]
 
@@ -273,25 +276,16 @@ class Chat:
         For example, <|im_end|> in the output of a tool is encoded as ordinary characters. All other text is encoded
         as usual.
         """
-        controls: dict[str, str] = {}
+        controls: list[str] = []
+        mark = unused_marker("qzcontrol", messages)
 
         def replace_control(match: re.Match[str]) -> str:
-            mark = unused_marker(f"qzcontrol{len(controls)}zq", messages)
-            controls[mark] = match.group()
-            return mark
-
-        def replaced(content: Any) -> Any:
-            if isinstance(content, str):
-                return self._controls.sub(replace_control, content)
-            if isinstance(content, list):
-                return [
-                    {**p, "text": replaced(p["text"])} if isinstance(p, dict) and "text" in p else p for p in content
-                ]
-            return content
+            controls.append(match.group())
+            return f"{mark}{len(controls) - 1}zq"
 
         plain = [
-            {**message, "content": replaced(message["content"])}
-            if message.get("role") in ("user", "tool") and "content" in message
+            {**message, "content": self._controls.sub(replace_control, message["content"])}
+            if message["role"] in ("user", "tool")
             else message
             for message in messages
         ]
@@ -306,10 +300,11 @@ class Chat:
         anchor = self.token_texts(self.stop_ids[:1])[0]
         ids: list[int] = []
         rest = ""
-        for part in re.split("(" + "|".join(sorted(map(re.escape, controls), key=len, reverse=True)) + ")", text):
-            if part in controls:
-                ids.extend(self._encode_after(anchor if ids else "", rest + controls[part][:1]))
-                rest = controls[part][1:]
+        for i, part in enumerate(re.split(f"{mark}(\\d+)zq", text)):
+            if i % 2:
+                control = controls[int(part)]
+                ids.extend(self._encode_after(anchor if ids else "", rest + control[:1]))
+                rest = control[1:]
             else:
                 rest += part
         return (*ids, *self._encode_after(anchor if ids else "", rest))
@@ -388,7 +383,7 @@ class Chat:
 
 def _following_roles(messages: Sequence[Message]) -> list[FollowingRole]:
     """Return the kinds of these messages, in order and without duplicates."""
-    roles: list[FollowingRole] = ["tool" if message.get("role") == "tool" else "user" for message in messages]
+    roles: list[FollowingRole] = ["tool" if message["role"] == "tool" else "user" for message in messages]
     return list(dict.fromkeys(roles))
 
 

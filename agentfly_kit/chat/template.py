@@ -6,12 +6,12 @@ template.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, Literal
 
 from agentfly_kit.errors import ChatTemplateError
@@ -56,6 +56,7 @@ class Template:
         self._short_ids = False
         self._closings: dict[str, str] = {}
         self._violations: dict[FollowingRole, str] = {}
+        self._visible: set[str] = set()
         self.parts = False
         self.parts = self._wants_parts()
         self.answer_tail = self._answer_tail()
@@ -108,12 +109,20 @@ class Template:
             out.setdefault("reasoning_content", out["thinking"])
         if self.parts and isinstance(out.get("content"), str):
             out["content"] = [{"type": "text", "text": out["content"]}]
-        if self._short_ids:
-            if "tool_call_id" in out:
-                out["tool_call_id"] = _short_id(str(out["tool_call_id"]))
-            if out.get("tool_calls"):
-                out["tool_calls"] = [{**c, "id": _short_id(str(c.get("id", "")))} for c in out["tool_calls"]]
+        if calls := out.get("tool_calls"):
+            if self.calls is not None:
+                out["content"] = out["content"] if self.calls["content"] is not None else None
+                calls = [self._adapt_call(call) for call in calls]
+            out["tool_calls"] = [{**c, "id": _short_id(c["id"])} for c in calls] if self._short_ids else calls
+        if self._short_ids and "tool_call_id" in out:
+            out["tool_call_id"] = _short_id(str(out["tool_call_id"]))
         return out
+
+    def _adapt_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        assert self.calls is not None
+        if not self.calls["json"]:
+            return call
+        return {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
 
     def _render_or_empty(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generate: bool
@@ -147,25 +156,22 @@ class Template:
         self.calls = shape
         said = self._call_message([{"name": "qznamezq", "tool_call_id": "call-0"}], {"x": "qzcallzq"})
         text = self._render_or_empty([_USER, said], generate=False)
-        return "qzcallzq" in text and "qznamezq" in text
+        return "qzcallzq" in text and "qznamezq" in text and "{'" not in text  # not Python's repr
 
     def _call_message(
         self, results: Sequence[Message], arguments: Mapping[str, Any], thought: str | None = None
     ) -> Message:
         """Return an assistant message with one call for each of these tool results, all with the same arguments."""
         assert self.calls is not None
-        given = json.dumps(arguments) if self.calls["json"] else dict(arguments)
         calls = [
             {
                 "id": r.get("tool_call_id", f"call-{i}"),
                 "type": "function",
-                "function": {"name": r.get("name") or "tool", "arguments": given},
+                "function": {"name": r.get("name") or "tool", "arguments": dict(arguments)},
             }
             for i, r in enumerate(results)
         ]
-        return self._with_thinking(
-            {"role": "assistant", "content": self.calls["content"], "tool_calls": calls}, thought
-        )
+        return self._with_thinking({"role": "assistant", "content": "", "tool_calls": calls}, thought)
 
     def _answer_message(self, mark: str, thought: str | None = None) -> Message:
         return self._with_thinking({"role": "assistant", "content": mark}, thought)
@@ -194,10 +200,66 @@ class Template:
         """Return True if a system message appears in a prompt."""
         return "qzplainzq" in self._render_or_empty([{"role": "system", "content": "qzplainzq"}, _USER], generate=True)
 
-    @cached_property
+    @functools.cached_property
     def shows_tools(self) -> bool:
         """True if tool schemas appear in a prompt."""
         return self._render_or_empty([_USER], [_TOOL], generate=True) != self._render_or_empty([_USER], generate=True)
+
+    def require_visible(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, after_action: bool, answers: bool
+    ) -> None:
+        """Check that the template renders each message once and in order, by rendering marks in place of the contents.
+
+        Args:
+            messages: messages of a prompt, or those after an action.
+            tools: tool schemas passed to the template.
+            after_action: whether the messages follow an action.
+            answers: whether the text of assistant messages must be visible too. Their calls always must.
+
+        Raises:
+            ChatTemplateError: for the first message that is dropped, repeated or moved. Names its role.
+        """
+        ids: dict[Any, int] = {}
+        marked: list[Message] = []
+        for i, message in enumerate(messages):
+            one = {k: v for k, v in message.items() if k in ("role", "name", "content")}
+            if message["content"]:
+                one["content"] = f"qzmessage{i}zq"
+            if "tool_call_id" in message:
+                one["tool_call_id"] = f"call-{ids.setdefault(message['tool_call_id'], len(ids))}"
+            if message.get("tool_calls"):
+                one["tool_calls"] = [
+                    {
+                        "id": f"call-{ids.setdefault(call['id'], len(ids))}",
+                        "type": "function",
+                        "function": {"name": call["function"]["name"], "arguments": {"x": f"qzcall{i}zq"}},
+                    }
+                    for call in message["tool_calls"]
+                ]
+            marked.append(one)
+        key = f"{after_action} {answers} {marked} {[tool.get('function', tool).get('name') for tool in tools]}"
+        if key in self._visible:
+            return
+        render = self.text_after_action if after_action else functools.partial(self.render, generate=True)
+        text = render(marked, tools)
+        found = [int(i) for i in re.findall(r"qzmessage(\d+)zq", text)]
+        last = -1
+        for i, message in enumerate(marked):
+            role, wrong = message["role"], ""
+            if message.get("tool_calls") and f"qzcall{i}zq" not in text:
+                wrong = "drops the tool calls of"
+            elif message["content"] and (role != "assistant" or answers):
+                count = found.count(i)
+                wrong = "drops" if not count else "repeats" if count > 1 else "moves" if found.index(i) < last else ""
+                last = found.index(i) if count else last
+            if wrong:
+                raise ChatTemplateError(
+                    f"the chat template of {self.name} {wrong} a message with the role {role!r}; put its "
+                    "text into a user message, or set tokenizer.chat_template to another template"
+                )
+        if len(self._visible) >= 256:
+            self._visible.clear()
+        self._visible.add(key)
 
     # --- text after an action ---
 
@@ -274,7 +336,7 @@ class Template:
             self._violations[kind] = next(filter(None, reasons), "")
         return self._violations[kind]
 
-    @cached_property
+    @functools.cached_property
     def modes(self) -> tuple[str | None, ...]:
         """Ways in which a rendered answer matches the generation prompt: without (None) or with thinking (a marker)."""
         asked = self.render([_USER], generate=True)

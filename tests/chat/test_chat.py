@@ -215,7 +215,7 @@ def test_every_action_ends_once() -> None:
     other = mine.tokenizer.pad_token_id
     assert mine.observation_ids([USER], after=(*said, other)) == whole
     assert mine.observation_ids([USER], after=()) == whole
-    with pytest.raises(SettingsError, match="messages must not be empty"):
+    with pytest.raises(SettingsError, match="observation must have at least one message"):
         mine.observation_ids([])
 
 

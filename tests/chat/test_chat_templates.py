@@ -12,8 +12,8 @@ import pytest
 from chat_templates import NAMES, named
 
 from agentfly_kit.chat.chat import Chat, ChatReport, check
-from agentfly_kit.errors import ChatTemplateError
-from agentfly_kit.types import Message
+from agentfly_kit.errors import ChatTemplateError, SettingsError, TaskError
+from agentfly_kit.types import Message, Task
 
 pytestmark = pytest.mark.skipif(not NAMES, reason="TRL is not installed: it carries the templates")
 
@@ -338,3 +338,104 @@ def test_further_stops() -> None:
 )
 def test_stops_are_the_templates_own(name: str, stops: tuple[str, ...]) -> None:
     assert tuple(s for s in report(name).stops if s != "<|im_end|>") == stops
+
+
+# --- the content of messages: exact, or an error ---
+
+SEEN = "qzseenzq"
+PARTS = [{"type": "text", "text": SEEN[:4]}, {"type": "text", "text": SEEN[4:], "image": None}]
+CALLS = [{"id": "call-0", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}]
+CONTENTS: dict[str, list[Message]] = {
+    "text": [{"role": "user", "content": SEEN}],
+    "text parts": [{"role": "user", "content": PARTS}],
+    "system": [{"role": "system", "content": PARTS}, USER],
+    "developer": [{"role": "developer", "content": SEEN}, USER],
+    "unknown role": [{"role": "narrator", "content": SEEN}, USER],
+    "late system": [USER, {"role": "system", "content": SEEN}, USER],
+    "demonstration": [USER, {"role": "assistant", "content": PARTS}, USER],
+    "call": [USER, {"role": "assistant", "tool_calls": CALLS}, told(SEEN)],
+    "call with text": [USER, {"role": "assistant", "content": SEEN, "tool_calls": CALLS}, told("21")],
+    "result parts": [USER, {"role": "assistant", "content": None, "tool_calls": CALLS}, {**told(""), "content": PARTS}],
+}
+# Number of templates that render each case exactly; the others raise.
+EXACT = {"text": 72, "text parts": 72, "system": 70, "developer": 34, "unknown role": 32, "late system": 52}
+EXACT |= {"demonstration": 72, "call": 48, "call with text": 36, "result parts": 48}
+
+
+@pytest.mark.parametrize("case", CONTENTS)
+def test_content_appears_exactly_once_or_raises(case: str) -> None:
+    exact = 0
+    for name in NAMES:
+        mine = chat(name, "append")
+        try:
+            text = mine.text(mine.prompt(CONTENTS[case]))
+        except ChatTemplateError:
+            continue
+        exact += 1
+        assert text.count(SEEN) == 1, name
+        assert "{'" not in text and "None" not in text, name
+        if any("tool_calls" in message for message in CONTENTS[case]):
+            assert "get_weather" in text and "Rome" in text and '\\"Rome' not in text, name
+        before, _, after = text.partition(SEEN)
+        first = str(USER["content"])
+        where = [message is not USER for message in CONTENTS[case]].index(True)
+        assert before.count(first) == where and after.count(first) == CONTENTS[case].count(USER) - where, name
+    assert exact == EXACT[case]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_empty_content_is_an_empty_turn(name: str) -> None:
+    mine = chat(name, "append")
+    full = mine.text(mine.prompt([{"role": "user", "content": SEEN}]))
+    assert mine.text(mine.prompt([{"role": "user", "content": ""}])) == full.replace(SEEN, "")
+    assert SEEN in mine.text(mine.observation_ids([{**told(""), "content": PARTS}]))
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (None, r"message 0 \(role 'user'\): 'content' must be a string or a list of text parts, got None"),
+        ([], r"'content' must be a string or a list of text parts, got \[\]"),
+        ({"text": "x"}, "'content' must be a string or a list of text parts"),
+        (["x"], "each part of 'content' must be .* got 'x'; prompts hold text only"),
+        ([{"type": "image"}], "each part of 'content' must be .* got {'type': 'image'}"),
+        ([{"type": "text", "text": "x", "image_url": "y"}], "each part of 'content' must be"),
+        ([{"type": "audio", "text": "x"}], "each part of 'content' must be"),
+        ([{"type": "text", "text": 5}], "each part of 'content' must be"),
+    ],
+)
+def test_content_that_is_not_text_is_rejected(content: Any, error: str) -> None:
+    message = {"role": "user", "content": content}
+    for name in ("qwen2_5", "qwen2_5_vl"):
+        with pytest.raises(SettingsError, match=error):
+            chat(name).prompt([message])
+        with pytest.raises(SettingsError, match=error):
+            chat(name).observation_ids([message])
+    with pytest.raises(TaskError, match=f"task 'a': .*{error}"):
+        Task("a", (message,))
+
+
+def test_messages_that_end_with_the_answer_are_rejected() -> None:
+    answered = [USER, {"role": "assistant", "content": SEEN}]
+    with pytest.raises(TaskError, match=r"task 'a': the last message must not be the assistant's.*drop_answer=True"):
+        Task("a", tuple(answered))
+    with pytest.raises(SettingsError, match="prompt: the last message must not be the assistant's"):
+        chat("qwen2_5").prompt(answered)
+    assert chat("qwen2_5").render(answered, generate=False).count(SEEN) == 1
+
+
+@pytest.mark.parametrize(
+    "call", ["get_weather", {"name": "x"}, {"function": {"name": "x"}}, {"function": {"name": "x", "arguments": "x"}}]
+)
+def test_malformed_calls_in_messages_are_rejected(call: Any) -> None:
+    with pytest.raises(TaskError, match=r"message 1 \(role 'assistant'\): each of 'tool_calls' must be"):
+        Task("a", (USER, {"role": "assistant", "tool_calls": [call]}, USER))
+
+
+def test_rerendered_history_may_lose_text_beside_a_call_but_no_call() -> None:
+    messages = CONTENTS["call with text"]
+    with pytest.raises(ChatTemplateError, match=r"template of .* drops a message with the role 'assistant'; put its"):
+        chat("llama3_1", "append").prompt(messages)
+    assert "get_weather" in chat("llama3_1", "rerender").text(chat("llama3_1", "rerender").prompt(messages))
+    with pytest.raises(ChatTemplateError, match="drops the tool calls of a message with the role 'assistant'"):
+        chat("phi3", "rerender").prompt(messages)
