@@ -17,16 +17,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.chat import drift as drifting
 from agentfly_kit.chat import formats
-from agentfly_kit.chat.drift import Drift
-from agentfly_kit.chat.template import FollowingRole, Template, unused_marker
+from agentfly_kit.chat.template import FollowingRole, Template, common_prefix_length, unused_marker
 from agentfly_kit.errors import ChatTemplateError, SettingsError
 from agentfly_kit.types import Message, Row, Trajectory, normalize_messages
 
 __all__ = ["Chat", "ChatReport", "Drift", "check"]
 
 History: TypeAlias = Literal["exact", "append", "rerender"]
+Cause: TypeAlias = Literal["none", "template", "re-tokenisation", "other"]
 
 # Entries per cache of encoded messages and decoded ids, many of which the chains of a group share.
 _CACHE_SIZE = 1024
@@ -351,14 +350,16 @@ class Chat:
     # --- comparison with re-encoding ---
 
     def drift(self, trajectory: Trajectory | Row) -> Drift:
-        """Compare a row with its messages rendered and encoded again.
+        """Compare a row with its messages rendered and encoded again, and return the first difference.
+
+        Rows are never encoded again, so drift does no harm here. It shows which tokens a framework would train on
+        instead if it stored messages and encoded them again.
 
         Raises:
             AlignmentError: for a trajectory with several rows; pass one of them, such as `trajectory.rows[0]`.
             SettingsError: if the row has no token ids.
         """
         row = trajectory if isinstance(trajectory, Row) else trajectory._only_row("turns")
-        turns = [(turn.kind, len(turn.ids or ())) for turn in row.turns]
         if not row.exact:
             raise SettingsError("this trajectory has no token ids, because its engine is text-only")
         ids = row.ids.tolist()
@@ -366,14 +367,33 @@ class Chat:
         # Observations after the last action have no ids and are not part of the row.
         given = [turn for turn in row.turns if turn.ids]
         messages = [message for turn in given for message in turn.messages]
-        last = given[-1] if given else None
-        generate = last is not None and last.kind not in ("action", "forced")
         try:
-            again_text = self.template.render(*self._prepare(messages, row.tools), generate=generate)
+            shown = self._prepare(messages, row.tools)
+            again_text = self.template.render(*shown, generate=not (given and given[-1].kind in ("action", "forced")))
         except ChatTemplateError as error:
             return Drift("other", 0, len(ids), "prompt, turn 0", token_texts[:6], (), "", str(error))
         again = self.encode(again_text)
-        return drifting.compare(ids, token_texts, text, again, self.token_texts(again), again_text, turns)
+        again_texts = self.token_texts(again)
+        index = common_prefix_length(ids, again)
+        if index == len(ids):  # ids after the end of the row are no drift, because a row ends with an action
+            return Drift("none", index, len(ids))
+        begin = len("".join(token_texts[:index]))
+        end = begin + max(len(token_texts[index]), len("".join(again_texts[index : index + 1])))
+        row_tokens, encoded_tokens = token_texts[index : index + 6], again_texts[index : index + 6]
+        cause: Cause
+        if "\ufffd" in text:  # character positions are undefined if tokens hold parts of characters
+            cause, why = "other", "the row holds bytes that are not valid UTF-8, so no text encodes to its tokens"
+        elif common_prefix_length(text, again_text) >= min(end, len(text)):
+            cause = "re-tokenisation"
+            why = f"the same text is tokenized differently: {list(row_tokens[:3])} became {list(encoded_tokens[:3])}"
+        else:
+            cause = "template"
+            why = f"{text[begin : begin + 24]!r} is written as {again_text[begin : begin + 24]!r}"
+        ends = itertools.accumulate(len(turn.ids or ()) for turn in row.turns)
+        number = next(i for i, end in enumerate(ends) if index < end)
+        turn = f"{row.turns[number].kind}, turn {number}"
+        before = "".join(token_texts[max(0, index - 8) : index])
+        return Drift(cause, index, len(ids), turn, row_tokens, encoded_tokens, before, why)
 
     def __repr__(self) -> str:
         stops = ", ".join(repr(p) for p in self.token_texts(self.stop_ids))
@@ -385,6 +405,41 @@ def _following_roles(messages: Sequence[Message]) -> list[FollowingRole]:
     """Return the kinds of these messages, in order and without duplicates."""
     roles: list[FollowingRole] = ["tool" if message["role"] == "tool" else "user" for message in messages]
     return list(dict.fromkeys(roles))
+
+
+@dataclass(frozen=True)
+class Drift(Displayable):
+    """First token at which a row differs from its re-encoded text. True if there is one.
+
+    Attributes:
+        cause: "template": the template renders different text. "re-tokenisation": the same text is split into other
+            tokens. "other": the tokens do not decode to valid text, or the template rejects the conversation. "none":
+            no drift.
+        index: Index of the first differing token in the row; the length of the row if there is none.
+        tokens: Number of tokens of the row.
+        turn: Kind and index of the turn of that token.
+        row_tokens: Up to six tokens of the row from there on.
+        encoded_tokens: Up to six tokens of the re-encoded text from there on.
+        before: Common text just before the difference.
+        why: Explanation of the cause.
+    """
+
+    cause: Cause
+    index: int
+    tokens: int
+    turn: str = ""
+    row_tokens: tuple[str, ...] = ()
+    encoded_tokens: tuple[str, ...] = ()
+    before: str = ""
+    why: str = ""
+
+    def __bool__(self) -> bool:
+        return self.cause != "none"
+
+    def __repr__(self) -> str:
+        if not self:
+            return f"Drift(none in {self.tokens} tokens)"
+        return f"Drift({self.cause} at token {self.index} of {self.tokens}, {self.turn}: {self.why})"
 
 
 @dataclass(frozen=True)

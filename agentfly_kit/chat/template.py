@@ -34,12 +34,7 @@ _THINKING = ("reasoning_content", "thinking", "reasoning", "tags")
 
 
 class Template:
-    """Chat template of a tokenizer.
-
-    Args:
-        tokenizer: tokenizer with a chat template.
-        options: variables for the template.
-        controls: pattern of the control tokens.
+    """Chat template of a tokenizer, with variables (`options`) and the pattern of its control tokens.
 
     Attributes:
         parts: True if content must be a list of parts, as for vision models.
@@ -64,7 +59,7 @@ class Template:
         self.calls = next(filter(self._takes_calls, _CALL_SHAPES), None)
         self.tool_role: Literal["tool", "user"] = "tool" if self._takes_tools() else "user"
         # If the template renders thinking nowhere, history with thinking is never exact.
-        self.thinking = next(filter(self._takes_thinking, _THINKING), "tags")
+        self.thinking: str = next(filter(self._takes_thinking, _THINKING), "tags")
 
     # --- rendering ---
 
@@ -109,24 +104,21 @@ class Template:
             out.setdefault("reasoning_content", out["thinking"])
         if self.parts and isinstance(out.get("content"), str):
             out["content"] = [{"type": "text", "text": out["content"]}]
-        if calls := out.get("tool_calls"):
-            if self.calls is not None:
-                out["content"] = out["content"] if self.calls["content"] is not None else None
-                calls = [self._adapt_call(call) for call in calls]
-            out["tool_calls"] = [{**c, "id": _short_id(c["id"])} for c in calls] if self._short_ids else calls
         if self._short_ids and "tool_call_id" in out:
             out["tool_call_id"] = _short_id(str(out["tool_call_id"]))
+        if out.get("tool_calls"):
+            out["tool_calls"] = [self._adapt_call(call) for call in out["tool_calls"]]
+            if self.calls is not None and self.calls["content"] is None:
+                out["content"] = None
         return out
 
     def _adapt_call(self, call: dict[str, Any]) -> dict[str, Any]:
-        assert self.calls is not None
-        if not self.calls["json"]:
-            return call
-        return {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        function = dict(call["function"])
+        if self.calls is not None and self.calls["json"]:
+            function["arguments"] = json.dumps(function["arguments"])
+        return {**call, "id": _short_id(call["id"]) if self._short_ids else call["id"], "function": function}
 
-    def _render_or_empty(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generate: bool
-    ) -> str:
+    def _probe(self, *messages: Message, tools: Sequence[Mapping[str, Any]] = (), generate: bool = False) -> str:
         """Render messages, or return "" if the template rejects them."""
         try:
             return self.render(messages, tools, generate=generate)
@@ -136,10 +128,9 @@ class Template:
     # --- accepted input ---
 
     def _wants_parts(self) -> bool:
-        if "qzplainzq" in self._render_or_empty([{"role": "user", "content": "qzplainzq"}], generate=True):
+        if "qzplainzq" in self._probe({"role": "user", "content": "qzplainzq"}):
             return False
-        parts = [{"role": "user", "content": [{"type": "text", "text": "qzplainzq"}]}]
-        return "qzplainzq" in self._render_or_empty(parts, generate=True)
+        return "qzplainzq" in self._probe({"role": "user", "content": [{"type": "text", "text": "qzplainzq"}]})
 
     def _answer_tail(self) -> str:
         """Return the text after the last character of an answer at the end of a conversation."""
@@ -155,33 +146,30 @@ class Template:
     def _takes_calls(self, shape: dict[str, Any]) -> bool:
         self.calls = shape
         said = self._call_message([{"name": "qznamezq", "tool_call_id": "call-0"}], {"x": "qzcallzq"})
-        text = self._render_or_empty([_USER, said], generate=False)
+        text = self._probe(_USER, said)
         return "qzcallzq" in text and "qznamezq" in text and "{'" not in text  # not Python's repr
 
     def _call_message(
         self, results: Sequence[Message], arguments: Mapping[str, Any], thought: str | None = None
     ) -> Message:
         """Return an assistant message with one call for each of these tool results, all with the same arguments."""
-        assert self.calls is not None
         calls = [
             {
-                "id": r.get("tool_call_id", f"call-{i}"),
+                "id": result.get("tool_call_id", f"call-{i}"),
                 "type": "function",
-                "function": {"name": r.get("name") or "tool", "arguments": dict(arguments)},
+                "function": {"name": result.get("name") or "tool", "arguments": dict(arguments)},
             }
-            for i, r in enumerate(results)
+            for i, result in enumerate(results)
         ]
-        return self._with_thinking({"role": "assistant", "content": "", "tool_calls": calls}, thought)
+        return {**self._answer_message("", thought), "tool_calls": calls}
 
-    def _answer_message(self, mark: str, thought: str | None = None) -> Message:
-        return self._with_thinking({"role": "assistant", "content": mark}, thought)
-
-    def _with_thinking(self, message: Message, thought: str | None) -> Message:
+    def _answer_message(self, content: str, thought: str | None = None) -> Message:
+        message: Message = {"role": "assistant", "content": content}
         if thought is None:
             return message
         if self.thinking == "tags":
-            return {**message, "content": f"<think>\n{thought}\n</think>\n\n{message['content'] or ''}"}
-        return {**message, str(self.thinking): thought}
+            return {**message, "content": f"<think>\n{thought}\n</think>\n\n{content}"}
+        return {**message, self.thinking: thought}
 
     def _takes_tools(self) -> bool:
         try:
@@ -194,68 +182,59 @@ class Template:
         said = [self._answer_message("qzanswerzq", "qzthinkzq")]
         if self.calls is not None and key != "tags":
             said.append(self._call_message([_tool_result("")], {"x": "qzcallzq"}, "qzthinkzq"))
-        return any("qzthinkzq" in self._render_or_empty([_USER, one], generate=False) for one in said)
+        return any("qzthinkzq" in self._probe(_USER, one) for one in said)
 
     def takes_system(self) -> bool:
         """Return True if a system message appears in a prompt."""
-        return "qzplainzq" in self._render_or_empty([{"role": "system", "content": "qzplainzq"}, _USER], generate=True)
+        return "qzplainzq" in self._probe({"role": "system", "content": "qzplainzq"}, _USER, generate=True)
 
     @functools.cached_property
     def shows_tools(self) -> bool:
         """True if tool schemas appear in a prompt."""
-        return self._render_or_empty([_USER], [_TOOL], generate=True) != self._render_or_empty([_USER], generate=True)
+        return self._probe(_USER, tools=[_TOOL], generate=True) != self._probe(_USER, generate=True)
 
     def require_visible(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, after_action: bool, answers: bool
     ) -> None:
-        """Check that the template renders each message once and in order, by rendering marks in place of the contents.
+        """Check that the template renders each message once and in order, with marks in place of the contents.
 
-        Args:
-            messages: messages of a prompt, or those after an action.
-            tools: tool schemas passed to the template.
-            after_action: whether the messages follow an action.
-            answers: whether the text of assistant messages must be visible too. Their calls always must.
+        `answers` includes the text of assistant messages. Their tool calls must be rendered in any case.
 
         Raises:
             ChatTemplateError: for the first message that is dropped, repeated or moved. Names its role.
         """
-        ids: dict[Any, int] = {}
+        ids: dict[Any, str] = {}
         marked: list[Message] = []
         for i, message in enumerate(messages):
-            one = {k: v for k, v in message.items() if k in ("role", "name", "content")}
-            if message["content"]:
-                one["content"] = f"qzmessage{i}zq"
+            calls = [
+                {**call, "function": {"name": call["function"]["name"], "arguments": {"x": f"qzcall{i}zq"}}}
+                for call in message.get("tool_calls") or ()
+            ]
+            for call in calls:
+                call["id"] = ids.setdefault(call["id"], f"call-{len(ids)}")
+            one = {"role": message["role"], "content": f"qzmessage{i}zq" if message["content"] else ""}
+            one |= {"name": message["name"]} if "name" in message else {}
             if "tool_call_id" in message:
-                one["tool_call_id"] = f"call-{ids.setdefault(message['tool_call_id'], len(ids))}"
-            if message.get("tool_calls"):
-                one["tool_calls"] = [
-                    {
-                        "id": f"call-{ids.setdefault(call['id'], len(ids))}",
-                        "type": "function",
-                        "function": {"name": call["function"]["name"], "arguments": {"x": f"qzcall{i}zq"}},
-                    }
-                    for call in message["tool_calls"]
-                ]
-            marked.append(one)
+                one["tool_call_id"] = ids.setdefault(message["tool_call_id"], f"call-{len(ids)}")
+            marked.append({**one, "tool_calls": calls} if calls else one)
         key = f"{after_action} {answers} {marked} {[tool.get('function', tool).get('name') for tool in tools]}"
         if key in self._visible:
             return
         render = self.text_after_action if after_action else functools.partial(self.render, generate=True)
         text = render(marked, tools)
-        found = [int(i) for i in re.findall(r"qzmessage(\d+)zq", text)]
         last = -1
         for i, message in enumerate(marked):
-            role, wrong = message["role"], ""
-            if message.get("tool_calls") and f"qzcall{i}zq" not in text:
+            wrong, mark, role = "", f"qzmessage{i}zq", message["role"]
+            if "tool_calls" in message and f"qzcall{i}zq" not in text:
                 wrong = "drops the tool calls of"
             elif message["content"] and (role != "assistant" or answers):
-                count = found.count(i)
-                wrong = "drops" if not count else "repeats" if count > 1 else "moves" if found.index(i) < last else ""
-                last = found.index(i) if count else last
+                at, count = text.find(mark), text.count(mark)
+                wrong = "drops" if not count else "repeats" if count > 1 else "moves" if at < last else ""
+                last = at
             if wrong:
                 raise ChatTemplateError(
-                    f"the chat template of {self.name} {wrong} a message with the role {role!r}; put its "
-                    "text into a user message, or set tokenizer.chat_template to another template"
+                    f"the chat template of {self.name} {wrong} a message with the role {role!r}; put its text into a "
+                    "user message, or set tokenizer.chat_template to another template"
                 )
         if len(self._visible) >= 256:
             self._visible.clear()
@@ -305,7 +284,7 @@ class Template:
         """
         key = json.dumps([said, [t.get("function", {}).get("name") for t in tools]], default=str).replace(mark, "")
         if key not in self._closings:
-            text = self._render_or_empty([_USER, said], tools, generate=False)
+            text = self._probe(_USER, said, tools=tools)
             tail = text.rpartition(mark)[2]
             if mark not in text:
                 return None
@@ -332,7 +311,13 @@ class Template:
         rendering of the whole conversation. The result is cached per kind.
         """
         if kind not in self._violations:
-            reasons = [self._find_violation(kind, mode) for mode in self.modes] or [self._prompt_mismatch()]
+            reasons = [self._find_violation(kind, mode) for mode in self.modes]
+            if not reasons:
+                asked = self.render([_USER], generate=True)
+                reasons = [
+                    f"the prompt for the assistant ({asked[-40:]!r}) is not how its rendered message begins, so the "
+                    "sampled tokens would differ from the rendered history"
+                ]
             self._violations[kind] = next(filter(None, reasons), "")
         return self._violations[kind]
 
@@ -340,20 +325,8 @@ class Template:
     def modes(self) -> tuple[str | None, ...]:
         """Ways in which a rendered answer matches the generation prompt: without (None) or with thinking (a marker)."""
         asked = self.render([_USER], generate=True)
-        return tuple(
-            mode
-            for mode in (None, "qzthinkzq")
-            if self._render_or_empty([_USER, self._answer_message("qzanswerzq", mode)], generate=False).startswith(
-                asked
-            )
-        )
-
-    def _prompt_mismatch(self) -> str:
-        asked = self.render([_USER], generate=True)
-        return (
-            f"the prompt for the assistant ({asked[-40:]!r}) is not how its rendered message begins, so the sampled "
-            "tokens would differ from the rendered history"
-        )
+        modes = (None, "qzthinkzq")
+        return tuple(m for m in modes if self._probe(_USER, self._answer_message("qzanswerzq", m)).startswith(asked))
 
     def thinking_kept(self) -> str:
         """Return "kept", "kept until a user speaks", "dropped", or "unknown" if the prompt does not allow thinking."""
@@ -365,26 +338,25 @@ class Template:
         return "kept until a user speaks" if tool else "dropped"
 
     def _find_violation(self, kind: FollowingRole, thought: str | None) -> str:
-        calls = self.tool_role == "tool"
+        if self.tool_role == "user":
+            return self._grow_plans("uuu", thought)
         if kind == "tool":
-            if not calls:
-                return self._grow_plans("uuu", thought)
-            return self._grow_plans("1211" if self._takes_two() else "1111", thought)
-        mixed = calls and not self._find_violation("tool", thought)
+            return self._grow_plans("1211" if self.takes_two_calls() else "1111", thought)
+        mixed = not self._find_violation("tool", thought)
         return self._grow_plans("uuu", thought) or (self._grow_plans("1u1u", thought) if mixed else "")
 
-    def _takes_two(self) -> bool:
+    def takes_two_calls(self) -> bool:
+        """Return True if the results of two calls in one message are rendered."""
         told = [_tool_result("qztold0zq", 0), _tool_result("qztold1zq", 1)]
         said = self._call_message(told, {"x": "qzsaidzq"}) if self.calls else self._answer_message("qzsaidzq")
-        text = self._render_or_empty([_USER, said, *told], generate=True)
+        text = self._probe(_USER, said, *told, generate=True)
         return "qztold0zq" in text and "qztold1zq" in text
 
     def _grow_plans(self, plan: str, thought: str | None) -> str:
         """Grow conversations by `plan`: after each action, "1" or "2" tool results or a user message ("u")."""
-        tools = [_TOOL] if self._render_or_empty([_USER], [_TOOL], generate=True) else []
+        tools = [_TOOL] if self._probe(_USER, tools=[_TOOL], generate=True) else []
         system: list[Message] = [{"role": "system", "content": "?"}] if self.takes_system() else []
-        plain = self._grow([_USER], [], plan, thought)
-        return plain or self._grow([*system, _USER], tools, plan, thought)
+        return self._grow([_USER], [], plan, thought) or self._grow([*system, _USER], tools, plan, thought)
 
     def _grow(self, messages: list[Message], tools: Sequence[Mapping[str, Any]], plan: str, thought: str | None) -> str:
         try:
@@ -434,7 +406,7 @@ class Template:
                 continue
         inside = ""
         if "qzthinkzq" in self.modes:
-            text = self._render_or_empty([_USER, self._answer_message("qzanswerzq", "qzthinkzq")], generate=False)
+            text = self._probe(_USER, self._answer_message("qzanswerzq", "qzthinkzq"))
             inside = text.partition("qzthinkzq")[2].partition("qzanswerzq")[0]
         found = (self._control.match(tail) for tail in tails)
         return tuple(dict.fromkeys(m.group() for m in found if m and m.group() not in inside))
@@ -444,15 +416,13 @@ class Template:
         if self.calls is None:
             return ""
         said = self._call_message([{"name": name, "tool_call_id": "call-0"}], arguments)
-        text, asked = self._render_or_empty([_USER, said], generate=False), self.render([_USER], generate=True)
+        text, asked = self._probe(_USER, said), self.render([_USER], generate=True)
         text = text[common_prefix_length(asked, text) :]
         return text[: -len(self.answer_tail)] if self.answer_tail and text.endswith(self.answer_tail) else text
 
     def whitespace_kept(self) -> bool:
         """Return True if outer whitespace of an answer is kept in rendered history."""
-        return " qzanswerzq \n" in self._render_or_empty(
-            [_USER, self._answer_message(" qzanswerzq \n")], generate=False
-        )
+        return " qzanswerzq \n" in self._probe(_USER, self._answer_message(" qzanswerzq \n"))
 
     def opening(self) -> str:
         """Return the text before the first token of the assistant."""

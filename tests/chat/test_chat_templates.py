@@ -183,7 +183,7 @@ def test_tokens_grown_over_tool_calls_are_those_of_the_whole(name: str) -> None:
     mine = chat(name)
     messages: list[Message] = [USER]
     ids = list(prompt(name, messages))
-    two = mine.template._takes_two()
+    two = mine.template.takes_two_calls()
     for cities, results in (
         (("Rome",), [told("21 degrees\n")]),
         (("Oslo", "Bergen"), [told('{"c": -3}'), told("", 1)]) if two else (("Oslo",), [told('{"c": -3}')]),
@@ -209,7 +209,7 @@ def test_conversations_at_random_grow_as_they_are_rendered(name: str) -> None:
     """Any number of calls, results of any text, users in between where that is exact: letter by letter the same."""
     mine = chat(name)
     rng = random.Random(name)
-    two = mine.template._takes_two()
+    two = mine.template.takes_two_calls()
     words = ["21", "\n", " ", "degrees", "é🎉", '{"c": -3}', "<b>", "'", '"', "\\n", "{{ x }}", "[INST", "null", "a  b"]
 
     def text() -> str:

@@ -8,8 +8,7 @@ import pytest
 from agents import agent, call, chat, played, scripted, tasks
 
 from agentfly_kit import tiny
-from agentfly_kit.chat.chat import Chat
-from agentfly_kit.chat.drift import Drift, compare
+from agentfly_kit.chat.chat import Chat, Drift
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Task, Trajectory, Turn
 
@@ -104,10 +103,3 @@ async def test_a_row_without_ids_is_refused() -> None:
     turn = Turn("prompt", "task", None, text="hello", messages=TASK.messages)
     with pytest.raises(SettingsError, match="no token ids"):
         chat().drift(Trajectory("x", TASK, "g", 0, (turn,), "answered"))
-
-
-def test_compare_by_hand() -> None:
-    same = compare([1, 2], ["a", "b"], "ab", [1, 2, 3], ["a", "b", "c"], "abc", [("prompt", 2)])
-    assert same == Drift("none", 2, 2)
-    shorter = compare([1, 2], ["a", "b"], "ab", [1], ["a"], "a", [("prompt", 1), ("action", 1)])
-    assert (shorter.cause, shorter.index, shorter.turn, shorter.encoded_tokens) == ("template", 1, "action, turn 1", ())
