@@ -8,7 +8,7 @@ import pytest
 from agents import agent, call, chat, played, scripted, tasks
 
 from agentfly_kit import tiny
-from agentfly_kit.chat.chat import Chat, Drift
+from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Task, Trajectory, Turn
 
