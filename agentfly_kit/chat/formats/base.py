@@ -77,17 +77,15 @@ class Format(ABC):
 
 
 class TaggedFormat(Format):
-    """Base class of formats in which an opening tag can start a call anywhere after the thinking."""
+    """Base class of formats in which an opening tag can start a call anywhere after the thinking.
 
-    @property
-    @abstractmethod
-    def opening(self) -> re.Pattern[str]:
-        """Pattern of the opening tag."""
+    Attributes:
+        opening: pattern of the opening tag.
+        unclosed_error: error message for a call that is not closed.
+    """
 
-    @property
-    @abstractmethod
-    def unclosed_error(self) -> str:
-        """Error message for a call that is not closed."""
+    opening: re.Pattern[str]
+    unclosed_error: str
 
     @abstractmethod
     def read_calls(
@@ -107,11 +105,10 @@ class TaggedFormat(Format):
 
     def _separate(self, text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[ToolCall], str]:
         """Return the content around the calls, the calls, and the complaint about an unclosed one, or ""."""
-        opening = self.opening
         content: list[str] = []
         calls: list[ToolCall] = []
         at = 0
-        while (opened := opening.search(text, at)) is not None:
+        while (opened := self.opening.search(text, at)) is not None:
             content.append(text[at : opened.start()])
             found = self.read_calls(text, opened, len(calls), tools)
             if found is None:

@@ -149,10 +149,10 @@ class FencedCode(TaggedFormat):
     name = "code"
     unclosed_error = "the block of code was not closed: end it with ```"
 
-    @property
-    def opening(self) -> re.Pattern[str]:
+    def __post_init__(self) -> None:
         languages = "|".join(map(re.escape, self.languages))
-        return re.compile(rf"^[ \t]*+(`{{3,}}+)[ \t]*+(?:{languages})[ \t]*+$", re.MULTILINE)
+        opening = re.compile(rf"^[ \t]*+(`{{3,}}+)[ \t]*+(?:{languages})[ \t]*+$", re.MULTILINE)
+        object.__setattr__(self, "opening", opening)
 
     def read_calls(
         self, text: str, opened: re.Match[str], index: int, tools: Sequence[dict[str, Any]]
@@ -201,17 +201,10 @@ class Tags(TaggedFormat):
     parameter: str
     result_tag: str
 
-    @property
-    def stop(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (f"</{self.tag}>", "</answer>")
-
-    @property
-    def opening(self) -> re.Pattern[str]:
-        return re.compile(f"<{re.escape(self.tag)}>|<answer>")
-
-    @property
-    def unclosed_error(self) -> str:
-        return f"the tag was not closed: write <{self.tag}>...</{self.tag}>"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (f"</{self.tag}>", "</answer>"))
+        object.__setattr__(self, "opening", re.compile(f"<{re.escape(self.tag)}>|<answer>"))
+        object.__setattr__(self, "unclosed_error", f"the tag was not closed: write <{self.tag}>...</{self.tag}>")
 
     def _separate(self, text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[ToolCall], str]:
         # The answer, the first <answer> outside of a call, is the content. Text before it is reasoning, and everything
@@ -231,24 +224,17 @@ class Tags(TaggedFormat):
         end = text.find(closing, opened.end())
         if end < 0:
             return None
-        body = text[opened.end() : end]
-        name, arguments = self.tool, {self.parameter: body.strip()}
-        if body.lstrip().startswith("{"):
-            value, at, problem = read_json(body, 0)
-            whole = not problem and not body[at:].strip()
-            if whole and isinstance(value, dict) and set(value) == {"name", "arguments"}:
-                given, values = value["name"], value["arguments"]
-                if isinstance(given, str) and given and isinstance(values, dict):
-                    name, arguments = given, values
-        problem = encoding_problem([name, arguments]) or ("" if body.strip() else "is empty")
+        body = text[opened.end() : end].strip()
+        name, arguments = self.tool, {self.parameter: body}
+        value, at, problem = read_json(body, 0) if body.startswith("{") else (None, 0, "is text")
+        if not problem and at == len(body) and set(value) == {"name", "arguments"}:
+            given, values = value["name"], value["arguments"]
+            if isinstance(given, str) and given and isinstance(values, dict):
+                name, arguments = given, values
+        problem = encoding_problem([name, arguments]) or ("" if body else "is empty")
         error = f"the call {problem}; write <{self.tag}>...</{self.tag}>" if problem else None
-        call = ToolCall(
-            f"call-{index}",
-            "" if encoding_problem(name) else name,
-            {} if error else arguments,
-            error=error,
-            raw=body.strip(),
-        )
+        name = "" if encoding_problem(name) else name
+        call = ToolCall(f"call-{index}", name, {} if error else arguments, error=error, raw=body)
         return [call], end + len(closing)
 
     def render_call(self, call: ToolCall) -> str:
