@@ -97,13 +97,6 @@ class Chat:
         Raises:
             SettingsError: if the string contains a lone surrogate.
         """
-        if not text.isascii():
-            self._check_encodable(text)
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    @staticmethod
-    def _check_encodable(text: str) -> None:
-        """Raise a SettingsError for lone surrogates, for which tokenizers raise an uninformative TypeError."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -112,6 +105,7 @@ class Chat:
                 f"a message contains half of a surrogate pair, near {near}, which cannot be tokenized; use "
                 "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
             ) from None
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode ids, including special tokens. The text is for display and parsing, and never encoded again."""
@@ -241,17 +235,17 @@ class Chat:
     ) -> tuple[list[Message], Sequence[dict[str, Any]]]:
         """Return the messages and tool schemas to render, with the instructions of the format if necessary."""
         adapted, shown = self._adapt_messages(messages), self._visible_tools(tools)
-        return (self._with_instructions(adapted, tools) if tools and not shown else adapted), shown
-
-    def _with_instructions(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-        """Add the instructions to the system message, or to the first message if the template has no system role."""
-        text = self.format.instructions(tools)
-        out = list(messages)
-        if out[0]["role"] != "system" and self.template.takes_system():
-            return [{"role": "system", "content": text}, *out]
-        first, content = out[0], out[0]["content"]
-        joined = f"{content}\n\n{text}" if first["role"] == "system" else f"{text}\n\n{content}"
-        return [{**first, "content": joined}, *out[1:]]
+        if not tools or shown:
+            return adapted, shown
+        # In the system message, or in the first message if the template has no system role.
+        text, first = self.format.instructions(tools), adapted[0]
+        if first["role"] == "system":
+            adapted[0] = {**first, "content": f"{first['content']}\n\n{text}"}
+        elif self.template.takes_system():
+            adapted.insert(0, {"role": "system", "content": text})
+        else:
+            adapted[0] = {**first, "content": f"{text}\n\n{first['content']}"}
+        return adapted, shown
 
     def _encode_messages(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, after_action: bool

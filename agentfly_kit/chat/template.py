@@ -57,7 +57,12 @@ class Template:
         self.answer_tail = self._answer_tail()
         self.calls: dict[str, Any] | None = None
         self.calls = next(filter(self._takes_calls, _CALL_SHAPES), None)
-        self.tool_role: Literal["tool", "user"] = "tool" if self._takes_tools() else "user"
+        self.tool_role: Literal["tool", "user"] = "tool"
+        try:
+            if "qztoolzq" not in self.text_after_action([_tool_result("qztoolzq")]):
+                self.tool_role = "user"
+        except ChatTemplateError:
+            self.tool_role = "user"
         # If the template renders thinking nowhere, history with thinking is never exact.
         self.thinking: str = next(filter(self._takes_thinking, _THINKING), "tags")
 
@@ -70,7 +75,15 @@ class Template:
             ChatTemplateError: with the error message of the template.
         """
         try:
-            return self._render(messages, tools, generate)
+            return str(
+                self.tokenizer.apply_chat_template(
+                    [self._message(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
+                    add_generation_prompt=generate,
+                    tokenize=False,
+                    **self.options,
+                )
+            )
         except Exception as error:
             if not self._short_ids and any("tool_call_id" in m or "tool_calls" in m for m in messages):
                 # Mistral templates require ids of nine letters or digits; retry with shortened ids.
@@ -85,17 +98,6 @@ class Template:
                 f"the chat template of {self.name} rejected messages with the roles ({roles}): {error}; "
                 "remove the unsupported role, or set tokenizer.chat_template to another template"
             ) from error
-
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], generate: bool) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                [self._message(m) for m in messages],
-                tools=[dict(t) for t in tools] or None,
-                add_generation_prompt=generate,
-                tokenize=False,
-                **self.options,
-            )
-        )
 
     def _message(self, message: Message) -> Message:
         """Adapt a message to the template, keeping all its keys."""
@@ -145,8 +147,8 @@ class Template:
 
     def _takes_calls(self, shape: dict[str, Any]) -> bool:
         self.calls = shape
-        said = self._call_message([{"name": "qznamezq", "tool_call_id": "call-0"}], {"x": "qzcallzq"})
-        text = self._probe(_USER, said)
+        action = self._call_message([{"name": "qznamezq", "tool_call_id": "call-0"}], {"x": "qzcallzq"})
+        text = self._probe(_USER, action)
         return "qzcallzq" in text and "qznamezq" in text and "{'" not in text  # not Python's repr
 
     def _call_message(
@@ -171,18 +173,12 @@ class Template:
             return {**message, "content": f"<think>\n{thought}\n</think>\n\n{content}"}
         return {**message, self.thinking: thought}
 
-    def _takes_tools(self) -> bool:
-        try:
-            return "qztoolzq" in self.text_after_action([{**_tool_result("qztoolzq"), "name": "probe"}])
-        except ChatTemplateError:
-            return False
-
     def _takes_thinking(self, key: str) -> bool:
         self.thinking = key
-        said = [self._answer_message("qzanswerzq", "qzthinkzq")]
+        actions = [self._answer_message("qzanswerzq", "qzthinkzq")]
         if self.calls is not None and key != "tags":
-            said.append(self._call_message([_tool_result("")], {"x": "qzcallzq"}, "qzthinkzq"))
-        return any("qzthinkzq" in self._probe(_USER, one) for one in said)
+            actions.append(self._call_message([_tool_result("")], {"x": "qzcallzq"}, "qzthinkzq"))
+        return any("qzthinkzq" in self._probe(_USER, action) for action in actions)
 
     def takes_system(self) -> bool:
         """Return True if a system message appears in a prompt."""
@@ -253,19 +249,19 @@ class Template:
         """
         mark = unused_marker("qzsaidzq", following)
         results = list(itertools.takewhile(lambda message: message.get("role") == "tool", following))
-        said: list[tuple[Message, str]] = []
+        actions: list[tuple[Message, str]] = []
         if results and self.calls is not None:
-            for told in (results, results[:1]):  # some templates accept only one call per message
-                one = self._call_message(told, {"x": mark})
-                closing = self._call_closing(one, mark, tools)
+            for called in (results, results[:1]):  # some templates accept only one call per message
+                action = self._call_message(called, {"x": mark})
+                closing = self._call_closing(action, mark, tools)
                 if closing is not None:
-                    said.append((one, closing))
-        said.append((self._answer_message(mark), ""))
+                    actions.append((action, closing))
+        actions.append((self._answer_message(mark), ""))
         problem = ChatTemplateError(
             f"the chat template of {self.name} drops or changes an earlier assistant message when others follow it, "
             "so tokens cannot be appended exactly; use a template that keeps history unchanged"
         )
-        for message, closing in said:
+        for message, closing in actions:
             try:
                 text = self.render([_USER, message, *following], tools, generate=True)
             except ChatTemplateError as error:
@@ -276,15 +272,15 @@ class Template:
                 return tail[len(closing) :]
         raise problem
 
-    def _call_closing(self, said: Message, mark: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    def _call_closing(self, action: Message, mark: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the text (brackets, tags) that closes a call after its last argument; None if the call is rejected.
 
         The end-of-turn text is excluded. It is the one that also ends answers, or a separate control token such as
         `<|call|>`.
         """
-        key = json.dumps([said, [t.get("function", {}).get("name") for t in tools]], default=str).replace(mark, "")
+        key = json.dumps([action, [t.get("function", {}).get("name") for t in tools]], default=str).replace(mark, "")
         if key not in self._closings:
-            text = self._probe(_USER, said, tools=tools)
+            text = self._probe(_USER, action, tools=tools)
             tail = text.rpartition(mark)[2]
             if mark not in text:
                 return None
@@ -305,17 +301,17 @@ class Template:
         """Return "" if messages of this kind can follow actions without changing earlier text, else the reason.
 
         Growing conversations of up to four actions are rendered, with one and two tool results, with and without
-        thinking (as far as the generation prompt allows both), with and without a system message and tool schemas, and
-        with a user message between tool calls. Each must start with the previous one, character by character, and end
+        thinking (as far as the generation prompt allows both), system message and tool schemas, and with user messages
+        between tool calls. Each must start with the previous one, character by character, and end
         with the result of `text_after_action` for the added messages. Then the text sent to an engine equals the
         rendering of the whole conversation. The result is cached per kind.
         """
         if kind not in self._violations:
             reasons = [self._find_violation(kind, mode) for mode in self.modes]
             if not reasons:
-                asked = self.render([_USER], generate=True)
+                prompt = self.render([_USER], generate=True)
                 reasons = [
-                    f"the prompt for the assistant ({asked[-40:]!r}) is not how its rendered message begins, so the "
+                    f"the prompt for the assistant ({prompt[-40:]!r}) is not how its rendered message begins, so the "
                     "sampled tokens would differ from the rendered history"
                 ]
             self._violations[kind] = next(filter(None, reasons), "")
@@ -324,9 +320,9 @@ class Template:
     @functools.cached_property
     def modes(self) -> tuple[str | None, ...]:
         """Ways in which a rendered answer matches the generation prompt: without (None) or with thinking (a marker)."""
-        asked = self.render([_USER], generate=True)
+        prompt = self.render([_USER], generate=True)
         modes = (None, "qzthinkzq")
-        return tuple(m for m in modes if self._probe(_USER, self._answer_message("qzanswerzq", m)).startswith(asked))
+        return tuple(m for m in modes if self._probe(_USER, self._answer_message("qzanswerzq", m)).startswith(prompt))
 
     def thinking_kept(self) -> str:
         """Return "kept", "kept until a user speaks", "dropped", or "unknown" if the prompt does not allow thinking."""
@@ -347,9 +343,9 @@ class Template:
 
     def takes_two_calls(self) -> bool:
         """Return True if the results of two calls in one message are rendered."""
-        told = [_tool_result("qztold0zq", 0), _tool_result("qztold1zq", 1)]
-        said = self._call_message(told, {"x": "qzsaidzq"}) if self.calls else self._answer_message("qzsaidzq")
-        text = self._probe(_USER, said, *told, generate=True)
+        results = [_tool_result("qztold0zq", 0), _tool_result("qztold1zq", 1)]
+        action = self._call_message(results, {"x": "qzsaidzq"}) if self.calls else self._answer_message("qzsaidzq")
+        text = self._probe(_USER, action, *results, generate=True)
         return "qztold0zq" in text and "qztold1zq" in text
 
     def _grow_plans(self, plan: str, thought: str | None) -> str:
@@ -362,24 +358,28 @@ class Template:
         try:
             before = self.render(messages, tools, generate=True)
             for i, step in enumerate(plan):
-                mark, seen = f"qzact{i}zq", f"{thought}{i}" if thought else None
+                mark, thinking = f"qzact{i}zq", f"{thought}{i}" if thought else None
                 if step == "u":
-                    told: list[Message] = [{"role": "user", "content": f"qztold{i}zq"}]
-                    said = self._answer_message(mark, seen)
+                    following: list[Message] = [{"role": "user", "content": f"qztold{i}zq"}]
+                    message = self._answer_message(mark, thinking)
                 else:
-                    told = [_tool_result(f"qztold{i}n{n}zq", n) for n in range(int(step))]
+                    following = [_tool_result(f"qztold{i}n{n}zq", n) for n in range(int(step))]
                     # Thinking in tags is part of the content, so the action must be plain text instead of a call.
-                    plain = self.calls is None or (seen and self.thinking == "tags")
-                    said = self._answer_message(mark, seen) if plain else self._call_message(told, {"x": mark}, seen)
-                messages += [said, *told]
+                    plain = self.calls is None or (thinking and self.thinking == "tags")
+                    message = (
+                        self._answer_message(mark, thinking)
+                        if plain
+                        else self._call_message(following, {"x": mark}, thinking)
+                    )
+                messages += [message, *following]
                 whole = self.render(messages, tools, generate=True)
-                added = self.text_after_action(told, tools)
+                added = self.text_after_action(following, tools)
                 if not whole.startswith(before):
                     return _rewrite_reason(before, whole, thought, i)
                 if not whole.endswith(added):
                     return f"the text after an action is rendered differently later on: {added[:60]!r} changed"
                 action = whole[len(before) : len(whole) - len(added)]
-                if seen and seen not in action:
+                if thinking and thinking not in action:
                     return "it drops an assistant's thinking when something follows it"
                 if mark not in action or (step == "u" and not action.endswith(mark)):
                     return f"an assistant's text is rendered differently when something follows it: {action[-60:]!r}"
@@ -397,11 +397,11 @@ class Template:
         inside an action, as between thinking and answer, are excluded.
         """
         tails = [self.answer_tail]
-        for told in ({"role": "user", "content": "?"}, _tool_result("?")):
-            if told["role"] == "user" and self._control.match(self.answer_tail):
+        for following in ({"role": "user", "content": "?"}, _tool_result("?")):
+            if following["role"] == "user" and self._control.match(self.answer_tail):
                 continue
             try:
-                tails.append(self.text_after_action([told]))
+                tails.append(self.text_after_action([following]))
             except ChatTemplateError:
                 continue
         inside = ""
@@ -415,9 +415,9 @@ class Template:
         """Render a call as it appears in an action; "" if the template does not accept calls."""
         if self.calls is None:
             return ""
-        said = self._call_message([{"name": name, "tool_call_id": "call-0"}], arguments)
-        text, asked = self._probe(_USER, said), self.render([_USER], generate=True)
-        text = text[common_prefix_length(asked, text) :]
+        action = self._call_message([{"name": name, "tool_call_id": "call-0"}], arguments)
+        text, prompt = self._probe(_USER, action), self.render([_USER], generate=True)
+        text = text[common_prefix_length(prompt, text) :]
         return text[: -len(self.answer_tail)] if self.answer_tail and text.endswith(self.answer_tail) else text
 
     def whitespace_kept(self) -> bool:
@@ -426,10 +426,10 @@ class Template:
 
     def opening(self) -> str:
         """Return the text before the first token of the assistant."""
-        asked, plain = self.render([_USER], generate=True), self.render([_USER], generate=False)
-        same = common_prefix_length(asked, plain)
-        inside = [m.start() for m in self._control.finditer(asked) if m.start() < same < m.end()]
-        return asked[inside[0] if inside else same :]
+        prompt, plain = self.render([_USER], generate=True), self.render([_USER], generate=False)
+        same = common_prefix_length(prompt, plain)
+        inside = [m.start() for m in self._control.finditer(prompt) if m.start() < same < m.end()]
+        return prompt[inside[0] if inside else same :]
 
 
 def _tool_result(text: str, n: int = 0) -> Message:

@@ -119,15 +119,14 @@ def test_a_generation_prompt_that_is_no_prefix_is_rejected() -> None:
     assert Chat(with_template(plain), history="append").observation_ids([tool("5")])
 
 
-def test_a_template_that_changes_history_is_rejected() -> None:
-    template = QWEN_LIKE.replace("{{- message.content or ''", "{{- (message.content or '') ~ ('!' if loop.length > 3)")
-    report = check(with_template(template))
-    assert not report.exact
-    assert report.tool_results.startswith("it renders history differently when messages follow: '")
-    with pytest.raises(
-        ChatTemplateError, match=r"'\?<\|im_end\|>.* became .*'\?!<\|im_end\|>|renders history differently"
-    ):
-        Chat(with_template(template)).observation_ids([USER])
+@pytest.mark.parametrize("condition", ["loop.length > 3", "loop.length > 3 and lead", "loop.length > 3 and tools"])
+def test_a_template_that_changes_history_is_rejected(condition: str) -> None:
+    """In any conversation, only in those with a system message, or only in those with tools."""
+    changed = f"{{{{- (message.content or '') ~ ('!' if {condition})"
+    tokenizer = with_template(QWEN_LIKE.replace("{{- message.content or ''", changed))
+    assert check(tokenizer).tool_results.startswith("it renders history differently when messages follow: '")
+    with pytest.raises(ChatTemplateError, match=r"renders history differently when messages follow: .* became "):
+        Chat(tokenizer).observation_ids([USER])
 
 
 def test_no_stop_token() -> None:
@@ -252,16 +251,6 @@ def test_control_tokens_in_text_of_users_are_split_and_in_demonstrations_kept() 
     assert vision.prompt([parts]).count(vision.stop_ids[0]) == 1
 
 
-def test_the_check_covers_system_messages_and_tools() -> None:
-    marks = "'!' if loop.length > 3 and lead"
-    template = QWEN_LIKE.replace("{{- message.content or ''", f"{{{{- (message.content or '') ~ ({marks})")
-    report = check(with_template(template))
-    assert report.tool_results.startswith("it renders history differently")
-    marks = "'!' if loop.length > 3 and tools"
-    template = QWEN_LIKE.replace("{{- message.content or ''", f"{{{{- (message.content or '') ~ ({marks})")
-    assert check(with_template(template)).tool_results.startswith("it renders history differently")
-
-
 # --- other formats, through a whole chain ---
 
 TASK = Task("t", (USER,), {"answer": "5"})
@@ -333,18 +322,15 @@ def test_a_tokenizer_that_inserts_a_space_before_the_first_word() -> None:
     assert (*mine.prompt([USER]), *said, *mine.observation_ids([USER]))[:20] == mine.encode(whole)[:20]
 
 
-@pytest.mark.parametrize("where", ["system", "task", "force"])
-def test_half_a_surrogate_pair_is_rejected(where: str) -> None:
+def test_half_a_surrogate_pair_is_rejected() -> None:
     half = "so \ud800 what"
-    task = Task("t", ({"role": "user", "content": half if where == "task" else "?"},), {"answer": "x"})
-
-    def ask() -> Any:
-        if where == "force":
-            return played(["x"]).chain(task).force(half)
-        return played(["x"], system=half if where == "system" else None).rollout([task])
-
-    with pytest.raises(SettingsError, match=r"half of a surrogate pair, near .*\\ud800"):
-        ask()
+    for ask in (
+        lambda: played(["x"]).rollout([Task("t", ({"role": "user", "content": half},), {"answer": "x"})]),
+        lambda: played(["x"], system=half).rollout([TASK]),
+        lambda: played(["x"]).chain(TASK).force(half),
+    ):
+        with pytest.raises(SettingsError, match=r"half of a surrogate pair, near .*\\ud800"):
+            ask()
 
 
 async def test_one_task_with_half_a_surrogate_pair_fails_alone() -> None:

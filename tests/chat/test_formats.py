@@ -423,14 +423,10 @@ def test_qwen3_coder() -> None:
         assert words in str(call.error), body
 
 
-def test_detect_format() -> None:
-    for name in ("hermes", "llama3", "mistral", "qwen3_coder"):
-        fmt = formats.get(name)
-
-        def write(tool: str, arguments: dict[str, Any], fmt: formats.Format = fmt) -> str:
-            return fmt.render_call(ToolCall("call-0", tool, arguments))
-
-        assert formats.detect_format(write) == fmt
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "qwen3_coder"])
+def test_detect_format(name: str) -> None:
+    fmt = formats.get(name)
+    assert formats.detect_format(lambda tool, arguments: fmt.render_call(ToolCall("call-0", tool, arguments))) == fmt
     assert formats.detect_format(lambda tool, arguments: f"{tool}({arguments})") is None
     assert formats.detect_format(lambda tool, arguments: "") is None
 

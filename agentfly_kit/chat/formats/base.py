@@ -89,9 +89,9 @@ class TaggedFormat(Format):
 
     @abstractmethod
     def read_calls(
-        self, text: str, opened: re.Match[str], index: int, tools: Sequence[dict[str, Any]]
+        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
     ) -> tuple[list[ToolCall], int] | None:
-        """Parse the calls after an opening tag, the first of which has this index in the action.
+        """Parse the calls after an opening tag; `made` are the calls before it.
 
         Returns:
             The calls and their end in the text, or None if the text ends before a call is closed.
@@ -110,7 +110,7 @@ class TaggedFormat(Format):
         at = 0
         while (opened := self.opening.search(text, at)) is not None:
             content.append(text[at : opened.start()])
-            found = self.read_calls(text, opened, len(calls), tools)
+            found = self.read_calls(text, opened, calls, tools)
             if found is None:
                 return "".join(content), calls, self.unclosed_error
             calls += found[0]

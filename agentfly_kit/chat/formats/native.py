@@ -159,7 +159,7 @@ class Mistral(TaggedFormat):
     unclosed_error = f"the tool call was not closed: write {_MISTRAL_SHAPE}"
 
     def read_calls(
-        self, text: str, opened: re.Match[str], index: int, tools: Sequence[dict[str, Any]]
+        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
     ) -> tuple[list[ToolCall], int] | None:
         named = _MISTRAL_NAME.match(text, opened.end())
         start = named.end() if named else opened.end()
@@ -181,8 +181,8 @@ class Mistral(TaggedFormat):
         elif not body:
             problem = "is an empty list"
         if problem:
-            return [make_call(f"call-{index}", "", {}, problem, _MISTRAL_SHAPE, segment)], end
-        return [self._call(one, index + i) for i, one in enumerate(body)], end
+            return [make_call(f"call-{len(made)}", "", {}, problem, _MISTRAL_SHAPE, segment)], end
+        return [self._call(one, len(made) + i) for i, one in enumerate(body)], end
 
     @staticmethod
     def _call(body: Any, index: int) -> ToolCall:
@@ -224,7 +224,7 @@ class QwenXML(TaggedFormat):
     unclosed_error = f"the tool call was not closed: write {_QWEN_SHAPE}"
 
     def read_calls(
-        self, text: str, opened: re.Match[str], index: int, tools: Sequence[dict[str, Any]]
+        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
     ) -> tuple[list[ToolCall], int] | None:
         name, arguments, problem, at = _read_function(text, opened.end(), tools)
         close = text.find(_CLOSE, at)
@@ -235,7 +235,7 @@ class QwenXML(TaggedFormat):
             problem = f"has text where a tag should be: {short_repr(rest)}" if rest else "does not close <function=...>"
         problem = problem or encoding_problem([name, arguments])
         raw = text[opened.end() : close].strip()
-        return [make_call(f"call-{index}", name, arguments, problem, _QWEN_SHAPE, raw)], close + len(_CLOSE)
+        return [make_call(f"call-{len(made)}", name, arguments, problem, _QWEN_SHAPE, raw)], close + len(_CLOSE)
 
     def render_call(self, call: ToolCall) -> str:
         """Render the call with one tag per argument: strings unchanged, other values as JSON."""

@@ -50,28 +50,28 @@ class ReAct(Format):
         for mark in (_OBSERVED, _FINAL):
             if (found := mark.search(text, 0, end)) and not _is_inside_input(text, found.start()):
                 end = found.start()
-        said, final = text[:end], _FINAL.match(text, end)
+        given, final = text[:end], _FINAL.match(text, end)
         calls: list[ToolCall] = []
         complaint, at = "", 0
         thoughts: list[str] = []
-        while (action := _ACTION.search(said, at)) is not None:
-            thoughts.append(said[at : action.start()])
-            call, at = _react_call(said, action, f"call-{len(calls)}", tools)
+        while (action := _ACTION.search(given, at)) is not None:
+            thoughts.append(given[at : action.start()])
+            call, at = _react_call(given, action, f"call-{len(calls)}", tools)
             if call is None:
                 complaint = f"the tool call was not closed: write {_REACT_SHAPE}"
                 break
             calls.append(call)
-        thoughts.append(said[at:])
+        thoughts.append(given[at:])
         rest = "\n".join(part.strip() for part in thoughts if part.strip())
         if rest.startswith("Thought:"):
             rest = rest.removeprefix("Thought:").strip()
-            spoken = final is None and not calls and not complaint
+            answers = final is None and not calls and not complaint
         else:
-            spoken = final is None
-        content = text[final.end() :] if final else rest if spoken else ""
+            answers = final is None
+        content = text[final.end() :] if final else rest if answers else ""
         if final and (over := _OBSERVED.search(content)):
             content = content[: over.start()]
-        thinking = tagged if spoken or not rest else rest if tagged is None else f"{tagged}\n{rest}".strip()
+        thinking = tagged if answers or not rest else rest if tagged is None else f"{tagged}\n{rest}".strip()
         return Parsed(content.strip(), tuple(calls), thinking, complaint)
 
     def render_call(self, call: ToolCall) -> str:
@@ -155,7 +155,7 @@ class FencedCode(TaggedFormat):
         object.__setattr__(self, "opening", opening)
 
     def read_calls(
-        self, text: str, opened: re.Match[str], index: int, tools: Sequence[dict[str, Any]]
+        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
     ) -> tuple[list[ToolCall], int] | None:
         # The closing fence must also be at the start of a line.
         closing = re.compile(rf"^[ \t]*+{opened.group(1)}[ \t]*+$", re.MULTILINE).search(text, opened.end())
@@ -165,7 +165,7 @@ class FencedCode(TaggedFormat):
         problem = encoding_problem(code)
         error = f"the code {problem}" if problem else None
         arguments = {} if problem else {self.parameter: code}
-        return [ToolCall(f"call-{index}", self.tool, arguments, error=error, raw=code)], closing.end()
+        return [ToolCall(f"call-{len(made)}", self.tool, arguments, error=error, raw=code)], closing.end()
 
     def render_call(self, call: ToolCall) -> str:
         """Render the code in a fence longer than any fence inside it."""
@@ -218,7 +218,7 @@ class Tags(TaggedFormat):
         return answer.group(1), calls, complaint
 
     def read_calls(
-        self, text: str, opened: re.Match[str], index: int, tools: Sequence[dict[str, Any]]
+        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
     ) -> tuple[list[ToolCall], int] | None:
         closing = f"</{self.tag}>"
         end = text.find(closing, opened.end())
@@ -234,7 +234,7 @@ class Tags(TaggedFormat):
         problem = encoding_problem([name, arguments]) or ("" if body else "is empty")
         error = f"the call {problem}; write <{self.tag}>...</{self.tag}>" if problem else None
         name = "" if encoding_problem(name) else name
-        call = ToolCall(f"call-{index}", name, {} if error else arguments, error=error, raw=body)
+        call = ToolCall(f"call-{len(made)}", name, {} if error else arguments, error=error, raw=body)
         return [call], end + len(closing)
 
     def render_call(self, call: ToolCall) -> str:
