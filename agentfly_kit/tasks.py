@@ -359,14 +359,14 @@ def _build_task(location: str, row: Any, drop_answer: bool) -> tuple[Task, str |
     where = f"{location}, {column!r}" if id is None else f"{location}, {column!r} of task {str(id)!r}"
     messages = normalize_messages(question, where, TaskError, answered=drop_answer)
     if drop_answer and messages[-1]["role"] == "assistant":
-        *messages, last = messages
+        last = messages[-1]
         answer = values.setdefault("answer", last["content"])
         if answer != last["content"] or last.get("tool_calls"):
             raise TaskError(
                 f"{where}: drop_answer=True needs an answer without tool calls, and no other value in the column "
                 f"'answer', got {last!r:.80} and {answer!r:.60}"
             )
-        messages = normalize_messages(messages, where, TaskError)
+        messages = normalize_messages(messages[:-1], where, TaskError)
     task = Task(location if id is None else str(id), messages, values)
     if id is None:
         task = replace(task, id=_digest(_canonical_content(task)))

@@ -73,18 +73,9 @@ def normalize_messages(
 ) -> tuple[Message, ...]:
     """Copy messages such that every content is a string and every call has an id and a dict of arguments.
 
-    Text parts are joined without a separator, which is how chat templates that accept parts render them. The content of
-    a message with tool calls may be missing; it becomes "".
-
-    Args:
-        messages: the messages of a prompt, or those after an action.
-        where: name of the messages in errors.
-        error: class of the errors.
-        answered: allow the assistant to have the last word.
-
-    Raises:
-        error: for no messages, a message without role or content, content that is not text, malformed tool calls, or
-            messages that end with the assistant's.
+    Text parts are joined without a separator, which is how chat templates that accept parts render them. Content that
+    is not text and malformed calls raise `error`, and so does a last message of the assistant, unless `answered`.
+    `where` names the messages in errors.
     """
     out: list[Message] = []
     if not isinstance(messages, Iterable) or not (given := tuple(messages)):
@@ -124,20 +115,19 @@ def _join_text(content: Any, missing: str | None, at: str, error: type[Exception
 
 
 def _normalize_call(call: Any, index: int, at: str, error: type[Exception]) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else ("", None)
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            arguments = None
-    if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
+    try:
+        function = dict(call["function"])
+        arguments = function["arguments"]
+        function["arguments"] = arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        valid = isinstance(function["name"], str) and function["name"] != "" and isinstance(arguments, Mapping)
+    except (KeyError, TypeError, ValueError):
+        valid = False
+    if not valid:
         raise error(
             f"{at}: each of 'tool_calls' must be {{'function': {{'name': ..., 'arguments': {{...}}}}}}, with arguments "
             f"as a dict or as the JSON of one, got {call!r:.80}"
         )
-    own = {"id": str(call.get("id") or f"call-{index}"), "type": "function"}
-    return {**call, **own, "function": {**function, "name": name, "arguments": dict(arguments)}}
+    return {**call, "id": str(call.get("id") or f"call-{index}"), "type": "function", "function": function}
 
 
 @dataclass(frozen=True)

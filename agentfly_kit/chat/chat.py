@@ -1,9 +1,7 @@
 """Conversion between messages and token ids with the chat template of a tokenizer. History is never encoded again.
 
-The prompt is rendered once, and everything later is appended: `observation_ids` returns the ids between the last
-sampled token and the next action, and `parse` reads an action without changing its ids. For each template it is first
-verified that appending gives the same text as rendering the whole conversation (`template.py`); otherwise an error
-names the template.
+The prompt is rendered once, and everything later is appended, after a check that this gives the same text as rendering
+the whole conversation (`template.py`).
 """
 
 from __future__ import annotations
@@ -192,10 +190,7 @@ class Chat:
         return self.template.append_violation(kind)
 
     def needs_rerender(self, messages: Sequence[Message]) -> bool:
-        """Return True if the history must be rendered again when `messages` follow.
-
-        This requires history="rerender" and a template for which appending is not exact.
-        """
+        """Return True if history="rerender", and `messages` cannot be appended exactly."""
         return self.history == "rerender" and any(map(self.append_violation, _following_roles(messages)))
 
     def _require_append(self, following: FollowingRole) -> None:
@@ -264,11 +259,7 @@ class Chat:
     def _encode_safely(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], after_action: bool
     ) -> tuple[int, ...]:
-        """Render and encode messages such that user and tool text never encodes to control tokens.
-
-        For example, <|im_end|> in the output of a tool is encoded as ordinary characters. All other text is encoded
-        as usual.
-        """
+        """Render and encode messages. Text of users and tools, such as <|im_end|>, never becomes a control token."""
         controls: list[str] = []
         mark = unused_marker("qzcontrol", messages)
 

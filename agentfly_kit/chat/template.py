@@ -34,14 +34,7 @@ _THINKING = ("reasoning_content", "thinking", "reasoning", "tags")
 
 
 class Template:
-    """Chat template of a tokenizer, with variables (`options`) and the pattern of its control tokens.
-
-    Attributes:
-        parts: True if content must be a list of parts, as for vision models.
-        tool_role: "tool", or "user" if the template has no role for tool results.
-        calls: shape in which the template accepts tool calls; None if it does not accept any.
-        thinking: key of the message that holds the thinking, or "tags" if it is part of the text.
-    """
+    """Chat template of a tokenizer, with variables (`options`) and the pattern of its control tokens."""
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any], controls: re.Pattern[str]) -> None:
         self.tokenizer = tokenizer
@@ -52,28 +45,27 @@ class Template:
         self._closings: dict[str, str] = {}
         self._violations: dict[FollowingRole, str] = {}
         self._visible: set[str] = set()
+        # True if content must be a list of parts, as for vision models.
         self.parts = False
         self.parts = self._wants_parts()
         self.answer_tail = self._answer_tail()
+        # Shape in which the template accepts tool calls; None if it accepts none.
         self.calls: dict[str, Any] | None = None
         self.calls = next(filter(self._takes_calls, _CALL_SHAPES), None)
+        # "user" if the template has no role for tool results.
         self.tool_role: Literal["tool", "user"] = "tool"
         try:
             if "qztoolzq" not in self.text_after_action([_tool_result("qztoolzq")]):
                 self.tool_role = "user"
         except ChatTemplateError:
             self.tool_role = "user"
-        # If the template renders thinking nowhere, history with thinking is never exact.
+        # Key of a message for thinking, or "tags" in its text. Rendered nowhere, history with thinking is never exact.
         self.thinking: str = next(filter(self._takes_thinking, _THINKING), "tags")
 
     # --- rendering ---
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generate: bool) -> str:
-        """Render messages; `generate` adds the generation prompt.
-
-        Raises:
-            ChatTemplateError: with the error message of the template.
-        """
+        """Render messages; `generate` adds the generation prompt. An error of the template is a ChatTemplateError."""
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -192,12 +184,9 @@ class Template:
     def require_visible(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, after_action: bool, answers: bool
     ) -> None:
-        """Check that the template renders each message once and in order, with marks in place of the contents.
+        """Raise a ChatTemplateError if a message is dropped, repeated or moved, with marks in place of the contents.
 
         `answers` includes the text of assistant messages. Their tool calls must be rendered in any case.
-
-        Raises:
-            ChatTemplateError: for the first message that is dropped, repeated or moved. Names its role.
         """
         ids: dict[Any, str] = {}
         marked: list[Message] = []
@@ -243,9 +232,6 @@ class Template:
 
         It starts with the end-of-turn text of the template. Tool results are rendered after calls with matching names
         and ids, because many templates look them up; if the template does not accept calls, after plain text.
-
-        Raises:
-            ChatTemplateError: if the text of the assistant is missing from the rendered conversation.
         """
         mark = unused_marker("qzsaidzq", following)
         results = list(itertools.takewhile(lambda message: message.get("role") == "tool", following))

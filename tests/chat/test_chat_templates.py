@@ -379,7 +379,7 @@ def test_messages_that_end_with_the_answer_are_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["get_weather", {"name": "x"}, {"function": {"name": "x"}}, {"function": {"name": "x", "arguments": "x"}}]
+    "call", ["get_weather", {"name": "x"}, *({"function": {"name": "x", "arguments": a}} for a in (None, "x", "[]"))]
 )
 def test_malformed_calls_in_messages_are_rejected(call: Any) -> None:
     with pytest.raises(TaskError, match=r"message 1 \(role 'assistant'\): each of 'tool_calls' must be"):

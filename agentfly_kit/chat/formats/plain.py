@@ -226,8 +226,8 @@ class Tags(TaggedFormat):
             return None
         body = text[opened.end() : end].strip()
         name, arguments = self.tool, {self.parameter: body}
-        value, at, problem = read_json(body, 0) if body.startswith("{") else (None, 0, "is text")
-        if not problem and at == len(body) and set(value) == {"name", "arguments"}:
+        value, at, _ = read_json(body, 0) if body.startswith("{") else ({}, 0, "")
+        if at == len(body) and isinstance(value, dict) and set(value) == {"name", "arguments"}:
             given, values = value["name"], value["arguments"]
             if isinstance(given, str) and given and isinstance(values, dict):
                 name, arguments = given, values
