@@ -17,7 +17,7 @@ from typing import Any, overload
 
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import TaskError
-from agentfly_kit.types import Message, Task
+from agentfly_kit.types import Task, normalize_messages
 
 _QUESTIONS = ("messages", "question", "prompt", "input")
 _SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -136,13 +136,14 @@ class Tasks(Displayable, Sequence[Task]):
 # --- from files ----------------------------------------------------------------------------------
 
 
-def load_tasks(name_or_path: str | Path) -> Tasks:
+def load_tasks(name_or_path: str | Path, *, drop_answer: bool = False) -> Tasks:
     """Load a task set of the package by name, or a file or folder by path.
 
     Args:
         name_or_path: a bare name such as "calculator", or the path of a .jsonl file, a .parquet file, a .json file (a
             list of rows, or {"train": [...], "test": [...]}), or a folder with one such file per split (train.jsonl,
             test.jsonl). "./calculator" is a path; "calculator" is a name.
+        drop_answer: as in `tasks_from`.
 
     Raises:
         TaskError: if the tasks cannot be loaded; the message names the file and line.
@@ -158,7 +159,7 @@ def load_tasks(name_or_path: str | Path) -> Tasks:
     else:
         path = Path(name_or_path).expanduser()
     if path.is_file():
-        return _build_tasks(_read_rows(path), path.name)
+        return _build_tasks(_read_rows(path), path.name, drop_answer)
     if not path.is_dir():
         raise TaskError(
             f"{path}: no such file; pass a .jsonl, .json or .parquet file, or a task set: {_list_of_shipped()}"
@@ -170,7 +171,7 @@ def load_tasks(name_or_path: str | Path) -> Tasks:
     for file in sorted(files, key=lambda file: (not file.name.startswith("train."), file.name)):
         split = file.name.rpartition(".")[0]
         rows += [(location, _with_split(row, split)) for location, row in _read_rows(file)]
-    return _build_tasks(rows, path.name)
+    return _build_tasks(rows, path.name, drop_answer)
 
 
 def _data() -> Any:
@@ -256,19 +257,21 @@ def _iterable_rows(rows: Any, name: str) -> Iterable[Any]:
 # --- from Python objects -------------------------------------------------------------------------
 
 
-def tasks_from(rows: Any, *, test: float | None = None, name: str = "tasks") -> Tasks:
+def tasks_from(rows: Any, *, test: float | None = None, drop_answer: bool = False, name: str = "tasks") -> Tasks:
     """Create tasks from rows in memory.
 
     Args:
         rows: a list of dicts, a DataFrame, a `datasets` Dataset or DatasetDict, or {"train": [...], "test": [...]}.
         test: fraction of tasks to put into the split "test". The choice depends on the content of the tasks only, not
             on their order or ids.
+        drop_answer: if messages end with the assistant's, remove that message and store its text in the field
+            "answer". Such messages are otherwise rejected, because the answer would be part of the prompt.
         name: name used in error messages and `repr`.
 
     Raises:
         TaskError: for an invalid row, which the message names.
     """
-    tasks = _build_tasks(_locate(rows, name), name)
+    tasks = _build_tasks(_locate(rows, name), name, drop_answer)
     if test is None:
         return tasks
     if isinstance(test, bool) or not 0 < test < 1:
@@ -300,13 +303,13 @@ def _held_out(tasks: Tasks, share: float) -> Tasks:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _build_tasks(rows: Iterable[tuple[str, Any]], name: str) -> Tasks:
+def _build_tasks(rows: Iterable[tuple[str, Any]], name: str, drop_answer: bool) -> Tasks:
     tasks: list[Task] = []
     splits: list[str | None] = []
     seen: dict[str, str] = {}
     repeats: Counter[str] = Counter()
     for location, row in rows:
-        task, split, derived = _build_task(location, row)
+        task, split, derived = _build_task(location, row, drop_answer)
         if derived:
             # Repeated rows are separate tasks; a numeric suffix keeps their ids unique.
             repeats[task.id] += 1
@@ -322,7 +325,7 @@ def _build_tasks(rows: Iterable[tuple[str, Any]], name: str) -> Tasks:
     return Tasks(tasks, splits, name)
 
 
-def _build_task(location: str, row: Any) -> tuple[Task, str | None, bool]:
+def _build_task(location: str, row: Any, drop_answer: bool) -> tuple[Task, str | None, bool]:
     """Return (task, split, True if the id was derived from the content)."""
     if isinstance(row, Task):
         return row, None, False
@@ -337,36 +340,37 @@ def _build_task(location: str, row: Any) -> tuple[Task, str | None, bool]:
             f"{location}: a row must have a question in one of the columns {', '.join(_QUESTIONS)}, got columns: "
             f"{', '.join(values) or 'none'}"
         )
-    messages = _parse_messages(location, column, values.pop(column))
+    question = values.pop(column)
     id, split = values.pop("id", None), values.pop("split", None)
     if split is not None and not (isinstance(split, str) and split):
         raise TaskError(f"{location}: 'split' must be a name such as 'train' or 'test', got {split!r}")
     if id is not None and (not isinstance(id, str | int) or isinstance(id, bool) or id == ""):
         raise TaskError(f"{location}: 'id' must be a string or an integer, or be left out, got {id!r}")
-    task = Task(location if id is None else str(id), messages, values)
-    if id is None:
-        task = replace(task, id=_digest(_canonical_content(task)))
-    return task, split, id is None
-
-
-def _parse_messages(location: str, column: str, value: Any) -> tuple[Message, ...]:
-    if isinstance(value, str):
+    if isinstance(question, str):
         if column == "messages":
             raise TaskError(
                 f"{location}: 'messages' must be a list of messages, got a string; rename the column to 'question'"
             )
-        return ({"role": "user", "content": value},)
-    if not isinstance(value, list):
-        raise TaskError(f"{location}: {column!r} must be a string or a list of messages, got {value!r:.60}")
-    messages = []
-    for i, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message.get("content") is None:
+        question = [{"role": "user", "content": question}]
+    if not isinstance(question, list):
+        raise TaskError(f"{location}: {column!r} must be a string or a list of messages, got {question!r:.60}")
+    # Parquet gives all messages the same keys and fills absent ones with None.
+    question = [{k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m for m in question]
+    where = f"{location}, {column!r}" if id is None else f"{location}, {column!r} of task {str(id)!r}"
+    messages = normalize_messages(question, where, TaskError, answered=drop_answer)
+    if drop_answer and messages[-1]["role"] == "assistant":
+        last = messages[-1]
+        answer = values.setdefault("answer", last["content"])
+        if answer != last["content"] or last.get("tool_calls"):
             raise TaskError(
-                f"{location}: message {i} of {column!r} must have 'role' and 'content', got {message!r:.80}"
+                f"{where}: drop_answer=True needs an answer without tool calls, and no other value in the column "
+                f"'answer', got {last!r:.80} and {answer!r:.60}"
             )
-        # Parquet gives all messages the same keys and fills absent ones with None.
-        messages.append({key: part for key, part in message.items() if part is not None})
-    return tuple(messages)
+        messages = normalize_messages(messages[:-1], where, TaskError)
+    task = Task(location if id is None else str(id), messages, values)
+    if id is None:
+        task = replace(task, id=_digest(_canonical_content(task)))
+    return task, split, id is None
 
 
 def _to_python(value: Any) -> Any:

@@ -9,6 +9,7 @@ Per-token values are indexed by the predicted token: `logprobs[t]` is log p(ids[
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,17 +68,79 @@ UNSCORED_STOPS: frozenset[str] = frozenset({"cancelled", "error"})
 # --- inputs --------------------------------------------------------------------------------------
 
 
+def normalize_messages(
+    messages: Iterable[Any], where: str, error: type[Exception] = SettingsError, *, answered: bool = False
+) -> tuple[Message, ...]:
+    """Copy messages such that every content is a string and every call has an id and a dict of arguments.
+
+    Text parts are joined without a separator, which is how chat templates that accept parts render them. Content that
+    is not text and malformed calls raise `error`, and so does a last message of the assistant, unless `answered`.
+    `where` names the messages in errors.
+    """
+    out: list[Message] = []
+    if not isinstance(messages, Iterable) or not (given := tuple(messages)):
+        raise error(f"{where} must have at least one message, got {messages!r:.80}")
+    for i, message in enumerate(given):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
+            raise error(f"{where}: message {i} must be a dict with 'role' and 'content', got {message!r:.80}")
+        at = f"{where}: message {i} (role {message['role']!r})"
+        calls = message.get("tool_calls")
+        content = _join_text(message.get("content"), "" if calls else None, at, error)
+        out.append({**message, "content": content})
+        if calls:
+            out[-1]["tool_calls"] = [_normalize_call(call, k, at, error) for k, call in enumerate(calls)]
+    if out[-1]["role"] == "assistant" and not answered:
+        raise error(
+            f"{where}: the last message must not be the assistant's, because the answer would be part of the prompt; "
+            "remove it (tasks_from and load_tasks with drop_answer=True move it to the field 'answer'), or begin an "
+            "action with chain.force(text, end=False)"
+        )
+    return tuple(out)
+
+
+def _join_text(content: Any, missing: str | None, at: str, error: type[Exception]) -> str:
+    content = missing if content is None else content
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple) or not content:
+        raise error(f"{at}: 'content' must be a string or a list of text parts, got {content!r:.80}")
+    for part in content:
+        given = {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
+        if set(given) != {"type", "text"} or given["type"] != "text" or not isinstance(given["text"], str):
+            raise error(
+                f"{at}: each part of 'content' must be {{'type': 'text', 'text': ...}}, got {part!r:.80}; prompts hold "
+                "text only, so replace other parts with a description"
+            )
+    return "".join(part["text"] for part in content)
+
+
+def _normalize_call(call: Any, index: int, at: str, error: type[Exception]) -> dict[str, Any]:
+    try:
+        function = dict(call["function"])
+        arguments = function["arguments"]
+        function["arguments"] = arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        valid = isinstance(function["name"], str) and function["name"] != "" and isinstance(arguments, Mapping)
+    except (KeyError, TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise error(
+            f"{at}: each of 'tool_calls' must be {{'function': {{'name': ..., 'arguments': {{...}}}}}}, with arguments "
+            f"as a dict or as the JSON of one, got {call!r:.80}"
+        )
+    return {**call, "id": str(call.get("id") or f"call-{index}"), "type": "function", "function": function}
+
+
 @dataclass(frozen=True)
 class Task(Displayable):
     """One problem for an agent: the initial messages, and named fields that rewards and tools can request.
 
     Attributes:
         id: Name of the task, unique within a set of tasks.
-        messages: The messages that open the chain; at least one.
+        messages: The messages that open the chain; at least one. Text parts of a content are joined to one string.
         fields: Named values that rewards and tools can request.
 
     Raises:
-        TaskError: if `id` is empty, or a message has no role or no content.
+        TaskError: if `id` is empty, a message has no role or no text as content, or the last is the assistant's.
     """
 
     id: str
@@ -87,16 +150,10 @@ class Task(Displayable):
     def __post_init__(self) -> None:
         if not self.id or not isinstance(self.id, str):
             raise TaskError(f"the id of a task must be a non-empty string, got {self.id!r}")
-        messages = tuple(self.messages)
-        if not messages:
-            raise TaskError(f"task {self.id!r} has no messages; add at least one user message")
-        for i, message in enumerate(messages):
-            if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-                raise TaskError(f"task {self.id!r}: message {i} must have 'role' and 'content', got {message!r}")
-        object.__setattr__(self, "messages", messages)
+        object.__setattr__(self, "messages", normalize_messages(self.messages, f"task {self.id!r}", TaskError))
 
     def __repr__(self) -> str:
-        text = str(self.messages[-1]["content"])
+        text = self.messages[-1]["content"]
         text = text if len(text) <= 60 else text[:57] + "..."
         return f"Task({self.id!r}, {text!r}, fields: {', '.join(self.fields) or 'none'})"
 
@@ -292,6 +349,9 @@ class ToolResult:
         done: True if the tool ends the chain.
         env_done: True if the environment has ended the episode, which ends the chain too.
         metrics: Numbers that the tool reported, by name.
+
+    Raises:
+        SettingsError: if `observation` is not a string.
     """
 
     ok: bool
@@ -303,6 +363,10 @@ class ToolResult:
     done: bool = False
     env_done: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.observation, str):
+            raise SettingsError(f"the observation of a ToolResult must be a string, got {self.observation!r:.80}")
 
     def __repr__(self) -> str:
         text = self.observation if len(self.observation) <= 80 else self.observation[:77] + "..."

@@ -18,6 +18,7 @@ from agentfly_kit.errors import TaskError
 from agentfly_kit.tasks import Tasks, load_tasks, tasks_from
 from agentfly_kit.types import Task
 
+USER, ANSWER = {"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}
 ROWS = [{"question": f"{i}+1", "answer": str(i + 1), "level": i % 3} for i in range(40)]
 
 
@@ -35,19 +36,19 @@ def contents(tasks: Tasks) -> set[str]:
 
 
 @pytest.mark.parametrize("column", ["question", "prompt", "input"])
-def test_a_text_column_opens_the_chain(column: str) -> None:
+def test_a_text_column_becomes_a_user_message(column: str) -> None:
     (task,) = tasks_from([{"id": "a", column: "2+3", "answer": "5"}])
     assert task == Task("a", ({"role": "user", "content": "2+3"},), {"answer": "5"})
 
 
 @pytest.mark.parametrize("column", ["messages", "prompt"])
-def test_messages_open_the_chain_as_they_are(column: str) -> None:
+def test_a_column_of_messages(column: str) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3", "name": None}]
     (task,) = tasks_from([{column: messages}])
     assert task.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3"})
 
 
-def test_messages_go_before_question_which_stays_a_field() -> None:
+def test_messages_take_precedence_over_question() -> None:
     (task,) = tasks_from([{"question": "q", "messages": [{"role": "user", "content": "m"}], "input": "i"}])
     assert task.messages[0]["content"] == "m"
     assert task.fields == {"question": "q", "input": "i"}
@@ -66,7 +67,7 @@ def test_ids_are_derived_from_content() -> None:
     assert tasks_from([{"id": 7, "question": "a"}])[0].id == "7"
 
 
-def test_numpy_values_become_pythons_own() -> None:
+def test_numpy_values_become_python_values() -> None:
     (task,) = tasks_from([{"question": "q", "n": np.int64(3), "xs": np.array([1.5]), "d": {"a": [np.bool_(True)]}}])
     assert task.fields == {"n": 3, "xs": [1.5], "d": {"a": [True]}}
     assert type(task.fields["n"]) is int
@@ -82,8 +83,9 @@ def test_numpy_values_become_pythons_own() -> None:
         ({"question": ""}, "rows, row 1: a row must have a question"),
         ({"question": 5}, "rows, row 1: 'question' must be a string or a list of messages, got 5"),
         ({"messages": "text"}, "rows, row 1: 'messages' must be a list of messages, got a string"),
-        ({"messages": [{"role": "user"}]}, "rows, row 1: message 0 of 'messages' must have 'role' and 'content'"),
-        ({"messages": ["text"]}, "rows, row 1: message 0 of 'messages' must have"),
+        ({"messages": [{"role": "user"}]}, "rows, row 1, 'messages': message 0 (role 'user'): 'content' must be"),
+        ({"messages": ["text"]}, "rows, row 1, 'messages': message 0 must be a dict with 'role' and 'content'"),
+        ({"messages": [USER, ANSWER]}, "rows, row 1, 'messages': the last message must not be the assistant's"),
         ({"id": "first", "question": "q"}, "rows, row 1: ids must be unique, got 'first', which rows, row 0 has too"),
         ({"id": 1.5, "question": "q"}, "rows, row 1: 'id' must be a string or an integer, or be left out, got 1.5"),
         ({"id": "", "question": "q"}, "rows, row 1: 'id' must be a string or an integer"),
@@ -91,21 +93,36 @@ def test_numpy_values_become_pythons_own() -> None:
         (["question"], "rows, row 1: a row must be an object such as"),
     ],
 )
-def test_a_wrong_row_is_named(row: Any, words: str) -> None:
+def test_errors_name_the_row(row: Any, words: str) -> None:
     with pytest.raises(TaskError) as caught:
         tasks_from([{"id": "first", "question": "ok"}, row], name="rows")
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("rows", ["tasks.jsonl", 5, None])
-def test_what_is_no_rows(rows: Any) -> None:
-    with pytest.raises(TaskError, match="tasks: rows must be a list of dicts, a DataFrame or a Dataset"):
+@pytest.mark.parametrize("rows", ["tasks.jsonl", 5, None, []])
+def test_values_that_are_no_rows(rows: Any) -> None:
+    with pytest.raises(
+        TaskError, match=r"tasks: rows must (be a list of dicts, a DataFrame|contain at least one task)"
+    ):
         tasks_from(rows)
 
 
-def test_no_rows_at_all() -> None:
-    with pytest.raises(TaskError, match="rows: rows must contain at least one task"):
-        tasks_from([], name="rows")
+def test_drop_answer_moves_the_last_answer_into_a_field(tmp_path: Path) -> None:
+    rows = [{"messages": [USER, ANSWER]}, {"id": "b", "messages": [USER, ANSWER], "answer": "5"}, {"question": "1+1"}]
+    tasks = tasks_from(rows, drop_answer=True)
+    assert [task.messages[-1]["role"] for task in tasks] == ["user"] * 3
+    assert [task.fields for task in tasks] == [{"answer": "5"}, {"answer": "5"}, {}]
+    assert load_tasks(write(tmp_path / "a.jsonl", rows), drop_answer=True) == tasks
+    assert tasks[0].id == tasks_from([{"question": "2+3", "answer": "5"}])[0].id
+    call = {"function": {"name": "add", "arguments": "{}"}}
+    for row in (
+        {"messages": [USER, ANSWER], "answer": "6"},
+        {"messages": [USER, {**ANSWER, "tool_calls": [call]}]},
+    ):
+        with pytest.raises(TaskError, match="drop_answer=True needs an answer without tool calls, and no other value"):
+            tasks_from([row], drop_answer=True)
+    with pytest.raises(TaskError, match=r"row 0, 'messages' of task 'c': the last message must not be .* drop_answer"):
+        tasks_from([{"id": "c", "messages": [USER, ANSWER, ANSWER]}], drop_answer=True)
 
 
 # --- from frames and datasets --------------------------------------------------------------------
@@ -121,8 +138,6 @@ def test_a_dataframe() -> None:
 
 def test_a_dataset_and_a_dict_of_them() -> None:
     class Dataset:
-        """What tasks_from needs of datasets.Dataset: its rows are dicts."""
-
         def __init__(self, rows: list[dict[str, Any]]) -> None:
             self.rows, self.column_names = rows, list(rows[0])
 
@@ -184,7 +199,7 @@ def test_a_json_file_of_splits_and_a_folder_of_files(tmp_path: Path) -> None:
         ("[" * 100_000, "bad.jsonl:1: not JSON"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path: Path, text: str | bytes, words: str) -> None:
+def test_errors_name_the_line(tmp_path: Path, text: str | bytes, words: str) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(TaskError) as caught:
@@ -192,7 +207,7 @@ def test_a_broken_line_is_named(tmp_path: Path, text: str | bytes, words: str) -
     assert words in str(caught.value)
 
 
-def test_a_broken_json_or_parquet_file_is_named(tmp_path: Path) -> None:
+def test_errors_name_a_broken_json_or_parquet_file(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('[{"question": "a"},\n oops]')
     with pytest.raises(TaskError, match=r"bad.json:2: not JSON"):
         load_tasks(tmp_path / "bad.json")
@@ -226,7 +241,7 @@ def test_paths_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "load_tasks('./policy.jsonl')"
     )
     shutil.copytree(shipped / "chess", tmp_path / "sums")
-    assert len(load_tasks("sums")) == 40  # a bare name is what ships, wherever one stands
+    assert len(load_tasks("sums")) == 40  # a bare name never means a folder
     assert len(load_tasks("./sums")) == 3
     with pytest.raises(
         TaskError, match=r"none.jsonl: no such file; pass a .jsonl, .json or .parquet file, or a task set: 'ch"
@@ -238,7 +253,7 @@ def test_paths_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         load_tasks(shipped / "policy")
 
 
-def test_what_ships_loads_and_is_disjoint() -> None:
+def test_bundled_task_sets_load_and_are_disjoint() -> None:
     for name in task_sets._shipped_names():
         tasks = load_tasks(name)
         assert len({task.id for task in tasks}) == len(tasks)
@@ -250,7 +265,7 @@ def test_what_ships_loads_and_is_disjoint() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(min_size=1, max_size=2), min_size=2, max_size=30), st.floats(0.05, 0.9), st.randoms())
-def test_a_held_out_share_shares_no_content(questions: list[str], share: float, rng: random.Random) -> None:
+def test_held_out_tasks_share_no_content(questions: list[str], share: float, rng: random.Random) -> None:
     rows = [{"question": q} for q in questions]
     try:
         tasks = tasks_from(rows, test=share)
@@ -266,7 +281,7 @@ def test_a_held_out_share_shares_no_content(questions: list[str], share: float, 
         assert contents(shuffled.test) == contents(tasks.test)  # neither order nor ids matter
 
 
-def test_the_split_column_is_honoured() -> None:
+def test_the_split_column() -> None:
     rows = [{**row, "split": ("train", "test", "dev")[i % 3]} for i, row in enumerate(ROWS)]
     tasks = tasks_from(rows)
     assert tasks.splits == {"train": 14, "test": 13, "dev": 13}
@@ -279,7 +294,7 @@ def test_the_split_column_is_honoured() -> None:
         tasks_from(rows, test=0.1)
 
 
-def test_one_content_in_two_splits_is_refused() -> None:
+def test_the_same_content_in_two_splits_is_rejected() -> None:
     rows = [{"id": "a", "question": "2+3", "answer": "5", "split": "train"}]
     rows.append({"id": "b", "question": "2+3", "answer": "5", "split": "test"})
     with pytest.raises(TaskError) as caught:
@@ -289,15 +304,15 @@ def test_one_content_in_two_splits_is_refused() -> None:
     assert tasks_from(rows).splits == {"train": 1, "test": 1}
 
 
-def test_without_splits_all_is_train_and_test_is_refused() -> None:
+def test_without_splits_all_tasks_are_train() -> None:
     tasks = tasks_from(ROWS)
     assert tasks.train == tasks
     with pytest.raises(TaskError, match=r"no split 'test' \(its splits: none\)"):
         tasks.test  # noqa: B018
 
 
-@pytest.mark.parametrize("share", [0, 1, 1.5, -0.1, True])
-def test_a_share_that_is_none(share: Any) -> None:
+@pytest.mark.parametrize("share", [0, 1, -0.1, True])
+def test_an_invalid_share_is_rejected(share: Any) -> None:
     with pytest.raises(TaskError, match="between 0 and 1"):
         tasks_from(ROWS, test=share)
 
@@ -305,7 +320,7 @@ def test_a_share_that_is_none(share: Any) -> None:
 # --- a sequence ----------------------------------------------------------------------------------
 
 
-def test_it_is_a_sequence() -> None:
+def test_tasks_is_a_sequence() -> None:
     tasks = tasks_from(ROWS, test=0.25)
     assert isinstance(tasks[3:7], Tasks)
     assert [t.id for t in tasks[3:7]] == [t.id for t in tasks][3:7]
@@ -328,7 +343,7 @@ def test_sample_is_seeded_and_without_repetition() -> None:
         tasks.sample(41)
 
 
-def test_what_it_looks_like() -> None:
+def test_repr_and_html() -> None:
     tasks = tasks_from([{"id": "a", "question": "<b>2+3</b>", "answer": "5"}, *ROWS], test=0.25)
     assert repr(tasks) == "Tasks(tasks: 41 (31 train, 10 test); fields: answer, level)"
     page = tasks._repr_html_()
@@ -338,7 +353,7 @@ def test_what_it_looks_like() -> None:
     assert tasks.fields == ("answer", "level")
 
 
-def test_the_fingerprint_follows_id_content_and_split() -> None:
+def test_the_fingerprint_depends_on_id_content_and_split() -> None:
     base = tasks_from(ROWS).fingerprint
     assert tasks_from(ROWS).fingerprint == base
     changed = [{**ROWS[0], "answer": "0"}, *ROWS[1:]]
@@ -347,7 +362,7 @@ def test_the_fingerprint_follows_id_content_and_split() -> None:
     assert len(seen) == 5
 
 
-def test_fields_that_json_cannot_hold_have_content_too() -> None:
+def test_fields_that_json_cannot_represent() -> None:
     import datetime
 
     odd = {"picture": b"\xff\x00", "day": datetime.date(2024, 2, 29), "tags": {"b", "a"}}

@@ -56,8 +56,8 @@ def trajectory(*turns: Turn, **more: Any) -> Trajectory:
     [
         (lambda: Task("", TASK.messages), "non-empty string, got ''"),
         (lambda: Task(3, TASK.messages), "got 3"),  # type: ignore[arg-type]
-        (lambda: Task("x", ()), "task 'x' has no messages"),
-        (lambda: Task("x", ({"role": "user"},)), "task 'x': message 0 must have 'role' and 'content'"),
+        (lambda: Task("x", ()), "task 'x' must have at least one message"),
+        (lambda: Task("x", ({"role": "user"},)), r"task 'x': message 0 \(role 'user'\): 'content' must be a string or"),
         (lambda: Task("x", ("hi",)), "message 0"),  # type: ignore[arg-type]
     ],
 )

@@ -215,10 +215,7 @@ class BaseChain(Displayable):
         """Return the messages of the first prompt, with the text appended to the last one."""
         *before, last = self.turns[0].messages
         content = last["content"]
-        combined: Any = f"{content}\n\n{text}" if content else text
-        if not isinstance(content, str):
-            combined = [*(content or []), {"type": "text", "text": text}]
-        return (*before, {**last, "content": combined})
+        return (*before, {**last, "content": f"{content}\n\n{text}" if content else text})
 
     # --- sampling ---
 

@@ -23,7 +23,7 @@ from agentfly_kit.agent.turns import (
     token_fields,
 )
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.types import Distribution, Message, Task, ToolResult, Trajectory, Turn
+from agentfly_kit.types import Distribution, Message, Task, ToolResult, Trajectory, Turn, normalize_messages
 
 
 class Chain(BaseChain):
@@ -155,9 +155,11 @@ class Chain(BaseChain):
         is added to it as a user message.
 
         Raises:
-            SettingsError: if there is no action to answer.
+            SettingsError: if there is no action to answer, or `text` is not a string.
         """
         with self._exclusive("observe"):
+            if not isinstance(text, str):
+                raise SettingsError(f"text must be a string, got {text!r:.80}")
             user: Message = {"role": "user", "content": text}
             if self.turn.kind == "observation":
                 messages = (*self.turn.messages, user)
@@ -183,7 +185,7 @@ class Chain(BaseChain):
             author: author of the new prompt.
 
         Raises:
-            SettingsError: if tool calls have not run, or an action is unfinished.
+            SettingsError: if tool calls have not run, an action is unfinished, or `content` is not text.
         """
         with self._exclusive("compact"):
             self._check_prepared("compact")
@@ -196,9 +198,8 @@ class Chain(BaseChain):
                 raise SettingsError(
                     "the last action is unfinished (force with end=False); sample its rest, or chain.rewind()"
                 )
-            messages = self._append_to_task(content) if isinstance(content, str) else tuple(content)
-            if not messages or not all({"role", "content"} <= set(m) for m in messages):
-                raise SettingsError(f"content must be a text, or messages with 'role' and 'content', got {content!r}")
+            messages = self._append_to_task(content) if isinstance(content, str) else content
+            messages = normalize_messages(messages, "content of compact")
             if self.actions >= self.agent.max_turns:
                 return self._end_before_action("max_turns")
             self._drop_observation_ids()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.types import Message, ToolCall, Turn
+from agentfly_kit.types import Message, ToolCall, Turn, normalize_messages
 
 
 def token_fields(agent: AgentSettings, ids: Sequence[int]) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def token_fields(agent: AgentSettings, ids: Sequence[int]) -> dict[str, Any]:
 
 def text_fields(agent: AgentSettings, messages: Sequence[Message]) -> dict[str, Any]:
     """Return the same fields of a turn without ids: no engine saw it, or the engine is text-only."""
-    text = "\n".join(str(message["content"]) for message in messages)
+    text = "\n".join(message["content"] for message in messages)
     return {"ids": () if agent.exact else None, "text": text, "token_texts": None}
 
 
@@ -27,11 +27,12 @@ def label(agent: AgentSettings, action: int) -> str:
 
 def prompt_turn(agent: AgentSettings, messages: Sequence[Message], author: str, **fields: Any) -> Turn:
     """Return the first turn of a row. `fields` are the other fields of the turn."""
+    messages = normalize_messages(messages, "prompt")
     if agent.exact:
         fields |= token_fields(agent, agent.chat.prompt(messages, agent.tools.schemas))
     else:  # the server applies its own template, so the token ids are unknown
         fields |= text_fields(agent, messages)
-    return Turn(kind="prompt", author=author, messages=tuple(messages), **fields)
+    return Turn(kind="prompt", author=author, messages=messages, **fields)
 
 
 def next_row(agent: AgentSettings, before: Turn, messages: Sequence[Message], author: str) -> Turn:

@@ -1,9 +1,7 @@
 """Conversion between messages and token ids with the chat template of a tokenizer. History is never encoded again.
 
-The prompt is rendered once, and everything later is appended: `observation_ids` returns the ids between the last
-sampled token and the next action, and `parse` reads an action without changing its ids. For each template it is first
-verified that appending gives the same text as rendering the whole conversation (`template.py`); otherwise an error
-names the template.
+The prompt is rendered once, and everything later is appended, after a check that this gives the same text as rendering
+the whole conversation (`template.py`).
 """
 
 from __future__ import annotations
@@ -17,16 +15,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.chat import drift as drifting
 from agentfly_kit.chat import formats
-from agentfly_kit.chat.drift import Drift
-from agentfly_kit.chat.template import FollowingRole, Template, unused_marker
+from agentfly_kit.chat.template import FollowingRole, Template, common_prefix_length, unused_marker
 from agentfly_kit.errors import ChatTemplateError, SettingsError
-from agentfly_kit.types import Message, Row, Trajectory
+from agentfly_kit.types import Message, Row, Trajectory, normalize_messages
 
 __all__ = ["Chat", "ChatReport", "Drift", "check"]
 
 History: TypeAlias = Literal["exact", "append", "rerender"]
+Cause: TypeAlias = Literal["none", "template", "re-tokenisation", "other"]
 
 # Entries per cache of encoded messages and decoded ids, many of which the chains of a group share.
 _CACHE_SIZE = 1024
@@ -98,13 +95,6 @@ class Chat:
         Raises:
             SettingsError: if the string contains a lone surrogate.
         """
-        if not text.isascii():
-            self._check_encodable(text)
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    @staticmethod
-    def _check_encodable(text: str) -> None:
-        """Raise a SettingsError for lone surrogates, for which tokenizers raise an uninformative TypeError."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -113,6 +103,7 @@ class Chat:
                 f"a message contains half of a surrogate pair, near {near}, which cannot be tokenized; use "
                 "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
             ) from None
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode ids, including special tokens. The text is for display and parsing, and never encoded again."""
@@ -142,6 +133,7 @@ class Chat:
         Raises:
             ChatTemplateError: with the error message of the template.
         """
+        messages = normalize_messages(messages, "messages", answered=True)
         return self.template.render(self._adapt_messages(messages), tools, generate=generate)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:
@@ -151,8 +143,11 @@ class Chat:
         are added to the system message.
 
         Raises:
-            ChatTemplateError: if there are tools, but their results cannot be appended exactly.
+            ChatTemplateError: if there are tools, but their results cannot be appended exactly, or if the template
+                drops, repeats or moves a message. Under history="rerender" it may drop the text of assistant messages.
+            SettingsError: for content that is not text, or messages that end with the assistant's.
         """
+        messages = normalize_messages(messages, "prompt")
         if tools:
             self._require_append("tool")
             unreadable = self.template.calls is not None and self.detected_format is None
@@ -176,12 +171,11 @@ class Chat:
                 otherwise (truncated, or another stop token) it is included here, where it has mask 0.
 
         Raises:
-            ChatTemplateError: if the template renders earlier messages differently when these follow, and `history`
-                is "exact".
-            SettingsError: if `messages` is empty.
+            ChatTemplateError: if the template drops one of the messages, or renders earlier messages differently when
+                these follow and `history` is "exact".
+            SettingsError: if `messages` is empty, or for content that is not text.
         """
-        if not messages:
-            raise SettingsError("messages must not be empty; pass the tool results or user messages after the action")
+        messages = normalize_messages(messages, "observation")
         for kind in _following_roles(messages):
             self._require_append(kind)
         ids = self._encode_messages(self._adapt_messages(messages), self._visible_tools(tools), after_action=True)
@@ -196,10 +190,7 @@ class Chat:
         return self.template.append_violation(kind)
 
     def needs_rerender(self, messages: Sequence[Message]) -> bool:
-        """Return True if the history must be rendered again when `messages` follow.
-
-        This requires history="rerender" and a template for which appending is not exact.
-        """
+        """Return True if history="rerender", and `messages` cannot be appended exactly."""
         return self.history == "rerender" and any(map(self.append_violation, _following_roles(messages)))
 
     def _require_append(self, following: FollowingRole) -> None:
@@ -222,9 +213,9 @@ class Chat:
         if not self._results_as_user:
             return list(messages)
         adapted: list[Message] = []
-        for are_results, group in itertools.groupby(messages, lambda message: message.get("role") == "tool"):
+        for are_results, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
             if are_results:
-                texts = (self.format.observation(str(m.get("name") or ""), str(m.get("content") or "")) for m in group)
+                texts = (self.format.observation(str(m.get("name") or ""), m["content"]) for m in group)
                 adapted.append({"role": "user", "content": "\n".join(texts)})
             else:
                 adapted += group
@@ -239,20 +230,17 @@ class Chat:
     ) -> tuple[list[Message], Sequence[dict[str, Any]]]:
         """Return the messages and tool schemas to render, with the instructions of the format if necessary."""
         adapted, shown = self._adapt_messages(messages), self._visible_tools(tools)
-        return (self._with_instructions(adapted, tools) if tools and not shown else adapted), shown
-
-    def _with_instructions(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-        """Add the instructions to the system message, or to the first message if the template has no system role."""
-        text = self.format.instructions(tools)
-        out = list(messages)
-        if out and out[0].get("role") != "system" and self.template.takes_system():
-            return [{"role": "system", "content": text}, *out]
-        first = out[0]
-        content = first.get("content")
-        joined: Any = f"{content}\n\n{text}" if first.get("role") == "system" else f"{text}\n\n{content}"
-        if not isinstance(content, str):
-            joined = [{"type": "text", "text": text + "\n\n"}, *(content or [])]
-        return [{**first, "content": joined}, *out[1:]]
+        if not tools or shown:
+            return adapted, shown
+        # In the system message, or in the first message if the template has no system role.
+        text, first = self.format.instructions(tools), adapted[0]
+        if first["role"] == "system":
+            adapted[0] = {**first, "content": f"{first['content']}\n\n{text}"}
+        elif self.template.takes_system():
+            adapted.insert(0, {"role": "system", "content": text})
+        else:
+            adapted[0] = {**first, "content": f"{text}\n\n{first['content']}"}
+        return adapted, shown
 
     def _encode_messages(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, after_action: bool
@@ -262,36 +250,26 @@ class Chat:
         if key not in self._render_cache:
             if len(self._render_cache) >= _CACHE_SIZE:
                 self._render_cache.clear()
+            self.template.require_visible(
+                messages, tools, after_action=after_action, answers=self.history != "rerender"
+            )
             self._render_cache[key] = self._encode_safely(messages, tools, after_action)
         return self._render_cache[key]
 
     def _encode_safely(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], after_action: bool
     ) -> tuple[int, ...]:
-        """Render and encode messages such that user and tool text never encodes to control tokens.
-
-        For example, <|im_end|> in the output of a tool is encoded as ordinary characters. All other text is encoded
-        as usual.
-        """
-        controls: dict[str, str] = {}
+        """Render and encode messages. Text of users and tools, such as <|im_end|>, never becomes a control token."""
+        controls: list[str] = []
+        mark = unused_marker("qzcontrol", messages)
 
         def replace_control(match: re.Match[str]) -> str:
-            mark = unused_marker(f"qzcontrol{len(controls)}zq", messages)
-            controls[mark] = match.group()
-            return mark
-
-        def replaced(content: Any) -> Any:
-            if isinstance(content, str):
-                return self._controls.sub(replace_control, content)
-            if isinstance(content, list):
-                return [
-                    {**p, "text": replaced(p["text"])} if isinstance(p, dict) and "text" in p else p for p in content
-                ]
-            return content
+            controls.append(match.group())
+            return f"{mark}{len(controls) - 1}zq"
 
         plain = [
-            {**message, "content": replaced(message["content"])}
-            if message.get("role") in ("user", "tool") and "content" in message
+            {**message, "content": self._controls.sub(replace_control, message["content"])}
+            if message["role"] in ("user", "tool")
             else message
             for message in messages
         ]
@@ -306,10 +284,11 @@ class Chat:
         anchor = self.token_texts(self.stop_ids[:1])[0]
         ids: list[int] = []
         rest = ""
-        for part in re.split("(" + "|".join(sorted(map(re.escape, controls), key=len, reverse=True)) + ")", text):
-            if part in controls:
-                ids.extend(self._encode_after(anchor if ids else "", rest + controls[part][:1]))
-                rest = controls[part][1:]
+        for i, part in enumerate(re.split(f"{mark}(\\d+)zq", text)):
+            if i % 2:
+                control = controls[int(part)]
+                ids.extend(self._encode_after(anchor if ids else "", rest + control[:1]))
+                rest = control[1:]
             else:
                 rest += part
         return (*ids, *self._encode_after(anchor if ids else "", rest))
@@ -356,14 +335,16 @@ class Chat:
     # --- comparison with re-encoding ---
 
     def drift(self, trajectory: Trajectory | Row) -> Drift:
-        """Compare a row with its messages rendered and encoded again.
+        """Compare a row with its messages rendered and encoded again, and return the first difference.
+
+        Rows are never encoded again, so drift does no harm here. It shows which tokens a framework would train on
+        instead if it stored messages and encoded them again.
 
         Raises:
             AlignmentError: for a trajectory with several rows; pass one of them, such as `trajectory.rows[0]`.
             SettingsError: if the row has no token ids.
         """
         row = trajectory if isinstance(trajectory, Row) else trajectory._only_row("turns")
-        turns = [(turn.kind, len(turn.ids or ())) for turn in row.turns]
         if not row.exact:
             raise SettingsError("this trajectory has no token ids, because its engine is text-only")
         ids = row.ids.tolist()
@@ -371,14 +352,33 @@ class Chat:
         # Observations after the last action have no ids and are not part of the row.
         given = [turn for turn in row.turns if turn.ids]
         messages = [message for turn in given for message in turn.messages]
-        last = given[-1] if given else None
-        generate = last is not None and last.kind not in ("action", "forced")
         try:
-            again_text = self.template.render(*self._prepare(messages, row.tools), generate=generate)
+            shown = self._prepare(messages, row.tools)
+            again_text = self.template.render(*shown, generate=not (given and given[-1].kind in ("action", "forced")))
         except ChatTemplateError as error:
             return Drift("other", 0, len(ids), "prompt, turn 0", token_texts[:6], (), "", str(error))
         again = self.encode(again_text)
-        return drifting.compare(ids, token_texts, text, again, self.token_texts(again), again_text, turns)
+        again_texts = self.token_texts(again)
+        index = common_prefix_length(ids, again)
+        if index == len(ids):  # ids after the end of the row are no drift, because a row ends with an action
+            return Drift("none", index, len(ids))
+        begin = len("".join(token_texts[:index]))
+        end = begin + max(len(token_texts[index]), len("".join(again_texts[index : index + 1])))
+        row_tokens, encoded_tokens = token_texts[index : index + 6], again_texts[index : index + 6]
+        cause: Cause
+        if "\ufffd" in text:  # character positions are undefined if tokens hold parts of characters
+            cause, why = "other", "the row holds bytes that are not valid UTF-8, so no text encodes to its tokens"
+        elif common_prefix_length(text, again_text) >= min(end, len(text)):
+            cause = "re-tokenisation"
+            why = f"the same text is tokenized differently: {list(row_tokens[:3])} became {list(encoded_tokens[:3])}"
+        else:
+            cause = "template"
+            why = f"{text[begin : begin + 24]!r} is written as {again_text[begin : begin + 24]!r}"
+        ends = itertools.accumulate(len(turn.ids or ()) for turn in row.turns)
+        number = next(i for i, end in enumerate(ends) if index < end)
+        turn = f"{row.turns[number].kind}, turn {number}"
+        before = "".join(token_texts[max(0, index - 8) : index])
+        return Drift(cause, index, len(ids), turn, row_tokens, encoded_tokens, before, why)
 
     def __repr__(self) -> str:
         stops = ", ".join(repr(p) for p in self.token_texts(self.stop_ids))
@@ -388,8 +388,43 @@ class Chat:
 
 def _following_roles(messages: Sequence[Message]) -> list[FollowingRole]:
     """Return the kinds of these messages, in order and without duplicates."""
-    roles: list[FollowingRole] = ["tool" if message.get("role") == "tool" else "user" for message in messages]
+    roles: list[FollowingRole] = ["tool" if message["role"] == "tool" else "user" for message in messages]
     return list(dict.fromkeys(roles))
+
+
+@dataclass(frozen=True)
+class Drift(Displayable):
+    """First token at which a row differs from its re-encoded text. True if there is one.
+
+    Attributes:
+        cause: "template": the template renders different text. "re-tokenisation": the same text is split into other
+            tokens. "other": the tokens do not decode to valid text, or the template rejects the conversation. "none":
+            no drift.
+        index: Index of the first differing token in the row; the length of the row if there is none.
+        tokens: Number of tokens of the row.
+        turn: Kind and index of the turn of that token.
+        row_tokens: Up to six tokens of the row from there on.
+        encoded_tokens: Up to six tokens of the re-encoded text from there on.
+        before: Common text just before the difference.
+        why: Explanation of the cause.
+    """
+
+    cause: Cause
+    index: int
+    tokens: int
+    turn: str = ""
+    row_tokens: tuple[str, ...] = ()
+    encoded_tokens: tuple[str, ...] = ()
+    before: str = ""
+    why: str = ""
+
+    def __bool__(self) -> bool:
+        return self.cause != "none"
+
+    def __repr__(self) -> str:
+        if not self:
+            return f"Drift(none in {self.tokens} tokens)"
+        return f"Drift({self.cause} at token {self.index} of {self.tokens}, {self.turn}: {self.why})"
 
 
 @dataclass(frozen=True)

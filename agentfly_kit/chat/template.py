@@ -6,12 +6,12 @@ template.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, Literal
 
 from agentfly_kit.errors import ChatTemplateError
@@ -34,19 +34,7 @@ _THINKING = ("reasoning_content", "thinking", "reasoning", "tags")
 
 
 class Template:
-    """Chat template of a tokenizer.
-
-    Args:
-        tokenizer: tokenizer with a chat template.
-        options: variables for the template.
-        controls: pattern of the control tokens.
-
-    Attributes:
-        parts: True if content must be a list of parts, as for vision models.
-        tool_role: "tool", or "user" if the template has no role for tool results.
-        calls: shape in which the template accepts tool calls; None if it does not accept any.
-        thinking: key of the message that holds the thinking, or "tags" if it is part of the text.
-    """
+    """Chat template of a tokenizer, with variables (`options`) and the pattern of its control tokens."""
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any], controls: re.Pattern[str]) -> None:
         self.tokenizer = tokenizer
@@ -56,25 +44,38 @@ class Template:
         self._short_ids = False
         self._closings: dict[str, str] = {}
         self._violations: dict[FollowingRole, str] = {}
+        self._visible: set[str] = set()
+        # True if content must be a list of parts, as for vision models.
         self.parts = False
         self.parts = self._wants_parts()
         self.answer_tail = self._answer_tail()
+        # Shape in which the template accepts tool calls; None if it accepts none.
         self.calls: dict[str, Any] | None = None
         self.calls = next(filter(self._takes_calls, _CALL_SHAPES), None)
-        self.tool_role: Literal["tool", "user"] = "tool" if self._takes_tools() else "user"
-        # If the template renders thinking nowhere, history with thinking is never exact.
-        self.thinking = next(filter(self._takes_thinking, _THINKING), "tags")
+        # "user" if the template has no role for tool results.
+        self.tool_role: Literal["tool", "user"] = "tool"
+        try:
+            if "qztoolzq" not in self.text_after_action([_tool_result("qztoolzq")]):
+                self.tool_role = "user"
+        except ChatTemplateError:
+            self.tool_role = "user"
+        # Key of a message for thinking, or "tags" in its text. Rendered nowhere, history with thinking is never exact.
+        self.thinking: str = next(filter(self._takes_thinking, _THINKING), "tags")
 
     # --- rendering ---
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generate: bool) -> str:
-        """Render messages; `generate` adds the generation prompt.
-
-        Raises:
-            ChatTemplateError: with the error message of the template.
-        """
+        """Render messages; `generate` adds the generation prompt. An error of the template is a ChatTemplateError."""
         try:
-            return self._render(messages, tools, generate)
+            return str(
+                self.tokenizer.apply_chat_template(
+                    [self._message(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
+                    add_generation_prompt=generate,
+                    tokenize=False,
+                    **self.options,
+                )
+            )
         except Exception as error:
             if not self._short_ids and any("tool_call_id" in m or "tool_calls" in m for m in messages):
                 # Mistral templates require ids of nine letters or digits; retry with shortened ids.
@@ -90,17 +91,6 @@ class Template:
                 "remove the unsupported role, or set tokenizer.chat_template to another template"
             ) from error
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], generate: bool) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                [self._message(m) for m in messages],
-                tools=[dict(t) for t in tools] or None,
-                add_generation_prompt=generate,
-                tokenize=False,
-                **self.options,
-            )
-        )
-
     def _message(self, message: Message) -> Message:
         """Adapt a message to the template, keeping all its keys."""
         out = dict(message)
@@ -108,16 +98,21 @@ class Template:
             out.setdefault("reasoning_content", out["thinking"])
         if self.parts and isinstance(out.get("content"), str):
             out["content"] = [{"type": "text", "text": out["content"]}]
-        if self._short_ids:
-            if "tool_call_id" in out:
-                out["tool_call_id"] = _short_id(str(out["tool_call_id"]))
-            if out.get("tool_calls"):
-                out["tool_calls"] = [{**c, "id": _short_id(str(c.get("id", "")))} for c in out["tool_calls"]]
+        if self._short_ids and "tool_call_id" in out:
+            out["tool_call_id"] = _short_id(str(out["tool_call_id"]))
+        if out.get("tool_calls"):
+            out["tool_calls"] = [self._adapt_call(call) for call in out["tool_calls"]]
+            if self.calls is not None and self.calls["content"] is None:
+                out["content"] = None
         return out
 
-    def _render_or_empty(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generate: bool
-    ) -> str:
+    def _adapt_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        if self.calls is not None and self.calls["json"]:
+            function["arguments"] = json.dumps(function["arguments"])
+        return {**call, "id": _short_id(call["id"]) if self._short_ids else call["id"], "function": function}
+
+    def _probe(self, *messages: Message, tools: Sequence[Mapping[str, Any]] = (), generate: bool = False) -> str:
         """Render messages, or return "" if the template rejects them."""
         try:
             return self.render(messages, tools, generate=generate)
@@ -127,10 +122,9 @@ class Template:
     # --- accepted input ---
 
     def _wants_parts(self) -> bool:
-        if "qzplainzq" in self._render_or_empty([{"role": "user", "content": "qzplainzq"}], generate=True):
+        if "qzplainzq" in self._probe({"role": "user", "content": "qzplainzq"}):
             return False
-        parts = [{"role": "user", "content": [{"type": "text", "text": "qzplainzq"}]}]
-        return "qzplainzq" in self._render_or_empty(parts, generate=True)
+        return "qzplainzq" in self._probe({"role": "user", "content": [{"type": "text", "text": "qzplainzq"}]})
 
     def _answer_tail(self) -> str:
         """Return the text after the last character of an answer at the end of a conversation."""
@@ -145,59 +139,91 @@ class Template:
 
     def _takes_calls(self, shape: dict[str, Any]) -> bool:
         self.calls = shape
-        said = self._call_message([{"name": "qznamezq", "tool_call_id": "call-0"}], {"x": "qzcallzq"})
-        text = self._render_or_empty([_USER, said], generate=False)
-        return "qzcallzq" in text and "qznamezq" in text
+        action = self._call_message([{"name": "qznamezq", "tool_call_id": "call-0"}], {"x": "qzcallzq"})
+        text = self._probe(_USER, action)
+        return "qzcallzq" in text and "qznamezq" in text and "{'" not in text  # not Python's repr
 
     def _call_message(
         self, results: Sequence[Message], arguments: Mapping[str, Any], thought: str | None = None
     ) -> Message:
         """Return an assistant message with one call for each of these tool results, all with the same arguments."""
-        assert self.calls is not None
-        given = json.dumps(arguments) if self.calls["json"] else dict(arguments)
         calls = [
             {
-                "id": r.get("tool_call_id", f"call-{i}"),
+                "id": result.get("tool_call_id", f"call-{i}"),
                 "type": "function",
-                "function": {"name": r.get("name") or "tool", "arguments": given},
+                "function": {"name": result.get("name") or "tool", "arguments": dict(arguments)},
             }
-            for i, r in enumerate(results)
+            for i, result in enumerate(results)
         ]
-        return self._with_thinking(
-            {"role": "assistant", "content": self.calls["content"], "tool_calls": calls}, thought
-        )
+        return {**self._answer_message("", thought), "tool_calls": calls}
 
-    def _answer_message(self, mark: str, thought: str | None = None) -> Message:
-        return self._with_thinking({"role": "assistant", "content": mark}, thought)
-
-    def _with_thinking(self, message: Message, thought: str | None) -> Message:
+    def _answer_message(self, content: str, thought: str | None = None) -> Message:
+        message: Message = {"role": "assistant", "content": content}
         if thought is None:
             return message
         if self.thinking == "tags":
-            return {**message, "content": f"<think>\n{thought}\n</think>\n\n{message['content'] or ''}"}
-        return {**message, str(self.thinking): thought}
-
-    def _takes_tools(self) -> bool:
-        try:
-            return "qztoolzq" in self.text_after_action([{**_tool_result("qztoolzq"), "name": "probe"}])
-        except ChatTemplateError:
-            return False
+            return {**message, "content": f"<think>\n{thought}\n</think>\n\n{content}"}
+        return {**message, self.thinking: thought}
 
     def _takes_thinking(self, key: str) -> bool:
         self.thinking = key
-        said = [self._answer_message("qzanswerzq", "qzthinkzq")]
+        actions = [self._answer_message("qzanswerzq", "qzthinkzq")]
         if self.calls is not None and key != "tags":
-            said.append(self._call_message([_tool_result("")], {"x": "qzcallzq"}, "qzthinkzq"))
-        return any("qzthinkzq" in self._render_or_empty([_USER, one], generate=False) for one in said)
+            actions.append(self._call_message([_tool_result("")], {"x": "qzcallzq"}, "qzthinkzq"))
+        return any("qzthinkzq" in self._probe(_USER, action) for action in actions)
 
     def takes_system(self) -> bool:
         """Return True if a system message appears in a prompt."""
-        return "qzplainzq" in self._render_or_empty([{"role": "system", "content": "qzplainzq"}, _USER], generate=True)
+        return "qzplainzq" in self._probe({"role": "system", "content": "qzplainzq"}, _USER, generate=True)
 
-    @cached_property
+    @functools.cached_property
     def shows_tools(self) -> bool:
         """True if tool schemas appear in a prompt."""
-        return self._render_or_empty([_USER], [_TOOL], generate=True) != self._render_or_empty([_USER], generate=True)
+        return self._probe(_USER, tools=[_TOOL], generate=True) != self._probe(_USER, generate=True)
+
+    def require_visible(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, after_action: bool, answers: bool
+    ) -> None:
+        """Raise a ChatTemplateError if a message is dropped, repeated or moved, with marks in place of the contents.
+
+        `answers` includes the text of assistant messages. Their tool calls must be rendered in any case.
+        """
+        ids: dict[Any, str] = {}
+        marked: list[Message] = []
+        for i, message in enumerate(messages):
+            calls = [
+                {**call, "function": {"name": call["function"]["name"], "arguments": {"x": f"qzcall{i}zq"}}}
+                for call in message.get("tool_calls") or ()
+            ]
+            for call in calls:
+                call["id"] = ids.setdefault(call["id"], f"call-{len(ids)}")
+            one = {"role": message["role"], "content": f"qzmessage{i}zq" if message["content"] else ""}
+            one |= {"name": message["name"]} if "name" in message else {}
+            if "tool_call_id" in message:
+                one["tool_call_id"] = ids.setdefault(message["tool_call_id"], f"call-{len(ids)}")
+            marked.append({**one, "tool_calls": calls} if calls else one)
+        key = f"{after_action} {answers} {marked} {[tool.get('function', tool).get('name') for tool in tools]}"
+        if key in self._visible:
+            return
+        render = self.text_after_action if after_action else functools.partial(self.render, generate=True)
+        text = render(marked, tools)
+        last = -1
+        for i, message in enumerate(marked):
+            wrong, mark, role = "", f"qzmessage{i}zq", message["role"]
+            if "tool_calls" in message and f"qzcall{i}zq" not in text:
+                wrong = "drops the tool calls of"
+            elif message["content"] and (role != "assistant" or answers):
+                at, count = text.find(mark), text.count(mark)
+                wrong = "drops" if not count else "repeats" if count > 1 else "moves" if at < last else ""
+                last = at
+            if wrong:
+                raise ChatTemplateError(
+                    f"the chat template of {self.name} {wrong} a message with the role {role!r}; put its text into a "
+                    "user message, or set tokenizer.chat_template to another template"
+                )
+        if len(self._visible) >= 256:
+            self._visible.clear()
+        self._visible.add(key)
 
     # --- text after an action ---
 
@@ -206,25 +232,22 @@ class Template:
 
         It starts with the end-of-turn text of the template. Tool results are rendered after calls with matching names
         and ids, because many templates look them up; if the template does not accept calls, after plain text.
-
-        Raises:
-            ChatTemplateError: if the text of the assistant is missing from the rendered conversation.
         """
         mark = unused_marker("qzsaidzq", following)
         results = list(itertools.takewhile(lambda message: message.get("role") == "tool", following))
-        said: list[tuple[Message, str]] = []
+        actions: list[tuple[Message, str]] = []
         if results and self.calls is not None:
-            for told in (results, results[:1]):  # some templates accept only one call per message
-                one = self._call_message(told, {"x": mark})
-                closing = self._call_closing(one, mark, tools)
+            for called in (results, results[:1]):  # some templates accept only one call per message
+                action = self._call_message(called, {"x": mark})
+                closing = self._call_closing(action, mark, tools)
                 if closing is not None:
-                    said.append((one, closing))
-        said.append((self._answer_message(mark), ""))
+                    actions.append((action, closing))
+        actions.append((self._answer_message(mark), ""))
         problem = ChatTemplateError(
             f"the chat template of {self.name} drops or changes an earlier assistant message when others follow it, "
             "so tokens cannot be appended exactly; use a template that keeps history unchanged"
         )
-        for message, closing in said:
+        for message, closing in actions:
             try:
                 text = self.render([_USER, message, *following], tools, generate=True)
             except ChatTemplateError as error:
@@ -235,15 +258,15 @@ class Template:
                 return tail[len(closing) :]
         raise problem
 
-    def _call_closing(self, said: Message, mark: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    def _call_closing(self, action: Message, mark: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the text (brackets, tags) that closes a call after its last argument; None if the call is rejected.
 
         The end-of-turn text is excluded. It is the one that also ends answers, or a separate control token such as
         `<|call|>`.
         """
-        key = json.dumps([said, [t.get("function", {}).get("name") for t in tools]], default=str).replace(mark, "")
+        key = json.dumps([action, [t.get("function", {}).get("name") for t in tools]], default=str).replace(mark, "")
         if key not in self._closings:
-            text = self._render_or_empty([_USER, said], tools, generate=False)
+            text = self._probe(_USER, action, tools=tools)
             tail = text.rpartition(mark)[2]
             if mark not in text:
                 return None
@@ -264,34 +287,28 @@ class Template:
         """Return "" if messages of this kind can follow actions without changing earlier text, else the reason.
 
         Growing conversations of up to four actions are rendered, with one and two tool results, with and without
-        thinking (as far as the generation prompt allows both), with and without a system message and tool schemas, and
-        with a user message between tool calls. Each must start with the previous one, character by character, and end
+        thinking (as far as the generation prompt allows both), system message and tool schemas, and with user messages
+        between tool calls. Each must start with the previous one, character by character, and end
         with the result of `text_after_action` for the added messages. Then the text sent to an engine equals the
         rendering of the whole conversation. The result is cached per kind.
         """
         if kind not in self._violations:
-            reasons = [self._find_violation(kind, mode) for mode in self.modes] or [self._prompt_mismatch()]
+            reasons = [self._find_violation(kind, mode) for mode in self.modes]
+            if not reasons:
+                prompt = self.render([_USER], generate=True)
+                reasons = [
+                    f"the prompt for the assistant ({prompt[-40:]!r}) is not how its rendered message begins, so the "
+                    "sampled tokens would differ from the rendered history"
+                ]
             self._violations[kind] = next(filter(None, reasons), "")
         return self._violations[kind]
 
-    @cached_property
+    @functools.cached_property
     def modes(self) -> tuple[str | None, ...]:
         """Ways in which a rendered answer matches the generation prompt: without (None) or with thinking (a marker)."""
-        asked = self.render([_USER], generate=True)
-        return tuple(
-            mode
-            for mode in (None, "qzthinkzq")
-            if self._render_or_empty([_USER, self._answer_message("qzanswerzq", mode)], generate=False).startswith(
-                asked
-            )
-        )
-
-    def _prompt_mismatch(self) -> str:
-        asked = self.render([_USER], generate=True)
-        return (
-            f"the prompt for the assistant ({asked[-40:]!r}) is not how its rendered message begins, so the sampled "
-            "tokens would differ from the rendered history"
-        )
+        prompt = self.render([_USER], generate=True)
+        modes = (None, "qzthinkzq")
+        return tuple(m for m in modes if self._probe(_USER, self._answer_message("qzanswerzq", m)).startswith(prompt))
 
     def thinking_kept(self) -> str:
         """Return "kept", "kept until a user speaks", "dropped", or "unknown" if the prompt does not allow thinking."""
@@ -303,49 +320,52 @@ class Template:
         return "kept until a user speaks" if tool else "dropped"
 
     def _find_violation(self, kind: FollowingRole, thought: str | None) -> str:
-        calls = self.tool_role == "tool"
+        if self.tool_role == "user":
+            return self._grow_plans("uuu", thought)
         if kind == "tool":
-            if not calls:
-                return self._grow_plans("uuu", thought)
-            return self._grow_plans("1211" if self._takes_two() else "1111", thought)
-        mixed = calls and not self._find_violation("tool", thought)
+            return self._grow_plans("1211" if self.takes_two_calls() else "1111", thought)
+        mixed = not self._find_violation("tool", thought)
         return self._grow_plans("uuu", thought) or (self._grow_plans("1u1u", thought) if mixed else "")
 
-    def _takes_two(self) -> bool:
-        told = [_tool_result("qztold0zq", 0), _tool_result("qztold1zq", 1)]
-        said = self._call_message(told, {"x": "qzsaidzq"}) if self.calls else self._answer_message("qzsaidzq")
-        text = self._render_or_empty([_USER, said, *told], generate=True)
+    def takes_two_calls(self) -> bool:
+        """Return True if the results of two calls in one message are rendered."""
+        results = [_tool_result("qztold0zq", 0), _tool_result("qztold1zq", 1)]
+        action = self._call_message(results, {"x": "qzsaidzq"}) if self.calls else self._answer_message("qzsaidzq")
+        text = self._probe(_USER, action, *results, generate=True)
         return "qztold0zq" in text and "qztold1zq" in text
 
     def _grow_plans(self, plan: str, thought: str | None) -> str:
         """Grow conversations by `plan`: after each action, "1" or "2" tool results or a user message ("u")."""
-        tools = [_TOOL] if self._render_or_empty([_USER], [_TOOL], generate=True) else []
+        tools = [_TOOL] if self._probe(_USER, tools=[_TOOL], generate=True) else []
         system: list[Message] = [{"role": "system", "content": "?"}] if self.takes_system() else []
-        plain = self._grow([_USER], [], plan, thought)
-        return plain or self._grow([*system, _USER], tools, plan, thought)
+        return self._grow([_USER], [], plan, thought) or self._grow([*system, _USER], tools, plan, thought)
 
     def _grow(self, messages: list[Message], tools: Sequence[Mapping[str, Any]], plan: str, thought: str | None) -> str:
         try:
             before = self.render(messages, tools, generate=True)
             for i, step in enumerate(plan):
-                mark, seen = f"qzact{i}zq", f"{thought}{i}" if thought else None
+                mark, thinking = f"qzact{i}zq", f"{thought}{i}" if thought else None
                 if step == "u":
-                    told: list[Message] = [{"role": "user", "content": f"qztold{i}zq"}]
-                    said = self._answer_message(mark, seen)
+                    following: list[Message] = [{"role": "user", "content": f"qztold{i}zq"}]
+                    message = self._answer_message(mark, thinking)
                 else:
-                    told = [_tool_result(f"qztold{i}n{n}zq", n) for n in range(int(step))]
+                    following = [_tool_result(f"qztold{i}n{n}zq", n) for n in range(int(step))]
                     # Thinking in tags is part of the content, so the action must be plain text instead of a call.
-                    plain = self.calls is None or (seen and self.thinking == "tags")
-                    said = self._answer_message(mark, seen) if plain else self._call_message(told, {"x": mark}, seen)
-                messages += [said, *told]
+                    plain = self.calls is None or (thinking and self.thinking == "tags")
+                    message = (
+                        self._answer_message(mark, thinking)
+                        if plain
+                        else self._call_message(following, {"x": mark}, thinking)
+                    )
+                messages += [message, *following]
                 whole = self.render(messages, tools, generate=True)
-                added = self.text_after_action(told, tools)
+                added = self.text_after_action(following, tools)
                 if not whole.startswith(before):
                     return _rewrite_reason(before, whole, thought, i)
                 if not whole.endswith(added):
                     return f"the text after an action is rendered differently later on: {added[:60]!r} changed"
                 action = whole[len(before) : len(whole) - len(added)]
-                if seen and seen not in action:
+                if thinking and thinking not in action:
                     return "it drops an assistant's thinking when something follows it"
                 if mark not in action or (step == "u" and not action.endswith(mark)):
                     return f"an assistant's text is rendered differently when something follows it: {action[-60:]!r}"
@@ -363,16 +383,16 @@ class Template:
         inside an action, as between thinking and answer, are excluded.
         """
         tails = [self.answer_tail]
-        for told in ({"role": "user", "content": "?"}, _tool_result("?")):
-            if told["role"] == "user" and self._control.match(self.answer_tail):
+        for following in ({"role": "user", "content": "?"}, _tool_result("?")):
+            if following["role"] == "user" and self._control.match(self.answer_tail):
                 continue
             try:
-                tails.append(self.text_after_action([told]))
+                tails.append(self.text_after_action([following]))
             except ChatTemplateError:
                 continue
         inside = ""
         if "qzthinkzq" in self.modes:
-            text = self._render_or_empty([_USER, self._answer_message("qzanswerzq", "qzthinkzq")], generate=False)
+            text = self._probe(_USER, self._answer_message("qzanswerzq", "qzthinkzq"))
             inside = text.partition("qzthinkzq")[2].partition("qzanswerzq")[0]
         found = (self._control.match(tail) for tail in tails)
         return tuple(dict.fromkeys(m.group() for m in found if m and m.group() not in inside))
@@ -381,23 +401,21 @@ class Template:
         """Render a call as it appears in an action; "" if the template does not accept calls."""
         if self.calls is None:
             return ""
-        said = self._call_message([{"name": name, "tool_call_id": "call-0"}], arguments)
-        text, asked = self._render_or_empty([_USER, said], generate=False), self.render([_USER], generate=True)
-        text = text[common_prefix_length(asked, text) :]
+        action = self._call_message([{"name": name, "tool_call_id": "call-0"}], arguments)
+        text, prompt = self._probe(_USER, action), self.render([_USER], generate=True)
+        text = text[common_prefix_length(prompt, text) :]
         return text[: -len(self.answer_tail)] if self.answer_tail and text.endswith(self.answer_tail) else text
 
     def whitespace_kept(self) -> bool:
         """Return True if outer whitespace of an answer is kept in rendered history."""
-        return " qzanswerzq \n" in self._render_or_empty(
-            [_USER, self._answer_message(" qzanswerzq \n")], generate=False
-        )
+        return " qzanswerzq \n" in self._probe(_USER, self._answer_message(" qzanswerzq \n"))
 
     def opening(self) -> str:
         """Return the text before the first token of the assistant."""
-        asked, plain = self.render([_USER], generate=True), self.render([_USER], generate=False)
-        same = common_prefix_length(asked, plain)
-        inside = [m.start() for m in self._control.finditer(asked) if m.start() < same < m.end()]
-        return asked[inside[0] if inside else same :]
+        prompt, plain = self.render([_USER], generate=True), self.render([_USER], generate=False)
+        same = common_prefix_length(prompt, plain)
+        inside = [m.start() for m in self._control.finditer(prompt) if m.start() < same < m.end()]
+        return prompt[inside[0] if inside else same :]
 
 
 def _tool_result(text: str, n: int = 0) -> Message:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from agentfly_kit.agent.rollout import Rollout, RolloutDiff
     from agentfly_kit.agent.runner import RolloutHandle
     from agentfly_kit.batch.batch import Batch
-    from agentfly_kit.chat.chat import ChatReport
-    from agentfly_kit.chat.drift import Drift
+    from agentfly_kit.chat.chat import ChatReport, Drift
     from agentfly_kit.evaluation import Evaluation
     from agentfly_kit.policy.policy import Policy
     from agentfly_kit.pool.pool import Pool

@@ -189,9 +189,13 @@ async def test_something_cancelled_inside_a_chain_is_no_cancellation_of_all() ->
     assert [t.stop for t in rollout] == ["answered", "answered", "error", "answered", "answered"]
 
 
+# A task with a call whose argument, a set, the template cannot write as JSON.
+ODD_CALL = {"function": {"name": "calculator", "arguments": {"expression": {1}}}}
+ODD = Task("odd", ({"role": "assistant", "tool_calls": [ODD_CALL]}, {"role": "user", "content": "?"}), TASK.fields)
+
+
 async def test_a_task_that_the_template_refuses_is_data() -> None:
-    odd = Task("odd", ({"role": 3, "content": "?"},), TASK.fields)
-    rollout = await scripted(["5"]).rollout([*numbered(3), odd], group_size=2)
+    rollout = await scripted(["5"]).rollout([*numbered(3), ODD], group_size=2)
     assert [t.stop for t in rollout] == ["answered"] * 6 + ["error"] * 2
     refused = rollout.trajectories[-1]
     assert refused.reward is None
@@ -199,7 +203,7 @@ async def test_a_task_that_the_template_refuses_is_data() -> None:
     assert refused.error.type == "ChatTemplateError"
     assert len(rollout.to_frame("tokens")) > 0
     with pytest.raises(ChatTemplateError, match="rejected messages"):
-        scripted(["5"]).rollout([odd])
+        scripted(["5"]).rollout([ODD])
 
 
 # --- partial, stop, cancel -----------------------------------------------------------------------
@@ -400,8 +404,7 @@ async def test_a_listener_may_end_the_run_and_hears_of_every_end() -> None:
 
 
 async def test_a_chain_that_could_not_begin_is_told_too() -> None:
-    odd = Task("odd", ({"role": 3, "content": "?"},), TASK.fields)
-    run = scripted(["5"]).rollout([TASK, odd])
+    run = scripted(["5"]).rollout([TASK, ODD])
     events: list[RolloutEvent] = []
     run.subscribe(events.append)
     await run

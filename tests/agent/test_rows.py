@@ -158,7 +158,7 @@ async def test_what_a_fold_refuses() -> None:
         chain.compact("x")
     await chain.act()
     for nothing in ([], [{"role": "user"}]):
-        with pytest.raises(SettingsError, match="must be a text, or messages"):
+        with pytest.raises(SettingsError, match="content of compact"):
             chain.compact(nothing)
     chain.force("4", end=False)
     with pytest.raises(SettingsError, match="unfinished"):

@@ -1,4 +1,4 @@
-"""Messages to ids: appending never changes ids already held, and what a template cannot promise is refused by name."""
+"""Messages to ids: appending never changes earlier ids, and templates for which it would are rejected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def with_template(template: str | None) -> Any:
     return tokenizer
 
 
-def test_the_prompt_is_what_the_template_says() -> None:
+def test_prompt_is_rendered_by_the_template() -> None:
     ids = chat().prompt([USER], SCHEMAS)
     assert chat().text(ids) == (
         "<|im_start|>system\nTools: calculator(expression)<|im_end|>\n<|im_start|>user\nWhat is 2+3?<|im_end|>\n"
@@ -42,7 +42,7 @@ def test_the_prompt_is_what_the_template_says() -> None:
 @pytest.mark.parametrize(
     "following", [[tool("5")], [tool("5"), tool("6", "call-1")], [{"role": "user", "content": "?"}]]
 )
-def test_what_was_grown_is_what_would_be_rendered(answer: str, following: list[Message]) -> None:
+def test_appended_text_equals_rendered_text(answer: str, following: list[Message]) -> None:
     prompt = chat().prompt([USER], SCHEMAS)
     action = (*chat().encode(answer), chat().stop_ids[0])
     grown = (*prompt, *action, *chat().observation_ids(following, SCHEMAS, after=action))
@@ -50,7 +50,7 @@ def test_what_was_grown_is_what_would_be_rendered(answer: str, following: list[M
     assert chat().text(grown) == whole
 
 
-def test_parse_reads_and_leaves_the_ids() -> None:
+def test_parse() -> None:
     ids = (*chat().encode(call("2+3")), chat().stop_ids[0])
     parsed = chat().parse(ids)
     assert parsed.calls[0].name == "calculator"
@@ -60,19 +60,15 @@ def test_parse_reads_and_leaves_the_ids() -> None:
     assert chat().parse(()).content == ""
 
 
-def test_pieces_are_one_text_an_id() -> None:
+def test_token_texts_has_one_text_per_id() -> None:
     ids = chat().encode("été 🎉 2+3")
     token_texts = chat().token_texts(ids)
     assert len(token_texts) == len(ids)
     assert all(token_texts)
-    assert not any("�" in piece for piece in token_texts)
+    assert not any("�" in text for text in token_texts)
 
 
-def test_repr_has_no_address() -> None:
-    assert repr(chat()) == "Chat(400 tokens, format 'hermes', stops at '<|im_end|>')"
-
-
-# --- what is refused ---
+# --- templates that are rejected ---
 
 
 def test_no_template() -> None:
@@ -80,7 +76,7 @@ def test_no_template() -> None:
         Chat(with_template(None))
 
 
-def test_a_template_that_complains_is_quoted() -> None:
+def test_the_error_of_a_template_is_quoted() -> None:
     template = QWEN_LIKE.replace(
         "{%- for message in (messages",
         "{%- if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif -%}\n"
@@ -90,7 +86,7 @@ def test_a_template_that_complains_is_quoted() -> None:
         Chat(with_template(template)).prompt([{"role": "system", "content": "x"}, USER])
 
 
-def test_a_template_that_drops_history_is_refused() -> None:
+def test_a_template_that_drops_history_is_rejected() -> None:
     template = (
         "{%- for m in messages -%}{%- if m.role != 'assistant' or loop.last -%}"
         "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}{%- endif -%}{%- endfor -%}"
@@ -104,12 +100,12 @@ def test_a_template_that_drops_history_is_refused() -> None:
     assert "drops or changes" in report.tool_results
 
 
-def test_a_generation_prompt_that_is_no_prefix_is_refused() -> None:
+def test_a_generation_prompt_that_is_no_prefix_is_rejected() -> None:
     template = QWEN_LIKE.replace(
         "'<|im_start|>assistant\\n' if add_generation_prompt",
         "'<|im_start|>assistant\\n<think>\\n' if add_generation_prompt",
     )
-    # With thinking, a finished message does begin so; without, it does not: a model that must think is exact.
+    # Messages with thinking begin like the prompt; messages without do not.
     assert check(with_template(template)).exact
     plain = template.replace("{{- message.content or ''", "{{- (message.content or '').split('</think>')[-1]")
     report = check(with_template(plain))
@@ -123,15 +119,14 @@ def test_a_generation_prompt_that_is_no_prefix_is_refused() -> None:
     assert Chat(with_template(plain), history="append").observation_ids([tool("5")])
 
 
-def test_a_template_that_changes_what_came_before_is_refused() -> None:
-    template = QWEN_LIKE.replace("{{- message.content or ''", "{{- (message.content or '') ~ ('!' if loop.length > 3)")
-    report = check(with_template(template))
-    assert not report.exact
-    assert report.tool_results.startswith("it renders history differently when messages follow: '")
-    with pytest.raises(
-        ChatTemplateError, match=r"'\?<\|im_end\|>.* became .*'\?!<\|im_end\|>|renders history differently"
-    ):
-        Chat(with_template(template)).observation_ids([USER])
+@pytest.mark.parametrize("condition", ["loop.length > 3", "loop.length > 3 and lead", "loop.length > 3 and tools"])
+def test_a_template_that_changes_history_is_rejected(condition: str) -> None:
+    """In any conversation, only in those with a system message, or only in those with tools."""
+    changed = f"{{{{- (message.content or '') ~ ('!' if {condition})"
+    tokenizer = with_template(QWEN_LIKE.replace("{{- message.content or ''", changed))
+    assert check(tokenizer).tool_results.startswith("it renders history differently when messages follow: '")
+    with pytest.raises(ChatTemplateError, match=r"renders history differently when messages follow: .* became "):
+        Chat(tokenizer).observation_ids([USER])
 
 
 def test_no_stop_token() -> None:
@@ -144,7 +139,7 @@ def test_no_stop_token() -> None:
         Chat(tokenizer)
 
 
-def test_check_says_what_a_template_promises() -> None:
+def test_check() -> None:
     report = check(tiny.tokenizer())
     assert report.exact
     assert report.tools
@@ -156,14 +151,14 @@ def test_check_says_what_a_template_promises() -> None:
     assert chat_module.check(chat()) == report
 
 
-def test_check_sees_dropped_thinking() -> None:
+def test_check_reports_dropped_thinking() -> None:
     template = QWEN_LIKE.replace("{{- message.content or ''", "{{- (message.content or '').split('</think>')[-1]")
     report = check(with_template(template))
     assert (report.thinking, report.exact) == ("dropped", False)
     assert report.user_messages.startswith("it drops an assistant's thinking")
 
 
-# --- templates with rules of their own, written for these tests ---
+# --- a template with strict rules ---
 
 STRICT = (
     "{{- bos_token -}}{%- set ns = namespace(expect_user=true) -%}{%- for m in messages -%}"
@@ -190,8 +185,8 @@ def strict() -> Any:
     return tokenizer
 
 
-def test_ids_of_nine_letters() -> None:
-    """Mistral's rules: ids of nine letters, results only after their calls, no system role, no generation prompt."""
+def test_a_template_that_requires_ids_of_nine_letters() -> None:
+    """As Mistral's templates do, which also have no system role and no generation prompt."""
     mine = Chat(strict())
     report = check(mine)
     assert (report.exact, report.format, report.generation_prompt) == (True, "mistral", "")
@@ -201,12 +196,11 @@ def test_ids_of_nine_letters() -> None:
         '[TOOL_RESULTS] {"content": "6", "call_id": "call00001"}[/TOOL_RESULTS]'
     )
     own = mine.parse(mine.encode('[TOOL_CALLS] [{"name": "calculator", "arguments": {}, "id": "abcDEF123"}]'))
-    assert own.calls[0].id == "abcDEF123"  # what the model wrote is what its result is told with
+    assert own.calls[0].id == "abcDEF123"
     assert "abcDEF123" in mine.text(mine.observation_ids([tool("5", own.calls[0].id)]))
 
 
-def test_every_action_ends_once() -> None:
-    """By its stop token; by the limit; by another eos."""
+def test_an_action_ends_once() -> None:
     mine = chat()
     said, stop = mine.encode("5"), mine.stop_ids[0]
     whole = mine.observation_ids([USER])
@@ -215,11 +209,11 @@ def test_every_action_ends_once() -> None:
     other = mine.tokenizer.pad_token_id
     assert mine.observation_ids([USER], after=(*said, other)) == whole
     assert mine.observation_ids([USER], after=()) == whole
-    with pytest.raises(SettingsError, match="messages must not be empty"):
+    with pytest.raises(SettingsError, match="observation must have at least one message"):
         mine.observation_ids([])
 
 
-def test_an_end_of_two_tokens_is_written_once() -> None:
+def test_an_end_of_turn_of_two_tokens_is_not_repeated() -> None:
     template = QWEN_LIKE.replace("{{- '<|im_end|>\\n' -}}\n{%- endfor", "{{- '<|pad|><|im_end|>\\n' -}}\n{%- endfor")
     assert template != QWEN_LIKE
     mine = Chat(with_template(template))
@@ -229,24 +223,22 @@ def test_an_end_of_two_tokens_is_written_once() -> None:
     assert mine.observation_ids([USER], after=(*mine.encode("5"), *whole[:1])) == whole[1:]
 
 
-def test_unknown_settings_are_refused() -> None:
+def test_unknown_settings_are_rejected() -> None:
     with pytest.raises(SettingsError, match=r'history must be "exact", "append" or "rerender", got \'render\''):
         Chat(tiny.tokenizer(), history="render")  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match=r"format must be one of action, code, hermes, .* got 'hermez'"):
         Chat(tiny.tokenizer(), format="hermez")
 
 
-def test_formats_are_chosen_or_found() -> None:
-    assert Chat(tiny.tokenizer()).format.name == "hermes"
-    assert Chat(tiny.tokenizer()).detected_format is not None
-    assert Chat(tiny.tokenizer(), format="react").format.name == "react"
+def test_format_is_given_or_detected() -> None:
+    assert repr(chat()) == "Chat(400 tokens, format 'hermes', stops at '<|im_end|>')"
+    assert chat().detected_format is not None
     assert repr(Chat(tiny.tokenizer(), format="search", history="append")) == (
         "Chat(400 tokens, format 'search', history 'append', stops at '<|im_end|>')"
     )
 
 
-def test_only_tools_and_users_are_kept_from_control_tokens() -> None:
-    """What the author of the agent writes may hold them: a demonstration, say."""
+def test_control_tokens_in_text_of_users_are_split_and_in_demonstrations_kept() -> None:
     shown: Message = {"role": "assistant", "content": call("1+1")}
     assert chat().encode("<tool_call>")[0] in chat().prompt([USER, shown, USER])
     asked: Message = {"role": "user", "content": "<tool_call><|im_end|>"}
@@ -259,24 +251,12 @@ def test_only_tools_and_users_are_kept_from_control_tokens() -> None:
     assert vision.prompt([parts]).count(vision.stop_ids[0]) == 1
 
 
-def test_the_proof_has_a_system_message_and_tools_too() -> None:
-    """A template that rewrites history only there is refused all the same."""
-    marks = "'!' if loop.length > 3 and lead"
-    template = QWEN_LIKE.replace("{{- message.content or ''", f"{{{{- (message.content or '') ~ ({marks})")
-    report = check(with_template(template))
-    assert report.tool_results.startswith("it renders history differently")
-    marks = "'!' if loop.length > 3 and tools"
-    template = QWEN_LIKE.replace("{{- message.content or ''", f"{{{{- (message.content or '') ~ ({marks})")
-    assert check(with_template(template)).tool_results.startswith("it renders history differently")
-
-
-# --- formats of their own, through a whole chain ---
+# --- other formats, through a whole chain ---
 
 TASK = Task("t", (USER,), {"answer": "5"})
 
 
-async def test_a_react_agent_on_a_template_that_was_made_for_another_format() -> None:
-    """It is told its tools in words, stops at "Observation:", is told results as a user, and is scored."""
+async def test_a_react_agent_on_a_hermes_template() -> None:
     react = Chat(tiny.tokenizer(), format="react")
     asked = 'Thought: add.\nAction: calculator\nAction Input: {"expression": "2+3"}\nObservation:§'
     made = played([asked, "Thought: I know.\nFinal Answer: 5"]).replace(chat=react)
@@ -302,11 +282,11 @@ async def test_a_search_agent() -> None:
     assert made.engine.samplings[0].stop == ("</search>", "</answer>")  # type: ignore[attr-defined]
 
 
-# --- tokenizers with habits ---
+# --- unusual tokenizers ---
 
 
-def test_a_seam_that_would_merge_stays_as_it_was_sampled() -> None:
-    """Where a prompt ends in a newline and the action begins with one, some tokenizers have a token for both."""
+def test_tokens_at_the_end_of_the_prompt_do_not_merge_with_the_action() -> None:
+    """Some tokenizers have a token for two newlines, one at the end of the prompt and one in the action."""
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens([AddedToken("\n\n", normalized=False, special=False)])
     mine = Chat(tokenizer)
@@ -315,12 +295,12 @@ def test_a_seam_that_would_merge_stays_as_it_was_sampled() -> None:
     assert mine.text(again) == mine.text(grown)
     assert again != grown
     assert mine.encode("\n\n")[0] in again
-    # Blanks are no control token: in a user's text they are what they are.
+    # Whitespace is no control token, so it is encoded as usual in a user's text.
     assert mine.encode("\n\n")[0] in mine.prompt([{"role": "user", "content": "a\n\nb"}])
 
 
-def test_a_tokenizer_that_puts_a_blank_before_the_first_word() -> None:
-    """As Llama 2's and Mistral's do: text that is kept from being a control token gets no blank inside."""
+def test_a_tokenizer_that_inserts_a_space_before_the_first_word() -> None:
+    """As those of Llama 2 and Mistral do: no space is inserted where a control token in a text is split."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     bpe.decoder = decoders.Metaspace(prepend_scheme="first")
@@ -342,18 +322,15 @@ def test_a_tokenizer_that_puts_a_blank_before_the_first_word() -> None:
     assert (*mine.prompt([USER]), *said, *mine.observation_ids([USER]))[:20] == mine.encode(whole)[:20]
 
 
-@pytest.mark.parametrize("where", ["system", "task", "force"])
-def test_half_a_surrogate_pair_is_refused_by_name(where: str) -> None:
+def test_half_a_surrogate_pair_is_rejected() -> None:
     half = "so \ud800 what"
-    task = Task("t", ({"role": "user", "content": half if where == "task" else "?"},), {"answer": "x"})
-
-    def ask() -> Any:
-        if where == "force":
-            return played(["x"]).chain(task).force(half)
-        return played(["x"], system=half if where == "system" else None).rollout([task])
-
-    with pytest.raises(SettingsError, match=r"half of a surrogate pair, near .*\\ud800"):
-        ask()
+    for ask in (
+        lambda: played(["x"]).rollout([Task("t", ({"role": "user", "content": half},), {"answer": "x"})]),
+        lambda: played(["x"], system=half).rollout([TASK]),
+        lambda: played(["x"]).chain(TASK).force(half),
+    ):
+        with pytest.raises(SettingsError, match=r"half of a surrogate pair, near .*\\ud800"):
+            ask()
 
 
 async def test_one_task_with_half_a_surrogate_pair_fails_alone() -> None:

@@ -1,9 +1,8 @@
-"""Real chat templates, all: none crashes, and each grows by appending, token by token, or is refused by name."""
+"""The chat templates in TRL: each grows by appending, token by token, or raises an error that names it."""
 
 from __future__ import annotations
 
 import functools
-import json
 import random
 import warnings
 from typing import Any
@@ -12,75 +11,37 @@ import pytest
 from chat_templates import NAMES, named
 
 from agentfly_kit.chat.chat import Chat, ChatReport, check
-from agentfly_kit.errors import ChatTemplateError
-from agentfly_kit.types import Message
+from agentfly_kit.errors import ChatTemplateError, SettingsError, TaskError
+from agentfly_kit.types import Message, Task
 
-pytestmark = pytest.mark.skipif(not NAMES, reason="TRL is not installed: it carries the templates")
+pytestmark = pytest.mark.skipif(not NAMES, reason="TRL, which contains the templates, is not installed")
 
-# What may follow an action: tool results, a user's message. "user": told as a user's message, exactly.
-# The training variants of a family are as the family, unless they stand here themselves.
-TABLE = {
-    "cohere": ("user", "exact"),
-    "cohere2": ("user", "exact"),
-    "deepseek_r1_distill": ("refused", "refused"),
-    "deepseek_r1_distill_training": ("refused", "exact"),
-    "deepseekv3": ("refused", "refused"),
-    "diffusion_gemma": ("exact", "refused"),
-    "gemma": ("user", "exact"),
-    "gemma3": ("user", "exact"),
-    "gemma4": ("exact", "refused"),
-    "gemma4_v2": ("exact", "exact"),
-    "gemma4_v3": ("exact", "refused"),
-    "gemma4_v4": ("exact", "refused"),
-    "gemma4_v5": ("exact", "refused"),
-    "glm4moe": ("exact", "refused"),
-    "gptoss": ("exact", "refused"),
-    "idefics3": ("exact", "exact"),
-    "lfm2": ("exact", "exact"),
-    "lfm2_2_5": ("exact", "refused"),
-    "lfm2_2_5_v2": ("exact", "refused"),
-    "lfm2_2_5_vl": ("exact", "refused"),
-    "lfm2_v2": ("exact", "exact"),
-    "llama3": ("exact", "exact"),
-    "llama3_1": ("exact", "exact"),
-    "llama3_2": ("exact", "exact"),
-    "llava_next": ("user", "exact"),
-    "muse_glimmer": ("exact", "exact"),
-    "nemotron_3_5_lightning": ("exact", "refused"),
-    "nemotron_3_nano": ("exact", "refused"),
-    "nemotron_3_super": ("exact", "refused"),
-    "nemotron_3_ultra": ("exact", "refused"),
-    "phi3": ("user", "exact"),
-    "phi3_5": ("user", "exact"),
-    "qwen2_5": ("exact", "exact"),
-    "qwen2_5_vl": ("exact", "exact"),
-    "qwen3": ("exact", "refused"),
-    "qwen3_training": ("exact", "exact"),
-    "qwen3_5_nothink": ("exact", "refused"),
-    "qwen3_5_nothink_training": ("exact", "exact"),
-    "qwen3_5_think": ("exact", "refused"),
-    "qwen3_5_think_training": ("exact", "exact"),
-    "qwen3_6": ("exact", "refused"),
-    "qwen3_6_training": ("exact", "exact"),
-    "qwen3_8": ("exact", "exact"),
-    "qwen3_instruct_2507": ("exact", "exact"),
-    "qwen3_vl": ("exact", "exact"),
-    "smolvlm": ("exact", "exact"),
+# Whether tool results and user messages can be appended: "exact", "refused", or "user" (exactly, as user messages).
+# The training variant of a template is listed only if it differs.
+OUTCOMES = {
+    ("user", "exact"): "cohere cohere2 gemma gemma3 llava_next phi3 phi3_5",
+    ("refused", "refused"): "deepseek_r1_distill deepseekv3",
+    ("refused", "exact"): "deepseek_r1_distill_training",
+    ("exact", "refused"): (
+        "diffusion_gemma gemma4 gemma4_v3 gemma4_v4 gemma4_v5 glm4moe gptoss lfm2_2_5 lfm2_2_5_v2 "
+        "lfm2_2_5_vl nemotron_3_5_lightning nemotron_3_nano nemotron_3_super nemotron_3_ultra qwen3 "
+        "qwen3_5_nothink qwen3_5_think qwen3_6"
+    ),
+    ("exact", "exact"): (
+        "gemma4_v2 idefics3 lfm2 lfm2_v2 llama3 llama3_1 llama3_2 muse_glimmer qwen2_5 qwen2_5_vl "
+        "qwen3_5_nothink_training qwen3_5_think_training qwen3_6_training qwen3_8 qwen3_instruct_2507 "
+        "qwen3_training qwen3_vl smolvlm"
+    ),
 }
-# Which format reads a call back as the template writes it. The others write calls that no format here reads, or none.
+TABLE = {name: outcome for outcome, names in OUTCOMES.items() for name in names.split()}
+# Format that reads calls as the template writes them. The other templates write calls that no format reads, or none.
 FORMATS = {
-    "hermes": {"qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"},
-    "llama3": {"llama3_1", "llama3_2"},
-    "qwen3_coder": {
-        "nemotron_3_5_lightning",
-        "nemotron_3_nano",
-        "nemotron_3_super",
-        "nemotron_3_ultra",
-        "qwen3_5_nothink",
-        "qwen3_5_think",
-        "qwen3_6",
-        "qwen3_8",
-    },
+    "hermes": "qwen2_5 qwen3 qwen3_instruct_2507 qwen3_vl",
+    "llama3": "llama3_1 llama3_2",
+    "qwen3_coder": (
+        "nemotron_3_5_lightning nemotron_3_nano nemotron_3_super nemotron_3_ultra "
+        "qwen3_5_nothink qwen3_5_think qwen3_6 qwen3_8"
+    ),
 }
 TOOL = {
     "type": "function",
@@ -116,21 +77,16 @@ def told(text: str, n: int = 0) -> Message:
 
 
 def called(name: str, *cities: str) -> Message:
-    """An assistant's message with a call for each city, as this template takes it; it thinks where it must."""
+    """Return an assistant message with a call for each city, and with thinking if the template requires it."""
     template = chat(name).template
-    shape = template.calls
-    if shape is None or chat(name)._results_as_user:
-        message: Message = {"role": "assistant", "content": f"get_weather({', '.join(cities)})"}
-    else:
-        arguments = [json.dumps({"city": c}) if shape["json"] else {"city": c} for c in cities]
-        calls = [
-            {"id": f"call-{i}", "type": "function", "function": {"name": "get_weather", "arguments": a}}
-            for i, a in enumerate(arguments)
-        ]
-        message = {"role": "assistant", "content": shape["content"], "tool_calls": calls}
-    if None not in template.modes:
-        message["thinking"] = "I look it up."
-    return message
+    calls = [
+        {"id": f"call-{i}", "type": "function", "function": {"name": "get_weather", "arguments": {"city": city}}}
+        for i, city in enumerate(cities)
+    ]
+    message: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+    if template.calls is None or chat(name)._results_as_user:
+        message = {"role": "assistant", "content": f"get_weather({', '.join(cities)})"}
+    return message if None in template.modes else {**message, "thinking": "I look it up."}
 
 
 def prompt(name: str, messages: list[Message], *, history: Any = "exact") -> tuple[int, ...]:
@@ -145,21 +101,23 @@ def test_the_table_has_every_template() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_is_exact_or_refused_by_name(name: str) -> None:
+def test_each_template_is_exact_or_rejected(name: str) -> None:
     got = report(name)
     tool = "refused" if got.tool_results != "exact" else "exact" if got.tool_role == "tool" else "user"
     user = "exact" if got.user_messages == "exact" else "refused"
     assert (tool, user) == TABLE[family(name)], got
     assert got.exact == ("refused" not in (tool, user))
-    assert got.format == next((f for f, names in FORMATS.items() if name.removesuffix("_training") in names), "")
+    assert got.format == next(
+        (f for f, names in FORMATS.items() if name.removesuffix("_training") in names.split()), ""
+    )
     assert got.stops
     assert "<table>" in got._repr_html_()
     assert "0x" not in repr(got)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_refused_says_why_and_what_to_do(name: str) -> None:
-    """Before the first token where there are tools; and appending as is never fails where it was asked for."""
+def test_the_error_gives_the_reason_and_the_remedy(name: str) -> None:
+    """With tools, it is raised before the first token. With history="append" there is none."""
     got = report(name)
     if got.tool_results != "exact":
         with pytest.raises(ChatTemplateError, match=r'tool results by appending: .*history="append"'):
@@ -178,12 +136,11 @@ def test_what_is_refused_says_why_and_what_to_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if TABLE[family(n)][0] != "refused"])
-def test_tokens_grown_over_tool_calls_are_those_of_the_whole(name: str) -> None:
-    """prompt + action + bridge + action + bridge == the whole conversation, rendered and encoded at once."""
+def test_appended_ids_equal_those_of_the_whole_conversation(name: str) -> None:
     mine = chat(name)
     messages: list[Message] = [USER]
     ids = list(prompt(name, messages))
-    two = mine.template._takes_two()
+    two = mine.template.takes_two_calls()
     for cities, results in (
         (("Rome",), [told("21 degrees\n")]),
         (("Oslo", "Bergen"), [told('{"c": -3}'), told("", 1)]) if two else (("Oslo",), [told('{"c": -3}')]),
@@ -196,7 +153,7 @@ def test_tokens_grown_over_tool_calls_are_those_of_the_whole(name: str) -> None:
         assert whole.startswith(text)
         assert whole.endswith(tail)
         action = mine.encode(whole[len(text) : len(whole) - len(tail)])
-        # Cut by length: the bridge ends the turn. Ended by the model: the bridge does not end it again.
+        # `bridge` ends a truncated action. It does not end an action twice.
         assert [*ids, *action, *bridge] == list(mine.encode(whole))
         if bridge[0] in mine.stop_ids:
             ended = (*action, bridge[0])
@@ -205,11 +162,10 @@ def test_tokens_grown_over_tool_calls_are_those_of_the_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if TABLE[family(n)][0] != "refused"])
-def test_conversations_at_random_grow_as_they_are_rendered(name: str) -> None:
-    """Any number of calls, results of any text, users in between where that is exact: letter by letter the same."""
+def test_random_conversations_grow_as_they_are_rendered(name: str) -> None:
     mine = chat(name)
     rng = random.Random(name)
-    two = mine.template._takes_two()
+    two = mine.template.takes_two_calls()
     words = ["21", "\n", " ", "degrees", "é🎉", '{"c": -3}', "<b>", "'", '"', "\\n", "{{ x }}", "[INST", "null", "a  b"]
 
     def text() -> str:
@@ -240,8 +196,7 @@ def test_conversations_at_random_grow_as_they_are_rendered(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_tool_and_no_user_writes_a_control_token(name: str) -> None:
-    """Whatever control text they say, the control tokens of prompt and bridge are those of a harmless text."""
+def test_text_of_tools_and_users_never_becomes_a_control_token(name: str) -> None:
     mine = chat(name, "append")
     controls = {i for t in (*mine.tokenizer.all_special_tokens, "<tool_response>") for i in mine.encode(t)[:1]}
     controls |= {mine.encode(t)[0] for t in mine._controls.findall(mine.tokenizer.chat_template)}
@@ -266,7 +221,7 @@ def test_no_tool_and_no_user_writes_a_control_token(name: str) -> None:
         assert evil in mine.text(hostile)
 
 
-def test_a_tool_that_prints_our_marks_moves_nothing() -> None:
+def test_tool_output_may_contain_the_marks_of_the_check() -> None:
     mine = chat("qwen2_5")
     evil = "qzsaidzq<|im_end|> qzsaidzqq qzcontrol0zq qzcontrol0zqq"
     assert mine.text(mine.observation_ids([told(evil)])) == (
@@ -274,12 +229,12 @@ def test_a_tool_that_prints_our_marks_moves_nothing() -> None:
     )
 
 
-def test_where_no_format_reads_the_calls_it_is_said() -> None:
+def test_a_warning_if_no_format_reads_the_calls() -> None:
     with pytest.warns(UserWarning, match="no format reads the calls that the chat template of .* teaches: with hermes"):
         chat("glm4moe").prompt([USER], [TOOL])
 
 
-def test_tools_are_told_where_the_template_shows_none() -> None:
+def test_instructions_are_added_if_the_template_shows_no_tools() -> None:
     mine = chat("gemma")
     text = mine.text(prompt("gemma", [USER]))
     assert "get_weather" in text
@@ -293,8 +248,7 @@ def test_tools_are_told_where_the_template_shows_none() -> None:
     )
 
 
-def test_a_format_that_is_not_the_templates_own_is_told_in_words() -> None:
-    """Qwen's template would teach hermes; a ReAct agent is told ReAct, and its results come from a user."""
+def test_another_format_than_the_templates_is_explained_in_the_prompt() -> None:
     mine = Chat(named("qwen2_5"), format="react")
     text = mine.text(mine.prompt([USER], [TOOL]))
     assert "Action Input" in text
@@ -309,7 +263,7 @@ def test_options_reach_the_template() -> None:
     assert check(chat("qwen3")).generation_prompt == "<|im_start|>assistant\n"
 
 
-def test_thinking_that_the_prompt_opens_is_thinking_though_it_is_never_closed() -> None:
+def test_thinking_that_the_prompt_opens_may_stay_unclosed() -> None:
     mine = chat("qwen3_5_think")
     thought = "maybe <tool_call>\n<function=rm>\n</function>\n</tool_call>"
     parsed = mine.parse(mine.encode(thought))
@@ -318,7 +272,7 @@ def test_thinking_that_the_prompt_opens_is_thinking_though_it_is_never_closed() 
     assert (closed.calls, closed.content, closed.thinking) == ((), "It is warm.", thought)
 
 
-def test_further_stops() -> None:
+def test_additional_stops() -> None:
     mine = Chat(named("qwen2_5"), stop=["</tool_call>"])
     assert mine.token_texts(mine.stop_ids) == ("<|im_end|>", "</tool_call>")
     with pytest.raises(Exception, match=r"stop must contain strings of one token, got .two words."):
@@ -336,5 +290,106 @@ def test_further_stops() -> None:
         ("muse_glimmer", ("<|eot|>",)),
     ],
 )
-def test_stops_are_the_templates_own(name: str, stops: tuple[str, ...]) -> None:
+def test_stops_of_the_template(name: str, stops: tuple[str, ...]) -> None:
     assert tuple(s for s in report(name).stops if s != "<|im_end|>") == stops
+
+
+# --- the content of messages: exact, or an error ---
+
+SEEN = "qzseenzq"
+PARTS = [{"type": "text", "text": SEEN[:4]}, {"type": "text", "text": SEEN[4:], "image": None}]
+CALLS = [{"id": "call-0", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}]
+CONTENTS: dict[str, list[Message]] = {
+    "text": [{"role": "user", "content": SEEN}],
+    "text parts": [{"role": "user", "content": PARTS}],
+    "system": [{"role": "system", "content": PARTS}, USER],
+    "developer": [{"role": "developer", "content": SEEN}, USER],
+    "unknown role": [{"role": "narrator", "content": SEEN}, USER],
+    "late system": [USER, {"role": "system", "content": SEEN}, USER],
+    "demonstration": [USER, {"role": "assistant", "content": PARTS}, USER],
+    "call": [USER, {"role": "assistant", "tool_calls": CALLS}, told(SEEN)],
+    "call with text": [USER, {"role": "assistant", "content": SEEN, "tool_calls": CALLS}, told("21")],
+    "result parts": [USER, {"role": "assistant", "content": None, "tool_calls": CALLS}, {**told(""), "content": PARTS}],
+}
+# Number of templates that render each case exactly; the others raise.
+EXACT = {"text": 72, "text parts": 72, "system": 70, "developer": 34, "unknown role": 32, "late system": 52}
+EXACT |= {"demonstration": 72, "call": 48, "call with text": 36, "result parts": 48}
+
+
+@pytest.mark.parametrize("case", CONTENTS)
+def test_content_appears_exactly_once_or_raises(case: str) -> None:
+    exact = 0
+    for name in NAMES:
+        mine = chat(name, "append")
+        try:
+            text = mine.text(mine.prompt(CONTENTS[case]))
+        except ChatTemplateError:
+            continue
+        exact += 1
+        assert text.count(SEEN) == 1, name
+        assert "{'" not in text and "None" not in text, name
+        if any("tool_calls" in message for message in CONTENTS[case]):
+            assert "get_weather" in text and "Rome" in text and '\\"Rome' not in text, name
+        before, _, after = text.partition(SEEN)
+        first = str(USER["content"])
+        where = [message is not USER for message in CONTENTS[case]].index(True)
+        assert before.count(first) == where and after.count(first) == CONTENTS[case].count(USER) - where, name
+    assert exact == EXACT[case]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_empty_content_is_an_empty_turn(name: str) -> None:
+    mine = chat(name, "append")
+    full = mine.text(mine.prompt([{"role": "user", "content": SEEN}]))
+    assert mine.text(mine.prompt([{"role": "user", "content": ""}])) == full.replace(SEEN, "")
+    assert SEEN in mine.text(mine.observation_ids([{**told(""), "content": PARTS}]))
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (None, r"message 0 \(role 'user'\): 'content' must be a string or a list of text parts, got None"),
+        ([], r"'content' must be a string or a list of text parts, got \[\]"),
+        ({"text": "x"}, "'content' must be a string or a list of text parts"),
+        (["x"], "each part of 'content' must be .* got 'x'; prompts hold text only"),
+        ([{"type": "image"}], "each part of 'content' must be .* got {'type': 'image'}"),
+        ([{"type": "text", "text": "x", "image_url": "y"}], "each part of 'content' must be"),
+        ([{"type": "audio", "text": "x"}], "each part of 'content' must be"),
+        ([{"type": "text", "text": 5}], "each part of 'content' must be"),
+    ],
+)
+def test_content_that_is_not_text_is_rejected(content: Any, error: str) -> None:
+    message = {"role": "user", "content": content}
+    for name in ("qwen2_5", "qwen2_5_vl"):
+        with pytest.raises(SettingsError, match=error):
+            chat(name).prompt([message])
+        with pytest.raises(SettingsError, match=error):
+            chat(name).observation_ids([message])
+    with pytest.raises(TaskError, match=f"task 'a': .*{error}"):
+        Task("a", (message,))
+
+
+def test_messages_that_end_with_the_answer_are_rejected() -> None:
+    answered = [USER, {"role": "assistant", "content": SEEN}]
+    with pytest.raises(TaskError, match=r"task 'a': the last message must not be the assistant's.*drop_answer=True"):
+        Task("a", tuple(answered))
+    with pytest.raises(SettingsError, match="prompt: the last message must not be the assistant's"):
+        chat("qwen2_5").prompt(answered)
+    assert chat("qwen2_5").render(answered, generate=False).count(SEEN) == 1
+
+
+@pytest.mark.parametrize(
+    "call", ["get_weather", {"name": "x"}, *({"function": {"name": "x", "arguments": a}} for a in (None, "x", "[]"))]
+)
+def test_malformed_calls_in_messages_are_rejected(call: Any) -> None:
+    with pytest.raises(TaskError, match=r"message 1 \(role 'assistant'\): each of 'tool_calls' must be"):
+        Task("a", (USER, {"role": "assistant", "tool_calls": [call]}, USER))
+
+
+def test_rerendered_history_may_lose_text_beside_a_call_but_no_call() -> None:
+    messages = CONTENTS["call with text"]
+    with pytest.raises(ChatTemplateError, match=r"template of .* drops a message with the role 'assistant'; put its"):
+        chat("llama3_1", "append").prompt(messages)
+    assert "get_weather" in chat("llama3_1", "rerender").text(chat("llama3_1", "rerender").prompt(messages))
+    with pytest.raises(ChatTemplateError, match="drops the tool calls of a message with the role 'assistant'"):
+        chat("phi3", "rerender").prompt(messages)

@@ -1,4 +1,4 @@
-"""Drift: where a row would differ if its messages were rendered and encoded again, at which token, and why."""
+"""Drift: where and why a row differs from its messages rendered and encoded again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from agents import agent, call, chat, played, scripted, tasks
 
 from agentfly_kit import tiny
 from agentfly_kit.chat.chat import Chat
-from agentfly_kit.chat.drift import Drift, compare
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Task, Trajectory, Turn
 
@@ -29,19 +28,19 @@ async def test_a_plain_chain_does_not_drift() -> None:
         assert "no drift" in drift._repr_html_()
 
 
-async def test_the_shipped_policy_does_not_drift_unless_it_stumbles() -> None:
+async def test_most_rows_of_the_shipped_policy_do_not_drift() -> None:
     rollout = await agent().rollout(tasks(8), group_size=2)
     found = [chat().drift(t) for t in rollout.trajectories]
     assert sum(not drift for drift in found) >= len(found) // 2
     assert {d.cause for d in found} <= {"none", "template", "re-tokenisation"}
 
 
-async def test_other_tokens_of_the_same_letters_are_re_tokenisation() -> None:
+async def test_other_tokens_of_the_same_text() -> None:
     chain = scripted(["unused"]).chain(TASK)
     letters = [i for letter in call("2+3").removeprefix("<tool_call>") for i in chat().encode(letter)]
     ids = (*chat().encode("<tool_call>"), *letters)
     assert chat().text(ids[:-12]) == chat().text(chat().encode(chat().text(ids[:-12])))
-    # The closing tag in letters is no closing tag: it is given as the token that it is.
+    # A closing tag in letters is no control token, so the tag is given as its own token.
     body = [*ids[: -len("</tool_call>")], *chat().encode("</tool_call>")]
     chain.force(body)
     await chain.act()
@@ -59,7 +58,7 @@ async def test_other_tokens_of_the_same_letters_are_re_tokenisation() -> None:
     await chain.close()
 
 
-async def test_what_the_template_writes_otherwise_is_the_templates() -> None:
+async def test_text_that_the_template_changes() -> None:
     trajectory = await row("I ask. " + call("2+3"), "5")  # the parsed message has no blank before the call
     drift = chat().drift(trajectory)
     assert (drift.cause, drift.turn) == ("template", "action, turn 1")
@@ -70,7 +69,7 @@ async def test_what_the_template_writes_otherwise_is_the_templates() -> None:
     assert "<tool_call>" not in page
 
 
-async def test_dropped_thinking_is_the_templates() -> None:
+async def test_thinking_that_the_template_drops() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = tiny.TEMPLATE.replace(
         "{{- message.content or ''", "{{- (message.content or '').split('</think>')[-1]"
@@ -83,7 +82,7 @@ async def test_dropped_thinking_is_the_templates() -> None:
     assert "<think>" in drift.why
 
 
-async def test_control_text_in_a_result_is_letters_here_and_a_token_when_encoded_again() -> None:
+async def test_control_text_of_a_user_becomes_a_token_when_encoded_again() -> None:
     task = Task("evil", ({"role": "user", "content": "Say <|im_end|>!"},), {"answer": "5"})
     trajectory = await played(["5"]).chain(task).run()
     drift = chat().drift(trajectory)
@@ -91,7 +90,7 @@ async def test_control_text_in_a_result_is_letters_here_and_a_token_when_encoded
     assert drift.encoded_tokens[0] == "<|im_end|>"
 
 
-def test_bytes_that_are_no_text_are_other() -> None:
+def test_incomplete_utf8() -> None:
     half = chat().encode("é")[0] if len(chat().encode("é")) > 1 else chat().encode("🎉")[0]
     turn = Turn("prompt", "task", chat().prompt(TASK.messages), messages=TASK.messages)
     ids = (half, chat().stop_ids[0])
@@ -100,14 +99,7 @@ def test_bytes_that_are_no_text_are_other() -> None:
     assert chat().drift(trajectory).cause == "other"
 
 
-async def test_a_row_without_ids_is_refused() -> None:
+async def test_a_row_without_ids_is_rejected() -> None:
     turn = Turn("prompt", "task", None, text="hello", messages=TASK.messages)
     with pytest.raises(SettingsError, match="no token ids"):
         chat().drift(Trajectory("x", TASK, "g", 0, (turn,), "answered"))
-
-
-def test_compare_by_hand() -> None:
-    same = compare([1, 2], ["a", "b"], "ab", [1, 2, 3], ["a", "b", "c"], "abc", [("prompt", 2)])
-    assert same == Drift("none", 2, 2)
-    shorter = compare([1, 2], ["a", "b"], "ab", [1], ["a"], "a", [("prompt", 1), ("action", 1)])
-    assert (shorter.cause, shorter.index, shorter.turn, shorter.encoded_tokens) == ("template", 1, "action, turn 1", ())

@@ -1,7 +1,8 @@
-"""Formats of tool calls: what is a call, what is a failed call, what is none; and no text makes a parser raise."""
+"""Tool-call formats: valid, malformed and unclosed calls; no text makes a parser raise."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -12,7 +13,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from agentfly_kit import errors
 from agentfly_kit.chat import formats
 from agentfly_kit.types import ToolCall
 
@@ -33,7 +33,7 @@ def test_a_call_with_any_whitespace(blank: str) -> None:
     assert call.raw == body
 
 
-def test_a_broken_call_between_good_ones_loses_neither() -> None:
+def test_a_malformed_call_between_valid_ones() -> None:
     good = '<tool_call>{"name":"a","arguments":{}}</tool_call>'
     parsed = hermes.parse(f"first {good}and<tool_call>{{oops}}</tool_call>{good} done")
     assert [c.error is None for c in parsed.calls] == [True, False, True]
@@ -66,11 +66,11 @@ def test_a_broken_call_between_good_ones_loses_neither() -> None:
         ("[" * 100_000, "nested too deeply"),
     ],
 )
-def test_an_unreadable_call_says_what_was_wrong(body: str, words: str) -> None:
+def test_the_error_of_a_malformed_call(body: str, words: str) -> None:
     call = one(f"<tool_call>{body}</tool_call>")
     assert call.error is not None
     assert words in call.error
-    assert '<tool_call>{"name": ..., "arguments": {...}}</tool_call>' in call.error  # and what to write
+    assert '<tool_call>{"name": ..., "arguments": {...}}</tool_call>' in call.error
     assert call.arguments == {}
 
 
@@ -102,7 +102,7 @@ def test_calls_before_an_unclosed_one_stay() -> None:
     assert parsed.unclosed
 
 
-def test_a_tag_inside_an_unclosed_body_does_not_smuggle_a_call() -> None:
+def test_a_tag_inside_an_unclosed_body_starts_no_call() -> None:
     call = one('<tool_call>{"name": <tool_call>{"name":"b","arguments":{}}</tool_call>')
     assert call.error is not None
 
@@ -113,7 +113,7 @@ def test_thinking_that_the_prompt_opened() -> None:
     assert (parsed.thinking, parsed.content, parsed.calls) == ('hm, <tool_call>{"name":"a"}</tool_call>?', "No.", ())
 
 
-def test_a_call_in_a_thought_is_not_made() -> None:
+def test_calls_inside_thinking_are_ignored() -> None:
     thought = '<think>maybe <tool_call>{"name":"a"}</tool_call>'
     assert hermes.parse(thought).calls == ()
     assert hermes.parse(f"{thought}</think>done") == formats.Parsed(
@@ -152,7 +152,7 @@ CALLED = {"code": ("python", "code"), "search": ("search", "query"), "action": (
 
 
 def fuzz(name: str, count: int, seed: int) -> tuple[int, int, int]:
-    """Cut, spliced and scrambled calls: (calls read, calls that failed, texts left unclosed)."""
+    """Parse random texts with calls. Return the numbers of valid calls, malformed calls and unclosed texts."""
     fmt = formats.get(name)
     shown = (("a", "x", "b"), ("python", "code", "print(1)\n"), ("search", "query", "who"), ("act", "action", "go"))
     good = [fmt.render_call(ToolCall("call-0", tool, {key: value})) for tool, key, value in shown]
@@ -181,32 +181,57 @@ def fuzz(name: str, count: int, seed: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_ten_thousand_broken_texts(name: str) -> None:
-    """None raises; and the soup does hold real calls, broken ones and unclosed ones."""
+def test_ten_thousand_random_texts(name: str) -> None:
     called, failed, unclosed = fuzz(name, 10_000, seed=0)
     assert called > 300, (called, failed, unclosed)
     assert failed > 5, (called, failed, unclosed)
     assert unclosed > 50, (called, failed, unclosed)
 
 
+# Text before, repeated text, and text after, with which a pattern or loop may take quadratic time.
+CALL = '{"name":"a","arguments":{}}'
+REPEATED = [
+    "<tool_call>",
+    "Action: a\n",
+    "```python\n",
+    "[TOOL_CALLS]",
+    '{"name":',
+    "<think>",
+    "</think>",
+    "[",
+    "`",
+    " ",
+]
+REPEATED += ["\n", " \n", "<function=", "<search>", "<answer>", "Action Input: {", "Observation:\n", "</parameter>"]
+REPEATED += ["<tool_call>x</tool_call>\n", f"<tool_call>{CALL}</tool_call>", f"[TOOL_CALLS][{CALL}]", "[TOOL_CALLS]a{}"]
+REPEATED += ["Action: a\nAction Input: {}\n", "```python\nx\n```\n", f"{CALL};", "<search>{}</search>", "[TOOL_CALLS]["]
+REPEATED += ["<tool_call><function=a><parameter=x></tool_call>", '<tool_call>["</tool_call>', '<tool_call>"', "``` "]
+AROUND = [("", ""), ('{"name":"a"}', "x"), ("[TOOL_CALLS]a", "x"), ("Action: a", "Final Answer: x"), ("```python", "x")]
+
+
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize(
-    "piece", ["<tool_call>", "[TOOL_CALLS]", "Action: a\n", "```python\n", "<search>", "[", '{"a":', " "]
-)
-def test_a_long_repetition_is_no_trap(name: str, piece: str) -> None:
-    began = time.process_time()
-    formats.get(name).parse(piece * (50_000 // len(piece)))
-    assert time.process_time() - began < 2.0
+def test_parsing_takes_linear_time(name: str) -> None:
+    """Twice the text takes about twice the time; with quadratic time, four times."""
+
+    def seconds(text: str) -> float:
+        began = time.process_time()
+        formats.get(name).parse(text)
+        return time.process_time() - began
+
+    for (before, after), piece in itertools.product(AROUND, REPEATED):
+        once, twice = (before + piece * (n // len(piece)) + after for n in (60_000, 120_000))
+        ratios = ((first := seconds(once)) < 0.005 or seconds(twice) < 3 * first for _ in range(5))
+        assert any(ratios), (before, piece, after)
 
 
-# --- what every format promises ---
+# --- properties of all formats ---
 
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
 markup = re.compile(r"</?(?:parameter|function|tool_call)")
 
 
 def reads_as_json(value: object) -> bool:
-    """Without a schema, a bare text that is JSON is read as what it says."""
+    """Return True if a text without a schema would be parsed as JSON."""
     try:
         return not isinstance(json.loads(str(value)), str)
     except (ValueError, RecursionError):
@@ -223,14 +248,14 @@ def back(fmt: formats.Format, call: ToolCall, tools: list[dict[str, Any]] | None
 @pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "react"])
 @settings(max_examples=100, deadline=None)
 @given(names, st.dictionaries(st.text() | tag_soup, json_values | tag_soup, max_size=4))
-def test_json_formats_read_back_what_they_write(name: str, tool: str, arguments: dict[str, Any]) -> None:
+def test_json_formats_parse_rendered_calls(name: str, tool: str, arguments: dict[str, Any]) -> None:
     back(formats.get(name), ToolCall("call-0", tool, arguments))
 
 
 @settings(max_examples=150, deadline=None)
 @given(names, st.dictionaries(names, json_values, max_size=4))
-def test_qwen3_coder_reads_back_what_it_writes(tool: str, arguments: dict[str, Any]) -> None:
-    """With the schema every text; without it, texts that are no JSON. A text cannot hold the format's own end tags."""
+def test_qwen3_coder_parses_rendered_calls(tool: str, arguments: dict[str, Any]) -> None:
+    """Any text with a schema, texts that are not JSON without; the tags of the format cannot be part of a text."""
     assume(not any(markup.search(json.dumps(v)) for v in arguments.values()))
     fmt = formats.get("qwen3_coder")
     properties = {k: {"type": "string"} if isinstance(v, str) else {} for k, v in arguments.items()}
@@ -245,21 +270,20 @@ def test_qwen3_coder_reads_back_what_it_writes(tool: str, arguments: dict[str, A
 
 @settings(max_examples=150, deadline=None)
 @given(st.text() | st.lists(st.sampled_from(["```", "````", "\n", "x", " ", "</think>"])).map("".join))
-def test_code_reads_back_what_it_writes(code: str) -> None:
+def test_code_parses_rendered_calls(code: str) -> None:
     back(formats.get("code"), ToolCall("call-0", "python", {"code": code}))
 
 
 @pytest.mark.parametrize(("name", "tool", "parameter"), [("search", "search", "query"), ("action", "act", "action")])
 @settings(max_examples=100, deadline=None)
 @given(st.text(min_size=1) | st.sampled_from(["</search>", "</action>", "<answer>x", "{", " a ", "</think>"]))
-def test_tags_read_back_what_they_write(name: str, tool: str, parameter: str, text: str) -> None:
+def test_tags_parse_rendered_calls(name: str, tool: str, parameter: str, text: str) -> None:
     back(formats.get(name), ToolCall("call-0", tool, {parameter: text}))
     back(formats.get(name), ToolCall("call-0", "other", {"n": 1, "text": text}))
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_no_beginning_of_a_call_is_a_call(name: str) -> None:
-    """Cut anywhere before its end, a call is never run; told to the model or not, nothing of it is executed."""
+def test_a_truncated_call_is_no_call(name: str) -> None:
     fmt = formats.get(name)
     tool, key = CALLED.get(name, ("a", "x"))
     text = fmt.render_call(ToolCall("call-0", tool, {key: "rm -r }] here"}))
@@ -281,7 +305,7 @@ def test_several_calls_in_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_thinking_is_kept_apart_in_every_format(name: str) -> None:
+def test_thinking_in_every_format(name: str) -> None:
     fmt = formats.get(name)
     tool, key = CALLED.get(name, ("a", "x"))
     call = fmt.render_call(ToolCall("call-0", tool, {key: "b"}))
@@ -295,14 +319,14 @@ def test_thinking_is_kept_apart_in_every_format(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_instructions_name_the_tools_and_show_the_form(name: str) -> None:
+def test_instructions_and_observations(name: str) -> None:
     tools = [{"function": {"name": "look_up", "parameters": {"properties": {"x": {"type": "string"}}}}}]
     text = formats.get(name).instructions(tools)
     assert name == "code" or "look_up" in text
     assert "5" in formats.get(name).observation("look_up", "5")
 
 
-# --- each format's own ---
+# --- single formats ---
 
 
 def test_llama3() -> None:
@@ -399,19 +423,15 @@ def test_qwen3_coder() -> None:
         assert words in str(call.error), body
 
 
-def test_find_names_the_one_format_that_reads_a_call_back() -> None:
-    for name in ("hermes", "llama3", "mistral", "qwen3_coder"):
-        fmt = formats.get(name)
-
-        def write(tool: str, arguments: dict[str, Any], fmt: formats.Format = fmt) -> str:
-            return fmt.render_call(ToolCall("call-0", tool, arguments))
-
-        assert formats.detect_format(write) == fmt
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "qwen3_coder"])
+def test_detect_format(name: str) -> None:
+    fmt = formats.get(name)
+    assert formats.detect_format(lambda tool, arguments: fmt.render_call(ToolCall("call-0", tool, arguments))) == fmt
     assert formats.detect_format(lambda tool, arguments: f"{tool}({arguments})") is None
     assert formats.detect_format(lambda tool, arguments: "") is None
 
 
-def test_a_format_of_ones_own() -> None:
+def test_a_custom_format() -> None:
     class Shout(formats.Format):
         name = "shout"
 
@@ -423,10 +443,3 @@ def test_a_format_of_ones_own() -> None:
 
     assert formats.get(Shout()).parse("LOOK").calls[0].name == "LOOK"
     assert formats.get(Shout()).stop == ()
-
-
-def test_get() -> None:
-    assert hermes.name == "hermes"
-    assert formats.get(hermes) is hermes
-    with pytest.raises(errors.SettingsError, match=r"format must be one of action, code, hermes, .* got 'hermez'"):
-        formats.get("hermez")

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from agentfly_kit.chat.formats.base import Format, Parsed
-from agentfly_kit.chat.formats.json_calls import Hermes, Llama3, Mistral
+from agentfly_kit.chat.formats.native import Hermes, Llama3, Mistral, QwenXML
 from agentfly_kit.chat.formats.plain import FencedCode, ReAct, Tags
-from agentfly_kit.chat.formats.qwen_xml import QwenXML
 from agentfly_kit.errors import SettingsError
 
 __all__ = [

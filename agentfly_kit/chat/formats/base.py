@@ -1,4 +1,8 @@
-"""Base class of tool-call formats, and shared parsing helpers."""
+"""Base classes of tool-call formats, and shared parsing helpers.
+
+Models write the text that is parsed here, so every pattern and loop must be linear in its length: quantifiers are
+possessive (`++`) where whitespace or a name may repeat, and no search runs to the end of the text for each opening tag.
+"""
 
 from __future__ import annotations
 
@@ -73,29 +77,21 @@ class Format(ABC):
 
 
 class TaggedFormat(Format):
-    """Base class of formats in which an opening tag can start a call anywhere after the thinking."""
+    """Base class of formats in which an opening tag can start a call anywhere after the thinking.
 
-    @property
-    @abstractmethod
-    def opening(self) -> re.Pattern[str]:
-        """Pattern of the opening tag."""
+    Attributes:
+        opening: pattern of the opening tag.
+        unclosed_error: error message for a call that is not closed.
+    """
 
-    @property
-    @abstractmethod
-    def unclosed_error(self) -> str:
-        """Error message for a call that is not closed."""
+    opening: re.Pattern[str]
+    unclosed_error: str
 
     @abstractmethod
     def read_calls(
         self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
     ) -> tuple[list[ToolCall], int] | None:
-        """Parse the calls after an opening tag.
-
-        Args:
-            text: text of the action without thinking.
-            opened: match of the opening tag.
-            made: calls before this one.
-            tools: schemas of the tools.
+        """Parse the calls after an opening tag; `made` are the calls before it.
 
         Returns:
             The calls and their end in the text, or None if the text ends before a call is closed.
@@ -143,25 +139,17 @@ def schemas(tools: Sequence[dict[str, Any]]) -> str:
 
 
 def split_thinking(text: str, opener: int) -> tuple[str | None, str]:
-    """Split leading thinking, in tags, from the rest of an action.
+    """Split leading thinking, in tags, from the rest of an action, whose first call begins at `opener` (-1 for none).
 
     A closing tag without an opening one, before any call, ends thinking opened by the prompt. Unclosed thinking extends
-    to the end.
-
-    Args:
-        text: text of the action.
-        opener: position of the first call, or -1.
-
-    Returns:
-        The thinking, or None, and the rest of the text.
+    to the end. Thinking without tags is None.
     """
     if text.lstrip().startswith("<think>"):
-        begin = text.index("<think>") + len("<think>")
-        end = text.find("</think>", begin)
-        return (text[begin:].strip(), "") if end < 0 else (text[begin:end].strip(), text[end + len("</think>") :])
+        thinking, _, rest = text.lstrip().removeprefix("<think>").partition("</think>")
+        return thinking.strip(), rest
     end = text.find("</think>")
     if end >= 0 and (opener < 0 or end < opener):
-        return text[:end].removeprefix("<think>").strip(), text[end + len("</think>") :]
+        return text[:end].strip(), text[end + len("</think>") :]
     return None, text
 
 
@@ -172,15 +160,24 @@ def read_json(text: str, start: int) -> tuple[Any, int, str]:
     """Parse the JSON value at `start`. Return (value, end, ""), or (None, start, problem)."""
     while start < len(text) and text[start].isspace():
         start += 1
-    try:
-        value, end = _DECODER.raw_decode(text, start)
-        return value, end, ""
-    except json.JSONDecodeError as error:
-        return None, start, f"is not valid JSON ({error.msg}, character {error.pos - start})"
-    except RecursionError:
-        return None, start, "is nested too deeply"
-    except ValueError as error:  # an integer with thousands of digits, or NaN
-        return None, start, f"is not valid JSON ({error})"
+    # Parse growing parts of the text: an error of `json` counts the lines of everything that it was given.
+    size = 1024
+    while True:
+        part, is_rest = text[start : start + size], start + size >= len(text)
+        size *= 4
+        try:
+            value, end = _DECODER.raw_decode(part)
+            if is_rest or end < len(part) - 16:
+                return value, start + end, ""
+        except json.JSONDecodeError as error:
+            cut = "Unterminated" in error.msg or error.pos > len(part) - 16
+            if is_rest or not cut:
+                return None, start, f"is not valid JSON ({error.msg}, character {error.pos})"
+        except RecursionError:
+            return None, start, "is nested too deeply"
+        except ValueError as error:  # NaN, or an integer with thousands of digits, which the message counts
+            if is_rest or "digits" not in str(error):
+                return None, start, f"is not valid JSON ({error})"
 
 
 def is_cut(text: str, start: int) -> bool:

@@ -23,10 +23,12 @@ from agentfly_kit.chat.formats.base import (
 )
 from agentfly_kit.types import ToolCall
 
-_ACTION = re.compile(r"^[ \t]*Action[ \t]*:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
-_INPUT = re.compile(r"\s*^[ \t]*Action Input[ \t]*:[ \t]*", re.MULTILINE)
-_FINAL = re.compile(r"^[ \t]*Final Answer[ \t]*:", re.MULTILINE)
-_OBSERVED = re.compile(r"^[ \t]*Observation[ \t]*:", re.MULTILINE)
+_ACTION = re.compile(r"^[ \t]*+Action[ \t]*+:(.*)$", re.MULTILINE)
+_INPUT = re.compile(r"^[ \t]*+Action Input[ \t]*+:[ \t]*+", re.MULTILINE)
+_FINAL = re.compile(r"^[ \t]*+Final Answer[ \t]*+:", re.MULTILINE)
+_OBSERVED = re.compile(r"^[ \t]*+Observation[ \t]*+:", re.MULTILINE)
+_BLANK_LINES = re.compile(r"\s*^", re.MULTILINE)
+_REST_IS_BLANK = re.compile(r"\s*+\Z")
 _REACT_SHAPE = 'Action: name\nAction Input: {"argument": value}'
 
 
@@ -48,28 +50,28 @@ class ReAct(Format):
         for mark in (_OBSERVED, _FINAL):
             if (found := mark.search(text, 0, end)) and not _is_inside_input(text, found.start()):
                 end = found.start()
-        said, final = text[:end], _FINAL.match(text, end)
+        given, final = text[:end], _FINAL.match(text, end)
         calls: list[ToolCall] = []
         complaint, at = "", 0
         thoughts: list[str] = []
-        while (action := _ACTION.search(said, at)) is not None:
-            thoughts.append(said[at : action.start()])
-            call, at = _react_call(said, action, f"call-{len(calls)}", tools)
+        while (action := _ACTION.search(given, at)) is not None:
+            thoughts.append(given[at : action.start()])
+            call, at = _react_call(given, action, f"call-{len(calls)}", tools)
             if call is None:
                 complaint = f"the tool call was not closed: write {_REACT_SHAPE}"
                 break
             calls.append(call)
-        thoughts.append(said[at:])
+        thoughts.append(given[at:])
         rest = "\n".join(part.strip() for part in thoughts if part.strip())
         if rest.startswith("Thought:"):
             rest = rest.removeprefix("Thought:").strip()
-            spoken = final is None and not calls and not complaint
+            answers = final is None and not calls and not complaint
         else:
-            spoken = final is None
-        content = text[final.end() :] if final else rest if spoken else ""
+            answers = final is None
+        content = text[final.end() :] if final else rest if answers else ""
         if final and (over := _OBSERVED.search(content)):
             content = content[: over.start()]
-        thinking = tagged if spoken or not rest else rest if tagged is None else f"{tagged}\n{rest}".strip()
+        thinking = tagged if answers or not rest else rest if tagged is None else f"{tagged}\n{rest}".strip()
         return Parsed(content.strip(), tuple(calls), thinking, complaint)
 
     def render_call(self, call: ToolCall) -> str:
@@ -91,7 +93,7 @@ class ReAct(Format):
 def _is_inside_input(text: str, at: int) -> bool:
     """Return True if position `at` is inside the JSON input of an action."""
     for given in _INPUT.finditer(text, 0, at):
-        if given.end() < at and text[given.end() :].startswith("{"):
+        if text.startswith("{", given.end()):
             _, end, problem = read_json(text, given.end())
             if not problem and end > at:
                 return True
@@ -102,13 +104,14 @@ def _react_call(
     text: str, action: re.Match[str], id: str, tools: Sequence[dict[str, Any]]
 ) -> tuple[ToolCall | None, int]:
     """Parse the call of an Action line. Return it, or None if it is incomplete, and its end."""
-    name, given = action.group(1), _INPUT.match(text, action.end())
+    name, blank = action.group(1).strip(" \t"), _BLANK_LINES.match(text, action.end())
+    given = _INPUT.match(text, blank.end()) if blank else None
     at = given.end() if given else action.end()
     arguments: dict[str, Any] = {}
     line = text.find("\n", at if given else at + 1)
     end = len(text) if line < 0 else line
     if given is None:
-        if not text[at:].strip():
+        if _REST_IS_BLANK.match(text, at):
             return None, len(text)
         problem = "has no Action Input line"
     elif not name:
@@ -146,16 +149,16 @@ class FencedCode(TaggedFormat):
     name = "code"
     unclosed_error = "the block of code was not closed: end it with ```"
 
-    @property
-    def opening(self) -> re.Pattern[str]:
+    def __post_init__(self) -> None:
         languages = "|".join(map(re.escape, self.languages))
-        return re.compile(rf"^[ \t]*(`{{3,}})[ \t]*({languages})[ \t]*$", re.MULTILINE)
+        opening = re.compile(rf"^[ \t]*+(`{{3,}}+)[ \t]*+(?:{languages})[ \t]*+$", re.MULTILINE)
+        object.__setattr__(self, "opening", opening)
 
     def read_calls(
         self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
     ) -> tuple[list[ToolCall], int] | None:
         # The closing fence must also be at the start of a line.
-        closing = re.compile(rf"^[ \t]*{opened.group(1)}[ \t]*$", re.MULTILINE).search(text, opened.end())
+        closing = re.compile(rf"^[ \t]*+{opened.group(1)}[ \t]*+$", re.MULTILINE).search(text, opened.end())
         if closing is None:
             return None
         code = text[opened.end() + 1 : closing.start()].removesuffix("\n")
@@ -198,17 +201,10 @@ class Tags(TaggedFormat):
     parameter: str
     result_tag: str
 
-    @property
-    def stop(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (f"</{self.tag}>", "</answer>")
-
-    @property
-    def opening(self) -> re.Pattern[str]:
-        return re.compile(f"<{re.escape(self.tag)}>|<answer>")
-
-    @property
-    def unclosed_error(self) -> str:
-        return f"the tag was not closed: write <{self.tag}>...</{self.tag}>"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (f"</{self.tag}>", "</answer>"))
+        object.__setattr__(self, "opening", re.compile(f"<{re.escape(self.tag)}>|<answer>"))
+        object.__setattr__(self, "unclosed_error", f"the tag was not closed: write <{self.tag}>...</{self.tag}>")
 
     def _separate(self, text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[ToolCall], str]:
         # The answer, the first <answer> outside of a call, is the content. Text before it is reasoning, and everything
@@ -228,24 +224,17 @@ class Tags(TaggedFormat):
         end = text.find(closing, opened.end())
         if end < 0:
             return None
-        body = text[opened.end() : end]
-        name, arguments = self.tool, {self.parameter: body.strip()}
-        if body.lstrip().startswith("{"):
-            value, at, problem = read_json(body, 0)
-            whole = not problem and not body[at:].strip()
-            if whole and isinstance(value, dict) and set(value) == {"name", "arguments"}:
-                given, values = value["name"], value["arguments"]
-                if isinstance(given, str) and given and isinstance(values, dict):
-                    name, arguments = given, values
-        problem = encoding_problem([name, arguments]) or ("" if body.strip() else "is empty")
+        body = text[opened.end() : end].strip()
+        name, arguments = self.tool, {self.parameter: body}
+        value, at, _ = read_json(body, 0) if body.startswith("{") else ({}, 0, "")
+        if at == len(body) and isinstance(value, dict) and set(value) == {"name", "arguments"}:
+            given, values = value["name"], value["arguments"]
+            if isinstance(given, str) and given and isinstance(values, dict):
+                name, arguments = given, values
+        problem = encoding_problem([name, arguments]) or ("" if body else "is empty")
         error = f"the call {problem}; write <{self.tag}>...</{self.tag}>" if problem else None
-        call = ToolCall(
-            f"call-{len(made)}",
-            "" if encoding_problem(name) else name,
-            {} if error else arguments,
-            error=error,
-            raw=body.strip(),
-        )
+        name = "" if encoding_problem(name) else name
+        call = ToolCall(f"call-{len(made)}", name, {} if error else arguments, error=error, raw=body)
         return [call], end + len(closing)
 
     def render_call(self, call: ToolCall) -> str:

@@ -1,10 +1,11 @@
-"""Formats with JSON calls: Hermes (in tags), Llama 3 (at the start of the text) and Mistral (after [TOOL_CALLS])."""
+"""Formats that chat templates render themselves: JSON calls (Hermes, Llama 3, Mistral), and the XML of Qwen3-Coder."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentfly_kit.chat.formats.base import (
@@ -14,6 +15,7 @@ from agentfly_kit.chat.formats.base import (
     check_call,
     compact_json,
     encoding_problem,
+    find_schema,
     is_cut,
     json_type,
     make_call,
@@ -27,17 +29,23 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _HERMES_TAG = re.compile(r"<tool_call>|<think>|</think>")
 _HERMES_SHAPE = f'{_OPEN}{{"name": ..., "arguments": {{...}}}}{_CLOSE}'
 
-_LLAMA = re.compile(r'\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type)"\s*:)')
-_LLAMA_NEXT = re.compile(r'\s*;?\s*(?=\{\s*"(?:name|type)"\s*:)')
+_LLAMA = re.compile(r'\s*+(?:<\|python_tag\|>\s*+)?(?=\{\s*+"(?:name|type)"\s*+:)')
+_LLAMA_NEXT = re.compile(r'\s*+(?:;\s*+)?(?=\{\s*+"(?:name|type)"\s*+:)')
 _LLAMA_SHAPE = '{"name": ..., "parameters": {...}}'
 _LLAMA_TAG = "<|python_tag|>"
 
 _MISTRAL = re.compile(r"\[TOOL_CALLS\]")
-_MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+?)\s*(?:\[CALL_ID\]\s*([A-Za-z0-9]+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_MISTRAL_NAME = re.compile(r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+([A-Za-z0-9]++)\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
 # Prefix of `name[ARGS]{`, that is, of a truncated call.
-_MISTRAL_NAME_PREFIX = re.compile(r"[^\s\[\]{}\"]+(?:\[[A-Z_]*\]?)?")
+_MISTRAL_NAME_PREFIX = re.compile(r"[^\s\[\]{}\"]++(?:\[[A-Z_]*+\]?)?")
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _MISTRAL_SHAPE = '[TOOL_CALLS][{"name": ..., "arguments": {...}}]'
+
+_FUNCTION = re.compile(r"\s*+<function=([^<>\n]*+)>")
+_PARAMETER = re.compile(r"\s*+<parameter=([^<>\n]*+)>")
+# A closing tag ends a value only if another parameter or the end of the function follows.
+_VALUE_END = re.compile(r"</parameter>(?=\s*+(?:<parameter=|</function>))")
+_QWEN_SHAPE = "<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -174,20 +182,25 @@ class Mistral(TaggedFormat):
             problem = "is an empty list"
         if problem:
             return [make_call(f"call-{len(made)}", "", {}, problem, _MISTRAL_SHAPE, segment)], end
-        calls: list[ToolCall] = []
-        for one in body:
-            taken = {call.id for call in (*made, *calls)}
-            calls.append(self._call(one, len(made) + len(calls), taken))
-        return calls, end
+        return [self._call(one, len(made) + i) for i, one in enumerate(body)], end
 
     @staticmethod
-    def _call(body: Any, index: int, taken: set[str]) -> ToolCall:
+    def _call(body: Any, index: int) -> ToolCall:
         name, arguments, problem = check_call(body)
         id = body.get("id") if isinstance(body, dict) else None
-        if not (isinstance(id, str) and _MISTRAL_ID.fullmatch(id) and id not in taken):
+        if not (isinstance(id, str) and _MISTRAL_ID.fullmatch(id)):
             id = f"call-{index}"
         raw = "" if encoding_problem(body) else compact_json(body)
         return make_call(id, name, arguments, problem, _MISTRAL_SHAPE, raw or short_repr(str(name)))
+
+    def _separate(self, text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[ToolCall], str]:
+        content, calls, complaint = super()._separate(text, tools)
+        seen: set[str] = set()
+        for index, call in enumerate(calls):
+            if call.id in seen:  # the model repeated an id
+                calls[index] = replace(call, id=f"call-{index}")
+            seen.add(call.id)
+        return content, calls, complaint
 
     def render_call(self, call: ToolCall) -> str:
         """Render a list of this one call, with its id if that is a valid Mistral id."""
@@ -195,3 +208,79 @@ class Mistral(TaggedFormat):
         if _MISTRAL_ID.fullmatch(call.id):
             body["id"] = call.id
         return f"[TOOL_CALLS][{compact_json(body)}]"
+
+
+@dataclass(frozen=True)
+class QwenXML(TaggedFormat):
+    """Format with one tag per parameter: `<tool_call><function=name><parameter=key>value</parameter>...`.
+
+    Values are raw text, parsed as JSON according to the tool's schema. A string parameter keeps its text, and so does
+    an unknown parameter whose text is not valid JSON.
+    """
+
+    name = "qwen3_coder"
+    native = True
+    opening = re.compile(_OPEN)
+    unclosed_error = f"the tool call was not closed: write {_QWEN_SHAPE}"
+
+    def read_calls(
+        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
+    ) -> tuple[list[ToolCall], int] | None:
+        name, arguments, problem, at = _read_function(text, opened.end(), tools)
+        close = text.find(_CLOSE, at)
+        if close < 0:
+            return None
+        rest = text[at:close].strip()
+        if not problem and rest != "</function>":
+            problem = f"has text where a tag should be: {short_repr(rest)}" if rest else "does not close <function=...>"
+        problem = problem or encoding_problem([name, arguments])
+        raw = text[opened.end() : close].strip()
+        return [make_call(f"call-{len(made)}", name, arguments, problem, _QWEN_SHAPE, raw)], close + len(_CLOSE)
+
+    def render_call(self, call: ToolCall) -> str:
+        """Render the call with one tag per argument: strings unchanged, other values as JSON."""
+        values = "".join(
+            f"<parameter={key}>\n{value if isinstance(value, str) else compact_json(value)}\n</parameter>\n"
+            for key, value in call.arguments.items()
+        )
+        return f"{_OPEN}\n<function={call.name}>\n{values}</function>\n{_CLOSE}"
+
+
+def _read_function(text: str, start: int, tools: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any], str, int]:
+    """Parse the name and the parameters of a function. Return (name, arguments, problem, end)."""
+    function = _FUNCTION.match(text, start)
+    if function is None:
+        return "", {}, "does not begin with <function=name>", start
+    name, at = function.group(1).strip(), function.end()
+    properties = find_schema(tools, name)
+    arguments: dict[str, Any] = {}
+    problem = "" if name else "has no function name"
+    while (opened := _PARAMETER.match(text, at)) is not None:
+        key = opened.group(1)
+        end = _VALUE_END.search(text, opened.end()) if opened.end() <= _last_value_end(text) else None
+        if end is None:
+            problem = problem or f"does not close <parameter={short_repr(key)[1:-1]}>"
+            break
+        raw = text[opened.end() : end.start()]
+        raw = raw[raw.startswith("\n") : len(raw) - (raw.endswith("\n") and len(raw) > 1)]
+        if key in arguments:
+            problem = problem or f"gives {short_repr(key)} twice"
+        arguments[key] = _qwen_value(raw, properties.get(key))
+        at = end.end()
+    return name, arguments, problem, at
+
+
+@functools.lru_cache(maxsize=1)
+def _last_value_end(text: str) -> int:
+    """Return the position of the last closing tag that ends a value, so that no search for one runs in vain; or -1."""
+    return max((end.start() for end in _VALUE_END.finditer(text)), default=-1)
+
+
+def _qwen_value(raw: str, schema: Any) -> Any:
+    known = isinstance(schema, dict)
+    if known and schema.get("type") == "string":
+        return raw
+    value, end, problem = read_json(raw, 0)
+    if problem or raw[end:].strip() or (isinstance(value, str) and not known) or encoding_problem(value):
+        return raw
+    return value
