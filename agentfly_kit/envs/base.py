@@ -29,6 +29,7 @@ done                True once the episode is over: the chain then stops with `en
 reward(...)         Score of the chain. Parameters are filled by name: `state`, and those of any reward (final,
                     trajectory, context, a task's field, a sandbox by its class). Optional; agent(reward=mine)
                     replaces it.
+reward_sandboxes    Sandbox classes that `reward` leases itself, with `await context.sandbox(...)`. Optional.
 state               Value that rewards may read. Defaults to a dictionary of the public attributes.
 fork(into)          Copy the state to another instance. Without it, a chain that has started cannot be forked.
 cleanup()           Called after a chain has released the environment: stop whatever is still running. Optional.
@@ -170,7 +171,19 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
     signed.__annotations__ = {**sandboxes, "environment": from_pool[sandbox_type]}
     signed.__wrapped__ = method  # the fingerprint is computed from the source of the reward, not of this wrapper
     signed.__qualname__, signed.__module__, signed.__doc__ = method.__qualname__, method.__module__, method.__doc__
-    return Reward(scored, name=sandbox_type.__name__.lower())
+    made = EnvironmentReward(scored, name=sandbox_type.__name__.lower())
+    made.leased = tuple(getattr(sandbox_type, "reward_sandboxes", ()))
+    return made
+
+
+class EnvironmentReward(Reward[..., Any]):
+    """The reward of an environment. `leased` are the sandbox classes that it requests from the context itself."""
+
+    leased: tuple[type, ...] = ()
+
+    @property
+    def sandbox_types(self) -> tuple[type, ...]:
+        return (*super().sandbox_types, *self.leased)
 
 
 def _hints(method: Any) -> dict[str, Any]:

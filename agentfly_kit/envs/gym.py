@@ -170,8 +170,8 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
 def _call(action: str) -> ToolCall | None:
     try:
         read = json.loads(action)
-        return ToolCall("call-0", read["name"], dict(read.get("arguments") or {}))
-    except (ValueError, TypeError, KeyError):
+        return ToolCall("call-0", str(read["name"]), dict(read.get("arguments") or {}))
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from agentfly_kit.errors import SettingsError
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # Task fields that may contain the reference answers: one string, or a list of equally good ones.
 FIELDS = ("answers", "golden_answers", "answer")
 
@@ -50,8 +49,11 @@ def extract_answer(final: str | None) -> str | None:
     """Return the content of the last <answer> tag in the final text, or the whole text without one; None for None."""
     if final is None:
         return None
-    tagged = _ANSWER.findall(final)
-    return (tagged[-1] if tagged else final).strip()
+    for part in reversed(final.split("</answer>")[:-1]):  # a regular expression would take quadratic time
+        _, tag, inside = part.partition("<answer>")
+        if tag:
+            return inside.strip()
+    return final.strip()
 
 
 def answers_of(fields: Mapping[str, Any], where: str) -> tuple[str, ...]:

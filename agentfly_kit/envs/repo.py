@@ -47,6 +47,8 @@ Texts = dict[str, str]
 
 _HELD_BACK = "hidden/"
 _MOST_FILES, _MOST_BYTES = 500, 2**21
+# Maximum length of a file whose imports are looked at.
+_LONGEST_SOURCE = 200_000
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,12 @@ class Repository:
         """
         own = {path: text for path, text in self.files.items() if path.endswith(".py")}
         differ = {path for path, text in files.items() if own.get(path) != text}
-        if own.keys() != files.keys() or any(_imports(files[path]) != _imports(own[path]) for path in differ):
+        if own.keys() != files.keys():
             return frozenset(self.tests)
+        for path in differ:
+            imports = _imports(files[path])
+            if imports is None or imports != _imports(own[path]):
+                return frozenset(self.tests)
         return frozenset(path for path in self.tests if differ & self._needs[path])
 
     def broken(self, bugs: Iterable[Mapping[str, Any]]) -> Repository:
@@ -142,7 +148,9 @@ class Repository:
 
 
 def _imports(text: str) -> frozenset[str] | None:
-    """Return the names that a source imports, with all their parents, or None if it is not valid Python."""
+    """Return the names that a source imports, with their first 20 parents, or None if it is invalid or too long."""
+    if len(text) > _LONGEST_SOURCE:
+        return None
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -153,7 +161,8 @@ def _imports(text: str) -> frozenset[str] | None:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names += [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
-    return frozenset(name.rsplit(".", n)[0] for name in names for n in range(name.count(".") + 1))
+    paths = [name.split(".", 20) for name in names]
+    return frozenset(".".join(path[: n + 1]) for path in paths for n in range(len(path)))
 
 
 def _is_test(path: str) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.envs import FAMILIES, exact, family, lookup, maze
+from agentfly_kit.envs import FAMILIES, exact, family, lookup, math, maze
+from agentfly_kit.tools.context import Context
 from agentfly_kit.types import Task
 
 APART = {"scienceworld"}  # a Java process for each chain: test_env_scienceworld.py
@@ -187,26 +188,15 @@ def test_shown_values_can_be_parsed() -> None:
         assert exact.same(got, text), got
 
 
-def test_other_notations_are_compared_by_math_verify() -> None:
-    for said, answer, right in [
-        ("2/4", "1/2", True), ("x+1", "1+x", True), ("{2,1}", "{1,2}", True), ("[1,2]", "(1,2)", False),
-        ("$\\sqrt{8}$", "2\\sqrt{2}", True), ("1/2", "x+1", False), ("seven", "7", False), ("", "7", False),
-    ]:  # fmt: skip
-        assert exact.equivalent(said, answer) is right, said
-
-
-@pytest.mark.parametrize(
-    ("said", "answer", "right"),
-    [
-        ("", "1/2", False), ("   ", "1/2", False), ("\x00", "1/2", False), ("\ud800", "1/2", False),
-        ("1/2 2/3 3/4", "1/2", False), ("1/2 or 2/3", "1/2", False), ("1,2,3,4,5,6,7,8,9", "7", False),
-        ("9^9^9^9", "7", False), ("10^{10^{10}}", "7", False), ("(10^8)!", "7", False), ("(" * 5000, "7", False),
-        ("9" * 100_000, "7", False), ("\\prod_{n=1}^{10^9} n", "7", False), ("\\binom{10^9}{10^8}", "7", False),
-        ("\u0661", "2", False), ("-" * 3000 + "1", "1", False), ("nan", "1/2", False), ("1/0", "1/0", True),
-    ],
-)  # fmt: skip
-def test_hostile_answers_are_wrong_and_take_no_time(said: str, answer: str, right: bool) -> None:
-    assert exact.equivalent(said, answer) is right
+async def test_other_notations_are_compared_by_math_verify_in_a_sandbox() -> None:
+    task = Task("t", ({"role": "user", "content": "?"},))
+    async with af.Pool(math.MathVerifier, size=1) as pool, Context(task, pools=[pool]) as context:
+        for said, answer, right in [
+            ("2/4", "1/2", 1), ("x+1", "1+x", 1), ("{2,1}", "{1,2}", 1), ("[1,2]", "(1,2)", 0), ("1/0", "1/0", 1),
+            ("$\\sqrt{8}$", "2\\sqrt{2}", 1), ("1/2", "x+1", 0), ("seven", "7", 0), ("", "7", 0),
+            ("1/2 or 2/3", "1/2", 0), ("1,2,3,4,5,6,7,8,9", "7", 0), ("0.30000000000000001", "0.3", 0),
+        ]:  # fmt: skip
+            assert await math.Math().reward(said, answer, context) == right, (said, answer)
 
 
 # ---- what holds for all

@@ -280,6 +280,8 @@ class Board:
     def read(self, text: str) -> Move | None:
         """Parse a legal move such as "e7e8q" or "e8=Q+". Return None if no move matches, or more than one."""
         stripped = text.strip()
+        if len(stripped) > 20:  # no move is that long; the expression below takes quadratic time
+            return None
         plain = re.sub(r"[+#!?]|\s*e\.p\.$", "", stripped).replace("0-0-0", "O-O-O").replace("0-0", "O-O")
         for move in self.legal():
             if str(move) == stripped.lower():

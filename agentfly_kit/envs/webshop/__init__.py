@@ -37,8 +37,6 @@ __all__ = ["BRIEF", "Catalogue", "Shop", "WebShop", "WebShopText", "agent", "exp
 # Options with which the shipped policy was pretrained: `agent(af.tiny.policy("webshop"), options=BRIEF)`.
 BRIEF: dict[str, Any] = {"brief": True, "page_size": 3}
 
-_ACTION = re.compile(r"\s*(.+?)\[(.+)\]\s*", re.DOTALL)
-
 
 class Shop:
     """Environment of one visit to the shop, without tools; see `WebShop` and `WebShopText`.
@@ -254,9 +252,9 @@ class WebShopText(Shop):
         Args:
             action: search[keywords] or click[value].
         """
-        written = _ACTION.fullmatch(action)
-        if written is not None:
-            name, value = written.group(1), written.group(2).lower()
+        name, _, rest = action.strip().partition("[")
+        value = rest.removesuffix("]").lower()
+        if value and rest.endswith("]"):
             if name == "search":
                 self._search(value)
             elif name == "click":
