@@ -22,6 +22,8 @@ An environment is any class with `reset(task, seed)`; it needs no base class and
 
     agent = af.envs.agent(Guess, engine, chat=policy.chat)
 
+check_task(task)    Called for every task before a rollout starts, on an instance that is not started: raise TaskError
+                    for a task that `reset` cannot use. Optional.
 reset(task, seed)   Called before each chain. Must reset all state, because one object serves many chains in turn. The
                     return value (a string, messages or None) is appended to the task's prompt. `seed` is optional.
 tools               Methods decorated with @af.tool. Sync methods run in a thread, coroutine functions on the loop.
@@ -39,12 +41,12 @@ start, alive, close As for any sandbox class. Optional.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.errors import SandboxError, SettingsError
+from agentfly_kit.errors import SandboxError, SettingsError, TaskError
 from agentfly_kit.pool import environment as environments
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import Reward, RewardSet
@@ -52,7 +54,7 @@ from agentfly_kit.tools import function as functions
 from agentfly_kit.tools.context import Context
 from agentfly_kit.tools.injection import FromPool, injection
 from agentfly_kit.tools.tool import Tool, ToolSet
-from agentfly_kit.types import ToolResult
+from agentfly_kit.types import Task, ToolResult
 
 if TYPE_CHECKING:
     from agentfly_kit.agent.chain_editing import Chain
@@ -65,9 +67,24 @@ _EXTRA_POOL_SIZE = 4
 class EnvironmentTool(Tool[..., Any]):
     """A tool method of an environment, called on the instance that the chain has leased."""
 
+    # `check_task` of an instance, on the first tool of an agent's environment.
+    check_task: Callable[[Task], Any] | None = None
+
     def __init__(self, method: Tool[..., Any], sandbox_type: type) -> None:
         self.__dict__.update(method.__dict__)
         self.sandbox_type = sandbox_type
+
+    def check(self, tasks: Iterable[Task]) -> None:
+        """Check that the tasks have the fields that the tool requires, and that the environment accepts them.
+
+        Raises:  TaskError for the first that it does not accept.
+        """
+        super().check(tasks)
+        for task in tasks if self.check_task is not None else ():
+            try:
+                self.check_task(task)
+            except (ValueError, TypeError, KeyError) as error:
+                raise TaskError(f"task {task.id!r}: {error}") from error
 
     @property
     def sandbox_types(self) -> tuple[type, ...]:
@@ -294,6 +311,8 @@ def agent(
         raise SettingsError(
             f"options must not be given together with a pool, got options={options!r}; pass them to the pool"
         )
+    if hasattr(sandbox_type, "check_task"):
+        own[0].check_task = sandbox_type(**getattr(pool, "options", {})).check_task
     toolset = ToolSet([*own, *tools])
     scored = RewardSet(_reward(sandbox_type) if reward is None else reward)
     have = [pool, *(p for p in pools if p is not pool)]

@@ -243,17 +243,15 @@ def existing_file(path: str | os.PathLike[str], hint: str) -> Path:
 # --- helpers of environments and players ---------------------------------------------------------
 
 
-def int_field(task: Task, name: str, minimum: int = 0, family: str = "") -> int:
+def int_field(task: Task, name: str, minimum: int = 0) -> int:
     """Return an integer field of a task.
 
-    Raises:  TaskError naming the task, the field and its value if the field is missing, is not an integer or is less
-             than `minimum`.
+    Raises:  TaskError if it is missing, is not an integer or is less than `minimum`.
     """
     given = task.fields.get(name)
     if isinstance(given, bool) or not isinstance(given, int) or given < minimum:
         has = f"is {given!r}" if name in task.fields else "is missing"
-        where = f"; use the tasks of af.envs.{family}.tasks()" if family else ""
-        raise TaskError(f"task {task.id!r}: field {name!r} {has}; it must be an integer of at least {minimum}{where}")
+        raise TaskError(f"field {name!r} {has}; it must be an integer of at least {minimum}")
     return given
 
 

@@ -274,7 +274,7 @@ class Judge:
 
         Raises:  SettingsError if neither the judge nor the task has a rubric.
         """
-        rubric = self._rubric(task)
+        rubric = self.rubric_of(task)
         lines = [f"- {c.name} (0 to {rubric.max_points}): {c.what}" for c in rubric.criteria]
         shape = json.dumps({criterion.name: 0 for criterion in rubric.criteria})
         instruction = (
@@ -423,17 +423,21 @@ class Judge:
 
     # --- asking
 
-    def _rubric(self, task: Task) -> Rubric:
+    def rubric_of(self, task: Task) -> Rubric:
+        """Return the judge's rubric, or that of the task.
+
+        Raises:  SettingsError if there is none, or it is invalid.
+        """
         if self.rubric is not None:
             return self.rubric
         if "rubric" not in task.fields:
-            raise SettingsError(f"task {task.id!r} has no field 'rubric'; add one, or pass Judge(rubric=...)")
+            raise SettingsError("the task has no field 'rubric'; add one, or pass Judge(rubric=...)")
         return Rubric.from_spec(task.fields["rubric"])
 
     def _criteria_section(self, task: Task) -> str:
         if self.rubric is None and "rubric" not in task.fields:
             return ""
-        return "\n".join(["Look at:", *(f"- {c.what}" for c in self._rubric(task).criteria), "", ""])
+        return "\n".join(["Look at:", *(f"- {c.what}" for c in self.rubric_of(task).criteria), "", ""])
 
     def _mark(self, *parts: Any) -> str:
         """Return a delimiter that occurs in none of the texts.

@@ -56,7 +56,7 @@ def extract_answer(final: str | None) -> str | None:
     return final.strip()
 
 
-def answers_of(fields: Mapping[str, Any], where: str) -> tuple[str, ...]:
+def answers_of(fields: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the reference answers of a task.
 
     Raises:  SettingsError if it has none.
@@ -64,8 +64,8 @@ def answers_of(fields: Mapping[str, Any], where: str) -> tuple[str, ...]:
     for name in FIELDS:
         if name in fields:
             given = fields[name]
-            found = (given,) if isinstance(given, str | int | float) else tuple(given or ())
+            found = given if isinstance(given, list | tuple) else (given,)
             if found and all(isinstance(answer, str | int | float) for answer in found):
                 return tuple(map(str, found))
-            raise SettingsError(f"{where}: got {name}={given!r}; it must be a string, or a non-empty list of strings")
-    raise SettingsError(f"{where} has none of the fields {', '.join(FIELDS)}; add one with the reference answer")
+            raise SettingsError(f"{name} must be a string, or a non-empty list of strings, got {given!r}")
+    raise SettingsError(f"it has none of the fields {', '.join(FIELDS)}; add one with the reference answer")

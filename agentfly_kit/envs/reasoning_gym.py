@@ -14,7 +14,7 @@ from typing import Any
 from agentfly_kit.envs.calculator import Calculator
 from agentfly_kit.envs.family import Family, Move, hash_split, row_id
 from agentfly_kit.envs.verifier import Verifier
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.tools.context import Context
 from agentfly_kit.types import Message, Task
 
@@ -47,6 +47,18 @@ class ReasoningGym(Calculator):
     """Calculator environment with the verifier of the question's dataset."""
 
     reward_sandboxes = (ReasoningVerifier,)
+
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError if the dataset does not exist or another field has the wrong type."""
+        _package()
+        from reasoning_gym.factory import DATASETS as known
+
+        wanted = {"dataset": str, "answer": str, "question_text": str, "metadata": dict}
+        for name, kind in wanted.items():
+            if name in task.fields and not isinstance(task.fields[name], kind):
+                raise TaskError(f"field {name!r} must be a {kind.__name__}, got {task.fields[name]!r:.100}")
+        if task.fields.get("dataset") not in known:
+            raise TaskError(f"reasoning_gym has no dataset {task.fields.get('dataset')!r}")
 
     async def reward(  # type: ignore[override]  # parameters are filled by name
         self,

@@ -300,11 +300,15 @@ class Repo(SandboxEnvironment):
         # Number of file changes by tools, minus those undone.
         self.edits = 0
 
-    async def reset(self, task: Task, seed: int) -> None:
-        """Clear the folder and copy the task's repository, with its bugs, into it.
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError or SettingsError for an invalid repository or bug."""
+        _broken_repository(task)
+        failing = task.fields.get("failing", ())
+        if not isinstance(failing, list | tuple):
+            raise TaskError(f"`failing` must be a list of tests, got {failing!r:.100}")
 
-        Raises:  SettingsError, TaskError for an invalid repository or bug.
-        """
+    async def reset(self, task: Task, seed: int) -> None:
+        """Clear the folder and copy the task's repository, with its bugs, into it."""
         self._repository = _broken_repository(task)
         self.done, self.edits = False, 0
         await self.cleanup()
@@ -463,20 +467,16 @@ def _broken_repository(task: Task) -> Repository:
     if "files" in fields:
         files, tests = fields["files"], fields.get("tests")
         if not isinstance(files, Mapping) or not isinstance(tests, Mapping) or not tests:
-            raise TaskError(
-                f"task {task.id!r}: `files` and `tests` must each be {{path: text}}, with at least one test"
-            )
+            raise TaskError("`files` and `tests` must each be {path: text}, with at least one test")
         return Repository(dict(files), dict(tests))
     bugs = fields.get("bugs", ())
     if not bugs and "repository" not in fields:
         raise TaskError(
-            f"task {task.id!r} has nothing to repair: give it `bugs`, a `repository`, or `files` and `tests`, or use "
+            "it has nothing to repair: give it `bugs`, a `repository`, or `files` and `tests`, or use "
             "af.envs.repo.tasks()"
         )
     if not isinstance(bugs, Sequence) or not all(isinstance(bug, Mapping) and bug.keys() >= _BUG for bug in bugs):
-        raise TaskError(
-            f"task {task.id!r}: `bugs` must be a list of objects with {', '.join(sorted(_BUG))}, got {bugs!r}"[:400]
-        )
+        raise TaskError(f"`bugs` must be a list of objects with {', '.join(sorted(_BUG))}, got {bugs!r:.300}")
     return repository(fields.get("repository")).broken(bugs)
 
 

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.envs.family import Family, Move, check_int, tool_outputs
-from agentfly_kit.errors import SandboxError, SettingsError
+from agentfly_kit.errors import SandboxError, SettingsError, TaskError
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
@@ -279,16 +279,19 @@ class ScienceWorld:
                 raise SandboxError(f"ScienceWorld's Java process has ended{heap}") from error
             raise
 
-    async def reset(self, task: Task, seed: int) -> str:
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError for a kind or variation that does not exist, or that the simplification makes impossible."""
         kind, variation = str(task.fields.get("kind")), task.fields.get("variation")
         if kind not in VARIATIONS:
-            raise SettingsError(f"task {task.id!r}: unknown kind {kind!r}; it must be one of {', '.join(KINDS)}")
+            raise TaskError(f"unknown kind {kind!r}; it must be one of {', '.join(KINDS)}")
         if isinstance(variation, bool) or not isinstance(variation, int) or not 0 <= variation < VARIATIONS[kind]:
-            raise SettingsError(
-                f"task {task.id!r}: invalid variation {variation!r}; {kind} has 0 to {VARIATIONS[kind] - 1}"
-            )
+            raise TaskError(f"invalid variation {variation!r}; {kind} has 0 to {VARIATIONS[kind] - 1}")
         if "noElectricalAction" in self.simplification and ("power-component" in kind or "conductivity" in kind):
-            raise SettingsError(f"task {task.id!r}: {kind} is impossible with simplification={self.simplification!r}")
+            raise TaskError(f"{kind} is impossible with simplification={self.simplification!r}")
+
+    async def reset(self, task: Task, seed: int) -> str:
+        self.check_task(task)
+        kind, variation = task.fields["kind"], task.fields["variation"]
         await self._ask("load", kind, variation, self.simplification, self.gold)
         self.commands: list[str] = []
         self.seen: list[str] = []

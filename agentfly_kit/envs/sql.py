@@ -26,7 +26,7 @@ from typing import Any
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import kendall
 from agentfly_kit.envs.base import SandboxEnvironment
-from agentfly_kit.envs.family import Family, Move, existing_file, first_world, row_id, tool_outputs
+from agentfly_kit.envs.family import Family, Move, existing_file, first_world, int_field, row_id, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError
 from agentfly_kit.sandboxes.settings import forward_signature
 from agentfly_kit.sandboxes.sql import SQLSandbox
@@ -93,16 +93,28 @@ class SQL(SandboxEnvironment):
         self.gold: Rows = []
         self.done = False
 
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError if the task has no database or no reference query."""
+        fields = task.fields
+        if not isinstance(fields.get("gold"), str):
+            raise TaskError("it has no field 'gold'; it must contain the reference query")
+        if "world" in fields and fields.get("db") in SCHEMAS:
+            int_field(task, "world")
+        elif not isinstance(fields.get("script"), str):
+            if "database" not in fields:
+                raise TaskError("it has no database: add a field 'script' with statements, or 'database' with a file")
+            if not _file(task).is_file():
+                raise TaskError(f"the database {str(_file(task))!r} does not exist")
+
     async def reset(self, task: Task, seed: int) -> None:
         """Create the task's database and run its reference query.
 
-        Raises:  SettingsError if the task has no database or its script fails; SandboxError if its query fails.
+        Raises:  SettingsError if the task's script fails; SandboxError if its query fails.
         """
+        self.check_task(task)
         self.queries, self.errors, self.observation, self.done = [], 0, "", False
         self.gold = []
-        gold = task.fields.get("gold")
-        if not isinstance(gold, str):
-            raise SettingsError(f"task {task.id!r} has no field 'gold'; it must contain the reference query")
+        gold = task.fields["gold"]
         await self._fill(task)
         result = await self._sandbox.run(gold, timeout=max(30.0, self._seconds))
         if not result.ok or result.truncated:
@@ -118,15 +130,12 @@ class SQL(SandboxEnvironment):
             await self._sandbox.renew(world(fields["db"], fields["world"]).script)
         elif isinstance(fields.get("script"), str):
             await self._sandbox.renew(fields["script"])
-        elif "database" in fields and self._sandbox.engine == "sqlite":
-            await self._sandbox.renew(database=_file(task).read_bytes())
-        elif "database" in fields:
-            path = _file(task)
-            await self._sandbox.renew(_portable(str(path), path.stat().st_mtime_ns))
         else:
-            raise SettingsError(
-                f"task {task.id!r} has no database: add a field 'script' with statements, or 'database' with a file"
-            )
+            path = _file(task)
+            if self._sandbox.engine == "sqlite":
+                await self._sandbox.renew(database=path.read_bytes())
+            else:
+                await self._sandbox.renew(_portable(str(path), path.stat().st_mtime_ns))
 
     @tool(max_chars=4096)
     async def execute(self, query: str) -> ToolResult:
@@ -172,16 +181,13 @@ class SQL(SandboxEnvironment):
         into.observation, into.gold = self.observation, self.gold
 
 
+def _file(task: Task) -> Path:
+    return Path(str(task.fields["database"]))
+
+
 def _only_reads(query: str) -> bool:
     words = re.findall(r"[a-z]+", query.lower())
     return bool(words) and words[0] == "select"
-
-
-def _file(task: Task) -> Path:
-    path = Path(str(task.fields["database"]))
-    if not path.is_file():
-        raise SettingsError(f"task {task.id!r}: the database {str(path)!r} does not exist")
-    return path
 
 
 @functools.lru_cache(maxsize=16)

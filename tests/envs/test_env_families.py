@@ -6,13 +6,14 @@ import inspect
 import json
 import os
 import random
+import re
 import sys
 from typing import Any
 
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.envs import FAMILIES, exact, family, lookup, math, maze
+from agentfly_kit.envs import FAMILIES, chess, exact, family, lookup, math, maze
 from agentfly_kit.tools.context import Context
 from agentfly_kit.types import Task
 
@@ -254,23 +255,22 @@ async def test_invalid_actions_are_reported_and_do_not_affect_other_chains(name:
 
 
 @pytest.mark.parametrize("name", ready())
-async def test_invalid_tasks_are_reported_and_do_not_affect_other_chains(name: str) -> None:
+async def test_invalid_tasks_are_rejected_before_anything_runs(name: str) -> None:
     of = getattr(af.envs, name)
     good = of.tasks(1, "test")[0]
-    chat = family.small_chat()
-    agent = of.agent(family.PlayerEngine(lambda task, messages, rng: "\u2042", chat), chat=chat)
-    huge = {k: 10**9 if isinstance(v, int) and not isinstance(v, bool) else v for k, v in good.fields.items()}
-    refused: list[str] = []
-    for fields in (huge, {}):
-        bad = dataclasses.replace(good, id="bad", fields=fields)
-        try:
-            one, other = (await agent.rollout([good, bad])).trajectories
-        except af.errors.TaskError as error:  # refused before anything ran
-            refused.append(str(error))
-            continue
-        assert one.reward is not None, one.error
-        assert other.reward is not None or len(str(other.error)) > 20
-    assert all("'bad'" in text for text in refused), refused
+    agent = of.agent(af.ScriptedEngine(["x"]), chat=family.small_chat())
+    agent.rollout([good])
+    optional = {"kind", "size", "support", "hardness", "code", "test_setup_code", "solution", "failing"}
+    required = set(good.fields) - optional - ({"world"} if name == "search" else set())
+    for field in required if name != "chess" else {"fen", "mate"}:
+        fields = {key: value for key, value in good.fields.items() if key != field}
+        if name == "chess" and field == "mate":
+            fields.pop("solution")
+        for wrong in (fields, good.fields | {field: {1, 2}}):
+            with pytest.raises(af.errors.TaskError, match="'bad'"):
+                agent.rollout([good, dataclasses.replace(good, id="bad", fields=wrong)])
+    parameters = list(inspect.signature(of.family.environment.reset).parameters)
+    assert parameters == ["self", "task", "seed"]
 
 
 @pytest.mark.parametrize("name", ready())
@@ -297,11 +297,7 @@ async def test_a_fork_goes_on_from_the_same_state_or_is_refused_by_name(name: st
 @pytest.mark.parametrize(
     ("name", "fields", "words"),
     [
-        (
-            "maze",
-            {},
-            "field 'maze' is missing; it must be an integer of at least 0; use the tasks of af.envs.maze.tasks()",
-        ),
+        ("maze", {}, "field 'maze' is missing; it must be an integer of at least 0"),
         ("maze", {"maze": 1, "far": 0}, "field 'far' is 0; it must be an integer of at least 1"),
         ("maze", {"maze": "1", "far": 3}, "field 'maze' is '1'; it must be an integer"),
         ("lookup", {"world": {"x": 1}, "answer": "x"}, "field 'world' is {'x': 1}; it must be an integer"),
@@ -311,6 +307,19 @@ async def test_a_fork_goes_on_from_the_same_state_or_is_refused_by_name(name: st
         ("alfworld", {"game": {"x": 1}}, "field 'game' is {'x': 1}; it must be an integer"),
         ("alfworld", {"game": 1, "size": ["small"]}, "size must be 'small' or 'full', got ['small']"),
         ("calculator", {"answer": {"x": 1}}, "answer must be a string or a number, got {'x': 1} (dict)"),
+        ("code", {"test_list": "assert f(1)"}, "the field 'test_list' must be a list such as ['assert f(1) == 2']"),
+        ("judge", {"rubric": [{"name": "a", "what": "b", "check": ["says"]}]}, "rows have a field 'check'"),
+        ("search", {"answer": "x", "support": "Rome"}, "field 'support' must be a list of titles, got 'Rome'"),
+        ("search", {"answers": []}, "answers must be a string, or a non-empty list of strings, got []"),
+        ("chess", {"fen": "here", "mate": 1}, "'here' is not a valid position"),
+        ("chess", {"fen": chess.board.START, "solution": ["e2e5"]}, "'e2e5' is not a legal move"),
+        ("repo", {"bugs": {"x": 1}}, "`bugs` must be a list of objects"),
+        ("repo", {}, "it has nothing to repair: give it `bugs`"),
+        ("scienceworld", {}, "unknown kind 'None'"),
+        ("scienceworld", {"kind": "melt", "variation": 30}, "invalid variation 30; melt has 0 to 29"),
+        ("sql", {"gold": "SELECT 1"}, "it has no database: add a field 'script'"),
+        ("sql", {"gold": "SELECT 1", "database": "nowhere.sqlite"}, "'nowhere.sqlite' does not exist"),
+        ("sql", {"script": "SELECT 1"}, "it has no field 'gold'"),
         ("math", {"answer": None}, "answer must be a string or a number, got None (NoneType)"),
     ],
 )
@@ -318,12 +327,9 @@ async def test_invalid_fields_are_named(name: str, fields: Any, words: str) -> N
     of = getattr(af.envs, name)
     if of.family.missing:
         pytest.skip(f"not installed: {', '.join(of.family.missing)}")
-    bad = Task("bad", ({"role": "user", "content": "?"},), fields)
-    chat = family.small_chat()
-    agent = of.agent(family.PlayerEngine(lambda task, messages, rng: "1", chat), chat=chat, size=1)
-    (t,) = (await agent.rollout([bad])).trajectories
-    assert (t.reward, t.stop) == (None, "error")
-    assert "task 'bad'" in str(t.error) and words in str(t.error), t.error
+    agent = of.agent(af.ScriptedEngine(["x"]), chat=family.small_chat())
+    with pytest.raises(af.errors.TaskError, match=f"'bad'.*{re.escape(words)}"):
+        agent.rollout([Task("bad", ({"role": "user", "content": "?"},), fields)])
 
 
 async def test_an_answer_may_be_a_number() -> None:

@@ -178,7 +178,7 @@ async def test_a_lease_finds_a_process_that_runs_and_one_that_died_is_replaced(c
 
 @pytest.mark.real
 @here
-async def test_what_is_no_command_is_told_and_bad_tasks_are_named() -> None:
+async def test_unknown_commands_are_reported() -> None:
     hostile = ["", "fly", "x" * 3000, "ключ \U0001f511", "reset task", "open door to nowhere", "12"]
     pool = af.Pool(scienceworld.ScienceWorld, size=1, memory_mb=256)
     chat = family.small_chat()
@@ -193,13 +193,6 @@ async def test_what_is_no_command_is_told_and_bad_tasks_are_named() -> None:
         tool = next(tool for tool in scienceworld.family.tools if tool.name == name)
         assert wanted in (await tool.invoke({}, chain.context)).observation
     await chain.close()
-    for fields, wanted in [
-        ({}, "unknown kind 'None'"), ({"kind": "cook", "variation": 0}, "unknown kind 'cook'"),
-        ({"kind": "melt", "variation": 30}, "invalid variation 30; melt has 0 to 29"),
-    ]:  # fmt: skip
-        bad = Task("bad", ({"role": "user", "content": "?"},), fields)
-        (t,) = (await scienceworld.agent(says("wait"), chat=chat, pool=pool).rollout([bad])).trajectories
-        assert t.stop == "error" and wanted in str(t.error), t.error
     await pool.close()
 
 

@@ -192,12 +192,6 @@ def test_invalid_corpora_and_questions_are_named(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(error, match=said):
             Search(**options)
-    for fields, said in (
-        ({}, "task t has none of the fields answers, golden_answers, answer"),
-        ({"answer": []}, r"got answer=\[\]; it must be"),
-    ):  # fmt: skip
-        with pytest.raises(error, match=said):
-            Search().reset(Task("t", ({"role": "user", "content": "?"},), fields), 0)
     with pytest.raises(error, match=r"n must be at most \d+, the number of train tasks, got 5000"):
         tasks(5000, "train")
 

@@ -44,6 +44,13 @@ class ALFWorld:
         self.limit = steps
         self.shows = admissible
 
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError or SettingsError if the task has no playable game."""
+        if "file" in task.fields:
+            official.check(task.fields["file"])
+        else:
+            game_of(task)
+
     async def reset(self, task: Task, seed: int) -> str:
         self.commands: list[str] = []
         self.steps = self.invalid = 0
@@ -140,8 +147,8 @@ def game_of(task: Task) -> Game:
     Raises:  SettingsError or TaskError if they are missing or invalid.
     """
     if "game" not in task.fields:
-        raise SettingsError(f"task {task.id!r} has no field 'game'; use af.envs.alfworld.tasks(), or tasks_in(folder)")
-    return games.game(int_field(task, "game", family="alfworld"), task.fields.get("size", "full"))
+        raise SettingsError("it has no field 'game'; use af.envs.alfworld.tasks(), or tasks_in(folder)")
+    return games.game(int_field(task, "game"), task.fields.get("size", "full"))
 
 
 def rows(n: int, split: str, seed: int = 0, size: Size = "full", kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
