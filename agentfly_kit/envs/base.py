@@ -80,7 +80,9 @@ class EnvironmentTool(Tool[..., Any]):
         Raises:  TaskError for the first that it does not accept.
         """
         super().check(tasks)
-        for task in tasks if self.check_task is not None else ():
+        if self.check_task is None:
+            return
+        for task in tasks:
             try:
                 self.check_task(task)
             except (ValueError, TypeError, KeyError) as error:
@@ -216,10 +218,7 @@ def _is_sandbox(annotation: Any) -> bool:
 
 
 async def _replay(environment: Any, sandbox_type: type, context: Context, trajectory: Any) -> None:
-    """Replay the tool calls of a trajectory.
-
-    Raises:  SandboxError if a call returns a different result than it did the first time.
-    """
+    """Replay the tool calls of a trajectory, or raise SandboxError if a call returns a different result."""
     methods = {tool.name: tool for tool in tools(sandbox_type)}
     for call in trajectory.tool_calls:
         if call.error is None and call.name in methods and call.result is not None:

@@ -134,10 +134,7 @@ class Code:
         return scores | {"reward": reward, "success": float(grade.ok), "loads": float(grade.error is None)}
 
     async def fork(self, into: Code) -> None:
-        """Copy the state and replay the interpreter's calls in the copy.
-
-        Raises:  SandboxError if a call returns a different result.
-        """
+        """Copy the state and replay the interpreter's calls. Raise SandboxError if a result differs."""
         into._tests, into._setup, into._code = self._tests, self._setup, self._code
         into.runs, into.submitted, into.done = self.runs, self.submitted, self.done
         if self._used:

@@ -118,7 +118,7 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
 
         def __init__(self) -> None:
             self.environment = sandbox_type()
-            self.pools = (SingleSandboxPool(sandbox_type, self.environment), *(Pool(kind, size=1) for kind in wanted))
+            self.pools = [Pool(kind, size=1) for kind in wanted]
             self.context: Context | None = None
             self.loop = _Loop()
 
@@ -126,7 +126,7 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
             super().reset(seed=seed)
             begun = task if seed is None else replace(task, fields=task.fields | {"seed": seed})
             self._release()
-            self.context = Context(begun, pools=self.pools)
+            self.context = Context(begun, pools=[SingleSandboxPool(sandbox_type, self.environment), *self.pools])
             self.loop.wait(self.context.sandbox(sandbox_type))
             opening = self.context.reset_results.get(sandbox_type)
             text = opening if isinstance(opening, str) else "\n".join(str(m["content"]) for m in opening or ())
@@ -162,7 +162,7 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
 
         def close(self) -> None:
             self._release()
-            for pool in self.pools[1:]:
+            for pool in self.pools:
                 self.loop.wait(pool.close())
             if callable(close := getattr(self.environment, "close", None)):
                 closed = close()

@@ -96,12 +96,8 @@ class Rubric:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Verdict of a judge on one answer.
-
-    Attributes:
-        score: Score from 0 to 1, or None if the answer could not be scored; the reason is then in `why`.
-        points: Points per criterion, scaled to 0 to 1.
-        outputs: Raw outputs of the judge, one per attempt.
+    """Verdict on one answer: the score from 0 to 1, or None with the reason in `why`; the points per criterion, scaled
+    to 0 to 1; and the judge's outputs, one per attempt.
     """
 
     score: float | None
@@ -424,10 +420,7 @@ class Judge:
     # --- asking
 
     def rubric_of(self, task: Task) -> Rubric:
-        """Return the judge's rubric, or that of the task.
-
-        Raises:  SettingsError if there is none, or it is invalid.
-        """
+        """Return the judge's rubric, or that of the task. Raise SettingsError if there is none or it is invalid."""
         if self.rubric is not None:
             return self.rubric
         if "rubric" not in task.fields:
@@ -440,10 +433,7 @@ class Judge:
         return "\n".join(["Look at:", *(f"- {c.what}" for c in self.rubric_of(task).criteria), "", ""])
 
     def _mark(self, *parts: Any) -> str:
-        """Return a delimiter that occurs in none of the texts.
-
-        It is derived from the judge's seed and all the texts, so an answer cannot contain it.
-        """
+        """Return a delimiter that occurs in none of the texts, derived from the judge's seed and all of them."""
         texts = [part if isinstance(part, str) else repr(part.messages) for part in parts]
         number = 0
         while True:
@@ -461,10 +451,7 @@ class Judge:
     async def _verdict(
         self, task: Task, answers: Mapping[str, str], instruction: str, read: _Reader, shown: Mapping[str, Any]
     ) -> _Verdict:
-        """Show the task and the titled answers to the judge, until `read` can parse its output.
-
-        Returns: (verdict or None, reason if None, outputs of all attempts).
-        """
+        """Show the task and the titled answers to the judge, until `read` can parse its output."""
         mark = self._mark(task, *answers.values())
         conversation = "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in task.messages)
         sections = {"The task was": conversation, **answers}

@@ -57,10 +57,7 @@ def extract_answer(final: str | None) -> str | None:
 
 
 def answers_of(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the reference answers of a task.
-
-    Raises:  SettingsError if it has none.
-    """
+    """Return the reference answers of a task, or raise SettingsError if it has none."""
     for name in FIELDS:
         if name in fields:
             given = fields[name]

@@ -96,9 +96,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _launch(jar: str, options: Sequence[str]) -> tuple[int, str, subprocess.Popen[bytes]]:
     """Start the Java process and return its port, its authentication token and the process.
 
-    This replaces py4j's launch_gateway, which leaks the process and its pipes if Java does not print a port.
-
-    Raises:  ValueError if the process ended before it printed its port.
+    py4j's launch_gateway leaks the process and its pipes if Java prints no port.
     """
     from py4j.java_gateway import find_jar_path
 
@@ -129,10 +127,7 @@ def _drain(output: IO[bytes]) -> None:
 
 
 def _client(wanted: Any, process: subprocess.Popen[bytes]) -> Any:
-    """Create a py4j client that only raises an exception when Java has ended.
-
-    The original also logs a traceback to the root logger, which prints it to standard error, and retries.
-    """
+    """Create a py4j client that, when Java has ended, neither retries nor logs a traceback."""
     from py4j.java_gateway import GatewayClient, is_fatal_error
     from py4j.protocol import Py4JNetworkError
 
@@ -263,10 +258,7 @@ class ScienceWorld:
             await asyncio.to_thread(self._simulator.close)
 
     async def _ask(self, method: str, *given: Any) -> Any:
-        """Call a method of the simulator in a thread.
-
-        Raises:  SandboxError if the process was not started or has ended.
-        """
+        """Call a method of the simulator in a thread, or raise SandboxError if the process is not running."""
         simulator = self._simulator
         if simulator is None:
             raise SandboxError("this ScienceWorld is not started: lease it from a pool, or await its start()")

@@ -107,10 +107,7 @@ class SQL(SandboxEnvironment):
                 raise TaskError(f"the database {str(_file(task))!r} does not exist")
 
     async def reset(self, task: Task, seed: int) -> None:
-        """Create the task's database and run its reference query.
-
-        Raises:  SettingsError if the task's script fails; SandboxError if its query fails.
-        """
+        """Create the task's database and run its reference query. Raise SettingsError or SandboxError if that fails."""
         self.check_task(task)
         self.queries, self.errors, self.observation, self.done = [], 0, "", False
         self.gold = []
@@ -172,10 +169,7 @@ class SQL(SandboxEnvironment):
         return scored | {"submitted": float(submitted), "queries": len(self.queries), "errors": self.errors}
 
     async def fork(self, into: SQL) -> None:
-        """Copy the database.
-
-        Raises:  SandboxError during an open transaction, or if there are temporary tables.
-        """
+        """Copy the database, or raise SandboxError during an open transaction, or if there are temporary tables."""
         await self._sandbox.fork(into._sandbox)
         into.queries, into.errors, into.done = list(self.queries), self.errors, self.done
         into.observation, into.gold = self.observation, self.gold
@@ -247,10 +241,9 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Schema:
-    """Two tables: items with a categorical text column and two numeric columns, and an attribute of each category.
+    """Two tables: items with a text column and two numeric columns, and an attribute of each text.
 
-    Attributes:
-        numbers: Column name -> (start, stop, step) of its values, which are all different.
+    `numbers` maps column names to (start, stop, step) of their values, which are all different.
     """
 
     table: str
@@ -326,11 +319,7 @@ def world(db: str, number: int) -> World:
 
 @dataclass(frozen=True)
 class Question:
-    """A question in words, the query that answers it, and how hard it is.
-
-    Attributes:
-        hardness: Spider's difficulty level: easy, medium or hard.
-    """
+    """A question in words, the query that answers it, and its difficulty in Spider's levels: easy, medium or hard."""
 
     text: str
     gold: str

@@ -37,7 +37,7 @@ class Verifier(PythonSandbox):
     module: ClassVar[str]
 
     def __init__(self, **sandbox: Any) -> None:
-        defaults = {"preload": (self.module,), "memory_mb": 1024, "cpu_seconds": _CPU_SECONDS}
+        defaults: dict[str, Any] = {"preload": (self.module,), "memory_mb": 1024, "cpu_seconds": _CPU_SECONDS}
         super().__init__(**(defaults | sandbox))
 
     async def score(self, code: str, data: Any) -> float:

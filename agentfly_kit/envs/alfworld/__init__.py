@@ -142,10 +142,7 @@ class ALFWorld:
 
 
 def game_of(task: Task) -> Game:
-    """Return the game given by a task's fields `game` and `size`.
-
-    Raises:  SettingsError or TaskError if they are missing or invalid.
-    """
+    """Return the game of a task's fields `game` and `size`, or raise SettingsError or TaskError if they are invalid."""
     if "game" not in task.fields:
         raise SettingsError("it has no field 'game'; use af.envs.alfworld.tasks(), or tasks_in(folder)")
     return games.game(int_field(task, "game"), task.fields.get("size", "full"))

@@ -156,10 +156,7 @@ class Chess:
 
 
 def walk(board: Board, moves: Sequence[str]) -> list[Board]:
-    """Return the positions after each move.
-
-    Raises:  SettingsError for a move that is not legal.
-    """
+    """Return the positions after each move, or raise SettingsError for a move that is not legal."""
     found = []
     for text in moves:
         move = board.read(text)

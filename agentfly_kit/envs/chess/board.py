@@ -53,11 +53,7 @@ def square_of(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A move between two squares, numbered from 0 (a1) to 63 (h8).
-
-    Attributes:
-        into: Piece to promote to: q, r, b or n; empty for other moves.
-    """
+    """A move between two squares, numbered from 0 (a1) to 63 (h8). `into` is the piece to promote to, if any."""
 
     start: int
     end: int
@@ -69,11 +65,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Board:
-    """A position. `cells` contains the FEN letter of the piece on each square, or ""; upper case is white.
-
-    Attributes:
-        passant: The en passant square, behind a pawn that has just advanced two squares.
-    """
+    """A position. `cells` contains the FEN letter of the piece on each square, or "". Upper case is white."""
 
     cells: tuple[str, ...]
     turn: str = WHITE

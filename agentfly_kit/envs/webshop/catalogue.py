@@ -35,12 +35,7 @@ _HELP = (
 
 @dataclass(frozen=True)
 class Product:
-    """A product with the fields that the pages and the reward use.
-
-    Attributes:
-        price: Price; for a price range, a random value within it.
-        options: Option values by option name, in lower case.
-    """
+    """A product with the fields that the pages and the reward use. The price is random within a range of prices."""
 
     asin: str
     title: str
@@ -124,10 +119,7 @@ class Catalogue:
     # --- goals and search ---
 
     def goal(self, number: int) -> dict[str, Any]:
-        """Return the goal with the given number.
-
-        Raises:  SettingsError for a number out of range.
-        """
+        """Return the goal with the given number, or raise SettingsError for a number out of range."""
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(self.goals):
             raise SettingsError(
                 f"invalid goal {number!r}: the catalogue {self.name!r} has goals 0 to {len(self.goals) - 1}"
