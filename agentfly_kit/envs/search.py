@@ -73,9 +73,11 @@ class Corpus:
         return cls([_document(row, where) for where, row in task_sets._read_rows(file)], name=str(file))
 
     @staticmethod
+    @functools.lru_cache(32)
     def invented(world: int = 0) -> Corpus:
         """Return the fictional encyclopedia with the given number; 0 is the included one."""
-        return _invented(world)
+        found = [Document(entry.title, entry.text) for entry in encyclopedia.entries(world).values()]
+        return Corpus(found, name=f"encyclopedia {world}")
 
     def index(self, dense: str | Path | Embed | None = None) -> Index:
         """Return the BM25 index, or the vector index of the embedding `dense`; see `retrieval.embedding`."""
@@ -88,12 +90,6 @@ class Corpus:
 
     def __repr__(self) -> str:
         return f"Corpus({self.name!r}, {len(self.documents)} documents)"
-
-
-@functools.lru_cache(32)
-def _invented(world: int) -> Corpus:
-    found = [Document(entry.title, entry.text) for entry in encyclopedia.entries(world).values()]
-    return Corpus(found, name=f"encyclopedia {world}")
 
 
 @functools.lru_cache(2)

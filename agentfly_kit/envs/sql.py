@@ -334,37 +334,21 @@ def question(of: World, rng: random.Random) -> Question:
     most, order = ("most", " DESC") if rng.random() < 0.5 else ("least", "")
     column = rng.choice([s.text, *s.numbers])
     value = sorted(row[2 + list(s.numbers).index(number)] for row in of.rows)[rng.randrange(2, s.size - 2)]
-    given, here = f"WHERE {s.text} = '{text}'", f"FROM {s.table} WHERE {s.key} = '{key}'"
+    every = f"FROM {s.table}"
+    given, here = f"{every} WHERE {s.text} = '{text}'", f"{every} WHERE {s.key} = '{key}'"
+    sort, join = f"ORDER BY {number}{order}", f"{every} JOIN {s.other} USING ({s.text}) WHERE {s.key} = '{key}'"
+    grouped = f"GROUP BY {s.text} ORDER BY {s.text}"
     kinds = [
         ("easy", f"What is the {column} of {key}?", f"SELECT {column} {here}"),
-        ("easy", f"Which {s.key} has {s.text} {text}?", f"SELECT {s.key} FROM {s.table} {given}"),
-        ("easy", f"How many {s.table} have {s.text} {text}?", f"SELECT count(*) FROM {s.table} {given}"),
-        (
-            "easy",
-            f"Which {s.key} has {number} over {value}?",
-            f"SELECT {s.key} FROM {s.table} WHERE {number} > {value}",
-        ),
-        (
-            "medium",
-            f"Which {s.key} has the {most} {number}?",
-            f"SELECT {s.key} FROM {s.table} ORDER BY {number}{order} LIMIT 1",
-        ),
-        (
-            "medium",
-            f"List each {s.key} by {number}, {most} first.",
-            f"SELECT {s.key} FROM {s.table} ORDER BY {number}{order}",
-        ),
-        (
-            "medium",
-            f"What is the total {number} of each {s.text}, by {s.text}?",
-            f"SELECT {s.text}, sum({number}) FROM {s.table} GROUP BY {s.text} ORDER BY {s.text}",
-        ),
-        (
-            "hard",
-            f"What is the {s.what} of {key}?",
-            f"SELECT {s.what} FROM {s.table} JOIN {s.other} USING ({s.text}) WHERE {s.key} = '{key}'",
-        ),
-    ]
+        ("easy", f"Which {s.key} has {s.text} {text}?", f"SELECT {s.key} {given}"),
+        ("easy", f"How many {s.table} have {s.text} {text}?", f"SELECT count(*) {given}"),
+        ("easy", f"Which {s.key} has {number} over {value}?", f"SELECT {s.key} {every} WHERE {number} > {value}"),
+        ("medium", f"Which {s.key} has the {most} {number}?", f"SELECT {s.key} {every} {sort} LIMIT 1"),
+        ("medium", f"List each {s.key} by {number}, {most} first.", f"SELECT {s.key} {every} {sort}"),
+        ("medium", f"What is the total {number} of each {s.text}, by {s.text}?",
+         f"SELECT {s.text}, sum({number}) {every} {grouped}"),
+        ("hard", f"What is the {s.what} of {key}?", f"SELECT {s.what} {join}"),
+    ]  # fmt: skip
     hardness, asked, gold = rng.choice(kinds)
     return Question(asked, gold, hardness)
 

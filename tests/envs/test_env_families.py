@@ -25,11 +25,11 @@ def ready() -> list[str]:
 
 
 FEWER = {"alfworld": 24, "code": 24, "repo": 6, "sql": 16}
-"""Of families whose chains start processes, or think long."""
+"""Number of tasks of families whose chains are slow."""
 
 
 @pytest.mark.parametrize("name", ready())
-async def test_the_expert_solves_it_and_luck_does_not(name: str) -> None:
+async def test_the_expert_succeeds_and_the_random_player_does_not(name: str) -> None:
     of = getattr(af.envs, name)
     tasks = of.tasks(fewer(name), "test")
     # A repository's chains run its tests under a clock: more of them at once than cores would measure the machine.
@@ -55,7 +55,7 @@ async def seen(names: list[str], concurrency: int) -> dict[str, Any]:
 
 @pytest.mark.real
 async def test_the_same_seed_gives_the_same_evaluation_in_another_process() -> None:
-    """Whatever the order of its sets of words, and however many chains run at once."""
+    """The order of sets and the number of concurrent chains differ."""
     code = "import asyncio, json\nfrom typing import Any\nimport agentfly_kit as af\n" + inspect.getsource(seen)
     code += f"print(json.dumps(asyncio.run(seen({ready()}, 3))))"
     process = await asyncio.create_subprocess_exec(
@@ -209,7 +209,7 @@ def fewer(name: str, n: int = 64) -> int:
 
 @pytest.mark.parametrize("name", ready())
 async def test_concurrent_chains_do_not_affect_each_other(name: str) -> None:
-    """64 at once, and one after another in one environment that serves them all, say the same word for word."""
+    """64 concurrent chains give the same texts as one chain after another in a single environment."""
     of = getattr(af.envs, name)
     tasks = of.tasks(fewer(name), "train")
     together = await of.random_agent(size=8).rollout(tasks, max_concurrency=64)
@@ -274,7 +274,7 @@ async def test_invalid_tasks_are_rejected_before_anything_runs(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ready())
-async def test_a_fork_goes_on_from_the_same_state_or_is_refused_by_name(name: str) -> None:
+async def test_a_fork_continues_from_the_same_state_or_raises(name: str) -> None:
     of = getattr(af.envs, name)
     chain = of.expert().chain(of.tasks(1, "test")[0])
     await chain.prepare()

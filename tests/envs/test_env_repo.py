@@ -113,7 +113,7 @@ async def test_hostile_changes_are_not_rewarded(how: str, env: repo.Repo, grader
     assert said["fixed"] < 1
 
 
-async def test_a_loop_costs_its_time_and_no_more(env: repo.Repo, grader: Grader) -> None:
+async def test_an_endless_loop_ends_at_its_time_limit(env: repo.Repo, grader: Grader) -> None:
     await call(env, "write_file", path="stall/money.py", text="while True:\n    pass\n")
     shipped = env._repository
     found = await repo.grade(grader, shipped, await env.sources(), only=["tests/test_money.py"], seconds=0.3, total=1.0)
@@ -124,7 +124,7 @@ async def test_a_loop_costs_its_time_and_no_more(env: repo.Repo, grader: Grader)
 
 
 async def test_values_of_the_visible_tests_are_not_enough(env: repo.Repo, grader: Grader) -> None:
-    """Special cases for what the tests in sight ask for: those pass, and the others do not."""
+    """Special cases for the visible tests pass those and fail the hidden ones."""
     bug = {
         "file": "stall/money.py",
         "line": 24,
@@ -144,7 +144,7 @@ async def test_values_of_the_visible_tests_are_not_enough(env: repo.Repo, grader
     )  # fmt: skip
     said = await score(env, grader, task)
     assert (said["fixed"], said["kept"], said["reward"]) == (0.5, 1.0, 0.0)
-    # And what breaks another module is seen, though nothing failed there.
+    # A change that breaks another module is detected, although no test of it failed before.
     await env.reset(ONE, 0)
     await mend(env)
     await call(env, "edit_file", path="stall/text.py", old="if count == 1:", new="if count == 2:")
@@ -185,7 +185,7 @@ def test_shipped_bugs_fit_the_repository() -> None:
 
 @pytest.mark.real
 async def test_shipped_bugs_fail_as_recorded(grader: Grader) -> None:
-    """Without those that never end: which tests are reached in time is the machine's."""
+    """Bugs that cause endless loops are left out: which tests run in time depends on the machine."""
     shipped = repo.repository()
     ends = [bug for bug in repo._shipped_bugs() if "took more than" not in bug["says"] and "while" not in bug["right"]]
     for bug in random.Random(0).sample(ends, 12):
@@ -193,8 +193,8 @@ async def test_shipped_bugs_fail_as_recorded(grader: Grader) -> None:
         assert {name for name, why in found.items() if why is not None} == set(bug["failing"]), bug["id"]
 
 
-async def test_a_job_in_the_background_ends_when_the_chain_does() -> None:
-    """Not when the next one begins: until then it would have its memory and its processor."""
+async def test_background_jobs_end_with_the_chain() -> None:
+    """They must not use memory and CPU until the next chain begins."""
     seconds = str(10**6 + os.getpid())
 
     async def until(what: Callable[[], bool]) -> None:

@@ -67,7 +67,7 @@ def test_each_part_of_the_reward_counts_as_it_is_defined() -> None:
         ("red " * 500, "blue", 0), ("pack of 2", "pack of two", 1), ("pack of 2", "pack of 12", 1),
     ],
 )  # fmt: skip
-def test_an_option_is_met_by_likeness_or_by_its_colour(chosen: str, wanted: str, met: int) -> None:
+def test_options_match_by_similarity_or_colour(chosen: str, wanted: str, met: int) -> None:
     got = scoring.score(product(), goal(goal_options=[wanted]), [chosen], scoring.likely_nouns)
     assert got.options == met, (chosen, wanted, scoring.alike(chosen, wanted))
 
@@ -79,7 +79,7 @@ def test_a_synthetic_goals_options_are_pairs() -> None:
     assert reward(product(), pairs, "red", "large") == 1.0
 
 
-def test_the_type_counts_down_from_the_titles_nouns() -> None:
+def test_the_type_factor_depends_on_the_nouns_of_the_titles() -> None:
     def typed(title: str, wanted: str, **changes: Any) -> float:
         other = {"query": "x", "product_category": "a › b"} | changes
         return scoring.type_factor(product(title, **other), goal(name=wanted), str.split)
@@ -215,7 +215,7 @@ async def test_a_search_from_an_item_forgets_the_item_and_its_options() -> None:
 # ---- chains
 
 
-async def test_brief_pages_are_the_same_shop_in_few_words() -> None:
+async def test_brief_pages_show_the_same_shop() -> None:
     options = {"brief": True, "page_size": 3}
     some = tasks(20, "test")
     done = await af.evaluate(expert(options=options), some)

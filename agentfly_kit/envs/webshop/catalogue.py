@@ -112,9 +112,11 @@ class Catalogue:
         return cls(rows, known, asked, name=str(first))
 
     @staticmethod
+    @functools.lru_cache(16)
     def invented(world: int = 0) -> Catalogue:
         """Return the fictional catalogue with the given number; 0 is the included one."""
-        return _invented(world)
+        items, attributes, instructions = goods.make(world)
+        return Catalogue(items, attributes, instructions, name=f"invented {world}", seed=SEED + world)
 
     # --- goals and search ---
 
@@ -206,12 +208,6 @@ class Catalogue:
             return UNBOUNDED, ""
         bound = max(self._rng.sample(above, 2))
         return bound, f", and price lower than {bound:.2f} dollars"
-
-
-@functools.lru_cache(16)
-def _invented(world: int) -> Catalogue:
-    items, attributes, instructions = goods.make(world)
-    return Catalogue(items, attributes, instructions, name=f"invented {world}", seed=SEED + world)
 
 
 def _goal(product: Product, text: str, attributes: list[str], options: Any, bound: float) -> dict[str, Any]:
