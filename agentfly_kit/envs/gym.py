@@ -118,7 +118,7 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
 
         def __init__(self) -> None:
             self.environment = sandbox_type()
-            self.pools = [Pool(kind, size=1) for kind in wanted]
+            self.pools: list[Pool[Any]] = [Pool(kind, size=1) for kind in wanted]
             self.context: Context | None = None
             self.loop = _Loop()
 
