@@ -22,6 +22,8 @@ An environment is any class with `reset(task, seed)`; it needs no base class and
 
     agent = af.envs.agent(Guess, engine, chat=policy.chat)
 
+check_task(task)    Called for every task before a rollout starts, on an instance that is not started: raise TaskError
+                    for a task that `reset` cannot use. Optional.
 reset(task, seed)   Called before each chain. Must reset all state, because one object serves many chains in turn. The
                     return value (a string, messages or None) is appended to the task's prompt. `seed` is optional.
 tools               Methods decorated with @af.tool. Sync methods run in a thread, coroutine functions on the loop.
@@ -29,6 +31,7 @@ done                True once the episode is over: the chain then stops with `en
 reward(...)         Score of the chain. Parameters are filled by name: `state`, and those of any reward (final,
                     trajectory, context, a task's field, a sandbox by its class). Optional; agent(reward=mine)
                     replaces it.
+reward_sandboxes    Sandbox classes that `reward` leases itself, with `await context.sandbox(...)`. Optional.
 state               Value that rewards may read. Defaults to a dictionary of the public attributes.
 fork(into)          Copy the state to another instance. Without it, a chain that has started cannot be forked.
 cleanup()           Called after a chain has released the environment: stop whatever is still running. Optional.
@@ -38,12 +41,12 @@ start, alive, close As for any sandbox class. Optional.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.errors import SandboxError, SettingsError
+from agentfly_kit.errors import SandboxError, SettingsError, TaskError
 from agentfly_kit.pool import environment as environments
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import Reward, RewardSet
@@ -51,7 +54,7 @@ from agentfly_kit.tools import function as functions
 from agentfly_kit.tools.context import Context
 from agentfly_kit.tools.injection import FromPool, injection
 from agentfly_kit.tools.tool import Tool, ToolSet
-from agentfly_kit.types import ToolResult
+from agentfly_kit.types import Task, ToolResult
 
 if TYPE_CHECKING:
     from agentfly_kit.agent.chain_editing import Chain
@@ -64,9 +67,26 @@ _EXTRA_POOL_SIZE = 4
 class EnvironmentTool(Tool[..., Any]):
     """A tool method of an environment, called on the instance that the chain has leased."""
 
+    # `check_task` of an instance, on the first tool of an agent's environment.
+    check_task: Callable[[Task], Any] | None = None
+
     def __init__(self, method: Tool[..., Any], sandbox_type: type) -> None:
         self.__dict__.update(method.__dict__)
         self.sandbox_type = sandbox_type
+
+    def check(self, tasks: Iterable[Task]) -> None:
+        """Check that the tasks have the fields that the tool requires, and that the environment accepts them.
+
+        Raises:  TaskError for the first that it does not accept.
+        """
+        super().check(tasks)
+        if self.check_task is None:
+            return
+        for task in tasks:
+            try:
+                self.check_task(task)
+            except (ValueError, TypeError, KeyError) as error:
+                raise TaskError(f"task {task.id!r}: {error}") from error
 
     @property
     def sandbox_types(self) -> tuple[type, ...]:
@@ -170,7 +190,19 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
     signed.__annotations__ = {**sandboxes, "environment": from_pool[sandbox_type]}
     signed.__wrapped__ = method  # the fingerprint is computed from the source of the reward, not of this wrapper
     signed.__qualname__, signed.__module__, signed.__doc__ = method.__qualname__, method.__module__, method.__doc__
-    return Reward(scored, name=sandbox_type.__name__.lower())
+    made = EnvironmentReward(scored, name=sandbox_type.__name__.lower())
+    made.leased = tuple(getattr(sandbox_type, "reward_sandboxes", ()))
+    return made
+
+
+class EnvironmentReward(Reward[..., Any]):
+    """The reward of an environment. `leased` are the sandbox classes that it requests from the context itself."""
+
+    leased: tuple[type, ...] = ()
+
+    @property
+    def sandbox_types(self) -> tuple[type, ...]:
+        return (*super().sandbox_types, *self.leased)
 
 
 def _hints(method: Any) -> dict[str, Any]:
@@ -186,10 +218,7 @@ def _is_sandbox(annotation: Any) -> bool:
 
 
 async def _replay(environment: Any, sandbox_type: type, context: Context, trajectory: Any) -> None:
-    """Replay the tool calls of a trajectory.
-
-    Raises:  SandboxError if a call returns a different result than it did the first time.
-    """
+    """Replay the tool calls of a trajectory, or raise SandboxError if a call returns a different result."""
     methods = {tool.name: tool for tool in tools(sandbox_type)}
     for call in trajectory.tool_calls:
         if call.error is None and call.name in methods and call.result is not None:
@@ -281,6 +310,8 @@ def agent(
         raise SettingsError(
             f"options must not be given together with a pool, got options={options!r}; pass them to the pool"
         )
+    if hasattr(sandbox_type, "check_task"):
+        own[0].check_task = sandbox_type(**getattr(pool, "options", {})).check_task
     toolset = ToolSet([*own, *tools])
     scored = RewardSet(_reward(sandbox_type) if reward is None else reward)
     have = [pool, *(p for p in pools if p is not pool)]

@@ -16,16 +16,13 @@ from agentfly_kit.types import Message, Task
 class Calculator:
     """Environment without state. It exists so that all families have the same interface."""
 
-    async def reset(self, task: Task, seed: int) -> None:
-        """Check the task.
-
-        Raises:  TaskError if the answer is neither a string nor a number.
-        """
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError if the answer is neither a string nor a number."""
         answer = task.fields.get("answer", "")
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-            raise TaskError(
-                f"task {task.id!r}: answer must be a string or a number, got {answer!r} ({type(answer).__name__})"
-            )
+            raise TaskError(f"answer must be a string or a number, got {answer!r} ({type(answer).__name__})")
+
+    async def reset(self, task: Task, seed: int) -> None: ...
 
     @tool
     def calculator(self, expression: str) -> str:

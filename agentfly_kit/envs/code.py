@@ -70,18 +70,19 @@ class Code:
     def kill(self) -> None:
         self._sandbox.kill()
 
-    async def reset(self, task: Task, seed: int) -> None:
-        """Load the tests of the task and clear the interpreter.
-
-        Raises:  SettingsError for a task without tests.
-        """
-        tests, setup = task.fields.get("test_list"), task.fields.get("test_setup_code") or ""
-        if not _texts(tests) or not isinstance(setup, str):
-            raise SettingsError(
-                f"task {task.id!r} has no valid tests: the field 'test_list' must be a list such as "
-                "['assert f(1) == 2'], and 'test_setup_code', which runs before the tests, a string"
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError for a task without valid tests."""
+        if not _texts(task.fields.get("test_list")) or not isinstance(task.fields.get("test_setup_code") or "", str):
+            raise TaskError(
+                "it has no valid tests: the field 'test_list' must be a list such as ['assert f(1) == 2'], and "
+                "'test_setup_code', which runs before the tests, a string"
             )
-        self._tests, self._setup, self._code = list(tests), setup, str(task.fields.get("code") or "")
+
+    async def reset(self, task: Task, seed: int) -> None:
+        """Load the tests of the task and clear the interpreter."""
+        self.check_task(task)
+        self._tests, self._setup = list(task.fields["test_list"]), task.fields.get("test_setup_code") or ""
+        self._code = str(task.fields.get("code") or "")
         await self.cleanup()
         self.runs, self.submitted, self.done = 0, None, False
 
@@ -133,10 +134,7 @@ class Code:
         return scores | {"reward": reward, "success": float(grade.ok), "loads": float(grade.error is None)}
 
     async def fork(self, into: Code) -> None:
-        """Copy the state and replay the interpreter's calls in the copy.
-
-        Raises:  SandboxError if a call returns a different result.
-        """
+        """Copy the state and replay the interpreter's calls. Raise SandboxError if a result differs."""
         into._tests, into._setup, into._code = self._tests, self._setup, self._code
         into.runs, into.submitted, into.done = self.runs, self.submitted, self.done
         if self._used:

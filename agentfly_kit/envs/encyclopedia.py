@@ -106,10 +106,7 @@ def _pairs(first: tuple[str, ...], second: tuple[str, ...], n: int, rng: random.
 
 
 def path(question: Question, world: int = 0) -> list[tuple[str, str, str]]:
-    """Return (title, relation, value) of each hop; the last value is the answer.
-
-    Raises:  KeyError for an unknown title or relation.
-    """
+    """Return (title, relation, value) of each hop; the last value is the answer."""
     steps, title = [], question.start
     for relation in question.relations:
         value = dict(entries(world)[title].facts)[relation]

@@ -112,10 +112,7 @@ class Family:
         return (*modules, *(name for name in self.programs if shutil.which(name) is None))
 
     def require_installed(self) -> None:
-        """Check that the modules and programs of the family are installed.
-
-        Raises:  SettingsError naming the missing ones and the install command.
-        """
+        """Raise SettingsError, with the install command, if a module or program is missing."""
         if self.missing:
             raise SettingsError(f"af.envs.{self.name} needs {', '.join(self.missing)}; type: {self.install}")
 
@@ -196,10 +193,7 @@ class Family:
 
 
 def check_int(name: str, value: Any, minimum: int = 0) -> None:
-    """Check that a setting is an integer of at least `minimum`.
-
-    Raises:  SettingsError naming the setting and its value.
-    """
+    """Raise SettingsError if a setting is not an integer of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise SettingsError(f"{name} must be an integer of at least {minimum}, got {value!r}")
 
@@ -230,10 +224,7 @@ def shipped_rows(name: str, n: int, split: str, seed: int) -> list[dict[str, Any
 
 
 def existing_file(path: str | os.PathLike[str], hint: str) -> Path:
-    """Return the path of a file that the user must provide.
-
-    Raises:  TaskError with the hint if it does not exist.
-    """
+    """Return the path of a file that the user must provide, or raise TaskError with the hint if it does not exist."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise TaskError(f"{file}: no such file; {hint}. Nothing is downloaded automatically")
@@ -243,17 +234,12 @@ def existing_file(path: str | os.PathLike[str], hint: str) -> Path:
 # --- helpers of environments and players ---------------------------------------------------------
 
 
-def int_field(task: Task, name: str, minimum: int = 0, family: str = "") -> int:
-    """Return an integer field of a task.
-
-    Raises:  TaskError naming the task, the field and its value if the field is missing, is not an integer or is less
-             than `minimum`.
-    """
+def int_field(task: Task, name: str, minimum: int = 0) -> int:
+    """Return an integer field of a task. Raise TaskError if it is missing, no integer or less than `minimum`."""
     given = task.fields.get(name)
     if isinstance(given, bool) or not isinstance(given, int) or given < minimum:
         has = f"is {given!r}" if name in task.fields else "is missing"
-        where = f"; use the tasks of af.envs.{family}.tasks()" if family else ""
-        raise TaskError(f"task {task.id!r}: field {name!r} {has}; it must be an integer of at least {minimum}{where}")
+        raise TaskError(f"field {name!r} {has}; it must be an integer of at least {minimum}")
     return given
 
 

@@ -9,10 +9,12 @@ import string
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from agentfly_kit.envs import base
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import RewardError, SettingsError
+from agentfly_kit.pool.pool import Pool
 from agentfly_kit.tools.context import Context, SingleSandboxPool
 from agentfly_kit.tools.tool import ToolSet, tool
 from agentfly_kit.types import Task, ToolCall, ToolResult
@@ -102,16 +104,13 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
     episode. The observation is the tool's output. Rewards are the tools' turn rewards plus, at the end, the
     environment's own reward. Methods and reward may be sync or coroutine functions.
 
-    Raises:  SettingsError if gymnasium is not installed, the class is not an environment, or a tool needs a sandbox.
+    Raises:  SettingsError if gymnasium is not installed or the class is not an environment.
     """
     gymnasium = _module()
     base.check(sandbox_type)
     tools = ToolSet(base.tools(sandbox_type))
-    others = [other for t in tools for other in t.sandbox_types if other is not sandbox_type]
-    if others:
-        raise SettingsError(
-            f"a tool of {sandbox_type.__name__} needs a {others[0].__name__}, but Gymnasium environments have no pools"
-        )
+    reward = base.reward(sandbox_type)
+    wanted = {*tools.sandbox_types, *(() if reward is None else reward.sandbox_types)} - {sandbox_type}
 
     class Env(gymnasium.Env):  # type: ignore[misc, name-defined]
         action_space = gymnasium.spaces.Text(4096, charset=string.printable)
@@ -119,13 +118,15 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
 
         def __init__(self) -> None:
             self.environment = sandbox_type()
+            self.pools: list[Pool[Any]] = [Pool(kind, size=1) for kind in wanted]
             self.context: Context | None = None
             self.loop = _Loop()
 
         def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
             super().reset(seed=seed)
             begun = task if seed is None else replace(task, fields=task.fields | {"seed": seed})
-            self.context = Context(begun, pools=(SingleSandboxPool(sandbox_type, self.environment),))
+            self._release()
+            self.context = Context(begun, pools=[SingleSandboxPool(sandbox_type, self.environment), *self.pools])
             self.loop.wait(self.context.sandbox(sandbox_type))
             opening = self.context.reset_results.get(sandbox_type)
             text = opening if isinstance(opening, str) else "\n".join(str(m["content"]) for m in opening or ())
@@ -146,19 +147,23 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
             return result.observation, gain, over, False, {"ok": result.ok}
 
         def _score(self, final: str | None) -> float:
-            method = getattr(self.environment, "reward", None)
-            if method is None:
+            if reward is None:
                 return 0.0
             assert self.context is not None
-            known = {**self.context.task.fields, "final": final, "context": self.context, "trajectory": None}
-            wanted = inspect.signature(method).parameters
-            if "state" in wanted:
-                known["state"] = base.state(self.environment)
-            value = method(**{name: known[name] for name in wanted if name in known})
-            value = self.loop.wait(value) if inspect.isawaitable(value) else value
-            return float(value["reward"] if isinstance(value, dict) else value or 0.0)
+            ended: Any = SimpleNamespace(task=self.context.task, final=final, turns=())
+            score = self.loop.wait(reward.score(ended, self.context))
+            if score.reward is None:
+                raise RewardError(f"the episode could not be scored: {score.error}")
+            return float(score.reward)
+
+        def _release(self) -> None:
+            if self.context is not None:
+                self.loop.wait(self.context.close())
 
         def close(self) -> None:
+            self._release()
+            for pool in self.pools:
+                self.loop.wait(pool.close())
             if callable(close := getattr(self.environment, "close", None)):
                 closed = close()
                 if inspect.isawaitable(closed):
@@ -170,8 +175,8 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
 def _call(action: str) -> ToolCall | None:
     try:
         read = json.loads(action)
-        return ToolCall("call-0", read["name"], dict(read.get("arguments") or {}))
-    except (ValueError, TypeError, KeyError):
+        return ToolCall("call-0", str(read["name"]), dict(read.get("arguments") or {}))
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

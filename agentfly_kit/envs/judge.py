@@ -47,11 +47,7 @@ def scripted(question: Task, attempt: int) -> str:
 
     Raises:  SettingsError for a rubric without checks.
     """
-    rows = question.fields.get("rubric")
-    if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) and row.get("check") for row in rows):
-        raise SettingsError(
-            "the scripted judge needs a rubric whose rows have a field 'check', such as ['says', 'fig']"
-        )
+    rows = _checked(question)
     # Like a model, read the answers from the prompt, between the marks.
     shown = str(question.messages[-1]["content"])
     mark = re.findall(r"the mark ([0-9a-f]{16})", str(question.messages[0]["content"]))[0]
@@ -69,6 +65,23 @@ def scripted(question: Task, attempt: int) -> str:
     return f"<order>{', '.join(str(i + 1) for i in order)}</order>"
 
 
+def _checked(task: Task) -> Sequence[Mapping[str, Any]]:
+    """Return the rubric of a task, or raise SettingsError if a row has no check."""
+    rows = task.fields.get("rubric")
+    if not isinstance(rows, Sequence) or not all(
+        isinstance(row, Mapping) and _is_check(row.get("check")) for row in rows
+    ):
+        raise SettingsError(
+            "the scripted judge needs a rubric whose rows have a field 'check', such as ['says', 'fig'], with one of "
+            f"{', '.join(_CHECKS)}"
+        )
+    return rows
+
+
+def _is_check(given: Any) -> bool:
+    return isinstance(given, list | tuple) and len(given) == 2 and given[0] in _CHECKS
+
+
 # --- the environment -----------------------------------------------------------------------------
 
 
@@ -81,7 +94,14 @@ class Written:
 
     def __init__(self, judge: Judge | None = None) -> None:
         self._judge = Judge(ScriptedEngine(scripted)) if judge is None else judge
+        self._scripted = judge is None
         self.drafts = 0
+
+    def check_task(self, task: Task) -> None:
+        """Raise SettingsError if the task's rubric is missing or invalid."""
+        self._judge.rubric_of(task)
+        if self._scripted:
+            _checked(task)
 
     async def reset(self, task: Task, seed: int) -> None:
         self.drafts = 0

@@ -96,12 +96,8 @@ class Rubric:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Verdict of a judge on one answer.
-
-    Attributes:
-        score: Score from 0 to 1, or None if the answer could not be scored; the reason is then in `why`.
-        points: Points per criterion, scaled to 0 to 1.
-        outputs: Raw outputs of the judge, one per attempt.
+    """Verdict on one answer: the score from 0 to 1, or None with the reason in `why`; the points per criterion, scaled
+    to 0 to 1; and the judge's outputs, one per attempt.
     """
 
     score: float | None
@@ -274,7 +270,7 @@ class Judge:
 
         Raises:  SettingsError if neither the judge nor the task has a rubric.
         """
-        rubric = self._rubric(task)
+        rubric = self.rubric_of(task)
         lines = [f"- {c.name} (0 to {rubric.max_points}): {c.what}" for c in rubric.criteria]
         shape = json.dumps({criterion.name: 0 for criterion in rubric.criteria})
         instruction = (
@@ -423,23 +419,21 @@ class Judge:
 
     # --- asking
 
-    def _rubric(self, task: Task) -> Rubric:
+    def rubric_of(self, task: Task) -> Rubric:
+        """Return the judge's rubric, or that of the task. Raise SettingsError if there is none or it is invalid."""
         if self.rubric is not None:
             return self.rubric
         if "rubric" not in task.fields:
-            raise SettingsError(f"task {task.id!r} has no field 'rubric'; add one, or pass Judge(rubric=...)")
+            raise SettingsError("the task has no field 'rubric'; add one, or pass Judge(rubric=...)")
         return Rubric.from_spec(task.fields["rubric"])
 
     def _criteria_section(self, task: Task) -> str:
         if self.rubric is None and "rubric" not in task.fields:
             return ""
-        return "\n".join(["Look at:", *(f"- {c.what}" for c in self._rubric(task).criteria), "", ""])
+        return "\n".join(["Look at:", *(f"- {c.what}" for c in self.rubric_of(task).criteria), "", ""])
 
     def _mark(self, *parts: Any) -> str:
-        """Return a delimiter that occurs in none of the texts.
-
-        It is derived from the judge's seed and all the texts, so an answer cannot contain it.
-        """
+        """Return a delimiter that occurs in none of the texts, derived from the judge's seed and all of them."""
         texts = [part if isinstance(part, str) else repr(part.messages) for part in parts]
         number = 0
         while True:
@@ -457,10 +451,7 @@ class Judge:
     async def _verdict(
         self, task: Task, answers: Mapping[str, str], instruction: str, read: _Reader, shown: Mapping[str, Any]
     ) -> _Verdict:
-        """Show the task and the titled answers to the judge, until `read` can parse its output.
-
-        Returns: (verdict or None, reason if None, outputs of all attempts).
-        """
+        """Show the task and the titled answers to the judge, until `read` can parse its output."""
         mark = self._mark(task, *answers.values())
         conversation = "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in task.messages)
         sections = {"The task was": conversation, **answers}

@@ -91,15 +91,15 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 class Lookup:
     """Environment with the store of facts of one task."""
 
-    async def reset(self, task: Task, seed: int) -> None:
-        """Load the store of the task.
-
-        Raises:  TaskError if the field `world` is not an integer or the answer is not a string.
-        """
-        self.facts = store(int_field(task, "world", family="lookup"))
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError if the field `world` is not an integer or the answer is not a string."""
+        int_field(task, "world")
         answer = task.fields.get("answer", "")
         if not isinstance(answer, str):
-            raise TaskError(f"task {task.id!r}: answer must be a string, got {answer!r} ({type(answer).__name__})")
+            raise TaskError(f"answer must be a string, got {answer!r} ({type(answer).__name__})")
+
+    async def reset(self, task: Task, seed: int) -> None:
+        self.facts = store(int_field(task, "world"))
         self.asked: list[tuple[str, str]] = []
 
     @tool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -9,15 +10,50 @@ from typing import Any
 from agentfly_kit.envs import exact
 from agentfly_kit.envs.calculator import Calculator, random_player
 from agentfly_kit.envs.family import Family, Move, hash_split, row_id, tool_outputs
+from agentfly_kit.envs.verifier import Verifier
+from agentfly_kit.tools.context import Context
 from agentfly_kit.types import Message, Task
+
+_LONGEST = 500
+# math-verify's own time limits need signals, which work only in the main thread; it warns if they are disabled.
+_VERIFY = """
+import logging
+from math_verify import parse, verify
+for name in ("math_verify.parser", "math_verify.grader"):
+    logging.getLogger(name).setLevel(logging.ERROR)
+gold, given = (parse(f"${text}$", parsing_timeout=None) for text in data)
+score = verify(gold, given, timeout_seconds=None)
+"""
+
+
+class MathVerifier(Verifier):
+    """Sandbox that runs math-verify."""
+
+    module = "math_verify"
 
 
 class Math(Calculator):
     """Calculator environment whose answers may be written in any equivalent form."""
 
-    def reward(self, final: str | None, answer: str | float) -> float:
-        """Return 1 for an equivalent answer, else 0. Non-numeric answers are checked by math-verify if installed."""
-        return float(final is not None and exact.equivalent(final, str(answer)))
+    reward_sandboxes = (MathVerifier,)
+
+    async def reward(self, final: str | None, answer: str | float, context: Context) -> float:  # type: ignore[override]
+        """Return 1 if the final text is equivalent to the answer, else 0.
+
+        Exact values are compared first, then the strings. If one side is not arithmetic, math-verify decides if it is
+        installed (`pip install "agentfly_kit[envs]"`), for answers of at most 500 characters. It also understands sets,
+        intervals and LaTeX, and runs in a sandbox.
+        """
+        if final is None:
+            return 0.0
+        exactly = exact.same(final, str(answer))
+        if exactly is not None:
+            return float(exactly)
+        if final.strip() == str(answer).strip():
+            return 1.0
+        if len(final) > _LONGEST or importlib.util.find_spec("math_verify") is None:
+            return 0.0
+        return await (await context.sandbox(MathVerifier)).score(_VERIFY, (str(answer), final))
 
 
 _FORMS = (

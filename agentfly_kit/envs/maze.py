@@ -78,8 +78,13 @@ class Maze:
     def __init__(self, shaped: bool = False) -> None:
         self.shaped = shaped
 
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError if a field is not an integer."""
+        int_field(task, "maze")
+        int_field(task, "far", 1)
+
     async def reset(self, task: Task, seed: int) -> str:
-        self.grid = Grid(int_field(task, "maze", family="maze"), int_field(task, "far", 1, family="maze"))
+        self.grid = Grid(int_field(task, "maze"), int_field(task, "far", 1))
         self.cell, self.steps, self.done = self.grid.start, 0, False
         return self._seen()
 

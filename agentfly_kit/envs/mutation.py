@@ -33,12 +33,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of one line: `right` is the original, `broken` the mutated line.
-
-    Attributes:
-        line: Line number, starting at 1.
-        kind: One of comparison, operator, logic, number, name and negation.
-    """
+    """A change of one line, numbered from 1: `right` is the original, `broken` the mutated line."""
 
     line: int
     right: str

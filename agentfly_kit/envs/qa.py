@@ -11,7 +11,6 @@ from typing import Any
 from agentfly_kit.errors import SettingsError
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # Task fields that may contain the reference answers: one string, or a list of equally good ones.
 FIELDS = ("answers", "golden_answers", "answer")
 
@@ -50,20 +49,20 @@ def extract_answer(final: str | None) -> str | None:
     """Return the content of the last <answer> tag in the final text, or the whole text without one; None for None."""
     if final is None:
         return None
-    tagged = _ANSWER.findall(final)
-    return (tagged[-1] if tagged else final).strip()
+    for part in reversed(final.split("</answer>")[:-1]):  # a regular expression would take quadratic time
+        _, tag, inside = part.partition("<answer>")
+        if tag:
+            return inside.strip()
+    return final.strip()
 
 
-def answers_of(fields: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Return the reference answers of a task.
-
-    Raises:  SettingsError if it has none.
-    """
+def answers_of(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the reference answers of a task, or raise SettingsError if it has none."""
     for name in FIELDS:
         if name in fields:
             given = fields[name]
-            found = (given,) if isinstance(given, str | int | float) else tuple(given or ())
+            found = given if isinstance(given, list | tuple) else (given,)
             if found and all(isinstance(answer, str | int | float) for answer in found):
                 return tuple(map(str, found))
-            raise SettingsError(f"{where}: got {name}={given!r}; it must be a string, or a non-empty list of strings")
-    raise SettingsError(f"{where} has none of the fields {', '.join(FIELDS)}; add one with the reference answer")
+            raise SettingsError(f"{name} must be a string, or a non-empty list of strings, got {given!r}")
+    raise SettingsError(f"it has none of the fields {', '.join(FIELDS)}; add one with the reference answer")

@@ -13,7 +13,9 @@ from typing import Any
 
 from agentfly_kit.envs.calculator import Calculator
 from agentfly_kit.envs.family import Family, Move, hash_split, row_id
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.envs.verifier import Verifier
+from agentfly_kit.errors import SettingsError, TaskError
+from agentfly_kit.tools.context import Context
 from agentfly_kit.types import Message, Task
 
 # Default datasets of `tasks`.
@@ -27,17 +29,52 @@ def _package() -> Any:
     return reasoning_gym
 
 
+_LONGEST = 20_000
+_VERIFY = """
+import reasoning_gym
+dataset, answer, entry = data
+score = reasoning_gym.get_score_answer_fn(dataset)(answer=answer, entry=entry)
+"""
+
+
+class ReasoningVerifier(Verifier):
+    """Sandbox that runs the verifiers. Some of them evaluate the answer as Python code."""
+
+    module = "reasoning_gym"
+
+
 class ReasoningGym(Calculator):
     """Calculator environment with the verifier of the question's dataset."""
 
-    def reward(  # type: ignore[override]  # parameters are filled by name
-        self, final: str | None, answer: str, dataset: str, metadata: dict[str, Any], question_text: str
+    reward_sandboxes = (ReasoningVerifier,)
+
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError if the dataset does not exist or another field has the wrong type."""
+        _package()
+        from reasoning_gym.factory import DATASETS as known
+
+        wanted = {"dataset": str, "answer": str, "question_text": str, "metadata": dict}
+        for name, kind in wanted.items():
+            if name in task.fields and not isinstance(task.fields[name], kind):
+                raise TaskError(f"field {name!r} must be a {kind.__name__}, got {task.fields[name]!r:.100}")
+        if task.fields.get("dataset") not in known:
+            raise TaskError(f"reasoning_gym has no dataset {task.fields.get('dataset')!r}")
+
+    async def reward(  # type: ignore[override]  # parameters are filled by name
+        self,
+        final: str | None,
+        answer: str,
+        dataset: str,
+        metadata: dict[str, Any],
+        question_text: str,
+        context: Context,
     ) -> float:
-        """Return the verifier's score of the final text, from 0 to 1; 0 without an answer."""
-        if final is None:
+        """Return the verifier's score of the final text, from 0 to 1; 0 without an answer or for a very long one."""
+        if final is None or len(final) > _LONGEST:
             return 0.0
         entry = {"question": question_text, "answer": answer, "metadata": metadata}
-        return float(_package().get_score_answer_fn(dataset)(answer=final.strip(), entry=entry))
+        verifier = await context.sandbox(ReasoningVerifier)
+        return min(1.0, max(0.0, await verifier.score(_VERIFY, (dataset, final.strip(), entry))))
 
 
 def rows(n: int, split: str, seed: int = 0, datasets: Sequence[str] = DATASETS) -> list[dict[str, Any]]:

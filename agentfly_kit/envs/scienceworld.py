@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.envs.family import Family, Move, check_int, tool_outputs
-from agentfly_kit.errors import SandboxError, SettingsError
+from agentfly_kit.errors import SandboxError, SettingsError, TaskError
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
@@ -96,9 +96,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _launch(jar: str, options: Sequence[str]) -> tuple[int, str, subprocess.Popen[bytes]]:
     """Start the Java process and return its port, its authentication token and the process.
 
-    This replaces py4j's launch_gateway, which leaks the process and its pipes if Java does not print a port.
-
-    Raises:  ValueError if the process ended before it printed its port.
+    py4j's launch_gateway leaks the process and its pipes if Java prints no port.
     """
     from py4j.java_gateway import find_jar_path
 
@@ -129,10 +127,7 @@ def _drain(output: IO[bytes]) -> None:
 
 
 def _client(wanted: Any, process: subprocess.Popen[bytes]) -> Any:
-    """Create a py4j client that only raises an exception when Java has ended.
-
-    The original also logs a traceback to the root logger, which prints it to standard error, and retries.
-    """
+    """Create a py4j client that, when Java has ended, neither retries nor logs a traceback."""
     from py4j.java_gateway import GatewayClient, is_fatal_error
     from py4j.protocol import Py4JNetworkError
 
@@ -263,10 +258,7 @@ class ScienceWorld:
             await asyncio.to_thread(self._simulator.close)
 
     async def _ask(self, method: str, *given: Any) -> Any:
-        """Call a method of the simulator in a thread.
-
-        Raises:  SandboxError if the process was not started or has ended.
-        """
+        """Call a method of the simulator in a thread, or raise SandboxError if the process is not running."""
         simulator = self._simulator
         if simulator is None:
             raise SandboxError("this ScienceWorld is not started: lease it from a pool, or await its start()")
@@ -279,16 +271,19 @@ class ScienceWorld:
                 raise SandboxError(f"ScienceWorld's Java process has ended{heap}") from error
             raise
 
-    async def reset(self, task: Task, seed: int) -> str:
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError for a kind or variation that does not exist, or that the simplification makes impossible."""
         kind, variation = str(task.fields.get("kind")), task.fields.get("variation")
         if kind not in VARIATIONS:
-            raise SettingsError(f"task {task.id!r}: unknown kind {kind!r}; it must be one of {', '.join(KINDS)}")
+            raise TaskError(f"unknown kind {kind!r}; it must be one of {', '.join(KINDS)}")
         if isinstance(variation, bool) or not isinstance(variation, int) or not 0 <= variation < VARIATIONS[kind]:
-            raise SettingsError(
-                f"task {task.id!r}: invalid variation {variation!r}; {kind} has 0 to {VARIATIONS[kind] - 1}"
-            )
+            raise TaskError(f"invalid variation {variation!r}; {kind} has 0 to {VARIATIONS[kind] - 1}")
         if "noElectricalAction" in self.simplification and ("power-component" in kind or "conductivity" in kind):
-            raise SettingsError(f"task {task.id!r}: {kind} is impossible with simplification={self.simplification!r}")
+            raise TaskError(f"{kind} is impossible with simplification={self.simplification!r}")
+
+    async def reset(self, task: Task, seed: int) -> str:
+        self.check_task(task)
+        kind, variation = task.fields["kind"], task.fields["variation"]
         await self._ask("load", kind, variation, self.simplification, self.gold)
         self.commands: list[str] = []
         self.seen: list[str] = []

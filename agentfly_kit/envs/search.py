@@ -26,7 +26,7 @@ from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import encyclopedia, qa
 from agentfly_kit.envs.family import Family, Move, check_int, existing_file, int_field, row_id, tool_outputs
 from agentfly_kit.envs.retrieval import Embed, Index, VectorIndex, WordIndex, embedding, words
-from agentfly_kit.errors import SettingsError, ToolError
+from agentfly_kit.errors import SettingsError, TaskError, ToolError
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
@@ -73,9 +73,11 @@ class Corpus:
         return cls([_document(row, where) for where, row in task_sets._read_rows(file)], name=str(file))
 
     @staticmethod
+    @functools.lru_cache(32)
     def invented(world: int = 0) -> Corpus:
         """Return the fictional encyclopedia with the given number; 0 is the included one."""
-        return _invented(world)
+        found = [Document(entry.title, entry.text) for entry in encyclopedia.entries(world).values()]
+        return Corpus(found, name=f"encyclopedia {world}")
 
     def index(self, dense: str | Path | Embed | None = None) -> Index:
         """Return the BM25 index, or the vector index of the embedding `dense`; see `retrieval.embedding`."""
@@ -88,12 +90,6 @@ class Corpus:
 
     def __repr__(self) -> str:
         return f"Corpus({self.name!r}, {len(self.documents)} documents)"
-
-
-@functools.lru_cache(32)
-def _invented(world: int) -> Corpus:
-    found = [Document(entry.title, entry.text) for entry in encyclopedia.entries(world).values()]
-    return Corpus(found, name=f"encyclopedia {world}")
 
 
 @functools.lru_cache(2)
@@ -146,8 +142,17 @@ class Search:
             raise SettingsError(f"metric must be 'em' or 'f1', got {metric!r}")
         self._given, self._topk, self._dense, self._metric, self._brief = corpus, topk, dense, metric, brief
 
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError or SettingsError if a field has the wrong type, or there is no reference answer."""
+        qa.answers_of(task.fields)
+        if self._given is None and "world" in task.fields:
+            int_field(task, "world")
+        support = task.fields.get("support") or ()
+        if not isinstance(support, list | tuple):
+            raise TaskError(f"field 'support' must be a list of titles, got {support!r:.100}")
+
     def reset(self, task: Task, seed: int) -> None:
-        self.answers = qa.answers_of(task.fields, f"task {task.id}")
+        self.answers = qa.answers_of(task.fields)
         # Titles of the documents needed for the answer, if the task lists them.
         self.support: tuple[str, ...] = tuple(task.fields.get("support") or ())
         if self._given is not None:

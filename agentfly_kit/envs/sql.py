@@ -26,7 +26,7 @@ from typing import Any
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import kendall
 from agentfly_kit.envs.base import SandboxEnvironment
-from agentfly_kit.envs.family import Family, Move, existing_file, first_world, row_id, tool_outputs
+from agentfly_kit.envs.family import Family, Move, existing_file, first_world, int_field, row_id, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError
 from agentfly_kit.sandboxes.settings import forward_signature
 from agentfly_kit.sandboxes.sql import SQLSandbox
@@ -93,16 +93,25 @@ class SQL(SandboxEnvironment):
         self.gold: Rows = []
         self.done = False
 
-    async def reset(self, task: Task, seed: int) -> None:
-        """Create the task's database and run its reference query.
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError if the task has no database or no reference query."""
+        fields = task.fields
+        if not isinstance(fields.get("gold"), str):
+            raise TaskError("it has no field 'gold'; it must contain the reference query")
+        if "world" in fields and fields.get("db") in SCHEMAS:
+            int_field(task, "world")
+        elif not isinstance(fields.get("script"), str):
+            if "database" not in fields:
+                raise TaskError("it has no database: add a field 'script' with statements, or 'database' with a file")
+            if not _file(task).is_file():
+                raise TaskError(f"the database {str(_file(task))!r} does not exist")
 
-        Raises:  SettingsError if the task has no database or its script fails; SandboxError if its query fails.
-        """
+    async def reset(self, task: Task, seed: int) -> None:
+        """Create the task's database and run its reference query. Raise SettingsError or SandboxError if that fails."""
+        self.check_task(task)
         self.queries, self.errors, self.observation, self.done = [], 0, "", False
         self.gold = []
-        gold = task.fields.get("gold")
-        if not isinstance(gold, str):
-            raise SettingsError(f"task {task.id!r} has no field 'gold'; it must contain the reference query")
+        gold = task.fields["gold"]
         await self._fill(task)
         result = await self._sandbox.run(gold, timeout=max(30.0, self._seconds))
         if not result.ok or result.truncated:
@@ -118,15 +127,12 @@ class SQL(SandboxEnvironment):
             await self._sandbox.renew(world(fields["db"], fields["world"]).script)
         elif isinstance(fields.get("script"), str):
             await self._sandbox.renew(fields["script"])
-        elif "database" in fields and self._sandbox.engine == "sqlite":
-            await self._sandbox.renew(database=_file(task).read_bytes())
-        elif "database" in fields:
-            path = _file(task)
-            await self._sandbox.renew(_portable(str(path), path.stat().st_mtime_ns))
         else:
-            raise SettingsError(
-                f"task {task.id!r} has no database: add a field 'script' with statements, or 'database' with a file"
-            )
+            path = _file(task)
+            if self._sandbox.engine == "sqlite":
+                await self._sandbox.renew(database=path.read_bytes())
+            else:
+                await self._sandbox.renew(_portable(str(path), path.stat().st_mtime_ns))
 
     @tool(max_chars=4096)
     async def execute(self, query: str) -> ToolResult:
@@ -163,25 +169,19 @@ class SQL(SandboxEnvironment):
         return scored | {"submitted": float(submitted), "queries": len(self.queries), "errors": self.errors}
 
     async def fork(self, into: SQL) -> None:
-        """Copy the database.
-
-        Raises:  SandboxError during an open transaction, or if there are temporary tables.
-        """
+        """Copy the database, or raise SandboxError during an open transaction, or if there are temporary tables."""
         await self._sandbox.fork(into._sandbox)
         into.queries, into.errors, into.done = list(self.queries), self.errors, self.done
         into.observation, into.gold = self.observation, self.gold
 
 
+def _file(task: Task) -> Path:
+    return Path(str(task.fields["database"]))
+
+
 def _only_reads(query: str) -> bool:
     words = re.findall(r"[a-z]+", query.lower())
     return bool(words) and words[0] == "select"
-
-
-def _file(task: Task) -> Path:
-    path = Path(str(task.fields["database"]))
-    if not path.is_file():
-        raise SettingsError(f"task {task.id!r}: the database {str(path)!r} does not exist")
-    return path
 
 
 @functools.lru_cache(maxsize=16)
@@ -241,10 +241,9 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Schema:
-    """Two tables: items with a categorical text column and two numeric columns, and an attribute of each category.
+    """Two tables: items with a text column and two numeric columns, and an attribute of each text.
 
-    Attributes:
-        numbers: Column name -> (start, stop, step) of its values, which are all different.
+    `numbers` maps column names to (start, stop, step) of their values, which are all different.
     """
 
     table: str
@@ -320,11 +319,7 @@ def world(db: str, number: int) -> World:
 
 @dataclass(frozen=True)
 class Question:
-    """A question in words, the query that answers it, and how hard it is.
-
-    Attributes:
-        hardness: Spider's difficulty level: easy, medium or hard.
-    """
+    """A question in words, the query that answers it, and its difficulty in Spider's levels: easy, medium or hard."""
 
     text: str
     gold: str
@@ -339,37 +334,21 @@ def question(of: World, rng: random.Random) -> Question:
     most, order = ("most", " DESC") if rng.random() < 0.5 else ("least", "")
     column = rng.choice([s.text, *s.numbers])
     value = sorted(row[2 + list(s.numbers).index(number)] for row in of.rows)[rng.randrange(2, s.size - 2)]
-    given, here = f"WHERE {s.text} = '{text}'", f"FROM {s.table} WHERE {s.key} = '{key}'"
+    every = f"FROM {s.table}"
+    given, here = f"{every} WHERE {s.text} = '{text}'", f"{every} WHERE {s.key} = '{key}'"
+    sort, join = f"ORDER BY {number}{order}", f"{every} JOIN {s.other} USING ({s.text}) WHERE {s.key} = '{key}'"
+    grouped = f"GROUP BY {s.text} ORDER BY {s.text}"
     kinds = [
         ("easy", f"What is the {column} of {key}?", f"SELECT {column} {here}"),
-        ("easy", f"Which {s.key} has {s.text} {text}?", f"SELECT {s.key} FROM {s.table} {given}"),
-        ("easy", f"How many {s.table} have {s.text} {text}?", f"SELECT count(*) FROM {s.table} {given}"),
-        (
-            "easy",
-            f"Which {s.key} has {number} over {value}?",
-            f"SELECT {s.key} FROM {s.table} WHERE {number} > {value}",
-        ),
-        (
-            "medium",
-            f"Which {s.key} has the {most} {number}?",
-            f"SELECT {s.key} FROM {s.table} ORDER BY {number}{order} LIMIT 1",
-        ),
-        (
-            "medium",
-            f"List each {s.key} by {number}, {most} first.",
-            f"SELECT {s.key} FROM {s.table} ORDER BY {number}{order}",
-        ),
-        (
-            "medium",
-            f"What is the total {number} of each {s.text}, by {s.text}?",
-            f"SELECT {s.text}, sum({number}) FROM {s.table} GROUP BY {s.text} ORDER BY {s.text}",
-        ),
-        (
-            "hard",
-            f"What is the {s.what} of {key}?",
-            f"SELECT {s.what} FROM {s.table} JOIN {s.other} USING ({s.text}) WHERE {s.key} = '{key}'",
-        ),
-    ]
+        ("easy", f"Which {s.key} has {s.text} {text}?", f"SELECT {s.key} {given}"),
+        ("easy", f"How many {s.table} have {s.text} {text}?", f"SELECT count(*) {given}"),
+        ("easy", f"Which {s.key} has {number} over {value}?", f"SELECT {s.key} {every} WHERE {number} > {value}"),
+        ("medium", f"Which {s.key} has the {most} {number}?", f"SELECT {s.key} {every} {sort} LIMIT 1"),
+        ("medium", f"List each {s.key} by {number}, {most} first.", f"SELECT {s.key} {every} {sort}"),
+        ("medium", f"What is the total {number} of each {s.text}, by {s.text}?",
+         f"SELECT {s.text}, sum({number}) {every} {grouped}"),
+        ("hard", f"What is the {s.what} of {key}?", f"SELECT {s.what} {join}"),
+    ]  # fmt: skip
     hardness, asked, gold = rng.choice(kinds)
     return Question(asked, gold, hardness)
 

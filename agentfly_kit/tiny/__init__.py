@@ -37,10 +37,7 @@ _VOCABULARY = 400
 
 
 def recipe(name: str) -> type[BaseRecipe]:
-    """Return the recipe of a shipped policy.
-
-    Raises:  SettingsError for an unknown name, listing the shipped policies.
-    """
+    """Return the recipe of a shipped policy, or raise SettingsError for an unknown name."""
     _check_name(name)
     found: type[BaseRecipe] = importlib.import_module(f"agentfly_kit.tiny.{name}").Recipe
     return found
@@ -140,8 +137,7 @@ def model(vocabulary: int = _VOCABULARY, *, seed: int = 0, **settings: Any) -> A
 def _imitate(policy: Policy, batches: Iterator[list[Demonstration]], steps: int, lr: float, *, parts: int = 1) -> float:
     """Train on the assistant tokens of demonstrations and return the smoothed final loss.
 
-    The learning rate warms up for 20 steps and decays to a tenth. `parts` is the number of parts in which a batch is
-    processed; each contains demonstrations of similar length, which reduces padding.
+    A batch is processed in `parts` of similar length, which reduces padding.
     """
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     smooth = 0.0

@@ -24,7 +24,7 @@ def task(**fields: Any) -> Task:
 
 
 def submitting(*sources: str, last: str = "") -> af.ScriptedEngine:
-    """One chain a source: it submits it by the tool."""
+    """Return a script in which each chain submits its source with the tool."""
 
     def script(task: Task, turn: int) -> str:
         call = json.dumps({"name": "submit", "arguments": {"code": sources[int(task.id)]}})
@@ -39,7 +39,7 @@ async def graded(*sources: str, tests: list[str] = TESTS, **more: Any) -> list[A
     return list((await agent.rollout(tasks)).trajectories)
 
 
-async def test_each_test_is_its_part_of_the_reward() -> None:
+async def test_the_reward_is_the_fraction_of_tests_that_pass() -> None:
     sources = [
         GOOD,
         "def f(x):\n    return 3 if x == 2 else 2 if x == 1 else 9",
@@ -97,8 +97,8 @@ async def test_the_last_code_block_of_the_answer_is_a_submission() -> None:
     assert rewards == [1, 1, 1, 0, 0, 0, 0, 0, 1]
 
 
-async def test_64_chains_at_once_each_in_its_own_interpreter() -> None:
-    """Each plants a name and a file, and must find its own and no other; no grader sees either."""
+async def test_64_concurrent_chains_have_separate_interpreters() -> None:
+    """Each chain creates a name and a file and must find only its own; no grader sees either."""
     calls = [
         "import os; print(sorted(os.listdir('.')), 'marker' in globals())",
         "marker = '{id}'; open('marker.txt', 'w').write(marker); None",
@@ -154,12 +154,7 @@ async def test_a_fork_replays_the_calls_or_is_refused() -> None:
     await chain.finish()
 
 
-async def test_a_task_without_tests_is_named_and_the_others_go_on() -> None:
-    tasks = [task(), Task("bare", ({"role": "user", "content": "?"},), {"code": GOOD})]
-    agent = code.agent(af.ScriptedEngine(lambda task, turn: GOOD), chat=family.small_chat(), size=2)
-    good, bare = (await agent.rollout(tasks)).trajectories
-    assert good.reward == 1 and bare.reward is None
-    assert "task 'bare' has no valid tests: the field 'test_list'" in str(bare.error)
+def test_invalid_settings_are_named() -> None:
     with pytest.raises(SettingsError, match="seconds must be a positive finite number, got 0"):
         code.Code(seconds=0)
 
@@ -167,7 +162,7 @@ async def test_a_task_without_tests_is_named_and_the_others_go_on() -> None:
 # ---- its tasks
 
 
-async def test_the_problems_that_ship_are_solved_by_their_own_code_and_by_no_constant() -> None:
+async def test_shipped_problems_are_solved_by_their_code_and_by_no_constant() -> None:
     tasks = code.tasks(kind="problems")
     assert tasks.splits == {"train": 16, "test": 8}
     expert = await af.evaluate(code.expert(size=4), tasks)

@@ -19,7 +19,7 @@ QUESTION = Task("q", ({"role": "user", "content": "Say hello."},), {"answer": "h
 
 
 def says(*texts: str, **settings: Any) -> judging.Judge:
-    """A judge that says these, one an attempt."""
+    """Return a judge with these outputs, one per attempt."""
     return judging.Judge(af.ScriptedEngine(list(texts)), rubric=RUBRIC, **settings)
 
 
@@ -98,7 +98,7 @@ async def test_unparsable_output_is_retried_and_then_unscored() -> None:
 
 
 class Counting(af.ScriptedEngine):
-    """A policy's engine, as far as the judge can tell."""
+    """An engine that declares itself to be a policy's."""
 
     author = "policy"
 
@@ -174,7 +174,7 @@ def comparing(value: Any) -> judging.Judge:
 
 
 @pytest.mark.parametrize("how", ["pairwise", "listwise"])
-async def test_a_ranking_is_that_of_the_values_in_whatever_order_they_come(how: Any) -> None:
+async def test_a_ranking_does_not_depend_on_the_order_of_the_answers(how: Any) -> None:
     fair = comparing(lambda text: len(text) / 100)
     for order in itertools.permutations(["a", "bb", "ccc", "dddd"]):
         ranking = await fair.rank(QUESTION, order, how=how)
@@ -230,7 +230,7 @@ async def test_group_rewards_are_ranks() -> None:
     assert evaluation.unscored == 0
 
 
-async def test_a_group_reward_that_fails_costs_scores_and_no_chain() -> None:
+async def test_a_failing_group_reward_leaves_chains_unscored() -> None:
     for wrong, why in (
         (lambda group: [1.0], "for each of 2 chains, got [1.0]"), (lambda group: 1 / 0, "ZeroDivisionError"),
         (lambda group: [1.0, float("nan")], "must return a finite number"),
@@ -244,7 +244,7 @@ async def test_a_group_reward_that_fails_costs_scores_and_no_chain() -> None:
     assert [t.reward for t in (await one.rollout(QUESTION, 2)).trajectories] == [None, 0.5]
 
 
-async def test_64_answers_are_judged_at_once_and_a_cancelled_judge_leaves_nothing() -> None:
+async def test_64_answers_are_judged_concurrently_and_cancelling_leaves_no_task() -> None:
     expert = judge.expert()
     assert (await af.evaluate(expert, judge.tasks(64, "train"))).success == 1.0
     hangs = judging.Judge(af.ScriptedEngine(["x"], latency=3600), rubric=RUBRIC)
@@ -257,7 +257,7 @@ async def test_64_answers_are_judged_at_once_and_a_cancelled_judge_leaves_nothin
 
 
 async def test_a_local_model_can_judge() -> None:
-    """The shipped policy has never seen a rubric: its words cannot be read, and that is said."""
+    """The shipped policy was not trained on rubrics: its outputs cannot be parsed."""
     policy = af.tiny.policy("calculator")
     found = await judging.Judge(
         af.LocalEngine(policy), rubric={"short": "Short."}, attempts=2, sampling=af.Sampling(max_tokens=8)

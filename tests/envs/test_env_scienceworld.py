@@ -16,7 +16,7 @@ here = pytest.mark.skipif(
 
 
 def says(*commands: str) -> Any:
-    """A script: these commands, then an answer."""
+    """Return an engine that plays these commands, then answers."""
 
     def script(task: Task, turn: int) -> str:
         if turn >= len(commands):
@@ -56,13 +56,15 @@ def test_splits_are_the_simulators_and_no_variation_is_in_two() -> None:
             bad()
 
 
-async def test_a_task_that_its_simplification_makes_impossible_is_named() -> None:
+def test_a_task_that_its_simplification_makes_impossible_is_named() -> None:
     task = Task("t", ({"role": "user", "content": "?"},), {"kind": "power-component", "variation": 0})
-    with pytest.raises(af.errors.SettingsError, match="power-component is impossible with simplification="):
-        await scienceworld.ScienceWorld(simplification="noElectricalAction").reset(task, 0)
+    with pytest.raises(af.errors.TaskError, match="power-component is impossible with simplification="):
+        scienceworld.ScienceWorld(simplification="noElectricalAction").check_task(task)
 
 
-async def test_what_is_missing_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_missing_requirements_are_named_with_the_install_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "java" in scienceworld.family.missing
     with pytest.raises(af.errors.SettingsError, match=r"needs .*java; type: .*default-jre-headless"):
@@ -92,7 +94,7 @@ def test_a_java_that_is_broken_leaves_no_process_and_no_pipe(
 
 @pytest.mark.real
 @here
-async def test_its_own_solutions_score_all_and_luck_does_not() -> None:
+async def test_the_expert_scores_100_and_the_random_player_does_not() -> None:
     kinds = (
         "find-animal", "find-non-living-thing", "identify-life-stages-2", "lifespan-longest-lived", "power-component",
         "use-thermometer",
@@ -111,8 +113,8 @@ async def test_its_own_solutions_score_all_and_luck_does_not() -> None:
 
 @pytest.mark.real
 @here
-async def test_64_chains_on_two_processes_see_nothing_of_each_other() -> None:
-    """Each leaves its mark: doors open and a thing in its hands. The next in that process finds the world untouched."""
+async def test_64_chains_on_two_processes_are_isolated() -> None:
+    """Each chain opens doors; the next chain in that process finds them closed."""
     pool = af.Pool(scienceworld.ScienceWorld, size=2, min_idle=2, memory_mb=256, acquire_timeout=1800)
     tasks = [
         Task(f"t{i}", ({"role": "user", "content": "?"},), {"kind": "find-plant", "variation": i % 8})
@@ -128,7 +130,7 @@ async def test_64_chains_on_two_processes_see_nothing_of_each_other() -> None:
         assert t.error is None, t.error
         told = tuple(c.result.observation for c in t.tool_calls)
         opening = t.turns[0].text
-        # Doors only: animals go about, and are elsewhere in every run of one variation.
+        # Only doors are compared, because animals move randomly.
         doors = tuple(sorted(line.strip() for line in opening.splitlines() if line.strip().startswith("A door")))
         seen.setdefault(t.task.fields["variation"], set()).add(doors)
         assert "(that is closed)" in opening
@@ -178,7 +180,7 @@ async def test_a_lease_finds_a_process_that_runs_and_one_that_died_is_replaced(c
 
 @pytest.mark.real
 @here
-async def test_what_is_no_command_is_told_and_bad_tasks_are_named() -> None:
+async def test_unknown_commands_are_reported() -> None:
     hostile = ["", "fly", "x" * 3000, "ключ \U0001f511", "reset task", "open door to nowhere", "12"]
     pool = af.Pool(scienceworld.ScienceWorld, size=1, memory_mb=256)
     chat = family.small_chat()
@@ -193,19 +195,12 @@ async def test_what_is_no_command_is_told_and_bad_tasks_are_named() -> None:
         tool = next(tool for tool in scienceworld.family.tools if tool.name == name)
         assert wanted in (await tool.invoke({}, chain.context)).observation
     await chain.close()
-    for fields, wanted in [
-        ({}, "unknown kind 'None'"), ({"kind": "cook", "variation": 0}, "unknown kind 'cook'"),
-        ({"kind": "melt", "variation": 30}, "invalid variation 30; melt has 0 to 29"),
-    ]:  # fmt: skip
-        bad = Task("bad", ({"role": "user", "content": "?"},), fields)
-        (t,) = (await scienceworld.agent(says("wait"), chat=chat, pool=pool).rollout([bad])).trajectories
-        assert t.stop == "error" and wanted in str(t.error), t.error
     await pool.close()
 
 
 @pytest.mark.real
 @here
-async def test_a_fork_is_given_the_same_commands() -> None:
+async def test_a_fork_replays_the_commands() -> None:
     pool = af.Pool(scienceworld.ScienceWorld, size=2, memory_mb=256)
     task = scienceworld.tasks(1, "train", kinds=("find-plant",))[0]
     script = says("open door to kitchen", "go to kitchen", "look around")

@@ -16,7 +16,7 @@ from agentfly_kit.types import Task
 
 
 class Guess:
-    """The ten lines of the documentation."""
+    """The example of the documentation."""
 
     def reset(self, task: Task, seed: int) -> str:
         self.secret, self.tries, self.done = task.fields["secret"], [], False
@@ -39,7 +39,7 @@ class Guess:
 
 
 class Forking(Guess):
-    """The same, and it can fork."""
+    """The same environment with `fork`."""
 
     def fork(self, into: "Forking") -> None:
         into.__dict__.update(copy.deepcopy(self.__dict__))
@@ -75,7 +75,7 @@ async def test_an_episode_ends_with_an_answer_or_with_the_call_that_ends_it() ->
     assert t.stop == "env_done"
 
 
-async def test_a_reward_gets_a_sandbox_that_it_asks_for_from_a_pool_that_is_made() -> None:
+async def test_a_pool_is_created_for_a_sandbox_that_the_reward_requests() -> None:
     class Written(Guess):
         async def reward(self, state: dict[str, Any], secret: int, sandbox: af.PythonSandbox) -> float:
             ran = await sandbox.run(f"{state['tries'][-1]} == {secret}")
@@ -90,7 +90,7 @@ async def test_a_reward_gets_a_sandbox_that_it_asks_for_from_a_pool_that_is_made
     await mine.close()
 
 
-async def test_a_group_begins_alike_and_the_task_may_name_its_seed() -> None:
+async def test_chains_of_a_group_get_the_same_seed_which_a_task_may_set() -> None:
     seeds: list[int] = []
 
     @af.reward
@@ -105,8 +105,8 @@ async def test_a_group_begins_alike_and_the_task_may_name_its_seed() -> None:
 
 
 @pytest.mark.parametrize("family", ["code", "repo", "sql"])
-async def test_settings_that_go_to_a_sandbox_inside_are_known_by_name(family: str) -> None:
-    """They are refused when the agent is made, not when its first chain wants a sandbox."""
+async def test_unknown_sandbox_settings_are_rejected_by_name(family: str) -> None:
+    """They are rejected when the agent is created, not when its first chain needs a sandbox."""
     module = getattr(af.envs, family)
     for wrong in ("memry_mb", "max_rows"):
         words = rf"unexpected keyword argument '{wrong}'; it takes .*seconds=, .*memory_mb="
@@ -124,8 +124,8 @@ async def test_settings_that_go_to_a_sandbox_inside_are_known_by_name(family: st
     )
 
 
-async def test_64_chains_at_once_share_ten_environments_and_see_only_their_own() -> None:
-    """Each chain plants its own secret as a guess; whoever finds another's among its tries was leaked to."""
+async def test_64_concurrent_chains_share_ten_environments_without_leaks() -> None:
+    """Each chain guesses its own secret and must find no other among its tries."""
     rng = random.Random(0)
     tasks = [task(secret=100 + i, id=f"t{i}") for i in range(64)]
     agents_made: list[int] = []
@@ -252,7 +252,7 @@ def test_classes_that_are_not_environments_are_rejected() -> None:
         af.envs.tools(Guess())  # type: ignore[arg-type]
 
 
-def test_a_reward_of_an_environment_is_known_by_its_source() -> None:
+def test_the_fingerprint_of_a_reward_depends_on_its_source() -> None:
     class Other(Guess):
         def reward(self, state: dict[str, Any]) -> float:
             return 0.5
@@ -277,7 +277,7 @@ async def test_try_replays_the_chain_for_the_reward() -> None:
 # ---- Gymnasium
 
 
-async def test_an_environment_of_gymnasium_is_one_of_ours() -> None:
+async def test_a_gymnasium_environment_is_wrapped() -> None:
     frozen = af.envs.from_gymnasium(
         "FrozenLake-v1", actions={"left": 0, "down": 1, "right": 2, "up": 3}, is_slippery=False
     )
@@ -293,7 +293,7 @@ async def test_an_environment_of_gymnasium_is_one_of_ours() -> None:
     assert "there is no action 'jump'" in (await wrong.try_(action="jump", task=asked)).observation
 
 
-def test_ours_passes_gymnasiums_own_checker() -> None:
+def test_a_wrapped_environment_passes_the_checker_of_gymnasium() -> None:
     from gymnasium.utils.env_checker import check_env
 
     env = af.envs.to_gymnasium(Guess, task())

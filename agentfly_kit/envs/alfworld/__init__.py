@@ -44,6 +44,13 @@ class ALFWorld:
         self.limit = steps
         self.shows = admissible
 
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError or SettingsError if the task has no playable game."""
+        if "file" in task.fields:
+            official.check(task.fields["file"])
+        else:
+            game_of(task)
+
     async def reset(self, task: Task, seed: int) -> str:
         self.commands: list[str] = []
         self.steps = self.invalid = 0
@@ -135,13 +142,10 @@ class ALFWorld:
 
 
 def game_of(task: Task) -> Game:
-    """Return the game given by a task's fields `game` and `size`.
-
-    Raises:  SettingsError or TaskError if they are missing or invalid.
-    """
+    """Return the game of a task's fields `game` and `size`, or raise SettingsError or TaskError if they are invalid."""
     if "game" not in task.fields:
-        raise SettingsError(f"task {task.id!r} has no field 'game'; use af.envs.alfworld.tasks(), or tasks_in(folder)")
-    return games.game(int_field(task, "game", family="alfworld"), task.fields.get("size", "full"))
+        raise SettingsError("it has no field 'game'; use af.envs.alfworld.tasks(), or tasks_in(folder)")
+    return games.game(int_field(task, "game"), task.fields.get("size", "full"))
 
 
 def rows(n: int, split: str, seed: int = 0, size: Size = "full", kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:

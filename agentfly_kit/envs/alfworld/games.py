@@ -34,11 +34,7 @@ TREATED = {
 
 @dataclass(frozen=True)
 class Goal:
-    """The goal of a game: its kind of task, the thing to handle and the place to bring it to.
-
-    Attributes:
-        place: Type of the receptacle, or of the lamp in "look_at_obj_in_light".
-    """
+    """The goal of a game. `place` is a type of receptacle, or of lamp in "look_at_obj_in_light"."""
 
     kind: str
     thing: str
@@ -135,10 +131,7 @@ _LAMP_STANDS = ("desk", "dresser", "shelf", "sidetable")
 
 
 def game(number: int, size: Size = "full") -> Game:
-    """Generate the game with the given number. Task types cycle with the number; everything else is random.
-
-    Raises:  SettingsError for an invalid size.
-    """
+    """Generate a game by its number, or raise SettingsError for an invalid size. Task types cycle with the number."""
     if size not in get_args(Size):
         raise SettingsError(f"size must be {' or '.join(map(repr, get_args(Size)))}, got {size!r}")
     return _game(number, size)

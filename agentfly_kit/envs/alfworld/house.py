@@ -132,11 +132,7 @@ def listed(names: Iterable[Name]) -> str:
 
 @dataclass
 class House:
-    """State of a house and its agent, who starts in the middle of the room and holds nothing.
-
-    Args:
-        inside: receptacle -> its objects, in the order in which they are listed.
-    """
+    """State of a house and its agent. `inside` lists the objects in each receptacle, in order."""
 
     inside: dict[Name, list[Name]]
     here: Name | None = None
@@ -191,10 +187,7 @@ class House:
     # --- doing
 
     def do(self, command: str) -> str:
-        """Execute a command and return the observation, which is `NOTHING` if the command had no effect.
-
-        `put X in/on R` is accepted for `move X to R`.
-        """
+        """Execute a command and return the observation: `NOTHING` if it had no effect. `put` is accepted for `move`."""
         command = " ".join(command.lower().split())
         if command == "look":
             if self.here is None:  # as in ALFWorld, only the initial observation lists the room

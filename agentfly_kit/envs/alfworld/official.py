@@ -78,21 +78,26 @@ def _read(path: Path) -> dict[str, Any]:
     return game
 
 
+def check(file: Any) -> None:
+    """Raise SettingsError if a game file is missing or invalid, or the packages that play it are not installed."""
+    path = Path(str(file))
+    if not path.is_file():
+        raise SettingsError(f"the game {str(file)!r} does not exist; {FETCH}")
+    if importlib.util.find_spec("textworld") is None:
+        raise SettingsError(f"{path.name} needs TextWorld; type: pip install textworld")
+    if path.suffix == ".tw-pddl":
+        _read(path)
+        if importlib.util.find_spec("fast_downward") is None:
+            raise SettingsError(
+                f"{path.name} needs ALFWorld's planner; type: pip install alfworld (compiles for minutes)"
+            )
+
+
 class Session:
     """A running game. Methods block and must not be called concurrently."""
 
     def __init__(self, file: str) -> None:
-        path = Path(file)
-        if not path.is_file():
-            raise SettingsError(f"the game {file!r} does not exist; {FETCH}")
-        if importlib.util.find_spec("textworld") is None:
-            raise SettingsError(f"{path.name} needs TextWorld; type: pip install textworld")
-        if path.suffix == ".tw-pddl":
-            _read(path)
-            if importlib.util.find_spec("fast_downward") is None:
-                raise SettingsError(
-                    f"{path.name} needs ALFWorld's planner; type: pip install alfworld (compiles for minutes)"
-                )
+        check(file)
         self.file = file
         self.commands: list[str] = []
         with _LOADING:

@@ -17,9 +17,9 @@ from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.chess import puzzles
 from agentfly_kit.envs.chess.board import Board, Move
 from agentfly_kit.envs.chess.stockfish import Stockfish
-from agentfly_kit.envs.family import Family, existing_file, shipped_rows, tool_outputs
+from agentfly_kit.envs.family import Family, existing_file, int_field, shipped_rows, tool_outputs
 from agentfly_kit.envs.family import Move as Play
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
@@ -59,13 +59,23 @@ class Chess:
         if self._engine is not None:
             self._engine.close()
 
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError or SettingsError for an invalid position, solution or number of moves."""
+        fields = task.fields
+        line = fields.get("solution") or []
+        if "mate" in fields:
+            int_field(task, "mate", 1)
+        elif not line:
+            raise TaskError("it is not a puzzle: it must have a field 'solution' or 'mate'")
+        if not isinstance(line, list) or not all(isinstance(move, str) for move in line):
+            raise TaskError(f"field 'solution' must be a list of moves, got {line!r}")
+        walk(Board.from_fen(str(fields.get("fen"))), line)
+
     async def reset(self, task: Task, seed: int) -> str:
         fields = task.fields
         self.board = Board.from_fen(str(fields.get("fen")))
-        self.line = [str(move) for move in fields.get("solution", ())]
+        self.line: list[str] = list(fields.get("solution") or ())
         self.mate: int | None = fields.get("mate")
-        if not self.line and self.mate is None:
-            raise SettingsError(f"task {task.id!r} is not a puzzle: it needs a field 'solution' or 'mate'")
         self.left = self.mate if self.mate is not None else (len(self.line) + 1) // 2
         self.moves: list[str] = []
         self.illegal = 0
@@ -114,10 +124,7 @@ class Chess:
         played = len(self.moves)
         if self.mate is None or (self.moves == self.line[:played] and played < len(self.line)):
             reply = self.board.read(self.line[played])
-            if reply is not None:
-                return reply
-            raise SettingsError(f"the solution {self.line} contains an illegal move, {self.line[played]!r}")
-        if self._engine is not None:
+        elif self._engine is not None:
             reply = self.board.read(await asyncio.to_thread(self._engine.best, self.board.fen))
         else:
             reply = self.board.defence()
@@ -146,6 +153,18 @@ class Chess:
         engine = into._engine
         into.__dict__.update(self.__dict__)
         into.moves, into._engine = list(self.moves), engine
+
+
+def walk(board: Board, moves: Sequence[str]) -> list[Board]:
+    """Return the positions after each move, or raise SettingsError for a move that is not legal."""
+    found = []
+    for text in moves:
+        move = board.read(text)
+        if move is None:
+            raise SettingsError(f"{text!r} is not a legal move in {board.fen!r}")
+        board = board.push(move)
+        found.append(board)
+    return found
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
@@ -180,19 +199,11 @@ def tasks_in(file: str | os.PathLike[str], n: int | None = None) -> Tasks:
 
 
 def _lichess(row: dict[str, str], where: str) -> dict[str, Any]:
+    first, *line = (row["Moves"] or "").split() or [""]
     try:
-        board = Board.from_fen(row["FEN"])
+        board, *_ = walk(Board.from_fen(row["FEN"]), [first, *line])
     except SettingsError as error:
         raise SettingsError(f"{where}: {error}") from error
-    first, *line = (row["Moves"] or "").split() or [""]
-    walked = board
-    for i, text in enumerate((first, *line)):
-        move = walked.read(text)
-        if move is None:
-            raise SettingsError(f"{where}: {text!r} is not a legal move in {walked.fen!r}")
-        walked = walked.push(move)
-        if i == 0:
-            board = walked
     if not line:
         raise SettingsError(f"{where}: a puzzle must have at least two moves, starting with the opponent's")
     side = "White" if board.turn == "w" else "Black"

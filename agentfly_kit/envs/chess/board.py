@@ -53,11 +53,7 @@ def square_of(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A move between two squares, numbered from 0 (a1) to 63 (h8).
-
-    Attributes:
-        into: Piece to promote to: q, r, b or n; empty for other moves.
-    """
+    """A move between two squares, numbered from 0 (a1) to 63 (h8). `into` is the piece to promote to, if any."""
 
     start: int
     end: int
@@ -69,11 +65,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Board:
-    """A position. `cells` contains the FEN letter of the piece on each square, or ""; upper case is white.
-
-    Attributes:
-        passant: The en passant square, behind a pawn that has just advanced two squares.
-    """
+    """A position. `cells` contains the FEN letter of the piece on each square, or "". Upper case is white."""
 
     cells: tuple[str, ...]
     turn: str = WHITE
@@ -280,6 +272,8 @@ class Board:
     def read(self, text: str) -> Move | None:
         """Parse a legal move such as "e7e8q" or "e8=Q+". Return None if no move matches, or more than one."""
         stripped = text.strip()
+        if len(stripped) > 20:  # no move is that long; the expression below takes quadratic time
+            return None
         plain = re.sub(r"[+#!?]|\s*e\.p\.$", "", stripped).replace("0-0-0", "O-O-O").replace("0-0", "O-O")
         for move in self.legal():
             if str(move) == stripped.lower():

@@ -13,10 +13,7 @@ class Stockfish:
     """A Stockfish process with one thread and 16 MB of hash. Deterministic for a position and depth. Methods block."""
 
     def __init__(self, depth: int = 12, program: str | None = None) -> None:
-        """Start the process.
-
-        Raises:  SettingsError if Stockfish is not installed; SandboxError if it does not respond as UCI requires.
-        """
+        """Start the process. Raise SettingsError if it is not installed, SandboxError if it does not respond."""
         if isinstance(depth, bool) or not 1 <= depth <= 40:
             raise SettingsError(f"depth must be from 1 to 40, got {depth}")
         found = program or shutil.which("stockfish") or shutil.which("stockfish", path="/usr/games")
@@ -40,10 +37,7 @@ class Stockfish:
         return self._process.poll() is None
 
     def best(self, fen: str) -> str:
-        """Return the best move, such as "e2e4".
-
-        Raises:  SandboxError if the process ends.
-        """
+        """Return the best move, such as "e2e4", or raise SandboxError if the process ends."""
         self._command("ucinewgame\nisready", "readyok")
         return self._command(f"position fen {fen}\ngo depth {self.depth}", "bestmove").split()[1]
 

@@ -37,8 +37,6 @@ __all__ = ["BRIEF", "Catalogue", "Shop", "WebShop", "WebShopText", "agent", "exp
 # Options with which the shipped policy was pretrained: `agent(af.tiny.policy("webshop"), options=BRIEF)`.
 BRIEF: dict[str, Any] = {"brief": True, "page_size": 3}
 
-_ACTION = re.compile(r"\s*(.+?)\[(.+)\]\s*", re.DOTALL)
-
 
 class Shop:
     """Environment of one visit to the shop, without tools; see `WebShop` and `WebShopText`.
@@ -65,14 +63,19 @@ class Shop:
         self._nouns = find_nouns(("words" if catalogue is None else "auto") if nouns is None else nouns)
         self._page_size, self._rich, self._brief = page_size, rich, brief
 
-    async def reset(self, task: Task, seed: int) -> str | None:
-        self.enter(_of_task(task, self._given), task.fields["goal"])
-        if self.goal["instruction_text"] not in str(task.messages[-1]["content"]):
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError or SettingsError if the task is not of the shop's catalogue."""
+        catalogue = _of_task(task, self._given)
+        text = catalogue.goal(task.fields["goal"])["instruction_text"]
+        if text not in str(task.messages[-1]["content"]):
             raise SettingsError(
-                f"task {task.id} does not match goal {task.fields['goal']} of {self.catalogue!r}, "
-                f"{self.goal['instruction_text']!r}; create tasks and agent with the same catalogue: "
-                "tasks(catalogue=mine), agent(..., options={'catalogue': mine})"
+                f"it does not match goal {task.fields['goal']} of {catalogue!r}, {text!r}; create tasks and agent with "
+                "the same catalogue: tasks(catalogue=mine), agent(..., options={'catalogue': mine})"
             )
+
+    async def reset(self, task: Task, seed: int) -> str | None:
+        self.check_task(task)
+        self.enter(_of_task(task, self._given), task.fields["goal"])
         return None if self._brief else self.page.text(self._rich)
 
     def enter(self, catalogue: Catalogue, goal: int) -> None:
@@ -254,9 +257,9 @@ class WebShopText(Shop):
         Args:
             action: search[keywords] or click[value].
         """
-        written = _ACTION.fullmatch(action)
-        if written is not None:
-            name, value = written.group(1), written.group(2).lower()
+        name, _, rest = action.strip().partition("[")
+        value = rest.removesuffix("]").lower()
+        if value and rest.endswith("]"):
             if name == "search":
                 self._search(value)
             elif name == "click":
@@ -277,10 +280,10 @@ def _of_task(task: Task, given: Catalogue | None) -> Catalogue:
     missing = [name for name in ("goal", *(() if given else ("world",))) if name not in task.fields]
     if missing:
         raise SettingsError(
-            f"task {task.id} has no field {missing[0]!r}: create tasks with af.envs.webshop.tasks(...); for your own "
+            f"it has no field {missing[0]!r}: create tasks with af.envs.webshop.tasks(...); for your own "
             "catalogue, also pass options={'catalogue': yours} to the agent"
         )
-    return Catalogue.invented(int_field(task, "world", family="webshop")) if given is None else given
+    return Catalogue.invented(int_field(task, "world")) if given is None else given
 
 
 # --- tasks ---------------------------------------------------------------------------------------

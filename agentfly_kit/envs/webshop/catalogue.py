@@ -35,12 +35,7 @@ _HELP = (
 
 @dataclass(frozen=True)
 class Product:
-    """A product with the fields that the pages and the reward use.
-
-    Attributes:
-        price: Price; for a price range, a random value within it.
-        options: Option values by option name, in lower case.
-    """
+    """A product with the fields that the pages and the reward use. The price is random within a range of prices."""
 
     asin: str
     title: str
@@ -117,17 +112,16 @@ class Catalogue:
         return cls(rows, known, asked, name=str(first))
 
     @staticmethod
+    @functools.lru_cache(16)
     def invented(world: int = 0) -> Catalogue:
         """Return the fictional catalogue with the given number; 0 is the included one."""
-        return _invented(world)
+        items, attributes, instructions = goods.make(world)
+        return Catalogue(items, attributes, instructions, name=f"invented {world}", seed=SEED + world)
 
     # --- goals and search ---
 
     def goal(self, number: int) -> dict[str, Any]:
-        """Return the goal with the given number.
-
-        Raises:  SettingsError for a number out of range.
-        """
+        """Return the goal with the given number, or raise SettingsError for a number out of range."""
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(self.goals):
             raise SettingsError(
                 f"invalid goal {number!r}: the catalogue {self.name!r} has goals 0 to {len(self.goals) - 1}"
@@ -214,12 +208,6 @@ class Catalogue:
             return UNBOUNDED, ""
         bound = max(self._rng.sample(above, 2))
         return bound, f", and price lower than {bound:.2f} dollars"
-
-
-@functools.lru_cache(16)
-def _invented(world: int) -> Catalogue:
-    items, attributes, instructions = goods.make(world)
-    return Catalogue(items, attributes, instructions, name=f"invented {world}", seed=SEED + world)
 
 
 def _goal(product: Product, text: str, attributes: list[str], options: Any, bound: float) -> dict[str, Any]:

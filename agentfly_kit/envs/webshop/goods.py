@@ -27,11 +27,7 @@ ASKED = 5
 
 @dataclass(frozen=True)
 class Group:
-    """Kinds of products that share attributes, options and a price range.
-
-    Attributes:
-        cost: (lowest, highest) price in whole dollars.
-    """
+    """Kinds of products that share attributes, options and a range of prices in whole dollars, `cost`."""
 
     shelf: str
     kinds: tuple[str, ...]

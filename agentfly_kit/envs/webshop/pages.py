@@ -18,11 +18,7 @@ SUBPAGES = ("Description", "Features", "Reviews")
 
 @dataclass(frozen=True)
 class Page:
-    """A page: its strings in order, and in `clicks` those that can be clicked.
-
-    Attributes:
-        chosen: Option values that have been selected.
-    """
+    """A page: its strings in order, those that can be clicked, and the option values that were chosen."""
 
     parts: tuple[str, ...]
     clicks: tuple[str, ...] = ()

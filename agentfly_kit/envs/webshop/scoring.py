@@ -41,13 +41,8 @@ COLORS = tuple(
 
 @dataclass(frozen=True)
 class Score:
-    """Reward of a purchase and its parts.
-
-    Attributes:
-        attributes: Number of the goal's attributes that the product has.
-        options: Number of the goal's options that were chosen.
-        price: True if the price is at most the goal's bound.
-        kind: r_type: 1, 0.5, 0.1 or 0.
+    """Reward of a purchase and its parts: the numbers of attributes and options met, whether the price is within the
+    bound, and r_type (`kind`): 1, 0.5, 0.1 or 0.
     """
 
     reward: float

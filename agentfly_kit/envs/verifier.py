@@ -1,0 +1,58 @@
+"""Sandbox for answer checkers of other packages, which may evaluate an answer as code or compute for ever."""
+
+from __future__ import annotations
+
+import base64
+import math
+import pickle
+from typing import Any, ClassVar
+
+from agentfly_kit.errors import SandboxError
+from agentfly_kit.sandboxes.python import PythonSandbox
+from agentfly_kit.sandboxes.settings import forward_signature
+
+# Limits of one check. The time limit leaves room for a loaded machine, so the limit of CPU time applies first.
+_CPU_SECONDS, _SECONDS = 2.0, 60.0
+_CODE = """
+import base64, pickle
+data = pickle.loads(base64.b64decode({data!r}))
+try:
+    exec({code!r}, globals())
+except ImportError:
+    raise
+except Exception:
+    score = 0.0
+float(score)
+"""
+
+
+@forward_signature(PythonSandbox, memory_mb=1024, cpu_seconds=_CPU_SECONDS)
+class Verifier(PythonSandbox):
+    """A Python interpreter that has imported `module`. Each chain gets a fresh one, which no other answer has touched.
+
+    Args:
+        **sandbox: settings of `PythonSandbox`.
+    """
+
+    module: ClassVar[str]
+
+    def __init__(self, **sandbox: Any) -> None:
+        defaults: dict[str, Any] = {"preload": (self.module,), "memory_mb": 1024, "cpu_seconds": _CPU_SECONDS}
+        super().__init__(**(defaults | sandbox))
+
+    async def score(self, code: str, data: Any) -> float:
+        """Run code that reads `data` and sets `score`, and return the score.
+
+        The score is 0 if the code raises, exceeds a limit, or computes no finite number: the answer caused that.
+
+        Raises:  SandboxError for a failure of the host, and if a package cannot be imported.
+        """
+        encoded = base64.b64encode(pickle.dumps(data)).decode()
+        result = await self.run(_CODE.format(data=encoded, code=code), timeout=_SECONDS)
+        if result.error_type in ("ImportError", "ModuleNotFoundError"):
+            raise SandboxError(f"cannot check the answer: {(result.error or '').strip().splitlines()[-1]}")
+        try:
+            found = float(result.value or 0.0) if result.ok else 0.0
+        except ValueError:
+            return 0.0
+        return found if math.isfinite(found) else 0.0
