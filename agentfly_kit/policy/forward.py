@@ -7,6 +7,7 @@ t - 1. `LanguageModel._locate_states` is the only place in the package that appl
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
+from agentfly_kit.policy.attention import agree, masked_states, unsupported_attention, with_short_windows
 from agentfly_kit.policy.micro_batches import split_by_token_budget
 from agentfly_kit.policy.prefix_tree import PackedTrees, PrefixTree, build_prefix_trees
+
+_log = logging.getLogger(__name__)
 
 ScoreName = Literal["logprob", "entropy", "value", "hidden"]
 
@@ -85,6 +89,12 @@ class LanguageModel:
         return cast(torch.device, next(iter(self.model.parameters())).device)
 
     @property
+    def decoder(self) -> Any:
+        """The model without its output matrix."""
+        decoder = self.model.get_decoder()
+        return self.model.model if decoder is self.model else decoder
+
+    @property
     def width(self) -> int:
         return int(self.model.get_output_embeddings().weight.shape[1])
 
@@ -99,7 +109,11 @@ class LanguageModel:
     @property
     def max_length(self) -> int:
         """Maximum context length of the model in tokens."""
-        return int(getattr(self.model.config, "max_position_embeddings", 0) or 1 << 30)
+        config = self.model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        # Beyond the original length, longrope rotates all tokens of a batch differently, including those before it.
+        limit = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+        return int(limit or getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
     @cached_property
     def size(self) -> int:
@@ -125,7 +139,7 @@ class LanguageModel:
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Return the last hidden states: ids (B, T), padded on the right -> (B, T, d)."""
-        return _last_states(self.model.get_decoder(), ids, None)
+        return _last_states(self.decoder, ids, None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits for hidden states: (N, d) -> (N, V).
@@ -177,7 +191,7 @@ class LanguageModel:
         merged = packed is not None and bool((temperatures == temperatures[0]).all())
         if merged:
             place, each = place.unique(return_inverse=True)
-        states = _last_states(self.model.get_decoder(), ids[:, :-1], packed).flatten(0, 1)[place]
+        states = _last_states(self.decoder, ids[:, :-1], packed).flatten(0, 1)[place]
         temperature = temperatures.to(states.device, torch.float32)
         logits = self.logits(states) / (temperature[:1, None] if merged else temperature[rows, None])
         logp = torch.log_softmax(logits, dim=-1)
@@ -198,7 +212,7 @@ class LanguageModel:
         rows, cols = mask.nonzero(as_tuple=True)
         if bool((cols == 0).any()):
             raise AlignmentError("the mask must be 0 at position 0; the first token of a row is never predicted")
-        if self._supports_trees:
+        if not self._sharing_obstacle:
             trees = self._build_trees(ids, mask, self.micro_tokens)
             if len(trees) < len(ids):
                 packed = PackedTrees.build(trees, ids, _context_lengths(mask))
@@ -318,14 +332,15 @@ class LanguageModel:
         """
         rows = torch.arange(len(batch.lengths)) if rows is None else rows
         limit = micro_tokens or self.micro_tokens
-        if not len(rows) or not self._supports_trees:
+        if not len(rows) or self._sharing_obstacle:
             return [rows[part] for part in split_by_token_budget(batch.lengths[rows], limit, self.launch_overhead)]
         trees = self._build_trees(batch.ids[rows], batch.mask[rows], limit)
         parts = split_by_token_budget(torch.tensor([tree.width for tree in trees]), limit, self.launch_overhead)
         return [rows[torch.tensor([row for i in part.tolist() for row in trees[i].rows])] for part in parts]
 
     def _build_trees(self, ids: Tensor, mask: Tensor, max_tokens: int) -> list[PrefixTree]:
-        config = self.model.config.get_text_config()
+        config = self.decoder.config
+        config = (getattr(config, "per_layer_config", None) or [config])[0]
         # Operations per token: 2 per weight, plus 4 x (heads x head size) per layer and attended key.
         heads = config.num_attention_heads
         inner = heads * (getattr(config, "head_dim", None) or self.width // heads)
@@ -334,13 +349,10 @@ class LanguageModel:
         return build_prefix_trees(ids, _context_lengths(mask), scale=scale, max_tokens=max_tokens)
 
     @cached_property
-    def _supports_trees(self) -> bool:
-        """True if a trial shows that the model gives the same states for a tree as for its rows."""
-        config = self.model.config.get_text_config()
-        if getattr(config, "_attn_implementation", None) not in ("sdpa", "eager"):
-            return False
-        if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-            return False
+    def _sharing_obstacle(self) -> str:
+        """Reason why rows cannot share prefixes; empty if a trial gives the same states for a tree as for its rows."""
+        decoder = with_short_windows(self.decoder)
+        reason = unsupported_attention(decoder)
         # Three rows of 10, 9 and 8 tokens: the first two share 4 tokens, the last two 7.
         ids = (torch.arange(30) * 7 % self.vocab_size).reshape(3, 10).to(self.device)
         ids[:, :4] = ids[0, :4]
@@ -351,13 +363,15 @@ class LanguageModel:
         try:
             # The first call may come from inside autocast, where the tolerance for float32 would be exceeded.
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-                separate = _last_states(self.model.get_decoder(), ids, None).float()
-                shared = _last_states(self.model.get_decoder(), ids, packed).float().flatten(0, 1)
-        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError):
-            return False  # the model does not accept this attention mask
-        is_float32 = all(p.dtype == torch.float32 for p in self.model.parameters())
-        gap = (separate - shared[packed.token_index])[is_token].abs().max()
-        return bool(gap <= (1e-4 if is_float32 else 0.05) * separate.abs().max())
+                if not reason:
+                    separate, shared = _last_states(decoder, ids, None), _last_states(decoder, ids, packed)
+                    if not agree(separate[is_token], shared.flatten(0, 1)[packed.token_index][is_token]):
+                        reason = "a trial gave other hidden states than separate rows"
+        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+            reason = f"a trial raised {type(error).__name__}: {error}"
+        if reason:
+            _log.warning("%s computes rows without prefix sharing: %s", type(self.model).__name__, reason)
+        return reason
 
 
 def _last_states(decoder: Any, ids: Tensor, packed: PackedTrees | None) -> Tensor:
@@ -368,14 +382,10 @@ def _last_states(decoder: Any, ids: Tensor, packed: PackedTrees | None) -> Tenso
 
     Shapes:  ids (B, T) -> (B, T, d), or (P, W, d) for P trees of W tokens.
     """
-    mask: Tensor | None = None
-    positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
     if packed is not None:
-        ids, positions, mask = packed.ids, packed.positions, packed.mask()
-        if decoder.config._attn_implementation == "eager":  # eager attention adds the mask to the scores
-            dtype = next(decoder.parameters()).dtype
-            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
-    out = decoder(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, return_dict=True)
+        return masked_states(decoder, packed.ids, packed.positions, packed.mask(), packed.positions)
+    positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
+    out = decoder(input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False, return_dict=True)
     return cast(Tensor, out.last_hidden_state)
 
 

@@ -251,8 +251,10 @@ class Policy(Displayable, LanguageModel):
         learns = ""
         if self.has_adapter:
             learns = f" of which {sum(p.numel() for p in self.model.parameters() if p.requires_grad):,} in an adapter"
-        kind = type(model).__name__
-        return f"Policy({kind}, {self.size:,} parameters{learns}{head}, version {self.version}, {self.device})"
+        obstacle = self.__dict__.get("_sharing_obstacle")  # known after the first forward pass
+        sharing = f", no prefix sharing: {obstacle}" if obstacle else ""
+        size = f"{type(model).__name__}, {self.size:,} parameters{learns}{head}"
+        return f"Policy({size}, version {self.version}, {self.device}{sharing})"
 
 
 class _FrozenBase(Policy):

@@ -20,11 +20,15 @@ import pytest
 import torch
 from agents import agent, chat, fresh, random_policy, reference_logprobs, tasks
 from paths import TESTS
+from test_decoder import GPT_NEO, WINDOWED, model, windowed
 
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.engines.local import engine as local
+from agentfly_kit.engines.local import generation
+from agentfly_kit.engines.local import slots as slot_table
 from agentfly_kit.engines.local.decoder import FusedLlamaDecoder
 from agentfly_kit.engines.local.engine import LocalEngine
+from agentfly_kit.engines.local.generation import ContinuousBatch
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.types import Sample, Sampling, Task, TurnRequest
@@ -37,9 +41,9 @@ def request(session: str, turn: int = 0) -> TurnRequest:
     return TurnRequest(TASK, turn, session)
 
 
-def prompt(n: int, seed: int = 0) -> list[int]:
+def prompt(n: int, seed: int = 0, size: int = 400) -> list[int]:
     rng = random.Random(seed)
-    return [rng.randrange(7, 400) for _ in range(n)]
+    return [rng.randrange(7, size) for _ in range(n)]
 
 
 @functools.cache
@@ -185,6 +189,42 @@ async def test_distribution_is_the_models() -> None:
     assert sorted(everything) == list(range(policy.vocab_size))
 
 
+# --- kinds of attention --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [*WINDOWED, "llama"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+async def test_every_kind_of_attention_gives_the_logprobs_of_a_full_forward(family: str, attention: str) -> None:
+    """Contexts exceed the windows during prefill, decoding, a reused history and a copied prefix."""
+    policy = Policy(windowed(family, 16, attention), type(chat())(chat().tokenizer))
+    policy.chat.stop_ids = ()
+    engine = LocalEngine(policy)
+    first = [prompt(n, seed=1, size=90) for n in (5, 14, 30, 30, 45)]
+    got = await asyncio.gather(
+        *(engine.sample(ids, Sampling(max_tokens=9), i, request=request(str(i))) for i, ids in enumerate(first))
+    )
+    second = [[*ids, *(s.ids or ()), *prompt(6, seed=2, size=90)] for ids, s in zip(first, got, strict=True)]
+    again = await asyncio.gather(
+        *(engine.sample(ids, Sampling(max_tokens=9), i, request=request(str(i), 1)) for i, ids in enumerate(second))
+    )
+    assert engine.prefilled < sum(map(len, first)) + 7 * len(second), "histories were computed again"
+    for ids, sample in zip([*first, *second], [*got, *again], strict=True):
+        check(policy, ids, sample)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("mamba", {"state_size": 8}, "it has layers of type 'linear_attention'"),
+        ("rwkv", {"attention_hidden_size": 48}, "a trial gave other hidden states with a KV cache"),
+        ("gpt_neo", GPT_NEO, "its config restricts attention by window_size"),
+    ],
+)
+def test_models_that_a_kv_cache_does_not_fit_are_rejected(family: str, changes: Any, reason: str) -> None:
+    with pytest.raises(EngineError, match=f"LocalEngine cannot run .*: {reason}.* Use VLLMEngine instead"):
+        LocalEngine(Policy(model(family, **changes), chat()))
+
+
 # --- seeds ---------------------------------------------------------------------------------------
 
 
@@ -246,18 +286,18 @@ async def test_a_group_computes_its_prompt_once() -> None:
 async def test_chains_that_ask_together_stay_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, steps, prefills = endless(), Counter[int](), []
     engine = LocalEngine(policy)
-    decode, logits = LocalEngine._decode, LocalEngine._prompt_logits
+    decode, logits = ContinuousBatch._decode, ContinuousBatch._prompt_logits
 
-    def counted(self: LocalEngine) -> None:
-        steps[self._active] += 1
+    def counted(self: ContinuousBatch) -> None:
+        steps[self.table.active] += 1
         decode(self)
 
-    def prompted(self: LocalEngine, chosen: Any) -> Any:
+    def prompted(self: ContinuousBatch, chosen: Any) -> Any:
         prefills.append(len(chosen))
         return logits(self, chosen)
 
-    monkeypatch.setattr(LocalEngine, "_decode", counted)
-    monkeypatch.setattr(LocalEngine, "_prompt_logits", prompted)
+    monkeypatch.setattr(ContinuousBatch, "_decode", counted)
+    monkeypatch.setattr(ContinuousBatch, "_prompt_logits", prompted)
     # So long in the end that not all of them would fit one prefill, were what the slots hold counted too.
     rows = [prompt(60 + i % 3, seed=i) for i in range(32)]
     for turn in range(4):
@@ -288,7 +328,7 @@ async def test_released_sessions_leave_their_slots() -> None:
         await engine.sample(prompt(5, seed=i), Sampling(max_tokens=2), 0, request=request(f"s{i}"))
         engine.release(f"s{i}")
     await engine.sample(prompt(5), Sampling(max_tokens=2), 0)
-    assert not engine._session_slot
+    assert not engine._batch.table.session_slot
 
 
 async def test_new_weights_drop_what_was_computed_with_old_ones() -> None:
@@ -414,9 +454,12 @@ async def test_update_takes_no_other_policy() -> None:
         await engine.update(random_policy(1))
 
 
-def test_no_slots_are_refused() -> None:
-    with pytest.raises(EngineError, match="slots must be at least 1, got 0"):
-        LocalEngine(endless(), slots=0)
+@pytest.mark.parametrize("slots", [0, 2.5, "8"])
+def test_invalid_slots_are_rejected(slots: Any) -> None:
+    with pytest.raises(EngineError, match=f"slots must be an integer of at least 1, got {slots!r}"):
+        LocalEngine(endless(), slots=slots)
+    with pytest.raises(EngineError, match="policy must be a Policy"):
+        LocalEngine(endless().model)  # type: ignore[arg-type]
 
 
 # --- cancelling and failing ----------------------------------------------------------------------
@@ -442,7 +485,7 @@ async def test_a_cancelled_request_frees_its_row_and_harms_nobody() -> None:
     assert (got.ids, got.logprobs) == (wanted.ids, wanted.logprobs)
     again = await asyncio.wait_for(engine.sample(prompt(20), Sampling(max_tokens=5), 0, request=request("d0", 1)), 20)
     check(policy, prompt(20), again)
-    assert engine._active == 0
+    assert engine._batch.table.active == 0
 
 
 async def test_random_cancellations_leave_a_working_engine() -> None:
@@ -467,28 +510,23 @@ async def test_random_cancellations_leave_a_working_engine() -> None:
         assert (got.ids, got.logprobs) == (wanted.ids, wanted.logprobs)
 
 
-@pytest.mark.parametrize("when", ["prefill", "decode", "sample_tokens"])
+@pytest.mark.parametrize("when", ["_forward", "_decode", "sample_tokens"])
 async def test_a_failure_reaches_everybody_and_the_engine_works_again(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = endless()
     engine = LocalEngine(policy)
     wanted = await engine.sample(prompt(8), Sampling(max_tokens=12), 5)
-    real, calls = (
-        {"prefill": LocalEngine._forward, "decode": LocalEngine._decode, "sample_tokens": local.sample_tokens}[when],
-        [0],
-    )
+    where: Any = generation if when == "sample_tokens" else ContinuousBatch
+    real, calls = getattr(where, when), [0]
 
     def failing(*args: Any, **options: Any) -> Any:
         calls[0] += 1
-        if calls[0] == (1 if when == "prefill" else 3):
+        if calls[0] == (1 if when == "_forward" else 3):
             raise RuntimeError("out of memory, say")
-        return real(*args, **options)  # type: ignore[operator]
+        return real(*args, **options)
 
-    if when == "sample_tokens":
-        monkeypatch.setattr(local, "sample_tokens", failing)
-    else:
-        monkeypatch.setattr(LocalEngine, "_forward" if when == "prefill" else "_decode", failing)
+    monkeypatch.setattr(where, when, failing)
     many = [
         engine.sample(prompt(10 + i, seed=i), Sampling(max_tokens=20), i, request=request(str(i))) for i in range(6)
     ]
@@ -642,7 +680,7 @@ async def test_reproducible_is_said_of_float32_on_cpu_only() -> None:
 
 async def test_memory_that_nobody_has_written_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots have more room than is in use. torch fills what it reserves with NaN here; masked, a NaN is still a NaN."""
-    monkeypatch.setattr(local, "_CAPACITY_STEP", 32)  # so that what is held moves to larger slots more than once
+    monkeypatch.setattr(slot_table, "_CAPACITY_STEP", 32)  # so that what is held moves to larger slots more than once
     policy = endless()
 
     async def sampled() -> list[Sample]:
@@ -667,19 +705,19 @@ async def test_memory_that_nobody_has_written_is_never_read(monkeypatch: pytest.
     assert [s.logprobs for s in poisoned] == [s.logprobs for s in plain]
 
 
-async def test_a_model_is_tried_only_while_its_weights_are_held_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Amid somebody's update the trial would compare two sets of weights, and the engine do without its decoder."""
+async def test_a_model_is_tried_only_while_its_weights_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """During an update, the trial would compare results of different weights."""
     policy = endless()
-    engine = LocalEngine(policy)
-    held: list[bool] = []
-    of = FusedLlamaDecoder.try_build
+    locked: list[bool] = []
+    build = FusedLlamaDecoder.try_build
 
-    def watched(model: Any) -> Any:
-        held.append(policy.lock.locked())
-        return of(model)
+    def watched(trunk: Any) -> Any:
+        locked.append(policy.lock.locked())
+        return build(trunk)
 
     monkeypatch.setattr(FusedLlamaDecoder, "try_build", watched)
+    engine = LocalEngine(policy)
     await engine.sample(prompt(9, seed=1), Sampling(max_tokens=4), 1)
-    policy.model = copy.deepcopy(policy.model)
+    monkeypatch.setattr(policy, "model", copy.deepcopy(policy.model))
     await engine.sample(prompt(9, seed=2), Sampling(max_tokens=4), 2)
-    assert held == [True, True]
+    assert locked == [True, True]

@@ -106,6 +106,10 @@ class KVCache:
             found.append(visible[self._rows] if isinstance(self._rows, slice) else visible.index_select(0, self._rows))
         return found[0], found[1]
 
+    def get_seq_length(self, *_: object) -> int:
+        """Return 0: transformers models number tokens by it, but the engine passes the positions of all tokens."""
+        return 0
+
     def _add_layer(self, like: Tensor) -> None:
         shape = (self.count, like.shape[1], self.capacity, like.shape[3])
         block, at = (self._layer_location[-1][0], self._layer_location[-1][1] + 2) if self._layer_location else (0, 0)
