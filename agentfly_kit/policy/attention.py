@@ -24,15 +24,10 @@ _TRIAL_WINDOW = 3
 def masked_states(
     decoder: Any, ids: Tensor, positions: Tensor, allowed: Tensor, key_positions: Tensor, cache: Any = None
 ) -> Tensor:
-    """Return the last hidden states of a decoder (a model without its output matrix) under an attention mask.
+    """Return the last hidden states, (R, C, d), of a decoder under an attention mask.
 
-    Args:
-        decoder: The decoder.
-        ids: Token ids, (R, C).
-        positions: Position of each token within its row, (R, C).
-        allowed: True where a token may attend to a key, (R, 1, C, S); windows are applied in addition.
-        key_positions: Position of each key within its row, (1 or R, S).
-        cache: Keys and values of earlier tokens, with the interface of a transformers cache.
+    `ids` and `positions` within their rows have shape (R, C), `key_positions` (1 or R, S). Tokens attend to the keys
+    that are `allowed`, (R, 1, C, S), and within the window of the layer. `cache` is a transformers cache.
     """
     config = decoder.config
     masks = {}

@@ -7,8 +7,10 @@ t - 1. `LanguageModel._locate_states` is the only place in the package that appl
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,8 +22,7 @@ from torch import Tensor, nn
 
 from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
 from agentfly_kit.policy.attention import agree, masked_states, unsupported_attention, with_short_windows
-from agentfly_kit.policy.micro_batches import split_by_token_budget
-from agentfly_kit.policy.prefix_tree import PackedTrees, PrefixTree, build_prefix_trees
+from agentfly_kit.policy.prefix_tree import PackedTrees, PrefixTree, build_prefix_trees, split_by_token_budget
 
 _log = logging.getLogger(__name__)
 
@@ -33,26 +34,16 @@ _MASKED_ATTENTION_COST = 4.0
 
 @dataclass
 class ForwardOutput:
-    """Results of a forward pass at the N masked positions, in the order of `mask.nonzero()`, with gradients.
+    """Results of a forward pass at the N masked positions, in the order of `mask.nonzero()`, with gradients."""
 
-    Attributes:
-        logprob: (N,).
-        entropy: (N,).
-        value: (N,).
-        hidden: (N, d): the hidden states that predict the tokens.
-    """
-
-    logprob: Tensor
-    entropy: Tensor | None
-    value: Tensor | None
-    hidden: Tensor
+    logprob: Tensor  # (N,)
+    entropy: Tensor | None  # (N,)
+    value: Tensor | None  # (N,)
+    hidden: Tensor  # (N, d): the states that predict the tokens
 
 
 class ValueHead(nn.Linear):
-    """Linear head that maps the trunk's hidden state to V(ids[:t]).
-
-    It is initialized to zero, so that the first advantages equal the rewards.
-    """
+    """Linear map of the trunk's hidden state to V(ids[:t]); initially zero, so first advantages equal the rewards."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1)
@@ -122,16 +113,14 @@ class LanguageModel:
 
     @property
     def micro_tokens(self) -> int:
-        """Default number of padded tokens per forward pass; small on a CPU, so that short rows need little padding."""
+        """Default number of padded tokens per forward pass; small on a CPU, where padding costs most."""
         return 1536 if self.device.type == "cpu" else 32768
 
     @property
     def launch_overhead(self) -> int:
-        """Fixed cost of a forward and backward pass, expressed in tokens; see `split_by_token_budget`.
+        """Fixed cost of a forward and backward pass in tokens, measured for the shipped policy (docs/log.md).
 
-        The overhead is negligible for large models. It is 0 on a GPU, where full micro-batches are fastest.
-
-        Source:  measured for the shipped policy, docs/log.md.
+        It is negligible for large models, and 0 on a GPU, where full micro-batches are fastest.
         """
         return min(100, 30_000_000 // max(self.size, 1)) if self.device.type == "cpu" else 0
 
@@ -396,16 +385,26 @@ def _context_lengths(mask: Tensor) -> list[int]:
     return lengths
 
 
-class _ThreadLimit:
-    """Number of users of the limit of one thread, and the number of threads from before."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.users = 0
-        self.threads_before = 0
+def warn_if_bfloat16_is_slow(device: torch.device) -> None:
+    """Warn once if `device` is a CPU without instructions for bfloat16, on which it is emulated."""
+    if device.type == "cpu":
+        _warn_on_emulated_bfloat16()
 
 
-_thread_limit = _ThreadLimit()
+@functools.cache
+def _warn_on_emulated_bfloat16() -> None:
+    features = getattr(torch.cpu, "get_capabilities", dict)()
+    if features and not any(on for name, on in features.items() if "bf16" in name):
+        warnings.warn(
+            "this CPU has no instructions for bfloat16 and emulates it, which can make a step many times slower; use "
+            "float32: Policy.load(dtype='float32') and autocast=None",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+# Users of the limit of one thread, and the number of threads from before.
+_thread_limit = SimpleNamespace(lock=threading.Lock(), users=0, threads_before=0)
 
 
 @contextlib.contextmanager

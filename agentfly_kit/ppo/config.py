@@ -1,17 +1,28 @@
-"""Settings of a PPO step, validated on construction."""
+"""Settings of a PPO step, validated on construction, and the policy loss that they select."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args
 
+import torch
 from torch import Tensor
 
 from agentfly_kit import losses
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.ppo.policy_loss import LossName, PolicyLoss
+
+if TYPE_CHECKING:
+    from agentfly_kit.ppo.inputs import MicroBatch
+
+# Each is a function in losses/surrogates.py.
+LossName = Literal["ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo"]
+# Losses whose value at a token depends on the whole row. The others need only the sampled tokens.
+_ROW_WISE = ("gspo", "gmpo")
+
 
 Aggregate: TypeAlias = losses.AggregateMode | Mapping[str, Any]
 Correction: TypeAlias = Literal["token", "sequence"] | Mapping[str, Any]
@@ -153,3 +164,70 @@ class PPOConfig:
             SettingsError: If a value is invalid.
         """
         return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A function of (logprobs, old_logprobs, advantages, mask) that returns the loss of each token."""
+
+    function: Callable[..., Tensor]
+    name: str  # its name in `LossName`; empty for a custom function
+
+    @classmethod
+    def resolve(cls, loss: str | Callable[..., Tensor], **clips: float | None) -> PolicyLoss:
+        """Look up a loss by name and bind its clip options, of which None is the default of the loss."""
+        options = {name: value for name, value in clips.items() if value is not None}
+        names = get_args(LossName)
+        if callable(loss):
+            if options:
+                raise SettingsError(
+                    f"{', '.join(options)} must be None if loss is a function; use functools.partial(function, ...)"
+                )
+            inner = loss.func if isinstance(loss, functools.partial) else loss
+            if inner in (losses.clip_cov, losses.kl_cov):
+                raise SettingsError(
+                    f"loss must not be {inner.__name__}: it compares all tokens of a minibatch, which the step splits "
+                    "into micro-batches; call it in a training loop of your own"
+                )
+            _check_signature(loss)
+            return cls(loss, next((name for name in names if inner is getattr(losses, name)), ""))
+        if loss not in names:
+            raise SettingsError(f"loss must be one of {', '.join(map(repr, names))}, or a function, got {loss!r}")
+        function = getattr(losses, loss)
+        accepted = inspect.signature(function).parameters
+        for name, value in options.items():
+            if name not in accepted:
+                raise SettingsError(f"loss={loss!r} takes no {name}, got {name}={value!r}")
+        return cls(functools.partial(function, **options) if options else function, loss)
+
+    def __call__(self, logprobs: Tensor, micro: MicroBatch) -> Tensor:
+        """Return the weighted loss of each sampled token: logprobs (N,) -> (N,). Their sum is the policy loss."""
+        if self.name and self.name not in _ROW_WISE:
+            sampled = torch.ones_like(micro.old_logprobs).bool()
+            per_token = self.function(logprobs, micro.old_logprobs, micro.advantages, sampled)
+        else:
+            rows = [micro.grid(x) for x in (logprobs, micro.old_logprobs, micro.advantages)]
+            per_row = self.function(*rows, micro.mask)
+            if per_row.shape != micro.mask.shape:
+                raise SettingsError(
+                    "loss must return one loss per token, without a mean (aggregate= reduces them): the shape "
+                    f"{tuple(micro.mask.shape)} of its arguments, got {tuple(per_row.shape)}"
+                )
+            per_token = per_row[micro.mask]
+        if not per_token.requires_grad:
+            raise SettingsError("loss must return a tensor with a gradient in the logprobs, got one without")
+        if micro.importance_weights is not None:
+            per_token = per_token * micro.importance_weights
+        return per_token * micro.token_weight
+
+
+def _check_signature(loss: Callable[..., Tensor]) -> None:
+    """Reject a function that cannot be called with the four arguments of a loss."""
+    try:
+        inspect.signature(loss).bind("logprobs", "old_logprobs", "advantages", "mask")
+    except TypeError as error:
+        raise SettingsError(
+            f"loss must be a function of (logprobs, old_logprobs, advantages, mask), got {loss!r}: {error}"
+        ) from None
+    except ValueError:  # a callable without a signature
+        return

@@ -14,8 +14,8 @@ from agents import fresh, random_policy, reference_logprobs, shipped
 from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
 from agentfly_kit.policy import forward
 from agentfly_kit.policy.forward import single_torch_thread
-from agentfly_kit.policy.micro_batches import split_by_token_budget
 from agentfly_kit.policy.policy import Policy
+from agentfly_kit.policy.prefix_tree import split_by_token_budget
 
 
 def rows(temperatures: tuple[float, ...] = (1.0, 0.7, 1.3)) -> Any:

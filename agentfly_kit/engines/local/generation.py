@@ -25,22 +25,11 @@ _CHUNK_WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
 # A prefill starts when more requests wait than run, or when the oldest has waited for this number of decode steps.
 _PREFILL_MAX_WAIT = 12
 
-Deliver = Callable[[list[tuple[Request, Any]]], None]
-
 
 class ContinuousBatch:
-    """The running requests of an engine.
+    """The running requests of an engine. `deliver` gets pairs of a request and its result, which may be an error."""
 
-    Args:
-        policy: The policy.
-        slots: Maximum number of slots.
-        deliver: Called with pairs of a request and its result, which may be an exception.
-
-    Raises:
-        EngineError: If the model cannot be run with a KV cache.
-    """
-
-    def __init__(self, policy: Policy, slots: int, deliver: Deliver) -> None:
+    def __init__(self, policy: Policy, slots: int, deliver: Callable[[list[tuple[Request, Any]]], None]) -> None:
         self.policy = policy
         self.waiting: list[Request] = []
         # Number of context tokens computed so far, excluding copied and reused ones, and of sampled tokens.
@@ -147,10 +136,9 @@ class ContinuousBatch:
         self._deliver([(chosen[going[at]][0], chosen[going[at]][0].sample(why)) for at, why in ended.items()])
 
     def _prompt_logits(self, chosen: list[tuple[Request, int, int]]) -> tuple[Tensor, int]:
-        """Compute the prompts of `chosen`: tuples of request, slot and number of tokens already in the slot.
+        """Return the logits after each prompt, (R, V), and the policy version that computed them.
 
-        Returns:
-            Logits after each prompt, (R, V), and the policy version that computed them.
+        `chosen` contains tuples of request, slot and number of tokens already in the slot.
         """
         cache = self.table.cache
         device = self.policy.device

@@ -26,13 +26,10 @@ class KVCache:
     """Keys and values of many sequences; slot i holds those of the tokens `ids[i, :length[i]]`."""
 
     def __init__(self, count: int, capacity: int, layers: int = 1) -> None:
-        """Create a cache.
+        """Create a cache of `count` slots of `capacity` tokens.
 
-        Args:
-            count: Number of slots.
-            capacity: Tokens per slot.
-            layers: Expected number of attention layers. Layers of the same shape are stored in one block and copied
-                together; additional layers, or layers of other shapes, need a copy each.
+        `layers` attention layers are expected. Layers of the same shape are stored in one block and copied together;
+        additional layers, or layers of other shapes, need a copy each.
         """
         self.count = count
         self._layers = layers
@@ -54,15 +51,10 @@ class KVCache:
     # --- forward pass ---
 
     def prepare(self, rows: Tensor | int, positions: Tensor) -> Tensor:
-        """Set where the next forward pass writes.
+        """Set where the next forward pass writes, and return its causal mask, (R, 1, C, S) bool.
 
-        Args:
-            rows: A number n for the first n slots, or slot indices (R,). Contiguous slots need no copy.
-            positions: Position of each token, (R, C) int64.
-
-        Returns:
-            The attention mask, (R, 1, C, S) bool, True where a query may attend. S covers all positions and is a
-            multiple of 16.
+        `rows` is a number n for the first n slots, or slot indices (R,), of which contiguous ones need no copy;
+        `positions` are those of the tokens, (R, C). S covers all positions and is a multiple of 16.
         """
         self._visible = min(self.capacity, -(-(int(positions.max()) + 1) // _ALIGNMENT) * _ALIGNMENT)
         if self._visible > self._initialized:

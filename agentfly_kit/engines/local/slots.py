@@ -70,13 +70,7 @@ class _Slot:
 
 
 class SlotTable:
-    """Slots of a KV cache; the first `active` run one request each, the others hold the histories of idle sessions.
-
-    Args:
-        limit: Maximum number of slots.
-        max_length: Context length of the model.
-        layers: Number of attention layers.
-    """
+    """Slots of a KV cache; the first `active` run one request each, the others hold the histories of idle sessions."""
 
     def __init__(self, limit: int, max_length: int, layers: int) -> None:
         self.limit = limit
@@ -131,13 +125,8 @@ class SlotTable:
     def admit(self, request: Request, waiting: int, *, empty: bool) -> tuple[int, int] | None:
         """Return a slot and the number of the request's ids that it already holds; None if all slots are running.
 
-        Args:
-            request: The request.
-            waiting: Number of waiting requests, for which slots are allocated together.
-            empty: Search for no common prefix, because the caller will copy the whole prompt.
-
-        Raises:
-            EngineError: If another request of the same session is running.
+        Slots are allocated together for all `waiting` requests. If `empty`, no common prefix is searched, because the
+        caller will copy the whole prompt.
         """
         own = self.session_slot.get(request.session)
         self._grow(len(request.ids) + request.limit + 1, waiting if own is None else 0)
