@@ -51,13 +51,13 @@ def test_scores_do_not_depend_on_the_split_or_the_padding() -> None:
     whole = policy.score(batch, {"logprob"})["logprob"]
     for micro in (1, 20, 40):
         torch.testing.assert_close(
-            policy.score(batch, {"logprob"}, micro_tokens=micro)["logprob"], whole, atol=1e-6, rtol=0, equal_nan=True
+            policy.score(batch, {"logprob"}, micro_tokens=micro)["logprob"], whole, atol=1e-5, rtol=1e-5, equal_nan=True
         )
     wide = SimpleNamespace(**vars(batch))
     wide.ids = torch.cat([batch.ids, torch.full((3, 30), 5)], 1)
     wide.mask = torch.cat([batch.mask, torch.zeros(3, 30, dtype=torch.bool)], 1)
     torch.testing.assert_close(
-        policy.score(wide, {"logprob"})["logprob"][:, :17], whole, atol=1e-6, rtol=0, equal_nan=True
+        policy.score(wide, {"logprob"})["logprob"][:, :17], whole, atol=1e-5, rtol=1e-5, equal_nan=True
     )
 
 
@@ -131,8 +131,28 @@ def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"not this")
     with pytest.raises(PolicyError, match="cannot load a policy from"):
         Policy.load(folder)
-    with pytest.raises(PolicyError, match="float33"):
-        Policy.load(folder, dtype="float33")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"dtype": "float33"}, "dtype must be a floating-point torch dtype, its name, or 'auto', got 'float33'"),
+        ({"dtype": torch.int64}, "dtype must be .*, got torch.int64"),
+        ({"device": "gpu"}, "device must be one that torch can use here, got 'gpu': "),
+        ({"device": "cuda:77"}, "device must be .*, got 'cuda:77': "),
+        ({"device": 1.5}, "device must be .*, got 1.5: "),
+        ({"value_head": "apart"}, "value_head must be True, False or 'separate', got 'apart'"),
+    ],
+)
+def test_invalid_arguments_are_rejected_before_loading(options: dict[str, Any], error: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=error):
+        Policy.load(tmp_path / "none", **options)
+
+
+def test_a_tokenizer_is_not_a_chat() -> None:
+    policy = random_policy(3)
+    with pytest.raises(SettingsError, match=r"chat must be a Chat, such as af.Chat\(tokenizer\), got "):
+        Policy(policy.model, policy.chat.tokenizer)  # type: ignore[arg-type]
 
 
 def test_a_copy_is_independent() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from agents import agent, fresh, random_policy, reference_logprobs, tasks
+from agents import agent, assert_same_update, fresh, random_policy, reference_logprobs, tasks
 from torch import Tensor
 
 from agentfly_kit import advantages, tiny
@@ -160,7 +160,7 @@ def test_the_step_is_its_definition(options: dict[str, float]) -> None:
         batch,
         PPOConfig(max_grad_norm=None, old_logprobs="engine", **{"clip": 0.2, "value_coef": 0.0} | options),
     )  # type: ignore[arg-type]
-    torch.testing.assert_close(weights(policy) - weights(twin), flat, atol=2e-5, rtol=1e-4)
+    assert_same_update(weights(twin), weights(policy) - flat, weights(policy))
     assert stats.loss == pytest.approx(float(loss), abs=1e-5)
     assert stats.policy_loss == pytest.approx(float(policy_loss), abs=1e-5)
     assert stats.approx_kl == pytest.approx(wanted["kl"], abs=1e-6)
@@ -186,21 +186,20 @@ def test_what_the_result_does_not_depend_on(how: Any) -> None:
         "old_logprobs": "engine",
     }
     wanted = moved(policy, batch, **options)
-    size = float((wanted - weights(policy)).abs().max())
-    assert size > 1e-4
-    close = {"atol": 3e-6 * max(1.0, size), "rtol": 0}  # sums of float32 in another order
+    before = weights(policy)
+    assert float((wanted - before).abs().max()) > 1e-4
     for micro in (1, 40, 10**6):
-        torch.testing.assert_close(moved(policy, batch, micro_tokens=micro, **options), wanted, **close)
+        assert_same_update(moved(policy, batch, micro_tokens=micro, **options), wanted, before)
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)).tolist()
     shuffled = collate([batch.trajectories[i] for i in order]).replace(advantages=batch.advantages[order])
-    torch.testing.assert_close(moved(policy, shuffled, **options), wanted, **close)
+    assert_same_update(moved(policy, shuffled, **options), wanted, before)
     wide = {}
     for name, fill in (("ids", 5), ("mask", 0), ("attention", 0), ("versions", -1)):
         value = getattr(batch, name)
         wide[name] = torch.cat([value, torch.full((len(batch), 40), fill, dtype=value.dtype)], 1)
     for name in ("logprobs", "entropies", "advantages", "token_rewards"):
         wide[name] = torch.cat([getattr(batch, name), torch.full((len(batch), 40), math.nan)], 1)
-    torch.testing.assert_close(moved(policy, dataclasses.replace(batch, **wide), **options), wanted, **close)
+    assert_same_update(moved(policy, dataclasses.replace(batch, **wide), **options), wanted, before)
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -1e30])
@@ -241,7 +240,7 @@ def test_leaving_out_rows_without_advantage_is_exact(
     left_out, some = go()
     monkeypatch.setattr(step, "_only_advantage", lambda *args: False)
     run_all, every = go()
-    torch.testing.assert_close(left_out, run_all, atol=5e-7, rtol=0)  # the last bits of weights of about 2
+    assert_same_update(left_out, run_all, weights(policy))
     assert some.updates == every.updates
     assert some.dropped_groups == 1
     assert some.clip_fraction == pytest.approx(every.clip_fraction, abs=1e-6), "a share of all action tokens"
@@ -252,12 +251,13 @@ def test_rows_without_advantage_have_an_entropy_bonus() -> None:
     policy = random_policy(0)
     batch = flat_half(policy)
     quiet = dataclasses.replace(batch, advantages=torch.where(batch.mask, 0.0, math.nan))
-    bonus = [
-        moved(policy, given, old_logprobs="engine", entropy_coef=coef) - weights(policy)
+    with_both, with_advantages, with_bonus = (
+        moved(policy, given, old_logprobs="engine", entropy_coef=coef)
         for given, coef in ((batch, 0.1), (batch, 0.0), (quiet, 0.1))
-    ]
-    torch.testing.assert_close(bonus[0] - bonus[1], bonus[2], atol=3e-6, rtol=0)
-    assert float(bonus[2].abs().max()) > 1e-4
+    )
+    before = weights(policy)
+    assert_same_update(with_both - with_advantages + before, with_bonus, before)
+    assert float((with_bonus - before).abs().max()) > 1e-4
 
 
 def test_when_a_target_ends_the_step_does_not_depend_on_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

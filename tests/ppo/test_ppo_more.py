@@ -15,6 +15,7 @@ from agentfly_kit import advantages, losses
 from agentfly_kit.batch.batch import Batch, join
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.errors import BatchError, PolicyError, SettingsError
+from agentfly_kit.policy import forward
 from agentfly_kit.policy.forward import Critic
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import PPOConfig, adamw, ppo_step, shaped_rewards
@@ -234,13 +235,34 @@ def test_a_separate_critic_gives_the_policy_no_gradient() -> None:
     assert [len(g["params"]) > 0 for g in adamw(policy).param_groups] == [True] * 3
 
 
+@pytest.mark.parametrize("emulated", [True, False])
+def test_a_cpu_that_emulates_bfloat16_warns_once_before_the_step(
+    emulated: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, tmp_path: Any
+) -> None:
+    features = {"avx2": True, "avx512_bf16": not emulated, "amx_bf16": False}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
+    forward._warn_on_emulated_bfloat16.cache_clear()
+    policy = agents.random_policy(6)
+    batch = made(policy, 2)
+    with pytest.raises(SettingsError, match="reference="):
+        ppo_step(policy, adamw(policy), batch, PPOConfig(autocast="bfloat16", kl_coef=0.1))
+    assert not recwarn, "settings are checked first"
+    for _ in range(2):
+        ppo_step(policy, adamw(policy), batch, PPOConfig(autocast="bfloat16"))
+    Policy.load(policy.save(tmp_path), dtype="bfloat16")
+    texts = [str(w.message) for w in recwarn if "bfloat16" in str(w.message)]
+    assert len(texts) == emulated
+    assert all("no instructions for bfloat16" in text and "autocast=None" in text for text in texts)
+    forward._warn_on_emulated_bfloat16.cache_clear()
+
+
 def test_checkpointing_and_autocast_leave_the_model_as_it_was() -> None:
     policy = agents.random_policy(6)
     before = [m.training for m in policy.model.modules()]
     batch = made(policy)
     whole, exact = gradient(policy, batch)
     kept, _ = gradient(policy, batch, checkpointing=True)
-    torch.testing.assert_close(kept, whole, rtol=1e-5, atol=1e-7)
+    agents.assert_same_gradient(kept, whole)
     half, stats = gradient(policy, batch, autocast="bfloat16", old_logprobs="auto")
     full, _ = gradient(policy, batch, old_logprobs="recompute")
     assert torch.nn.functional.cosine_similarity(half, full, dim=0) > 0.95
@@ -277,13 +299,13 @@ def test_a_kl_in_the_reward_is_reported_and_not_added() -> None:
     batch = made(policy)
     none, _ = gradient(policy, batch)
     reported, stats = gradient(policy, batch, kl_coef=0.5, kl_in="reward", reference=reference)
-    torch.testing.assert_close(reported, none)
+    agents.assert_same_gradient(reported, none)
     ref = reference.score(batch, {"logprob"})["logprob"]
     mean = losses.kl(batch.logprobs, ref, "k3", batch.mask).sum() / batch.mask.sum()
     assert stats.kl_reference == pytest.approx(float(mean), rel=1e-5)
     added, _ = gradient(policy, batch.replace(ref_logprobs=ref), kl_coef=0.5)
     scored, _ = gradient(policy, batch, kl_coef=0.5, reference=reference)
-    torch.testing.assert_close(added, scored)
+    agents.assert_same_gradient(added, scored)
     assert not torch.allclose(added, none)
     with pytest.raises(SettingsError, match="needs reference="):
         gradient(policy, batch, kl_coef=0.5)
@@ -477,9 +499,6 @@ def test_a_critic_is_saved_apart_and_comes_back(tmp_path: Any) -> None:
     with pytest.raises(SettingsError, match="'separate'"):
         Policy(policy.model, agents.chat(), value_head="apart")  # type: ignore[arg-type]
     assert Policy.load(folder).value_head is None
-
-
-# --- cancelling ----------------------------------------------------------------------------------
 
 
 # --- through the loop ----------------------------------------------------------------------------
