@@ -52,10 +52,7 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """Separate value model: a copy of the policy's decoder with a zero-initialized value head.
-
-    It needs a second forward and backward pass; in return the value loss has no gradient in the policy's weights.
-    """
+    """Separate value model: a copy of the policy's decoder with a value head, so that the policy has no value loss."""
 
     def __init__(self, trunk: Any, width: int) -> None:
         super().__init__()
@@ -192,11 +189,9 @@ class LanguageModel:
         )
 
     def _locate_states(self, ids: Tensor, mask: Tensor) -> tuple[PackedTrees | None, Tensor]:
-        """Pack the rows into prefix trees, and locate the states that predict the masked tokens.
+        """Pack the rows into prefix trees (None if they are computed separately), and locate the states at t - 1.
 
-        Returns:
-            The trees (None if the rows are computed one by one), and the index in the flattened hidden states of
-            `ids[:, :-1]` or of the trees: the state at t - 1 for the token at t, (N,).
+        The locations, (N,), are indices in the flattened hidden states of the trees, or else of `ids[:, :-1]`.
         """
         rows, cols = mask.nonzero(as_tuple=True)
         if bool((cols == 0).any()):
@@ -364,12 +359,9 @@ class LanguageModel:
 
 
 def _last_states(decoder: Any, ids: Tensor, packed: PackedTrees | None) -> Tensor:
-    """Run a decoder (a model without its output matrix) on rows or their trees, and return its last hidden states.
+    """Return the last hidden states of rows, ids (B, T) -> (B, T, d), or of their trees, (P, W, d).
 
-    Positions are passed explicitly rather than inferred from a pad id. Padding on the right needs no attention mask,
-    because causal attention already excludes it.
-
-    Shapes:  ids (B, T) -> (B, T, d), or (P, W, d) for P trees of W tokens.
+    Padding on the right needs no attention mask, because causal attention already excludes it.
     """
     if packed is not None:
         return masked_states(decoder, packed.ids, packed.positions, packed.mask(), packed.positions)
@@ -393,7 +385,7 @@ def warn_if_bfloat16_is_slow(device: torch.device) -> None:
 
 @functools.cache
 def _warn_on_emulated_bfloat16() -> None:
-    features = getattr(torch.cpu, "get_capabilities", dict)()
+    features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if features and not any(on for name, on in features.items() if "bf16" in name):
         warnings.warn(
             "this CPU has no instructions for bfloat16 and emulates it, which can make a step many times slower; use "
@@ -411,8 +403,7 @@ _thread_limit = SimpleNamespace(lock=threading.Lock(), users=0, threads_before=0
 def single_torch_thread(policy: LanguageModel) -> Iterator[None]:
     """Limit torch to one thread for a tiny model on a CPU, where more threads are slower.
 
-    The setting applies to the whole process, and an engine's thread and an update may enter concurrently: the first to
-    enter saves the previous setting, and the last to leave restores it.
+    Users may overlap: the first to enter saves the setting of the process, and the last to leave restores it.
     """
     if policy.device.type != "cpu" or policy.size >= 5_000_000:
         yield

@@ -1,10 +1,8 @@
 """Prefix sharing: rows with a common prefix are packed into a tree, so that each shared token is computed once.
 
-The chains of a group share their prompt, and forked chains often share whole turns. The state that a causal model
-computes at a token depends only on the tokens up to it, so a forward pass over the tree gives the same states as
-separate forward passes over its rows, and the gradients of all rows that share a token are summed automatically. The
-model runs a tree as one sequence: tokens in depth-first order, position ids counted within each row, and an attention
-mask that lets each token attend only to itself and its ancestors.
+The model runs a tree as one sequence: tokens in depth-first order, position ids counted within each row, and an
+attention mask that lets each token attend only to itself and its ancestors. States and gradients are those of separate
+rows.
 """
 
 from __future__ import annotations
@@ -31,16 +29,10 @@ class PrefixTree:
 
 
 def build_prefix_trees(ids: Tensor, lengths: list[int], *, scale: float, max_tokens: int) -> list[PrefixTree]:
-    """Group rows into prefix trees of at most `max_tokens` tokens, wherever a tree is cheaper than separate rows.
+    """Group rows `ids[i, :lengths[i]]` into prefix trees of at most `max_tokens` tokens, wherever a tree is cheaper.
 
-    Args:
-        ids: Token ids, padded on the right.
-        lengths: Number of tokens of each row; later columns are ignored.
-        scale: Number of attended keys at which attention costs as much per token as the rest of the model. A tree of
-            W tokens costs W + W² / scale; for a single row the causal kernel skips half of the quadratic term.
-        max_tokens: Upper limit of the tokens per tree.
-
-    Shapes:  ids (B, T), of which `ids[i, :lengths[i]]` is used.
+    `scale` is the number of attended keys at which attention costs as much per token as the rest of the model. A tree
+    of W tokens costs W + W² / scale; for a single row the causal kernel skips half of the quadratic term.
     """
     array = ids.cpu().numpy()
     texts = [array[i, :n] for i, n in enumerate(lengths)]
@@ -113,16 +105,10 @@ class PackedTrees:
 
 
 def split_by_token_budget(lengths: Tensor, micro_tokens: int, launch_overhead: int = 0) -> list[Tensor]:
-    """Group rows of similar length into micro-batches of at most `micro_tokens` padded tokens, longest rows first.
+    """Return the row indices of micro-batches of at most `micro_tokens` padded tokens, longest rows first.
 
-    Args:
-        lengths: Number of tokens of each row, (B,).
-        micro_tokens: Upper limit of the padded tokens per micro-batch; a longer row forms a micro-batch of its own.
-        launch_overhead: Fixed cost of a forward pass, in tokens. If positive, the boundaries minimize padding plus
-            overhead; 0 fills each micro-batch as far as possible.
-
-    Returns:
-        The row indices of each micro-batch.
+    A longer row forms a micro-batch of its own. If `launch_overhead`, the fixed cost of a forward pass in tokens, is
+    positive, the boundaries minimize padding plus overhead; 0 fills each micro-batch as far as possible.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     sizes = [max(n, 1) for n in lengths[order].tolist()]

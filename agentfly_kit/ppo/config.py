@@ -48,19 +48,15 @@ class PPOConfig:
 
     Args:
         loss: Policy loss: the name of a function in `af.losses`, or a function of (logprobs, old_logprobs, advantages,
-            mask), such as functools.partial(af.losses.cispo, bounds="upper"). A custom function is called on the
-            complete rows of one micro-batch at a time: all four have shape (B, T), and the first three are 0 where the
-            mask is 0. It must return the loss of each token, (B, T), not a mean; `aggregate` reduces it, and values
-            where the mask is 0 are ignored. `af.losses.clip_cov` and `kl_cov` are rejected, because they need the whole
-            minibatch.
+            mask), such as functools.partial(af.losses.cispo, bounds="upper"). A custom function gets the rows of one
+            micro-batch, (B, T) each and 0 where the mask is 0, and returns the loss of each token, (B, T), which
+            `aggregate` reduces. `af.losses.clip_cov` and `kl_cov` are rejected; they need the whole minibatch.
         aggregate: How per-token losses are reduced to one number: a mode of `af.losses.aggregate`, or a dict of the
-            mode under "how" and its options, such as {"how": "trajectory_mean", "count": "rows"} or {"how": "fixed",
-            "denominator": 512.0}. Sequence means and sequence losses treat each row as a sequence, even if a trajectory
-            has several.
+            mode under "how" and its options, such as {"how": "fixed", "denominator": 512.0}. Sequence means and
+            sequence losses treat each row as a sequence, even if a trajectory has several.
         clip: Clip range of the probability ratio below 1. None is the default of the loss (0.2 for "ppo"). This and the
             next two settings are rejected if `loss` is a function; bind them with functools.partial.
-        clip_high: Clip range of the probability ratio above 1 (clip-higher of DAPO). None is the default of the loss:
-            for "ppo", the same as `clip`.
+        clip_high: Clip range above 1 (clip-higher of DAPO). None is the default of the loss (for "ppo", `clip`).
         dual_clip: Bound on the loss of a token with a negative advantage A: at most dual_clip * |A|; must be above 1.
             None sets no bound.
         value_coef: Coefficient of the value loss. Used if the policy has a value head and the batch has returns.
@@ -69,12 +65,10 @@ class PPOConfig:
         kl_coef: Coefficient of the KL penalty towards the reference policy. 0 uses no reference.
         kl_kind: Estimator of the KL in the loss and in the statistics: "k1", "abs", "k2", "k3" or "k3+"; see
             `af.losses.kl`.
-        kl_in: "loss" adds the KL penalty to the loss. "reward" means that it is subtracted from the rewards before
-            advantages are computed, as the "k1" estimate per token (see `shaped_rewards`; an outcome estimator sees the
-            sum over the chain). `train` does this; `ppo_step` only reports the KL then.
-        kl_weighted: Whether to multiply the KL of each token by its probability ratio to the old policy. The estimate
-            and its gradient are then unbiased for samples of the old policy (`use_bias_correction_kl` in TRL). Without
-            it, the estimator is valid only for samples of the current policy. Applies to kl_in="loss".
+        kl_in: "loss" adds the KL penalty to the loss. "reward" means that `train` subtracts it from the rewards before
+            advantages are computed (see `shaped_rewards`); `ppo_step` only reports it then.
+        kl_weighted: Whether to multiply the KL of each token by its probability ratio, which makes estimate and
+            gradient unbiased for samples of the old policy (`use_bias_correction_kl` in TRL). For kl_in="loss".
         entropy_coef: Coefficient of the entropy bonus, which is subtracted from the loss. 0 adds none.
         epochs: Number of passes over the batch.
         minibatch: Number of trajectories per update, each with all of its rows. None uses all of them.
@@ -85,10 +79,8 @@ class PPOConfig:
             exceeds it, the step ends before the next minibatch. None sets no limit.
         old_logprobs: Logprobs in the denominator of the probability ratio. "engine" uses those of the sampler,
             "recompute" those of the policy before the first update. "auto" uses those of the sampler if all tokens come
-            from the current policy version and the logprobs agree with the policy's to 1e-4 in up to eight rows, spread
-            over the batch and including the longest; otherwise it recomputes. Such a probe detects an engine that
-            computes differently, but not a single row that was recorded incorrectly; "recompute" compares all rows. The
-            largest difference over the compared rows is `stats.sampler_gap`.
+            from the current policy version and agree with the policy's to 1e-4 in up to eight rows, including the
+            longest; otherwise it recomputes. The largest difference over the compared rows is `stats.sampler_gap`.
         correction: Importance weights p_old / p_sampler of the tokens: "token", "sequence", or a dict of options of
             `af.losses.importance_weights`, such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. For tokens
             sampled under top-p, top-k or min-p it is required, and p_sampler is renormalized to the kept probability

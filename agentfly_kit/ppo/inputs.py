@@ -197,9 +197,8 @@ def token_weights(batch: Batch, rows: Tensor, config: PPOConfig) -> Tensor:
 def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> Tensor:
     """Subtract a KL penalty towards the reference policy from the reward of every sampled token.
 
-    Computes token_rewards - coef * KL(sampled || reference) from the sampler's logprobs and `batch.ref_logprobs`. This
-    implements `kl_in="reward"`. It precedes the computation of advantages and is therefore not part of `ppo_step`: pass
-    the result to an estimator of token rewards, or its sum over each row to an outcome estimator.
+    Computes token_rewards - coef * KL(sampled || reference) from the sampler's logprobs and `batch.ref_logprobs`, as
+    `kl_in="reward"` does: pass the result, or its sum over each row, to an advantage estimator.
 
         batch = batch.replace(ref_logprobs=reference.score(batch, {"logprob"})["logprob"])
         rewards = shaped_rewards(batch, 0.05)

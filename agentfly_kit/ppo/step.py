@@ -1,11 +1,8 @@
 """One PPO step on a batch: old logprobs, losses, gradients and optimizer updates.
 
-The result does not depend on the padding, on the order of rows within a minibatch, on how it is split into
-micro-batches, or on the number of processes: token weights are computed over the whole minibatch before the first
-forward pass.
-
-The forward pass returns N logprobs, values and entropies, one of each per sampled token, so no loss has to handle
-masked positions.
+The result does not depend on padding, on the order or the split of a minibatch, or on the number of processes: token
+weights are computed over the whole minibatch first. The forward pass returns one logprob, value and entropy per sampled
+token, so no loss has to handle masked positions.
 """
 
 from __future__ import annotations
@@ -67,12 +64,10 @@ def ppo_step(
         optimizer: Its optimizer, such as `af.adamw(policy)`.
         batch: Batch with advantages, from `collate`.
         config: Settings of the step; a `TrainConfig` works too.
-        reference: Frozen policy to which the KL is computed. Not needed if the batch has `ref_logprobs`, which take
-            precedence.
+        reference: Frozen policy to which the KL is computed; not used if the batch has `ref_logprobs`.
         seed: Seed of the order of trajectories in each epoch.
-        accelerator: An accelerate.Accelerator with several processes. Each process must have the same policy and pass
-            the same batch (see `gather`). The rows of each minibatch are distributed so that token counts are balanced,
-            and counts and gradients are summed. Every process holds all weights; sharded models are not supported.
+        accelerator: An accelerate.Accelerator with several processes, which share the rows of each minibatch. Each must
+            have the same policy and pass the same batch (see `gather`). Sharded models are not supported.
         detail: Whether to store per-token arrays of the step, (B, T), in `stats.detail`.
         cancel: Event that cancels the step at the next micro-batch (with several processes: at the next update). The
             weights are then those of the last complete update.

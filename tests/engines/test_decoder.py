@@ -78,7 +78,7 @@ def both(made: Any, decoder: FusedLlamaDecoder, stamp: object = 0) -> tuple[torc
     ids = torch.randint(0, 90, (8, 42), generator=torch.Generator().manual_seed(1))
     outs: list[list[torch.Tensor]] = [[], []]
     for which in (0, 1):
-        cache = KVCache(8, 48, 3)
+        cache = KVCache(8, 48)
         for start, stop in ((0, 5), (5, 12), (12, 13), (13, 14), (14, 15), (15, 16), (16, 17), (17, 40), (40, 41)):
             positions = torch.arange(start, stop)[None].expand(8, -1)
             mask = cache.prepare(torch.arange(8) if stop - start > 1 else 8, positions)
@@ -113,7 +113,7 @@ def test_decode_steps_do_not_depend_on_the_other_rows(heads: int) -> None:
         (16, 300, range(16)),
         (24, 300, range(23, -1, -1)),
     ):
-        cache, order = KVCache(count, capacity, 3), torch.tensor(rows)
+        cache, order = KVCache(count, capacity), torch.tensor(rows)
         context = torch.arange(64)[None].expand(count, -1)
         with torch.no_grad():
             decoder(cache, ids[order, :64], context, cache.prepare(torch.arange(count), context), 0)
@@ -138,7 +138,7 @@ def test_the_cache_returns_what_was_written(shapes: str) -> None:
     """Random writes, copies, swaps and growth, compared with one list of vectors per layer and slot."""
     rng = np.random.default_rng(dice.seed() + 7)
     heads = [2, 2, 2] if shapes == "alike" else [2, 1, 1]
-    cache = KVCache(8, 20, 3)
+    cache = KVCache(8, 20)
     wanted: list[list[torch.Tensor]] = [[torch.zeros(2, n, 0, 4) for n in heads] for _ in range(8)]
     for step in range(150):
         what = rng.integers(5)

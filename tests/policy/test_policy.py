@@ -63,7 +63,7 @@ def test_scores_do_not_depend_on_the_split_or_the_padding() -> None:
 
 def test_padding_is_determined_by_length() -> None:
     policy, batch = random_policy(1), rows()
-    batch.ids[0, 3] = 0  # the pad id is a token like others
+    batch.ids[0, 3] = 0  # the pad id may also be a token
     at = batch.mask[0].nonzero()[:, 0].tolist()
     got = policy.score(batch, {"logprob"})["logprob"][0, at].tolist()
     assert got == pytest.approx(reference_logprobs(policy, batch.ids[0].tolist(), at)[0], abs=1e-5)
@@ -173,8 +173,8 @@ def test_state_of_another_model_is_rejected() -> None:
 
 
 def test_the_last_user_restores_the_number_of_threads() -> None:
-    """An engine's thread and an update overlap; the first to enter is not the last to leave."""
-    for _ in range(200):  # an engine's thread of an earlier test is idle for two seconds before it leaves
+    """Uses by an engine's thread and by an update overlap."""
+    for _ in range(200):  # an engine's thread exits after two idle seconds
         if not forward._thread_limit.users:
             break
         time.sleep(0.05)
@@ -186,7 +186,7 @@ def test_the_last_user_restores_the_number_of_threads() -> None:
         two.__enter__()
         assert torch.get_num_threads() == 1
         one.__exit__(None, None, None)
-        assert torch.get_num_threads() == 1, "somebody still computes"
+        assert torch.get_num_threads() == 1, "another user remains"
         two.__exit__(None, None, None)
         assert torch.get_num_threads() == 2
     finally:

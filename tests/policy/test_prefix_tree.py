@@ -1,4 +1,4 @@
-"""Prefix sharing: the same numbers and gradients as separate rows, for fewer tokens."""
+"""Prefix sharing: results and gradients of separate rows, from fewer tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentfly_kit.policy.prefix_tree import PackedTrees, build_prefix_trees
 
 
 def branching(seed: int, count: int = 12, vocabulary: int = 400) -> Any:
-    """Rows that begin alike, as the chains of groups do: some twice the same, some the beginning of others."""
+    """Rows with common prefixes: some are equal, some are prefixes of others."""
     g = torch.Generator().manual_seed(seed)
 
     def pick(low: int, high: int) -> int:
@@ -40,7 +40,7 @@ def branching(seed: int, count: int = 12, vocabulary: int = 400) -> Any:
 
 
 def alone(policy: Policy) -> Policy:
-    """The same policy, which runs every row by itself."""
+    """Make the policy compute every row separately."""
     policy._sharing_obstacle = "a test"
     return policy
 
@@ -61,7 +61,7 @@ def test_rows_attend_only_to_themselves(seed: int, scale: float) -> None:
         tree = places[0] // width
         for k, place in enumerate(places):
             seen = sees[tree, place - tree * width].nonzero()[:, 0] + tree * width
-            assert seen.tolist() == places[: k + 1], "itself and what stands before it in its row, and nothing else"
+            assert seen.tolist() == places[: k + 1], "a token attends to itself and its row before it"
     if scale == 1e9:
         distinct = {tuple(rows.ids[i, :k].tolist()) for i, n in enumerate(lengths) for k in range(1, n + 1)}
         assert sum(tree.width for tree in trees) == len(distinct)
@@ -70,7 +70,7 @@ def test_rows_attend_only_to_themselves(seed: int, scale: float) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("temperatures", [(1.0,), (1.0, 0.7, 1.3)], ids=["one", "several"])
 @pytest.mark.parametrize("head", [True, "separate"])
-def test_forward_of_trees_equals_forward_of_rows(seed: int, temperatures: Any, head: Any) -> None:
+def test_trees_give_the_results_of_rows(seed: int, temperatures: Any, head: Any) -> None:
     rows = branching(seed)
     rows.temperatures = torch.tensor([temperatures[i % len(temperatures)] for i in range(len(rows.ids))])
     found = []
@@ -97,7 +97,7 @@ def test_only_distinct_tokens_are_computed() -> None:
     seen: list[int] = []
     policy.model.get_input_embeddings().register_forward_hook(lambda m, given, out: seen.append(given[0].numel()))
     policy.score(rows, {"logprob"})
-    seen.clear()  # the trial is over
+    seen.clear()  # discard the trial
     for part in policy.micro_batches(rows):
         policy.forward(rows.ids[part], rows.mask[part], rows.temperatures[part])
     assert sum(seen) < 0.7 * int(rows.lengths.sum()), (seen, rows.lengths)
@@ -114,7 +114,7 @@ def test_micro_batches_of_trees_respect_the_token_limit(micro: int) -> None:
         distinct = {
             tuple(rows.ids[i, :k].tolist()) for i, n in zip(part, lengths, strict=True) for k in range(1, n + 1)
         }
-        assert len(distinct) <= max(micro, *lengths), "a row that is too long goes alone, and nothing else does"
+        assert len(distinct) <= max(micro, *lengths), "only a row that is too long may exceed the limit"
 
 
 def long_rows() -> Any:

@@ -1,11 +1,8 @@
 """The forward pass of the engine, which stores the keys and values of the tokens in a `KVCache`.
 
 In a decode step of a few dozen rows, a small model spends more time in Python than in arithmetic. For small Llama-like
-models, `FusedLlamaDecoder` makes a third of the calls: one product computes queries, keys and values, another one gate
-and up projections, and norms and rotary embeddings run on queries and keys together. The weights are read from the
-policy's model and concatenated again after each change. All other models (for instance with an adapter, a hook, another
-rotary embedding or another device) use their own modules. Either way, a trial compares the result with a plain forward
-pass before the engine uses it.
+models, `FusedLlamaDecoder` makes a third of the calls. Others (with an adapter or a hook, for instance) use their own
+modules. Either way, a trial compares the result with a plain forward pass first.
 """
 
 from __future__ import annotations
@@ -69,7 +66,7 @@ def _passes_trial(trunk: Any, forward: CachedForward) -> bool:
         torch.arange(rows * width, device=device).reshape(rows, width) * 7
     ) % trunk.get_input_embeddings().num_embeddings
     expected = trunk(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
-    cache = KVCache(rows, width, len(getattr(trunk, "layers", ())))
+    cache = KVCache(rows, width)
     parts = []
     for start, stop in ((0, 7), (7, 12), (12, 13)):
         positions = torch.arange(start, stop, device=device)[None].expand(rows, -1)

@@ -45,7 +45,7 @@ class ContinuousBatch:
             self._check_model()
 
     def _empty_table(self) -> SlotTable:
-        return SlotTable(self._limit, self.policy.max_length, self.policy.layers)
+        return SlotTable(self._limit, self.policy.max_length)
 
     def step(self, released: list[str]) -> None:
         """Prefill waiting requests if it is their turn, and sample one token for each running row."""
@@ -267,38 +267,25 @@ class ContinuousBatch:
 class _WeightMonitor:
     """Number of the policy's current weights.
 
-    `policy.version` alone is not sufficient, because loading weights may restore an old value. torch's version counters
-    are not either, because a fused optimizer that a user steps directly changes neither. The first elements of each
-    weight are therefore compared as well.
+    Loading weights may restore an old `policy.version`, and a fused optimizer that a user steps directly changes no
+    version counter of torch either, so the first elements of each weight are compared as well.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.last = 0
         self._policy = policy
         self._key: tuple[int, int] | None = None
-        self._addresses: list[int] = []
-        self._windows: list[Tensor] = []  # views of the first elements of each weight
         self._values: Tensor | None = None
 
     def number(self) -> int:
         """Return the number of the weights, which is incremented if they differ from those of the previous call."""
         parameters = list(self._policy.model.parameters())
-        addresses = [p.data_ptr() for p in parameters]
-        if addresses != self._addresses:
-            self._addresses, self._windows = addresses, [_first_elements(p.detach()) for p in parameters]
-        values = torch.cat(self._windows)
+        values = torch.cat([p.detach().flatten()[:8] for p in parameters])
         key = (self._policy.version, sum(p._version for p in parameters))
         if key != self._key or self._values is None or not torch.equal(values, self._values):
             self._key, self._values = key, values
             self.last += 1
         return self.last
-
-
-def _first_elements(weight: Tensor) -> Tensor:
-    """Return a view of up to 8 leading elements of a weight."""
-    while weight.dim() > 1:
-        weight = weight[0]
-    return weight.reshape(-1)[:8]
 
 
 def _top_distribution(logits: Tensor, request: Request) -> tuple[list[int], list[float], float]:

@@ -72,10 +72,10 @@ class _Slot:
 class SlotTable:
     """Slots of a KV cache; the first `active` run one request each, the others hold the histories of idle sessions."""
 
-    def __init__(self, limit: int, max_length: int, layers: int) -> None:
+    def __init__(self, limit: int, max_length: int) -> None:
         self.limit = limit
         self.max_length = max_length
-        self.cache = KVCache(0, 0, layers)
+        self.cache = KVCache(0, 0)
         self.active = 0
         self.session_slot: dict[str | None, int] = {}
         # Number of the current weights, and index of the current step of the engine.
