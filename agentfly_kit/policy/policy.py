@@ -95,7 +95,8 @@ class Policy(Displayable, LanguageModel):
 
         _check_value_head(value_head)
         device = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if dtype != "auto" and not getattr(_torch_dtype(dtype), "is_floating_point", False):
+        torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if dtype != "auto" and not getattr(torch_dtype, "is_floating_point", False):
             raise SettingsError(f"dtype must be a floating-point torch dtype, its name, or 'auto', got {dtype!r}")
         folder = Path(path)
         if not folder.is_dir() and str(path).startswith((".", "/", "~")):
@@ -289,10 +290,6 @@ def _usable_device(device: Any) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:
         raise SettingsError(f"device must be one that torch can use here, got {device!r}: {error}") from None
-
-
-def _torch_dtype(dtype: Any) -> Any:
-    return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 
 def _make_critic(model: Any) -> Critic:

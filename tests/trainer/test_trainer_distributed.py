@@ -29,10 +29,9 @@ CASES: dict[str, TrainConfig] = {
 
 
 def learner(*, value_head: bool = False) -> Policy:
-    """One that runs every row alone: what rows share is summed in another order by each way to deal them out, which
-    AdamW makes 1.5e-6 of; here it is the dealing that is tested (test_ppo_distributed.py has the sharing)."""
+    """Return a policy without prefix sharing, whose sums depend on how rows are distributed (by 1.5e-6 after AdamW)."""
     policy = fresh_learner(value_head=value_head)
-    policy._supports_trees = False
+    policy._sharing_obstacle = "a test"
     return policy
 
 

@@ -60,7 +60,7 @@ def _modules_forward(trunk: Any) -> CachedForward:
 @torch.inference_mode()
 def _passes_trial(trunk: Any, forward: CachedForward) -> bool:
     """Return whether two chunks of prompts and a token after them have the hidden states of a plain forward pass."""
-    rows, width = 8, 13
+    rows, width = 2, 13
     device = next(trunk.parameters()).device
     ids = (
         torch.arange(rows * width, device=device).reshape(rows, width) * 7
