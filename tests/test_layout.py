@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    "errors seeds _display",
+    "_display",
+    "errors seeds",
     "types _async",
     "chat tasks batch pool sandboxes advantages losses",
     "tools policy _doctor",

@@ -12,6 +12,7 @@ import inspect
 import json
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -25,10 +26,13 @@ from ipywidgets import widget_serialization
 
 from agentfly_kit.integrations.html import escape_control_chars as escape_control_chars
 
+from ._saved import update_after_each_cell
+
 HERE = Path(__file__).parent
 # Maximum bytes of a static form, which keeps a notebook with many views under a megabyte.
 STATIC_LIMIT = 100_000
-WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+# Least seconds between two updates of the picture that a page saves.
+_PICTURE_SECONDS = 2.0
 
 
 def source(stem: str, suffix: str) -> str:
@@ -210,6 +214,11 @@ class View(anywidget.AnyWidget):
         self._pages: set[str] = set()
         self._seen = False
         self._jobs: set[asyncio.Future[Any]] = set()
+        self._display_id: str | None = None
+        # True if the view has changed since its picture was last written to an output or sent to a page.
+        self._picture_stale = False
+        view = weakref.ref(self)
+        self._picture_throttle = Throttle(lambda: _call(view, "_update_picture"), _PICTURE_SECONDS)
         try:
             self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
@@ -220,6 +229,7 @@ class View(anywidget.AnyWidget):
             self._record = lambda: None
         super().__init__(**traits)
         self.on_msg(self._on_message)
+        self.observe(self._mark_changed)
 
     @property
     def record(self) -> Any:
@@ -297,6 +307,9 @@ class View(anywidget.AnyWidget):
     def close(self) -> None:
         for job in list(getattr(self, "_jobs", ())):
             job.cancel()
+        if hasattr(self, "_picture_throttle"):
+            self._update_picture()
+            self._picture_throttle.close()
         super().close()
 
     def _on_first_page(self) -> None:
@@ -315,15 +328,56 @@ class View(anywidget.AnyWidget):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
+    # --- the picture in a saved notebook ---
+
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         page = self._static()
         assert len(page.encode()) <= STATIC_LIMIT, f"the static form of {self!r} is over {STATIC_LIMIT:,} bytes"
+        if self.comm is None:  # closed
+            return {"text/plain": repr(self), "text/html": page}, {}
         live: Any = super()._repr_mimebundle_(**kwargs)
-        return {**live[0], "text/html": page}, live[1]
+        # The metadata lets the page find this view's outputs, to save them as pictures: see `keepPictures`.
+        return {**live[0], "text/html": page}, {**live[1], "agentfly_kit": {"view": self.model_id}}
 
     def _repr_html_(self) -> str | None:
-        # ipywidgets returns no mime bundle for a closed widget, so the static form is shown instead.
         return self._static() if self.comm is None else None
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        if self._display_id is None:
+            self._display_id = uuid.uuid4().hex
+            update_after_each_cell(self)
+        self._picture_stale = False
+        data, metadata = self._repr_mimebundle_()
+        display(data, metadata=metadata, raw=True, display_id=self._display_id)  # type: ignore[no-untyped-call]
+
+    def _mark_changed(self, _: Any = None) -> None:
+        if self._display_id is not None:
+            self._picture_stale = True
+            if self._pages:
+                self._picture_throttle.schedule()
+
+    def _update_picture(self) -> None:
+        """Bring the picture that is saved in the notebook up to date, if the view has changed."""
+        if not self._picture_stale or self.comm is None:
+            return
+        if self._pages:
+            self._picture_stale = False
+            self.send({"kind": "picture", "view": self.model_id, "html": self._static()})
+        elif not self._seen:
+            # No browser: the notebook runs in nbclient, nbconvert or papermill, which save the outputs themselves.
+            from IPython.display import display
+
+            self._picture_stale = False
+            data, metadata = self._repr_mimebundle_()
+            display(data, metadata=metadata, raw=True, display_id=self._display_id, update=True)  # type: ignore[no-untyped-call]
+
+
+def _call(view_ref: Callable[[], Any], method: str) -> None:
+    view = view_ref()
+    if view is not None:
+        getattr(view, method)()
 
 
 class Opener(View):
@@ -362,6 +416,7 @@ class _Listener:
         view = self.view()
         if view is not None and not view.resting:
             self.throttle.schedule()
+            view._picture_stale = view._display_id is not None
 
 
 class LiveView(View):

@@ -1,21 +1,46 @@
-"""Static pictures in saved notebooks, for readers without a kernel. Runs no cell and needs no Jupyter."""
+"""Static pictures of views in saved notebooks, for readers without a kernel."""
 
 from __future__ import annotations
 
 import os
+import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
-from ._base import WIDGET_MIME
+WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+
+# Views that were displayed, whose pictures are updated after each cell.
+_displayed: weakref.WeakSet[Any] = weakref.WeakSet()
+_shells: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def update_after_each_cell(view: Any) -> None:
+    """Call `view._update_picture()` after each cell, as long as the view exists."""
+    _displayed.add(view)
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is not None and shell not in _shells:
+        _shells.add(shell)
+        shell.events.register("post_run_cell", _after_cell)
+
+
+def _after_cell(*_: Any) -> None:
+    for view in list(_displayed):
+        try:
+            view._update_picture()
+        except Exception as error:
+            view._failed(error)
 
 
 def freeze(path: str | os.PathLike[str]) -> int:
     """Keep only the static pictures of the views in a saved notebook. Return the number of outputs changed.
 
-    JupyterLab prefers the live form of a view; without its kernel it shows "model not found" instead of the picture
-    stored beside it. This function removes the live form, where there is a picture too, and the saved widget state. A
-    trusted notebook stays trusted. Save and close the notebook first, because an open page would write its own version
-    back.
+    JupyterLab and Notebook 7 save views as pictures by themselves. Notebooks that were executed without a browser
+    (`jupyter nbconvert --execute`) or saved by another front end also hold the live form, which JupyterLab prefers:
+    without the kernel it shows "model not found" instead of the picture. This function removes the live form, where
+    there is a picture too, and the saved widget state. A trusted notebook stays trusted. Save and close the notebook
+    first, because an open page would write its own version back.
 
     Raises:  FileNotFoundError; nbformat's error for a file that is not a notebook, which is left unchanged.
     """

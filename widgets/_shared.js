@@ -74,6 +74,59 @@ export function near(top, height, row, n, margin = 6) {
   return [first, Math.max(first, Math.min(n, Math.ceil((top + height) / row) + margin))];
 }
 
+// --- saved pictures ---
+
+const LIVE = "application/vnd.jupyter.widget-view+json";
+
+/** A notebook's content with the live form of its views left out. The latest picture of each view is its HTML. */
+export function withPictures(content, pictures) {
+  const saved = (output) => {
+    const view = output.metadata?.agentfly_kit?.view;
+    if (!view || !output.data?.[LIVE] || !output.data["text/html"]) return output;
+    const { [LIVE]: _, ...data } = output.data;
+    return { ...output, data: { ...data, "text/html": pictures.get(view) ?? data["text/html"] } };
+  };
+  return { ...content, cells: content.cells.map((cell) => (cell.outputs ? { ...cell, outputs: cell.outputs.map(saved) } : cell)) };
+}
+
+/**
+ * Save the views of a notebook as pictures, and show them live again when the page is reloaded.
+ *
+ * JupyterLab and Notebook 7 prefer the live form of an output, which is an error message once the kernel is gone. So the
+ * saved notebook gets only the HTML; in the open page nothing changes. Other front ends have no `context`.
+ */
+export function keepPictures({ model }) {
+  const manager = model.widget_manager;
+  const notebook = manager?.context?.model;
+  if (typeof notebook?.toJSON !== "function" || !notebook.cells) return;
+  const key = Symbol.for("agentfly_kit.pictures");
+  if (!notebook[key]) {
+    const pictures = (notebook[key] = new Map());
+    const toJSON = notebook.toJSON;
+    notebook.toJSON = function () {
+      return withPictures(toJSON.call(this), pictures);
+    };
+  }
+  model.on("msg:custom", (message) => {
+    if (message?.kind !== "picture") return;
+    notebook[key].set(message.view, message.html);
+    notebook.dirty = true;
+  });
+  // After a reload of the page the kernel's models are restored, but the saved outputs hold pictures.
+  const dirty = notebook.dirty;
+  let changed = false;
+  for (const cell of notebook.cells) {
+    for (let i = 0; i < (cell.outputs?.length ?? 0); i++) {
+      const output = cell.outputs.get(i).toJSON();
+      const id = output.metadata?.agentfly_kit?.view;
+      if (!id || output.data[LIVE] || !manager.has_model(id)) continue;
+      cell.outputs.set(i, { ...output, data: { [LIVE]: { version_major: 2, version_minor: 0, model_id: id }, ...output.data } });
+      changed = true;
+    }
+  }
+  if (changed) notebook.dirty = dirty;
+}
+
 // --- page ---
 
 const marks = (text) => readable(text).map((part) => (part.hidden ? h("span", { class: "afk-ctl" }, part.hidden) : part.text));

@@ -17,6 +17,7 @@ export function percent(p) {
 }
 
 export default {
+  initialize: keepPictures,
   render({ model, el, host }) {
     return mount({ model, el }, {
       label: "Chain stepper",

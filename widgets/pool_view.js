@@ -71,6 +71,7 @@ export function actions(state, id) {
 }
 
 export default {
+  initialize: keepPictures,
   render({ model, el }) {
     return mount({ model, el }, {
       label: "Pool of sandboxes",

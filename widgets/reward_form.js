@@ -13,6 +13,7 @@ export function widths(bars) {
 }
 
 export default {
+  initialize: keepPictures,
   render({ model, el, host }) {
     return mount({ model, el }, {
       label: "Score saved trajectories again",

@@ -32,6 +32,7 @@ export function shares(counts, total) {
 }
 
 export default {
+  initialize: keepPictures,
   render({ model, el, host }) {
     return mount({ model, el }, {
       label: "Chains of a rollout",

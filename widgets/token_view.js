@@ -96,6 +96,7 @@ function read(model) {
 const ICON = { prompt: "P", action: "A", observation: "O", forced: "F" };
 
 export default {
+  initialize: keepPictures,
   render({ model, el }) {
     return mount({ model, el }, {
       label: "Tokens by signal",

@@ -54,6 +54,7 @@ export function variantOf(variants, value) {
 let names = 0;
 
 export default {
+  initialize: keepPictures,
   render({ model, el, host }) {
     return mount({ model, el }, {
       label: `Call the tool ${model.get("_about").name}`,

@@ -77,6 +77,7 @@ const PAD = { left: 44, right: 10, top: 8, bottom: 18 };
 const LINES = 6; // line styles in the style sheet: hue and dashes
 
 export default {
+  initialize: keepPictures,
   render({ model, el, host }) {
     return mount({ model, el }, {
       label: "Training curves",

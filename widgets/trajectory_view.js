@@ -54,6 +54,7 @@ export function chosen(selected, rows, at, anchor, { add = false, range = false 
 }
 
 export default {
+  initialize: keepPictures,
   render({ model, el, host }) {
     return mount({ model, el }, {
       label: "Trajectories",

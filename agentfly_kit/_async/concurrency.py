@@ -8,12 +8,9 @@ from typing import Any
 
 
 class ConcurrencyLimit:
-    """Limit on concurrent operations per event loop: `async with limit.slot(): ...`.
+    """Limit on concurrent operations per event loop: `async with limit.slot(): ...`. None means unlimited."""
 
-    Slots are granted in the order of the requests. None means unlimited.
-    """
-
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self._semaphores: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
@@ -32,5 +29,4 @@ class ConcurrencyLimits:
     """Concurrency limits of an agent. Time spent waiting for a slot counts only towards the chain's own timeout."""
 
     def __init__(self, requests: int | None = None, tools: int | None = None, rewards: int | None = None) -> None:
-        self.counts = (requests, tools, rewards)
-        self.requests, self.tools, self.rewards = map(ConcurrencyLimit, self.counts)
+        self.requests, self.tools, self.rewards = map(ConcurrencyLimit, (requests, tools, rewards))

@@ -23,17 +23,10 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def deliver(future: asyncio.Future[Any], result: Any) -> bool:
-    """Set the result of a future from any thread. A future that is already done or cancelled keeps its state.
+    """Set the result, or exception, of a future from any thread, unless it is already done.
 
-    On the future's own event loop the result is set immediately. Otherwise the loop is woken; results that arrive
-    before it runs are delivered by the same wake-up.
-
-    Args:
-        future: The future.
-        result: Its result. An exception is raised where the future is awaited.
-
-    Returns:
-        False if the event loop is closed, so that nothing awaits the result.
+    Results that arrive before the event loop of the future runs are delivered by the same wake-up. Returns False if
+    that loop is closed.
     """
     loop = future.get_loop()
     if loop.is_closed():

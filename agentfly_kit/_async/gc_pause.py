@@ -1,10 +1,7 @@
 """Less frequent garbage collection while many chains run.
 
-By default, Python's cyclic garbage collector runs after every 700 net allocations and visits surviving objects twice.
-Thousands of waiting chains keep hundreds of thousands of objects alive, and visiting them took a quarter of the time of
-a chain. Full collections visit every object in the process, including those of torch and transformers, and took nearly
-half of the time. The thresholds are therefore raised in proportion to the number of running chains, to about the number
-of objects that they allocate during their lifetime.
+Thousands of waiting chains keep hundreds of thousands of objects alive. With Python's thresholds, visiting them took a
+quarter of the time of a chain, and full collections, which also visit the objects of torch, nearly half.
 """
 
 from __future__ import annotations
@@ -14,10 +11,7 @@ import gc
 import threading
 from collections.abc import Iterator
 
-# Additional allocations per running chain before the young generation is collected.
-#
-# A chain of three turns allocates about this many objects that are not freed immediately, and keeps 60 to 90 of them
-# while it waits.
+# Allocations per running chain before the young generation is collected: about those of a chain of three turns.
 _OBJECTS_PER_CHAIN = 250
 # Number of collections of the middle generation between two full collections; Python's default is 10.
 _FULL_COLLECTION_INTERVAL = 100
@@ -30,11 +24,9 @@ _our_thresholds: tuple[int, int, int] = (0, 0, 0)
 
 @contextlib.contextmanager
 def relaxed_gc(chains: int) -> Iterator[None]:
-    """Raise the garbage collection thresholds in proportion to the number of running chains.
+    """Raise the thresholds in proportion to the number of running chains, summed over overlapping calls.
 
-    Calls may overlap: the number of chains is summed over all of them, and the last to exit restores the original
-    thresholds. Full collections become ten times less frequent. Thresholds that other code sets in the meantime are
-    kept, and a disabled collector stays disabled.
+    Thresholds that other code sets in the meantime are kept, and a disabled collector stays disabled.
     """
     _change(1, chains)
     try:

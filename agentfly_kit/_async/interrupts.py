@@ -13,9 +13,8 @@ import threading
 from collections.abc import Iterator
 
 _WAKE_INTERVAL = 0.2
-_waiting: tuple[asyncio.AbstractEventLoop, int] | None = (
-    None  # loop of the main thread, the only one that is interrupted, and its number of users
-)
+# Event loop of the main thread, the only one that is interrupted, and its number of users.
+_waiting: tuple[asyncio.AbstractEventLoop, int] | None = None
 
 
 @contextlib.contextmanager

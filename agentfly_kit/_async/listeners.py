@@ -12,13 +12,9 @@ Event = TypeVar("Event")
 
 
 class Listeners(Generic[Event]):
-    """Callbacks that receive every event of one object.
+    """Callbacks that receive every event of one object, which is not referenced, only named in warnings.
 
-    The object itself is not referenced, so an unsubscribe function that is kept does not keep the object alive. A
-    callback that raises does not affect the others or the object: the first exception of each is reported as a warning.
-
-    Args:
-        source: Name of the object, for the warning.
+    If a callback raises, the others are still called; the first exception of each callback is reported as a warning.
     """
 
     def __init__(self, source: str) -> None:

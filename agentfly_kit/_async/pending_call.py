@@ -1,8 +1,7 @@
-"""Coroutines that report a forgotten `await`.
+"""Coroutines that report a forgotten `await`, and helpers for tasks, threads and warnings.
 
-The public `async` functions of this package are decorated with `@pending_call`. The returned object is awaited like any
-coroutine. Without `await`, `chain.step()` on the last line of a notebook cell displays what to type, and access to an
-attribute of the result raises `NotAwaited` instead of "coroutine object has no attribute".
+The public `async` functions are decorated with `@pending_call`. Without `await`, `chain.step()` on the last line of a
+notebook cell displays what to type, and access to an attribute of the result raises `NotAwaited`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterable
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from agentfly_kit.errors import NotAwaited
+from agentfly_kit.errors import NotAwaited, checks_keywords
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -35,7 +34,8 @@ class PendingCall(Coroutine[Any, Any, T], Generic[T]):
             if self._start is None:
                 raise RuntimeError(f"{self._name} was already awaited; call it again to run it again")
             # Create the coroutine only now: if `await` is forgotten, Python does not add a second warning to ours.
-            self._coroutine, self._start = self._start(), None
+            start, self._start = self._start, None
+            self._coroutine = start()
         return self._coroutine
 
     def __await__(self) -> Generator[Any, Any, T]:
@@ -87,6 +87,20 @@ async def wait_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
         raise cancelled
 
 
+async def run_in_thread(function: Callable[..., T], *args: object, on_cancel: Callable[[], None] | None = None) -> T:
+    """Run a function in a thread. If cancelled, call `on_cancel` and wait until the function has returned."""
+    task = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if on_cancel is not None:
+            on_cancel()
+        await wait_all([task])
+        if not task.cancelled():
+            task.exception()  # mark as retrieved
+        raise
+
+
 def warn_or_log(text: str) -> None:
     """Issue a warning about a user's callback; if warnings are errors, log it instead, so that the chain continues."""
     try:
@@ -102,6 +116,7 @@ def pending_call(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, P
     # Show methods as they are called: chain.step(...) instead of BaseChain.step(...).
     display_name = f"{head.removeprefix('Base').lower()}.{tail}" if tail else name
 
+    @checks_keywords
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> PendingCall[T]:
         return PendingCall(display_name, lambda: function(*args, **kwargs))

@@ -39,9 +39,9 @@ class CallTimeout(Exception):
 
 
 class _Call:
-    """A call and the future for its value and exception.
+    """A call and the future for the pair of its value and exception.
 
-    They are stored as a pair, because futures reject StopIteration, and SystemExit would stop the event loop.
+    A future rejects StopIteration as its exception, and SystemExit would stop the event loop.
     """
 
     __slots__ = ("context", "future", "work")
@@ -97,18 +97,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 async def run_off_loop(work: Callable[[], T], timeout: float | None) -> tuple[T | None, BaseException | None]:
-    """Run `work()` on another thread, without blocking the event loop.
+    """Run `work()` on another thread and return its value and its exception, one of which is None.
 
-    Args:
-        work: The call to run.
-        timeout: Seconds until CallTimeout is raised; None for no limit.
-
-    Returns:
-        The value and the exception of the call; one of them is None.
-
-    Raises:
-        CallTimeout: After `timeout` seconds. The thread continues to run.
-        asyncio.CancelledError: If the caller was cancelled. The thread continues to run.
+    Raises CallTimeout after `timeout` seconds (None for no limit). The thread then continues to run, also after the
+    caller was cancelled.
     """
     loop = asyncio.get_running_loop()
     call = _Call(work)
@@ -194,10 +186,7 @@ def _run_waiting_calls() -> None:
 
 
 def _stop_threads() -> None:
-    """Stop all threads at interpreter exit, because one returning from C++ code (torch) later would abort the process.
-
-    Threads that execute Python code, or return to it, exit immediately. Threads that keep waiting are left behind.
-    """
+    """Stop all computing threads at interpreter exit: one that returns from C++ code later would abort the process."""
     with _state.lock:
         _state.shutting_down = True
         while _state.idle:

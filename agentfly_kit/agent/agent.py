@@ -10,10 +10,11 @@ from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, checks_keywords
 from agentfly_kit.types import Task, Trajectory
 
 
+@checks_keywords
 class Agent(AgentSettings):
     # `af.Agent?` shows all settings. An agent also makes chains to step interactively, and rollouts.
     __doc__ = AgentSettings.__doc__
@@ -50,6 +51,7 @@ class Agent(AgentSettings):
         self.check_tasks([task])
         return Chain(self, task)
 
+    @checks_keywords
     def rollout(
         self,
         tasks: Iterable[Task] | Task,

@@ -21,7 +21,7 @@ from agentfly_kit.batch.batch import Batch, Dropped
 from agentfly_kit.batch.credit import advantages_per_token, token_rewards
 from agentfly_kit.batch.filters import Filter, drop_reasons
 from agentfly_kit.batch.selection import as_trajectories, author_names, not_sampled, unusable_reason
-from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, check_choice
+from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, check_choice, checks_keywords
 from agentfly_kit.types import Row, Trajectory
 
 TruncationMode = Literal["score", "mask", "bootstrap", "penalty"]
@@ -40,6 +40,7 @@ class _TrainedRow:
     unit: int  # index of its reward in the input of the estimator
 
 
+@checks_keywords
 def collate(
     rollout: Any,
     advantages: Advantages = None,

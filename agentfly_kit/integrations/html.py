@@ -406,7 +406,7 @@ def run(run: Run | TrainRun, limit: int = 6) -> str:
 
 
 def diagnosis(diagnosis: Diagnosis) -> str:
-    rows = [("ok" if f.ok else "–", f.what, f.state, Code(f.advice)) for f in diagnosis.findings]
+    rows = [(f.mark, f.what, f.state, Code(f.advice)) for f in diagnosis.findings]
     return table(("", "component", "status", "command"), rows)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat, History
-from agentfly_kit.errors import PolicyError, SettingsError
+from agentfly_kit.errors import PolicyError, SettingsError, checks_keywords
 from agentfly_kit.policy.forward import Critic, LanguageModel, ScoreName, ValueHead, warn_if_bfloat16_is_slow
 
 _VALUE_HEAD_PREFIX = "value_head."
@@ -42,8 +42,11 @@ class Policy(Displayable, LanguageModel):
         value_head: bool | Literal["separate"] | ValueHead | Critic | None = False,
         version: int = 0,
     ) -> None:
-        if not isinstance(chat, Chat):
-            raise SettingsError(f"chat must be a Chat, such as af.Chat(tokenizer), got {type(chat).__name__}")
+        if not isinstance(model, nn.Module) or not isinstance(chat, Chat):
+            raise SettingsError(
+                "model and chat must be a model and an af.Chat(tokenizer), got "
+                f"{type(model).__name__} and {type(chat).__name__}; af.Policy.load(name_or_folder) makes both"
+            )
         _check_value_head(value_head)
         super().__init__(model, None)
         self.chat = chat
@@ -64,6 +67,7 @@ class Policy(Displayable, LanguageModel):
     # --- loading and saving ---
 
     @classmethod
+    @checks_keywords
     def load(
         cls,
         path: str | Path,

@@ -41,7 +41,7 @@ from typing import Any, TypeVar, cast
 from .._async.delivery import deliver, running_loop
 from .._async.interrupts import keep_interruptible
 from .._display import Displayable
-from ..errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
+from ..errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError, suggest_keyword
 from .base import BasePool, Lease
 from .calls import call, call_within, is_alive, kill, kill_all, maybe_await
 from .environment import is_environment
@@ -521,4 +521,6 @@ def _check_options(sandbox_type: Any, options: dict[str, Any]) -> None:
         signature.bind(**options)
     except TypeError as error:
         names = ", ".join(f"{name}=" for name in signature.parameters) or "no arguments"
-        raise SettingsError(f"{sandbox_type.__name__}: {error}; it takes {names}") from None
+        wrong = next((name for name in options if name not in signature.parameters), "")
+        hint = suggest_keyword(wrong, [*inspect.signature(Pool).parameters, *signature.parameters])
+        raise SettingsError(f"{sandbox_type.__name__}: {error}; it takes {names}{hint}") from None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agentfly_kit import losses
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, checks_keywords
 
 if TYPE_CHECKING:
     from agentfly_kit.ppo.inputs import MicroBatch
@@ -42,6 +42,7 @@ def check_at_least(config: Any, minimum: int, *names: str) -> None:
             raise SettingsError(f"{name} must be at least {minimum}, got {value!r}")
 
 
+@checks_keywords
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
     """Settings of `ppo_step`. `TrainConfig` inherits them.

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from agentfly_kit import losses
-from agentfly_kit._async.in_thread import run_in_thread
-from agentfly_kit._async.pending_call import pending_call
+from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch, drop_counts
-from agentfly_kit.errors import TrainingError
+from agentfly_kit.errors import TrainingError, checks_keywords
 from agentfly_kit.policy.forward import Critic, ForwardOutput, single_torch_thread, warn_if_bfloat16_is_slow
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
@@ -43,6 +42,7 @@ from agentfly_kit.types import Stats
 _DEFAULTS = PPOConfig()
 
 
+@checks_keywords
 def ppo_step(
     policy: Policy,
     optimizer: torch.optim.Optimizer,

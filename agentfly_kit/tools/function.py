@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import dis
 import hashlib
 import inspect
+import linecache
+import re
 import sys
+import sysconfig
 import textwrap
 import time
 import types as pytypes
 import typing
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -124,23 +129,49 @@ def failure_from(where: str, error: BaseException) -> Failure:
 # --- source and fingerprint ----------------------------------------------------------------------
 
 
+_sources: dict[int, str] = {}  # source by id of a code object, as it was when the code was first seen
+
+
 def source_of(function: Callable[..., Any]) -> str:
-    """Return the source code, also from notebook cells, or a hash of the bytecode if there is none (`python -c`)."""
-    try:
-        return textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError):
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        return (
-            f"<no source; code {_digest(_describe_code(code))}>" if code is not None else f"<no source; {function!r}>"
-        )
+    """Return the source of the code that the function runs, also from notebook cells, or a hash of the bytecode.
 
-
-def fingerprint(function: Callable[..., Any], source: str, *more: str) -> str:
-    """Return a hash (16 hex digits) of the source, referenced constants, and called functions of the same module.
-
-    Only immutable values count (numbers, strings, tuples): lists, dicts and objects may be state.
+    The source is read once per code object: the file may change while the old code still runs. Autoreload replaces the
+    code object of a function.
     """
-    return _digest(source, *more, *_referenced_values(function, set()))
+    plain = inspect.unwrap(function)
+    code = getattr(plain, "__code__", None)
+    if code is None:
+        return f"<no source; {function!r}>"
+    if id(code) not in _sources:
+        try:
+            _sources[id(code)] = _read_source(plain, code)
+        except (OSError, TypeError, SyntaxError, LookupError):
+            _sources[id(code)] = f"<no source; code {_digest(_describe_code(code))}>"
+        weakref.finalize(code, _sources.pop, id(code)).atexit = False
+    return _sources[id(code)]
+
+
+def _read_source(function: Callable[..., Any], code: pytypes.CodeType) -> str:
+    source = textwrap.dedent(inspect.getsource(function))
+    if code.co_name == "<lambda>" or re.search(rf"^(async\s+)?def\s+{code.co_name}\b", source, re.MULTILINE):
+        return source
+    # The line number is not that of the file: autoreload compiled this function alone, or the file has changed.
+    lines = linecache.getlines(code.co_filename)
+    node: Any = ast.parse("".join(lines))
+    outer = [part for part in function.__qualname__.split(".")[:-1] if part != "<locals>"]
+    for name in (*outer, code.co_name):
+        node = [child for child in node.body if getattr(child, "name", None) == name][-1]
+    first = min(part.lineno for part in (node, *node.decorator_list))
+    return textwrap.dedent("".join(inspect.getblock(lines[first - 1 :])))
+
+
+def fingerprint(function: Callable[..., Any], *more: str) -> str:
+    """Return a hash (16 hex digits) of the source, referenced constants, and called functions of the user.
+
+    Functions of the same module are included, and those of other modules that are not installed packages. Of other
+    values only immutable ones count (numbers, strings, tuples): lists, dicts and objects may be state.
+    """
+    return _digest(source_of(function), *more, *_referenced_values(function, set()))
 
 
 def current_definition(function: Callable[..., Any]) -> Any:
@@ -160,25 +191,51 @@ def _referenced_values(function: Callable[..., Any], seen: set[int]) -> list[str
     seen.add(id(function))
     cells = dict(zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False))
     lines = [f"defaults {_stable_repr(function.__defaults__)} {_stable_repr(function.__kwdefaults__)}"]
-    for name in sorted(_outer_names(code)):
+    outer, attributes = _names_read(code)
+    for name in sorted(outer):
         try:
             value = cells[name].cell_contents if name in cells else function.__globals__[name]
         except (KeyError, ValueError):  # a builtin, an attribute, or a closure cell that is still empty
             continue
-        helper = getattr(value, "function", value)  # unwrap tools and rewards
-        if isinstance(helper, pytypes.FunctionType):
-            if helper.__module__ == function.__module__:
-                lines += [f"{name} is {source_of(helper)}", *_referenced_values(helper, seen)]
-        elif (text := _stable_repr(value)) is not None:
-            lines.append(f"{name} = {text}")
+        if isinstance(value, pytypes.ModuleType):
+            if not _is_users(value.__name__, getattr(value, "__file__", None)):
+                continue
+            helpers = {f"{name}.{attribute}": vars(value).get(attribute) for attribute in sorted(attributes)}
+        else:
+            helpers = {name: value}
+        for label, helper in helpers.items():
+            helper = getattr(helper, "function", helper)  # unwrap tools and rewards
+            if isinstance(helper, pytypes.FunctionType):
+                own = helper.__module__ == function.__module__
+                if own or _is_users(helper.__module__, helper.__code__.co_filename):
+                    lines += [f"{label} is {source_of(helper)}", *_referenced_values(helper, seen)]
+            elif label == name and (text := _stable_repr(value)) is not None:
+                lines.append(f"{name} = {text}")
     return lines
 
 
-def _outer_names(code: pytypes.CodeType) -> set[str]:
-    """Return global and closure names that the code reads. `co_names` would also contain attribute names."""
-    read = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    nested = (const for const in code.co_consts if isinstance(const, pytypes.CodeType))
-    return read.union(code.co_freevars, *map(_outer_names, nested))
+def _names_read(code: pytypes.CodeType) -> tuple[set[str], set[str]]:
+    """Return the global and closure names that the code reads, and its attribute names."""
+    outer, attributes = set(code.co_freevars), set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            outer.add(instruction.argval)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(instruction.argval)
+    for const in code.co_consts:
+        if isinstance(const, pytypes.CodeType):
+            for names, inner in zip((outer, attributes), _names_read(const), strict=True):
+                names |= inner
+    return outer, attributes
+
+
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def _is_users(module: str | None, file: str | None) -> bool:
+    """Return True for a module that belongs neither to an installed package nor to this one."""
+    top = (module or "").partition(".")[0]
+    return file is not None and not file.startswith((*_INSTALLED, "<")) and top != "agentfly_kit"
 
 
 def _stable_repr(value: Any) -> str | None:

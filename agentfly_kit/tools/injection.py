@@ -71,7 +71,6 @@ class InjectedFunction(Generic[P, R]):
         function: The decorated function.
         name: Name of the tool or reward.
         timeout: Limit in seconds for one call of the function, or None.
-        source: Source code of the function.
         task_fields: Task fields that the function requires (parameters without a default).
     """
 
@@ -111,7 +110,7 @@ class InjectedFunction(Generic[P, R]):
         self.function = function
         self.name: str = name if name is not None else function.__name__
         self.timeout = timeout
-        self.source = functions.source_of(function)
+        functions.source_of(function)  # read the source now, because its file may change later
         self._injected_names = injected_names or ()
         if timeout is not None and not timeout > 0:
             raise self._error(f"timeout must be above 0 seconds, or None for no limit, got {timeout!r}")
@@ -165,9 +164,14 @@ class InjectedFunction(Generic[P, R]):
         raise NotImplementedError
 
     @property
+    def source(self) -> str:
+        """Source code of the function, as it runs now."""
+        return functions.source_of(self.function)
+
+    @property
     def fingerprint(self) -> str:
         """Hash of the source code, the constants and functions that it uses, and the settings."""
-        return functions.fingerprint(self.function, self.source, self._settings())
+        return functions.fingerprint(self.function, self._settings())
 
     @property
     def sandbox_types(self) -> tuple[type, ...]:

@@ -1,4 +1,4 @@
-"""Converts a rollout into the batch of a step: collation, filters and advantages according to the settings."""
+"""Conversion of a rollout into the batch of a step: collation, filters and advantages."""
 
 from __future__ import annotations
 
@@ -14,60 +14,45 @@ from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.batch.collate import TruncationMode, collate
 from agentfly_kit.batch.turn_data import turn_data
+from agentfly_kit.errors import BatchError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import shaped_rewards
 from agentfly_kit.trainer.config import TOKEN_ESTIMATORS, TURN_ESTIMATORS, TrainConfig
 
 
 class BatchBuilder:
-    """Builds batches according to the settings of a run.
-
-    Args:
-        policy: Policy that is trained; scores values for "gae".
-        config: Settings of the run.
-    """
+    """Builds batches according to the settings of a run."""
 
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
         self.policy, self.config = policy, config
         self.reference: Policy | None = None
 
     def build(self, rollout: Rollout, kl_coef: float) -> Batch:
-        """Build the batch of a rollout, with advantages; for "gae", also with returns and values.
-
-        Args:
-            rollout: The rollout.
-            kl_coef: Current coefficient of a KL penalty in the reward.
-
-        Raises:
-            EmptyBatch: If no row is left.
-            BatchError: If the rollout cannot be trained on.
-        """
+        """Build the batch of a rollout; `kl_coef` is the current coefficient of a KL penalty in the reward."""
         config, name = self.config, self.config.advantage
+        estimator: Any
         kl_in_reward = config.kl_coef > 0 and config.kl_in == "reward"
 
         # Outcome and turn estimators take one reward per trajectory.
         if name not in TOKEN_ESTIMATORS:
-            estimator: Any = name if callable(name) else getattr(estimators, name)
+            estimator = name if callable(name) else getattr(estimators, name)
             if name in TURN_ESTIMATORS:
                 estimator = self._turn_estimator(rollout, str(name))
+            estimator = _checked(estimator)
             if kl_in_reward:
                 return self._shaped_outcome_batch(rollout, estimator, kl_coef)
             return self._collate(rollout, estimator)
 
-        # The others take token rewards.
         batch = self._with_reference_logprobs(self._collate(rollout, None))
         rewards = shaped_rewards(batch, kl_coef) if kl_in_reward else batch.token_rewards
         rewards = torch.where(batch.mask, rewards, 0.0)
         index = batch.trajectory_index
-        if name == "reinforce_plus_plus":
-            adv = estimators.reinforce_plus_plus(
-                rewards, batch.mask, gamma=config.gamma, whiten=config.whiten, trajectory_index=index
+        if name != "gae":
+            options: Any = (
+                {"groups": batch.groups} if name == "reinforce_plus_plus_baseline" else {"gamma": config.gamma}
             )
-            return batch.replace(advantages=adv)
-        if name == "reinforce_plus_plus_baseline":
-            adv = estimators.reinforce_plus_plus_baseline(
-                rewards, batch.mask, groups=batch.groups, whiten=config.whiten, trajectory_index=index
-            )
+            estimator = getattr(estimators, str(name))
+            adv = estimator(rewards, batch.mask, whiten=config.whiten, trajectory_index=index, **options)
             return batch.replace(advantages=adv)
 
         # GAE needs values from before the update and, for truncated chains, the value of the state they ended in.
@@ -139,3 +124,24 @@ class BatchBuilder:
         if len(batch) == len(every):
             return batch.replace(ref_logprobs=every.ref_logprobs)
         return self._with_reference_logprobs(batch)
+
+
+def _checked(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return an estimator that raises a BatchError if the function fails or returns a wrong shape."""
+    inner = getattr(estimator, "func", estimator)
+    name = getattr(inner, "__name__", type(inner).__name__)
+
+    def checked(rewards: Tensor, groups: Tensor) -> Tensor:
+        try:
+            values = torch.as_tensor(estimator(rewards, groups), dtype=torch.float32)
+        except Exception as error:
+            raise BatchError(f"the advantage function {name} raised {type(error).__name__}: {error}") from error
+        if values.ndim not in (1, 2) or len(values) != len(rewards):
+            n = len(rewards)
+            raise BatchError(
+                f"the advantage function {name} must return the shape ({n},), or ({n}, K) for one advantage per "
+                f"sampled turn, for {n} rewards, got the shape {tuple(values.shape)}"
+            )
+        return values
+
+    return checked

@@ -18,27 +18,15 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class LoopState:
-    """State of the training loop in a checkpoint, besides weights and optimizer.
+    """State of the training loop in a checkpoint, besides weights and optimizer."""
 
-    Attributes:
-        steps: Number of completed iterations.
-        kl_coef: Current KL coefficient.
-        prefetched: Chains of the next iteration, if they were sampled already.
-    """
-
-    steps: int
+    steps: int  # number of completed iterations
     kl_coef: float
-    prefetched: Rollout | None = None
+    prefetched: Rollout | None = None  # chains of the next iteration, if they were sampled already
 
 
 def save(run: Run, policy: Policy, optimizer: torch.optim.Optimizer, loop: LoopState) -> None:
-    """Write a checkpoint to the folder of a run. It becomes valid only when it is complete.
-
-    Prefetched chains are left out if their tasks cannot be saved as JSON.
-
-    Raises:
-        RunError: If the checkpoint cannot be written; the previous one is kept.
-    """
+    """Write a checkpoint, without prefetched chains whose tasks cannot be saved as JSON."""
     state = {
         "version": _VERSION,
         "steps": loop.steps,
@@ -60,12 +48,7 @@ def save(run: Run, policy: Policy, optimizer: torch.optim.Optimizer, loop: LoopS
 
 
 def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> LoopState:
-    """Load the weights and the optimizer state of a checkpoint, and return the remaining state of the loop.
-
-    Raises:
-        RunError: If the checkpoint is damaged or was written by a newer version. The message explains how to continue
-            from the previous checkpoint, if there is one.
-    """
+    """Load the weights and the optimizer state of a checkpoint, and return the remaining state of the loop."""
     file = checkpoint / "state.pt"
     try:
         run.verify(checkpoint)
@@ -90,10 +73,7 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
 
 
 def save_reference(run: Run, reference: Policy) -> None:
-    """Save the weights of the reference policy in the folder of a run, before its first checkpoint.
-
-    An incomplete file is never read: without a checkpoint the run starts from scratch.
-    """
+    """Save the reference policy of a run before its first checkpoint, without which the file is never read."""
     file = run.path / "reference.pt"
     try:
         with file.open("wb") as out:
@@ -105,11 +85,7 @@ def save_reference(run: Run, reference: Policy) -> None:
 
 
 def load_reference(run: Run, policy: Policy) -> Policy:
-    """Load the frozen reference policy of a run. For a policy with an adapter it is the base model, without a file.
-
-    Raises:
-        RunError: If the file cannot be read.
-    """
+    """Load the frozen reference policy of a run. For a policy with an adapter it is the base model, without a file."""
     reference = policy.reference()
     if policy.has_adapter:
         return reference

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -10,18 +11,30 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from agentfly_kit import advantages
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.batch.collate import AdvantagePer, TruncationMode
 from agentfly_kit.batch.filters import Filter, is_group_filter
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, checks_keywords
 from agentfly_kit.ppo.config import PPOConfig, check_at_least, check_choice
 from agentfly_kit.types import Task
 
-OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo")
+OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl")
 TURN_ESTIMATORS = ("gigpo", "arpo")
 TOKEN_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+# Estimators whose advantage is 0 for a chain that is alone in its group.
+GROUP_ESTIMATORS = (*OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, "reinforce_plus_plus_baseline")
+# Settings that only some estimators read.
+_READ_BY = {
+    "gamma": ("gae", "reinforce_plus_plus", "gigpo"),
+    "lam": ("gae",),
+    "whiten": TOKEN_ESTIMATORS,
+    "value_coef": ("gae",),
+    "value_clip": ("gae",),
+}
 
 
+@checks_keywords
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(PPOConfig):
     """Settings of a training run. An iteration is one rollout and one `ppo_step`; an update is one optimizer step.
@@ -33,60 +46,52 @@ class TrainConfig(PPOConfig):
         steps: Number of iterations of the run.
         tasks_per_step: Number of tasks sampled in each iteration.
         group_size: Number of chains sampled for each task; together they form a group.
-        advantage: Advantage estimator: "grpo", "dr_grpo", "rloo", "gigpo", "arpo", "gae", "reinforce_plus_plus" or
-            "reinforce_plus_plus_baseline"; or a function that maps rewards (N,) and groups (N,) to advantages of shape
-            (N,), or (N, K) for one advantage per sampled turn (see `turn_data`). "gae" requires a policy with a value
-            head.
+        advantage: Advantage estimator: "grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl", "gigpo", "arpo", "gae",
+            "reinforce_plus_plus" or "reinforce_plus_plus_baseline", or that function of `af.advantages`; or another
+            function that maps rewards (N,) and groups (N,) to advantages of shape (N,), or (N, K) for one advantage per
+            sampled turn (see `turn_data`). "gae" requires a policy with a value head.
         advantage_per: How outcome estimators count a chain that has several rows: as one member of its group
             ("trajectory"), or as one member for each of its rows ("row").
-        authors: Authors whose tokens are trained, when the policy samples on behalf of several roles. None trains the
-            tokens of all of them.
-        gamma: Discount factor of the rewards. Read by "gae", "reinforce_plus_plus" and "gigpo".
-        lam: Lambda of generalized advantage estimation. Read by "gae".
+        authors: Authors whose tokens are trained, when the policy samples on behalf of several roles; None for all.
+        gamma: Discount factor of the rewards, for "gae", "reinforce_plus_plus" and "gigpo".
+        lam: Lambda of generalized advantage estimation, for "gae".
         whiten: Whether to normalize token-level advantages to mean 0 and standard deviation 1 over the sampled tokens
-            of the batch. Read by "gae", "reinforce_plus_plus" and "reinforce_plus_plus_baseline".
+            of the batch, for "gae", "reinforce_plus_plus" and "reinforce_plus_plus_baseline".
         difficulty: Name of a task field, or a function of a task, that gives its difficulty as a number. Each pass over
-            the tasks then goes from the lowest difficulty to the highest, and only tasks of equal difficulty are
-            shuffled. None shuffles all tasks.
-        lr: Learning rate of the first iteration. A value head learns at ten times this rate, following the same
-            schedule.
+            the tasks then goes from low to high difficulty; tasks of equal difficulty are shuffled. None shuffles all.
+        lr: Learning rate of the first iteration. That of a value head is ten times as high.
         lr_end: Learning rate of the last iteration; the rate changes linearly in between. None keeps `lr` throughout.
         kl_target: Target KL to the reference policy, in nats per token. The coefficient then starts at `kl_coef` and is
             adapted after each iteration; see `af.losses.adaptive_kl_coef`. None keeps the coefficient fixed.
-        kl_horizon: Number of trajectories over which the KL coefficient adapts; a larger number adapts more slowly.
-            Used only with `kl_target`.
+        kl_horizon: Number of trajectories over which `kl_target` adapts the coefficient.
         max_kl: Limit of the approximate KL, in nats per token, above which an iteration counts as diverged: the run
             ends with a TrainingError, the iteration is not recorded, and the policy gets back the weights of the last
-            checkpoint. None sets no limit. A smaller update can destroy the policy too; the run therefore also warns
-            once when the mean reward has stayed below half of its best value for 3 steps in a row. With `difficulty` it
-            does not, because harder tasks lower the reward by themselves.
+            checkpoint. None sets no limit. Without `difficulty`, the run also warns once when the mean reward has
+            stayed below half of its best value for 3 steps in a row.
         overlap: 1 samples the chains of the next iteration while the current one updates the weights, so that they come
             from the weights before the update (one step off-policy); a `LocalEngine` then samples from a copy of the
             policy, and old_logprobs="auto" means "engine" without a `correction` and "recompute" with one. 0 alternates
             sampling and updating.
-        filters: Functions that select chains to exclude from training, such as those in `af.filters`; each gives a
-            reason. An excluded chain is treated as unscored.
+        filters: Functions such as those in `af.filters`, which give the reason to exclude a chain, or None. An excluded
+            chain is treated as unscored.
         refill: Maximum number of times per iteration that further tasks are sampled to replace groups of which
-            `filters` left nothing, until `tasks_per_step` groups remain (dynamic sampling of DAPO). Requires `filters`.
-            0 trains on what is left.
+            `filters` left nothing, until `tasks_per_step` groups remain (dynamic sampling of DAPO).
         truncated: How to treat chains that a limit cut off: "score" trains on them like any other; "mask" excludes
             their rows after the advantages were computed; "penalty" first subtracts `truncated_penalty` from their
-            reward; "bootstrap" adds the value of the state in which they were cut, and requires advantage="gae". See
-            `af.collate`.
-        truncated_penalty: Amount that truncated="penalty" subtracts from the reward of a truncated chain, in units of
-            reward.
+            reward; "bootstrap", with advantage="gae", adds the value of the state in which they were cut.
+        truncated_penalty: Amount that truncated="penalty" subtracts, in units of reward.
         max_concurrency: Maximum number of chains that run at the same time, in training and in evaluation.
         budget: Limit that the chains of an iteration share. Chains that it prevents from starting are not trained on.
-            None sets no limit.
-        group_budget: Limit that the chains of one group share. None sets no limit.
-        evaluate_every: Number of iterations between evaluations on the `eval_tasks=` of `af.train`, which are then
-            required; the last iteration is evaluated as well. 0 never evaluates.
+        group_budget: Limit that the chains of one group share.
+        evaluate_every: Number of iterations between evaluations on the `eval_tasks=` of `af.train`; the last iteration
+            is evaluated as well. 0 never evaluates.
         checkpoint_every: Number of iterations between checkpoints; the last iteration writes one as well.
         save_rollouts: Whether to save every training rollout in the folder of the run.
         seed: Seed of the order of the tasks and of the minibatches. Chains are seeded by `Agent.seed`.
 
     Raises:
-        SettingsError: If a value is invalid, or settings contradict each other.
+        SettingsError: If a value is invalid, settings contradict each other, or a setting other than its default has no
+            effect.
     """
 
     epochs: int = 2
@@ -127,10 +132,15 @@ class TrainConfig(PPOConfig):
         check_choice(self, "overlap", 0, 1)
         check_choice(self, "truncated", *get_args(TruncationMode))
         check_choice(self, "advantage_per", *get_args(AdvantagePer))
-        if not callable(self.advantage):
-            check_choice(self, "advantage", *OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, *TOKEN_ESTIMATORS)
+        self._check_advantage()
+        self._check_effects()
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise SettingsError(f"lr must be a positive number, got {self.lr}")
+        if self.lr_end is not None and self.lr < self.lr_end == TrainConfig.lr_end:
+            raise SettingsError(
+                f"lr_end must be set with lr={self.lr:g}, which is below the default lr_end={self.lr_end:g}: the rate "
+                f"would rise; use lr_end=None or lr_end={self.lr / 10:g}"
+            )
         if self.max_kl is not None and not self.max_kl > 0:
             raise SettingsError(f"max_kl must be above 0, or None for no limit, got {self.max_kl}")
         if self.kl_target is not None and not (self.kl_target > 0 and self.kl_coef > 0):
@@ -152,7 +162,7 @@ class TrainConfig(PPOConfig):
             raise SettingsError(f"refill={self.refill} needs filters=, such as [af.filters.equal_rewards]")
         if self.truncated == "bootstrap" and self.advantage != "gae":
             raise SettingsError(f"truncated='bootstrap' needs the values of advantage='gae', got {self.advantage!r}")
-        if self.advantage_per == "row" and self.advantage in TURN_ESTIMATORS:
+        if self.advantage_per == "row" and self.advantage in (*TURN_ESTIMATORS, *TOKEN_ESTIMATORS):
             raise SettingsError(
                 f"advantage_per must be 'trajectory' for advantage={self.advantage!r}, which sees whole chains"
             )
@@ -160,6 +170,45 @@ class TrainConfig(PPOConfig):
             raise SettingsError(
                 "advantage_per must be 'trajectory' for kl_in='reward', which is summed over a chain; use kl_in='loss'"
             )
+
+    def _check_advantage(self) -> None:
+        """Check that `advantage` names an estimator of `train` or can be called with rewards and groups."""
+        given: Any = self.advantage
+        inner = given.func if isinstance(given, functools.partial) else given
+        name = getattr(inner, "__name__", str(inner))
+        if not callable(given) or inner is getattr(advantages, name, None):
+            known = (
+                OUTCOME_ESTIMATORS if inner is not given else OUTCOME_ESTIMATORS + TURN_ESTIMATORS + TOKEN_ESTIMATORS
+            )
+            if name not in known:
+                raise SettingsError(
+                    f"advantage must be one of {', '.join(map(repr, known))}, or a function of rewards and groups, got "
+                    f"{name!r}; train does not compute the inputs of other estimators in af.advantages"
+                )
+            if inner is given:
+                object.__setattr__(self, "advantage", name)
+                return
+        try:
+            inspect.signature(given).bind("rewards", "groups")
+        except TypeError as error:
+            raise SettingsError(f"advantage must be a function of (rewards, groups), got {given!r}: {error}") from None
+        except ValueError:  # a callable without a signature
+            return
+
+    def _check_effects(self) -> None:
+        """Raise for a setting that was changed from its default without an effect."""
+        conditions = {
+            "kl_horizon": ("with kl_target", self.kl_target is not None),
+            "truncated_penalty": ("with truncated='penalty'", self.truncated == "penalty"),
+            "kl_kind": ("with kl_coef above 0", self.kl_coef > 0),
+            "kl_in": ("with kl_coef above 0", self.kl_coef > 0),
+            "kl_weighted": ("with kl_in='loss' and kl_coef above 0", self.kl_coef > 0 and self.kl_in == "loss"),
+        }
+        for name, estimators in _READ_BY.items():
+            conditions[name] = f"with advantage {' or '.join(map(repr, estimators))}", self.advantage in estimators
+        for name, (where, met) in conditions.items():
+            if not met and (value := getattr(self, name)) != (default := getattr(TrainConfig, name)):
+                raise SettingsError(f"{name} has an effect only {where}; leave it at {default!r}, got {value!r}")
 
 
 # `TrainConfig?` in a notebook shows this docstring: add the settings that are inherited.

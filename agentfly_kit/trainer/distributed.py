@@ -1,8 +1,4 @@
-"""Communication between the processes of a training run.
-
-The methods of `WorkerGroup` that communicate are collective: all processes must call them in the same order. With a
-single process nothing is exchanged.
-"""
+"""Communication between the processes of a training run."""
 
 from __future__ import annotations
 
@@ -11,17 +7,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from agentfly_kit._async.in_thread import run_in_thread
+from agentfly_kit._async.pending_call import run_in_thread
 from agentfly_kit.errors import TrainingError
 
 T = TypeVar("T")
 
 
 class WorkerGroup:
-    """The processes of a training run.
+    """The processes of a training run: those of an accelerate.Accelerator, or with None this process alone.
 
-    Args:
-        accelerator: An accelerate.Accelerator; None for this process alone.
+    All processes must call its methods in the same order.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -40,12 +35,7 @@ class WorkerGroup:
         return parts
 
     async def all_gather_or_raise(self, value: T | None, error: Exception | None = None) -> list[T]:
-        """Collect a value from every process, in order of rank. If any process passes an error, all raise.
-
-        Raises:
-            Exception: `error`, in a process that failed.
-            TrainingError: If another process failed.
-        """
+        """Collect a value from every process, in order of rank. If any process passes an error, all raise."""
         failed = await self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
@@ -56,12 +46,7 @@ class WorkerGroup:
         return parts
 
     async def run_on_main(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a function in a thread of the main process and return its result in every process.
-
-        Raises:
-            Exception: The error of the function, in the main process.
-            TrainingError: If the function failed, in the other processes.
-        """
+        """Run a function in a thread of the main process; return its result, or raise, in every process."""
         if self.is_single:
             return await run_in_thread(function, *args)
         value: T | None = None

@@ -1,15 +1,16 @@
 """The training loop: sample a rollout, compute advantages, update the policy, record, repeat.
 
-The state of a run is stored in its folder. Each iteration ends with a line in `steps.jsonl` and, every
-`checkpoint_every` iterations, with a checkpoint. If the loop is interrupted or crashes, the same call continues from
-the last checkpoint.
+Each iteration ends with a line in `steps.jsonl` and, every `checkpoint_every` iterations, with a checkpoint. If the
+loop is interrupted or crashes, the same call continues from the last checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import shutil
+import statistics
 import tempfile
 import time
 import warnings
@@ -22,26 +23,32 @@ from typing import Any
 import torch
 
 from agentfly_kit import losses, seeds
-from agentfly_kit._async.in_thread import run_in_thread
-from agentfly_kit._async.pending_call import wait_all
+from agentfly_kit._async.pending_call import run_in_thread, wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.batch.batch import drop_counts
-from agentfly_kit.errors import BatchError, EmptyBatch, RunError, SettingsError, TaskError, TrainingError
+from agentfly_kit.errors import (
+    AgentFlyError,
+    EmptyBatch,
+    RunError,
+    SettingsError,
+    TaskError,
+    TrainingError,
+    checks_keywords,
+)
 from agentfly_kit.evaluation import Evaluation, evaluate
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import adamw, ppo_step_async
 from agentfly_kit.trainer import checkpoint
 from agentfly_kit.trainer.batch_builder import BatchBuilder
 from agentfly_kit.trainer.checkpoint import LoopState
-from agentfly_kit.trainer.config import TrainConfig
+from agentfly_kit.trainer.config import GROUP_ESTIMATORS, TrainConfig
 from agentfly_kit.trainer.distributed import WorkerGroup
 from agentfly_kit.trainer.fingerprint import fingerprint
-from agentfly_kit.trainer.reward_collapse import detect_collapse
 from agentfly_kit.trainer.rollouts import RolloutSampler
-from agentfly_kit.trainer.run_dir import Run, last_success
+from agentfly_kit.trainer.run_dir import Run, detect_collapse, last_success
 from agentfly_kit.types import Stats, Task
 
 # Statistics of the update that are recorded if they are finite.
@@ -50,13 +57,13 @@ _RECORDED_STATS = (
     "explained_variance", "kl_reference", "effective_sample_size", "ratio_max", "sampler_gap", "dropped_groups",
     "advantage_mean", "reward_std",
 )  # fmt: skip
-# Maximum number of drop reasons in a record; a filter could otherwise add one column per chain.
-_MAX_REASONS = 16
+# Maximum numbers of drop reasons and of metrics in a record; a filter could otherwise add one column per chain.
+_MAX_REASONS, _MAX_METRICS = 16, 32
 
 
 @dataclass(frozen=True)
 class TrainStep:
-    """Result of one iteration. A step that was replayed from the folder of the run has only its record.
+    """Result of one iteration.
 
     Attributes:
         step: Number of the iteration, starting at 1.
@@ -85,6 +92,7 @@ class TrainStep:
         return f"TrainStep({self.step}: {numbers}{', replayed' if self.replayed else ''})"
 
 
+@checks_keywords
 def train(
     agent: Agent,
     policy: Policy,
@@ -101,42 +109,32 @@ def train(
 
     Args:
         agent: Agent that samples the chains. It must have a reward, and its engine must sample from `policy`.
-        policy: Policy to train.
+        policy: Policy to train, from its current weights.
         tasks: Training tasks.
         config: Settings; None uses the defaults of `TrainConfig`.
         run: Folder of the run. If it holds an unfinished run with the same config, tasks, tools, reward and starting
             policy, that run continues; a finished one replays its recorded steps and loads its final weights. None
             creates a temporary folder.
-        eval_tasks: Tasks for `config.evaluate_every`.
+        eval_tasks: Tasks that are evaluated every `config.evaluate_every` iterations; requires that setting.
         resume: False discards the contents of the folder and starts from scratch.
         progress: Whether to show a progress bar with rate and remaining time. For curves, display
             `widgets.TrainView(run)` before the `await`.
         accelerator: An accelerate.Accelerator with several processes, each of which makes the same call. The tasks of
-            an iteration and the rows of an update (see `ppo_step`) are distributed over the processes. Only the main
-            process writes to the folder, which must be visible to all. Steps, records and weights equal those of a
-            single process up to the order of summation.
+            an iteration and the rows of an update are distributed over the processes. The folder must be visible to
+            all. Steps, records and weights equal those of a single process up to the order of summation.
 
     Returns:
-        The handle of the run.
+        The handle of the run. Each record has the means of the metrics of the scored chains as `metric_<name>`, and
+        those of an evaluation as `eval_metric_<name>`.
 
     Raises:
-        RunMismatch: If the folder holds a different run; the message lists the differences. Raised by this call, before
-            the run starts.
-        RunError: If the folder holds something other than a run, or its file is damaged.
+        RunMismatch: If the folder holds a different run, or, at the `await`, if functions have changed since.
+        RunError: If the folder holds something other than a run, or is damaged.
         SettingsError: If the settings do not fit the agent, the policy, the tasks or the accelerator.
         TaskError: If there are no tasks.
     """
-    return TrainRun(
-        agent,
-        policy,
-        list(tasks),
-        config or TrainConfig(),
-        run=run,
-        eval_tasks=list(eval_tasks or ()),
-        resume=resume,
-        progress=progress,
-        workers=WorkerGroup(accelerator),
-    )
+    sampler = RolloutSampler(agent, policy, list(tasks), config or TrainConfig(), WorkerGroup(accelerator))
+    return TrainRun(sampler, list(eval_tasks or ()), run, resume, progress)
 
 
 class TrainRun(Displayable):
@@ -154,29 +152,16 @@ class TrainRun(Displayable):
     """
 
     def __init__(
-        self,
-        agent: Agent,
-        policy: Policy,
-        tasks: list[Task],
-        config: TrainConfig,
-        *,
-        run: str | Path | None,
-        eval_tasks: list[Task],
-        resume: bool,
-        progress: bool,
-        workers: WorkerGroup,
+        self, sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | None, resume: bool, progress: bool
     ) -> None:
-        _check(agent, policy, tasks, config, run, eval_tasks, workers)
-        self.agent = agent
-        self.policy = policy
-        self.tasks = tasks
-        self.config = config
+        _check(sampler, eval_tasks, run)
+        self.agent, self.policy, self.config = sampler.agent, sampler.policy, sampler.config
         self.eval_tasks = eval_tasks
-        self.total = config.steps
+        self.total = self.config.steps
         self.stopping = False
-        self._workers = workers
-        self._sampler = RolloutSampler(agent, policy, tasks, config, workers)
-        self._batch_builder = BatchBuilder(policy, config)
+        self._sampler = sampler
+        self._workers = sampler.workers
+        self._batch_builder = BatchBuilder(self.policy, self.config)
         self._progress = progress
         self._bar: Any = None
         if run is None:
@@ -188,19 +173,28 @@ class TrainRun(Displayable):
         # The fingerprint includes the weights with which this policy first began the run.
         key = str(self.path.resolve())
         if self._start_over:
-            policy.run_fingerprints.pop(key, None)
-        start = policy.run_fingerprints.setdefault(key, policy.fingerprint())
-        self.fingerprint = fingerprint(agent, tasks, config, start)
-        self.run.check(self.fingerprint, resume=resume)
+            self.policy.run_fingerprints.pop(key, None)
+        self._start = self.policy.run_fingerprints.setdefault(key, self.policy.fingerprint())
+        if not self._check_identity() and self.policy.version > 0 and self._workers.is_main:
+            warnings.warn(
+                f"this run starts from trained weights (version {self.policy.version}); for the original weights, load "
+                "the policy again with af.Policy.load, or train a policy.copy() made before the first training",
+                stacklevel=4,
+            )
         self._optimizer: torch.optim.Optimizer | None = None
         # Number of completed iterations, current KL coefficient, and chains sampled during the previous update.
-        self._state = LoopState(0, config.kl_coef)
+        self._state = LoopState(0, self.config.kl_coef)
         # Number of steps that this handle has yielded; they are not replayed when iteration continues.
         self._steps_yielded = 0
         self._prepared = False
         self._iterating = False
         self._unpaused = asyncio.Event()
         self._unpaused.set()
+
+    def _check_identity(self) -> bool:
+        """Return whether the folder holds this run, or raise RunMismatch if it holds another."""
+        self.fingerprint = fingerprint(self._sampler, self._start)
+        return self.run.check(self.fingerprint, resume=not self._start_over)
 
     # --- interface of views ---
 
@@ -238,14 +232,17 @@ class TrainRun(Displayable):
 
     @property
     def paused(self) -> bool:
-        """True between `pause` and `resume`."""
         return not self._unpaused.is_set()
 
     def __repr__(self) -> str:
         done = len(self.records)
         last = last_success(self.records)
-        hint = "" if self._prepared else "; write `await` before it"
-        return f"<training run, {done} of {self.total} steps done{last}, in {str(self.path)!r}{hint}>"
+        hint = "; write `await` before it"
+        if self._prepared:
+            hint = "; complete, nothing is left to train" if done == self.total else ""
+        version = self.run.start_version
+        start = f", from trained weights (version {version})" if version and not self._start_over else ""
+        return f"<training run, {done} of {self.total} steps done{last}, in {str(self.path)!r}{start}{hint}>"
 
     # --- running ---
 
@@ -272,6 +269,7 @@ class TrainRun(Displayable):
             self._bar = None
 
     def __aiter__(self) -> TrainRun:
+        self._check_identity()  # functions may have changed since the call of `train`
         return self
 
     async def __anext__(self) -> TrainStep:
@@ -306,7 +304,9 @@ class TrainRun(Displayable):
     async def _prepare(self) -> None:
         """Claim the folder, and load the checkpoint or write the first one."""
         policy, config, workers = self.policy, self.config, self._workers
-        known = await workers.run_on_main(lambda: self.run.claim(self.fingerprint, resume=not self._start_over))
+        known = await workers.run_on_main(
+            lambda: self.run.claim(self.fingerprint, resume=not self._start_over, start_version=policy.version)
+        )
         if not workers.is_main:
             self.run.invalidate()
         self._start_over = False
@@ -321,6 +321,12 @@ class TrainRun(Displayable):
             if config.kl_coef > 0:
                 self._batch_builder.reference = await run_in_thread(checkpoint.load_reference, self.run, policy)
             self._state = await run_in_thread(checkpoint.load, self.run, found, policy, self._optimizer)
+            if self._state.steps >= self.total > self._steps_yielded and workers.is_main:
+                warnings.warn(
+                    f"the run in {str(self.path)!r} is complete: its steps are replayed and nothing is trained; to "
+                    "train again, use another folder or resume=False",
+                    stacklevel=3,
+                )
         else:
             if config.kl_coef > 0:
                 self._batch_builder.reference = reference = policy.reference()
@@ -416,13 +422,9 @@ class TrainRun(Displayable):
     async def _update(self, index: int, rollout: Rollout) -> tuple[Stats | None, Rollout, float]:
         """Build the batch of an iteration and update the policy.
 
-        Returns:
-            The statistics of the update, or None if nothing was left to train on; the rollout with the reasons of the
-            dropped chains; and the largest age of a sampled token, in updates.
-
-        Raises:
-            TrainingError: If a gradient is not finite or the policy diverged. The last checkpoint is loaded first.
-            BatchError: If the chains cannot be trained on.
+        Returns the statistics of the update (None if nothing was left to train on), the rollout with the reasons of the
+        dropped chains, and the largest age of a sampled token, in updates. If the update fails, the chains are saved,
+        and after a TrainingError the last checkpoint is loaded.
         """
         config, policy = self.config, self.policy
         assert self._optimizer is not None
@@ -457,12 +459,16 @@ class TrainRun(Displayable):
                     f"max_kl={config.max_kl}: it has diverged. Try a smaller lr than {config.lr:g}, target_kl=0.05, or "
                     "fewer epochs"
                 )
-        except (TrainingError, BatchError) as error:
+        except AgentFlyError as error:
             kept = f"steps 1 to {index} are kept in {self.path}" if index else f"no step was kept in {self.path}"
             if isinstance(error, TrainingError) and (found := self.run.checkpoint) is not None:
                 # Do not let training continue with diverged weights.
                 await run_in_thread(checkpoint.load, self.run, found, policy, self._optimizer)
                 kept += "; the policy has the weights of its last checkpoint"
+            if self._workers.is_main:
+                with contextlib.suppress(RunError):  # tasks that JSON cannot represent, or a full disk
+                    saved = rollout.save(self.run.rollout_path(f"step-{index + 1:05d}-failed"))
+                    kept += f"; the chains of this step are in {saved}"
             raise type(error)(f"step {index + 1}: {error} ({kept})") from error
         return stats, rollout, lag
 
@@ -488,7 +494,12 @@ class TrainRun(Displayable):
         reasons = [t.dropped for t in rollout.trajectories if t.dropped is not None]
         record["dropped"] = len(reasons)
         record |= {f"dropped: {reason}": reasons.count(reason) for reason in sorted(set(reasons))[:_MAX_REASONS]}
+        scored = [t.metrics for t in rollout.trajectories if t.reward is not None]
+        for name in sorted({name for metrics in scored for name in metrics})[:_MAX_METRICS]:
+            record[f"metric_{name}"] = statistics.fmean(metrics[name] for metrics in scored if name in metrics)
         if evaluation is not None:
+            metrics = sorted(evaluation.metrics.items())[:_MAX_METRICS]
+            record |= {f"eval_metric_{name}": value for name, value in metrics}
             record |= {f"eval_{name}": getattr(evaluation, name) for name in ("success", "low", "high")}
         return record
 
@@ -504,22 +515,22 @@ class TrainRun(Displayable):
             checkpoint.save(self.run, self.policy, self._optimizer, state)
 
 
-def _check(
-    agent: Agent,
-    policy: Policy,
-    tasks: list[Task],
-    config: TrainConfig,
-    run: str | Path | None,
-    eval_tasks: list[Task],
-    workers: WorkerGroup,
-) -> None:
+def _check(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | None) -> None:
     """Raise if the settings of a run do not fit its agent, policy, tasks or processes."""
-    if not tasks:
+    agent, policy, config, workers = sampler.agent, sampler.policy, sampler.config, sampler.workers
+    if not sampler.tasks:
         raise TaskError("tasks must have at least one task to train on, got none")
     if config.advantage == "gae" and policy.value_head is None:
         raise SettingsError("advantage='gae' needs values; load the policy with value_head=True")
     if config.evaluate_every and not eval_tasks:
         raise SettingsError(f"evaluate_every={config.evaluate_every} needs eval_tasks=, such as tasks.test")
+    if eval_tasks and not config.evaluate_every:
+        raise SettingsError(f"eval_tasks ({len(eval_tasks)} tasks) need TrainConfig(evaluate_every=), got 0")
+    if config.group_size == 1 and config.advantage in GROUP_ESTIMATORS and agent.after_observation is None:
+        raise SettingsError(
+            f"group_size must be at least 2 for advantage={config.advantage!r}, which compares the chains of a group: "
+            "alone, a chain has advantage 0; use 'reinforce_plus_plus' or 'gae' for single chains"
+        )
     if not agent.reward and agent.group_reward is None:
         raise SettingsError("the agent has no reward to learn from; add one with agent.replace(reward=...)")
     if agent.sampling.greedy:
@@ -542,4 +553,4 @@ def _check(
                 f"budget must be None with {workers.size} processes, each of which would count it alone, got "
                 f"{config.budget}; use group_budget=, whose chains run in one process"
             )
-    agent.check_tasks([*tasks, *eval_tasks])
+    agent.check_tasks([*sampler.tasks, *eval_tasks])

@@ -1,13 +1,21 @@
-"""Sampling of the chains of a training run: refills, several processes, and prefetching during an update."""
+"""Sampling of the chains of a run: order of the tasks, refills, several processes, prefetching during an update."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+import hashlib
+import math
+import numbers
 import warnings
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
-from agentfly_kit._async.in_thread import run_in_thread
+import torch
+
+from agentfly_kit import seeds
+from agentfly_kit._async.pending_call import run_in_thread
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.runner import RolloutHandle
@@ -17,7 +25,6 @@ from agentfly_kit.errors import SettingsError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.distributed import WorkerGroup
-from agentfly_kit.trainer.task_sampler import TaskSampler
 from agentfly_kit.types import Task
 
 
@@ -31,12 +38,21 @@ class RolloutSampler:
     def __init__(
         self, agent: Agent, policy: Policy, tasks: list[Task], config: TrainConfig, workers: WorkerGroup
     ) -> None:
-        self.agent, self.policy, self.config, self.workers = agent, policy, config, workers
+        self.agent, self.policy, self.tasks, self.config, self.workers = agent, policy, tasks, config, workers
         self.task_sampler = TaskSampler(tasks, config.tasks_per_step, config.seed, config.difficulty)
         self.handle: RolloutHandle | None = None
         # Agent whose engine has its own copy of the weights, which do not change during an update.
         self._prefetch_agent: Agent | None = None
         self._paused = False
+
+    @functools.cached_property
+    def tasks_digest(self) -> str:
+        digest = hashlib.blake2b(digest_size=8)
+        for task in self.tasks:
+            digest.update(
+                repr((task.id, task.messages, sorted(task.fields.items(), key=lambda item: item[0]))).encode()
+            )
+        return digest.hexdigest()
 
     def pause(self) -> None:
         """Pause the running chains, and those of later rollouts."""
@@ -52,11 +68,12 @@ class RolloutSampler:
 
     async def sample(self, index: int) -> Rollout:
         """Sample the chains of an iteration from the current weights."""
-        return await self._gather(self._sample_current(index))
 
-    async def _sample_current(self, index: int) -> Rollout:
-        await self.agent.engine.update(self.policy)
-        return await self._sample(index, self.agent)
+        async def sample() -> Rollout:
+            await self.agent.engine.update(self.policy)
+            return await self._sample(index, self.agent)
+
+        return await self._gather(sample())
 
     async def _sample(self, index: int, agent: Agent) -> Rollout:
         """Sample this process's chains of an iteration, including those that replace filtered groups (`refill`)."""
@@ -114,11 +131,7 @@ class RolloutSampler:
     async def start_prefetch(self, index: int) -> asyncio.Task[Rollout] | None:
         """Start sampling the chains of an iteration from the current weights, unaffected by the coming update.
 
-        Returns:
-            The task that samples them; None without overlap, or if there is no such iteration.
-
-        Raises:
-            SettingsError: If the engine shares the policy's weights and is not a `LocalEngine`.
+        Returns None without overlap, or if there is no such iteration.
         """
         if not self.config.overlap or index >= self.config.steps:
             return None
@@ -149,3 +162,55 @@ class RolloutSampler:
                 stacklevel=2,
             )
             return None
+
+
+class TaskSampler:
+    """Selects the tasks of each iteration (`size` of them), as a deterministic function of its index.
+
+    Each pass over all tasks is shuffled, or goes from easy to hard if a `difficulty` is given.
+    """
+
+    def __init__(
+        self, tasks: Sequence[Task], size: int, seed: int, difficulty: str | Callable[[Task], float] | None
+    ) -> None:
+        self._tasks, self._size, self._seed = tasks, size, seed
+        self._difficulties = _difficulties(tasks, difficulty)
+
+    def sample(self, index: int) -> list[Task]:
+        count, size = len(self._tasks), self._size
+        out: list[Task] = []
+        for position in range(index * size, (index + 1) * size):
+            turn, place = divmod(position, count)
+            if place == 0 or not out:
+                generator = torch.Generator().manual_seed(seeds.derive(self._seed, "tasks", turn))
+                order = torch.randperm(count, generator=generator).tolist()
+                order.sort(key=self._difficulties.__getitem__)  # stable: tasks of equal difficulty stay shuffled
+            out.append(self._tasks[order[place]])
+        return out
+
+    def refill(self, index: int, attempt: int, count: int, used: Sequence[Task]) -> list[Task]:
+        """Return up to `count` further tasks for an iteration, of the same difficulties as the `used` ones."""
+        known = {task.id for task in used}
+        levels = {level for task, level in zip(self._tasks, self._difficulties, strict=True) if task.id in known}
+        left = [i for i, t in enumerate(self._tasks) if t.id not in known and self._difficulties[i] in levels]
+        generator = torch.Generator().manual_seed(seeds.derive(self._seed, "refill", index, attempt))
+        order = torch.randperm(len(left), generator=generator)[:count].tolist()
+        return [self._tasks[left[i]] for i in order]
+
+
+def _difficulties(tasks: Sequence[Task], difficulty: str | Callable[[Task], float] | None) -> list[float]:
+    if difficulty is None:
+        return [0.0] * len(tasks)
+    out = []
+    for task in tasks:
+        if not callable(difficulty) and difficulty not in task.fields:
+            known = ", ".join(task.fields) or "none"
+            raise SettingsError(
+                f"difficulty must be a field of every task, got {difficulty!r}, which task {task.id!r} lacks "
+                f"(its fields: {known})"
+            )
+        value: Any = difficulty(task) if callable(difficulty) else task.fields[difficulty]
+        if not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
+            raise SettingsError(f"difficulty must be a finite number, got {value!r} for task {task.id!r}")
+        out.append(float(value))
+    return out

@@ -1,15 +1,14 @@
 """The folder of a training run: `run.json` (its fingerprint), `steps.jsonl` (a flat JSON object of numbers per step),
 `rollouts/` and `checkpoint/`. If a write is interrupted, readers see the last complete version.
-
-The contents of a checkpoint are defined in `checkpoint.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
-import importlib.metadata
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,8 @@ from agentfly_kit.errors import RunError, RunMismatch
 
 _FORMAT = "agentfly_kit.run"
 _VERSION = 2
+# Number of consecutive steps of low reward that count as a collapse.
+_LOW_STEPS = 3
 
 
 class Run(Displayable):
@@ -43,14 +44,7 @@ class Run(Displayable):
     # --- identity ---
 
     def check(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
-        """Check whether the folder can be used for a run, without changing it.
-
-        Args:
-            fingerprint: Fingerprint of the run.
-            resume: False if an existing run may be replaced.
-
-        Returns:
-            True if the folder holds a run with this fingerprint that would be continued.
+        """Return whether the folder holds a run with this fingerprint that would be continued.
 
         Raises:
             RunMismatch: If it holds another run and `resume` is True; the message lists the differences.
@@ -77,10 +71,9 @@ class Run(Displayable):
         if not resume:
             return False
         if version < _VERSION:
-            own = importlib.metadata.version("agentfly_kit")
             raise RunError(
-                f"{file} was written by agentfly_kit 0.1, and agentfly_kit {own} cannot continue it, because it names "
-                "settings differently; use another folder, or resume=False to replace the run"
+                f"{file} was written by agentfly_kit 0.1, which names settings differently, and cannot be continued; "
+                "use another folder, or resume=False to replace the run"
             )
         if about["fingerprint"] != wanted:
             lines = "\n".join(_differences(about["fingerprint"], wanted))
@@ -90,23 +83,11 @@ class Run(Displayable):
             )
         return True
 
-    def claim(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
-        """Claim the folder for a run; an existing run that is not continued is deleted.
-
-        Args:
-            fingerprint: Fingerprint of the run.
-            resume: False to replace an existing run.
-
-        Returns:
-            True if there is a run to continue.
-
-        Raises:
-            RunMismatch: As in `check`.
-            RunError: As in `check`, or if the folder cannot be written.
-        """
+    def claim(self, fingerprint: dict[str, Any], *, resume: bool, start_version: int = 0) -> bool:
+        """Claim the folder for a run after a `check`; an existing run that is not continued is deleted."""
         if self.check(fingerprint, resume=resume):
             return True
-        about = {"format": _FORMAT, "version": _VERSION, "fingerprint": fingerprint}
+        about = {"format": _FORMAT, "version": _VERSION, "start_version": start_version, "fingerprint": fingerprint}
         text = dump_json(about, "the run's fingerprint")
         try:
             for name in ("rollouts", "checkpoint", "checkpoint.before", "checkpoint.new"):
@@ -121,6 +102,14 @@ class Run(Displayable):
         self._records = []
         return False
 
+    @property
+    def start_version(self) -> int:
+        """Version of the policy when the run began: the number of updates that had trained it before."""
+        try:
+            return int(json.loads((self.path / "run.json").read_text(encoding="utf-8"))["start_version"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return 0
+
     def _unfinished_claims(self) -> set[Path]:
         """Return temporary files of a `claim` that was killed."""
         return set(self.path.glob(".run.json.*.tmp"))
@@ -133,11 +122,7 @@ class Run(Displayable):
 
     @property
     def records(self) -> list[dict[str, float]]:
-        """Records of the steps, oldest first, without a last line that a crash cut off.
-
-        Raises:
-            RunError: If any other line is damaged.
-        """
+        """Records of the steps, oldest first, without a last line that a crash cut off."""
         if self._records is None:
             self._records = []
             file = self.path / "steps.jsonl"
@@ -151,11 +136,7 @@ class Run(Displayable):
         return self._records
 
     def append(self, record: dict[str, float]) -> None:
-        """Write the record of a step, a flat dict of metrics. Does not notify the listeners.
-
-        Raises:
-            RunError: If it cannot be written.
-        """
+        """Write the record of a step, without notifying the listeners."""
         line = dump_json(record, f"step {record.get('step')}")
         file = self.path / "steps.jsonl"
         self.records.append(record)
@@ -206,11 +187,7 @@ class Run(Displayable):
 
     @contextlib.contextmanager
     def new_checkpoint(self) -> Iterator[Path]:
-        """Yield a folder for a new checkpoint, which replaces the current one when the block completes.
-
-        Raises:
-            RunError: If the checkpoint cannot be written. The current one is then kept.
-        """
+        """Yield a folder for a new checkpoint, which replaces the current one when the block completes."""
         new, current, before = (self.path / n for n in ("checkpoint.new", "checkpoint", "checkpoint.before"))
         try:
             shutil.rmtree(new, ignore_errors=True)
@@ -239,11 +216,7 @@ class Run(Displayable):
             shutil.rmtree(new, ignore_errors=True)
 
     def verify(self, checkpoint: Path) -> None:
-        """Verify the checksums of a checkpoint.
-
-        Raises:
-            RunError: If a file is missing or damaged; it names the first.
-        """
+        """Raise a RunError if a file of a checkpoint is missing or damaged."""
         sums = json.loads((checkpoint / "done").read_text(encoding="utf-8"))
         for name, wanted in sums.items():
             file = checkpoint / name
@@ -281,16 +254,37 @@ def last_success(records: Sequence[Mapping[str, Any]]) -> str:
     return f", success {value:.3f}" if isinstance(value, int | float) else ""
 
 
+def detect_collapse(records: Sequence[dict[str, float]], groups: int) -> str | None:
+    """Describe a reward collapse that the last record completes; return None otherwise, and once it was reported.
+
+    The mean reward has collapsed when it has stayed below half of the best recorded value for 3 consecutive steps.
+    The best value is the mean reward minus two standard errors (`reward_std` divided by the square root of `groups`,
+    the number of groups per step). Only a positive one counts, so that a mean that is negative, or zero up to the noise
+    of one step, is never reported. Steps without a scored trajectory are skipped.
+    """
+    best, threshold, low = "", 0.0, 0
+    for record in records:
+        if "reward" not in record:
+            continue
+        reward, std = record["reward"], record.get("reward_std", math.inf)
+        if (half := (reward - 2 * std / math.sqrt(groups)) / 2) > threshold:
+            best, threshold = f"{reward:.3g} at step {record['step']:.0f}", half
+        low = low + 1 if best and reward < threshold else 0
+        if low == _LOW_STEPS:
+            text = (
+                f"the mean reward stayed below half of its best value for {_LOW_STEPS} steps: {reward:.3g}, from {best}"
+            )
+            return text if record is records[-1] else None
+    return None
+
+
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _fsync(path: Path) -> None:
-    """Flush a file or directory to disk.
-
-    Flush a file before renaming it: if only the rename survives a crash, the file is empty.
-    """
+    """Flush a file or directory to disk. If only the renaming of a file survives a crash, the file is empty."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -299,7 +293,7 @@ def _fsync(path: Path) -> None:
 
 
 def _differences(known: Any, wanted: Any, path: str = "") -> list[str]:
-    """Describe each leaf that differs in a line: its name, the value in the folder and the requested value."""
+    """Describe each value that differs: its name, the value in the folder and the requested one."""
     if isinstance(known, dict) and isinstance(wanted, dict):
         out = []
         for key in sorted({*known, *wanted}):
@@ -312,8 +306,6 @@ def _differences(known: Any, wanted: Any, path: str = "") -> list[str]:
                 out.extend(_differences(known[key], wanted[key], where))
         return out
     if isinstance(known, str) and isinstance(wanted, str) and ("\n" in known or "\n" in wanted):
-        import difflib
-
         changed = [
             f"    {line}"
             for line in difflib.unified_diff(known.splitlines(), wanted.splitlines(), "then", "now", lineterm="", n=0)

@@ -31,7 +31,7 @@ async def test_results_that_arrive_together_wake_the_loop_once(monkeypatch: pyte
     assert deliver(futures[1], "late") and futures[1].result() == 1
 
 
-def test_a_closed_loop_takes_no_result() -> None:
+def test_delivery_to_a_closed_loop_returns_false() -> None:
     loop = asyncio.new_event_loop()
     future = loop.create_future()
     loop.close()

@@ -1,4 +1,4 @@
-"""An interrupt that does not wake the event loop, as ipykernel's, is noticed wherever a cell waits for long."""
+"""An interrupt that does not wake the event loop, like that of ipykernel, is handled during long waits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Box:
 
 
 async def interrupted(wait: Callable[[], Awaitable[Any]]) -> None:
-    """Cancelled by a signal's handler that leaves its word in the queue of a loop that sleeps."""
+    """Cancel from a signal handler that adds a callback to a sleeping event loop."""
     loop = asyncio.get_running_loop()
     waiting = asyncio.ensure_future(wait())
     before = signal.signal(signal.SIGALRM, lambda *_: loop.call_soon(waiting.cancel))
@@ -40,7 +40,7 @@ async def interrupted(wait: Callable[[], Awaitable[Any]]) -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-async def test_while_it_waits_for_a_sandbox_and_for_what_is_elsewhere():
+async def test_while_waiting_for_a_sandbox_or_a_remote_call():
     async with Pool(Box, size=1) as pool, pool.lease():
         await interrupted(lambda: pool.acquire("late", timeout=60))
         assert pool.snapshot().waiting == 0
@@ -49,7 +49,7 @@ async def test_while_it_waits_for_a_sandbox_and_for_what_is_elsewhere():
             await interrupted(box.run)
 
 
-async def test_while_a_rollout_waits_for_its_engine():
+async def test_while_a_rollout_waits_for_the_engine():
     class Stuck(af.ScriptedEngine):
         async def sample(self, *given: Any, **more: Any) -> Any:
             await asyncio.Event().wait()
@@ -58,7 +58,7 @@ async def test_while_a_rollout_waits_for_its_engine():
     await interrupted(lambda: agent.rollout(tasks(2))._wait())
 
 
-def test_it_ends_with_the_wait_and_follows_from_loop_to_loop():
+def test_waking_ends_with_the_last_user_and_follows_the_running_loop():
     async def wait() -> None:
         async with asyncio.TaskGroup() as group:
             for _ in range(3):

@@ -9,32 +9,32 @@ import pytest
 from agentfly_kit._async.listeners import Listeners
 
 
-def test_each_callback_hears_every_event_and_a_failing_one_warns_once() -> None:
+def test_each_callback_receives_every_event_and_a_failing_one_warns_once() -> None:
     listeners = Listeners[int]("pool 1")
-    heard: list[tuple[str, int]] = []
+    received: list[tuple[str, int]] = []
 
     def failing(event: int) -> None:
-        heard.append(("failing", event))
+        received.append(("failing", event))
         raise ValueError("bad")
 
     listeners.subscribe(failing)
-    listeners.subscribe(lambda event: heard.append(("other", event)))
+    listeners.subscribe(lambda event: received.append(("other", event)))
     with pytest.warns(UserWarning, match="a listener of pool 1 raised ValueError: bad"):
         listeners.notify(1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         listeners.notify(2)
-    assert heard == [("failing", 1), ("other", 1), ("failing", 2), ("other", 2)]
+    assert received == [("failing", 1), ("other", 1), ("failing", 2), ("other", 2)]
 
 
 def test_unsubscribing_works_once_and_during_an_event() -> None:
     listeners = Listeners[int]("it")
-    heard: list[int] = []
-    unsubscribe = listeners.subscribe(lambda event: (heard.append(event), unsubscribe()))
+    received: list[int] = []
+    unsubscribe = listeners.subscribe(lambda event: (received.append(event), unsubscribe()))
     listeners.notify(1)
     listeners.notify(2)
     unsubscribe()
-    assert heard == [1]
+    assert received == [1]
     assert not listeners
 
 

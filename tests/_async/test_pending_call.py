@@ -1,13 +1,15 @@
-"""Calls that were not awaited say so; awaited ones are ordinary coroutines."""
+"""Calls that report a missing await or an unknown keyword."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import inspect
+from typing import Any
 
 import pytest
 
+import agentfly_kit as af
 from agentfly_kit._async.pending_call import PendingCall, pending_call
 from agentfly_kit.errors import NotAwaited
 
@@ -33,7 +35,7 @@ async def evaluate(x: int) -> int:
     return x + 1
 
 
-async def test_it_is_a_coroutine_for_asyncio() -> None:
+async def test_asyncio_accepts_it_as_a_coroutine() -> None:
     assert Chain.step.__name__ == "step"
     assert Chain.step.__doc__ == "Step."
     chain = Chain()
@@ -51,20 +53,51 @@ async def test_it_is_a_coroutine_for_asyncio() -> None:
         await chain.fail()
 
 
-async def test_two_awaits_of_one_call_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("function", "keyword", "close"),
+    [
+        (af.Agent, "tool", "tools"),
+        (af.Agent.rollout, "groupsize", "group_size"),
+        (af.LocalEngine, "slot", "slots"),
+        (af.Policy.load, "valuehead", "value_head"),
+        (af.PPOConfig, "minibatches", "minibatch"),
+        (af.Sampling, "temp", "temperature"),
+        (af.TrainConfig, "tasks_per_iteration", "tasks_per_step"),
+        (af.collate, "filter", "filters"),
+        (af.evaluate, "sample", "samples"),
+        (af.ppo_step, "referense", "reference"),
+        (af.train, "eval_task", "eval_tasks"),
+    ],
+)
+def test_an_unknown_keyword_names_the_closest_one(function: Any, keyword: str, close: str) -> None:
+    with pytest.raises(TypeError, match=rf"\(\) got an unexpected keyword '{keyword}'; did you mean '{close}'\?"):
+        function(**{keyword: 1})
+    gc.collect()  # no warning of a call that was never awaited
+    assert close in inspect.signature(function).parameters, "help and completion show the signature"
+
+
+async def test_a_call_that_cannot_begin_warns_of_no_missing_await() -> None:
+    with pytest.raises(TypeError, match=r"its keywords are agent, tasks, samples"):
+        af.evaluate(nonsense_xyz=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="missing 2 required positional arguments"):
+        await af.evaluate()  # type: ignore[call-arg]
+    gc.collect()
+
+
+async def test_a_second_await_is_rejected() -> None:
     pending = evaluate(1)
     await pending
     with pytest.raises(RuntimeError, match=r"evaluate\(\.\.\.\) was already awaited; call it again"):
         await pending
 
 
-async def test_the_repr_says_what_to_type() -> None:
+async def test_the_repr_explains_the_missing_await() -> None:
     pending = Chain().step()
     assert repr(pending) == "<chain.step(...) has not run: write `await chain.step(...)`>"
-    del pending  # it was shown: no warning beside it
+    del pending  # no warning, because the repr was shown
 
 
-def test_a_forgotten_one_warns_once() -> None:
+def test_a_missing_await_warns_once() -> None:
     def forget() -> None:
         Chain().step()
         gc.collect()
@@ -74,7 +107,7 @@ def test_a_forgotten_one_warns_once() -> None:
     assert len(got) == 1
 
 
-def test_its_result_is_refused_by_name() -> None:
+def test_attributes_of_the_result_raise_not_awaited() -> None:
     pending = Chain().step()
     with pytest.raises(NotAwaited, match=r"chain\.step\(\.\.\.\) has not run, so it has no \.text; write \(await"):
         _ = pending.text  # type: ignore[attr-defined]
@@ -82,7 +115,7 @@ def test_its_result_is_refused_by_name() -> None:
     pending.close()
 
 
-async def test_cancelled_before_it_began_it_never_ran() -> None:
+async def test_a_task_cancelled_before_it_starts_never_runs() -> None:
     chain = Chain()
     task = asyncio.create_task(chain.step())
     task.cancel()

@@ -1,4 +1,4 @@
-"""Plain functions beside the event loop: quick ones share a thread, and nobody waits for a slow one."""
+"""Synchronous calls off the event loop: fast ones share a thread, and a slow one delays no other."""
 
 import asyncio
 import subprocess
@@ -25,14 +25,14 @@ def where() -> int:
     return threading.get_ident()
 
 
-async def test_quick_calls_share_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fast_calls_share_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_STALL_SECONDS", NEVER)
     found = await asyncio.gather(*(call(where) for _ in range(64)))
     assert len(set(found)) == 1
     assert found[0] != threading.get_ident()
 
 
-async def test_calls_that_need_each_other_meet() -> None:
+async def test_calls_that_wait_for_each_other_run_concurrently() -> None:
     barrier = threading.Barrier(8)
 
     def meet() -> int:
@@ -43,7 +43,7 @@ async def test_calls_that_need_each_other_meet() -> None:
     assert len(set(found)) == 8
 
 
-async def test_a_call_that_hangs_keeps_nobody_waiting() -> None:
+async def test_a_hanging_call_delays_no_other() -> None:
     stuck = threading.Event()
 
     def hang() -> None:
@@ -62,7 +62,7 @@ async def test_a_call_that_hangs_keeps_nobody_waiting() -> None:
     await hung
 
 
-async def test_late_and_cancelled_calls_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_timed_out_and_cancelled_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = threading.Event()
     with pytest.raises(threads.CallTimeout):
         await call(lambda: stuck.wait(NEVER), timeout=0.01)
@@ -77,11 +77,11 @@ async def test_late_and_cancelled_calls_are_left(monkeypatch: pytest.MonkeyPatch
     stuck.set()
     await first
     assert second.cancelled()
-    assert await call(len, "ab") == 2, "the lane goes on"
-    assert ran == [], "it was not begun, and never will be"
+    assert await call(len, "ab") == 2
+    assert ran == [], "it never starts"
 
 
-def test_a_loop_that_closes_takes_nobody_with_it() -> None:
+def test_calls_of_a_closed_loop_do_not_block_others() -> None:
     stuck = threading.Event()
 
     async def leave() -> None:
@@ -89,7 +89,7 @@ def test_a_loop_that_closes_takes_nobody_with_it() -> None:
         await asyncio.sleep(0)
         assert not any(future.done() for future in left)
 
-    asyncio.run(leave())  # closed while the lane is held up and somebody waits in it
+    asyncio.run(leave())  # closed while one call runs and another waits
 
     async def others() -> list[int]:
         return list(await asyncio.wait_for(asyncio.gather(*(call(where) for _ in range(8))), NEVER))
@@ -98,7 +98,7 @@ def test_a_loop_that_closes_takes_nobody_with_it() -> None:
     stuck.set()
 
 
-async def test_nothing_of_a_call_is_kept() -> None:
+async def test_arguments_are_released_after_a_call() -> None:
     class Big:
         pass
 
@@ -112,12 +112,12 @@ async def test_nothing_of_a_call_is_kept() -> None:
     hung = asyncio.ensure_future(call(lambda: stuck.wait(NEVER)))
     await asyncio.sleep(0.05)
     del big
-    assert gone() is None, "neither the idle thread nor one that hangs after it holds what an earlier call was given"
+    assert gone() is None, "no thread keeps the arguments of an earlier call"
     stuck.set()
     await hung
 
 
-def test_a_forked_child_has_a_lane_of_its_own() -> None:
+def test_a_forked_child_has_its_own_threads() -> None:
     code = """
 import asyncio, os, threading, warnings
 from agentfly_kit._async import delivery, threads

@@ -525,7 +525,7 @@ def test_begin_that_is_cut_anywhere_can_be_done_again(
     assert at > 3
 
 
-def test_reprs_and_figure(tmp_path: Path) -> None:
+def test_reprs(tmp_path: Path) -> None:
     run = Run(tmp_path / "r")
     run.claim(PRINT, resume=True)
     run.append({"step": 1, "success": 0.25})
@@ -533,5 +533,3 @@ def test_reprs_and_figure(tmp_path: Path) -> None:
     assert repr(nasty()) == "Rollout(3 tasks, 4 chains, success 0.000)"
     assert "<script" not in nasty()._repr_html_()
     nasty().rescore(None).close()
-    pytest.importorskip("plotly")
-    assert len(run.figure().data) == 1

@@ -125,7 +125,7 @@ async def test_a_fork_with_equal_turns_is_another_leaf() -> None:
 @pytest.mark.parametrize("name", ["gigpo", "arpo"])
 async def test_training_with_turn_estimators(name: str, tmp_path: Any) -> None:
     policy = af.tiny.policy("lookup")
-    config = af.TrainConfig(steps=2, tasks_per_step=2, group_size=4, advantage=name, gamma=0.95, lr=1e-4)
+    config = af.TrainConfig(steps=2, tasks_per_step=2, group_size=4, advantage=name, lr=1e-4)
     one = af.envs.lookup.agent(policy)
     seen = [step async for step in af.train(one, policy, af.load_tasks("lookup").train[:4], config, run=tmp_path / "r")]
     assert isinstance(one.engine, LocalEngine)

@@ -151,8 +151,15 @@ def test_invalid_arguments_are_rejected_before_loading(options: dict[str, Any], 
 
 def test_a_tokenizer_is_not_a_chat() -> None:
     policy = random_policy(3)
-    with pytest.raises(SettingsError, match=r"chat must be a Chat, such as af.Chat\(tokenizer\), got "):
+    with pytest.raises(SettingsError, match=r"model and chat must be a model and an af.Chat\(tokenizer\), got "):
         Policy(policy.model, policy.chat.tokenizer)  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_in_place_of_a_chat_is_rejected() -> None:
+    policy = shipped()
+    for model, chat in ((policy.model, policy.chat.tokenizer), ("name", policy.chat)):
+        with pytest.raises(SettingsError, match=r"model and chat must be .*; af\.Policy\.load\(name_or_folder\) makes"):
+            Policy(model, chat)
 
 
 def test_a_copy_is_independent() -> None:

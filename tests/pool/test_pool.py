@@ -471,6 +471,8 @@ def test_settings_that_cannot_be():
         SettingsError, match="Plain: got an unexpected keyword argument 'memory_mb'; it takes no arguments"
     ):
         Pool(Plain, memory_mb=64)  # a limit that nothing would apply
+    with pytest.raises(SettingsError, match=r"unexpected keyword argument 'max_use'.*did you mean 'max_uses'\?"):
+        Pool(Plain, max_use=3)
     with pytest.raises(SettingsError, match="sandbox_type must be a class such as PythonSandbox"):
         Pool(Plain())  # type: ignore[arg-type]
 

@@ -528,7 +528,7 @@ async def test_a_run_with_compactions_learns(tmp_path: Path) -> None:
 
 async def test_another_hook_makes_another_run(tmp_path: Path) -> None:
     await run_of(tmp_path, steps=1)
-    await run_of(tmp_path, steps=1)
+    run_of(tmp_path, steps=1)
     with pytest.raises(RunMismatch, match="hooks"):
         run_of(tmp_path, hook=None, steps=1)
 

@@ -1,4 +1,4 @@
-"""A run whose mean reward stays below half of its best says so once; other runs do not."""
+"""A run warns once if its mean reward stays below half of its best."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import agents
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.trainer.reward_collapse import detect_collapse
+from agentfly_kit.trainer.run_dir import detect_collapse
 
 
 def records(rewards: list[float | None], std: float = 0.1) -> list[dict[str, float]]:
@@ -18,7 +18,7 @@ def records(rewards: list[float | None], std: float = 0.1) -> list[dict[str, flo
 
 
 def reports(recorded: list[dict[str, float]], groups: int = 16) -> dict[int, str]:
-    """What is reported, by step, when each record is looked at as it comes."""
+    """Return the reports by step."""
     found = {end: detect_collapse(recorded[:end], groups) for end in range(1, len(recorded) + 1)}
     return {step: text for step, text in found.items() if text is not None}
 
@@ -62,7 +62,7 @@ async def train(lr: float, run: Path, steps: int) -> Any:
     return handle
 
 
-async def test_a_rate_that_is_far_too_high_is_reported_by_the_run_that_continues_too(tmp_path: Path) -> None:
+async def test_a_collapse_is_reported_also_after_a_resume(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         await train(1e-2, tmp_path, 3)

@@ -1,9 +1,10 @@
-"""The loop: it learns, and however it is stopped the same call goes on to the same bits."""
+"""The training loop: it learns, resumes to the same bits, and rejects settings before anything runs."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from agents import agent, exact, fresh, scripted, tasks
 from agentfly_kit import advantages
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.budget import Budget
+from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import BatchError, EngineError, RunError, RunMismatch, SettingsError, TaskError, TrainingError
 from agentfly_kit.policy.policy import Policy
@@ -32,7 +34,7 @@ TASKS = tasks(12)
 
 @reward
 def digits(final: str | None) -> float:
-    """Something that random chains differ in."""
+    """Return a value in which random chains differ."""
     return sum(c.isdigit() for c in final or "") / 4
 
 
@@ -42,54 +44,41 @@ def small(policy: Policy, **settings: Any) -> Agent:
     return agent(policy, max_turns=2, **settings)
 
 
-def learner(*, value_head: bool = False) -> Policy:
-    return fresh(value_head=value_head)
+learner = fresh
 
 
 def start(run: Path | None = None, policy: Policy | None = None, config: TrainConfig = SMALL, **more: Any) -> TrainRun:
     policy = learner() if policy is None else policy
     settings = {k: more.pop(k) for k in list(more) if k in ("reward", "sampling", "tools", "seed", "engine")}
-    return train(small(policy, **settings), policy, TASKS, config, run=run, **more)
+    agent = more.pop("agent", None) or small(policy, **settings)
+    return train(agent, policy, more.pop("given", TASKS), config, run=run, **more)
 
 
 def numbers(run: TrainRun | Run) -> list[dict[str, float]]:
-    """The records without what the clock says."""
+    """Return the records without durations."""
     return [{k: v for k, v in r.items() if not k.startswith("seconds")} for r in run.records]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, float]]]:
-    """Weights and records of a run that nobody stopped."""
-
-    async def go() -> tuple[str, list[dict[str, float]]]:
-        policy = learner()
-        run = await start(tmp_path_factory.mktemp("whole") / "run", policy)
-        return policy.fingerprint(), numbers(run)
-
-    return asyncio.run(go())
+Whole = tuple[str, list[dict[str, float]]]
 
 
-# --- budgets -------------------------------------------------------------------------------------
+def uninterrupted(config: TrainConfig = SMALL) -> Whole:
+    """Return the weights and records of a run that was not interrupted."""
+    policy = learner()
+    run = asyncio.run(start(None, policy, config)._run_to_end())
+    return policy.fingerprint(), numbers(run)
 
 
-async def test_an_iteration_keeps_to_its_budgets_and_a_run_without_them_has_none(tmp_path: Path) -> None:
+# --- iterations ----------------------------------------------------------------------------------
+
+
+async def test_budgets_limit_an_iteration() -> None:
     config = SMALL.replace(steps=1, budget=Budget(turns=9), group_budget=Budget(turns=4), max_concurrency=1)
-    run = start(tmp_path / "run", config=config)
-    (step,) = [step async for step in run]
+    (step,) = [step async for step in start(config=config)]
     assert step.rollout is not None
     assert sum(len(t.actions) for t in step.rollout) == 9
     assert max(sum(len(t.actions) for t in group) for group in step.rollout.groups) == 4
     assert len(step.rollout) + len(step.rollout.not_run) == 12
-    assert run.fingerprint["config"]["budget"]["turns"] == 9
-    with pytest.raises(RunMismatch, match="budget"):
-        start(tmp_path / "run", config=config.replace(budget=None))
-    plain = start(tmp_path / "plain", config=SMALL)
-    assert not {"budget", "group_budget"} & set(plain.fingerprint["config"])
-    with pytest.raises(SettingsError, match=r"budget must be an af\.Budget"):
-        TrainConfig(budget=9)  # type: ignore[arg-type]
-
-
-# --- it learns -----------------------------------------------------------------------------------
 
 
 async def test_it_learns(tmp_path: Path) -> None:
@@ -108,15 +97,15 @@ async def test_it_learns(tmp_path: Path) -> None:
     assert policy.version == sum(r["updates"] for r in run.records)
 
 
-async def test_records_and_steps_say_what_happened(whole: tuple[str, list[dict[str, float]]]) -> None:
+async def test_records_and_steps(whole: Whole) -> None:
     run = start()
-    heard: list[dict[str, float]] = []
-    run.subscribe(heard.append)
+    reported: list[dict[str, float]] = []
+    run.subscribe(reported.append)
     assert "0 of 4 steps done" in repr(run)
     assert "write `await` before it" in repr(run)
     seen = [step async for step in run]
     assert [s.step for s in seen] == [1, 2, 3, 4]
-    assert [s.record for s in seen] == heard == run.records
+    assert [s.record for s in seen] == reported == run.records
     assert all(s.stats is not None and s.rollout is not None and not s.replayed for s in seen)
     assert len(seen[0].rollout or ()) == 12
     assert numbers(run) == whole[1]
@@ -127,69 +116,74 @@ async def test_records_and_steps_say_what_happened(whole: tuple[str, list[dict[s
     assert "reward" in repr(seen[0])
 
 
-# --- stopped and continued -----------------------------------------------------------------------
+async def test_the_means_of_metrics_are_recorded() -> None:
+    @reward
+    def parts(trajectory: Any) -> dict[str, Any]:
+        value = None if trajectory.chain == 1 else float(trajectory.chain)
+        return {"reward": value, "loss": 2.0, "chain": trajectory.chain} | {f"m{i:02}": i for i in range(40)}
+
+    config = SMALL.replace(steps=1, evaluate_every=1)
+    with pytest.warns(UserWarning, match="25% of the chains were unscored"):
+        record = (await start(config=config, reward=parts, eval_tasks=TASKS[:2])).records[0]
+    names = [name for name in record if name.startswith("metric_")]
+    assert names == ["metric_chain", "metric_loss", *(f"metric_m{i:02}" for i in range(30))], "sorted, at most 32"
+    assert record["metric_chain"] == pytest.approx((0 + 2 + 3) / 3), "the mean over the scored chains"
+    assert record["metric_loss"] == 2.0 != record["loss"]
+    assert record["eval_metric_chain"] == 0.0
+
+
+# --- interrupted and continued -------------------------------------------------------------------
 
 
 async def leave(run: TrainRun, how: str, after: int) -> None:
-    """Begin a run and stop it in some way after some steps."""
-    if how == "break":
-        async for step in run:
-            if step.step == after:
+    """Run some steps, then `break` or call `stop()`."""
+    async for step in run:
+        if step.step == after:
+            if how == "break":
                 break
-    elif how == "stop":
-        async for step in run:
-            if step.step == after:
-                run.stop()
-    else:
-        raise AssertionError(how)
+            run.stop()
 
 
-@pytest.mark.parametrize("how", ["break", "stop"])
-@pytest.mark.parametrize("same_policy", [True, False])
-async def test_the_same_call_goes_on_to_the_same_bits(
-    how: str, same_policy: bool, tmp_path: Path, whole: tuple[str, list[dict[str, float]]]
+@pytest.mark.parametrize(
+    ("how", "same_policy", "checkpoint_every"), [("break", True, 1), ("stop", False, 1), ("break", False, 2)]
+)
+async def test_the_same_call_continues_to_the_same_bits(
+    how: str, same_policy: bool, checkpoint_every: int, tmp_path: Path, whole: Whole
 ) -> None:
     policy = learner()
-    await leave(start(tmp_path / "run", policy), how, 2)
+    config = SMALL.replace(checkpoint_every=checkpoint_every)
+    await leave(start(tmp_path / "run", policy, config), how, 3)
     if not same_policy:  # the kernel was restarted
         policy = learner()
-    again = start(tmp_path / "run", policy)
-    seen = [step async for step in again]
-    assert [s.replayed for s in seen] == [True, True, False, False]
-    assert policy.fingerprint() == whole[0]
-    assert numbers(again) == whole[1]
+    again = start(tmp_path / "run", policy, config)
+    assert [s.step async for s in again if s.replayed] == [1, 2, 3][: 4 - checkpoint_every]
+    assert (policy.fingerprint(), numbers(again)) == whole
 
 
-async def test_the_same_handle_goes_on_too(whole: tuple[str, list[dict[str, float]]]) -> None:
+async def test_the_same_handle_continues_to_the_same_bits(whole: Whole) -> None:
     policy = learner()
     run = start(None, policy)
     await leave(run, "break", 2)
     assert [step.step async for step in run] == [3, 4]
-    assert policy.fingerprint() == whole[0]
-    assert numbers(run) == whole[1]
+    assert (policy.fingerprint(), numbers(run)) == whole
 
 
 @pytest.mark.parametrize("same_handle", [True, False])
-@pytest.mark.parametrize("when", ["rollout", "update", "first update", "keep", "evaluate"])
-async def test_cancelled_in_the_middle_of_a_step(
+@pytest.mark.parametrize("when", ["rollout", "update", "first update", "persist", "evaluate"])
+async def test_a_run_cancelled_within_a_step_continues_to_the_same_bits(
     when: str,
     same_handle: bool,
     tmp_path: Path,
-    whole: tuple[str, list[dict[str, float]]],
+    whole: Whole,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     policy = learner()
-    config, more = SMALL, {}
-    if when == "evaluate":
-        more = {"eval_tasks": TASKS[:2]}
-        config = SMALL.replace(evaluate_every=2)
+    config = SMALL.replace(evaluate_every=2 if when == "evaluate" else 0)
+    more = {"eval_tasks": TASKS[:2]} if when == "evaluate" else {}
     run = start(tmp_path / "run", policy, config, **more)
     going = asyncio.create_task(run._run_to_end())
 
-    def count() -> int:
-        return len(Run(tmp_path / "run").records) if (tmp_path / "run" / "steps.jsonl").exists() else 0
-
-    if when == "keep":
+    if when == "persist":
         real = TrainRun._persist
 
         def slow(self: TrainRun, *given: Any) -> Any:
@@ -199,19 +193,17 @@ async def test_cancelled_in_the_middle_of_a_step(
             return out
 
         monkeypatch.setattr(TrainRun, "_persist", slow)
-    while not going.done():
+    reached = {
+        "rollout": lambda: len(Run(tmp_path / "run").records) >= 1 and run.rollout is not None,
+        "first update": lambda: policy.version >= 1,
+        "update": lambda: policy.version >= 5,  # 4 updates per step
+        "persist": lambda: policy.version >= 8,
+        "evaluate": lambda: policy.version == 8 and run.rollout is None,
+    }[when]
+    while not going.done() and not reached():
         await asyncio.sleep(0)
-        if when == "first update" and policy.version >= 1:
-            break
-        if when == "update" and policy.version >= 5:  # 4 updates a step: in the middle of the second
-            break
-        if when == "rollout" and count() >= 1 and run.rollout is not None:
-            break
-        if when == "keep" and policy.version >= 8:
-            await asyncio.sleep(0.03)
-            break
-        if when == "evaluate" and run.rollout is None and policy.version == 8:
-            break
+    if when == "persist":
+        await asyncio.sleep(0.03)
     assert not going.done(), "too late to be cancelled"
     going.cancel()
     await asyncio.wait([going])
@@ -227,38 +219,22 @@ async def test_cancelled_in_the_middle_of_a_step(
     assert numbers(Run(tmp_path / "run")) == numbers(again)
 
 
-async def test_a_finished_run_is_replayed_and_trains_nothing(
-    tmp_path: Path, whole: tuple[str, list[dict[str, float]]]
-) -> None:
+async def test_a_finished_run_is_replayed_and_trains_nothing(tmp_path: Path, whole: Whole) -> None:
     await start(tmp_path / "run", learner())
     policy = learner()
     engine = LocalEngine(policy)
     run = start(tmp_path / "run", policy, engine=engine)
-    seen = [step async for step in run]
+    with pytest.warns(UserWarning, match="run' is complete: its steps are replayed and nothing is trained"):
+        seen = [step async for step in run]
+    assert "4 of 4 steps done" in repr(run) and "complete, nothing is left to train" in repr(run)
     assert all(s.replayed and s.stats is None and s.rollout is None for s in seen)
     assert [s.step for s in seen] == [1, 2, 3, 4]
     assert engine.sampled == 0
-    assert policy.fingerprint() == whole[0]
-    assert numbers(run) == whole[1]
+    assert (policy.fingerprint(), numbers(run)) == whole
     assert (await run) is run
 
 
-async def test_fewer_checkpoints_continue_from_the_last_one(
-    tmp_path: Path, whole: tuple[str, list[dict[str, float]]]
-) -> None:
-    config = SMALL.replace(checkpoint_every=2)
-    policy = learner()
-    run = start(tmp_path / "run", policy, config)
-    await leave(run, "break", 3)
-    again = start(tmp_path / "run", policy, config)
-    seen = [step async for step in again]
-    assert [(s.step, s.replayed) for s in seen] == [(1, True), (2, True), (3, False), (4, False)]
-    assert policy.fingerprint() == whole[0]
-
-
-async def test_a_disk_that_fills_up_keeps_the_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: tuple[str, list[dict[str, float]]]
-) -> None:
+async def test_a_full_disk_keeps_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Whole) -> None:
     policy = learner()
     run = start(tmp_path / "run", policy)
     await leave(run, "break", 2)
@@ -273,46 +249,51 @@ async def test_a_disk_that_fills_up_keeps_the_last_step(
     monkeypatch.undo()
     again = start(tmp_path / "run", policy)
     assert [s.step async for s in again] == [1, 2, 3, 4]
-    assert policy.fingerprint() == whole[0]
-    assert numbers(again) == whole[1]
+    assert (policy.fingerprint(), numbers(again)) == whole
 
 
-# --- the same run or another ---------------------------------------------------------------------
+# --- identity ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
+async def test_a_different_run_is_rejected_with_the_difference(tmp_path: Path) -> None:
+    policy, other = learner(), learner()
+    await leave(start(tmp_path / "run", policy), "break", 1)
+    with torch.no_grad():
+        next(iter(other.model.parameters())).add_(1e-3)
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"config": SMALL.replace(lr=5e-4)}, r"config\.lr: was 0\.001, now 0\.0005"),
         ({"config": SMALL.replace(advantage="rloo")}, 'config.advantage: was "grpo", now "rloo"'),
+        ({"config": SMALL.replace(budget=Budget(turns=9))}, r'config\.budget: was null, now .*"turns": 9'),
         ({"reward": exact}, r"reward\.digits: was .*|reward\.exact: not in the folder's run"),
         ({"sampling": Sampling(max_tokens=9)}, r"agent\.sampling\.max_tokens: was 8, now 9"),
         ({"seed": 5}, r"agent\.seed: was 0, now 5"),
         ({"tools": []}, r"tools\.calculator: was"),
-    ],
-)
-async def test_another_run_is_refused_at_once_with_the_difference(
-    change: dict[str, Any], says: str, tmp_path: Path
-) -> None:
+        ({"given": TASKS[:11]}, r"tasks\.count: was 12, now 11"),
+        ({"policy": other}, "policy: was"),
+    ]
+    for change, says in changes:
+        with pytest.raises(RunMismatch, match=says):
+            start(tmp_path / "run", **({"policy": policy} | change))
+
+
+async def test_a_new_run_from_trained_weights_warns(tmp_path: Path) -> None:
     policy = learner()
-    await leave(start(tmp_path / "run", policy), "break", 1)
-    with pytest.raises(RunMismatch, match=says):
-        start(tmp_path / "run", policy, **change)
+    one = SMALL.replace(steps=1)
+    await start(tmp_path / "first", policy, one)
+    assert policy.version == 4
+    start(tmp_path / "first", policy, one)  # the same run
+    words = r"starts from trained weights \(version 4\); for the original weights, load the policy again"
+    with pytest.warns(UserWarning, match=words) as caught:
+        run = start(tmp_path / "second", policy, one)
+    assert caught[0].filename == __file__
+    await run
+    assert "from trained weights (version 4)" in repr(start(tmp_path / "second", policy, one))
+    assert "version" not in repr(start(tmp_path / "first", policy, one))
+    with pytest.warns(UserWarning, match=r"version 8"):
+        start(tmp_path / "second", policy, one, resume=False)
 
 
-async def test_other_tasks_or_weights_are_refused(tmp_path: Path) -> None:
-    policy = learner()
-    await leave(start(tmp_path / "run", policy), "break", 1)
-    with pytest.raises(RunMismatch, match=r"tasks\.count: was 12, now 11"):
-        train(small(policy), policy, TASKS[:11], SMALL, run=tmp_path / "run")
-    other = learner()
-    with torch.no_grad():
-        next(iter(other.model.parameters())).add_(1e-3)
-    with pytest.raises(RunMismatch, match="policy: was"):
-        start(tmp_path / "run", other)
-
-
-async def test_resume_false_starts_anew(tmp_path: Path, whole: tuple[str, list[dict[str, float]]]) -> None:
+async def test_resume_false_starts_from_scratch(tmp_path: Path, whole: Whole) -> None:
     await leave(start(tmp_path / "run", learner(), SMALL.replace(lr=0.01)), "break", 2)
     policy = learner()
     run = start(tmp_path / "run", policy, resume=False)
@@ -320,42 +301,35 @@ async def test_resume_false_starts_anew(tmp_path: Path, whole: tuple[str, list[d
     await leave(run, "break", 1)
     again = start(tmp_path / "run", policy)  # and that one continues
     await again
-    assert policy.fingerprint() == whole[0]
-    assert numbers(again) == whole[1]
+    assert (policy.fingerprint(), numbers(again)) == whole
 
 
-async def test_options_that_are_functions_are_the_same_in_another_process(tmp_path: Path) -> None:
-    first = SMALL.replace(steps=1, advantage=functools.partial(advantages.grpo, std=None))
-    await start(tmp_path / "run", learner(), first)
-    found = Run(tmp_path / "run").path / "run.json"
-    assert " at 0x" not in found.read_text()
-    again = SMALL.replace(steps=1, advantage=functools.partial(advantages.grpo, std=None))
-    await start(tmp_path / "run", learner(), again)
+async def test_functions_as_settings_have_stable_fingerprints(tmp_path: Path) -> None:
+    def config(std: Any) -> TrainConfig:
+        return SMALL.replace(steps=1, advantage=functools.partial(advantages.grpo, std=std))
+
+    await start(tmp_path / "run", learner(), config(None))
+    assert " at 0x" not in (tmp_path / "run" / "run.json").read_text()
+    start(tmp_path / "run", learner(), config(None))
     with pytest.raises(RunMismatch, match=r"config\.advantage"):
-        start(
-            tmp_path / "run",
-            learner(),
-            SMALL.replace(steps=1, advantage=functools.partial(advantages.grpo, std="sample")),
-        )
+        start(tmp_path / "run", learner(), config("sample"))
 
 
-async def test_without_a_folder_each_run_is_its_own() -> None:
+async def test_runs_without_a_folder_are_independent() -> None:
     a, b = start(config=SMALL.replace(steps=1)), start(config=SMALL.replace(steps=1))
     assert a.path != b.path
     await a
     assert numbers(a) == numbers(await b)
-    gone = a.path
+    path = a.path
     del a
-    import gc
-
     gc.collect()
-    assert not gone.exists()
+    assert not path.exists()
 
 
 # --- pause and stop ------------------------------------------------------------------------------
 
 
-async def test_pause_and_resume(whole: tuple[str, list[dict[str, float]]]) -> None:
+async def test_pause_and_resume(whole: Whole) -> None:
     policy = learner()
     run = start(None, policy)
     going = asyncio.create_task(run._run_to_end())
@@ -376,7 +350,7 @@ async def test_pause_and_resume(whole: tuple[str, list[dict[str, float]]]) -> No
     assert len(held.records) <= 1
 
 
-async def test_one_loop_a_run() -> None:
+async def test_a_run_has_one_loop() -> None:
     run = start()
     going = asyncio.create_task(run._run_to_end())
     await asyncio.sleep(0.02)
@@ -413,7 +387,7 @@ def plus_one(rewards: Any, groups: Any) -> torch.Tensor:
     ],
     ids=lambda o: " ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in o.items()),
 )
-async def test_kinds_of_training_run_and_continue(options: dict[str, Any], tmp_path: Path) -> None:
+async def test_every_kind_of_training_runs_and_continues(options: dict[str, Any], tmp_path: Path) -> None:
     value = options.get("advantage") == "gae"
     config = SMALL.replace(steps=3, tasks_per_step=2, **options)
     once = learner(value_head=value)
@@ -428,7 +402,7 @@ async def test_kinds_of_training_run_and_continue(options: dict[str, Any], tmp_p
     assert once.fingerprint() != learner(value_head=value).fingerprint()
 
 
-async def test_evaluation_in_between_changes_no_training(whole: tuple[str, list[dict[str, float]]]) -> None:
+async def test_evaluation_does_not_change_training(whole: Whole) -> None:
     policy = learner()
     run = start(None, policy, SMALL.replace(evaluate_every=3), eval_tasks=TASKS[:3])
     seen = [step async for step in run]
@@ -437,60 +411,64 @@ async def test_evaluation_in_between_changes_no_training(whole: tuple[str, list[
     assert policy.fingerprint() == whole[0]
 
 
-async def test_rollouts_can_be_kept(tmp_path: Path) -> None:
+async def test_rollouts_can_be_saved(tmp_path: Path) -> None:
     run = start(tmp_path / "run", config=SMALL.replace(steps=2, save_rollouts=True))
     seen = [step async for step in run]
     assert Run(tmp_path / "run").rollout(2) == seen[1].rollout
+
+
+def test_each_pass_contains_every_task_once() -> None:
+    run = start(config=SMALL.replace(tasks_per_step=5))
+    sampled = [t.id for i in range(12) for t in run._sampler.task_sampler.sample(i)]
+    passes = [sampled[i : i + 12] for i in range(0, 60, 12)]
+    assert all(sorted(p) == sorted(t.id for t in TASKS) for p in passes)
+    assert len({tuple(p) for p in passes}) == 5
+    assert [t.id for t in run._sampler.task_sampler.sample(7)] == sampled[35:40]
 
 
 def test_a_pass_goes_from_easy_to_hard_and_shuffles_within_a_level() -> None:
     level = {t.id: i // 4 for i, t in enumerate(TASKS)}
     run = start(config=SMALL.replace(difficulty=lambda task: level[task.id]))
     passes = [[t.id for i in range(4 * k, 4 * k + 4) for t in run._sampler.task_sampler.sample(i)] for k in range(6)]
-    for one in passes:
-        assert sorted(one) == sorted(t.id for t in TASKS)
-        assert [level[i] for i in one] == [0] * 4 + [1] * 4 + [2] * 4
+    assert all([level[i] for i in one] == [0] * 4 + [1] * 4 + [2] * 4 for one in passes)
+    assert all(len(set(one)) == 12 for one in passes)
     assert len({tuple(one) for one in passes}) > 1
 
 
-def test_a_difficulty_that_a_task_lacks_is_named() -> None:
-    with pytest.raises(SettingsError, match=r"got 'masks', which task .* lacks \(its fields: answer\)"):
-        start(config=SMALL.replace(difficulty="masks"))
-    with pytest.raises(SettingsError, match="difficulty must be a finite number, got None"):
-        start(config=SMALL.replace(difficulty=lambda task: None))  # type: ignore[arg-type,return-value]
-    with pytest.raises(SettingsError, match="difficulty must be a finite number"):
-        start(config=SMALL.replace(difficulty="answer"))  # a text
+@pytest.mark.parametrize(
+    ("difficulty", "says"),
+    [
+        ("masks", r"got 'masks', which task .* lacks \(its fields: answer\)"),
+        (lambda task: None, "difficulty must be a finite number, got None"),
+        ("answer", "difficulty must be a finite number, got '"),
+    ],
+)
+def test_an_invalid_difficulty_is_rejected(difficulty: Any, says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        start(config=SMALL.replace(difficulty=difficulty))
 
 
-async def test_a_bar_shows_the_steps_and_goes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+async def test_the_progress_bar_shows_the_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = start(tmp_path / "run", progress=True)
     async for step in run:
         if step.step == 2:
             break
     await run
-    said = capsys.readouterr().err
-    assert "4/4" in said
-    assert "success=" in said
+    printed = capsys.readouterr().err
+    assert "4/4" in printed
+    assert "success=" in printed
     assert run._bar is None
     assert capsys.readouterr().out == ""
 
 
-def test_each_pass_takes_every_task_once() -> None:
-    run = start(config=SMALL.replace(tasks_per_step=5))
-    drawn = [t.id for i in range(12) for t in run._sampler.task_sampler.sample(i)]
-    passes = [drawn[i : i + 12] for i in range(0, 60, 12)]
-    assert all(sorted(p) == sorted(t.id for t in TASKS) for p in passes)
-    assert len({tuple(p) for p in passes}) == 5
-    assert [t.id for t in run._sampler.task_sampler.sample(7)] == drawn[35:40]
-
-
-# --- what is refused -----------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"budget": 9}, r"budget must be an af\.Budget"),
         ({"max_kl": 0.0}, "max_kl must be above 0"),
         ({"overlap": 2}, "overlap must be one of 0, 1, got 2"),
         ({"old_logprobs": "newest"}, "old_logprobs must be one of"),
@@ -502,14 +480,71 @@ def test_each_pass_takes_every_task_once() -> None:
         ({"truncated": "drop"}, "truncated must be one of"),
         ({"advantage_per": "task"}, "advantage_per must be one of 'trajectory', 'row'"),
         ({"advantage_per": "row", "kl_in": "reward", "kl_coef": 0.1}, "summed over a chain"),
+        ({"advantage_per": "row", "advantage": "reinforce_plus_plus"}, "which sees whole chains"),
+        ({"gamma": 0.9}, "gamma has an effect only with advantage 'gae' or .*; leave it at 1.0, got 0.9"),
+        ({"lam": 0.9, "advantage": "gigpo"}, "lam has an effect only with advantage 'gae'"),
+        ({"whiten": False, "advantage": lambda rewards, groups: rewards}, "whiten has an effect only with"),
+        ({"value_coef": 0.1}, "value_coef has an effect only with advantage 'gae'"),
+        ({"kl_horizon": 10}, "kl_horizon has an effect only with kl_target"),
+        ({"truncated_penalty": 1.0}, "truncated_penalty has an effect only with truncated='penalty'"),
+        ({"kl_kind": "k2"}, "kl_kind has an effect only with kl_coef above 0"),
+        ({"kl_weighted": True, "kl_coef": 0.1, "kl_in": "reward"}, "kl_weighted has an effect only with kl_in='loss'"),
+        (
+            {"lr": 1e-6},
+            "lr_end must be set with lr=1e-06, which is below the default lr_end=3e-05: the rate would rise",
+        ),
+        (
+            {"advantage": lambda rewards: rewards},
+            r"advantage must be a function of \(rewards, groups\), got .*too many",
+        ),
+        ({"advantage": functools.partial(advantages.gae, gamma=0.9)}, "one of 'grpo'.* got 'gae'"),
     ],
 )
-def test_configs_are_checked_where_they_are_made(options: dict[str, Any], says: str) -> None:
+def test_invalid_settings_are_rejected_on_construction(options: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         SMALL.replace(**options)
 
 
-def test_runs_that_cannot_be_are_refused_at_once() -> None:
+@pytest.mark.parametrize("name", advantages.__all__)
+async def test_every_estimator_trains_or_is_rejected_before_a_chain_runs(name: str) -> None:
+    function = getattr(advantages, name)
+    usable = ("arpo", "dr_grpo", "gae", "gigpo", "gpg", "grpo", "grpo_passk", "maxrl", "reinforce_plus_plus",
+              "reinforce_plus_plus_baseline", "rloo")  # fmt: skip
+    if name not in usable:
+        for given in (name, function):
+            with pytest.raises(SettingsError, match=f"got '{name}'; train does not compute the inputs of other"):
+                SMALL.replace(advantage=given)
+        return
+    config = SMALL.replace(advantage=name, steps=1)
+    assert SMALL.replace(advantage=function, steps=1) == config
+    assert len((await start(None, learner(value_head=name == "gae"), config)).records) == 1
+
+
+def wrong_shape(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    return rewards.mean()
+
+
+def failing(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    raise KeyError("column")
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (wrong_shape, r"advantage function wrong_shape must return .* for 12 rewards, got the shape \(\)"),
+        (failing, "advantage function failing raised KeyError: 'column'"),
+    ],
+)
+async def test_an_estimator_that_fails_loses_no_chains(function: Any, says: str, tmp_path: Path) -> None:
+    policy = learner()
+    with pytest.raises(BatchError, match=f"step 1: the {says}.*no step was kept.*step-00001-failed.jsonl") as raised:
+        await start(tmp_path / "run", policy, SMALL.replace(advantage=function))
+    assert len(Rollout.load(tmp_path / "run" / "rollouts" / "step-00001-failed.jsonl")) == 12
+    assert "\n" not in str(raised.value)
+    assert policy.version == 0
+
+
+def test_invalid_runs_are_rejected_on_construction() -> None:
     policy = learner()
     with pytest.raises(TaskError, match="at least one task"):
         train(small(policy), policy, [], SMALL)
@@ -517,6 +552,13 @@ def test_runs_that_cannot_be_are_refused_at_once() -> None:
         train(small(policy), policy, TASKS, SMALL.replace(advantage="gae"))
     with pytest.raises(SettingsError, match="needs eval_tasks="):
         train(small(policy), policy, TASKS, SMALL.replace(evaluate_every=1))
+    with pytest.raises(SettingsError, match=r"eval_tasks \(12 tasks\) need TrainConfig\(evaluate_every=\)"):
+        train(small(policy), policy, TASKS, SMALL, eval_tasks=TASKS)
+    for name in ("grpo", "gigpo", "reinforce_plus_plus_baseline"):
+        with pytest.raises(SettingsError, match=f"group_size must be at least 2 for advantage='{name}'"):
+            train(small(policy), policy, TASKS, SMALL.replace(group_size=1, advantage=name))
+    raw = functools.partial(advantages.grpo, singleton="raw")
+    train(small(policy), policy, TASKS, SMALL.replace(group_size=1, advantage=raw))
     with pytest.raises(SettingsError, match="has no reward to learn from"):
         train(small(policy, reward=None), policy, TASKS, SMALL)
     with pytest.raises(SettingsError, match="must sample from the policy that is trained"):
@@ -525,14 +567,14 @@ def test_runs_that_cannot_be_are_refused_at_once() -> None:
         train(small(policy, sampling=Sampling(temperature=0)), policy, TASKS, SMALL)
 
 
-async def test_a_scripted_agent_has_nothing_to_train(tmp_path: Path) -> None:
+async def test_a_scripted_agent_cannot_be_trained(tmp_path: Path) -> None:
     policy = learner()
     a = scripted(["5"])
     with pytest.raises(EngineError, match="has no weights to update; train with LocalEngine"):
         await train(a, policy, TASKS, SMALL)
 
 
-async def test_nothing_scored_says_why() -> None:
+async def test_the_reason_is_reported_if_no_chain_was_scored() -> None:
     @reward
     def broken(final: str | None) -> float:
         raise KeyError("no such column")
@@ -543,8 +585,8 @@ async def test_nothing_scored_says_why() -> None:
         await start(reward=broken)
 
 
-async def test_a_step_that_diverges_says_where_the_good_ones_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: tuple[str, list[dict[str, float]]]
+async def test_a_diverged_step_restores_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Whole
 ) -> None:
     policy = learner()
     run = start(tmp_path / "run", policy)
@@ -566,7 +608,7 @@ async def test_a_step_that_diverges_says_where_the_good_ones_are(
     assert policy.fingerprint() == whole[0]
 
 
-async def test_the_event_loop_goes_on_while_it_trains() -> None:
+async def test_training_does_not_block_the_event_loop() -> None:
     run = start(config=SMALL.replace(steps=2))
     gaps: list[float] = []
 
@@ -587,7 +629,7 @@ async def test_the_event_loop_goes_on_while_it_trains() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_warnings_of_threads() -> Iterator[None]:
+def _same_number_of_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     assert torch.get_num_threads() == before

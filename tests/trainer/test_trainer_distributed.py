@@ -1,4 +1,4 @@
-"""Two processes train the run of one: the same chains, the same records, the same weights; the first one writes."""
+"""Two processes train like one: same chains, records and weights."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from agentfly_kit.trainer.run_dir import Run
 pytest.importorskip("accelerate")
 
 CASES: dict[str, TrainConfig] = {
-    # A wrapped pass: a task that comes twice in one rollout, in two processes.
+    # Passes of 12 tasks: a task may occur twice in a rollout.
     "grpo": SMALL.replace(steps=3, tasks_per_step=5, lr=1e-4, minibatch=8),
     "gae, overlap": SMALL.replace(steps=3, advantage="gae", lr=1e-4, overlap=1, kl_coef=0.01),
 }
 
 
 def learner(*, value_head: bool = False) -> Policy:
-    """Return a policy without prefix sharing, whose sums depend on how rows are distributed (by 1.5e-6 after AdamW)."""
+    """Return a policy without prefix sharing, whose order of summation depends on the distribution of the rows."""
     policy = fresh_learner(value_head=value_head)
     policy._sharing_obstacle = "a test"
     return policy
@@ -47,7 +47,7 @@ async def trained(name: str, folder: Path, accelerator: Any = None) -> dict[str,
 
 
 async def resumed(folder: Path, accelerator: Any = None) -> dict[str, Any]:
-    """Two of three steps, then a handle that goes on."""
+    """Run two of three steps, then continue with another handle."""
     policy = learner()
     async for step in train(small(policy), policy, TASKS, CASES["grpo"], run=folder, accelerator=accelerator):
         if step.step == 2:
@@ -71,7 +71,7 @@ def child(folder: Path) -> None:
         with pytest.raises(SettingsError, match="several processes need run="):
             train(small(policy), policy, TASKS, CASES["grpo"], accelerator=accelerator)
         broken = small(policy)
-        if accelerator.process_index == 1:  # one process cannot go on: all are told
+        if accelerator.process_index == 1:  # all processes raise
 
             async def gone(policy: Any) -> None:
                 raise EngineError("the server went away")
@@ -87,7 +87,7 @@ def child(folder: Path) -> None:
 
 
 @pytest.mark.real  # about 30 cpu seconds, most of them imports in two more processes
-def test_two_processes_train_the_run_of_one(tmp_path: Path) -> None:
+def test_two_processes_train_like_one(tmp_path: Path) -> None:
     ranks = run_two(Path(__file__).resolve(), tmp_path)
     for name in CASES:
         alone = asyncio.run(trained(name, tmp_path / f"alone {name}"))
@@ -101,7 +101,6 @@ def test_two_processes_train_the_run_of_one(tmp_path: Path) -> None:
             print(name, "largest", float(away.max()), "99.9 %", float(away.quantile(0.999)))
             assert float(away.max()) < 1e-6, name
         assert torch.equal(ranks[0][name]["weights"], ranks[1][name]["weights"])
-        # The first one wrote, and what it wrote is whole.
         assert numbers(Run(tmp_path / name)) == ranks[0][name]["records"]
     for rank in ranks:
         assert rank["resumed"]["replayed"] == [True, True, False]
@@ -110,7 +109,7 @@ def test_two_processes_train_the_run_of_one(tmp_path: Path) -> None:
     assert ranks[0]["raised"] == "process 1 of 2 failed: EngineError: the server went away"
 
 
-def test_a_share_of_a_rollout_has_the_names_of_the_whole() -> None:
+def test_shares_of_a_rollout_have_the_same_ids_as_the_whole() -> None:
     policy = learner()
     a = small(policy)
     tasks = [TASKS[0], TASKS[1], TASKS[0]]

@@ -1,4 +1,4 @@
-"""One step off policy: the next rollout runs while the weights change, and nothing of it is left behind."""
+"""overlap=1: the next chains are sampled during the update, and no task of theirs is left behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import dice
 import pytest
 import torch
-from test_trainer import SMALL, learner, numbers, start
+from test_trainer import SMALL, Whole, learner, numbers, start, uninterrupted
 
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import TrainingError
@@ -27,16 +27,11 @@ def left() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, float]]]:
-    async def go() -> tuple[str, list[dict[str, float]]]:
-        policy = learner()
-        run = await start(tmp_path_factory.mktemp("whole") / "run", policy, AHEAD)
-        return policy.fingerprint(), numbers(run)
-
-    return asyncio.run(go())
+def whole() -> Whole:
+    return uninterrupted(AHEAD)
 
 
-async def test_each_rollout_but_the_first_is_one_iteration_old(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_rollout_except_the_first_is_one_iteration_old(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = learner()
     batches: list[Any] = []
     real = loop.ppo_step_async
@@ -57,16 +52,15 @@ async def test_each_rollout_but_the_first_is_one_iteration_old(monkeypatch: pyte
     assert sampled_at == [{0}, {before[0]}, {before[1]}, {before[2]}]
     assert [s.record["lag"] for s in seen] == [at - min(vs) for (at, _, _), vs in zip(batches, sampled_at, strict=True)]
     assert seen[0].record["lag"] == 0 and seen[1].record["lag"] > 0
-    assert {old for _, _, old in batches} == {"engine"}, "the behaviour's own logprobs are the denominator"
-    # What was recorded is what those weights say: a policy that stayed at version 0 agrees on the second batch.
+    assert {old for _, _, old in batches} == {"engine"}, "the logprobs of the engine are the denominator"
+    # The second batch was sampled from the initial weights.
     second = batches[1][1]
     fresh = learner().score(second, {"logprob"})["logprob"]
     torch.testing.assert_close(fresh[second.mask], second.logprobs[second.mask], atol=2e-5, rtol=0)
     assert isinstance(run.agent.engine, LocalEngine) and run.agent.engine.policy is policy
 
 
-async def test_it_really_runs_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next rollout goes on while an update that is held has not begun."""
+async def test_chains_are_sampled_during_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     real = loop.ppo_step_async
     seen: list[int] = []
 
@@ -90,7 +84,7 @@ async def test_it_really_runs_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None
     await run
 
 
-async def test_a_correction_takes_the_weights_before_the_update_as_old(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_with_a_correction_the_old_logprobs_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     olds = []
     real = loop.ppo_step_async
 
@@ -103,13 +97,12 @@ async def test_a_correction_takes_the_weights_before_the_update_as_old(monkeypat
     seen = [step async for step in run]
     assert olds == [("auto", "token")] * 3
     sizes = [s.record["effective_sample_size"] for s in seen]
-    assert sizes[0] == pytest.approx(1.0, abs=1e-4), "the first is on policy"
-    assert min(sizes[1:]) < 0.9999, "the others were weighed"
+    assert sizes[0] == pytest.approx(1.0, abs=1e-4)
+    assert min(sizes[1:]) < 0.9999
 
 
 @pytest.mark.parametrize("how", ["break", "new policy", "new policy, few checkpoints"])
-async def test_it_goes_on_to_the_same_bits(how: str, tmp_path: Path, whole: tuple[str, list[dict[str, float]]]) -> None:
-    """More than is promised: the rollout that was sampled ahead is in the checkpoint."""
+async def test_a_run_continues_to_the_same_bits(how: str, tmp_path: Path, whole: Whole) -> None:
     config = AHEAD.replace(checkpoint_every=2) if "few" in how else AHEAD
     policy = learner()
     run = start(tmp_path / "run", policy, config)
@@ -123,11 +116,10 @@ async def test_it_goes_on_to_the_same_bits(how: str, tmp_path: Path, whole: tupl
         policy = learner()
         again = start(tmp_path / "run", policy, config)
     await again
-    assert policy.fingerprint() == whole[0]
-    assert numbers(again) == whole[1]
+    assert (policy.fingerprint(), numbers(again)) == whole
 
 
-async def test_without_what_was_sampled_ahead_it_goes_on_all_the_same(tmp_path: Path) -> None:
+async def test_a_run_continues_without_the_prefetched_chains(tmp_path: Path) -> None:
     policy = learner()
     async for step in start(tmp_path / "run", policy, AHEAD):
         if step.step == 2:
@@ -142,9 +134,7 @@ async def test_without_what_was_sampled_ahead_it_goes_on_all_the_same(tmp_path: 
     assert seen[2].record["lag"] == 0, "sampled again, from the weights of the checkpoint"
 
 
-async def test_random_interrupts_leave_nothing_and_change_nothing(
-    tmp_path: Path, whole: tuple[str, list[dict[str, float]]]
-) -> None:
+async def test_random_interrupts_leave_no_task_and_change_no_bit(tmp_path: Path, whole: Whole) -> None:
     seed = dice.seed()
     rng = random.Random(seed)
     policy = learner()
@@ -162,12 +152,12 @@ async def test_random_interrupts_leave_nothing_and_change_nothing(
         assert not left(), f"seed {seed}"
     else:
         run = await start(tmp_path / "run", policy, AHEAD)
-    gc.collect()  # a task whose exception nobody saw would say so now
+    gc.collect()  # an exception that was never retrieved would be reported here
     assert policy.fingerprint() == whole[0], f"seed {seed}"
     assert numbers(run) == whole[1], f"seed {seed}"
 
 
-async def test_a_step_that_fails_ends_the_rollout_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_step_cancels_the_prefetched_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = learner()
     run = start(tmp_path / "run", policy, AHEAD)
 
@@ -186,7 +176,9 @@ async def test_a_step_that_fails_ends_the_rollout_ahead(tmp_path: Path, monkeypa
     assert [s.step async for s in run] == [2, 3, 4]
 
 
-async def test_a_rollout_ahead_that_fails_is_sampled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prefetched_rollout_that_fails_is_sampled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = RolloutSampler._sample
     failed: list[int] = []
 
@@ -204,7 +196,7 @@ async def test_a_rollout_ahead_that_fails_is_sampled_again(tmp_path: Path, monke
     assert [s.record["lag"] > 0 for s in seen] == [False, False, True, True]
 
 
-async def test_pause_and_stop_reach_the_rollout_ahead(tmp_path: Path) -> None:
+async def test_pause_and_stop_apply_to_the_prefetched_rollout(tmp_path: Path) -> None:
     run = start(tmp_path / "run", learner(), AHEAD)
     first = await run.__anext__()
     run.stop()

@@ -1,4 +1,4 @@
-"""Dynamic sampling: other tasks in the place of groups that a filter left nothing of."""
+"""Dynamic sampling: further tasks replace groups that a filter removed."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from agentfly_kit.types import Group
 
 
 def unlucky(group: Group) -> str | None:
-    """Two of three tasks, whatever was sampled."""
+    """Remove two of three tasks."""
     return "unlucky" if int(group.trajectories[0].task.id.split("-")[-1]) % 3 else None
 
 
 REFILL = SMALL.replace(steps=2, filters=[unlucky], refill=8)
 
 
-def whole(rollout: Any) -> list[str]:
+def kept(rollout: Any) -> list[str]:
     return [g.trajectories[0].task.id for g in rollout.groups if any(t.dropped is None for t in g.trajectories)]
 
 
-async def test_groups_are_sampled_until_there_are_enough() -> None:
+async def test_tasks_are_sampled_until_enough_groups_remain() -> None:
     async for step in start(None, learner(), REFILL):
-        asked = [g.trajectories[0].task.id for g in step.rollout.groups]
-        assert len(set(asked)) == len(asked), "each task once an iteration"
-        assert len(whole(step.rollout)) == SMALL.tasks_per_step < len(asked)
+        tasks = [g.trajectories[0].task.id for g in step.rollout.groups]
+        assert len(set(tasks)) == len(tasks), "each task once per iteration"
+        assert len(kept(step.rollout)) == SMALL.tasks_per_step < len(tasks)
         groups = {t.group for t in step.rollout.trajectories}
         seeds = {t.seed for t in step.rollout.trajectories}
-        assert len(groups) == len(asked)
+        assert len(groups) == len(tasks)
         assert len(seeds) == len(step.rollout.trajectories), "no two chains share their seeds"
-        assert step.record["dropped: unlucky"] == 4 * (len(asked) - SMALL.tasks_per_step)
+        assert step.record["dropped: unlucky"] == 4 * (len(tasks) - SMALL.tasks_per_step)
         assert step.stats is not None
         assert step.stats.rows == 4 * SMALL.tasks_per_step
 
 
-async def test_there_is_an_end_to_it() -> None:
+async def test_refills_are_limited() -> None:
     def all_of_them(group: Group) -> str | None:
         return "none is good enough"
 
     with pytest.warns(UserWarning, match=r"step 1: nothing was left to train on \(20 none is good enough\)"):
         run = await start(None, learner(), SMALL.replace(steps=1, tasks_per_step=1, filters=[all_of_them], refill=4))
     assert run.records[0]["updates"] == 0
-    few = REFILL.replace(steps=1, tasks_per_step=7)  # twelve tasks, of which four are good: all are asked
+    few = REFILL.replace(steps=1, tasks_per_step=7)  # twelve tasks, of which four are kept: all are sampled
     async for step in start(None, learner(), few):
         assert len(step.rollout.groups) == 12
-        assert len(whole(step.rollout)) == 4
+        assert len(kept(step.rollout)) == 4
 
 
-async def test_what_is_sampled_hangs_on_the_iteration_alone(tmp_path: Path) -> None:
+async def test_refills_depend_only_on_the_iteration(tmp_path: Path) -> None:
     first = await start(tmp_path / "whole", learner(), REFILL)
     stopped = start(tmp_path / "parts", learner(), REFILL)
     async for _ in stopped:

@@ -32,7 +32,7 @@ def started(name, **more):
 def test_a_run_is_steered_from_its_view(notebook: Any) -> None:
     nb = notebook(
         AGENT,
-        "other = started('other', lr=1e-5)\nasync for step in other:\n    if step.step == 3:\n        break",
+        "other = started('other', lr=1e-4)\nasync for step in other:\n    if step.step == 3:\n        break",
         "run = started('mine')\nview = w.TrainView(run, 'other')\nview",
         "await run",
     )

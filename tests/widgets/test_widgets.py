@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agentfly_kit.widgets._base import STATIC_LIMIT, WIDGET_MIME, Throttle, number, pack
+from agentfly_kit.widgets._base import STATIC_LIMIT, Throttle, number, pack
+from agentfly_kit.widgets._saved import WIDGET_MIME
 from agentfly_kit.widgets._tokens import visible
 from ipywidgets.widgets import widget as ipywidget
 from paths import TESTS

@@ -49,3 +49,16 @@ test("room for names: as much as the longest needs, within bounds", () => {
   assert.equal(laneWidth([], undefined), "62px");
   assert.equal(laneWidth(Array(200000).fill(500)), "230px", "however many there are");
 });
+
+test("a saved notebook holds the latest pictures of its views, and the outputs of others unchanged", async () => {
+  const { withPictures } = await load();
+  const live = "application/vnd.jupyter.widget-view+json";
+  const view = { data: { [live]: { model_id: "a" }, "text/html": "old", "text/plain": "A" }, metadata: { agentfly_kit: { view: "a" } } };
+  const slider = { data: { [live]: { model_id: "b" }, "text/html": "slider" }, metadata: {} };
+  const content = { cells: [{ source: "text" }, { outputs: [view, slider, { text: "x" }] }] };
+  const outputs = withPictures(content, new Map([["a", "new"]])).cells[1].outputs;
+  assert.deepEqual(outputs[0], { data: { "text/html": "new", "text/plain": "A" }, metadata: view.metadata });
+  assert.deepEqual(outputs.slice(1), [slider, { text: "x" }]);
+  assert.equal(withPictures(content, new Map()).cells[1].outputs[0].data["text/html"], "old");
+  assert.ok(live in view.data, "the open notebook is unchanged");
+});

@@ -21,7 +21,7 @@ import torch
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.generation import ContinuousBatch
 from agentfly_kit.engines.local.slots import ROW_MULTIPLE, Request
-from agentfly_kit.errors import EngineError
+from agentfly_kit.errors import EngineError, checks_keywords
 from agentfly_kit.policy.forward import single_torch_thread
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.types import Sample, Sampling, TurnRequest
@@ -30,6 +30,7 @@ from agentfly_kit.types import Sample, Sampling, TurnRequest
 _IDLE_SECONDS = 2.0
 
 
+@checks_keywords
 class LocalEngine(Engine):
     """Sample from the current weights of `policy`, which the engine shares with the trainer.
 

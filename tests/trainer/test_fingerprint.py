@@ -1,0 +1,135 @@
+"""The fingerprint of a run follows the code that its functions run, also when autoreload patches them in place."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from IPython.extensions.autoreload import ModuleReloader
+from test_trainer import learner, leave, small, start
+
+from agentfly_kit.errors import RunMismatch
+from agentfly_kit.rewards import RewardSet
+from agentfly_kit.tools import function as functions
+
+SOURCE = '''"""Rewards of a user."""
+import agentfly_kit as af
+import users_helpers
+
+
+def unrelated(text):
+    return text
+
+
+def digits(text):
+    return sum(c.isdigit() for c in text or "")
+
+
+def plain(final):
+    return digits(final) / 4 + users_helpers.bonus(final)
+
+
+@af.reward
+def decorated(final):
+    return digits(final) / 4
+'''
+HELPERS = "def bonus(text):\n    return 0.0\n"
+Edit = Callable[..., None]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Import a module of the user, in a folder of its own."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "users_helpers.py").write_text(HELPERS)
+    (folder / "users_rewards.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield importlib.import_module("users_rewards")
+    for name in ("users_rewards", "users_helpers"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(params=["%autoreload 2", "%autoreload 2 --full"])
+def edit(module: ModuleType, request: pytest.FixtureRequest) -> Edit:
+    """Return a function that edits a file and runs IPython's autoreload, as before the next cell."""
+    reloader: Any = ModuleReloader()
+    reloader.deduper_reloader.enabled = "--full" not in request.param
+    for name in list(sys.modules):
+        if not name.startswith("users_"):
+            reloader.mark_module_skipped(name)
+    reloader.check(check_all=True)
+
+    def edit(old: str, new: str, name: str = "users_rewards", *, reload: bool = True) -> None:
+        file = Path(sys.modules[name].__file__ or "")
+        text = file.read_text()
+        assert old in text
+        before = os.stat(file).st_mtime
+        file.write_text(text.replace(old, new))
+        os.utime(file, (before + 5, before + 5))
+        if reload:
+            reloader.check(check_all=True)
+
+    return edit
+
+
+async def test_a_run_does_not_continue_with_another_reward(module: ModuleType, edit: Edit, tmp_path: Path) -> None:
+    policy = learner()
+    agent = small(policy, reward=module.plain)
+    run = start(tmp_path / "run", policy, agent=agent)
+    await leave(run, "break", 1)
+    edit("/ 4 + users", "/ 2 + users")
+    assert agent.reward["plain"].function("1") == 0.5, "the function of the agent was patched in place"
+    assert agent.reward.redefined() == ()
+    with pytest.raises(RunMismatch, match=r"reward\.plain\.source changed:\n.*/ 4.*\n.*/ 2"):
+        start(tmp_path / "run", policy, agent=agent)
+    with pytest.raises(RunMismatch, match=r"reward\.plain"):
+        await run  # the same handle
+    edit("/ 2 + users", "/ 4 + users")
+    await run
+    assert len(run.records) == 4
+
+
+def test_the_fingerprint_follows_the_functions_that_are_called(module: ModuleType, edit: Edit) -> None:
+    plain, decorated = rewards = RewardSet([module.plain, module.decorated])
+    before = [r.fingerprint for r in rewards]
+    edit("def unrelated", "# a comment\n\n\ndef unrelated")
+    edit("return text\n", "return str(text)\n")
+    assert [r.fingerprint for r in rewards] == before
+    edit("return 0.0", "return 1.0", "users_helpers")
+    assert [r.fingerprint == b for r, b in zip(rewards, before, strict=True)] == [False, True]
+    edit("c.isdigit()", "c.isalpha()")
+    assert decorated.fingerprint != before[1], "a function of the same module that it calls"
+    changed = decorated.fingerprint
+    edit("return digits(final) / 4\n", "return digits(final) / 8\n")
+    # The reward that the agent holds still runs its old code; it is reported as redefined.
+    assert decorated.function("ab") == 0.5
+    assert decorated.redefined() and decorated.fingerprint == changed
+    assert "digits(final) / 4" in decorated.source and "/ 8" in module.decorated.source
+    assert "users_helpers.bonus(final)" in plain.source
+
+
+def test_an_edit_that_is_not_loaded_changes_nothing(module: ModuleType, edit: Edit) -> None:
+    """The old code still runs, whatever its file says at the lines where it was."""
+    (reward,) = RewardSet(module.plain)
+    before = reward.fingerprint
+    edit('"""Rewards of a user."""', "A = 1\nB = 2\nC = 3", reload=False)
+    edit("/ 4 + users", "/ 2 + users", reload=False)
+    assert reward.fingerprint == before
+    assert "/ 4 + users" in reward.source
+
+
+def test_a_nested_function_that_autoreload_moved_is_found_by_its_name(module: ModuleType) -> None:
+    code = compile("def plain(final):\n    return 1", module.__file__ or "", "exec").co_consts[0]
+    module.plain.__code__ = code  # line 1, where the file has something else
+    assert functions.source_of(module.plain).startswith("def plain(final):\n    return digits")
+    code = code.replace(co_name="gone")
+    module.plain.__code__ = code
+    assert functions.source_of(module.plain).startswith("<no source; code ")
