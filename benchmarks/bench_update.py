@@ -38,7 +38,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 import agentfly_kit as af
-from agentfly_kit.policy.micro_batches import split_by_token_budget
+from agentfly_kit.policy.prefix_tree import split_by_token_budget
 
 BARS = {"padded": 0.72, "sorted": 1.0, "with reference and value": 1.1}
 

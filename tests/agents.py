@@ -61,6 +61,17 @@ def assert_same_gradient(got: torch.Tensor, wanted: torch.Tensor, message: str =
     assert error <= allowed, f"{message}: the difference has norm {error:.3g}, rounding explains {allowed:.3g}"
 
 
+def assert_same_update(got: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor) -> None:
+    """Compare float32 weights after two updates from `before` that are equal in exact arithmetic.
+
+    The changes differ like gradients, and adding a change to a weight rounds to the last bit of the weight.
+    """
+    eps = torch.finfo(torch.float32).eps
+    allowed = eps * (100 * float((wanted - before).norm()) + 2 * float(before.norm()))
+    error = float((got - wanted).norm())
+    assert error <= allowed, f"the difference has norm {error:.3g}, rounding explains {allowed:.3g}"
+
+
 @functools.cache
 def shipped() -> Policy:
     """Return the shipped policy, loaded once. It must not be trained; use `fresh()` for that."""

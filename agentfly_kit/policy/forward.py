@@ -7,7 +7,10 @@ t - 1. `LanguageModel._locate_states` is the only place in the package that appl
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,8 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
-from agentfly_kit.policy.micro_batches import split_by_token_budget
-from agentfly_kit.policy.prefix_tree import PackedTrees, PrefixTree, build_prefix_trees
+from agentfly_kit.policy.attention import agree, masked_states, unsupported_attention, with_short_windows
+from agentfly_kit.policy.prefix_tree import PackedTrees, PrefixTree, build_prefix_trees, split_by_token_budget
+
+_log = logging.getLogger(__name__)
 
 ScoreName = Literal["logprob", "entropy", "value", "hidden"]
 
@@ -29,26 +34,16 @@ _MASKED_ATTENTION_COST = 4.0
 
 @dataclass
 class ForwardOutput:
-    """Results of a forward pass at the N masked positions, in the order of `mask.nonzero()`, with gradients.
+    """Results of a forward pass at the N masked positions, in the order of `mask.nonzero()`, with gradients."""
 
-    Attributes:
-        logprob: (N,).
-        entropy: (N,).
-        value: (N,).
-        hidden: (N, d): the hidden states that predict the tokens.
-    """
-
-    logprob: Tensor
-    entropy: Tensor | None
-    value: Tensor | None
-    hidden: Tensor
+    logprob: Tensor  # (N,)
+    entropy: Tensor | None  # (N,)
+    value: Tensor | None  # (N,)
+    hidden: Tensor  # (N, d): the states that predict the tokens
 
 
 class ValueHead(nn.Linear):
-    """Linear head that maps the trunk's hidden state to V(ids[:t]).
-
-    It is initialized to zero, so that the first advantages equal the rewards.
-    """
+    """Linear map of the trunk's hidden state to V(ids[:t]); initially zero, so first advantages equal the rewards."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1)
@@ -57,10 +52,7 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """Separate value model: a copy of the policy's decoder with a zero-initialized value head.
-
-    It needs a second forward and backward pass; in return the value loss has no gradient in the policy's weights.
-    """
+    """Separate value model: a copy of the policy's decoder with a value head, so that the policy has no value loss."""
 
     def __init__(self, trunk: Any, width: int) -> None:
         super().__init__()
@@ -85,6 +77,12 @@ class LanguageModel:
         return cast(torch.device, next(iter(self.model.parameters())).device)
 
     @property
+    def decoder(self) -> Any:
+        """The model without its output matrix."""
+        decoder = self.model.get_decoder()
+        return self.model.model if decoder is self.model else decoder
+
+    @property
     def width(self) -> int:
         return int(self.model.get_output_embeddings().weight.shape[1])
 
@@ -99,7 +97,11 @@ class LanguageModel:
     @property
     def max_length(self) -> int:
         """Maximum context length of the model in tokens."""
-        return int(getattr(self.model.config, "max_position_embeddings", 0) or 1 << 30)
+        config = self.model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        # Beyond the original length, longrope rotates all tokens of a batch differently, including those before it.
+        limit = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+        return int(limit or getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
     @cached_property
     def size(self) -> int:
@@ -108,16 +110,14 @@ class LanguageModel:
 
     @property
     def micro_tokens(self) -> int:
-        """Default number of padded tokens per forward pass; small on a CPU, so that short rows need little padding."""
+        """Default number of padded tokens per forward pass; small on a CPU, where padding costs most."""
         return 1536 if self.device.type == "cpu" else 32768
 
     @property
     def launch_overhead(self) -> int:
-        """Fixed cost of a forward and backward pass, expressed in tokens; see `split_by_token_budget`.
+        """Fixed cost of a forward and backward pass in tokens, measured for the shipped policy (docs/log.md).
 
-        The overhead is negligible for large models. It is 0 on a GPU, where full micro-batches are fastest.
-
-        Source:  measured for the shipped policy, docs/log.md.
+        It is negligible for large models, and 0 on a GPU, where full micro-batches are fastest.
         """
         return min(100, 30_000_000 // max(self.size, 1)) if self.device.type == "cpu" else 0
 
@@ -125,7 +125,7 @@ class LanguageModel:
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Return the last hidden states: ids (B, T), padded on the right -> (B, T, d)."""
-        return _last_states(self.model.get_decoder(), ids, None)
+        return _last_states(self.decoder, ids, None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits for hidden states: (N, d) -> (N, V).
@@ -177,7 +177,7 @@ class LanguageModel:
         merged = packed is not None and bool((temperatures == temperatures[0]).all())
         if merged:
             place, each = place.unique(return_inverse=True)
-        states = _last_states(self.model.get_decoder(), ids[:, :-1], packed).flatten(0, 1)[place]
+        states = _last_states(self.decoder, ids[:, :-1], packed).flatten(0, 1)[place]
         temperature = temperatures.to(states.device, torch.float32)
         logits = self.logits(states) / (temperature[:1, None] if merged else temperature[rows, None])
         logp = torch.log_softmax(logits, dim=-1)
@@ -189,16 +189,14 @@ class LanguageModel:
         )
 
     def _locate_states(self, ids: Tensor, mask: Tensor) -> tuple[PackedTrees | None, Tensor]:
-        """Pack the rows into prefix trees, and locate the states that predict the masked tokens.
+        """Pack the rows into prefix trees (None if they are computed separately), and locate the states at t - 1.
 
-        Returns:
-            The trees (None if the rows are computed one by one), and the index in the flattened hidden states of
-            `ids[:, :-1]` or of the trees: the state at t - 1 for the token at t, (N,).
+        The locations, (N,), are indices in the flattened hidden states of the trees, or else of `ids[:, :-1]`.
         """
         rows, cols = mask.nonzero(as_tuple=True)
         if bool((cols == 0).any()):
             raise AlignmentError("the mask must be 0 at position 0; the first token of a row is never predicted")
-        if self._supports_trees:
+        if not self._sharing_obstacle:
             trees = self._build_trees(ids, mask, self.micro_tokens)
             if len(trees) < len(ids):
                 packed = PackedTrees.build(trees, ids, _context_lengths(mask))
@@ -318,14 +316,15 @@ class LanguageModel:
         """
         rows = torch.arange(len(batch.lengths)) if rows is None else rows
         limit = micro_tokens or self.micro_tokens
-        if not len(rows) or not self._supports_trees:
+        if not len(rows) or self._sharing_obstacle:
             return [rows[part] for part in split_by_token_budget(batch.lengths[rows], limit, self.launch_overhead)]
         trees = self._build_trees(batch.ids[rows], batch.mask[rows], limit)
         parts = split_by_token_budget(torch.tensor([tree.width for tree in trees]), limit, self.launch_overhead)
         return [rows[torch.tensor([row for i in part.tolist() for row in trees[i].rows])] for part in parts]
 
     def _build_trees(self, ids: Tensor, mask: Tensor, max_tokens: int) -> list[PrefixTree]:
-        config = self.model.config.get_text_config()
+        config = self.decoder.config
+        config = (getattr(config, "per_layer_config", None) or [config])[0]
         # Operations per token: 2 per weight, plus 4 x (heads x head size) per layer and attended key.
         heads = config.num_attention_heads
         inner = heads * (getattr(config, "head_dim", None) or self.width // heads)
@@ -334,13 +333,10 @@ class LanguageModel:
         return build_prefix_trees(ids, _context_lengths(mask), scale=scale, max_tokens=max_tokens)
 
     @cached_property
-    def _supports_trees(self) -> bool:
-        """True if a trial shows that the model gives the same states for a tree as for its rows."""
-        config = self.model.config.get_text_config()
-        if getattr(config, "_attn_implementation", None) not in ("sdpa", "eager"):
-            return False
-        if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-            return False
+    def _sharing_obstacle(self) -> str:
+        """Reason why rows cannot share prefixes; empty if a trial gives the same states for a tree as for its rows."""
+        decoder = with_short_windows(self.decoder)
+        reason = unsupported_attention(decoder)
         # Three rows of 10, 9 and 8 tokens: the first two share 4 tokens, the last two 7.
         ids = (torch.arange(30) * 7 % self.vocab_size).reshape(3, 10).to(self.device)
         ids[:, :4] = ids[0, :4]
@@ -351,31 +347,26 @@ class LanguageModel:
         try:
             # The first call may come from inside autocast, where the tolerance for float32 would be exceeded.
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-                separate = _last_states(self.model.get_decoder(), ids, None).float()
-                shared = _last_states(self.model.get_decoder(), ids, packed).float().flatten(0, 1)
-        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError):
-            return False  # the model does not accept this attention mask
-        is_float32 = all(p.dtype == torch.float32 for p in self.model.parameters())
-        gap = (separate - shared[packed.token_index])[is_token].abs().max()
-        return bool(gap <= (1e-4 if is_float32 else 0.05) * separate.abs().max())
+                if not reason:
+                    separate, shared = _last_states(decoder, ids, None), _last_states(decoder, ids, packed)
+                    if not agree(separate[is_token], shared.flatten(0, 1)[packed.token_index][is_token]):
+                        reason = "a trial gave other hidden states than separate rows"
+        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+            reason = f"a trial raised {type(error).__name__}: {error}"
+        if reason:
+            _log.warning("%s computes rows without prefix sharing: %s", type(self.model).__name__, reason)
+        return reason
 
 
 def _last_states(decoder: Any, ids: Tensor, packed: PackedTrees | None) -> Tensor:
-    """Run a decoder (a model without its output matrix) on rows or their trees, and return its last hidden states.
+    """Return the last hidden states of rows, ids (B, T) -> (B, T, d), or of their trees, (P, W, d).
 
-    Positions are passed explicitly rather than inferred from a pad id. Padding on the right needs no attention mask,
-    because causal attention already excludes it.
-
-    Shapes:  ids (B, T) -> (B, T, d), or (P, W, d) for P trees of W tokens.
+    Padding on the right needs no attention mask, because causal attention already excludes it.
     """
-    mask: Tensor | None = None
-    positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
     if packed is not None:
-        ids, positions, mask = packed.ids, packed.positions, packed.mask()
-        if decoder.config._attn_implementation == "eager":  # eager attention adds the mask to the scores
-            dtype = next(decoder.parameters()).dtype
-            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
-    out = decoder(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, return_dict=True)
+        return masked_states(decoder, packed.ids, packed.positions, packed.mask(), packed.positions)
+    positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
+    out = decoder(input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False, return_dict=True)
     return cast(Tensor, out.last_hidden_state)
 
 
@@ -386,24 +377,33 @@ def _context_lengths(mask: Tensor) -> list[int]:
     return lengths
 
 
-class _ThreadLimit:
-    """Number of users of the limit of one thread, and the number of threads from before."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.users = 0
-        self.threads_before = 0
+def warn_if_bfloat16_is_slow(device: torch.device) -> None:
+    """Warn once if `device` is a CPU without instructions for bfloat16, on which it is emulated."""
+    if device.type == "cpu":
+        _warn_on_emulated_bfloat16()
 
 
-_thread_limit = _ThreadLimit()
+@functools.cache
+def _warn_on_emulated_bfloat16() -> None:
+    features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    if features and not any(on for name, on in features.items() if "bf16" in name):
+        warnings.warn(
+            "this CPU has no instructions for bfloat16 and emulates it, which can make a step many times slower; use "
+            "float32: Policy.load(dtype='float32') and autocast=None",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+# Users of the limit of one thread, and the number of threads from before.
+_thread_limit = SimpleNamespace(lock=threading.Lock(), users=0, threads_before=0)
 
 
 @contextlib.contextmanager
 def single_torch_thread(policy: LanguageModel) -> Iterator[None]:
     """Limit torch to one thread for a tiny model on a CPU, where more threads are slower.
 
-    The setting applies to the whole process, and an engine's thread and an update may enter concurrently: the first to
-    enter saves the previous setting, and the last to leave restores it.
+    Users may overlap: the first to enter saves the setting of the process, and the last to leave restores it.
     """
     if policy.device.type != "cpu" or policy.size >= 5_000_000:
         yield

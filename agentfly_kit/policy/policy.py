@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat, History
 from agentfly_kit.errors import PolicyError, SettingsError, checks_keywords
-from agentfly_kit.policy.forward import Critic, LanguageModel, ScoreName, ValueHead
+from agentfly_kit.policy.forward import Critic, LanguageModel, ScoreName, ValueHead, warn_if_bfloat16_is_slow
 
 _VALUE_HEAD_PREFIX = "value_head."
 # Stored in a subfolder, because engines load every .safetensors file next to the config.
@@ -47,17 +47,16 @@ class Policy(Displayable, LanguageModel):
                 "model and chat must be a model and an af.Chat(tokenizer), got "
                 f"{type(model).__name__} and {type(chat).__name__}; af.Policy.load(name_or_folder) makes both"
             )
+        _check_value_head(value_head)
         super().__init__(model, None)
         self.chat = chat
         self.model.eval()  # with dropout, the trained distribution would differ from the sampled one
-        if isinstance(value_head, nn.Module):
-            self.value_head = value_head
-        elif value_head is True:
+        if value_head is True:
             self.value_head = ValueHead(self.width).to(self.device)
         elif value_head == "separate":
             self.value_head = _make_critic(self.model).to(self.device)
-        elif value_head:
-            raise SettingsError(f"value_head must be True, False or 'separate', got {value_head!r}")
+        else:
+            self.value_head = value_head or None
         # Number of optimizer steps that `ppo_step` has taken on these weights.
         self.version = version
         # Held during weight updates and during an engine's forward pass, so that no sample sees a partial update.
@@ -88,16 +87,21 @@ class Policy(Displayable, LanguageModel):
             lora: Rank, or options of `peft.LoraConfig`. The weights are frozen and an adapter on all linear layers is
                 trained; `reference()` then returns the frozen base. Not needed for a folder that contains an adapter.
             device: Device of the model; by default CUDA if available, else the CPU.
-            dtype: Torch dtype or its name.
+            dtype: Torch dtype or its name; "auto" is that of the files.
             format: Format of tool calls; see `Chat`.
             history: Handling of chat templates that rewrite earlier turns; see `Chat`.
 
         Raises:
-            PolicyError: If a file is missing or cannot be read, or `dtype` is unknown.
-            SettingsError: If `lora` is given for a folder that already contains an adapter.
+            PolicyError: If a file is missing or cannot be read.
+            SettingsError: If an argument is invalid, or `lora` is given for a folder that already contains an adapter.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        _check_value_head(value_head)
+        device = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if dtype != "auto" and not getattr(torch_dtype, "is_floating_point", False):
+            raise SettingsError(f"dtype must be a floating-point torch dtype, its name, or 'auto', got {dtype!r}")
         folder = Path(path)
         if not folder.is_dir() and str(path).startswith((".", "/", "~")):
             raise PolicyError(f"path must be a folder written by Policy.save or a hub name, got {str(path)!r}")
@@ -113,7 +117,6 @@ class Policy(Displayable, LanguageModel):
             adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
             weights = adapter["base_model_name_or_path"]
 
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             with _without_progress_bar():
                 model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype)
@@ -127,6 +130,8 @@ class Policy(Displayable, LanguageModel):
                     model = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
         except Exception as error:
             raise PolicyError(f"cannot load a policy from {str(path)!r}: {type(error).__name__}: {error}") from error
+        if model.dtype == torch.bfloat16:
+            warn_if_bfloat16_is_slow(device)
         if lora is not None:
             model = _with_lora(model, lora)
         stop = _extra_stop_tokens(model, tokenizer)
@@ -257,8 +262,10 @@ class Policy(Displayable, LanguageModel):
         learns = ""
         if self.has_adapter:
             learns = f" of which {sum(p.numel() for p in self.model.parameters() if p.requires_grad):,} in an adapter"
-        kind = type(model).__name__
-        return f"Policy({kind}, {self.size:,} parameters{learns}{head}, version {self.version}, {self.device})"
+        obstacle = self.__dict__.get("_sharing_obstacle")  # known after the first forward pass
+        sharing = f", no prefix sharing: {obstacle}" if obstacle else ""
+        size = f"{type(model).__name__}, {self.size:,} parameters{learns}{head}"
+        return f"Policy({size}, version {self.version}, {self.device}{sharing})"
 
 
 class _FrozenBase(Policy):
@@ -275,6 +282,18 @@ class _FrozenBase(Policy):
 
     def __repr__(self) -> str:
         return f"Policy(base model of an adapter, {self.size:,} parameters, frozen, {self.device})"
+
+
+def _check_value_head(value_head: Any) -> None:
+    if not isinstance(value_head, ValueHead | Critic | bool | None) and value_head != "separate":
+        raise SettingsError(f"value_head must be True, False or 'separate', got {value_head!r}")
+
+
+def _usable_device(device: Any) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise SettingsError(f"device must be one that torch can use here, got {device!r}: {error}") from None
 
 
 def _make_critic(model: Any) -> Critic:
@@ -305,7 +324,7 @@ def _extra_stop_tokens(model: Any, tokenizer: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _without_progress_bar() -> Iterator[None]:
-    """Disable the progress bar of transformers, which would remain in a notebook's saved output."""
+    """Disable the progress bar of transformers, which a notebook would save in its output."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

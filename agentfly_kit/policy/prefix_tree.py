@@ -1,14 +1,13 @@
 """Prefix sharing: rows with a common prefix are packed into a tree, so that each shared token is computed once.
 
-The chains of a group share their prompt, and forked chains often share whole turns. The state that a causal model
-computes at a token depends only on the tokens up to it, so a forward pass over the tree gives the same states as
-separate forward passes over its rows, and the gradients of all rows that share a token are summed automatically. The
-model runs a tree as one sequence: tokens in depth-first order, position ids counted within each row, and an attention
-mask that lets each token attend only to itself and its ancestors.
+The model runs a tree as one sequence: tokens in depth-first order, position ids counted within each row, and an
+attention mask that lets each token attend only to itself and its ancestors. States and gradients are those of separate
+rows.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,30 +21,18 @@ _MAX_TREE_TOKENS = 4096
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """Rows in lexicographic order of their ids, and the length of the prefix that each shares with the previous row.
-
-    Attributes:
-        rows
-        shared
-        width: Number of distinct tokens.
-    """
+    """Rows in lexicographic order of their ids, and the length of the prefix that each shares with the previous row."""
 
     rows: tuple[int, ...]
     shared: tuple[int, ...]
-    width: int
+    width: int  # number of distinct tokens
 
 
 def build_prefix_trees(ids: Tensor, lengths: list[int], *, scale: float, max_tokens: int) -> list[PrefixTree]:
-    """Group rows into prefix trees of at most `max_tokens` tokens, wherever a tree is cheaper than separate rows.
+    """Group rows `ids[i, :lengths[i]]` into prefix trees of at most `max_tokens` tokens, wherever a tree is cheaper.
 
-    Args:
-        ids: Token ids, padded on the right.
-        lengths: Number of tokens of each row; later columns are ignored.
-        scale: Number of attended keys at which attention costs as much per token as the rest of the model. A tree of
-            W tokens costs W + W² / scale; for a single row the causal kernel skips half of the quadratic term.
-        max_tokens: Upper limit of the tokens per tree.
-
-    Shapes:  ids (B, T), of which `ids[i, :lengths[i]]` is used.
+    `scale` is the number of attended keys at which attention costs as much per token as the rest of the model. A tree
+    of W tokens costs W + W² / scale; for a single row the causal kernel skips half of the quadratic term.
     """
     array = ids.cpu().numpy()
     texts = [array[i, :n] for i, n in enumerate(lengths)]
@@ -74,19 +61,12 @@ def _common_prefix(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
 
 @dataclass(frozen=True)
 class PackedTrees:
-    """P trees padded on the right to W tokens, and the index of each token of the B rows in them.
+    """P trees padded on the right to W tokens, and the index of each token of the B rows in them."""
 
-    Attributes:
-        ids: (P, W) int64.
-        positions: (P, W) int64: position of each token within its rows.
-        token_index: (B, T) int64: index of each row's tokens in `ids.flatten()`.
-        subtree_ends: (P, W) int64: column after the token's last descendant.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    token_index: Tensor
-    subtree_ends: Tensor
+    ids: Tensor  # (P, W)
+    positions: Tensor  # (P, W): position of each token within its rows
+    token_index: Tensor  # (B, T): index of each row's tokens in `ids.flatten()`
+    subtree_ends: Tensor  # (P, W): column after the token's last descendant
 
     @classmethod
     def build(cls, trees: list[PrefixTree], ids: Tensor, lengths: list[int]) -> PackedTrees:
@@ -122,3 +102,30 @@ class PackedTrees:
         """
         at = torch.arange(self.ids.shape[1], device=self.ids.device)
         return ((at[None, None, :] <= at[None, :, None]) & (at[None, :, None] < self.subtree_ends[:, None, :]))[:, None]
+
+
+def split_by_token_budget(lengths: Tensor, micro_tokens: int, launch_overhead: int = 0) -> list[Tensor]:
+    """Return the row indices of micro-batches of at most `micro_tokens` padded tokens, longest rows first.
+
+    A longer row forms a micro-batch of its own. If `launch_overhead`, the fixed cost of a forward pass in tokens, is
+    positive, the boundaries minimize padding plus overhead; 0 fills each micro-batch as far as possible.
+    """
+    order = torch.argsort(lengths, descending=True, stable=True)
+    sizes = [max(n, 1) for n in lengths[order].tolist()]
+    # Row after the longest micro-batch that begins at each row.
+    limits = [min(len(sizes), a + max(1, micro_tokens // size)) for a, size in enumerate(sizes)]
+    ends = limits if launch_overhead <= 0 else _cheapest_ends(sizes, limits, launch_overhead)
+    cuts = [0]
+    while cuts[-1] < len(sizes):
+        cuts.append(ends[cuts[-1]])
+    return [order[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def _cheapest_ends(sizes: list[int], limits: list[int], launch_overhead: int) -> list[int]:
+    """Return the end of the micro-batch that begins at each row in the cheapest division, by dynamic programming."""
+    cost = [0.0] * (len(sizes) + 1)  # least total cost of the rows from each row on
+    ends = [0] * len(sizes)
+    for a in range(len(sizes) - 1, -1, -1):
+        choices = range(a + 1, limits[a] + 1)
+        cost[a], ends[a] = min((launch_overhead + sizes[a] * (b - a) + cost[b], b) for b in choices)
+    return ends

@@ -1,17 +1,28 @@
-"""Settings of a PPO step, validated on construction."""
+"""Settings of a PPO step, validated on construction, and the policy loss that they select."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args
 
+import torch
 from torch import Tensor
 
 from agentfly_kit import losses
 from agentfly_kit.errors import SettingsError, checks_keywords
-from agentfly_kit.ppo.policy_loss import LossName, PolicyLoss
+
+if TYPE_CHECKING:
+    from agentfly_kit.ppo.inputs import MicroBatch
+
+# Each is a function in losses/surrogates.py.
+LossName = Literal["ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo"]
+# Losses whose value at a token depends on the whole row. The others need only the sampled tokens.
+_ROW_WISE = ("gspo", "gmpo")
+
 
 Aggregate: TypeAlias = losses.AggregateMode | Mapping[str, Any]
 Correction: TypeAlias = Literal["token", "sequence"] | Mapping[str, Any]
@@ -38,19 +49,15 @@ class PPOConfig:
 
     Args:
         loss: Policy loss: the name of a function in `af.losses`, or a function of (logprobs, old_logprobs, advantages,
-            mask), such as functools.partial(af.losses.cispo, bounds="upper"). A custom function is called on the
-            complete rows of one micro-batch at a time: all four have shape (B, T), and the first three are 0 where the
-            mask is 0. It must return the loss of each token, (B, T), not a mean; `aggregate` reduces it, and values
-            where the mask is 0 are ignored. `af.losses.clip_cov` and `kl_cov` are rejected, because they need the whole
-            minibatch.
+            mask), such as functools.partial(af.losses.cispo, bounds="upper"). A custom function gets the rows of one
+            micro-batch, (B, T) each and 0 where the mask is 0, and returns the loss of each token, (B, T), which
+            `aggregate` reduces. `af.losses.clip_cov` and `kl_cov` are rejected; they need the whole minibatch.
         aggregate: How per-token losses are reduced to one number: a mode of `af.losses.aggregate`, or a dict of the
-            mode under "how" and its options, such as {"how": "trajectory_mean", "count": "rows"} or {"how": "fixed",
-            "denominator": 512.0}. Sequence means and sequence losses treat each row as a sequence, even if a trajectory
-            has several.
+            mode under "how" and its options, such as {"how": "fixed", "denominator": 512.0}. Sequence means and
+            sequence losses treat each row as a sequence, even if a trajectory has several.
         clip: Clip range of the probability ratio below 1. None is the default of the loss (0.2 for "ppo"). This and the
             next two settings are rejected if `loss` is a function; bind them with functools.partial.
-        clip_high: Clip range of the probability ratio above 1 (clip-higher of DAPO). None is the default of the loss:
-            for "ppo", the same as `clip`.
+        clip_high: Clip range above 1 (clip-higher of DAPO). None is the default of the loss (for "ppo", `clip`).
         dual_clip: Bound on the loss of a token with a negative advantage A: at most dual_clip * |A|; must be above 1.
             None sets no bound.
         value_coef: Coefficient of the value loss. Used if the policy has a value head and the batch has returns.
@@ -59,12 +66,10 @@ class PPOConfig:
         kl_coef: Coefficient of the KL penalty towards the reference policy. 0 uses no reference.
         kl_kind: Estimator of the KL in the loss and in the statistics: "k1", "abs", "k2", "k3" or "k3+"; see
             `af.losses.kl`.
-        kl_in: "loss" adds the KL penalty to the loss. "reward" means that it is subtracted from the rewards before
-            advantages are computed, as the "k1" estimate per token (see `shaped_rewards`; an outcome estimator sees the
-            sum over the chain). `train` does this; `ppo_step` only reports the KL then.
-        kl_weighted: Whether to multiply the KL of each token by its probability ratio to the old policy. The estimate
-            and its gradient are then unbiased for samples of the old policy (`use_bias_correction_kl` in TRL). Without
-            it, the estimator is valid only for samples of the current policy. Applies to kl_in="loss".
+        kl_in: "loss" adds the KL penalty to the loss. "reward" means that `train` subtracts it from the rewards before
+            advantages are computed (see `shaped_rewards`); `ppo_step` only reports it then.
+        kl_weighted: Whether to multiply the KL of each token by its probability ratio, which makes estimate and
+            gradient unbiased for samples of the old policy (`use_bias_correction_kl` in TRL). For kl_in="loss".
         entropy_coef: Coefficient of the entropy bonus, which is subtracted from the loss. 0 adds none.
         epochs: Number of passes over the batch.
         minibatch: Number of trajectories per update, each with all of its rows. None uses all of them.
@@ -75,10 +80,8 @@ class PPOConfig:
             exceeds it, the step ends before the next minibatch. None sets no limit.
         old_logprobs: Logprobs in the denominator of the probability ratio. "engine" uses those of the sampler,
             "recompute" those of the policy before the first update. "auto" uses those of the sampler if all tokens come
-            from the current policy version and the logprobs agree with the policy's to 1e-4 in up to eight rows, spread
-            over the batch and including the longest; otherwise it recomputes. Such a probe detects an engine that
-            computes differently, but not a single row that was recorded incorrectly; "recompute" compares all rows. The
-            largest difference over the compared rows is `stats.sampler_gap`.
+            from the current policy version and agree with the policy's to 1e-4 in up to eight rows, including the
+            longest; otherwise it recomputes. The largest difference over the compared rows is `stats.sampler_gap`.
         correction: Importance weights p_old / p_sampler of the tokens: "token", "sequence", or a dict of options of
             `af.losses.importance_weights`, such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. For tokens
             sampled under top-p, top-k or min-p it is required, and p_sampler is renormalized to the kept probability
@@ -154,3 +157,70 @@ class PPOConfig:
             SettingsError: If a value is invalid.
         """
         return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A function of (logprobs, old_logprobs, advantages, mask) that returns the loss of each token."""
+
+    function: Callable[..., Tensor]
+    name: str  # its name in `LossName`; empty for a custom function
+
+    @classmethod
+    def resolve(cls, loss: str | Callable[..., Tensor], **clips: float | None) -> PolicyLoss:
+        """Look up a loss by name and bind its clip options, of which None is the default of the loss."""
+        options = {name: value for name, value in clips.items() if value is not None}
+        names = get_args(LossName)
+        if callable(loss):
+            if options:
+                raise SettingsError(
+                    f"{', '.join(options)} must be None if loss is a function; use functools.partial(function, ...)"
+                )
+            inner = loss.func if isinstance(loss, functools.partial) else loss
+            if inner in (losses.clip_cov, losses.kl_cov):
+                raise SettingsError(
+                    f"loss must not be {inner.__name__}: it compares all tokens of a minibatch, which the step splits "
+                    "into micro-batches; call it in a training loop of your own"
+                )
+            _check_signature(loss)
+            return cls(loss, next((name for name in names if inner is getattr(losses, name)), ""))
+        if loss not in names:
+            raise SettingsError(f"loss must be one of {', '.join(map(repr, names))}, or a function, got {loss!r}")
+        function = getattr(losses, loss)
+        accepted = inspect.signature(function).parameters
+        for name, value in options.items():
+            if name not in accepted:
+                raise SettingsError(f"loss={loss!r} takes no {name}, got {name}={value!r}")
+        return cls(functools.partial(function, **options) if options else function, loss)
+
+    def __call__(self, logprobs: Tensor, micro: MicroBatch) -> Tensor:
+        """Return the weighted loss of each sampled token: logprobs (N,) -> (N,). Their sum is the policy loss."""
+        if self.name and self.name not in _ROW_WISE:
+            sampled = torch.ones_like(micro.old_logprobs).bool()
+            per_token = self.function(logprobs, micro.old_logprobs, micro.advantages, sampled)
+        else:
+            rows = [micro.grid(x) for x in (logprobs, micro.old_logprobs, micro.advantages)]
+            per_row = self.function(*rows, micro.mask)
+            if per_row.shape != micro.mask.shape:
+                raise SettingsError(
+                    "loss must return one loss per token, without a mean (aggregate= reduces them): the shape "
+                    f"{tuple(micro.mask.shape)} of its arguments, got {tuple(per_row.shape)}"
+                )
+            per_token = per_row[micro.mask]
+        if not per_token.requires_grad:
+            raise SettingsError("loss must return a tensor with a gradient in the logprobs, got one without")
+        if micro.importance_weights is not None:
+            per_token = per_token * micro.importance_weights
+        return per_token * micro.token_weight
+
+
+def _check_signature(loss: Callable[..., Tensor]) -> None:
+    """Reject a function that cannot be called with the four arguments of a loss."""
+    try:
+        inspect.signature(loss).bind("logprobs", "old_logprobs", "advantages", "mask")
+    except TypeError as error:
+        raise SettingsError(
+            f"loss must be a function of (logprobs, old_logprobs, advantages, mask), got {loss!r}: {error}"
+        ) from None
+    except ValueError:  # a callable without a signature
+        return

@@ -17,33 +17,46 @@ from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import BatchError, SettingsError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PPOConfig
-from agentfly_kit.ppo.policy_loss import MicroBatch
 
 # Largest difference, in nats, between the engine's logprobs and the policy's at which the engine's are used.
 _EXACT_GAP = 1e-4
 # Number of rows in which the engine's logprobs are compared with the policy's before the first update.
 _PROBE_ROWS = 8
+# Number of tokens whose text is compared with the policy's tokenizer.
+_PROBE_TOKENS = 64
+
+
+@dataclass
+class MicroBatch:
+    """Rows of one forward pass, and inputs of their N sampled tokens, (N,) each, on the policy's device."""
+
+    ids: Tensor  # (b, w)
+    mask: Tensor  # (b, w) bool: True where the policy sampled the token
+    temperatures: Tensor  # (b,)
+    positions: tuple[Tensor, Tensor]  # row and column of each token in the batch
+    old_logprobs: Tensor  # denominator of the probability ratio
+    advantages: Tensor
+    token_weight: Tensor  # weight of each token's loss in the minibatch
+    importance_weights: Tensor | None  # those of `PPOConfig.correction`
+    ref_logprobs: Tensor | None
+    values: Tensor  # before the update; 0 if the batch has none
+    returns: Tensor | None
+
+    def grid(self, values: Tensor) -> Tensor:
+        """Scatter token values (N,) into rows (b, w), with 0 where the mask is 0."""
+        return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Per-token inputs of a step, (B, T) each.
-
-    Attributes:
-        batch: The batch: ids, mask, advantages, values and returns.
-        old_logprobs: Denominator of the probability ratio.
-        ref_logprobs: Logprobs under the reference policy, if there is one.
-        importance_weights: Weights that correct for the difference between the old policy and the sampler, if any.
-        sampler_gap: Largest difference between the engine's logprobs and the policy's, in nats; NaN if not compared.
-        effective_sample_size: Of the importance weights, as a fraction; NaN without a correction.
-    """
+    """A batch, and what the step computes for its tokens before the first update, (B, T) each."""
 
     batch: Batch
-    old_logprobs: Tensor
+    old_logprobs: Tensor  # denominator of the probability ratio
     ref_logprobs: Tensor | None
-    importance_weights: Tensor | None
-    sampler_gap: float
-    effective_sample_size: float
+    importance_weights: Tensor | None  # those of `PPOConfig.correction`
+    sampler_gap: float  # largest difference between logprobs of engine and policy, in nats; NaN if not compared
+    effective_sample_size: float  # of the importance weights, as a fraction; NaN without a correction
 
     @classmethod
     def prepare(cls, policy: Policy, batch: Batch, config: PPOConfig, reference: Policy | None) -> StepInputs:
@@ -82,6 +95,13 @@ class StepInputs:
         )
 
 
+def is_clipped(gradient: Tensor, micro: MicroBatch) -> Tensor:
+    """Return which tokens are clipped: those with a nonzero advantage but no gradient of the policy loss, (N,)."""
+    # A token with importance weight 0 has no gradient either, but is not clipped.
+    clipped = (gradient == 0) & (micro.advantages != 0)
+    return clipped if micro.importance_weights is None else clipped & (micro.importance_weights != 0)
+
+
 def precision(policy: Policy, config: PPOConfig) -> AbstractContextManager[Any]:
     """Return the context in which the model runs."""
     if config.autocast is None:
@@ -93,6 +113,64 @@ def score(policy: Policy, batch: Any, what: Any, config: PPOConfig) -> Tensor:
     """Score a batch without gradients, in the precision of the step."""
     with precision(policy, config):
         return policy.score(batch, {what}, micro_tokens=config.micro_tokens)[what]
+
+
+def check_optimizer(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    """Raise if the optimizer has parameters, but none of this policy: it would leave all weights unchanged."""
+    own = {id(parameter) for parameter in policy.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise SettingsError(
+            "optimizer must update parameters of this policy, got one of another policy; after policy.copy(), create "
+            "a new optimizer: af.adamw(copy)"
+        )
+
+
+def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Policy | None) -> None:
+    """Raise if the batch has no advantages, does not belong to this policy, is stale, or does not fit the settings."""
+    batch.check()
+    advantages = batch.advantages[batch.mask]
+    if bool(torch.isnan(advantages).any()):
+        raise BatchError(
+            "the batch has no advantages (NaN at sampled tokens); use collate(rollout, advantages=af.advantages.grpo) "
+            "or batch.replace(advantages=...)"
+        )
+    if bool(torch.isinf(advantages).any()):
+        raise BatchError("advantages must be finite; check the rewards and values that they were computed from")
+    # A tokenizer of a larger vocabulary is recognized by an id, another one by the texts of the first ids.
+    largest = int(batch.ids.max())
+    if largest >= policy.vocab_size:
+        raise BatchError(
+            f"token ids must be below {policy.vocab_size}, the vocabulary size of the policy, got {largest}; the batch "
+            "was made with another tokenizer"
+        )
+    for row in batch.rows[:1]:
+        ids = row.ids[:_PROBE_TOKENS].tolist()
+        for token, was, now in zip(ids, row.token_texts, policy.chat.token_texts(ids), strict=False):
+            if was not in (now, f"[{token}]"):
+                raise BatchError(
+                    f"token id {token} was {was!r} when the batch was sampled, but is {now!r} for this policy; the "
+                    "batch was made with another tokenizer"
+                )
+    newest = int(batch.versions.max())
+    if newest > policy.version:
+        raise BatchError(
+            f"the batch was sampled at policy version {newest}, but this policy is at version {policy.version}; it is "
+            "another policy"
+        )
+    oldest = int(batch.versions[batch.mask].min()) if bool(batch.mask.any()) else policy.version
+    if config.max_lag is not None and policy.version - oldest > config.max_lag:
+        raise BatchError(
+            f"the batch is stale: it was sampled at policy version {oldest}, more than max_lag={config.max_lag} "
+            f"updates before this policy's version {policy.version}; sample again, or allow it with max_lag=None and "
+            "correction='token'"
+        )
+    if config.kl_coef > 0 and config.kl_in == "loss" and reference is None and batch.ref_logprobs is None:
+        raise SettingsError(f"kl_coef={config.kl_coef} needs reference=, a frozen policy such as policy.reference()")
+    if config.correction is None and batch.kept_mass is not None and bool((batch.kept_mass[batch.mask] < 1).any()):
+        raise BatchError(
+            "correction must be 'token' or 'sequence' for a batch that was sampled under top-p, top-k or min-p, got "
+            "None: the ratio would be wrong by the probability mass that was kept"
+        )
 
 
 def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> list[Tensor]:
@@ -119,9 +197,8 @@ def token_weights(batch: Batch, rows: Tensor, config: PPOConfig) -> Tensor:
 def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> Tensor:
     """Subtract a KL penalty towards the reference policy from the reward of every sampled token.
 
-    Computes token_rewards - coef * KL(sampled || reference) from the sampler's logprobs and `batch.ref_logprobs`. This
-    implements `kl_in="reward"`. It precedes the computation of advantages and is therefore not part of `ppo_step`: pass
-    the result to an estimator of token rewards, or its sum over each row to an outcome estimator.
+    Computes token_rewards - coef * KL(sampled || reference) from the sampler's logprobs and `batch.ref_logprobs`, as
+    `kl_in="reward"` does: pass the result, or its sum over each row, to an advantage estimator.
 
         batch = batch.replace(ref_logprobs=reference.score(batch, {"logprob"})["logprob"])
         rewards = shaped_rewards(batch, 0.05)

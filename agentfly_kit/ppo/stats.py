@@ -1,13 +1,20 @@
-"""Statistics summed over micro-batches, and a timer of the phases of a step."""
+"""Statistics of a step: sums over micro-batches, times of its phases, and the report per token."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from agentfly_kit import losses
+from agentfly_kit.batch.batch import Batch
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
+from agentfly_kit.ppo.inputs import StepInputs, is_clipped, score
 
 
 class RunningStats:
@@ -49,3 +56,48 @@ class PhaseTimer:
         now = time.perf_counter()
         self.seconds[phase] += now - self._at
         self._at = now
+
+
+def explained_variance(batch: Batch) -> float:
+    """Return 1 - Var(returns - values) / Var(returns); NaN without values or if the returns do not vary."""
+    if batch.values is None or batch.returns is None:
+        return math.nan
+    returns, values = batch.returns[batch.mask], batch.values[batch.mask]
+    variance = float(returns.var()) if len(returns) > 1 else 0.0
+    return 1 - float((returns - values).var()) / variance if variance > 0 else math.nan
+
+
+def token_detail(
+    policy: Policy, config: PPOConfig, loss: PolicyLoss, inputs: StepInputs, entropy: Tensor
+) -> dict[str, Any]:
+    """Compare every token before and after the step: float32 arrays (B, T) by name, NaN where the mask is 0.
+
+    `entropy` is that before the step, (B, T). "weight", "kl_reference", "value" and "return" are included if available.
+    """
+    batch, old = inputs.batch, inputs.old_logprobs
+    after = score(policy, batch, "logprob", config)
+
+    # A token is clipped if the policy loss at the new logprobs, with weight 1 per token, has no gradient in it.
+    micro = inputs.select(torch.arange(len(batch)), batch.mask.float(), torch.device("cpu"))
+    logprobs = after[micro.positions].requires_grad_()
+    gradient = torch.autograd.grad(loss(logprobs, micro).sum(), logprobs)[0]
+    clipped = torch.zeros_like(after)
+    clipped[micro.positions] = is_clipped(gradient, micro).float()
+
+    found = {
+        "logprob_before": old,
+        "logprob_after": after,
+        "ratio": (after - old).exp(),
+        "clipped": clipped,
+        "advantage": batch.advantages,
+        "entropy": entropy,
+        "sampler_gap": old - batch.logprobs,
+        "weight": inputs.importance_weights,
+        "kl_reference": None
+        if inputs.ref_logprobs is None
+        else losses.kl(after, inputs.ref_logprobs, "k3", batch.mask),
+        "value": batch.values,
+        "return": batch.returns,
+    }
+    nan = torch.full_like(after, torch.nan)
+    return {k: torch.where(batch.mask, v.float(), nan).numpy() for k, v in found.items() if v is not None}

@@ -1,11 +1,8 @@
 """One PPO step on a batch: old logprobs, losses, gradients and optimizer updates.
 
-The result does not depend on the padding, on the order of rows within a minibatch, on how it is split into
-micro-batches, or on the number of processes: token weights are computed over the whole minibatch before the first
-forward pass.
-
-The forward pass returns N logprobs, values and entropies, one of each per sampled token, so no loss has to handle
-masked positions.
+The result does not depend on padding, on the order or the split of a minibatch, or on the number of processes: token
+weights are computed over the whole minibatch first. The forward pass returns one logprob, value and entropy per sampled
+token, so no loss has to handle masked positions.
 """
 
 from __future__ import annotations
@@ -23,21 +20,26 @@ from torch import Tensor
 from agentfly_kit import losses
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch, drop_counts
-from agentfly_kit.errors import BatchError, SettingsError, checks_keywords
-from agentfly_kit.policy.forward import ForwardOutput, single_torch_thread
+from agentfly_kit.errors import TrainingError, checks_keywords
+from agentfly_kit.policy.forward import Critic, ForwardOutput, single_torch_thread, warn_if_bfloat16_is_slow
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.ppo.config import PPOConfig
+from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
 from agentfly_kit.ppo.distributed import DistributedStep
-from agentfly_kit.ppo.inputs import StepInputs, minibatches, precision, score, token_weights
-from agentfly_kit.ppo.optimizer import clip_and_step
-from agentfly_kit.ppo.policy_loss import MicroBatch, PolicyLoss, is_clipped
-from agentfly_kit.ppo.stats import PhaseTimer, RunningStats
-from agentfly_kit.ppo.token_detail import token_detail
+from agentfly_kit.ppo.inputs import (
+    MicroBatch,
+    StepInputs,
+    check_batch,
+    check_optimizer,
+    is_clipped,
+    minibatches,
+    precision,
+    score,
+    token_weights,
+)
+from agentfly_kit.ppo.stats import PhaseTimer, RunningStats, explained_variance, token_detail
 from agentfly_kit.types import Stats
 
 _DEFAULTS = PPOConfig()
-# Number of tokens whose text is compared with the policy's tokenizer.
-_PROBE_TOKENS = 64
 
 
 @checks_keywords
@@ -62,12 +64,10 @@ def ppo_step(
         optimizer: Its optimizer, such as `af.adamw(policy)`.
         batch: Batch with advantages, from `collate`.
         config: Settings of the step; a `TrainConfig` works too.
-        reference: Frozen policy to which the KL is computed. Not needed if the batch has `ref_logprobs`, which take
-            precedence.
+        reference: Frozen policy to which the KL is computed; not used if the batch has `ref_logprobs`.
         seed: Seed of the order of trajectories in each epoch.
-        accelerator: An accelerate.Accelerator with several processes. Each process must have the same policy and pass
-            the same batch (see `gather`). The rows of each minibatch are distributed so that token counts are balanced,
-            and counts and gradients are summed. Every process holds all weights; sharded models are not supported.
+        accelerator: An accelerate.Accelerator with several processes, which share the rows of each minibatch. Each must
+            have the same policy and pass the same batch (see `gather`). Sharded models are not supported.
         detail: Whether to store per-token arrays of the step, (B, T), in `stats.detail`.
         cancel: Event that cancels the step at the next micro-batch (with several processes: at the next update). The
             weights are then those of the last complete update.
@@ -86,11 +86,13 @@ def ppo_step(
     """
     # Reject an unsuitable batch before any computation.
     started = time.perf_counter()
-    _check_optimizer(policy, optimizer)
-    _check_batch(policy, batch, config, reference)
+    check_optimizer(policy, optimizer)
+    check_batch(policy, batch, config, reference)
     ranks = DistributedStep(accelerator)
     ranks.check_same_batch(batch)
     loss = config.policy_loss()
+    if config.autocast is not None:
+        warn_if_bfloat16_is_slow(policy.device)
     has_values = config.value_coef > 0 and policy.value_head is not None and batch.returns is not None
 
     # Every process draws the same minibatches from the same seed and runs its share of the rows of each.
@@ -171,7 +173,7 @@ def ppo_step(
         clip_fraction=last_epoch["clipped"] / tokens,  # of all tokens: the clip never binds in a skipped row
         entropy=float(batch.entropies[batch.mask].mean()) if entropies_known else last_epoch.per_token("entropy"),
         grad_norm=norms / updates,
-        explained_variance=_explained_variance(batch),
+        explained_variance=explained_variance(batch),
         ratio_max=1 + totals["ratio"],
         effective_sample_size=inputs.effective_sample_size,
         sampler_gap=inputs.sampler_gap,
@@ -249,6 +251,25 @@ def _only_advantage(loss: PolicyLoss, config: PPOConfig, has_values: bool) -> bo
     )
 
 
+def clip_and_step(policy: Policy, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> float:
+    """Clip the gradients, make one optimizer step, increment the version, and return the norm before clipping."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        if p.grad is None:  # Adam's moments move a parameter even if the minibatch gives it no gradient
+            p.grad = torch.zeros_like(p)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm)
+    if not bool(torch.isfinite(norm)):
+        optimizer.zero_grad(set_to_none=True)
+        raise TrainingError(
+            f"the gradient must be finite, got {float(norm)} at policy version {policy.version}; the weights are those "
+            "before this update. Try a smaller lr, max_grad_norm=1, or check the advantages"
+        )
+    with policy.lock:
+        optimizer.step()
+        policy.version += 1
+    return float(norm)
+
+
 @pending_call
 async def ppo_step_async(
     policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch, config: PPOConfig = _DEFAULTS, **options: Any
@@ -281,64 +302,6 @@ def _raise_if_cancelled(
         raise asyncio.CancelledError("ppo_step was cancelled; the weights are those of the last update")
 
 
-def _check_optimizer(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the optimizer has parameters, but none of this policy: it would leave all weights unchanged."""
-    own = {id(parameter) for parameter in policy.parameters()}
-    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise SettingsError(
-            "optimizer must update parameters of this policy, got one of another policy; after policy.copy(), create "
-            "a new optimizer: af.adamw(copy)"
-        )
-
-
-def _check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Policy | None) -> None:
-    """Raise if the batch has no advantages, does not belong to this policy, is stale, or does not fit the settings."""
-    batch.check()
-    advantages = batch.advantages[batch.mask]
-    if bool(torch.isnan(advantages).any()):
-        raise BatchError(
-            "the batch has no advantages (NaN at sampled tokens); use collate(rollout, advantages=af.advantages.grpo) "
-            "or batch.replace(advantages=...)"
-        )
-    if bool(torch.isinf(advantages).any()):
-        raise BatchError("advantages must be finite; check the rewards and values that they were computed from")
-    # A tokenizer of a larger vocabulary is recognized by an id, another one by the texts of the first ids.
-    largest = int(batch.ids.max())
-    if largest >= policy.vocab_size:
-        raise BatchError(
-            f"token ids must be below {policy.vocab_size}, the vocabulary size of the policy, got {largest}; the batch "
-            "was made with another tokenizer"
-        )
-    for row in batch.rows[:1]:
-        ids = row.ids[:_PROBE_TOKENS].tolist()
-        for token, was, now in zip(ids, row.token_texts, policy.chat.token_texts(ids), strict=False):
-            if was not in (now, f"[{token}]"):
-                raise BatchError(
-                    f"token id {token} was {was!r} when the batch was sampled, but is {now!r} for this policy; the "
-                    "batch was made with another tokenizer"
-                )
-    newest = int(batch.versions.max())
-    if newest > policy.version:
-        raise BatchError(
-            f"the batch was sampled at policy version {newest}, but this policy is at version {policy.version}; it is "
-            "another policy"
-        )
-    oldest = int(batch.versions[batch.mask].min()) if bool(batch.mask.any()) else policy.version
-    if config.max_lag is not None and policy.version - oldest > config.max_lag:
-        raise BatchError(
-            f"the batch is stale: it was sampled at policy version {oldest}, more than max_lag={config.max_lag} "
-            f"updates before this policy's version {policy.version}; sample again, or allow it with max_lag=None and "
-            "correction='token'"
-        )
-    if config.kl_coef > 0 and config.kl_in == "loss" and reference is None and batch.ref_logprobs is None:
-        raise SettingsError(f"kl_coef={config.kl_coef} needs reference=, a frozen policy such as policy.reference()")
-    if config.correction is None and batch.kept_mass is not None and bool((batch.kept_mass[batch.mask] < 1).any()):
-        raise BatchError(
-            "correction must be 'token' or 'sequence' for a batch that was sampled under top-p, top-k or min-p, got "
-            "None: the ratio would be wrong by the probability mass that was kept"
-        )
-
-
 def _kl_reference(totals: RunningStats, inputs: StepInputs, config: PPOConfig) -> float:
     """Return the mean KL to the reference policy, also if it is part of the reward; NaN without one."""
     if config.kl_coef == 0:
@@ -351,10 +314,33 @@ def _kl_reference(totals: RunningStats, inputs: StepInputs, config: PPOConfig) -
     return float(losses.kl(inputs.old_logprobs, inputs.ref_logprobs, config.kl_kind, mask).sum() / mask.sum())
 
 
-def _explained_variance(batch: Batch) -> float:
-    """Return 1 - Var(returns - values) / Var(returns); NaN without values or if the returns do not vary."""
-    if batch.values is None or batch.returns is None:
-        return math.nan
-    returns, values = batch.returns[batch.mask], batch.values[batch.mask]
-    variance = float(returns.var()) if len(returns) > 1 else 0.0
-    return 1 - float((returns - values).var()) / variance if variance > 0 else math.nan
+def adamw(
+    policy: Policy,
+    lr: float = 3e-4,
+    *,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.0,
+    value_lr: float | None = None,
+) -> torch.optim.AdamW:
+    """Create an AdamW optimizer for the trainable parameters of a policy.
+
+    Args:
+        policy: The policy.
+        lr: Learning rate of the model, and of the trunk of a separate critic.
+        betas: Decay rates of Adam's moments.
+        weight_decay: Weight decay.
+        value_lr: Learning rate of the value head. None is ten times `lr`.
+
+    Returns:
+        The optimizer.
+
+    Source:  The default betas and the rate of the value head were measured on the calculator task; see docs/log.md.
+    """
+    groups: list[dict[str, Any]] = [{"params": [p for p in policy.model.parameters() if p.requires_grad], "lr": lr}]
+    head = policy.value_head
+    if isinstance(head, Critic):
+        groups.append({"params": list(head.trunk.parameters()), "lr": lr})
+        head = head.head
+    if head is not None:
+        groups.append({"params": list(head.parameters()), "lr": 10 * lr if value_lr is None else value_lr})
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)

@@ -224,7 +224,7 @@ async def test_the_local_engine(whom: Whom, count: int | None) -> None:
 
     async def after(where: str) -> None:
         await nothing_left(where)
-        assert await settled(lambda: not (engine._active or engine._waiting or engine._inbox)), where
+        assert await settled(lambda: not (engine._batch.table.active or engine._batch.waiting or engine._inbox)), where
         assert [t.ids.tolist() for t in await a.rollout(tasks(3))] == wanted, where
 
     await at_each(work, after, whom, count and 20)

@@ -1,4 +1,4 @@
-"""The small models' own forward says what the modules say, and leaves everything else to them."""
+"""The fused decoder of small models against the model's own modules, and the KV cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from agents import random_policy, shipped
 
 from agentfly_kit.engines.local import decoder as module
-from agentfly_kit.engines.local.decoder import FusedLlamaDecoder, reference_forward
+from agentfly_kit.engines.local.decoder import FusedLlamaDecoder, _modules_forward
 from agentfly_kit.engines.local.kv_cache import KVCache
 
 
@@ -40,40 +40,72 @@ def model(family: str, **changes: Any) -> Any:
     return made
 
 
+# Models whose layers attend to a part of the context, and what their configs need besides a window.
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": {},
+    "mixtral": {"num_local_experts": 4},
+    "phi3": {"pad_token_id": 0},
+    "starcoder2": {},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "head_dim": 12},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12},  # with attention sinks
+    "llama4_text": {
+        "num_local_experts": 2, "intermediate_size_mlp": 80, "head_dim": 12, "no_rope_layers": [1, 1, 0],
+        "attn_temperature_tuning": False,
+    },
+}  # fmt: skip
+GPT_NEO = {"num_heads": 4, "attention_types": [[["global", "local", "global"], 1]], "window_size": 16}
+
+
+def windowed(family: str, window: int, attention: str) -> Any:
+    """A model whose layers have windows (or chunks) of this length, if the family has any."""
+    limit = {} if family == "llama" else {"attention_chunk_size" if "llama4" in family else "sliding_window": window}
+    attention = "eager" if family == "gpt_oss" else attention
+    return model(family, **limit, **WINDOWED.get(family, {}), attn_implementation=attention)
+
+
+def fused(made: Any) -> FusedLlamaDecoder | None:
+    return FusedLlamaDecoder.try_build(made.get_decoder())
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert float((theirs - ours).abs().max()) <= 1e-5 * float(theirs.abs().max())
+
+
 @torch.inference_mode()
 def both(made: Any, decoder: FusedLlamaDecoder, stamp: object = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same two chunks and two steps by the modules and by the decoder."""
+    """Hidden states of the same chunks and decode steps, by the modules and by the fused decoder."""
     ids = torch.randint(0, 90, (8, 42), generator=torch.Generator().manual_seed(1))
     outs: list[list[torch.Tensor]] = [[], []]
     for which in (0, 1):
-        cache = KVCache(8, 48, 3)
+        cache = KVCache(8, 48)
         for start, stop in ((0, 5), (5, 12), (12, 13), (13, 14), (14, 15), (15, 16), (16, 17), (17, 40), (40, 41)):
             positions = torch.arange(start, stop)[None].expand(8, -1)
             mask = cache.prepare(torch.arange(8) if stop - start > 1 else 8, positions)
-            given = (cache, ids[:, start:stop], positions, mask)
-            outs[which].append(decoder(*given, stamp=stamp) if which else reference_forward(made.get_decoder(), *given))
+            run = decoder if which else _modules_forward(made.get_decoder())
+            outs[which].append(run(cache, ids[:, start:stop], positions, mask, stamp))
     return torch.cat(outs[0], 1), torch.cat(outs[1], 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_it_says_what_the_modules_say(family: str, heads: int) -> None:
+def test_fused_states_equal_those_of_the_modules(family: str, heads: int) -> None:
     made = model(family, num_key_value_heads=heads)
-    decoder = FusedLlamaDecoder.try_build(made)
+    decoder = fused(made)
     assert decoder is not None
     theirs, ours = both(made, decoder)
-    assert float((theirs - ours).abs().max()) <= 1e-5 * float(theirs.abs().max())
+    assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_one_token_comes_out_the_same_bit_for_bit_in_any_company(heads: int) -> None:
+def test_decode_steps_do_not_depend_on_the_other_rows(heads: int) -> None:
     made = model("qwen3", num_key_value_heads=heads, max_position_embeddings=512)
-    decoder = FusedLlamaDecoder.try_build(made)
+    decoder = fused(made)
     assert decoder is not None
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, 90, (24, 70), generator=generator)
     at = torch.randint(3, 60, (24,), generator=generator)
-    at[:8] %= 40  # eight of them alone are given fewer keys than all together
+    at[:8] %= 40  # eight rows alone see fewer keys than all rows together
     seen: list[torch.Tensor] = []
     for count, capacity, rows in (
         (24, 64, range(24)),
@@ -81,16 +113,16 @@ def test_one_token_comes_out_the_same_bit_for_bit_in_any_company(heads: int) -> 
         (16, 300, range(16)),
         (24, 300, range(23, -1, -1)),
     ):
-        cache, order = KVCache(count, capacity, 3), torch.tensor(rows)
+        cache, order = KVCache(count, capacity), torch.tensor(rows)
         context = torch.arange(64)[None].expand(count, -1)
         with torch.no_grad():
-            decoder(cache, ids[order, :64], context, cache.prepare(torch.arange(count), context), stamp=0)
-        far = torch.full((count, 1), capacity - 8)  # somebody's history is long: all look at as many keys
+            decoder(cache, ids[order, :64], context, cache.prepare(torch.arange(count), context), 0)
+        far = torch.full((count, 1), capacity - 8)  # one row is long, so every row sees as many keys
         far[:-1] = at[order][:-1, None]
         for positions in (at[order][:, None], far):
             mask = cache.prepare(count, positions)
             with torch.no_grad():
-                out = decoder(cache, ids[order, 64:65], positions, mask, stamp=0)
+                out = decoder(cache, ids[order, 64:65], positions, mask, 0)
             found = torch.full((24, out.shape[-1]), torch.nan)
             found[order[:-1]] = out[:-1, 0]
             seen.append(found)
@@ -102,11 +134,11 @@ def test_one_token_comes_out_the_same_bit_for_bit_in_any_company(heads: int) -> 
 
 @pytest.mark.parametrize("shapes", ["alike", "two kinds of layers"])
 @torch.inference_mode()
-def test_cache_holds_what_was_written(shapes: str) -> None:
+def test_the_cache_returns_what_was_written(shapes: str) -> None:
     """Random writes, copies, swaps and growth, compared with one list of vectors per layer and slot."""
     rng = np.random.default_rng(dice.seed() + 7)
     heads = [2, 2, 2] if shapes == "alike" else [2, 1, 1]
-    cache = KVCache(8, 20, 3)
+    cache = KVCache(8, 20)
     wanted: list[list[torch.Tensor]] = [[torch.zeros(2, n, 0, 4) for n in heads] for _ in range(8)]
     for step in range(150):
         what = rng.integers(5)
@@ -143,12 +175,12 @@ def test_cache_holds_what_was_written(shapes: str) -> None:
             cache.length[order] = held + width
 
 
-def test_another_stamp_or_a_change_that_torch_counts_brings_other_weights() -> None:
+def test_changed_weights_are_used() -> None:
     made = model("qwen3")
-    decoder = FusedLlamaDecoder.try_build(made)
+    decoder = fused(made)
     assert decoder is not None
     before, _ = both(made, decoder, stamp=1)
-    torch._fused_sgd_(  # as a fused optimizer: torch does not count it
+    torch._fused_sgd_(  # like a fused optimizer, which does not change torch's version counters
         [p.data for p in made.parameters()],
         [torch.ones_like(p) for p in made.parameters()],
         [],
@@ -162,45 +194,53 @@ def test_another_stamp_or_a_change_that_torch_counts_brings_other_weights() -> N
     )
     theirs, ours = both(made, decoder, stamp=2)
     assert float((theirs - before).abs().max()) > 1e-2
-    assert float((theirs - ours).abs().max()) <= 1e-5 * float(theirs.abs().max())
+    assert_close(ours, theirs)
     with torch.no_grad():
         made.get_decoder().layers[1].mlp.up_proj.weight.mul_(1.5)
     theirs, ours = both(made, decoder, stamp=2)
-    assert float((theirs - ours).abs().max()) <= 1e-5 * float(theirs.abs().max())
+    assert_close(ours, theirs)
 
 
-def test_the_shipped_policy_is_of_that_shape() -> None:
-    assert FusedLlamaDecoder.try_build(shipped().model) is not None
+def test_the_shipped_policy_is_supported() -> None:
+    assert fused(shipped().model) is not None
 
 
-def test_what_is_not_of_that_shape_runs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert FusedLlamaDecoder.try_build(model("gemma", head_dim=12)) is None
-    assert (
-        FusedLlamaDecoder.try_build(
-            model("qwen3", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
-        )
-        is None
-    )
-    assert FusedLlamaDecoder.try_build(model("llama", mlp_bias=True)) is None
-    assert FusedLlamaDecoder.try_build(model("llama").to(torch.bfloat16)) is None
-    hooked = model("qwen3")
-    hooked.get_decoder().layers[0].mlp.register_forward_hook(lambda *given: given[2])
-    assert FusedLlamaDecoder.try_build(hooked) is None
-    monkeypatch.setattr(module, "_MAX_PARAMETERS", 1000)
-    assert FusedLlamaDecoder.try_build(model("qwen3")) is None
-
-
-def test_a_model_that_differs_on_a_trial_runs_itself() -> None:
+def with_hook() -> Any:
     made = model("qwen3")
-    made.get_decoder().layers[1].self_attn.scaling = 0.5  # somebody patched it
-    assert FusedLlamaDecoder.try_build(made) is None
+    made.get_decoder().layers[0].mlp.register_forward_hook(lambda *given: given[2])
+    return made
 
 
-def test_an_adapter_is_left_to_the_modules() -> None:
+def with_another_scale() -> Any:
+    made = model("qwen3")
+    made.get_decoder().layers[1].self_attn.scaling = 0.5  # only the trial notices this
+    return made
+
+
+def with_adapter() -> Any:
     import peft
 
-    policy = random_policy(3)
-    adapted = peft.get_peft_model(
-        policy.model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
-    assert FusedLlamaDecoder.try_build(adapted) is None
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(random_policy(3).copy().model, config)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: model("gemma", head_dim=12),
+        lambda: model("qwen3", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+        lambda: windowed("qwen2", 16, "sdpa"),
+        lambda: model("llama", mlp_bias=True),
+        lambda: model("llama").to(torch.bfloat16),
+        with_hook,
+        with_another_scale,
+        with_adapter,
+    ],
+)
+def test_unsupported_models_are_not_fused(build: Any) -> None:
+    assert fused(build()) is None
+
+
+def test_large_models_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_PARAMETERS", 1000)
+    assert fused(model("qwen3")) is None

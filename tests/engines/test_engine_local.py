@@ -20,11 +20,15 @@ import pytest
 import torch
 from agents import agent, chat, fresh, random_policy, reference_logprobs, tasks
 from paths import TESTS
+from test_decoder import GPT_NEO, WINDOWED, model, windowed
 
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.engines.local import engine as local
+from agentfly_kit.engines.local import generation
+from agentfly_kit.engines.local import slots as slot_table
 from agentfly_kit.engines.local.decoder import FusedLlamaDecoder
 from agentfly_kit.engines.local.engine import LocalEngine
+from agentfly_kit.engines.local.generation import ContinuousBatch
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.types import Sample, Sampling, Task, TurnRequest
@@ -37,9 +41,9 @@ def request(session: str, turn: int = 0) -> TurnRequest:
     return TurnRequest(TASK, turn, session)
 
 
-def prompt(n: int, seed: int = 0) -> list[int]:
+def prompt(n: int, seed: int = 0, size: int = 400) -> list[int]:
     rng = random.Random(seed)
-    return [rng.randrange(7, 400) for _ in range(n)]
+    return [rng.randrange(7, size) for _ in range(n)]
 
 
 @functools.cache
@@ -78,7 +82,7 @@ async def test_logprobs_and_entropies_are_those_of_a_full_forward(temperature: f
         check(policy, p, sample, temperature)
 
 
-async def test_rows_of_mixed_settings_do_not_disturb_each_other() -> None:
+async def test_rows_with_different_settings_are_independent() -> None:
     policy = endless()
     engine = LocalEngine(policy)
     settings = [
@@ -95,7 +99,7 @@ async def test_rows_of_mixed_settings_do_not_disturb_each_other() -> None:
         check(policy, prompt(10), b, s.temperature or 1.0)
 
 
-async def test_greedy_takes_the_most_probable_token_whatever_the_seed() -> None:
+async def test_greedy_sampling_ignores_the_seed() -> None:
     policy = endless()
     engine = LocalEngine(policy)
     greedy = Sampling(temperature=0, max_tokens=12)
@@ -109,7 +113,7 @@ async def test_greedy_takes_the_most_probable_token_whatever_the_seed() -> None:
 
 
 def plain_kept(p: list[float], s: Sampling) -> tuple[set[int], float]:
-    """Top-k, then top-p of what is left, then min-p, written as slowly as they are said."""
+    """Top-k, then top-p of what is left, then min-p, in plain Python."""
     order = sorted(range(len(p)), key=lambda i: -p[i])
     kept = order[: s.top_k] if s.top_k else order
     mass = math.fsum(p[i] for i in kept)
@@ -135,7 +139,7 @@ def plain_kept(p: list[float], s: Sampling) -> tuple[set[int], float]:
     ],
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-async def test_truncation_keeps_what_it_says(options: dict[str, Any], temperature: float) -> None:
+async def test_truncation_keeps_the_documented_tokens(options: dict[str, Any], temperature: float) -> None:
     policy = endless()
     engine = LocalEngine(policy)
     s = Sampling(temperature=temperature, max_tokens=12, **options)
@@ -153,7 +157,7 @@ async def test_truncation_keeps_what_it_says(options: dict[str, Any], temperatur
         ids.append(token)
 
 
-async def test_tokens_come_as_often_as_their_probability_says() -> None:
+async def test_sampled_frequencies_match_the_probabilities() -> None:
     policy = endless()
     engine = LocalEngine(policy)
     ids, n = prompt(6), 1500
@@ -167,10 +171,10 @@ async def test_tokens_come_as_often_as_their_probability_says() -> None:
     left = n * (1 - sum(p[i] for i in common))
     chi2 += (rest - left) ** 2 / left
     freedom = len(common)
-    assert chi2 < freedom + 4 * math.sqrt(2 * freedom)  # seeds are fixed: this never flakes
+    assert chi2 < freedom + 4 * math.sqrt(2 * freedom)  # the seeds are fixed
 
 
-async def test_distribution_is_the_models() -> None:
+async def test_distribution_is_that_of_the_model() -> None:
     policy = endless()
     engine = LocalEngine(policy)
     ids, logprobs, entropy = await engine.distribution(prompt(20), Sampling(temperature=0.7), top=5)
@@ -185,6 +189,42 @@ async def test_distribution_is_the_models() -> None:
     assert sorted(everything) == list(range(policy.vocab_size))
 
 
+# --- kinds of attention --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [*WINDOWED, "llama"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+async def test_every_kind_of_attention_gives_the_logprobs_of_a_full_forward(family: str, attention: str) -> None:
+    """Contexts exceed the windows during prefill, decoding, a reused history and a copied prefix."""
+    policy = Policy(windowed(family, 16, attention), type(chat())(chat().tokenizer))
+    policy.chat.stop_ids = ()
+    engine = LocalEngine(policy)
+    first = [prompt(n, seed=1, size=90) for n in (5, 14, 30, 30, 45)]
+    got = await asyncio.gather(
+        *(engine.sample(ids, Sampling(max_tokens=9), i, request=request(str(i))) for i, ids in enumerate(first))
+    )
+    second = [[*ids, *(s.ids or ()), *prompt(6, seed=2, size=90)] for ids, s in zip(first, got, strict=True)]
+    again = await asyncio.gather(
+        *(engine.sample(ids, Sampling(max_tokens=9), i, request=request(str(i), 1)) for i, ids in enumerate(second))
+    )
+    assert engine.prefilled < sum(map(len, first)) + 7 * len(second), "histories were computed again"
+    for ids, sample in zip([*first, *second], [*got, *again], strict=True):
+        check(policy, ids, sample)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("mamba", {"state_size": 8}, "it has layers of type 'linear_attention'"),
+        ("rwkv", {"attention_hidden_size": 48}, "a trial gave other hidden states with a KV cache"),
+        ("gpt_neo", GPT_NEO, "its config restricts attention by window_size"),
+    ],
+)
+def test_models_without_a_usable_kv_cache_are_rejected(family: str, changes: Any, reason: str) -> None:
+    with pytest.raises(EngineError, match=f"LocalEngine cannot run .*: {reason}.* Use VLLMEngine instead"):
+        LocalEngine(Policy(model(family, **changes), chat()))
+
+
 # --- seeds ---------------------------------------------------------------------------------------
 
 
@@ -192,32 +232,32 @@ def tokens(rollout: Rollout) -> list[Any]:
     return [(t.id, t.ids.tolist(), t.logprobs.tobytes(), t.entropies.tobytes(), t.reward) for t in rollout]
 
 
-async def test_the_same_seed_gives_the_same_bits_at_any_concurrency() -> None:
+async def test_samples_do_not_depend_on_the_concurrency() -> None:
     found = []
     for concurrency in (1, 13, 64):
         rolled = await agent(fresh()).rollout(tasks(8), group_size=8, max_concurrency=concurrency)
-        assert len({len(t.turns) for t in rolled}) > 1, "turns of several kinds, or this shows little"
+        assert len({len(t.turns) for t in rolled}) > 1, "the chains must differ in length"
         found.append(tokens(rolled))
     assert found[0] == found[1] == found[2]
 
 
-async def test_one_engine_that_is_used_again_gives_the_same_bits() -> None:
+async def test_samples_do_not_depend_on_earlier_requests() -> None:
     a = agent(fresh())
     first = tokens(await a.rollout(tasks(4), group_size=4))
-    await a.rollout(tasks(6, seed=1), group_size=2, index=3)  # other things in its slots
+    await a.rollout(tasks(6, seed=1), group_size=2, index=3)  # fills the slots with other rows
     assert tokens(await a.rollout(tasks(4), group_size=4, max_concurrency=3)) == first
 
 
-async def test_few_slots_give_the_same_bits() -> None:
+async def test_samples_do_not_depend_on_the_number_of_slots() -> None:
     wanted = tokens(await agent(fresh()).rollout(tasks(4), group_size=8))
     few = agent(engine=LocalEngine(fresh(), slots=8))
     assert tokens(await few.rollout(tasks(4), group_size=8)) == wanted
 
 
-# --- what is kept between turns ------------------------------------------------------------------
+# --- reuse between turns ------------------------------------------------------------------------
 
 
-async def test_history_is_not_computed_again() -> None:
+async def test_the_history_of_a_session_is_reused() -> None:
     policy = endless()
     engine = LocalEngine(policy)
     ids = prompt(40)
@@ -231,7 +271,7 @@ async def test_history_is_not_computed_again() -> None:
     assert fresh_engine.ids == second.ids
 
 
-async def test_a_group_computes_its_prompt_once() -> None:
+async def test_the_prompt_of_a_group_is_computed_once() -> None:
     policy = endless()
     engine = LocalEngine(policy)
     ids = prompt(50)
@@ -243,22 +283,22 @@ async def test_a_group_computes_its_prompt_once() -> None:
         check(policy, ids, sample)
 
 
-async def test_chains_that_ask_together_stay_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_submitted_together_stay_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, steps, prefills = endless(), Counter[int](), []
     engine = LocalEngine(policy)
-    decode, logits = LocalEngine._decode, LocalEngine._prompt_logits
+    decode, logits = ContinuousBatch._decode, ContinuousBatch._prompt_logits
 
-    def counted(self: LocalEngine) -> None:
-        steps[self._active] += 1
+    def counted(self: ContinuousBatch) -> None:
+        steps[self.table.active] += 1
         decode(self)
 
-    def prompted(self: LocalEngine, chosen: Any) -> Any:
+    def prompted(self: ContinuousBatch, chosen: Any) -> Any:
         prefills.append(len(chosen))
         return logits(self, chosen)
 
-    monkeypatch.setattr(LocalEngine, "_decode", counted)
-    monkeypatch.setattr(LocalEngine, "_prompt_logits", prompted)
-    # So long in the end that not all of them would fit one prefill, were what the slots hold counted too.
+    monkeypatch.setattr(ContinuousBatch, "_decode", counted)
+    monkeypatch.setattr(ContinuousBatch, "_prompt_logits", prompted)
+    # In the end, whole rows would not fit one prefill; only their new tokens count.
     rows = [prompt(60 + i % 3, seed=i) for i in range(32)]
     for turn in range(4):
         asked = [
@@ -270,7 +310,7 @@ async def test_chains_that_ask_together_stay_in_step(monkeypatch: pytest.MonkeyP
     assert steps == {32: 4 * 7}
 
 
-async def test_a_history_that_was_rewritten_is_computed_again_from_there() -> None:
+async def test_a_rewritten_history_is_recomputed_from_the_first_change() -> None:
     policy = endless()
     engine = LocalEngine(policy)
     ids = prompt(30)
@@ -282,16 +322,16 @@ async def test_a_history_that_was_rewritten_is_computed_again_from_there() -> No
     check(policy, ids, await engine.sample(ids, Sampling(max_tokens=10), 1, request=request("a", 3)))
 
 
-async def test_released_sessions_leave_their_slots() -> None:
+async def test_released_sessions_free_their_slots() -> None:
     engine = LocalEngine(endless(), slots=8)
     for i in range(30):
         await engine.sample(prompt(5, seed=i), Sampling(max_tokens=2), 0, request=request(f"s{i}"))
         engine.release(f"s{i}")
     await engine.sample(prompt(5), Sampling(max_tokens=2), 0)
-    assert not engine._session_slot
+    assert not engine._batch.table.session_slot
 
 
-async def test_new_weights_drop_what_was_computed_with_old_ones() -> None:
+async def test_a_new_policy_version_invalidates_cached_keys() -> None:
     policy = random_policy(7)
     engine = LocalEngine(policy)
     ids = prompt(30)
@@ -305,7 +345,7 @@ async def test_new_weights_drop_what_was_computed_with_old_ones() -> None:
 
 
 def change(policy: Policy, seed: int) -> None:
-    """Other weights, and the version that says so, as an update leaves them."""
+    """Change the weights and the version, as an update does."""
     generator = torch.Generator().manual_seed(seed)
     with policy.lock, torch.no_grad():
         for p in policy.model.parameters():
@@ -313,20 +353,20 @@ def change(policy: Policy, seed: int) -> None:
         policy.version += 1
 
 
-async def test_weights_that_were_loaded_are_new_weights_whatever_their_version() -> None:
+async def test_loaded_weights_invalidate_cached_keys() -> None:
     policy, other = random_policy(7), random_policy(8)
     engine = LocalEngine(policy)
     ids = prompt(30)
     await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("a"))
     policy.load_state(other.state())
     check(other, ids, await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("b")))
-    with torch.no_grad():  # a warm-up of somebody's own
+    with torch.no_grad():  # a change that the policy does not know of
         policy.model.get_input_embeddings().weight.mul_(1.1)
     check(policy, ids, await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("c")))
 
 
-async def test_weights_that_somebody_else_stepped_are_seen() -> None:
-    """A fused optimizer moves neither the policy's version nor torch's own count of changes."""
+async def test_an_external_fused_optimizer_invalidates_cached_keys() -> None:
+    """A fused optimizer changes neither the policy's version nor torch's version counters."""
     policy = random_policy(7)
     engine = LocalEngine(policy)
     ids = prompt(30)
@@ -337,8 +377,8 @@ async def test_weights_that_somebody_else_stepped_are_seen() -> None:
     check(policy, ids, await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("b")))
 
 
-async def test_a_prompt_is_not_copied_from_a_row_that_runs_on_old_keys() -> None:
-    """A row that began before an update keeps its keys to its end; nobody else may take them for new."""
+async def test_prefixes_are_not_copied_from_rows_with_old_keys() -> None:
+    """A row that began before an update keeps its old keys until it ends."""
     policy = random_policy(9)
     policy.chat = endless().chat
     engine = LocalEngine(policy)
@@ -348,7 +388,7 @@ async def test_a_prompt_is_not_copied_from_a_row_that_runs_on_old_keys() -> None
         await asyncio.sleep(0.001)
     change(policy, 2)
     got = await engine.sample(ids, Sampling(max_tokens=4), 2, request=request("new"))
-    assert not long.done(), "the old row must still run, or this shows nothing"
+    assert not long.done(), "the old row must still be running"
     assert got.versions == (1,) * 4
     check(policy, ids, got)
     mixed = await long
@@ -371,7 +411,7 @@ async def test_a_stop_token_is_kept_and_counted() -> None:
         assert not set(ids[:-1]) & set(policy.chat.stop_ids)
 
 
-async def test_a_stop_text_ends_the_turn_and_leaves_its_last_token_whole() -> None:
+async def test_a_stop_string_ends_the_turn_after_a_whole_token() -> None:
     policy = endless()
     whole = await LocalEngine(policy).sample(prompt(5), Sampling(max_tokens=40), 4)
     text = policy.chat.text(whole.ids or ())
@@ -400,29 +440,32 @@ async def test_the_context_limits_a_turn() -> None:
     ("ids", "says"),
     [([], "must not be empty"), ([5, 400], "exceed the vocabulary of 400"), ([-1, 5], "from -1 to 5")],
 )
-async def test_ids_that_cannot_be_are_refused(ids: list[int], says: str) -> None:
+async def test_invalid_ids_are_rejected(ids: list[int], says: str) -> None:
     engine = LocalEngine(endless())
     with pytest.raises(EngineError, match=says):
         await engine.sample(ids, Sampling(), 0)
     assert len((await engine.sample(prompt(3), Sampling(max_tokens=2), 0)).ids or ()) == 2
 
 
-async def test_update_takes_no_other_policy() -> None:
+async def test_update_rejects_another_policy() -> None:
     engine = LocalEngine(endless())
     await engine.update(endless())
     with pytest.raises(EngineError, match="LocalEngine\\(policy\\)"):
         await engine.update(random_policy(1))
 
 
-def test_no_slots_are_refused() -> None:
-    with pytest.raises(EngineError, match="slots must be at least 1, got 0"):
-        LocalEngine(endless(), slots=0)
+@pytest.mark.parametrize("slots", [0, 2.5, "8"])
+def test_invalid_slots_are_rejected(slots: Any) -> None:
+    with pytest.raises(EngineError, match=f"slots must be an integer of at least 1, got {slots!r}"):
+        LocalEngine(endless(), slots=slots)
+    with pytest.raises(EngineError, match="policy must be a Policy"):
+        LocalEngine(endless().model)  # type: ignore[arg-type]
 
 
 # --- cancelling and failing ----------------------------------------------------------------------
 
 
-async def test_a_cancelled_request_frees_its_row_and_harms_nobody() -> None:
+async def test_a_cancelled_request_frees_its_row() -> None:
     policy = endless()
     engine = LocalEngine(policy, slots=8)
     wanted = await LocalEngine(policy).sample(prompt(8), Sampling(max_tokens=60), 5)
@@ -442,7 +485,7 @@ async def test_a_cancelled_request_frees_its_row_and_harms_nobody() -> None:
     assert (got.ids, got.logprobs) == (wanted.ids, wanted.logprobs)
     again = await asyncio.wait_for(engine.sample(prompt(20), Sampling(max_tokens=5), 0, request=request("d0", 1)), 20)
     check(policy, prompt(20), again)
-    assert engine._active == 0
+    assert engine._batch.table.active == 0
 
 
 async def test_random_cancellations_leave_a_working_engine() -> None:
@@ -467,42 +510,35 @@ async def test_random_cancellations_leave_a_working_engine() -> None:
         assert (got.ids, got.logprobs) == (wanted.ids, wanted.logprobs)
 
 
-@pytest.mark.parametrize("when", ["prefill", "decode", "sample_tokens"])
-async def test_a_failure_reaches_everybody_and_the_engine_works_again(
-    when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("when", ["_forward", "_decode", "sample_tokens"])
+async def test_a_failure_fails_all_requests_and_the_engine_recovers(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = endless()
     engine = LocalEngine(policy)
     wanted = await engine.sample(prompt(8), Sampling(max_tokens=12), 5)
-    real, calls = (
-        {"prefill": LocalEngine._forward, "decode": LocalEngine._decode, "sample_tokens": local.sample_tokens}[when],
-        [0],
-    )
+    where: Any = generation if when == "sample_tokens" else ContinuousBatch
+    real, calls = getattr(where, when), [0]
 
     def failing(*args: Any, **options: Any) -> Any:
         calls[0] += 1
-        if calls[0] == (1 if when == "prefill" else 3):
-            raise RuntimeError("out of memory, say")
-        return real(*args, **options)  # type: ignore[operator]
+        if calls[0] == (1 if when == "_forward" else 3):
+            raise RuntimeError("out of memory")
+        return real(*args, **options)
 
-    if when == "sample_tokens":
-        monkeypatch.setattr(local, "sample_tokens", failing)
-    else:
-        monkeypatch.setattr(LocalEngine, "_forward" if when == "prefill" else "_decode", failing)
+    monkeypatch.setattr(where, when, failing)
     many = [
         engine.sample(prompt(10 + i, seed=i), Sampling(max_tokens=20), i, request=request(str(i))) for i in range(6)
     ]
     got = await asyncio.wait_for(asyncio.gather(*many, return_exceptions=True), 20)
     failed = [g for g in got if isinstance(g, EngineError)]
-    assert failed, "somebody was under way"
-    assert all("LocalEngine failed while sampling: RuntimeError: out of memory, say" in str(e) for e in failed)
+    assert failed, "at least one request was running"
+    assert all("LocalEngine failed while sampling: RuntimeError: out of memory" in str(e) for e in failed)
     assert all(isinstance(g, EngineError | Sample) for g in got)
-    for _ in range(3):  # also with the sessions that it had
+    for _ in range(3):  # also with an earlier session
         again = await asyncio.wait_for(engine.sample(prompt(8), Sampling(max_tokens=12), 5, request=request("0")), 20)
         assert (again.ids, again.logprobs) == (wanted.ids, wanted.logprobs)
 
 
-async def test_two_requests_of_one_session_fail_alone() -> None:
+async def test_concurrent_requests_of_one_session_are_rejected() -> None:
     engine = LocalEngine(endless())
     other = asyncio.create_task(engine.sample(prompt(9), Sampling(max_tokens=60), 1, request=request("other")))
     first = asyncio.create_task(engine.sample(prompt(8), Sampling(max_tokens=60), 1, request=request("a")))
@@ -514,11 +550,11 @@ async def test_two_requests_of_one_session_fail_alone() -> None:
     assert len((await first).ids or ()) == 60
 
 
-async def test_no_numbers_of_a_broken_model_are_handed_out() -> None:
+async def test_logits_that_are_not_finite_raise() -> None:
     policy = random_policy(11)
     with torch.no_grad():
         policy.model.get_output_embeddings().weight.fill_(math.nan)
-    policy._has_plain_head = True  # looked at while the weights were well
+    policy._has_plain_head = True  # as if checked before the weights diverged
     with pytest.raises(EngineError, match="the logits are not finite; the policy's weights have diverged"):
         await LocalEngine(policy).sample(prompt(4), Sampling(max_tokens=3), 0)
 
@@ -526,7 +562,7 @@ async def test_no_numbers_of_a_broken_model_are_handed_out() -> None:
 # --- loops and threads ---------------------------------------------------------------------------
 
 
-def test_a_loop_that_went_away_harms_nobody() -> None:
+def test_a_closed_event_loop_does_not_block_the_engine() -> None:
     engine = LocalEngine(endless())
 
     async def leave() -> None:
@@ -535,7 +571,7 @@ def test_a_loop_that_went_away_harms_nobody() -> None:
             await asyncio.sleep(0.001)
         del task
 
-    asyncio.run(leave())  # cancels what is left and closes
+    asyncio.run(leave())  # cancels the pending task and closes the loop
 
     async def go() -> Sample:
         return await asyncio.wait_for(engine.sample(prompt(8), Sampling(max_tokens=12), 5), 20)
@@ -569,7 +605,7 @@ async def test_an_idle_engine_has_no_thread_and_can_be_collected(monkeypatch: py
             break
         await asyncio.sleep(0.01)
     assert engine._thread is None
-    assert len((await engine.sample(prompt(4), Sampling(max_tokens=2), 0)).ids or ()) == 2  # it starts again
+    assert len((await engine.sample(prompt(4), Sampling(max_tokens=2), 0)).ids or ()) == 2  # the thread starts again
     gone = weakref.ref(engine)
     del engine
     for _ in range(200):
@@ -598,7 +634,7 @@ asyncio.run(go())
 """
 
 
-def test_python_may_end_while_it_computes() -> None:
+def test_the_interpreter_can_exit_during_a_forward_pass() -> None:
     script = SCRIPT.format(tests=[str(TESTS), str(Path(__file__).parent)])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=480)
     assert done.returncode == 7, done.stderr
@@ -613,7 +649,7 @@ import test_engine_local as t
 @contextlib.contextmanager
 def slowly(policy):
     yield
-    for _ in range(300):  # what is behind the last request, on a busy machine
+    for _ in range(300):  # simulates work after the last request on a busy machine
         torch.randn(400, 400) @ torch.randn(400, 400)
 
 t.local.single_torch_thread, t.local._IDLE_SECONDS = slowly, 0.01
@@ -625,13 +661,13 @@ sys.exit(7)
 """
 
 
-def test_python_may_end_while_an_idle_thread_leaves() -> None:
+def test_the_interpreter_can_exit_while_an_idle_thread_exits() -> None:
     script = LEAVING.format(tests=[str(TESTS), str(Path(__file__).parent)])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=480)
     assert done.returncode == 7, done.stderr
 
 
-async def test_reproducible_is_said_of_float32_on_cpu_only() -> None:
+async def test_only_float32_on_a_cpu_is_reproducible() -> None:
     assert LocalEngine(endless()).reproducible
     half = random_policy(2)
     half.model.to(torch.bfloat16)
@@ -640,9 +676,9 @@ async def test_reproducible_is_said_of_float32_on_cpu_only() -> None:
     assert all(math.isfinite(x) for x in got.logprobs or (math.nan,))
 
 
-async def test_memory_that_nobody_has_written_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots have more room than is in use. torch fills what it reserves with NaN here; masked, a NaN is still a NaN."""
-    monkeypatch.setattr(local, "_CAPACITY_STEP", 32)  # so that what is held moves to larger slots more than once
+async def test_uninitialized_memory_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch fills allocated memory with NaN here, which masking would not remove."""
+    monkeypatch.setattr(slot_table, "_CAPACITY_STEP", 32)  # so that the cache grows more than once
     policy = endless()
 
     async def sampled() -> list[Sample]:
@@ -667,19 +703,19 @@ async def test_memory_that_nobody_has_written_is_never_read(monkeypatch: pytest.
     assert [s.logprobs for s in poisoned] == [s.logprobs for s in plain]
 
 
-async def test_a_model_is_tried_only_while_its_weights_are_held_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Amid somebody's update the trial would compare two sets of weights, and the engine do without its decoder."""
+async def test_a_model_is_tried_only_while_its_weights_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """During an update, the trial would compare results of different weights."""
     policy = endless()
-    engine = LocalEngine(policy)
-    held: list[bool] = []
-    of = FusedLlamaDecoder.try_build
+    locked: list[bool] = []
+    build = FusedLlamaDecoder.try_build
 
-    def watched(model: Any) -> Any:
-        held.append(policy.lock.locked())
-        return of(model)
+    def watched(trunk: Any) -> Any:
+        locked.append(policy.lock.locked())
+        return build(trunk)
 
     monkeypatch.setattr(FusedLlamaDecoder, "try_build", watched)
+    engine = LocalEngine(policy)
     await engine.sample(prompt(9, seed=1), Sampling(max_tokens=4), 1)
-    policy.model = copy.deepcopy(policy.model)
+    monkeypatch.setattr(policy, "model", copy.deepcopy(policy.model))
     await engine.sample(prompt(9, seed=2), Sampling(max_tokens=4), 2)
-    assert held == [True, True]
+    assert locked == [True, True]

@@ -1,4 +1,4 @@
-"""A script instead of a model: what it replays, and that nobody takes it for a policy."""
+"""The scripted engine: what it replays, and that its tokens are not trained."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from agentfly_kit.types import Sampling, Task
 TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
 
 
-async def test_every_chain_replays_it_from_its_start() -> None:
+async def test_every_chain_replays_the_script() -> None:
     rollout = await scripted([call("2+3"), "5"]).rollout([TASK], group_size=3)
     assert [t.reward for t in rollout] == [1.0] * 3
     assert all([turn.author for turn in t.turns] == ["task", "script", "tool", "script"] for t in rollout)
 
 
-async def test_its_tokens_have_mask_0_and_cannot_be_trained() -> None:
+async def test_scripted_tokens_have_mask_0_and_cannot_be_trained() -> None:
     rollout = await scripted([call("2+3"), "5"]).rollout([TASK])
     t = rollout.trajectories[0]
     assert not t.action_mask.any()
@@ -32,7 +32,7 @@ async def test_its_tokens_have_mask_0_and_cannot_be_trained() -> None:
         collate(rollout, [0.0])
 
 
-async def test_a_function_of_task_and_turn() -> None:
+async def test_the_script_may_be_a_function() -> None:
     def script(task: Task, turn: int) -> str:
         return call(task.messages[0]["content"].split()[2][:-1]) if turn == 0 else task.fields["answer"]
 
@@ -40,7 +40,7 @@ async def test_a_function_of_task_and_turn() -> None:
     assert [t.reward for t in rollout] == [1.0] * 5
 
 
-async def test_a_function_may_be_async() -> None:
+async def test_the_script_may_be_an_async_function() -> None:
     async def script(task: Task, turn: int) -> str:
         await asyncio.sleep(0)
         return task.fields["answer"]
@@ -48,14 +48,14 @@ async def test_a_function_may_be_async() -> None:
     assert (await scripted(script).rollout(tasks(2))).summary()["success"] == 1
 
 
-async def test_ids_are_given_as_they_are() -> None:
+async def test_scripted_ids_are_returned_unchanged() -> None:
     ids = (*chat().encode("5"), chat().stop_ids[0])
     t = (await scripted([ids]).rollout([TASK])).trajectories[0]
     assert t.turns[1].ids == ids
     assert t.final == "5"
 
 
-async def test_a_script_that_ends_too_early_says_so() -> None:
+async def test_a_script_that_is_too_short_raises() -> None:
     t = (await scripted([call("1+1")]).rollout([TASK])).trajectories[0]
     assert t.stop == "error"
     assert t.reward is None
@@ -63,19 +63,19 @@ async def test_a_script_that_ends_too_early_says_so() -> None:
     assert "the script has 1 turns, but turn 2 was requested" in t.error.message
 
 
-def test_a_text_is_no_script() -> None:
+def test_a_string_is_rejected_as_script() -> None:
     with pytest.raises(EngineError, match="must be a list with one text per turn"):
         ScriptedEngine("5")
 
 
-async def test_latencies_of_many_chains_run_side_by_side() -> None:
+async def test_latencies_of_concurrent_chains_overlap() -> None:
     began = time.perf_counter()
     rollout = await scripted(["5"], latency=0.2).rollout([TASK], group_size=20)
     assert len(rollout) == 20
-    assert time.perf_counter() - began < 2  # 4 s one after another
+    assert time.perf_counter() - began < 2  # 4 s sequentially
 
 
-async def test_it_shows_no_distribution_and_has_no_weights() -> None:
+async def test_distribution_and_update_are_not_supported() -> None:
     engine = ScriptedEngine(["5"])
     with pytest.raises(EngineError, match=r"does not support distribution\(\); use LocalEngine"):
         await engine.distribution([1], Sampling())

@@ -1,4 +1,4 @@
-"""Prefix sharing: the same numbers and gradients as separate rows, for fewer tokens."""
+"""Prefix sharing: results and gradients of separate rows, from fewer tokens."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from agents import random_policy
-from test_decoder import model
+from agents import assert_same_gradient, random_policy
+from test_decoder import GPT_NEO, WINDOWED, model, windowed
 
+from agentfly_kit.policy import forward
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.policy.prefix_tree import PackedTrees, build_prefix_trees
 
 
 def branching(seed: int, count: int = 12, vocabulary: int = 400) -> Any:
-    """Rows that begin alike, as the chains of groups do: some twice the same, some the beginning of others."""
+    """Rows with common prefixes: some are equal, some are prefixes of others."""
     g = torch.Generator().manual_seed(seed)
 
     def pick(low: int, high: int) -> int:
@@ -39,8 +40,8 @@ def branching(seed: int, count: int = 12, vocabulary: int = 400) -> Any:
 
 
 def alone(policy: Policy) -> Policy:
-    """The same policy, which runs every row by itself."""
-    policy._supports_trees = False
+    """Make the policy compute every row separately."""
+    policy._sharing_obstacle = "a test"
     return policy
 
 
@@ -60,7 +61,7 @@ def test_rows_attend_only_to_themselves(seed: int, scale: float) -> None:
         tree = places[0] // width
         for k, place in enumerate(places):
             seen = sees[tree, place - tree * width].nonzero()[:, 0] + tree * width
-            assert seen.tolist() == places[: k + 1], "itself and what stands before it in its row, and nothing else"
+            assert seen.tolist() == places[: k + 1], "a token attends to itself and its row before it"
     if scale == 1e9:
         distinct = {tuple(rows.ids[i, :k].tolist()) for i, n in enumerate(lengths) for k in range(1, n + 1)}
         assert sum(tree.width for tree in trees) == len(distinct)
@@ -69,7 +70,7 @@ def test_rows_attend_only_to_themselves(seed: int, scale: float) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("temperatures", [(1.0,), (1.0, 0.7, 1.3)], ids=["one", "several"])
 @pytest.mark.parametrize("head", [True, "separate"])
-def test_forward_of_trees_equals_forward_of_rows(seed: int, temperatures: Any, head: Any) -> None:
+def test_trees_give_the_results_of_rows(seed: int, temperatures: Any, head: Any) -> None:
     rows = branching(seed)
     rows.temperatures = torch.tensor([temperatures[i % len(temperatures)] for i in range(len(rows.ids))])
     found = []
@@ -86,9 +87,9 @@ def test_forward_of_trees_equals_forward_of_rows(seed: int, temperatures: Any, h
         (got.logprob * weigh + got.entropy * weigh.flip(0) + got.value * weigh.square()).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
         found.append((got.logprob, got.entropy, got.value, got.hidden, gradient))
-        assert policy._supports_trees is not own
+        assert bool(policy._sharing_obstacle) is own
     for grown, plain in zip(*found, strict=True):
-        torch.testing.assert_close(grown, plain, atol=2e-5 * max(1.0, float(plain.detach().abs().max())), rtol=0)
+        assert_same_gradient(grown.detach(), plain.detach())
 
 
 def test_only_distinct_tokens_are_computed() -> None:
@@ -96,7 +97,7 @@ def test_only_distinct_tokens_are_computed() -> None:
     seen: list[int] = []
     policy.model.get_input_embeddings().register_forward_hook(lambda m, given, out: seen.append(given[0].numel()))
     policy.score(rows, {"logprob"})
-    seen.clear()  # the trial is over
+    seen.clear()  # discard the trial
     for part in policy.micro_batches(rows):
         policy.forward(rows.ids[part], rows.mask[part], rows.temperatures[part])
     assert sum(seen) < 0.7 * int(rows.lengths.sum()), (seen, rows.lengths)
@@ -113,22 +114,86 @@ def test_micro_batches_of_trees_respect_the_token_limit(micro: int) -> None:
         distinct = {
             tuple(rows.ids[i, :k].tolist()) for i, n in zip(part, lengths, strict=True) for k in range(1, n + 1)
         }
-        assert len(distinct) <= max(micro, *lengths), "a row that is too long goes alone, and nothing else does"
+        assert len(distinct) <= max(micro, *lengths), "only a row that is too long may exceed the limit"
+
+
+def long_rows() -> Any:
+    """Five rows of 40 to 80 random tokens that share 30 or 55 of them; sampled from token 31 on."""
+    g = torch.Generator().manual_seed(1)
+    rows = [torch.randint(7, 90, (n,), generator=g) for n in (80, 10, 35, 45, 20)]
+    rows = [rows[0], *(torch.cat([rows[0][:n], tail]) for n, tail in zip((30, 30, 30, 55), rows[1:], strict=True))]
+    lengths = torch.tensor([len(row) for row in rows])
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    at = torch.arange(ids.shape[1])[None]
+    mask = (at > 30) & (at < lengths[:, None])
+    return SimpleNamespace(ids=ids, mask=mask, lengths=lengths, temperatures=torch.ones(5))
+
+
+def assert_trees_equal_rows(policy: Policy, rows: Any) -> None:
+    """Compare logprobs and gradients of prefix sharing with those of each row in a forward pass of its own."""
+    policy.model.zero_grad()
+    whole = policy.forward(rows.ids, rows.mask, rows.temperatures)
+    whole.logprob.sum().backward()
+    got = [p.grad.clone() for p in policy.model.parameters() if p.grad is not None]
+    policy.model.zero_grad()
+    expected = []
+    for ids, mask, n in zip(rows.ids, rows.mask, rows.lengths.tolist(), strict=True):
+        logp = torch.log_softmax(policy.model(input_ids=ids[None, :n], use_cache=False).logits[0], -1)
+        expected.append(logp[:-1].gather(-1, ids[1:n, None])[:, 0][mask[1:n]])
+    torch.cat(expected).sum().backward()
+    torch.testing.assert_close(whole.logprob, torch.cat(expected), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(policy.score(rows, {"logprob"})["logprob"][rows.mask], whole.logprob.detach())
+    wanted = [p.grad for p in policy.model.parameters() if p.grad is not None]
+    assert_same_gradient(*(torch.cat([g.flatten() for g in part]) for part in (got, wanted)))
+
+
+@pytest.mark.parametrize("family", [*WINDOWED, "llama"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_prefix_sharing_is_exact_for_every_kind_of_attention(
+    family: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "_MASKED_ATTENTION_COST", 1e-9)  # share wherever possible
+    for window in (12, 20, 33) if family == "mistral" else (16,):
+        policy = Policy(windowed(family, window, attention), random_policy(0).chat)
+        rows = long_rows()
+        assert len(policy.micro_batches(rows)) == 1
+        seen: list[int] = []
+        policy.model.get_input_embeddings().register_forward_hook(
+            lambda module, given, out, seen=seen: seen.append(given[0].numel())
+        )
+        assert_trees_equal_rows(policy, rows)
+        assert seen[-1] < int(rows.lengths.sum()), "prefixes were not shared"
+        assert "no prefix sharing" not in repr(policy)
 
 
 @pytest.mark.parametrize(
-    ("family", "attention", "grows"),
+    ("family", "changes", "reason"),
     [
-        ("llama", "sdpa", True),
-        ("qwen3", "eager", True),
-        ("gemma2", "eager", False),  # soft caps and sliding windows
-        ("qwen2", "flash_attention_2", False),
-        ("bloom", "eager", False),  # where a token stands it counts from its mask
+        ("mamba", {"state_size": 8}, "layers of type 'linear_attention'"),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "layers of type 'conv'"),
+        ("gpt_neo", GPT_NEO, "restricts attention by window_size"),
+        ("llama4_text", WINDOWED["llama4_text"] | {"attn_temperature_tuning": True}, "scales queries by their column"),
+        ("bloom", {"n_layer": 2, "n_head": 4}, "a trial raised ValueError"),  # it counts positions in its mask
+        ("mpt", {"n_layers": 2, "n_heads": 4, "d_model": 48}, "a trial gave other hidden states"),  # ALiBi
+        ("flash", {}, "attention implementation 'flash_attention_2' takes no masks"),
     ],
 )
-def test_models_that_do_not_support_trees_use_rows(family: str, attention: str, grows: bool) -> None:
-    shape = {"n_layer": 2, "n_head": 4, "hidden_size": 48} if family == "bloom" else {}
-    made = model(family, **shape)
-    made.config._attn_implementation = attention
-    policy = Policy(made, random_policy(0).chat)
-    assert policy._supports_trees is grows
+def test_other_models_compute_rows_separately_and_show_why(
+    family: str, changes: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "_MASKED_ATTENTION_COST", 1e-9)
+    made = model("qwen2" if family == "flash" else family, **changes)
+    policy, rows = Policy(made, random_policy(0).chat), long_rows()
+    if family == "flash":
+        made.config._attn_implementation = "flash_attention_2"
+        policy.micro_batches(rows)
+    else:
+        assert_trees_equal_rows(policy, rows)
+    assert "no prefix sharing: " in repr(policy) and reason in repr(policy)
+    assert [r.message for r in caplog.records if reason in r.message and "without prefix sharing" in r.message]
+
+
+def test_the_context_of_longrope_ends_where_its_rotation_changes() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+    made = model("phi3", rope_parameters=rope, original_max_position_embeddings=64, pad_token_id=0)
+    assert Policy(made, random_policy(0).chat).max_length == 64

@@ -1,4 +1,4 @@
-"""The masked step against plain loops: values, gradients, what changes nothing, and failures that change nothing."""
+"""The PPO step against plain loops: values, gradients, invariances, and errors that leave the weights unchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from agents import agent, fresh, random_policy, reference_logprobs, tasks
+from agents import agent, assert_same_update, fresh, random_policy, reference_logprobs, tasks
 from torch import Tensor
 
 from agentfly_kit import advantages, tiny
@@ -72,7 +72,7 @@ def batch_of(policy: Policy, count: int = 8, *, stale: float = 0.0, values: bool
 
 
 def moved(policy: Policy, batch: Batch, **options: Any) -> Tensor:
-    """All weights after a step of plain gradient descent, from the same start; its own policy is left alone."""
+    """Return all weights after a step of gradient descent on a copy of the policy."""
     twin = policy.copy()
     options.setdefault("max_grad_norm", None)
     seed = options.pop("seed", 0)
@@ -88,7 +88,7 @@ def weights(policy: Policy) -> Tensor:
 
 
 def plain(policy: Policy, batch: Batch, clip: float, value_coef: float, kl_coef: float, entropy_coef: float) -> Any:
-    """The whole step as its definition says, a token at a time, in float64 logits of whole-model forwards."""
+    """Compute the step by its definition, token by token, from float64 logits of plain forward passes."""
     total = policy_loss = value_loss = kl_ref = 0.0
     stats = {"kl": 0.0, "clipped": 0.0, "entropy": 0.0, "ratio": 0.0}
     n = int(batch.mask.sum())
@@ -140,7 +140,7 @@ def plain(policy: Policy, batch: Batch, clip: float, value_coef: float, kl_coef:
     ],
     ids=str,
 )
-def test_the_step_is_its_definition(options: dict[str, float]) -> None:
+def test_the_step_matches_its_definition(options: dict[str, float]) -> None:
     policy = random_policy(0, value_head=bool(options.get("value_coef")), spread=0.15)
     batch = batch_of(policy, stale=0.12, values=bool(options.get("value_coef")))
     reference = random_policy(1, spread=0.15)
@@ -160,7 +160,7 @@ def test_the_step_is_its_definition(options: dict[str, float]) -> None:
         batch,
         PPOConfig(max_grad_norm=None, old_logprobs="engine", **{"clip": 0.2, "value_coef": 0.0} | options),
     )  # type: ignore[arg-type]
-    torch.testing.assert_close(weights(policy) - weights(twin), flat, atol=2e-5, rtol=1e-4)
+    assert_same_update(weights(twin), weights(policy) - flat, weights(policy))
     assert stats.loss == pytest.approx(float(loss), abs=1e-5)
     assert stats.policy_loss == pytest.approx(float(policy_loss), abs=1e-5)
     assert stats.approx_kl == pytest.approx(wanted["kl"], abs=1e-6)
@@ -178,7 +178,7 @@ def test_the_step_is_its_definition(options: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "trajectory_mean"])
-def test_what_the_result_does_not_depend_on(how: Any) -> None:
+def test_the_result_does_not_depend_on_split_order_or_padding(how: Any) -> None:
     policy = random_policy(0)
     batch = batch_of(policy, stale=0.1)
     options: dict[str, Any] = {
@@ -186,25 +186,24 @@ def test_what_the_result_does_not_depend_on(how: Any) -> None:
         "old_logprobs": "engine",
     }
     wanted = moved(policy, batch, **options)
-    size = float((wanted - weights(policy)).abs().max())
-    assert size > 1e-4
-    close = {"atol": 3e-6 * max(1.0, size), "rtol": 0}  # sums of float32 in another order
+    before = weights(policy)
+    assert float((wanted - before).abs().max()) > 1e-4
     for micro in (1, 40, 10**6):
-        torch.testing.assert_close(moved(policy, batch, micro_tokens=micro, **options), wanted, **close)
+        assert_same_update(moved(policy, batch, micro_tokens=micro, **options), wanted, before)
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)).tolist()
     shuffled = collate([batch.trajectories[i] for i in order]).replace(advantages=batch.advantages[order])
-    torch.testing.assert_close(moved(policy, shuffled, **options), wanted, **close)
+    assert_same_update(moved(policy, shuffled, **options), wanted, before)
     wide = {}
     for name, fill in (("ids", 5), ("mask", 0), ("attention", 0), ("versions", -1)):
         value = getattr(batch, name)
         wide[name] = torch.cat([value, torch.full((len(batch), 40), fill, dtype=value.dtype)], 1)
     for name in ("logprobs", "entropies", "advantages", "token_rewards"):
         wide[name] = torch.cat([getattr(batch, name), torch.full((len(batch), 40), math.nan)], 1)
-    torch.testing.assert_close(moved(policy, dataclasses.replace(batch, **wide), **options), wanted, **close)
+    assert_same_update(moved(policy, dataclasses.replace(batch, **wide), **options), wanted, before)
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -1e30])
-def test_what_stands_at_masked_positions_is_never_read(junk: float) -> None:
+def test_values_at_masked_positions_are_never_read(junk: float) -> None:
     policy = random_policy(0, value_head=True)
     batch = batch_of(policy, stale=0.1, values=True)
     wanted = moved(policy, batch, old_logprobs="engine")
@@ -225,7 +224,7 @@ def flat_half(policy: Policy) -> Batch:
 
 @pytest.mark.parametrize("options", [{}, {"minibatch": 2, "epochs": 2}], ids=str)
 @pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean"])
-def test_leaving_out_rows_without_advantage_is_exact(
+def test_skipping_rows_without_advantage_is_exact(
     options: dict[str, Any], how: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = random_policy(0)
@@ -233,7 +232,7 @@ def test_leaving_out_rows_without_advantage_is_exact(
 
     def go() -> tuple[Tensor, Any]:
         twin = policy.copy()
-        # Plain descent: Adam would divide the rounding of a small gradient by itself.
+        # Not Adam, which would divide the rounding error of a small gradient by the gradient.
         sgd = torch.optim.SGD(list(twin.parameters()), lr=0.1)
         stats = ppo_step(twin, sgd, batch, PPOConfig(old_logprobs="engine", aggregate=how, **options))
         return weights(twin), stats
@@ -241,10 +240,10 @@ def test_leaving_out_rows_without_advantage_is_exact(
     left_out, some = go()
     monkeypatch.setattr(step, "_only_advantage", lambda *args: False)
     run_all, every = go()
-    torch.testing.assert_close(left_out, run_all, atol=5e-7, rtol=0)  # the last bits of weights of about 2
+    assert_same_update(left_out, run_all, weights(policy))
     assert some.updates == every.updates
     assert some.dropped_groups == 1
-    assert some.clip_fraction == pytest.approx(every.clip_fraction, abs=1e-6), "a share of all action tokens"
+    assert some.clip_fraction == pytest.approx(every.clip_fraction, abs=1e-6), "a fraction of all action tokens"
     assert some.loss == pytest.approx(every.loss, abs=1e-6)
 
 
@@ -252,15 +251,16 @@ def test_rows_without_advantage_have_an_entropy_bonus() -> None:
     policy = random_policy(0)
     batch = flat_half(policy)
     quiet = dataclasses.replace(batch, advantages=torch.where(batch.mask, 0.0, math.nan))
-    bonus = [
-        moved(policy, given, old_logprobs="engine", entropy_coef=coef) - weights(policy)
+    with_both, with_advantages, with_bonus = (
+        moved(policy, given, old_logprobs="engine", entropy_coef=coef)
         for given, coef in ((batch, 0.1), (batch, 0.0), (quiet, 0.1))
-    ]
-    torch.testing.assert_close(bonus[0] - bonus[1], bonus[2], atol=3e-6, rtol=0)
-    assert float(bonus[2].abs().max()) > 1e-4
+    )
+    before = weights(policy)
+    assert_same_update(with_both - with_advantages + before, with_bonus, before)
+    assert float((with_bonus - before).abs().max()) > 1e-4
 
 
-def test_when_a_target_ends_the_step_does_not_depend_on_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_kl_does_not_depend_on_skipped_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = random_policy(0)
     batch = flat_half(policy)
 
@@ -275,7 +275,7 @@ def test_when_a_target_ends_the_step_does_not_depend_on_what_was_left_out(monkey
     assert len(set(left_out)) > 1
 
 
-def test_a_minibatch_without_signal_still_moves_by_its_moments() -> None:
+def test_a_minibatch_without_gradient_still_makes_an_update() -> None:
     policy = random_policy(0)
     batch = flat_half(policy)
     optimizer = adamw(policy, 1e-3)
@@ -285,7 +285,7 @@ def test_a_minibatch_without_signal_still_moves_by_its_moments() -> None:
     assert {float(s["step"]) for s in optimizer.state.values()} == {8.0}
 
 
-def test_a_batch_in_which_no_row_has_an_advantage() -> None:
+def test_a_batch_without_any_advantage() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
     before = weights(policy)
@@ -304,7 +304,7 @@ def test_a_batch_in_which_no_row_has_an_advantage() -> None:
 # --- the ratio's denominator ---------------------------------------------------------------------
 
 
-def test_old_logprobs_are_the_engines_only_while_they_are_fresh() -> None:
+def test_old_logprobs_of_the_engine_are_used_only_if_they_agree() -> None:
     policy = random_policy(0)
     exact = batch_of(policy)
     twin = policy.copy()
@@ -329,7 +329,7 @@ def test_old_logprobs_are_the_engines_only_while_they_are_fresh() -> None:
 # --- details -------------------------------------------------------------------------------------
 
 
-def test_detail_is_before_and_after_of_each_token() -> None:
+def test_detail_has_the_logprobs_before_and_after() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
     before = policy.score(batch, {"logprob"})["logprob"]
@@ -341,7 +341,7 @@ def test_detail_is_before_and_after_of_each_token() -> None:
     assert stats.batch is batch
 
 
-async def test_a_good_token_becomes_more_probable_and_a_bad_one_less() -> None:
+async def test_logprobs_move_in_the_direction_of_the_advantage() -> None:
     policy = fresh()
     rollout = await agent(policy).rollout(tasks(4), group_size=8)
     batch = collate(rollout, [1.0 if i % 2 else -1.0 for i in range(32)])
@@ -369,7 +369,7 @@ async def test_a_good_token_becomes_more_probable_and_a_bad_one_less() -> None:
         ({"clip": -1.0}, SettingsError, "clip"),
     ],
 )
-def test_options_that_cannot_be(options: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_invalid_settings_are_rejected(options: dict[str, Any], error: type[Exception], says: str) -> None:
     policy = random_policy(0)
     batch, before = batch_of(policy), weights(policy)
     with pytest.raises(error, match=says):
@@ -378,7 +378,7 @@ def test_options_that_cannot_be(options: dict[str, Any], error: type[Exception],
     assert policy.version == 0
 
 
-async def test_a_batch_of_another_tokenizer_of_the_same_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_of_another_tokenizer_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = fresh()
     batch = collate(await agent(policy).rollout(tasks(2), group_size=2), [1.0, -1.0, 1.0, -1.0])
     other = Policy(policy.model, Chat(tiny.tokenizer()))
@@ -390,7 +390,7 @@ async def test_a_batch_of_another_tokenizer_of_the_same_size_is_refused(monkeypa
         ppo_step(other, adamw(other), batch)
 
 
-def test_a_probe_compares_eight_rows_and_recomputing_all_of_them() -> None:
+def test_the_probe_compares_eight_rows_and_recomputation_all_rows() -> None:
     """A row that was recorded incorrectly is found only if it is probed; the longest always is."""
     policy = random_policy(0)
     batch = join([batch_of(policy) for _ in range(3)])
@@ -409,7 +409,7 @@ def test_a_probe_compares_eight_rows_and_recomputing_all_of_them() -> None:
         assert stats.sampler_gap == pytest.approx(0.01, abs=1e-4)
 
 
-def test_a_stale_batch_is_refused_unless_it_is_allowed() -> None:
+def test_a_stale_batch_is_rejected_unless_allowed() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
     policy.version += 64
@@ -423,7 +423,7 @@ def test_a_stale_batch_is_refused_unless_it_is_allowed() -> None:
     assert ppo_step(policy, adamw(policy, 1e-9), batch, PPOConfig(max_lag=None, correction="token")).updates == 1
 
 
-def test_batches_that_cannot_be() -> None:
+def test_invalid_batches_are_rejected() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
     with pytest.raises(BatchError, match="has no advantages"):
@@ -490,7 +490,7 @@ def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monk
     assert bool(torch.isfinite(weights(policy)).all())
 
 
-async def test_cancelling_leaves_the_weights_at_an_update_however_often_it_is_done() -> None:
+async def test_repeated_cancellation_leaves_the_weights_of_an_update() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
     boundaries = {0: policy.fingerprint()}
@@ -516,10 +516,10 @@ async def test_cancelling_leaves_the_weights_at_an_update_however_often_it_is_do
     version = policy.version
     assert policy.fingerprint() == boundaries[version]
     await asyncio.sleep(0.05)
-    assert policy.version == version < 160, "nothing goes on behind the back of who cancelled it"
+    assert policy.version == version < 160, "no update after the cancellation"
 
 
-def test_a_cancel_event_that_is_set_stops_before_the_first_update() -> None:
+def test_a_set_cancel_event_prevents_the_first_update() -> None:
     policy = random_policy(0)
     cancel = threading.Event()
     cancel.set()
@@ -528,7 +528,7 @@ def test_a_cancel_event_that_is_set_stops_before_the_first_update() -> None:
     assert policy.version == 0
 
 
-async def test_the_async_step_is_the_step() -> None:
+async def test_the_async_step_equals_the_synchronous_one() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
     twin = policy.copy()
@@ -538,7 +538,7 @@ async def test_the_async_step_is_the_step() -> None:
     assert torch.equal(weights(policy), weights(twin))
 
 
-def test_the_seed_orders_the_minibatches() -> None:
+def test_the_seed_determines_the_minibatches() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
     same = [moved(policy, batch, minibatch=2, seed=s) for s in (1, 1, 2)]
@@ -546,7 +546,7 @@ def test_the_seed_orders_the_minibatches() -> None:
     assert not torch.equal(same[0], same[2])
 
 
-def test_target_kl_ends_the_epochs() -> None:
+def test_target_kl_stops_early() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
     stats = ppo_step(policy, adamw(policy, 3e-2), batch, PPOConfig(epochs=20, minibatch=4, target_kl=0.05))
@@ -555,7 +555,7 @@ def test_target_kl_ends_the_epochs() -> None:
     assert stats.approx_kl > 0.01
 
 
-def test_the_gradient_is_clipped_and_told_before_it() -> None:
+def test_max_grad_norm_scales_the_gradient() -> None:
     policy = random_policy(0)
     batch = batch_of(policy, stale=0.1)
     whole = moved(policy, batch, old_logprobs="engine") - weights(policy)

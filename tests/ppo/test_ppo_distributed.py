@@ -1,4 +1,4 @@
-"""Two processes on one machine do the step of one: the same loss, the same gradients, the same weights."""
+"""Two processes compute the step of one: the same loss, gradients and weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prepared() -> tuple[Policy, Batch]:
 
 
 def run(accelerator: Any = None) -> dict[str, Any]:
-    """Every case: its gradients, its numbers, and the weights after an ordinary step."""
+    """Return gradients and statistics of every case, and the weights after a step with AdamW."""
     out: dict[str, Any] = {}
     for name, options in CASES.items():
         policy, batch = prepared()
@@ -54,7 +54,7 @@ def run(accelerator: Any = None) -> dict[str, Any]:
     ppo_step(policy, adamw(policy, 1e-3), batch, PPOConfig(minibatch=4), accelerator=accelerator)
     out["weights"] = torch.cat([p.detach().flatten() for p in policy.parameters()])
     if accelerator is not None:
-        # Each process has rows of its own, and all of them step on all rows.
+        # Each process collected its own rows, and each steps on the rows of all.
         half = made(policy, 8, seed=accelerator.process_index)
         together = gather(half, accelerator)
         assert len(together) == 16 and len(together.groups.unique()) == 4
@@ -75,7 +75,7 @@ def child(folder: Path) -> None:
     accelerator.end_training()
 
 
-def test_two_processes_make_the_step_of_one(tmp_path: Path) -> None:
+def test_two_processes_compute_the_step_of_one(tmp_path: Path) -> None:
     alone = run()
     ranks = run_two(Path(__file__).resolve(), tmp_path)
     for name in CASES:
@@ -84,7 +84,7 @@ def test_two_processes_make_the_step_of_one(tmp_path: Path) -> None:
             agents.assert_same_gradient(got["gradients"], wanted["gradients"], name)
             assert got["numbers"] == pytest.approx(wanted["numbers"], rel=1e-5, abs=1e-6, nan_ok=True), name
     assert torch.equal(ranks[0]["weights"], ranks[1]["weights"])
-    # Adam divides by the gradient's own size, so what is about 0 may go either way by a step of 1e-3.
+    # Adam divides by the size of the gradient, so the sign of its step is arbitrary where the gradient is about 0.
     away = (ranks[0]["weights"] - alone["weights"]).abs()
     assert float(away.quantile(0.99)) < 1e-5 and float(away.max()) < 1e-2
     assert alone["stops early"]["numbers"]["stopped"] and alone["stops early"]["numbers"]["updates"] == 1

@@ -1,4 +1,4 @@
-"""Every option of the step, and what it must not depend on: the split, the padding, the order of rows."""
+"""Settings of the PPO step, and its independence of the split into micro-batches."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from agentfly_kit import advantages, losses
 from agentfly_kit.batch.batch import Batch, join
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.errors import BatchError, PolicyError, SettingsError
+from agentfly_kit.policy import forward
 from agentfly_kit.policy.forward import Critic
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import PPOConfig, adamw, ppo_step, shaped_rewards
@@ -35,7 +36,7 @@ def trajectories(
     version: int = 0,
     stop: str = "answered",
 ) -> list[Trajectory]:
-    """Chains of random ids in one to three turns, with the policy's own logprobs and noise on them."""
+    """Chains of random ids in one to three turns, with the policy's logprobs plus noise."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(low: int, high: int) -> tuple[int, ...]:
@@ -86,14 +87,14 @@ def made(policy: Policy, count: int = 12, **options: Any) -> Batch:
 
 
 def judged(policy: Policy, batch: Batch) -> Batch:
-    """With values, returns and token-level advantages."""
+    """Return the batch with values, returns and token-level advantages."""
     values = policy.score(batch, {"value"})["value"]
     adv, returns = advantages.gae(batch.token_rewards, values, batch.mask)
     return batch.replace(advantages=adv, returns=returns, values=values)
 
 
 class Kept(torch.optim.SGD):
-    """Does nothing but keep the gradients of every update."""
+    """Record the gradients of every update and leave the weights unchanged."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__([p for p in policy.parameters() if p.requires_grad], lr=0.0)
@@ -104,7 +105,7 @@ class Kept(torch.optim.SGD):
 
 
 def gradient(policy: Policy, batch: Batch, **options: Any) -> tuple[Tensor, Any]:
-    """Of one update over the whole batch, and its stats."""
+    """Return the gradient of one update over the whole batch, and the statistics."""
     kept = Kept(policy)
     options.setdefault("old_logprobs", "engine")
     keywords = {name: options.pop(name) for name in ("reference", "detail") if name in options}
@@ -114,7 +115,7 @@ def gradient(policy: Policy, batch: Batch, **options: Any) -> tuple[Tensor, Any]
 
 
 def plain(policy: Policy, batch: Batch, function: Any, how: str, **options: Any) -> Tensor:
-    """The same by the definition: one padded forward of the whole model, autograd through everything."""
+    """Compute the gradient by its definition: one padded forward pass of the whole model."""
     policy.model.zero_grad()
     logits = policy.model(input_ids=batch.ids, attention_mask=batch.attention.long(), use_cache=False).logits
     logp = torch.log_softmax(logits / batch.temperatures[:, None, None], -1)
@@ -131,7 +132,7 @@ def plain(policy: Policy, batch: Batch, function: Any, how: str, **options: Any)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_has_the_gradient_of_its_definition_whatever_the_split(name: str) -> None:
+def test_every_loss_has_the_gradient_of_its_definition(name: str) -> None:
     policy = agents.random_policy(3)
     batch = made(policy)
     wanted = plain(policy, batch, getattr(losses, name), "seq_mean_token_mean")
@@ -141,7 +142,7 @@ def test_every_loss_has_the_gradient_of_its_definition_whatever_the_split(name: 
         assert stats.tokens == int(batch.mask.sum())
 
 
-def test_a_clip_reaches_the_loss_and_one_that_does_not_fit_is_refused() -> None:
+def test_clip_options_reach_the_loss_or_are_rejected() -> None:
     policy = agents.random_policy(3)
     batch = made(policy)
     got, _ = gradient(policy, batch, loss="gspo", clip=0.1, clip_high=0.3)
@@ -158,7 +159,7 @@ def test_a_clip_reaches_the_loss_and_one_that_does_not_fit_is_refused() -> None:
             gradient(policy, batch, **options)
 
 
-def test_a_loss_without_a_gradient_is_refused() -> None:
+def test_a_loss_without_a_gradient_is_rejected() -> None:
     policy = agents.random_policy(3)
     with pytest.raises(SettingsError, match="loss must return a tensor with a gradient"):
         gradient(policy, made(policy), loss=lambda logp, old, adv, mask: logp.detach() * adv)
@@ -179,7 +180,7 @@ def test_the_optimizer_of_another_policy_is_rejected() -> None:
         ppo_step(copy, adamw(policy), made(policy))
 
 
-def test_clip_fraction_is_the_tokens_that_get_nothing() -> None:
+def test_clip_fraction_counts_tokens_without_gradient() -> None:
     policy = agents.random_policy(3)
     batch = made(policy, noise=0.5)
     _, stats = gradient(policy, batch, clip=0.1, micro_tokens=50, detail=True)
@@ -192,7 +193,7 @@ def test_clip_fraction_is_the_tokens_that_get_nothing() -> None:
     assert stats.approx_kl == pytest.approx(float(losses.approx_kl(now, batch.logprobs, batch.mask)), rel=1e-4)
 
 
-# --- everything at once, whatever the split ------------------------------------------------------
+# --- all terms together -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("head", [True, "separate"])
@@ -234,17 +235,38 @@ def test_a_separate_critic_gives_the_policy_no_gradient() -> None:
     assert [len(g["params"]) > 0 for g in adamw(policy).param_groups] == [True] * 3
 
 
+@pytest.mark.parametrize("emulated", [True, False])
+def test_a_cpu_that_emulates_bfloat16_warns_once_before_the_step(
+    emulated: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, tmp_path: Any
+) -> None:
+    features = {"avx2": True, "avx512_bf16": not emulated, "amx_bf16": False}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
+    forward._warn_on_emulated_bfloat16.cache_clear()
+    policy = agents.random_policy(6)
+    batch = made(policy, 2)
+    with pytest.raises(SettingsError, match="reference="):
+        ppo_step(policy, adamw(policy), batch, PPOConfig(autocast="bfloat16", kl_coef=0.1))
+    assert not recwarn, "settings are checked first"
+    for _ in range(2):
+        ppo_step(policy, adamw(policy), batch, PPOConfig(autocast="bfloat16"))
+    Policy.load(policy.save(tmp_path), dtype="bfloat16")
+    texts = [str(w.message) for w in recwarn if "bfloat16" in str(w.message)]
+    assert len(texts) == emulated
+    assert all("no instructions for bfloat16" in text and "autocast=None" in text for text in texts)
+    forward._warn_on_emulated_bfloat16.cache_clear()
+
+
 def test_checkpointing_and_autocast_leave_the_model_as_it_was() -> None:
     policy = agents.random_policy(6)
     before = [m.training for m in policy.model.modules()]
     batch = made(policy)
     whole, exact = gradient(policy, batch)
     kept, _ = gradient(policy, batch, checkpointing=True)
-    torch.testing.assert_close(kept, whole, rtol=1e-5, atol=1e-7)
+    agents.assert_same_gradient(kept, whole)
     half, stats = gradient(policy, batch, autocast="bfloat16", old_logprobs="auto")
     full, _ = gradient(policy, batch, old_logprobs="recompute")
     assert torch.nn.functional.cosine_similarity(half, full, dim=0) > 0.95
-    assert stats.sampler_gap > 1e-4  # so the ratio is taken against what the same precision says
+    assert stats.sampler_gap > 1e-4  # so the old logprobs were recomputed in bfloat16
     assert stats.ratio_max == pytest.approx(1.0, abs=0.03)
     assert exact.ratio_max > 1.1
     assert [m.training for m in policy.model.modules()] == before
@@ -256,7 +278,7 @@ def test_checkpointing_and_autocast_leave_the_model_as_it_was() -> None:
 # --- KL ------------------------------------------------------------------------------------------
 
 
-def test_shaped_rewards_by_hand() -> None:
+def test_shaped_rewards_match_their_formula() -> None:
     policy, reference = agents.random_policy(1), agents.random_policy(2)
     batch = made(policy, 4, noise=0.0)
     with pytest.raises(BatchError, match="ref_logprobs"):
@@ -277,13 +299,13 @@ def test_a_kl_in_the_reward_is_reported_and_not_added() -> None:
     batch = made(policy)
     none, _ = gradient(policy, batch)
     reported, stats = gradient(policy, batch, kl_coef=0.5, kl_in="reward", reference=reference)
-    torch.testing.assert_close(reported, none)
+    agents.assert_same_gradient(reported, none)
     ref = reference.score(batch, {"logprob"})["logprob"]
     mean = losses.kl(batch.logprobs, ref, "k3", batch.mask).sum() / batch.mask.sum()
     assert stats.kl_reference == pytest.approx(float(mean), rel=1e-5)
     added, _ = gradient(policy, batch.replace(ref_logprobs=ref), kl_coef=0.5)
     scored, _ = gradient(policy, batch, kl_coef=0.5, reference=reference)
-    torch.testing.assert_close(added, scored)
+    agents.assert_same_gradient(added, scored)
     assert not torch.allclose(added, none)
     with pytest.raises(SettingsError, match="needs reference="):
         gradient(policy, batch, kl_coef=0.5)
@@ -293,7 +315,7 @@ def test_a_kl_in_the_reward_is_reported_and_not_added() -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_correction_weighs_by_trainer_over_sampler(level: str) -> None:
+def test_correction_weights_are_trainer_over_sampler(level: str) -> None:
     policy = agents.random_policy(1)
     batch = made(policy, noise=0.4)
     now = policy.score(batch, {"logprob"})["logprob"]
@@ -311,7 +333,7 @@ def test_correction_weighs_by_trainer_over_sampler(level: str) -> None:
     torch.testing.assert_close(torch.tensor(stats.detail["weight"])[batch.mask], weights[batch.mask])
 
 
-def test_correction_can_mask_and_says_what_it_does_not_know() -> None:
+def test_correction_can_mask_and_rejects_unknown_options() -> None:
     policy = agents.random_policy(1)
     batch = made(policy, noise=2.0)
     _, stats = gradient(
@@ -325,7 +347,7 @@ def test_correction_can_mask_and_says_what_it_does_not_know() -> None:
         gradient(policy, batch, correction="row")
 
 
-def test_truncated_sampling_is_refused_or_corrected_by_the_kept_mass() -> None:
+def test_truncated_sampling_needs_a_correction() -> None:
     policy = agents.random_policy(1)
     cut = trajectories(policy, noise=0.0, sampling=Sampling(top_p=0.9))
     with pytest.raises(BatchError, match="top-p"):
@@ -335,7 +357,7 @@ def test_truncated_sampling_is_refused_or_corrected_by_the_kept_mass() -> None:
     with pytest.raises(BatchError, match="correction must be 'token' or 'sequence'"):
         gradient(policy, batch)
     _, stats = gradient(policy, batch, correction="token", detail=True)
-    # The engine's logprobs are the policy's, so all that the sampler did otherwise is in what was kept.
+    # The engine's logprobs equal the policy's, so the weight is the kept mass.
     torch.testing.assert_close(torch.tensor(stats.detail["weight"])[batch.mask], batch.kept_mass[batch.mask])
     lost = [
         t.replace(
@@ -350,7 +372,7 @@ def test_truncated_sampling_is_refused_or_corrected_by_the_kept_mass() -> None:
 # --- truncation ----------------------------------------------------------------------------------
 
 
-def test_a_truncated_chain_can_pay_a_penalty() -> None:
+def test_truncated_chains_can_be_penalized() -> None:
     policy = agents.random_policy(1)
     ended, cut = trajectories(policy, 4), trajectories(policy, 4, stop="max_turns")
     group = [t.replace(group="g", id=f"{t.id}-{t.stop}") for t in (*ended, *cut)]
@@ -363,7 +385,7 @@ def test_a_truncated_chain_can_pay_a_penalty() -> None:
         collate(group, truncated="fine")  # type: ignore[arg-type]
 
 
-def test_end_values_are_those_of_the_state_after_the_last_token() -> None:
+def test_bootstrap_values_follow_the_last_token() -> None:
     for head in (True, "separate"):
         policy = Policy(agents.random_policy(6).model, agents.chat(), value_head=head)  # type: ignore[arg-type]
         weight = policy.value_head.head.weight if isinstance(policy.value_head, Critic) else policy.value_head.weight
@@ -383,7 +405,7 @@ def test_end_values_are_those_of_the_state_after_the_last_token() -> None:
 # --- joining -------------------------------------------------------------------------------------
 
 
-def test_joined_batches_are_the_batch_of_all() -> None:
+def test_joined_batches_equal_one_batch() -> None:
     policy = agents.random_policy(1)
     every = trajectories(policy, 12)
     parts = [collate(part, advantages.grpo) for part in (every[:4], every[4:])]
@@ -414,7 +436,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return agents.shipped().copy().save(folder)
 
 
-def test_an_adapter_learns_and_its_base_is_the_reference(saved: Any, tmp_path: Any) -> None:
+def test_an_adapter_is_trained_and_its_base_is_the_reference(saved: Any, tmp_path: Any) -> None:
     pytest.importorskip("peft")
     policy = Policy.load(saved, lora=4)
     assert "adapter" in repr(policy)
@@ -432,7 +454,7 @@ def test_an_adapter_learns_and_its_base_is_the_reference(saved: Any, tmp_path: A
     kept = reference.score(batch, {"logprob"})["logprob"]
     torch.testing.assert_close(kept, base.score(batch, {"logprob"})["logprob"], equal_nan=True)
     assert float((moved - kept)[batch.mask].abs().max()) > 0.1
-    # On disk: the adapter alone, and the merged model for engines that know no adapters.
+    # On disk: the adapter alone, and the merged model for engines without adapters.
     again = Policy.load(policy.save(tmp_path / "adapter"))
     assert not (tmp_path / "adapter" / "model.safetensors").exists()
     torch.testing.assert_close(again.score(batch, {"logprob"})["logprob"], moved, equal_nan=True)
@@ -456,7 +478,7 @@ async def test_an_engine_samples_with_the_adapter(saved: Any) -> None:
     assert float((scored - batch.logprobs)[batch.mask].abs().max()) < 1e-4
 
 
-def test_lora_settings_that_cannot_be(saved: Any) -> None:
+def test_invalid_lora_settings_are_rejected(saved: Any) -> None:
     pytest.importorskip("peft")
     with pytest.raises(SettingsError, match="rank"):
         Policy.load(saved, lora=0)
@@ -464,7 +486,7 @@ def test_lora_settings_that_cannot_be(saved: Any) -> None:
         Policy.load(saved, lora={"r": 4, "lora_dropout": 0.1})
 
 
-def test_a_critic_is_saved_apart_and_comes_back(tmp_path: Any) -> None:
+def test_a_critic_is_saved_in_its_own_file(tmp_path: Any) -> None:
     policy = Policy(agents.shipped().copy().model, agents.chat(), value_head="separate")
     batch = judged(policy, made(policy))
     ppo_step(policy, adamw(policy, 1e-3), batch, PPOConfig(old_logprobs="engine"))
@@ -479,9 +501,6 @@ def test_a_critic_is_saved_apart_and_comes_back(tmp_path: Any) -> None:
     assert Policy.load(folder).value_head is None
 
 
-# --- cancelling ----------------------------------------------------------------------------------
-
-
 # --- through the loop ----------------------------------------------------------------------------
 
 SMALL = TrainConfig(steps=2, tasks_per_step=2, group_size=4, minibatch=None, epochs=1, seed=3)
@@ -492,7 +511,7 @@ def learner(**settings: Any) -> tuple[Any, Policy]:
     return agents.agent(policy, **settings), policy
 
 
-async def test_a_kl_in_the_reward_of_an_outcome_is_its_sum_over_the_row() -> None:
+async def test_a_kl_in_the_reward_is_summed_over_the_row_for_outcomes() -> None:
     agent, policy = learner()
     run = train(agent, policy, agents.tasks(4), SMALL.replace(kl_coef=0.2, kl_in="reward"))
     rollout = await agent.rollout(agents.tasks(2), group_size=4)
@@ -505,7 +524,7 @@ async def test_a_kl_in_the_reward_of_an_outcome_is_its_sum_over_the_row() -> Non
     first = torch.stack([batch.advantages[i][batch.mask[i]][0] for i in range(len(batch))])
     torch.testing.assert_close(first, wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(batch.ref_logprobs, ref, equal_nan=True)
-    # By token, for an estimator of token rewards.
+    # Per token for an estimator of token rewards.
     builder.config = builder.config.replace(advantage="reinforce_plus_plus", whiten=False)
     batch = builder.build(rollout, 0.2)
     wanted = advantages.reinforce_plus_plus(
@@ -514,7 +533,7 @@ async def test_a_kl_in_the_reward_of_an_outcome_is_its_sum_over_the_row() -> Non
     torch.testing.assert_close(batch.advantages[batch.mask], wanted[batch.mask])
 
 
-async def test_a_cut_chain_is_credited_with_the_value_of_where_it_stood() -> None:
+async def test_truncated_chains_bootstrap_from_the_value() -> None:
     agent, policy = learner(value_head=True, max_turns=1)
     torch.nn.init.normal_(policy.value_head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
     config = SMALL.replace(advantage="gae", truncated="bootstrap", whiten=False)
@@ -534,7 +553,7 @@ async def test_a_cut_chain_is_credited_with_the_value_of_where_it_stood() -> Non
         TrainConfig(truncated="bootstrap")
 
 
-async def test_the_kl_coefficient_adapts_and_survives_a_stop(tmp_path: Any) -> None:
+async def test_the_kl_coefficient_adapts_and_is_restored(tmp_path: Any) -> None:
     agent, policy = learner()
     config = SMALL.replace(steps=3, kl_coef=0.1, kl_target=1e-3, kl_horizon=100, lr=1e-3, lr_end=None)
     seen = []

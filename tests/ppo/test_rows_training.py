@@ -1,4 +1,4 @@
-"""Several rows a trajectory in training: what each token weighs, whose advantage it has, and which update it is in."""
+"""Trajectories of several rows in training: token weights, advantages, and minibatches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from agentfly_kit.types import Task, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "?"},))
 Plan = list[list[tuple[str, int]]]
-"""Of each row its turns: (author, tokens); "policy" and roles of upper case sample, others do not."""
+"""The turns of each row: (author, number of tokens). "policy" and authors in upper case sample, others do not."""
 
 
 def trajectory(
@@ -40,7 +40,7 @@ def trajectory(
     seed: int = 0,
     noise: float = 0.3,
 ) -> Trajectory:
-    """Rows of random ids with the policy's own logprobs and noise on them (without a policy, -1 and noise)."""
+    """Rows of random ids with the policy's logprobs (-1 without a policy) plus noise."""
     g = torch.Generator().manual_seed(seed)
     turns: list[Turn] = []
     for r, row in enumerate(plan):
@@ -99,7 +99,7 @@ def folded(policy: Policy | None, *, seed: int = 0, count: int = 8, most: int = 
 # --- collate -------------------------------------------------------------------------------------
 
 
-def test_every_row_is_a_row_of_the_batch() -> None:
+def test_the_batch_has_every_row_of_every_trajectory() -> None:
     given = folded(None, seed=1)
     batch = collate(given, advantages.grpo)
     every = [(t, row) for t in given for row in t.rows]
@@ -119,8 +119,8 @@ def test_every_row_is_a_row_of_the_batch() -> None:
     assert batch.first_rows.tolist() == [i for i, (_, row) in enumerate(every) if row.index == 0]
 
 
-def test_one_advantage_a_trajectory_or_one_a_row() -> None:
-    """The success has three rows, the failure one: docs/conventions.md has the same numbers."""
+def test_advantages_per_trajectory_or_per_row() -> None:
+    """A success with three rows and a failure with one, as in docs/conventions.md."""
     success = trajectory(None, [[("task", 2), ("policy", 2)]] * 3, name="g/0")
     failure = trajectory(None, [[("task", 2), ("policy", 2)]], name="g/1", reward=0.0, seed=1)
     once = collate([success, failure], advantages.grpo)
@@ -138,8 +138,8 @@ def test_one_advantage_a_trajectory_or_one_a_row() -> None:
         collate([success], advantages.grpo, per="token")  # type: ignore[arg-type]
 
 
-def test_rows_of_dropped_trajectories_count_where_rows_are_compared() -> None:
-    """As their trajectories do: cut ones that are masked have their say, unscored ones have none."""
+def test_masked_trajectories_still_count_in_their_group() -> None:
+    """Truncated trajectories that are masked count in the baseline, unscored ones do not."""
     cut = trajectory(None, [[("task", 2), ("policy", 2)]] * 2, name="g/0", reward=0.0, stop="timeout")
     good = trajectory(None, [[("task", 2), ("policy", 2)]], name="g/1", seed=1)
     lost = trajectory(None, [[("task", 2), ("policy", 2)]] * 2, name="g/2", reward=None, stop="error", seed=2)
@@ -148,12 +148,12 @@ def test_rows_of_dropped_trajectories_count_where_rows_are_compared() -> None:
     assert collate([cut, good, lost], advantages.dr_grpo, truncated="mask").advantages[0, 2] == pytest.approx(0.5)
 
 
-def test_rewards_stand_where_they_were_earned() -> None:
+def test_rewards_are_at_the_tokens_that_earned_them() -> None:
     plan: Plan = [[("task", 1), ("policy", 2), ("tool", 1)], [("hook", 1), ("policy", 1), ("tool", 1), ("policy", 2)]]
     t = trajectory(None, plan, reward=10.0, turn_rewards={2: 0.5, 3: 0.25, 4: 2.0, 5: 0.125})
     batch = collate([t])
     nan = math.nan
-    # The prompt of the second row has a reward, and nothing was sampled before it there: what came before earned it.
+    # The reward on the prompt of the second row belongs to the last action of the first row.
     torch.testing.assert_close(
         batch.token_rewards,
         torch.tensor([[nan, 0, 0.75, nan, nan], [nan, 2.125, nan, 0, 10]]),
@@ -165,7 +165,7 @@ def test_rewards_stand_where_they_were_earned() -> None:
         collate([trajectory(None, plan, turn_rewards={0: 1.0})])
 
 
-def test_a_row_in_which_nothing_was_sampled_is_left_out_and_the_reward_moves() -> None:
+def test_rows_without_sampled_tokens_are_dropped() -> None:
     t = trajectory(None, [[("task", 1), ("policy", 1)], [("hook", 2)], [("hook", 1), ("person", 1)]], reward=3.0)
     batch = collate([t], advantages.dr_grpo)
     assert len(batch) == 1
@@ -184,7 +184,7 @@ def test_a_mask_of_authors() -> None:
     assert batch.mask.tolist() == [[False, True, True, False, False, True]]
     for name, wanted in {
         "advantages": [[nan, 2, 2, nan, nan, 2]],
-        "token_rewards": [[nan, 0, 0.5, nan, nan, 1]],  # black's are black's
+        "token_rewards": [[nan, 0, 0.5, nan, nan, 1]],  # without the rewards of BLACK
     }.items():
         torch.testing.assert_close(getattr(batch, name), torch.tensor(wanted), equal_nan=True)
     for name in ("logprobs", "entropies"):
@@ -204,7 +204,7 @@ def test_a_mask_of_authors() -> None:
 
 
 def test_the_tokens_of_other_authors_get_no_gradient() -> None:
-    """The gradient with white's mask and with black's add up to that of both: under a token sum, exactly."""
+    """Under a sum over tokens, the gradients for WHITE and for BLACK add up to the gradient for both."""
     policy = agents.random_policy(3)
     plan: Plan = [[("task", 2), ("WHITE", 3), ("BLACK", 4), ("WHITE", 2)], [("hook", 2), ("BLACK", 3), ("WHITE", 1)]]
     t = trajectory(policy, plan)
@@ -229,7 +229,7 @@ AGGREGATES: dict[str, dict[str, Any]] = {
 
 
 def weight(given: list[Trajectory], t: Trajectory, row: int, how: str) -> float:
-    """What one sampled token of a row weighs, said once more in plain words."""
+    """Weight of one sampled token of a row, by the definition of the aggregate."""
     sampled = [[int(r.action_mask.sum()) for r in t.rows] for t in given]
     rows = sum(map(len, sampled))
     own = sampled[given.index(t)]
@@ -244,7 +244,7 @@ def weight(given: list[Trajectory], t: Trajectory, row: int, how: str) -> float:
 
 
 def brute(policy: Policy, given: list[Trajectory], how: str, clip: float = 0.2) -> Tensor:
-    """PPO's gradient over all rows of all trajectories: a forward a row, a token at a time, no batch and no padding."""
+    """PPO's gradient over all rows of all trajectories, with one forward pass per row, token by token."""
     each = advantages.grpo([t.reward for t in given], [t.group for t in given])
     total = torch.zeros((), dtype=torch.float64)
     for t, a in zip(given, each.tolist(), strict=True):
@@ -267,7 +267,7 @@ def options_of(how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", AGGREGATES)
-def test_the_gradient_over_folded_rows_is_that_of_the_definition(how: str) -> None:
+def test_the_gradient_over_compacted_rows_matches_its_definition(how: str) -> None:
     policy = agents.random_policy(5)
     given = folded(policy, seed=4)
     assert max(len(t.rows) for t in given) >= 3
@@ -281,7 +281,7 @@ def test_the_gradient_over_folded_rows_is_that_of_the_definition(how: str) -> No
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, None])
-def test_an_update_has_whole_trajectories(size: int | None) -> None:
+def test_minibatches_contain_whole_trajectories(size: int | None) -> None:
     batch = collate(folded(None, seed=6, count=11), advantages.grpo)
     found = minibatches(batch, size, torch.Generator().manual_seed(0))
     assert sorted(i for rows in found for i in rows.tolist()) == list(range(len(batch)))
@@ -296,13 +296,13 @@ def test_an_update_has_whole_trajectories(size: int | None) -> None:
     assert stats.updates == 2 * len(found)
 
 
-# --- advantages a token, over folds --------------------------------------------------------------
+# --- token advantages over compactions -----------------------------------------------------------
 
 Cut = tuple[list[list[float]], list[list[float]], list[list[bool]], list[int]]
 
 
 def cut_up(rng: random.Random) -> tuple[Any, Any]:
-    """Some trajectories as single rows, and the same cut into rows at ends of actions, each with a prompt of its own.
+    """Return trajectories of single rows, and the same ones split into rows after actions, each with its own prompt.
 
     (rewards, values, mask, groups) as tensors, and the same with trajectories and, for each row, where its tokens are.
     """
@@ -329,7 +329,7 @@ def cut_up(rng: random.Random) -> tuple[Any, Any]:
         whole.append(tokens)
     order = list(range(len(rows)))
     rng.shuffle(order)
-    order.sort(key=lambda i: of[:i].count(of[i]))  # trajectories in any order, the rows of each in theirs
+    order.sort(key=lambda i: of[:i].count(of[i]))  # the rows of each trajectory keep their order
 
     def tensors(given: list[list[tuple[float, float, bool]]]) -> tuple[Tensor, Tensor, Tensor]:
         width = max(map(len, given)) + rng.randint(0, 2)
@@ -367,12 +367,12 @@ ESTIMATORS: dict[str, Any] = {
 
 
 def turns(mask: Tensor) -> Tensor:
-    """Runs of the mask, numbered in each row."""
+    """Number the runs of the mask in each row."""
     return (mask & ~torch.cat([torch.zeros_like(mask[:, :1]), mask[:, :-1]], 1)).cumsum(1)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_a_fold_is_to_an_estimator_what_an_observation_is(name: str) -> None:
+def test_compaction_changes_no_advantage(name: str) -> None:
     """Cutting a trajectory into rows changes no action's advantage."""
     several = 0
     for seed in range(40):
@@ -386,8 +386,8 @@ def test_a_fold_is_to_an_estimator_what_an_observation_is(name: str) -> None:
     assert several > 10
 
 
-def test_gae_over_folds_is_the_recursion() -> None:
-    """Written out: over the sampled tokens of all rows in order, the value of the cut state behind the last one."""
+def test_gae_over_compactions_matches_the_recursion() -> None:
+    """The recursion over the sampled tokens of all rows, with the bootstrap value after the last one."""
     for seed in range(20):
         _, ((r, v, m), ids) = cut_up(random.Random(seed))
         last = torch.rand(len(ids), generator=torch.Generator().manual_seed(seed)).double()
@@ -405,8 +405,8 @@ def test_gae_over_folds_is_the_recursion() -> None:
             assert mine == pytest.approx(wanted[::-1], abs=1e-9), f"seed {seed}"
 
 
-def test_steps_and_distances_end_at_a_fold() -> None:
-    """Under observations="step" what stands between two actions of a row is a step, and a compaction is none."""
+def test_a_compaction_adds_no_step() -> None:
+    """Under observations="step", an observation between two actions is a step, a compaction is not."""
     r = torch.tensor([[0.0, 0, 0, 0, 0], [0, 1, 0, 0, 0]])
     v = torch.tensor([[7.0, 0.1, 0.2, 0.3, 7], [7, 0.4, 7, 7, 7]])
     m = torch.tensor([[0, 1, 0, 1, 0], [0, 1, 0, 0, 0]]).bool()
@@ -419,7 +419,7 @@ def test_steps_and_distances_end_at_a_fold() -> None:
     torch.testing.assert_close(got[m], flat[[0, 2, 3]])
 
 
-def test_a_row_that_is_unscored_takes_its_trajectory_along() -> None:
+def test_an_unscored_row_makes_its_trajectory_unscored() -> None:
     r = torch.tensor([[0.0, math.nan], [0.0, 1.0], [0.0, 1.0]])
     m = torch.ones(3, 2).bool()
     got, _ = advantages.gae(r, torch.zeros(3, 2), m, lam=1.0, trajectory_index=["a", "a", "b"])
@@ -430,7 +430,7 @@ def test_a_row_that_is_unscored_takes_its_trajectory_along() -> None:
     assert base.tolist() == [[0, 0]] * 3
 
 
-def test_one_vote_a_trajectory_in_its_group() -> None:
+def test_each_trajectory_counts_once_in_its_group() -> None:
     """A success in three rows and a failure in one, rewards on the last token."""
     r = torch.tensor([[0.0], [0.0], [1.0], [0.0]])
     got = advantages.reinforce_plus_plus_baseline(
@@ -442,8 +442,8 @@ def test_one_vote_a_trajectory_in_its_group() -> None:
 # --- a run ---------------------------------------------------------------------------------------
 
 
-def fold_after_a_result(chain: Chain) -> None:
-    """The next row begins with the conversation so far, as the template writes it: the same tokens, another row."""
+def compact_after_a_result(chain: Chain) -> None:
+    """Begin a new row with the tokens of the conversation so far."""
     if chain.turn.kind == "observation" and chain.turn.row == 0:
         chain.compact([m for turn in chain.turns for m in turn.messages])
 
@@ -455,15 +455,14 @@ def small(**more: Any) -> TrainConfig:
     return TrainConfig(**settings | more)
 
 
-def run_of(path: Path, hook: Any = fold_after_a_result, policy: Policy | None = None, **more: Any) -> TrainRun:
+def run_of(path: Path, hook: Any = compact_after_a_result, policy: Policy | None = None, **more: Any) -> TrainRun:
     policy = agents.fresh(value_head=more.get("advantage") == "gae") if policy is None else policy
     return train(agents.agent(policy, before_turn=hook), policy, agents.tasks(8), small(**more), run=path)
 
 
-async def test_folding_into_the_same_tokens_is_the_same_trajectory() -> None:
-    """What a compaction leaves unchanged, the model does not notice: same actions, same rewards, the same token
-    mean."""
-    a = agents.agent(before_turn=fold_after_a_result)
+async def test_a_compaction_to_the_same_tokens_changes_nothing() -> None:
+    """The actions, the rewards and the gradient of the token mean are the same."""
+    a = agents.agent(before_turn=compact_after_a_result)
     folds, plain = await a.rollout(agents.tasks(4), 4), await agents.agent().rollout(agents.tasks(4), 4)
     assert sum(len(t.rows) > 1 for t in folds) >= 5
     for t, u in zip(folds, plain, strict=True):
@@ -477,7 +476,7 @@ async def test_folding_into_the_same_tokens_is_the_same_trajectory() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"advantage": "gae"}])
-async def test_a_run_with_folds_goes_on_to_the_same_bits(tmp_path: Path, more: dict[str, Any]) -> None:
+async def test_a_run_with_compactions_resumes_bitwise(tmp_path: Path, more: dict[str, Any]) -> None:
     def start() -> Policy:
         return agents.fresh(value_head="advantage" in more)
 
@@ -487,7 +486,7 @@ async def test_a_run_with_folds_goes_on_to_the_same_bits(tmp_path: Path, more: d
         assert step.record["rows"] > 1
         if step.step == 2:
             break
-    # As after a kill: another policy object, loaded from where the first began, and the folder.
+    # As after a restart: another policy object with the initial weights, and the folder.
     again = start()
     resumed = await run_of(tmp_path / "cut", policy=again, **more)
     same = {"step", "reward", "rows", "tokens", "policy_loss", "grad_norm"}
@@ -496,8 +495,8 @@ async def test_a_run_with_folds_goes_on_to_the_same_bits(tmp_path: Path, more: d
         assert torch.equal(a, b)
 
 
-async def test_a_chain_pays_the_kl_of_all_its_rows(tmp_path: Path) -> None:
-    run = run_of(tmp_path, hook=fold_with_text, kl_coef=0.2, kl_in="reward")
+async def test_the_kl_in_the_reward_covers_all_rows(tmp_path: Path) -> None:
+    run = run_of(tmp_path, hook=compact_to_text, kl_coef=0.2, kl_in="reward")
     builder = run._batch_builder
     builder.reference = agents.random_policy(1)
     batch = builder.build(await run.agent.rollout(agents.tasks(2), group_size=4), 0.2)
@@ -510,32 +509,32 @@ async def test_a_chain_pays_the_kl_of_all_its_rows(tmp_path: Path) -> None:
     torch.testing.assert_close(each, wanted[batch.trajectory_index], rtol=1e-4, atol=1e-5)
 
 
-def forget_the_question(chain: Chain) -> None:
-    """A shorter context: the call and its result, without what was asked."""
+def compact_without_the_question(chain: Chain) -> None:
+    """Compact to the call and its result, without the question."""
     if chain.turn.kind == "observation" and chain.turn.row == 0:
         said = [m for turn in chain.turns[1:] for m in turn.messages]
         chain.compact([{"role": "user", "content": "?"}, *said])
 
 
-async def test_it_learns_with_folds(tmp_path: Path) -> None:
-    """The call, which stands in the first row, is learned from a reward that is won in the second."""
+async def test_a_run_with_compactions_learns(tmp_path: Path) -> None:
+    """The call in the first row is learned from the reward of the second."""
     policy = agents.fresh()
-    agent = agents.agent(policy, before_turn=forget_the_question)
+    agent = agents.agent(policy, before_turn=compact_without_the_question)
     config = TrainConfig(steps=3, lr_end=None)
     records = (await train(agent, policy, agents.tasks(64), config, run=tmp_path)).records
     assert records[0]["success"] < 0.4 and records[-1]["success"] > 0.7, [r["success"] for r in records]
     assert records[0]["rows"] < 1.6 and records[-1]["rows"] > 1.8, [r["rows"] for r in records]
 
 
-async def test_another_hook_is_another_run(tmp_path: Path) -> None:
+async def test_another_hook_makes_another_run(tmp_path: Path) -> None:
     await run_of(tmp_path, steps=1)
     run_of(tmp_path, steps=1)
     with pytest.raises(RunMismatch, match="hooks"):
         run_of(tmp_path, hook=None, steps=1)
 
 
-def fold_with_text(chain: Chain) -> None:
-    """As a user would: the task, and what the tool said."""
+def compact_to_text(chain: Chain) -> None:
+    """Compact to a text with the tool result."""
     if chain.turn.kind == "observation" and chain.turn.row == 0:
         chain.compact(f"The calculator says {chain.turn.messages[0]['content']}.")
 
@@ -543,6 +542,6 @@ def fold_with_text(chain: Chain) -> None:
 async def test_settings_of_rows_reach_the_batch_and_the_step(tmp_path: Path) -> None:
     aggregate = {"how": "trajectory_mean", "count": "rows"}
     settings: dict[str, Any] = {"steps": 1, "tasks_per_step": 2, "advantage_per": "row", "authors": "policy"}
-    run = await run_of(tmp_path, hook=fold_with_text, aggregate=aggregate, **settings)
+    run = await run_of(tmp_path, hook=compact_to_text, aggregate=aggregate, **settings)
     assert run.records[0]["rows"] > 1
     assert math.isfinite(run.records[0]["policy_loss"])

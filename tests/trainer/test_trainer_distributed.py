@@ -31,7 +31,7 @@ CASES: dict[str, TrainConfig] = {
 def learner(*, value_head: bool = False) -> Policy:
     """Return a policy without prefix sharing, whose order of summation depends on the distribution of the rows."""
     policy = fresh_learner(value_head=value_head)
-    policy._supports_trees = False
+    policy._sharing_obstacle = "a test"
     return policy
 
 

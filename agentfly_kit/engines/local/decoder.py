@@ -1,44 +1,91 @@
-"""A fast forward pass over `KVCache` for small Llama-like models, with fused projections and a third of the calls.
+"""The forward pass of the engine, which stores the keys and values of the tokens in a `KVCache`.
 
-In a decode step of a few dozen rows, a small model spends more time in Python than in arithmetic. Here one product
-computes queries, keys and values, another one gate and up projections, and norms and rotary embeddings run on queries
-and keys together. The weights are read from the policy's model and concatenated again after each change. All models
-that are not exactly of the supported form (for instance with an adapter, a hook, another rotary embedding or another
-device) use their own forward pass (`reference_forward`), and so do models whose results differ in a trial.
+In a decode step of a few dozen rows, a small model spends more time in Python than in arithmetic. For small Llama-like
+models, `FusedLlamaDecoder` makes a third of the calls. Others (with an adapter or a hook, for instance) use their own
+modules. Either way, a trial compares the result with a plain forward pass first.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agentfly_kit.engines.local.kv_cache import KVCache
+from agentfly_kit.errors import EngineError
+from agentfly_kit.policy.attention import agree, masked_states, unsupported_attention, with_short_windows
+from agentfly_kit.policy.policy import Policy
+
+# A function of (cache, tokens (R, C), positions (R, C), mask (R, 1, C, S), stamp) that returns hidden states (R, C, d).
+# `stamp` identifies the weights.
+CachedForward: TypeAlias = Callable[[KVCache, Tensor, Tensor, Tensor, object], Tensor]
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
 # Maximum number of parameters. The fused weights are a copy, and for larger models the savings are negligible.
 _MAX_PARAMETERS = 1 << 24
-# Maximum deviation from the reference, relative to the largest hidden state.
-_TRIAL_GAP = 1e-4
+
+
+def cached_forward(policy: Policy) -> CachedForward:
+    """Return the forward pass for a policy's model: fused if supported, else by the model's own modules.
+
+    Raises:
+        EngineError: If the model computes other hidden states with a KV cache than without one.
+    """
+    trunk = policy.decoder
+    if (fused := FusedLlamaDecoder.try_build(trunk)) is not None:
+        return fused
+    short = with_short_windows(trunk)
+    reason = unsupported_attention(short)
+    try:
+        if not reason and not _passes_trial(short, _modules_forward(short)):
+            reason = "a trial gave other hidden states with a KV cache than without one"
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+        reason = f"a trial raised {type(error).__name__}: {error}"
+    if reason:
+        raise EngineError(f"LocalEngine cannot run {type(policy.model).__name__}: {reason}. Use VLLMEngine instead")
+    return _modules_forward(trunk)
+
+
+def _modules_forward(trunk: Any) -> CachedForward:
+    def forward(cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor, stamp: object) -> Tensor:
+        keys = torch.arange(mask.shape[-1], device=mask.device)[None]
+        return masked_states(trunk, tokens, positions, mask, keys, cache)
+
+    return forward
+
+
+@torch.inference_mode()
+def _passes_trial(trunk: Any, forward: CachedForward) -> bool:
+    """Return whether two chunks of prompts and a token after them have the hidden states of a plain forward pass."""
+    rows, width = 2, 13
+    device = next(trunk.parameters()).device
+    ids = (
+        torch.arange(rows * width, device=device).reshape(rows, width) * 7
+    ) % trunk.get_input_embeddings().num_embeddings
+    expected = trunk(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
+    cache = KVCache(rows, width)
+    parts = []
+    for start, stop in ((0, 7), (7, 12), (12, 13)):
+        positions = torch.arange(start, stop, device=device)[None].expand(rows, -1)
+        mask = cache.prepare(torch.arange(rows, device=device) if stop - start > 1 else rows, positions)
+        parts.append(forward(cache, ids[:, start:stop], positions, mask, "trial"))
+    return agree(expected, torch.cat(parts, 1))
 
 
 class FusedLlamaDecoder:
-    """Fused decoder of a small Llama-like model.
-
-    Shapes:  tokens (R, C), positions (R, C), mask (R, 1, C, S) -> hidden states (R, C, d).
-    """
+    """Fused decoder of a small Llama-like model without attention windows."""
 
     @classmethod
-    def try_build(cls, model: Any) -> FusedLlamaDecoder | None:
-        """Return a fused decoder for the model, or None if the model is not supported."""
+    def try_build(cls, trunk: Any) -> FusedLlamaDecoder | None:
+        """Return a fused decoder, or None if the model is not supported or fails the trial."""
         try:
-            trunk = model.get_decoder()
             if not _is_supported(trunk):
                 return None
             decoder = cls(trunk)
-            return decoder if decoder._matches_reference() else None
+            return decoder if _passes_trial(trunk, decoder) else None
         except (AttributeError, RuntimeError):  # the model's structure differs from the expected one
             return None
 
@@ -56,11 +103,8 @@ class FusedLlamaDecoder:
         self._biases: list[Tensor | None] = []
         self._cos = self._sin = torch.zeros(0)
 
-    def __call__(self, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor, *, stamp: object) -> Tensor:
-        """Compute hidden states and write keys and values to the cache.
-
-        `stamp` identifies the weights; if it differs from the previous call, the fused weights are rebuilt.
-        """
+    def __call__(self, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor, stamp: object) -> Tensor:
+        """Compute hidden states; see `CachedForward`. The fused weights are rebuilt if `stamp` has changed."""
         self._refresh(int(cache.capacity), stamp)
         if tokens.shape[1] == 1:
             return self._decode_one_token(cache, tokens[:, 0], positions[:, 0], mask)[:, None]
@@ -152,46 +196,16 @@ class FusedLlamaDecoder:
             half = self._size // 2
             self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
 
-    def _matches_reference(self) -> bool:
-        """Compare with `reference_forward` on a chunk of a prompt and a token after it."""
-        ids = (torch.arange(8 * 9).reshape(8, 9) * 7) % self._trunk.embed_tokens.weight.shape[0]
-        found: list[Tensor] = []
-        with torch.inference_mode():
-            for own in (False, True):
-                cache = KVCache(8, 9, len(self._trunk.layers))
-                for start, stop in ((0, 8), (8, 9)):
-                    positions = torch.arange(start, stop)[None].expand(8, -1)
-                    mask = cache.prepare(torch.arange(8) if stop - start > 1 else 8, positions)
-                    if own:
-                        out = self(cache, ids[:, start:stop], positions, mask, stamp="trial")
-                    else:
-                        out = reference_forward(self._trunk, cache, ids[:, start:stop], positions, mask)
-                    found.append(out)
-        return all(
-            float((theirs - ours).abs().max()) <= _TRIAL_GAP * float(theirs.abs().max())
-            for theirs, ours in zip(found[:2], found[2:], strict=True)
-        )
-
-
-def reference_forward(trunk: Any, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-    """Compute the hidden states with the model's own modules; same arguments as `FusedLlamaDecoder`."""
-    hidden: Tensor = trunk(
-        input_ids=tokens,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=False,
-        return_dict=True,
-    ).last_hidden_state
-    return hidden
-
 
 def _is_supported(trunk: Any) -> bool:
     config = trunk.config
-    if getattr(config, "model_type", None) not in _FAMILIES or getattr(config, "sliding_window", None):
+    types = set(getattr(config, "layer_types", None) or ())
+    if config.model_type not in _FAMILIES or getattr(config, "sliding_window", None) or types - {"full_attention"}:
         return False
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "default" or float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        return False
+    if config.hidden_act != "silu" or type(trunk.embed_tokens) is not nn.Embedding:
         return False
     parameters = list(trunk.parameters())
     if sum(p.numel() for p in parameters) > _MAX_PARAMETERS:
@@ -200,15 +214,12 @@ def _is_supported(trunk: Any) -> bool:
         return False
     if any(m._forward_hooks or m._forward_pre_hooks for m in trunk.modules()):
         return False
-    if type(trunk.embed_tokens) is not nn.Embedding:
-        return False
     for layer in trunk.layers:
         a, mlp = layer.self_attn, layer.mlp
-        plain = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        if any(type(m) is not nn.Linear for m in plain):  # wrapped by an adapter, for example
+        without_bias = (a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        # An adapter wraps these modules.
+        if any(type(m) is not nn.Linear for m in (a.q_proj, a.k_proj, a.v_proj, *without_bias)):
             return False
-        if any(m.bias is not None for m in (a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
-            return False
-        if getattr(config, "hidden_act", None) != "silu":
+        if any(m.bias is not None for m in without_bias):
             return False
     return True

@@ -1,8 +1,7 @@
 """KV cache with one slot per sequence; each sequence is at its own position.
 
-The first `n` slots can be run as one batch without copying, so the engine keeps its running rows there (`swap`). The
-class can be passed to a model as a transformers cache: the attention layers call `update` and get back all keys and
-values that their queries may attend to. The engine passes the attention mask, which `prepare` returns.
+The first `n` slots can be run as one batch without copying, so the engine keeps its running rows there (`swap`).
+Attention layers of transformers call `update`, which returns all keys and values; `prepare` returns the causal mask.
 
 Decoding is batch-invariant in float32 on a CPU: the results for a row are bitwise identical for any batch composition.
 A matrix product over four or more rows computes each row independently, attention processes one row at a time, and the
@@ -25,24 +24,13 @@ _ALIGNMENT = 16
 class KVCache:
     """Keys and values of many sequences; slot i holds those of the tokens `ids[i, :length[i]]`."""
 
-    def __init__(self, count: int, capacity: int, layers: int = 1) -> None:
-        """Create a cache.
-
-        Args:
-            count: Number of slots.
-            capacity: Tokens per slot.
-            layers: Expected number of attention layers. Layers of the same shape are stored in one block and copied
-                together; additional layers, or layers of other shapes, need a copy each.
-        """
+    def __init__(self, count: int, capacity: int) -> None:
         self.count = count
-        self._layers = layers
         self.capacity = -(-capacity // _ALIGNMENT) * _ALIGNMENT
         self.ids: npt.NDArray[np.int64] = np.zeros((count, self.capacity), dtype=np.int64)
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
-        # One block (2 x layers, count, heads, capacity, head size) per shape of layers, allocated at the first update.
-        self._blocks: list[Tensor] = []
-        # Per layer: its block, and the index of its keys in the block; its values come next.
-        self._layer_location: list[tuple[int, int]] = []
+        # Keys and values of each layer, (2, count, heads, capacity, head size), allocated at its first update.
+        self._layers: list[Tensor] = []
         self._rows: Tensor | slice = slice(0, 0)
         self._positions: Tensor = torch.zeros(0)
         self._visible = 0
@@ -54,21 +42,16 @@ class KVCache:
     # --- forward pass ---
 
     def prepare(self, rows: Tensor | int, positions: Tensor) -> Tensor:
-        """Set where the next forward pass writes.
+        """Set where the next forward pass writes, and return its causal mask, (R, 1, C, S) bool.
 
-        Args:
-            rows: A number n for the first n slots, or slot indices (R,). Contiguous slots need no copy.
-            positions: Position of each token, (R, C) int64.
-
-        Returns:
-            The attention mask, (R, 1, C, S) bool, True where a query may attend. S covers all positions and is a
-            multiple of 16.
+        `rows` is a number n for the first n slots, or slot indices (R,), of which contiguous ones need no copy;
+        `positions` are those of the tokens, (R, C). S covers all positions and is a multiple of 16.
         """
         self._visible = min(self.capacity, -(-(int(positions.max()) + 1) // _ALIGNMENT) * _ALIGNMENT)
         if self._visible > self._initialized:
-            for block in self._blocks:
+            for held in self._layers:
                 # Uninitialized memory may contain NaN, which masking does not remove.
-                block[..., self._initialized : self._visible, :] = 0
+                held[..., self._initialized : self._visible, :] = 0
             self._initialized = self._visible
         if isinstance(rows, int):
             self._rows = slice(0, rows)
@@ -87,10 +70,10 @@ class KVCache:
 
         This is the interface through which the attention layers of transformers use their cache.
         """
-        while len(self._layer_location) <= layer_idx:
-            self._add_layer(key_states)
-        block, first = self._layer_location[layer_idx]
         heads, size = key_states.shape[1], key_states.shape[3]
+        while len(self._layers) <= layer_idx:
+            self._layers.append(key_states.new_empty(2, self.count, heads, self.capacity, size))
+            self._layers[-1][..., : self._initialized, :] = 0
         if heads not in self._write_index:
             at = self._positions
             rows = self._rows
@@ -99,22 +82,16 @@ class KVCache:
             vectors = rows[:, None] * heads + torch.arange(heads, device=at.device)
             self._write_index[heads] = (vectors[:, :, None] * self.capacity + at[:, None]).view(-1)
         found = []
-        for held, states in zip(self._blocks[block][first : first + 2], (key_states, value_states), strict=True):
+        for held, states in zip(self._layers[layer_idx], (key_states, value_states), strict=True):
             held.view(-1, size).index_copy_(0, self._write_index[heads], states.reshape(-1, size))
             visible = held[:, :, : self._visible]
             # index_select copies whole rows; indexing by [] copies elements and takes 2.4 times as long.
             found.append(visible[self._rows] if isinstance(self._rows, slice) else visible.index_select(0, self._rows))
         return found[0], found[1]
 
-    def _add_layer(self, like: Tensor) -> None:
-        shape = (self.count, like.shape[1], self.capacity, like.shape[3])
-        block, at = (self._layer_location[-1][0], self._layer_location[-1][1] + 2) if self._layer_location else (0, 0)
-        if not self._layer_location or at >= len(self._blocks[block]) or self._blocks[block].shape[1:] != shape:
-            block, at = len(self._blocks), 0
-            kinds = 2 * max(1, self._layers - len(self._layer_location))
-            self._blocks.append(like.new_empty(kinds, *shape))
-            self._blocks[block][..., : self._initialized, :] = 0
-        self._layer_location.append((block, at))
+    def get_seq_length(self, *_: object) -> int:
+        """Return 0: transformers models number tokens by it, but the engine passes the positions of all tokens."""
+        return 0
 
     # --- copying and resizing ---
 
@@ -133,18 +110,18 @@ class KVCache:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of slot `source` to slot `target`."""
-        for block in self._blocks:
-            block[:, target, :, :length] = block[:, source, :, :length]
+        for held in self._layers:
+            held[:, target, :, :length] = held[:, source, :, :length]
         self.ids[target, :length] = self.ids[source, :length]
         self.length[target] = length
 
     def swap(self, a: int, b: int) -> None:
         """Exchange the contents of two slots."""
         n = min(int(max(self.length[a], self.length[b])) + 1, self.capacity)
-        for block in self._blocks:
-            held = block[:, a, :, :n].clone()
-            block[:, a, :, :n] = block[:, b, :, :n]
-            block[:, b, :, :n] = held
+        for held in self._layers:
+            before = held[:, a, :, :n].clone()
+            held[:, a, :, :n] = held[:, b, :, :n]
+            held[:, b, :, :n] = before
         self.ids[[a, b], :n] = self.ids[[b, a], :n]
         self.length[[a, b]] = self.length[[b, a]]
 
@@ -157,9 +134,9 @@ class KVCache:
         more = ((0, count - self.count), (0, capacity - self.capacity))
         self.ids, self.length = np.pad(self.ids, more), np.pad(self.length, more[0])
         used = slice(0, self._initialized)
-        for at, old in enumerate(self._blocks):
-            new = old.new_empty((len(old), count, old.shape[2], capacity, old.shape[4]))
+        for at, old in enumerate(self._layers):
+            new = old.new_empty(2, count, old.shape[2], capacity, old.shape[4])
             new[:, : self.count, :, used] = old[:, :, :, used]
             new[:, self.count :, :, used] = 0
-            self._blocks[at] = new
+            self._layers[at] = new
         self.count, self.capacity = count, capacity

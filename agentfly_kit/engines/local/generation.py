@@ -1,0 +1,296 @@
+"""Continuous batching: prefill of waiting requests, and decode steps of all running ones, on the calling thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentfly_kit import seeds
+from agentfly_kit.engines.local.decoder import CachedForward, cached_forward
+from agentfly_kit.engines.local.sampling import sample_tokens
+from agentfly_kit.engines.local.slots import ROW_MULTIPLE, Request, SlotTable
+from agentfly_kit.errors import EngineError
+from agentfly_kit.policy.policy import Policy
+
+# Maximum number of tokens per prefill, including padding.
+_PREFILL_TOKENS = 4096
+# Maximum number of tokens per forward pass of a prefill, so that intermediate results fit the processor's cache.
+_PREFILL_FORWARD_TOKENS = 512
+# Possible widths of a prefill chunk in tokens.
+_CHUNK_WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
+# A prefill starts when more requests wait than run, or when the oldest has waited for this number of decode steps.
+_PREFILL_MAX_WAIT = 12
+
+
+class ContinuousBatch:
+    """The running requests of an engine. `deliver` gets pairs of a request and its result, which may be an error."""
+
+    def __init__(self, policy: Policy, slots: int, deliver: Callable[[list[tuple[Request, Any]]], None]) -> None:
+        self.policy = policy
+        self.waiting: list[Request] = []
+        # Number of context tokens computed so far, excluding copied and reused ones, and of sampled tokens.
+        self.prefilled = 0
+        self.sampled = 0
+        self._limit = slots
+        self._deliver = deliver
+        self._weights = _WeightMonitor(policy)
+        self._model: Any = None
+        self._cached_forward: CachedForward
+        self.table = self._empty_table()
+        with policy.lock:
+            self._check_model()
+
+    def _empty_table(self) -> SlotTable:
+        return SlotTable(self._limit, self.policy.max_length)
+
+    def step(self, released: list[str]) -> None:
+        """Prefill waiting requests if it is their turn, and sample one token for each running row."""
+        table = self.table
+        table.tick += 1
+        for session in released:
+            table.release(session)
+        self.waiting = [r for r in self.waiting if not r.cancelled]
+        for row in reversed(range(table.active)):
+            if table.running(row).cancelled:
+                table.retire(row)
+        if self.waiting:
+            for request in self.waiting:
+                request.waited += 1
+            # A prefill of one row costs as much as a decode step of many, so collect several requests first.
+            if len(self.waiting) > table.active or self.waiting[0].waited > _PREFILL_MAX_WAIT:
+                self._prefill()
+        if table.active:
+            self._decode()
+
+    def fail(self, error: Exception) -> None:
+        """Fail all requests with the error and discard the slots, whose state is now undefined."""
+        wrapped = EngineError(f"LocalEngine failed while sampling: {type(error).__name__}: {error}")
+        wrapped.__cause__ = error
+        requests = [*self.waiting, *self.table.requests()]
+        self.waiting, self.table = [], self._empty_table()
+        self._deliver([(request, wrapped) for request in requests])
+
+    # --- prefill ---
+
+    def _prefill(self) -> None:
+        """Assign slots to waiting requests, compute their prompts and sample their first tokens."""
+        table = self.table
+        chosen: list[tuple[Request, int, int]] = []
+        duplicates: list[tuple[Request, int, int]] = []
+        later: list[Request] = []
+        lead: dict[bytes, int] = {}
+        width = 0
+        # Hold the lock so that prefixes found in the cache are continued with the weights that computed them.
+        with self.policy.lock:
+            table.use_weights(self._weights.number())
+            for request in self.waiting:
+                # The chains of a group have the same prompt: compute it once and copy its keys and logits.
+                key = request.ids.tobytes()
+                width = max(width, min(len(request.ids) - table.held_history(request), _CHUNK_WIDTHS[-1]))
+                if key not in lead and width * (len(chosen) + 1) > _PREFILL_TOKENS:
+                    later.append(request)
+                    continue
+                try:
+                    place = table.admit(request, len(self.waiting), empty=key in lead)
+                except EngineError as error:
+                    self._deliver([(request, error)])
+                    continue
+                if place is None:
+                    later.append(request)
+                elif key in lead:
+                    duplicates.append((request, place[0], lead[key]))
+                else:
+                    lead[key] = len(chosen)
+                    chosen.append((request, *place))
+            self.waiting = later
+            if not chosen:
+                return
+            logits, version = self._prompt_logits(chosen)
+            for request, slot, first in duplicates:
+                table.cache.copy(chosen[first][1], slot, len(request.ids))
+            logits = torch.cat([logits, logits[[first for _, _, first in duplicates]]])
+            chosen += duplicates
+        going: list[int] = []
+        for i, (request, slot, _) in enumerate(chosen):
+            if request.top:
+                table.reserve(slot, None)
+                self._deliver([(request, _top_distribution(logits[i], request))])
+            else:
+                going.append(i)
+        if not going:
+            return
+        ended = self._sample_next([chosen[i][0] for i in going], logits[going], version)
+        joining = []
+        for at, i in enumerate(going):
+            if at in ended:
+                table.reserve(chosen[i][1], None)
+            else:
+                joining.append(chosen[i][1])
+        # Running rows are the leading slots, so new rows are swapped with the idle slots after them.
+        for slot in sorted(joining):
+            table.start(slot)
+        self._deliver([(chosen[going[at]][0], chosen[going[at]][0].sample(why)) for at, why in ended.items()])
+
+    def _prompt_logits(self, chosen: list[tuple[Request, int, int]]) -> tuple[Tensor, int]:
+        """Return the logits after each prompt, (R, V), and the policy version that computed them.
+
+        `chosen` contains tuples of request, slot and number of tokens already in the slot.
+        """
+        cache = self.table.cache
+        device = self.policy.device
+        for request, slot, _ in chosen:
+            cache.ids[slot, : len(request.ids)] = request.ids
+        done: dict[int, Tensor] = {}
+        left = chosen
+        while left:
+            longest = max(len(r.ids) - start for r, _, start in left)
+            width = next((w for w in _CHUNK_WIDTHS if w >= longest), _CHUNK_WIDTHS[-1])
+            tokens = np.zeros((len(left), width), dtype=np.int64)
+            starts = np.array([start for _, _, start in left])
+            counts = np.array([min(width, len(r.ids) - start) for r, _, start in left])
+            for i, (request, _, start) in enumerate(left):
+                tokens[i, : counts[i]] = request.ids[start : start + counts[i]]
+            # Padding is written to the position after the row, where the next token overwrites it before it is read.
+            ends = starts + counts
+            positions = torch.as_tensor(np.minimum(starts[:, None] + np.arange(width), ends[:, None]), device=device)
+            slots = torch.as_tensor([slot for _, slot, _ in left], device=device)
+            given = torch.as_tensor(tokens, device=device)
+            few = max(ROW_MULTIPLE, _PREFILL_FORWARD_TOKENS // width // ROW_MULTIPLE * ROW_MULTIPLE)
+            pieces = zip(given.split(few), positions.split(few), slots.split(few), strict=True)
+            hidden = torch.cat([self._forward(*piece) for piece in pieces])
+            self.prefilled += int(counts.sum())
+            following = []
+            for i, (request, slot, start) in enumerate(left):
+                end = start + int(counts[i])
+                cache.length[slot] = end
+                if end == len(request.ids):
+                    done[slot] = hidden[i, int(counts[i]) - 1]
+                else:
+                    following.append((request, slot, end))
+            left = following
+        states = torch.stack([done[slot] for _, slot, _ in chosen])
+        padded = torch.cat([states, states[:1].expand(-len(chosen) % ROW_MULTIPLE, -1)])
+        return self.policy.logits(padded)[: len(chosen)], self.policy.version
+
+    # --- decoding ---
+
+    def _decode(self) -> None:
+        """Sample one token for each running row."""
+        table, cache = self.table, self.table.cache
+        count = table.active
+        rows = -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
+        requests = [table.running(row) for row in range(count)]
+        tokens = np.zeros(rows, dtype=np.int64)
+        tokens[:count] = [request.sampled[-1] for request in requests]
+        at = cache.length[:rows].copy()  # padding rows write to a position that is never read
+        device = self.policy.device
+        with self.policy.lock:
+            hidden = self._forward(
+                torch.as_tensor(tokens, device=device)[:, None], torch.as_tensor(at, device=device)[:, None], rows
+            )
+            logits = self.policy.logits(hidden[:, 0])[:count]
+            version = self.policy.version
+        cache.ids[np.arange(count), at[:count]] = tokens[:count]
+        cache.length[:count] += 1
+        ended = self._sample_next(requests, logits, version)
+        results = [(requests[row], requests[row].sample(why)) for row, why in ended.items()]
+        for row in sorted(ended, reverse=True):
+            table.retire(row)
+        self._deliver(results)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, rows: Tensor | int) -> Tensor:
+        """Compute hidden states, (R, C, d), of the tokens (R, C) at the positions (R, C) of the given slots.
+
+        Requires the policy's lock.
+        """
+        self._check_model()
+        cache = self.table.cache
+        mask = cache.prepare(rows, positions)
+        return self._cached_forward(cache, tokens, positions, mask, (self._weights.last, self.policy.version))
+
+    def _check_model(self) -> None:
+        """Choose the forward pass when the model is new; adding an adapter, for example, replaces it."""
+        if self._model is not self.policy.model:
+            self._cached_forward = cached_forward(self.policy)
+            self._model = self.policy.model
+
+    def _sample_next(self, requests: Sequence[Request], logits: Tensor, version: int) -> dict[int, str]:
+        """Sample one token for each request and return the stop reasons of those that ended, by index."""
+        device = logits.device
+        noise = seeds.uniforms(
+            np.array([request.seed for request in requests], dtype=np.uint64),
+            np.array([len(request.sampled) for request in requests], dtype=np.uint64),
+        )
+
+        def column(name: str, off: float) -> Tensor | None:
+            values = [getattr(request.sampling, name) for request in requests]
+            return torch.tensor(values, device=device) if any(value != off for value in values) else None
+
+        drawn = sample_tokens(
+            logits,
+            torch.tensor([float(request.sampling.temperature) for request in requests], device=device),
+            torch.as_tensor(noise, device=device),
+            top_p=column("top_p", 1.0),
+            top_k=column("top_k", 0),
+            min_p=column("min_p", 0.0),
+        )
+        if not bool(drawn.logprobs.isfinite().all()):
+            raise EngineError("the logits are not finite; the policy's weights have diverged")
+        self.sampled += len(requests)
+        ids, logprobs, entropies = drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.entropies.tolist()
+        kept_mass = drawn.kept_mass.tolist() if drawn.kept_mass is not None else None
+        ended: dict[int, str] = {}
+        for i, request in enumerate(requests):
+            request.sampled.append(ids[i])
+            request.logprobs.append(logprobs[i])
+            request.entropies.append(entropies[i])
+            request.versions.append(version)
+            if kept_mass is not None:
+                request.kept_mass.append(kept_mass[i])
+            if ids[i] in self.policy.chat.stop_ids:
+                ended[i] = "stop"
+            elif request.sampling.stop and self._has_stop_string(request):
+                ended[i] = "string"
+            elif len(request.sampled) >= request.limit:
+                ended[i] = "length"
+        return ended
+
+    def _has_stop_string(self, request: Request) -> bool:
+        text = self.policy.chat.text(request.sampled)
+        return any(stop in text for stop in request.sampling.stop)
+
+
+class _WeightMonitor:
+    """Number of the policy's current weights.
+
+    Loading weights may restore an old `policy.version`, and a fused optimizer that a user steps directly changes no
+    version counter of torch either, so the first elements of each weight are compared as well.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.last = 0
+        self._policy = policy
+        self._key: tuple[int, int] | None = None
+        self._values: Tensor | None = None
+
+    def number(self) -> int:
+        """Return the number of the weights, which is incremented if they differ from those of the previous call."""
+        parameters = list(self._policy.model.parameters())
+        values = torch.cat([p.detach().flatten()[:8] for p in parameters])
+        key = (self._policy.version, sum(p._version for p in parameters))
+        if key != self._key or self._values is None or not torch.equal(values, self._values):
+            self._key, self._values = key, values
+            self.last += 1
+        return self.last
+
+
+def _top_distribution(logits: Tensor, request: Request) -> tuple[list[int], list[float], float]:
+    logp = torch.log_softmax(logits.float() / (request.sampling.temperature or 1.0), dim=-1)
+    best = logp.topk(min(request.top, len(logp)))
+    p = logp.exp()
+    entropy = float(-torch.where(p > 0, p * logp, torch.zeros_like(p)).sum())
+    return best.indices.tolist(), best.values.tolist(), entropy

@@ -1,0 +1,199 @@
+"""Requests, and the table of which request and session each slot of the KV cache holds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agentfly_kit.engines.local.kv_cache import KVCache
+from agentfly_kit.errors import EngineError
+from agentfly_kit.types import Sample, Sampling
+
+# Batch sizes are multiples of this, because other sizes use kernels that round differently; see kv_cache.py.
+ROW_MULTIPLE = 8
+# Capacity of a slot in tokens grows in multiples of this, up to the model's context length.
+_CAPACITY_STEP = 256
+
+
+@dataclass(eq=False)
+class Request:
+    """A request and the tokens sampled for it so far."""
+
+    ids: npt.NDArray[np.int64]
+    sampling: Sampling
+    seed: int
+    session: str | None
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+    # Maximum number of tokens to sample.
+    limit: int
+    # If positive, return this many entries of the next token's distribution instead of sampling.
+    top: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    # Number of decode steps that the request has waited for its prefill.
+    waited: int = 0
+    cancelled: bool = False
+    sampled: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    kept_mass: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def sample(self, stop: Any) -> Sample:
+        """Return the sampled tokens with their stop reason."""
+        return Sample(
+            ids=tuple(self.sampled),
+            logprobs=tuple(self.logprobs),
+            entropies=tuple(self.entropies),
+            stop=stop,
+            versions=tuple(self.versions),
+            kept_mass=tuple(self.kept_mass) if self.sampling.truncates else None,
+            seconds=time.perf_counter() - self.started,
+        )
+
+
+@dataclass(eq=False)
+class _Slot:
+    # The request that runs in this slot; None if the slot is idle.
+    request: Request | None = None
+    # The session whose history the slot holds.
+    session: str | None = None
+    # Index of the engine step in which the slot was last used.
+    last_used: int = 0
+    # Number of the weights that computed the keys and values; see `WeightMonitor`.
+    weights: int = -1
+
+
+class SlotTable:
+    """Slots of a KV cache; the first `active` run one request each, the others hold the histories of idle sessions."""
+
+    def __init__(self, limit: int, max_length: int) -> None:
+        self.limit = limit
+        self.max_length = max_length
+        self.cache = KVCache(0, 0)
+        self.active = 0
+        self.session_slot: dict[str | None, int] = {}
+        # Number of the current weights, and index of the current step of the engine.
+        self.weights = -1
+        self.tick = 0
+        self._slots: list[_Slot] = []
+
+    def running(self, row: int) -> Request:
+        """Return the request of a running row."""
+        request = self._slots[row].request
+        assert request is not None
+        return request
+
+    def requests(self) -> list[Request]:
+        """Return the requests of all slots, including those reserved by an interrupted prefill."""
+        return [slot.request for slot in self._slots if slot.request is not None]
+
+    def reserve(self, index: int, request: Request | None) -> None:
+        """Assign a request to an idle slot, so that no other request takes the slot; None makes it idle again."""
+        self._slots[index].request = request
+
+    def release(self, session: str) -> None:
+        """Forget a session; its slot may be taken by others."""
+        slot = self.session_slot.pop(session, None)
+        if slot is not None:
+            self._slots[slot].session = None
+
+    def start(self, index: int) -> None:
+        """Move a slot to the end of the running rows."""
+        self._swap(index, self.active)
+        self.active += 1
+
+    def retire(self, row: int) -> None:
+        """Remove a row from the running rows; its slot keeps the history for the session's next turn."""
+        self.active -= 1
+        self._swap(row, self.active)
+        slot = self._slots[self.active]
+        slot.request, slot.last_used = None, self.tick
+
+    def use_weights(self, number: int) -> None:
+        """Empty the idle slots whose keys older weights computed. Running rows keep theirs until the turn ends."""
+        self.weights = number
+        for i in range(self.active, len(self._slots)):
+            if self._slots[i].weights != number:
+                self.cache.length[i] = 0
+
+    def admit(self, request: Request, waiting: int, *, empty: bool) -> tuple[int, int] | None:
+        """Return a slot and the number of the request's ids that it already holds; None if all slots are running.
+
+        Slots are allocated together for all `waiting` requests. If `empty`, no common prefix is searched, because the
+        caller will copy the whole prompt.
+        """
+        own = self.session_slot.get(request.session)
+        self._grow(len(request.ids) + request.limit + 1, waiting if own is None else 0)
+        if own is not None and self._slots[own].request is not None:
+            raise EngineError(
+                f"session {request.session!r} has two concurrent requests; sample one action at a time per chain"
+            )
+        source, common = own, self.held_history(request)
+        if not common and not empty:
+            usable = np.array([slot.weights == self.weights for slot in self._slots])
+            source, common = self.cache.longest_prefix(request.ids, own, usable)
+        common = min(common, len(request.ids) - 1)  # at least one token must be computed for its logits
+        if own is None:
+            own = self._claim(avoid=source if common else None)
+            if own is None:
+                return None
+        if source is not None and source != own and common:
+            self.cache.copy(source, own, common)
+        self.cache.length[own] = common
+        slot = self._slots[own]
+        slot.request, slot.weights, slot.last_used, slot.session = request, self.weights, self.tick, request.session
+        if request.session is not None:
+            self.session_slot[request.session] = own
+        return own, common
+
+    def held_history(self, request: Request) -> int:
+        """Return the length of the history in the slot of the request's session, or 0 if its ids do not continue it."""
+        own = self.session_slot.get(request.session)
+        if own is None or self._slots[own].weights != self.weights:
+            return 0
+        held = int(self.cache.length[own])
+        same = held < len(request.ids) and bool((self.cache.ids[own, :held] == request.ids[:held]).all())
+        return held if same else 0
+
+    def _grow(self, capacity: int, waiting: int) -> None:
+        """Enlarge the cache to `capacity` tokens per slot and, if none is free, by slots for waiting requests."""
+        held = self.cache.capacity
+        if capacity > held:
+            # Allocate more than requested, because growing copies the cache and the next prompt may be slightly longer.
+            capacity = min(
+                max(-(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP, held * 3 // 2), max(capacity, self.max_length + 1)
+            )
+        count = self.cache.count
+        if waiting and count < self.limit and all(slot.session is not None for slot in self._slots[self.active :]):
+            wanted = -(-(self.active + waiting) // ROW_MULTIPLE) * ROW_MULTIPLE
+            count = min(self.limit, max(2 * count, 2 * ROW_MULTIPLE, wanted))
+        self.cache.grow(count, capacity)
+        self._slots += [_Slot() for _ in range(self.cache.count - len(self._slots))]
+
+    def _claim(self, avoid: int | None) -> int | None:
+        """Return an idle slot: a free one, else the least recently used; None if all are running."""
+        idle = [i for i in range(self.active, len(self._slots)) if self._slots[i].request is None]
+        candidates = [i for i in idle if self._slots[i].session is None] or idle
+        if avoid in candidates and len(candidates) > 1:
+            candidates.remove(avoid)
+        if not candidates:
+            return None
+        slot = min(candidates, key=lambda i: (self._slots[i].last_used, i))
+        if (owner := self._slots[slot].session) is not None:
+            self.release(owner)
+        return slot
+
+    def _swap(self, a: int, b: int) -> None:
+        if a == b:
+            return
+        self.cache.swap(a, b)
+        self._slots[a], self._slots[b] = self._slots[b], self._slots[a]
+        for i in (a, b):
+            if (session := self._slots[i].session) is not None:
+                self.session_slot[session] = i

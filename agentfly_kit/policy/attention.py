@@ -1,0 +1,92 @@
+"""Forward passes of a decoder under an explicit attention mask, restricted in each layer to the window of the layer."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+# Types of attention layers, and the setting of the model's config that restricts which keys they attend to.
+_RESTRICTED_BY = {
+    "full_attention": None,
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
+# Settings that contain "window" but do not restrict attention beyond `layer_types` and `sliding_window`.
+_HARMLESS = {"sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
+# Length of every window in a trial. Windows are shortened so that a trial of a few tokens exceeds them.
+_TRIAL_WINDOW = 3
+
+
+def masked_states(
+    decoder: Any, ids: Tensor, positions: Tensor, allowed: Tensor, key_positions: Tensor, cache: Any = None
+) -> Tensor:
+    """Return the last hidden states, (R, C, d), of a decoder under an attention mask.
+
+    `ids` and `positions` within their rows have shape (R, C), `key_positions` (1 or R, S). Tokens attend to the keys
+    that are `allowed`, (R, 1, C, S), and within the window of the layer. `cache` is a transformers cache.
+    """
+    config = decoder.config
+    masks = {}
+    for kind in _layer_types(config):
+        mask = allowed
+        if limit := getattr(config, _RESTRICTED_BY[kind] or "", None):
+            first = positions - limit + 1 if kind == "sliding_attention" else positions // limit * limit
+            mask = allowed & (key_positions[:, None, None, :] >= first[:, None, :, None])
+        if config._attn_implementation == "eager":  # eager attention adds the mask to the scores
+            dtype = next(decoder.parameters()).dtype
+            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+        masks[kind] = mask
+    # Models without layer types take one mask; the others one per type, unless all layers have full attention.
+    mapped = getattr(config, "layer_types", None) and masks.keys() != {"full_attention"}
+    out = decoder(
+        input_ids=ids,
+        attention_mask=masks if mapped else next(iter(masks.values())),
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=False,
+        return_dict=True,
+    )
+    return cast(Tensor, out.last_hidden_state)
+
+
+def unsupported_attention(decoder: Any) -> str:
+    """Return why `masked_states` cannot compute the masks of a decoder; empty if nothing in its config prevents it."""
+    config = decoder.config
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in ("sdpa", "eager"):
+        return f"its attention implementation {implementation!r} takes no masks; load the model with 'sdpa'"
+    if unknown := _layer_types(config) - _RESTRICTED_BY.keys():
+        return f"it has layers of type {', '.join(map(repr, sorted(unknown)))}"
+    if getattr(config, "attn_temperature_tuning", None):
+        return "its attn_temperature_tuning scales queries by their column in the batch"
+    windows = [k for k, v in vars(config).items() if v and "window" in k and k.strip("_") not in _HARMLESS]
+    return f"its config restricts attention by {windows[0]}, which is not known here" if windows else ""
+
+
+def with_short_windows(decoder: Any) -> Any:
+    """Return a decoder with the same modules and weights whose windows are `_TRIAL_WINDOW` tokens long."""
+    short = copy.copy(decoder)
+    short.config = copy.copy(decoder.config)
+    for name in filter(None, _RESTRICTED_BY.values()):
+        if getattr(short.config, name, None):
+            setattr(short.config, name, _TRIAL_WINDOW)
+    return short
+
+
+def agree(expected: Tensor, got: Tensor) -> bool:
+    """Return whether hidden states are equal up to rounding in the dtype of `expected`; False if any is NaN."""
+    tolerance = 1e-4 if expected.dtype == torch.float32 else 0.05
+    gap = (expected.float() - got.float()).abs().max()
+    return bool(gap <= tolerance * expected.float().abs().max())
+
+
+def _layer_types(config: Any) -> set[str]:
+    if types := getattr(config, "layer_types", None):
+        return set(types)
+    # A checkpoint may contain a window that its model does not have.
+    declared = "sliding_window" in inspect.signature(type(config)).parameters
+    return {"sliding_attention" if declared and config.sliding_window else "full_attention"}
