@@ -15,7 +15,7 @@ from agentfly_kit import losses
 from agentfly_kit.errors import SettingsError
 
 # Each is a function in losses/surrogates.py.
-LossName = Literal["ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo"]
+LossName = Literal["ppo", "reinforce", "gspo", "gmpo", "sapo", "cispo", "dppo"]
 # Losses whose value at a token depends on the whole row. The others need only the sampled tokens.
 _ROW_WISE = ("gspo", "gmpo")
 

@@ -45,6 +45,22 @@ def test_golden_ppo() -> None:
     assert int(losses.clipped(ratio.log(), old, a, torch.tensor([[1, 1, 1, 1, 0, 0]])).sum()) == 1
 
 
+def test_golden_dppo() -> None:
+    """Probabilities q before and p now; the ratio is not limited, unlike in verl: 0.08 / 0.02 = 4."""
+    q, p = torch.tensor([[0.02, 0.5, 0.5, 0.5]]), torch.tensor([[0.08, 0.8, 0.8, 0.2]])
+    a, one = torch.tensor([[1.0, 1.0, -1.0, -1.0]]), torch.ones(1, 4)
+    lp = p.log().requires_grad_()
+    # |p - q| is 0.06 and 0.3; moving back towards q, as the third token does, is never dropped.
+    loss = losses.dppo(lp, q.log(), a, one, clip=0.2)
+    close(loss, [[-4.0, 0, 1.6, 0]])
+    (gradient,) = torch.autograd.grad(loss.sum(), lp)
+    close(gradient, [[-4.0, 0, 1.6, 0]])
+    # KL(0.5 || 0.8) = 0.5 ln(0.25 / 0.16) = 0.2231 nats, and KL(0.02 || 0.08) = 0.0342 nats.
+    close(losses.dppo(lp, q.log(), a, one, clip=0.22, divergence="kl"), [[-4.0, 0, 1.6, 0]])
+    close(losses.dppo(lp, q.log(), a, one, clip=0.23, divergence="kl"), [[-4.0, -1.6, 1.6, 0.4]])
+    close(losses.dppo(lp, q.log(), a, one, clip=0.034, divergence="kl"), [[0, 0, 1.6, 0]])
+
+
 def test_approx_kl() -> None:
     """Its tokens were sampled from the old policy: ratio - 1 - log ratio."""
     lp, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
@@ -184,7 +200,6 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
     "ppo clip_high": (lambda *x: losses.ppo(*x, 0.1, 0.3), slow_ppo(0.1, 0.3, inf)),
     "ppo dual_clip": (lambda *x: losses.ppo(*x, dual_clip=1.5), slow_ppo(0.2, 0.2, 1.5)),
     "reinforce": (losses.reinforce, tokenwise(lambda lp, _, old, a: -a * lp)),
-    "gpg": (losses.gpg, tokenwise(lambda lp, _, old, a: -a * lp)),
     "gspo": (lambda *x: losses.gspo(*x, 0.1, 0.2), rowwise(slow_gspo)),
     "gmpo": (losses.gmpo, rowwise(slow_gmpo)),
     "sapo": (losses.sapo, tokenwise(slow_sapo)),

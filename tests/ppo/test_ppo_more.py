@@ -22,7 +22,7 @@ from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.loop import train
 from agentfly_kit.types import Sampling, Task, Trajectory, Turn
 
-LOSSES = ("ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo")
+LOSSES = ("ppo", "reinforce", "gspo", "gmpo", "sapo", "cispo", "dppo")
 
 
 def trajectories(
