@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from agents import played, tasks
+from agents import played, scripted, tasks
 
 from agentfly_kit import advantages
 from agentfly_kit.batch.collate import collate
-from agentfly_kit.errors import AlignmentError, BatchError, SettingsError
+from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, SettingsError
 from agentfly_kit.types import Failure, Sampling, Task, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "?"},))
@@ -103,7 +103,7 @@ def test_dropped_trajectories_have_a_reason() -> None:
         ("g/1", "unscored (tool put)"),
         ("g/2", "unscored (cancelled)"),
         ("g/3", "no token was sampled by a policy"),
-        ("g/4", "no token was sampled by a policy"),
+        ("g/4", "actions written by task, not sampled by a policy"),
         ("g/5", "truncated"),
     ]
     assert batch.num_given == 6
@@ -147,6 +147,16 @@ def test_invalid_trajectories_are_rejected(
 ) -> None:
     with pytest.raises(error, match=says):
         collate(given, **options)
+
+
+async def test_demonstrations_are_rejected_with_the_reason_and_the_remedy() -> None:
+    rollout = await scripted(["5"]).rollout(tasks(1))
+    message = (
+        r"none of 1 trajectories can be trained on: actions written by script, not sampled by a policy; to imitate "
+        r"them, use af\.trl\.sft_dataset\(rollout\)"
+    )
+    with pytest.raises(EmptyBatch, match=message):
+        collate(rollout)
 
 
 async def test_a_rollout_that_has_not_run_is_rejected() -> None:

@@ -122,6 +122,21 @@ def test_a_rollouts_rows_are_sft_rows_as_sampled() -> None:
         assert [x != -100 for x in row["labels"]] == batch.mask[i, :n].tolist()
 
 
+async def test_demonstrations_get_labels() -> None:
+    """The action mask of an expert's tokens is 0, because no policy sampled them."""
+    (t,) = (await agents.scripted([agents.call("2+3"), "5"]).rollout(agents.tasks(1))).trajectories
+    assert not t.action_mask.any()
+    (row,) = bridge.sft_dataset([t])
+    wanted = [t.turns[i].kind == "action" for i in t.turn_index]
+    assert any(wanted)
+    assert row["labels"] == [int(i) if m else -100 for i, m in zip(t.ids, wanted, strict=True)]
+    assert bridge.sft_dataset([t], authors="script")[0] == row
+    with pytest.raises(BatchError, match=r"must have a token to label, .* in an action of policy; leave it out"):
+        bridge.sft_dataset([t], authors="policy")
+    with pytest.raises(BatchError, match=r"none was written in an action; leave it out"):
+        bridge.sft_dataset([t.replace(turns=t.turns[:1])])
+
+
 # --- the loss ------------------------------------------------------------------------------------
 
 SETTINGS: dict[str, dict[str, Any]] = {
