@@ -1,7 +1,8 @@
-"""Conversion and validation of the inputs of estimators: numbers, groups and masks."""
+"""Inputs of estimators, converted and validated, and the group and batch statistics that estimators share."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -62,7 +63,10 @@ def group_index(groups: Groups, n: int, device: torch.device) -> Tensor:
         raise AlignmentError(f"groups must be a list with a group id per row, got the string {groups!r}")
     ids = groups.tolist() if isinstance(groups, Tensor) else groups
     seen: dict[Hashable, int] = {}
-    index = [seen.setdefault(g, len(seen)) for g in ids]
+    try:
+        index = [seen.setdefault(g, len(seen)) for g in ids]
+    except TypeError as error:
+        raise AlignmentError(f"groups must have one hashable id per reward: {error}") from None
     if len(index) != n:
         raise AlignmentError(f"groups must have one id per reward, got {len(index)} ids for {n} rewards")
     return torch.tensor(index, dtype=torch.long, device=device)
@@ -193,6 +197,13 @@ class TokenRewards:
         if r.ndim not in (1, 2):
             raise AlignmentError(f"token_rewards must have the shape (B, T), or (T,) for one row, got {tuple(r.shape)}")
         m = as_bool_mask(mask, r)
+        lost = ~m & ~torch.isnan(r) & (r != 0)
+        if bool(lost.any()):
+            at = lost.nonzero()[0].tolist()
+            raise ValueError(
+                f"token_rewards{at} must be 0 or NaN, because its mask is 0 and no advantage would count it, got "
+                f"{r[tuple(at)].item():g}; put it on the action token that earned it"
+            )
         is_1d = r.ndim == 1
         r, m = torch.atleast_2d(r), torch.atleast_2d(m)
         r = torch.where(m, r, 0.0)
@@ -211,3 +222,19 @@ class TokenRewards:
         """Return x in the shape of the given rewards, 0 where masked."""
         x = torch.where(self.mask, x, 0.0)
         return x.squeeze(0) if self.is_1d else x
+
+
+def whitened(x: Tensor, mask: Tensor, std: Std, eps: float, what: str) -> Tensor:
+    """Whiten converted values; `what` names the caller in a warning."""
+    check_choice("std", std, Std)
+    if not bool(mask.any()):
+        warnings.warn(
+            f"{what}: no scored action token to whiten over; all advantages are 0", RuntimeWarning, stacklevel=3
+        )
+        return torch.zeros_like(x)
+    kept = x[mask]
+    if bool((kept == kept[0]).all()):
+        return torch.zeros_like(x)  # as in a flat group: do not divide rounding errors by each other
+    mean = kept.mean()
+    scale = 1.0 if std is None else kept.std(unbiased=std == "sample") + eps
+    return torch.where(mask, (torch.where(mask, x, 0.0) - mean) / scale, 0.0)

@@ -20,8 +20,8 @@ from agentfly_kit.advantages.inputs import (
     check_no_inf,
     group_index,
     require_finite,
+    whitened,
 )
-from agentfly_kit.advantages.whitening import whitened
 from agentfly_kit.errors import AlignmentError, SettingsError, check_shape
 
 

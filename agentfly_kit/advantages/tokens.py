@@ -15,12 +15,13 @@ from agentfly_kit.advantages.inputs import (
     Singleton,
     Std,
     TokenRewards,
+    as_bool_mask,
     as_floats,
     group_index,
     require_finite,
+    whitened,
 )
 from agentfly_kit.advantages.outcomes import grpo
-from agentfly_kit.advantages.whitening import whitened
 from agentfly_kit.errors import SettingsError, check_choice, check_shape
 
 
@@ -255,3 +256,19 @@ def optimal_token_baseline(
     out = torch.zeros_like(energy)
     out[row, at] = g.singleton(g.minus_weighted_mean(energy[row, at]), singleton)
     return tok.out(tok.rows.split(out))
+
+
+def whiten(advantages: Numbers, mask: Any, *, std: Std = "sample", eps: float = 1e-6) -> Tensor:
+    """Shift and scale to mean 0 and std 1 over all action tokens of the batch; 0 where masked.
+
+    Whiten the whole minibatch in one call, because the result depends on its composition. std=None only shifts.
+
+    Shapes:  advantages, mask (B, T) -> (B, T).
+    Units:   standard deviations over action tokens.
+    Raises:  ValueError if an advantage at an action token is not finite. Without action tokens: zeros and a warning. If
+             all advantages are equal: exactly 0.
+    Source:  as in most PPO code; studied in arXiv 2006.05990 ("per minibatch advantage normalization").
+    """
+    a = as_floats(advantages, "advantages")
+    m = as_bool_mask(mask, a)
+    return whitened(require_finite(a, m, "advantages", "at every action token"), m, std, eps, "whiten")

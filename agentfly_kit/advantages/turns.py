@@ -130,15 +130,15 @@ def arpo(
     """Advantages of the turns of forked chains: one row per leaf, with shared turns repeated in every row.
 
     soft: GRPO over the leaves, the same on all turns of a row. hard: a turn shared by several leaves has the mean of
-    their advantages; with a token mean or sum and inside the clip, the gradient equals that of soft.
-    inverse_branching: mean and std are weighted by `branch_weights`, and the advantage of a row is multiplied by its
-    weight times the number of leaves of the group, so that forking does not change the expectation. Without forks all
-    three equal `grpo`.
+    their advantages; with a token mean or sum and inside the clip, the gradient equals that of soft. Both are biased
+    towards chains that were forked often. inverse_branching: mean and std are weighted by `branch_weights`, and the
+    advantage of a row is multiplied by its weight times the number of leaves of the group, which removes nearly all of
+    this bias; see "Forked chains" in docs/conventions.md. Without forks all three equal `grpo`.
 
     Shapes:  rewards, groups (N,), one entry per leaf; turn_ids as in `branch_weights` -> (N, K), K the longest path.
     Units:   group standard deviations (reward, with std=None).
     Raises:  ValueError if a reward is infinite, or for `turn_ids` that are not a tree. NaN is unscored.
-    Source:  ARPO, arXiv 2507.19849, 3.2 and Appendix C.2; inverse_branching is specific to this package.
+    Source:  ARPO, arXiv 2507.19849, 3.2; inverse_branching is specific to this package.
     """
     check_choice("attribution", attribution, Attribution)
     check_choice("std", std, Std)

@@ -339,6 +339,41 @@ def test_maxrl_is_the_gradient_of_log_success_cut_off() -> None:
         close(got, want, 1e-12)
 
 
+def test_forks_bias_the_mean_over_leaves() -> None:
+    """All groups of three chains of two turns, in which only chains with the first action 0 are forked, into three."""
+    first = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    second = torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)  # of the second action
+    p, q = torch.softmax(first, 0), torch.softmax(second, 1)
+    success = (p[:, None] * q * rewards).sum()
+    true = torch.cat([g.flatten() for g in torch.autograd.grad(success, (first, second))])
+    success, p, q = success.detach(), p.detach(), q.detach()
+    chains = [(a, leaves) for a, n in ((0, 3), (1, 1)) for leaves in itertools.product((0, 1), repeat=n)]
+    plain = weighted = 0.0
+    expected = {name: torch.zeros(6, dtype=torch.float64) for name in ("soft", "hard", "inverse_branching")}
+    for group in itertools.product(chains, repeat=3):
+        probability = math.prod(float(p[a] * q[a, list(leaves)].prod()) for a, leaves in group)
+        r = rewards[[b for _, leaves in group for b in leaves]]
+        turn_ids = [[i, (i, j)] for i, (_, leaves) in enumerate(group) for j in range(len(leaves))]
+        groups = [0] * len(r)
+        plain += probability * float(r.mean())
+        weighted += probability * float((adv.branch_weights(turn_ids, groups) * r).sum())
+        # The gradient of the log probability of each turn of each leaf, in the six logits.
+        score = torch.zeros(len(r), 2, 6, dtype=torch.float64)
+        for k, (a, b) in enumerate((a, b) for a, leaves in group for b in leaves):
+            score[k, 0, :2] = torch.eye(2)[a] - p
+            score[k, 1, 2 + 2 * a : 4 + 2 * a] = torch.eye(2)[b] - q[a]
+        for name, total in expected.items():
+            advantages = adv.arpo(r, groups, turn_ids=turn_ids, attribution=name, std=None)  # type: ignore[arg-type]
+            total += probability * (advantages[:, :, None] * score).mean(0).sum(0)
+    assert float(success) == pytest.approx(0.6904, abs=1e-4)
+    assert plain == pytest.approx(0.7557, abs=1e-4)
+    assert weighted == pytest.approx(float(success), abs=1e-12)
+    cosine = {name: float(torch.cosine_similarity(total, true, 0)) for name, total in expected.items()}
+    wanted = {"soft": 0.9513, "hard": 0.9513, "inverse_branching": 0.9953}
+    assert cosine == pytest.approx(wanted, abs=1e-4)
+
+
 # --- inputs ---------------------------------------------------------------------------------------
 
 
@@ -374,6 +409,12 @@ def test_errors_name_the_argument_the_constraint_and_the_value() -> None:
         adv.grpo([0, inf], [0, 0])
     with pytest.raises(ValueError, match=r"token_rewards\[0, 0\] must be finite"):
         adv.reinforce_plus_plus([[-inf, 0]], [[1, 1]])
+    for lost in (1.0, -inf):
+        for f in (adv.reinforce_plus_plus, lambda r, m: adv.gae(r, [[0, 0.0]], m)):
+            with pytest.raises(ValueError, match=rf"token_rewards\[0, 1\] must be 0 or NaN, because .*, got {lost:g}"):
+                f([[0.0, lost]], [[1, 0]])
+    with pytest.raises(AlignmentError, match="groups must have one hashable id per reward"):
+        adv.grpo([0, 1], [[0], [0]])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"values\[0, 1\] must be a finite number at every action token, got nan"):
         adv.gae([[0, 0.0]], [[0, nan]], [[1, 1]])
     with pytest.raises(ValueError, match=r"turn 1 reappears at token 2"):
@@ -480,13 +521,13 @@ class Rows:
                 turn += new_turn
                 tokens.append((reward, value, 1, turn, abs(value) + 0.1))
                 while insert and self.noise.random() < 0.4:
-                    tokens.append((self.poison(), self.poison(), 0, self.noise.randrange(-3, 9), self.poison()))
+                    tokens.append((self.no_reward(), self.poison(), 0, self.noise.randrange(-3, 9), self.poison()))
             while insert and self.noise.random() < 0.5:
-                tokens.insert(0, (self.poison(), self.poison(), 0, 0, self.poison()))
+                tokens.insert(0, (self.no_reward(), self.poison(), 0, 0, self.poison()))
             out.append(tokens)
         width = max(map(len, out)) + (2 if insert else 0)
         for tokens in out:
-            pad = (self.poison(), self.poison(), 0, -1, self.poison()) if insert else (0.0, 0.0, 0, 0, 0.0)
+            pad = (self.no_reward(), self.poison(), 0, -1, self.poison()) if insert else (0.0, 0.0, 0, 0, 0.0)
             tokens.extend([pad] * (width - len(tokens)))
         names = ("reward", "value", "mask", "turn", "weight")
         table = torch.tensor(out, dtype=torch.float64).reshape(len(rows), width, len(names))
@@ -496,6 +537,10 @@ class Rows:
 
     def poison(self) -> float:
         return self.noise.choice(POISON)
+
+    def no_reward(self) -> float:
+        """What a record may contain at a token without a reward."""
+        return self.noise.choice([nan, 0.0])
 
 
 action = st.tuples(st.integers(-8, 8).map(lambda k: k / 4), st.integers(-8, 8).map(lambda k: k / 8), st.booleans())
