@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Hashable, Iterable
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -112,10 +114,9 @@ class GroupedRewards:
         return self._group_max(self.reward) == -self._group_max(-self.reward)
 
     def minus_weighted_mean(self, weights: Tensor) -> Tensor:
-        """Return reward minus the weighted mean of the group, and exactly 0 in flat groups.
+        """Return reward minus the weighted mean of the group. If all weights are 0, they are treated as equal.
 
-        Otherwise three rewards of 0.1 would leave a residue of 1e-9, and dividing it by a std of the same size would
-        turn rounding errors into an advantage. If all weights are 0, they are treated as equal.
+        It is exactly 0 in flat groups: dividing a rounding error of the mean by a std of its size would amplify it.
         """
         none = self.group_sum(weights) <= 0
         w = torch.where(none, 1.0, weights)
@@ -124,6 +125,9 @@ class GroupedRewards:
 
     def centred(self) -> Tensor:
         return self.minus_weighted_mean(torch.ones_like(self.reward))
+
+    def grpo(self, std: Std, singleton: Singleton, eps: float) -> Tensor:
+        return self.singleton(self.centred() / self.std(std, eps), singleton)
 
     def std(self, kind: Std, eps: float) -> Tensor:
         """Return std + eps, or 1 for `kind=None`."""
@@ -144,22 +148,22 @@ class EpisodeRows:
     """Concatenation of the rows of each trajectory, in the given order: (B, T) to (R, n T) and back.
 
     Tokens in between (the padding of one row and the prompt of the next) are skipped like observations. Without
-    `trajectory_index` every row is its own trajectory.
+    `trajectory_index` every row is its own trajectory. `last_rows` (R,) are the last rows of the trajectories.
     """
 
     def __init__(self, trajectory_index: Groups | None, rows: int, device: torch.device) -> None:
         self.index = group_index(range(rows) if trajectory_index is None else trajectory_index, rows, device)
-        # The rows of each trajectory, and the position of each row among them.
-        self._rows: list[list[int]] = [[] for _ in range(int(self.index.max()) + 1 if rows else 0)]
-        positions = []
-        for row, trajectory in enumerate(self.index.tolist()):
-            positions.append(len(self._rows[trajectory]))
-            self._rows[trajectory].append(row)
+        trajectories = self.index.tolist()
+        counters: dict[int, Iterator[int]] = defaultdict(itertools.count)
+        positions = [next(counters[i]) for i in trajectories]  # of each row in its trajectory
+        last_rows = {i: row for row, i in enumerate(trajectories)}
         self._position = torch.tensor(positions, dtype=torch.long, device=device)
+        self._max_rows = max(positions, default=0) + 1
+        self.last_rows = torch.tensor(list(last_rows.values()), dtype=torch.long, device=device)
 
     def concat(self, x: Tensor) -> Tensor:
         """Concatenate rows; missing rows of a trajectory are 0 (False)."""
-        out = x.new_zeros(len(self._rows), self._max_rows, x.shape[1])
+        out = x.new_zeros(len(self.last_rows), self._max_rows, x.shape[1])
         out[self.index, self._position] = x
         return out.flatten(1)
 
@@ -167,15 +171,6 @@ class EpisodeRows:
         """Undo `concat`."""
         rows: Tensor = x.unflatten(1, (self._max_rows, x.shape[1] // self._max_rows))
         return rows[self.index, self._position]
-
-    @property
-    def _max_rows(self) -> int:
-        return max(map(len, self._rows), default=1)
-
-    @property
-    def last_rows(self) -> Tensor:
-        """Index of the last row of each trajectory, (R,)."""
-        return torch.tensor([rows[-1] for rows in self._rows], dtype=torch.long, device=self.index.device)
 
     def any_in_trajectory(self, rows: Tensor) -> Tensor:
         """Return for each row whether any row of its trajectory is True, (B,)."""

@@ -26,10 +26,7 @@ from agentfly_kit.errors import SettingsError, check_choice, check_shape
 
 
 def _gae_recursion(reward: Tensor, value: Tensor, steps: Tensor, discount: Tensor, lam: float, last: Tensor) -> Tensor:
-    """Run the GAE recursion over the positions where `steps` is True, skipping all others.
-
-    discount (B, T) is applied between a step and the next; last (B,) is the value after the last step.
-    """
+    """Run the GAE recursion over `steps`; `discount` is that to the next step, `last` the value after the last step."""
     adv = torch.zeros_like(reward)
     next_value, carry = last, torch.zeros_like(last)
     for t in range(reward.shape[1] - 1, -1, -1):
@@ -43,16 +40,14 @@ def _gae_recursion(reward: Tensor, value: Tensor, steps: Tensor, discount: Tenso
 
 def _discounts(steps: Tensor, gamma: float, over_gaps: bool, like: Tensor) -> Tensor:
     """Return gamma, or gamma ** (distance to the next step) if observation tokens are discounted too."""
-    if not over_gaps or gamma == 1.0:
+    if not over_gaps:
         return torch.full_like(like, gamma)
-    out = torch.full_like(like, gamma)
-    gap = torch.ones_like(like[:, 0])  # after the last step: one step to the end
-    for t in range(like.shape[1] - 1, -1, -1):
-        out[:, t] = gamma**gap
-        gap = torch.where(steps[:, t], 1.0, gap + 1.0)
-    # Positions after the last step must not lengthen its gap: nothing is sampled after them.
-    after_last = steps.flip(1).cumsum(1).flip(1) == 1
-    return torch.where(after_last, gamma, out)
+    width = steps.shape[1]
+    columns = torch.arange(width, device=steps.device)
+    at_or_after = torch.where(steps, columns, width).flip(1).cummin(1).values.flip(1)
+    after = torch.nn.functional.pad(at_or_after[:, 1:], (0, 1), value=width)
+    # Nothing is sampled after the last step, so what follows it does not lengthen its gap.
+    return like.new_tensor(gamma) ** torch.where(after < width, after - columns, 1)
 
 
 def gae(
@@ -127,11 +122,7 @@ def gae(
 
 
 def _turn_starts(tok: TokenRewards, turns: Any) -> tuple[Tensor, Tensor]:
-    """Return where turns start, (B, T) bool, and the index of the start of each token's turn, (B, T).
-
-    Raises:
-        ValueError: If a turn id reappears after another.
-    """
+    """Return where turns start, (B, T) bool, and the index of the start of each token's turn, (B, T)."""
     ids = torch.atleast_2d(torch.as_tensor(turns)).to(tok.mask.device)
     check_shape("turns", ids, tok.mask.shape)
     # A turn starts at an action token whose turn is not that of the action token before it.
@@ -164,11 +155,10 @@ def reinforce_plus_plus(
     eps: float = 1e-6,
     trajectory_index: Groups | None = None,
 ) -> Tensor:
-    """Discounted reward still to come at each action token, whitened over the batch.
+    """Discounted reward still to come at each action token, whitened over the batch unless whiten=False.
 
-    The return is carried *through* observation tokens: a frame that restarts it there punishes the first turn of a
-    trajectory that succeeded in its second. whiten=False gives the bare reward to come. With `trajectory_index` it is
-    carried through rows of one trajectory too, from the last one given to the first.
+    The return is carried *through* observation tokens and, with `trajectory_index`, through the rows of a trajectory.
+    Restarted there, as by verl and SkyRL, it would punish the first turn of a trajectory that succeeded in its second.
 
     Shapes:  token_rewards, mask (B, T) or (T,) -> the same; trajectory_index (B,).
     Units:   reward, or standard deviations over action tokens when whitened.

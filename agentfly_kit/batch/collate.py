@@ -1,9 +1,4 @@
-"""Collation of trajectories into a batch.
-
-A trajectory contributes each of its rows: one, or several if it was compacted or its history was re-rendered. Column t
-of row i of every (B, T) tensor refers to token t of `rows[i]`, predicted from the tokens before it. The mask is 0 on
-padding.
-"""
+"""Collation of trajectories into a batch: selection of rows, alignment of tensors, placement of rewards."""
 
 from __future__ import annotations
 
@@ -92,15 +87,14 @@ def collate(
         raise BatchError("rollout must hold at least one trajectory, got none")
     flagged = (sum(t.reward is None for t in given) / len(given), sum(t.truncated for t in given) / len(given))
 
-    # Filters see the original rewards. The penalty is subtracted before advantages are computed, and filtered
-    # trajectories become unscored.
+    # Filters receive the original rewards; filtered trajectories become unscored.
     filtered = drop_reasons(given, filters)
     if truncated == "penalty":
         given = [t.replace(reward=t.reward - penalty) if t.truncated and t.reward is not None else t for t in given]
     given = [t.replace(reward=None) if t.id in filtered else t for t in given]
 
-    # Select the rows to train on, and record why the others are dropped. The estimator receives one reward per unit: a
-    # trajectory or, with per="row", a row with trained tokens (a trajectory without any is then one unit).
+    # The estimator receives one reward per unit: a trajectory or, with per="row", a row with trained tokens (a
+    # trajectory without any is then one unit).
     names = _author_names(authors, given)
     rows: list[_TrainedRow] = []
     dropped: list[Dropped] = []
@@ -176,7 +170,6 @@ def collate(
     )
     if advantages is None:
         return batch
-    # The estimator receives every unit that was given, with NaN for unscored ones.
     if callable(advantages):
         advantages = advantages(_rewards(units), torch.tensor([groups[t.group] for t in units]))
     values = torch.as_tensor(advantages, dtype=torch.float32)
@@ -210,7 +203,7 @@ def _unusable_reason(
     if not t.exact:
         raise BatchError(f"trajectory {t.id!r} must have token ids to be trained on, but its engine gives text only")
     if t.reward is None:
-        ended = t.stop if t.stop in UNSCORED_STOPS else "no reward said a number"
+        ended = t.stop if t.stop in UNSCORED_STOPS else "no reward returned a number"
         return f"unscored ({t.error.where if t.error else ended})"
     if not math.isfinite(t.reward):
         raise BatchError(f"the reward of trajectory {t.id!r} must be finite, or None for unscored, got {t.reward}")

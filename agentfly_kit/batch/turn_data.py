@@ -43,10 +43,7 @@ def as_trajectories(rollout: Any) -> list[Trajectory]:
 
 
 def sampled_turn_indices(trajectory: Trajectory) -> tuple[int, ...]:
-    """Return the indices in `trajectory.turns` of the turns that the policy sampled.
-
-    The k-th of them receives entry k of advantages of shape (N, K).
-    """
+    """Return the indices of the sampled turns; the k-th of them receives entry k of advantages (N, K)."""
     return tuple(i for i, turn in enumerate(trajectory.turns) if turn.sampled and turn.ids)
 
 
@@ -121,8 +118,7 @@ def _rewards_by_turn(t: Trajectory, sampled: tuple[int, ...], outcome: float | N
 def _turn_ids(trajectories: list[Trajectory], sampled: list[tuple[int, ...]]) -> tuple[tuple[Hashable, ...], ...]:
     """Assign an id to each sampled turn, derived from the first trajectory that contains the turn.
 
-    The last turn of a trajectory is never shared: a fork that sampled the same turns again, with the same noise, is
-    another leaf.
+    The last turn of a trajectory is never shared: a fork that sampled the same turns again is another leaf.
     """
     out: list[tuple[Hashable, ...]] = []
     forks: dict[tuple[str, int], list[int]] = {}

@@ -59,9 +59,8 @@ def clipped(
     """
     high = upper_clip(clip, clip_high, dual_clip)
     d, a, _ = prepare(logprobs, old_logprobs, advantages, mask)
-    ratio = torch.exp(d)
-    binds = ((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - clip))
-    return binds if dual_clip is None else binds | ((a < 0) & (ratio > dual_clip))
+    ratio, high_if_negative = torch.exp(d), torch.inf if dual_clip is None else dual_clip
+    return ((a > 0) & (ratio > 1 + high)) | ((a < 0) & ((ratio < 1 - clip) | (ratio > high_if_negative)))
 
 
 def reinforce(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -230,8 +229,7 @@ def clip_cov(
     """`ppo` without the loss of a few random tokens that reduce entropy most.
 
     Candidates are tokens whose clip does not bind and whose covariance of advantage and logprob is between `low` and
-    `high`. Of these, `share` of all action tokens are drawn, at least one if there are any. Means and draws are per
-    call: pass the whole minibatch, and a new seed each time.
+    `high`. `share` of all action tokens are drawn from them, at least one. Pass a whole minibatch and a new seed.
 
     Shapes:  (B, T) each -> (B, T).
     Source:  The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617 (Clip-Cov).
@@ -260,7 +258,7 @@ def kl_cov(
 ) -> Tensor:
     """-ratio A, plus coef |log ratio| on the tokens with the highest covariance of advantage and logprob.
 
-    These are `share` of all action tokens, at least one. There is no clip. Means and selection are per call.
+    These are `share` of all action tokens, at least one. There is no clip. Pass a whole minibatch.
 
     Shapes:  (B, T) each -> (B, T).
     Source:  arXiv 2505.22617 (KL-Cov); the penalty |log ratio| follows its code.
@@ -276,9 +274,7 @@ def kl_cov(
 
 
 def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None) -> Tensor:
-    """Half the squared error to the return. With `clip`, the maximum of it and the error of the clipped value.
-
-    The clipped value is limited to old_values ± clip.
+    """Half the squared error to the return; with `clip`, at least that of the value limited to old_values ± clip.
 
     Shapes:  (B, T) each -> (B, T). old_values may be None without `clip`.
     Units:   reward squared.

@@ -125,7 +125,7 @@ TEXT = dataclasses.replace(GOOD, turns=(Turn("action", "policy", None, text="x")
             [GOOD.replace(reward=None)],
             {},
             BatchError,
-            r"none of 1 trajectories can be trained on: unscored \(no reward said a number\)",
+            r"none of 1 trajectories can be trained on: unscored \(no reward returned a number\)",
         ),
         ([GOOD.replace(reward=math.inf)], {}, BatchError, "reward of trajectory 'g/0' must be finite.* got inf"),
         ([GOOD.replace(reward=math.nan)], {}, BatchError, "got nan"),

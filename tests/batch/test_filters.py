@@ -152,7 +152,7 @@ async def test_the_loop_says_what_it_left_out_and_why(tmp_path: Path) -> None:
             assert step.stats.rows == len(step.rollout) - sum(counts.values())
         assert Run(tmp_path / "run").rollout(step.step) == step.rollout
         unscored = frame["reward"].isna()
-        assert set(frame[unscored]["dropped"]) <= {"unscored (no reward said a number)"}
+        assert set(frame[unscored]["dropped"]) <= {"unscored (no reward returned a number)"}
 
 
 async def test_a_step_with_nothing_left_makes_no_update_and_the_run_goes_on() -> None:
