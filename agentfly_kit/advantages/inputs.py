@@ -44,12 +44,6 @@ def as_bool_mask(mask: Any, like: Tensor) -> Tensor:
     return m.to(device=like.device, dtype=torch.bool)
 
 
-def check_no_inf(x: Tensor, name: str) -> None:
-    if bool(torch.isinf(x).any()):
-        where = torch.isinf(x).nonzero()[0].tolist()
-        raise ValueError(f"{name}{where} must be finite, or NaN for unscored, got {x[tuple(where)].item()}")
-
-
 def require_finite(x: Tensor, where: Tensor, name: str, why: str) -> Tensor:
     """Return x, with 0 outside `where`. Raise ValueError with the first index inside that is not finite."""
     bad = where & ~torch.isfinite(x)
@@ -57,6 +51,10 @@ def require_finite(x: Tensor, where: Tensor, name: str, why: str) -> Tensor:
         place = bad.nonzero()[0].tolist()
         raise ValueError(f"{name}{place} must be a finite number {why}, got {x[tuple(place)].item()}")
     return torch.where(where, x, 0.0)
+
+
+def check_no_inf(x: Tensor, name: str) -> None:
+    require_finite(x, ~torch.isnan(x), name, "or NaN for unscored")
 
 
 def group_index(groups: Groups, n: int, device: torch.device) -> Tensor:
@@ -147,8 +145,7 @@ class GroupedRewards:
 class EpisodeRows:
     """Concatenation of the rows of each trajectory, in the given order: (B, T) to (R, n T) and back.
 
-    Tokens in between (the padding of one row and the prompt of the next) are skipped like observations. Without
-    `trajectory_index` every row is its own trajectory. `last_rows` (R,) are the last rows of the trajectories.
+    Without `trajectory_index` every row is its own trajectory. `last_rows` (R,) are the last rows of the trajectories.
     """
 
     def __init__(self, trajectory_index: Groups | None, rows: int, device: torch.device) -> None:

@@ -102,13 +102,12 @@ def gpg(
     *,
     std: Std = None,
     singleton: Singleton = "zero",
-    rescale: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
     """Reward minus group mean, rescaled to compensate for trajectories without gradient. Its loss is `reinforce`.
 
-    A group whose rewards are all equal adds nothing to the sum but stays in the denominator; rescale=True multiplies by
-    scored trajectories / those in groups that are not flat. verl counts non-zero *rewards* there instead.
+    A group whose rewards are all equal adds nothing to the sum but stays in the denominator; the factor is scored
+    trajectories / those in other groups. verl counts non-zero *rewards* there instead.
 
     Shapes:  rewards (N,), groups (N,) -> (N,).
     Units:   reward, times at least 1.
@@ -118,7 +117,7 @@ def gpg(
     g = GroupedRewards.from_rewards(rewards, groups)
     a = g.grpo(std, singleton, eps)
     live = (g.scored & ~g.flat).sum()
-    return a * g.scored.sum() / live if rescale and int(live) else a
+    return a * g.scored.sum() / live if int(live) else a
 
 
 def grpo_passk(
@@ -133,9 +132,8 @@ def grpo_passk(
     """Contribution of a trajectory to the *best* reward among k.
 
     The mean, over the k-subsets of its group that contain it, of the best reward with it minus the best without it.
-    With k=None, the whole group, only the best trajectory has a nonzero advantage, its lead over the second (verl).
-    With std=None, the mean over trajectories times k is an unbiased gradient of the expected best of k. A group with
-    fewer than k scored trajectories uses all of them.
+    k=None means the whole group (verl), as does a k larger than the group. With std=None, the mean over trajectories
+    times k is an unbiased gradient of the expected best of k.
 
     Shapes:  rewards (N,), groups (N,) -> (N,), never negative.
     Units:   group standard deviations (reward, with std=None).

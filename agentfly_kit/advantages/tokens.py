@@ -68,16 +68,14 @@ def gae(
     A step is an action token or, with `turns`, a whole turn: its reward is the sum of its token rewards, its value that
     at its first action token, and all its action tokens share its advantage and return.
 
-    observations="skip" (verl) skips tokens with mask 0: the value after the last token of an action is the value
-    of the next *action* token. "step" (TRL PPO, torchtune) makes every token between the first and last
-    action token of a row a time step, with discount and value: values must then be finite there too.
-    discount_observations=True (slime) also skips, but discounts by the distance in tokens.
+    observations="skip" (verl) skips tokens with mask 0: the value after the last token of an action is that of the next
+    *action* token. "step" (SkyRL, TRL PPO, torchtune) makes every token between the first and last action token of a
+    row a time step, so values must be finite there too. discount_observations=True (slime) also skips, but discounts by
+    the distance in tokens.
 
     trajectory_index: rows of one trajectory, in the given order, form one episode: the value after the last action
-    token of a row is that of the first one of the next row, and rewards of later rows reach earlier ones. Compaction is
-    then treated like an observation, also with observations="step": the tokens that it removes and writes are not
-    steps. With None every row is an episode of its own, and a compacted row ends with value 0, unless `bootstrap` gives
-    the value of its end.
+    token of a row is that of the first one of the next row, also with observations="step". With None every row is an
+    episode of its own, and a compacted row ends with value 0, unless `bootstrap` gives the value of its end.
 
     Shapes:  token_rewards, values, mask (B, T) or (T,); turns (B, T) ids, read at action tokens; bootstrap (B,), the
              value of the state in which a row was truncated, 0 for a row that ended (with trajectory_index, that
@@ -162,7 +160,7 @@ def reinforce_plus_plus(
 
     Shapes:  token_rewards, mask (B, T) or (T,) -> the same; trajectory_index (B,).
     Units:   reward, or standard deviations over action tokens when whitened.
-    Raises:  ValueError if a reward at an action token is infinite. A row with a NaN one is unscored, with its
+    Raises:  ValueError for an infinite reward. A row with a NaN reward at an action token is unscored, with its
              trajectory: left out of the mean and std, all 0.
     Source:  REINFORCE++, arXiv 2501.03262; its KL penalty belongs in token_rewards.
     """
@@ -190,8 +188,7 @@ def reinforce_plus_plus_baseline(
 
     Shapes:  token_rewards, mask (B, T), groups, trajectory_index (B,) -> (B, T).
     Units:   as in `reinforce_plus_plus`.
-    Raises:  ValueError if a reward at an action token is infinite. A row with a NaN one is unscored, with its
-             trajectory.
+    Raises:  ValueError for an infinite reward. A row with a NaN reward is unscored, with its trajectory.
     Source:  REINFORCE++, arXiv 2501.03262, the variant with a group baseline and global normalisation.
     """
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
@@ -218,15 +215,13 @@ def optimal_token_baseline(
     """Reward to go minus a separate baseline for each token position.
 
     The baseline is the mean reward to go of the group at that position, with each row weighted by its accumulated
-    squared gradient norm: the running sum over action tokens of |e_token - p|^2 = 1 - 2 p(token) + sum p^2, which is
-    that of the gradient of the token's logprob with respect to its logits. Positions count action tokens. If only one
-    row of a group is that long, see `singleton`: 0, or the plain reward to go (verl). With `trajectory_index`,
-    positions continue over the rows of a trajectory.
+    squared norm of the gradient of its logprobs in the logits: the running sum over action tokens of
+    1 - 2 p(token) + sum p^2. Positions count action tokens, over all rows of a trajectory. If only one row of a group
+    is that long, see `singleton`: 0, or the plain reward to go (verl).
 
     Shapes:  token_rewards, mask, logprobs, sum_squared_probs (B, T), groups, trajectory_index (B,) -> (B, T).
     Units:   reward.
-    Raises:  ValueError for an infinite reward, or a logprob or sum that is not finite at an action token. A row with a
-             NaN reward there is unscored.
+    Raises:  ValueError for an infinite reward, or a logprob or sum that is not finite at an action token.
     Source:  Optimal Token Baseline, arXiv 2602.07078, with its logit-gradient proxy.
     """
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)

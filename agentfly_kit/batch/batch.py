@@ -54,8 +54,7 @@ class Batch(Displayable):
         attention: (B, T) bool: True where there is a token.
         mask: (B, T) bool: True where this policy sampled the token.
         logprobs: (B, T) float32: logprobs recorded by the engine, in nats; NaN where the mask is 0.
-        entropies: (B, T) float32: entropies recorded by the engine, at the sampling temperature, in nats; NaN where the
-            mask is 0 or the engine recorded none.
+        entropies: (B, T) float32: entropies recorded by the engine, in nats; NaN where it recorded none.
         advantages: (B, T) float32: advantages; NaN where the mask is 0.
         token_rewards: (B, T) float32: each reward at the last action token it applies to, the trajectory's reward in
             its last row; 0 at other action tokens, NaN where the mask is 0.
@@ -69,10 +68,8 @@ class Batch(Displayable):
         truncated: (B,) bool: True for the last row of a trajectory that a limit cut off.
         returns: (B, T): targets of the value loss.
         values: (B, T): values before the update.
-        kept_mass: (B, T): probability mass kept by top-p, top-k or min-p; NaN where the mask is 0. None if nothing was
-            sampled under them.
-        ref_logprobs: (B, T): logprobs under the reference policy, stored so that a KL in the reward and one in the loss
-            share one forward pass.
+        kept_mass: (B, T): probability mass kept by top-p, top-k or min-p; None if nothing was sampled under them.
+        ref_logprobs: (B, T): logprobs under the reference policy.
         dropped: Trajectories and rows that were excluded, with reasons.
         num_given: Number of trajectories passed to `collate`, including dropped ones.
         flagged: Fractions of these trajectories that were unscored and that were truncated.

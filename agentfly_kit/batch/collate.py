@@ -28,8 +28,8 @@ Advantages = Callable[..., Tensor] | Tensor | Sequence[float] | None
 class _TrainedRow:
     trajectory: Trajectory
     row: Row
-    mask: npt.NDArray[np.bool_]  # (T,), True at trained tokens
-    token_rewards: npt.NDArray[np.float32]  # (T,)
+    mask: npt.NDArray[np.bool_]  # True at trained tokens
+    token_rewards: npt.NDArray[np.float32]
     trajectory_index: int
     is_last: bool  # whether it is the last row of its trajectory in the batch
     unit: int  # index of its reward in the input of the estimator
@@ -219,17 +219,14 @@ def _unusable_reason(
             f"trajectory {t.id!r} was sampled greedily (temperature 0): its tokens have no probability to learn from; "
             "roll out with temperature > 0 for training"
         )
-    if t.sampling.truncates and not allow_truncated_sampling:
-        raise BatchError(
-            f"trajectory {t.id!r} was sampled under top-p, top-k or min-p ({t.sampling}): the update's ratio would be "
-            "wrong by the kept mass; sample from the whole distribution, or correct it and pass "
-            "allow_truncated_sampling=True"
-        )
-    if t.sampling.truncates and any(turn.kept_mass is None for turn in sampled):
-        raise BatchError(
-            f"trajectory {t.id!r} was sampled under top-p, top-k or min-p, but its engine did not record the kept "
-            "mass, so the ratio cannot be corrected; sample from the whole distribution"
-        )
+    if t.sampling.truncates:
+        cut = f"trajectory {t.id!r} was sampled under top-p, top-k or min-p ({t.sampling}); sample from the whole"
+        if not allow_truncated_sampling:
+            raise BatchError(
+                f"{cut} distribution, or correct the ratio for the kept mass and pass allow_truncated_sampling=True"
+            )
+        if any(turn.kept_mass is None for turn in sampled):
+            raise BatchError(f"{cut} distribution, because its engine did not record the kept mass for a correction")
     return "truncated" if truncated == "mask" and t.truncated else None
 
 

@@ -82,9 +82,6 @@ def turn_data(
         rewards: (N,) rewards to use instead of those of the trajectories, such as the ones that `collate` passes to an
             estimator.
 
-    Returns:
-        One entry per sampled turn of each trajectory.
-
     Raises:
         AlignmentError: If the number of rewards differs from the number of trajectories.
         BatchError: If a turn has a reward, but no turn was sampled up to it.

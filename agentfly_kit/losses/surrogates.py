@@ -130,8 +130,7 @@ def sapo(
 ) -> Tensor:
     """Soft gate instead of a clip: -A (4 / tau) sigmoid(tau (ratio - 1)).
 
-    The slope in the ratio is 1 on policy and decays on both sides, faster for a larger tau. tau_negative replaces tau
-    at tokens with an advantage of 0 or less.
+    The slope in the ratio is 1 on policy and decays on both sides. tau_negative replaces tau where A <= 0.
 
     Shapes:  (B, T) each -> (B, T).
     Raises:  SettingsError if a tau is not above 0.
@@ -239,8 +238,6 @@ def clip_cov(
     cov = _covariance(logprobs, advantages, m)
     free = ~clipped(logprobs, old_logprobs, advantages, mask, clip, clip_high)
     candidates = ((cov > low) & (cov < high) & free).flatten().nonzero().flatten()
-    if not len(candidates):
-        return per_token
     n = max(int(share * int(m.sum())), 1)
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed)).to(candidates.device)
     taken = torch.zeros_like(m).flatten().index_fill(0, candidates[order[:n]], True).view_as(m)
@@ -265,10 +262,7 @@ def kl_cov(
     """
     d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
     loss = -torch.exp(d) * a
-    tokens = int(m.sum())
-    if tokens == 0:
-        return loss
-    chosen = _covariance(logprobs, advantages, m).flatten().topk(max(int(share * tokens), 1)).indices
+    chosen = _covariance(logprobs, advantages, m).flatten().topk(max(int(share * int(m.sum())), 1)).indices
     held = torch.zeros_like(m).flatten().index_fill(0, chosen, True).view_as(m)
     return loss + torch.where(held, coef * d.abs(), 0.0)
 
