@@ -167,9 +167,7 @@ class Batch(Displayable):
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """Concatenate at least one batch in order. Groups and trajectories stay distinct; optional fields are kept if all
-    batches have them.
-    """
+    """Concatenate batches. Groups and trajectories stay distinct; optional fields are kept if all batches have them."""
     width = max(b.ids.shape[1] for b in batches)
     out: dict[str, Any] = {}
     for name in (*_ROW_FIELDS, *_PADDING):

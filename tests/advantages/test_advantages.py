@@ -27,11 +27,11 @@ def close(a: Tensor, b: Any, tol: float = 1e-6) -> None:
     torch.testing.assert_close(a, torch.as_tensor(b, dtype=a.dtype), atol=tol, rtol=tol)
 
 
-# --- worked by hand ------------------------------------------------------------------------------
+# --- values computed by hand ---------------------------------------------------------------------
 
 
 def test_equal_rewards_give_exactly_zero() -> None:
-    """A float32 mean of equal rewards can miss them; the residue over a std of its own size is no longer small."""
+    """The float32 mean of equal rewards can differ from them; divided by a std of the same size, the error is large."""
     residues = 0
     for r in (0.1, 0.3, 0.7, 1.1):
         for n in range(2, 12):
@@ -40,11 +40,11 @@ def test_equal_rewards_give_exactly_zero() -> None:
             for f in (adv.grpo, adv.dr_grpo, adv.rloo, adv.gpg, adv.maxrl, adv.grpo_passk):
                 assert f(flat, [0] * n).tolist() == [0.0] * n
             assert adv.opo(flat, [0] * n, lengths=range(1, n + 1)).tolist() == [0.0] * n
-    assert residues, "the case that this is about did not occur"
+    assert residues, "no mean was inexact, so the test shows nothing"
 
 
 def test_golden_gae_over_turns() -> None:
-    """Three turns of two tokens, with observations between them; the loop below covers the other steps."""
+    """Three turns of two tokens, with observations between them."""
     mask = [[0, 1, 1, 0, 1, 1, 0, 0, 1, 1]]
     turns = [[0, 1, 1, 0, 2, 2, 0, 0, 3, 3]]
     rewards = [[0, 0, 0, 0, 0, 0, 0, 0, 0.25, 0.75]]
@@ -62,14 +62,14 @@ def test_golden_gae_steps_through_observations_between_actions() -> None:
         adv.gae(r, [0.2, 0.2, nan, 0.9, 0.5, 0.5], m, observations="step")
 
 
-def test_gae_bootstraps_a_cut_row() -> None:
+def test_gae_bootstraps_a_truncated_row() -> None:
     a, returns = adv.gae([[0.0, 0], [0, 0]], [[0.5, 0.5]] * 2, [[1, 1]] * 2, gamma=0.9, lam=1.0, bootstrap=[1.0, 0.0])
     close(returns, [[0.81, 0.9], [0, 0]])
     close(a, [[0.31, 0.4], [-0.5, -0.5]])
-    # Padding, or tokens that nobody acted upon, do not come between the last action and the state that was cut.
+    # Tokens after the last action do not add to the discount of the bootstrap value.
     options: Any = {"gamma": 0.9, "lam": 1.0, "bootstrap": [1.0], "discount_observations": True}
     close(adv.gae([[0.0, 0, 0, 0]], [[0.5, 0.5, nan, nan]], [[1, 1, 0, 0]], **options)[1], [[0.81, 0.9, 0, 0]])
-    # A row that has no scored action token needs no value either.
+    # A row without scored action tokens needs no bootstrap value.
     assert adv.gae([[0.0], [nan]], [[0.0], [nan]], [[0], [1]], bootstrap=[nan, nan])[0].tolist() == [[0], [0]]
     with pytest.raises(ValueError, match="bootstrap"):
         adv.gae([[0.0]], [[0.0]], [[1]], bootstrap=[nan])
@@ -81,7 +81,7 @@ def test_reinforce_plus_plus_baseline_by_hand() -> None:
     reward, mask = [[0.0, 1], [0, 0], [0, 3]], [[1, 1], [1, 1], [0, 1]]
     raw = adv.reinforce_plus_plus_baseline(reward, mask, groups=["a", "a", "b"], whiten=False)
     close(raw, [[0.5, 0.5], [-0.5, -0.5], [0, 0]])
-    # A row without an action token has no say in its group.
+    # A row without action tokens is not in the mean of its group.
     assert (
         adv.reinforce_plus_plus_baseline(reward, [[1, 1], [0, 0], [0, 1]], groups=[0, 0, 0], whiten=False)[0, 0] == -1
     )
@@ -89,7 +89,7 @@ def test_reinforce_plus_plus_baseline_by_hand() -> None:
     close(adv.reinforce_plus_plus_baseline(reward, mask, groups=["a", "a", "b"]), raw / scale, 1e-5)
 
 
-def test_unscored_rows_stay_out_of_token_estimators() -> None:
+def test_unscored_rows_do_not_change_token_estimates_of_others() -> None:
     reward = torch.tensor([[0.0, 1], [nan, 0], [0, 0.25]], dtype=torch.float64)
     mask = torch.tensor([[1, 1], [1, 1], [0, 1]])
     kept = [0, 2]
@@ -143,14 +143,14 @@ def test_golden_passk() -> None:
     close(adv.grpo_passk([1, 3, 2], [0, 0, 0], std=None), [0.0, 1, 0])  # the whole group: the lead over the second
     close(adv.grpo_passk([1, 3, 2], [0, 0, 0], std="sample"), [0.0, 1, 0], 1e-5)
     close(adv.grpo_passk([1, 3, 2], [0, 0, 0], k=2, std=None), [0.0, 1.5, 0.5])  # pairs (3, 1), (3, 2) and (2, 1)
-    close(adv.grpo_passk([1, 1, 0], [0, 0, 0], std=None), [0.0, 0, 0])  # either success would do
+    close(adv.grpo_passk([1, 1, 0], [0, 0, 0], std=None), [0.0, 0, 0])  # one success is enough
     close(adv.grpo_passk([1, 1, None], [0, 1, 1], singleton="raw"), [1.0, 1, 0])
     with pytest.raises(SettingsError, match=r"k must be at least 2.* got 1"):
         adv.grpo_passk([1, 0], [0, 0], k=1)
 
 
 def test_golden_gdpo() -> None:
-    # Sums 1, 1, 0 and 2 would give the first two one advantage; their rewards have different spreads.
+    # The first two trajectories have equal sums, but the two rewards have different standard deviations.
     r = [[1.0, 0], [0, 1], [0, 0], [1, 1], [1, 0]]
     a = adv.gdpo(r, [0] * 5, whiten=False)
     assert a[0] != pytest.approx(a[1].item())
@@ -179,15 +179,15 @@ def test_golden_trajectory_level() -> None:
 
 
 def test_golden_gigpo() -> None:
-    """Two trajectories meet in state "s": one goes on to succeed, the other fails."""
+    """Two trajectories reach state "s": one succeeds, the other fails."""
     rewards, groups = [1.0, 0.0], [0, 0]
     turns, states = [[0, 0, 1.0], [0, 0.0]], [["start", "s", "end"], ["start", "s"]]
     a = adv.gigpo(rewards, groups, turn_rewards=turns, states=states, gamma=0.5, std=None)
-    # start: 0.25 and 0; s: 0.5 and 0; end: alone. On top of ±0.5 for the episode.
+    # Returns from start: 0.25 and 0; from s: 0.5 and 0; end is alone. The episode adds ±0.5.
     close(a, [[0.5 + 0.125, 0.5 + 0.25, 0.5], [-0.5 - 0.125, -0.5 - 0.25, 0]])
     a = adv.gigpo(rewards, groups, turn_rewards=turns, states=states, gamma=0.5, weight=0.0)
     close(a, [[0.7071] * 3, [-0.7071, -0.7071, 0]], 1e-4)
-    # The same state in another group is another state; an unscored trajectory is in neither mean.
+    # Equal states in different groups are not compared, and an unscored trajectory is in no mean.
     a = adv.gigpo([1, 0, None], [0, 1, 0], turn_rewards=[[1], [0], [5]], states=[["s"]] * 3, singleton="raw")
     close(a, [[2.0], [0], [0]])
     close(adv.gigpo([1, 0], [0, 0], turn_rewards=[[1], [None]], states=[["s"]] * 2, singleton="raw"), [[2.0], [0]])
@@ -196,7 +196,7 @@ def test_golden_gigpo() -> None:
         adv.gigpo([1, 0], [0, 0], turn_rewards=[[1], [0]], states=[["s"], ["s", "t"]])
 
 
-# A forked tree of three leaves and, beside it, a chain that was never forked.
+# A tree with three leaves, and a chain that was not forked.
 TREE = [["r", "a"], ["r", "b", "c"], ["r", "b", "d"], ["x"]]
 
 
@@ -221,13 +221,13 @@ def test_golden_arpo() -> None:
     # Weighted mean 1/4 + 1/8 = 0.375; each row times 4 w.
     unbiased = adv.arpo(r, g, turn_ids=TREE, attribution="inverse_branching", std=None)
     close(unbiased, [[0.625, 0.625, 0], [-0.1875] * 3, [0.3125] * 3, [-0.75, 0, 0]])
-    # An unscored leaf leaves the means; the mean of a shared turn is over the scored leaves through it.
+    # An unscored leaf is in no mean, neither of the group nor of a shared turn.
     hard = adv.arpo([1, nan, 0, 0.5], g, turn_ids=TREE, attribution="hard", std=None)
     close(hard, [[0, 0.5, 0], [0, 0, 0], [0, -0.5, -0.5], [0, 0, 0]])
 
 
 def test_golden_inverse_branching_without_a_leaf_and_with_a_std() -> None:
-    # Without the second leaf the weights are 2/7, 1/7, 4/7, the mean 4/7, and a row's factor 3 w.
+    # Without the second leaf the weights w are 2/7, 1/7, 4/7, the mean is 4/7, and the factor of a row is 3 w.
     got = adv.arpo([1, nan, 0, 0.5], [0] * 4, turn_ids=TREE, attribution="inverse_branching", std=None)
     close(got[:, 0], [18 / 49, 0, -12 / 49, -6 / 49])
     r, w = [1.0, 0, 1, 0], [1 / 4, 1 / 8, 1 / 8, 1 / 2]
@@ -245,13 +245,13 @@ def test_without_forks_arpo_is_grpo() -> None:
         close(got[:, 0], adv.grpo(r, groups, std=std))  # type: ignore[arg-type]
 
 
-# --- what the estimators estimate: exact expectations over a small policy ---------------------------
+# --- exact expectations over a small policy ---------------------------------------------------------
 
 POLICY = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 
 
 def expected_gradient(advantages: Callable[[Tensor], Tensor], outcome_rewards: list[float], n: int) -> Tensor:
-    """E over all groups of n of mean_i A_i grad log p_i, in the logits of POLICY: no sampling."""
+    """Expectation over all groups of n of mean_i A_i grad log p_i, with respect to the logits of POLICY."""
     total = torch.zeros(3, dtype=torch.float64)
     for group in itertools.product(range(3), repeat=n):
         a = advantages(torch.tensor([outcome_rewards[i] for i in group], dtype=torch.float64))
@@ -266,7 +266,7 @@ def gradient_of(f: Callable[[Tensor], Tensor]) -> Tensor:
     return g
 
 
-def test_rloo_is_unbiased_and_dr_grpo_is_shorter_by_one_nth() -> None:
+def test_rloo_is_unbiased_and_dr_grpo_is_smaller_by_one_nth() -> None:
     outcome = [0.0, 0.5, 1.0]
     want = gradient_of(lambda p: (p * torch.tensor(outcome, dtype=torch.float64)).sum())
     close(expected_gradient(lambda r: adv.rloo(r, [0] * 3), outcome, 3), want, 1e-12)
@@ -287,7 +287,7 @@ def test_passk_is_the_gradient_of_the_best_of_k(k: int) -> None:
     close(k * got, gradient_of(best), 1e-12)
 
 
-def test_maxrl_is_the_gradient_of_log_success_cut_off() -> None:
+def test_maxrl_is_the_gradient_of_truncated_log_success() -> None:
     for n in (2, 3, 5):
         got = expected_gradient(lambda r, n=n: adv.maxrl(r, [0] * n), [0.0, 0.0, 1.0], n)
         want = gradient_of(lambda p, n=n: -sum((1 - p[2]) ** (k + 1) / (k + 1) for k in range(n - 1)))
@@ -298,7 +298,7 @@ def test_forks_bias_the_mean_over_leaves() -> None:
     """All groups of three chains of two turns, in which only chains with the first action 0 are forked, into three."""
     first = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     second = torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=torch.float64, requires_grad=True)
-    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)  # of the second action
+    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)  # by second action
     p, q = torch.softmax(first, 0), torch.softmax(second, 1)
     success = (p[:, None] * q * rewards).sum()
     true = torch.cat([g.flatten() for g in torch.autograd.grad(success, (first, second))])
@@ -394,7 +394,7 @@ def test_errors_name_the_argument_the_constraint_and_the_value() -> None:
         adv.gae([[0, 0.0]], [[0.0, 0]], [1, 1])
 
 
-# --- slow loops, written from the papers' words, beside the fast ones -----------------------------
+# --- slow loops, written from the papers ------------------------------------------------------------
 
 
 def slow_grpo(rewards: list[float], groups: list[Any], std: str | None, singleton: str, eps: float) -> list[float]:
@@ -414,13 +414,13 @@ def slow_grpo(rewards: list[float], groups: list[Any], std: str | None, singleto
 
 
 def slow_gae(steps: list[tuple[float, float]], gamma: float, lam: float, last: float) -> list[float]:
-    """Over (reward, value) of one row's steps, as the sum of discounted errors that eq. 16 is."""
+    """GAE (eq. 16) of the (reward, value) steps of one row, as a sum of discounted errors."""
     values = [v for _, v in steps] + [last]
     errors = [r + gamma * values[t + 1] - v for t, (r, v) in enumerate(steps)]
     return [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, len(steps))) for t in range(len(steps))]
 
 
-# float32-exact quarters: a group of equal rewards is then equal, and means are exact.
+# Multiples of 1/4 are exact in float32, and so are their sums.
 reward_values = st.one_of(st.just(nan), st.integers(-8, 8).map(lambda k: k / 4))
 grouped = st.lists(st.tuples(reward_values, st.sampled_from("abc")), min_size=1, max_size=12)
 singletons = st.sampled_from(["zero", "raw"])
@@ -428,7 +428,7 @@ singletons = st.sampled_from(["zero", "raw"])
 
 @given(grouped, st.sampled_from(["sample", "population", None]), singletons, st.sampled_from([1e-6, 1e-4]))
 @settings(max_examples=60, deadline=None)
-def test_grpo_is_its_loop(rows: Any, std: Any, singleton: Any, eps: float) -> None:
+def test_grpo_equals_its_loop(rows: Any, std: Any, singleton: Any, eps: float) -> None:
     rewards, groups = [r for r, _ in rows], [g for _, g in rows]
     want = slow_grpo(rewards, groups, std, singleton, eps)
     close(adv.grpo(torch.tensor(rewards, dtype=torch.float64), groups, std=std, singleton=singleton, eps=eps), want)
@@ -438,7 +438,7 @@ def test_grpo_is_its_loop(rows: Any, std: Any, singleton: Any, eps: float) -> No
 
 @given(grouped, st.lists(st.integers(0, 9), min_size=12, max_size=12))
 @settings(max_examples=60, deadline=None)
-def test_opo_gpg_and_maxrl_are_their_loops(rows: Any, lengths: list[int]) -> None:
+def test_opo_gpg_and_maxrl_equal_their_loops(rows: Any, lengths: list[int]) -> None:
     rewards, groups = [abs(r) for r, _ in rows], [g for _, g in rows]
     scored = [i for i, r in enumerate(rewards) if not math.isnan(r)]
     mates = {i: [j for j in scored if groups[j] == groups[i]] for i in scored}
@@ -456,13 +456,13 @@ def test_opo_gpg_and_maxrl_are_their_loops(rows: Any, lengths: list[int]) -> Non
     close(adv.maxrl(r, groups), maxrl)
 
 
-# --- rows of actions, with observations put in anywhere -------------------------------------------
+# --- rows of actions, with and without observations -----------------------------------------------
 
 POISON = [nan, inf, -inf, 1e30, -1e30]
 
 
 class Rows:
-    """Some rows of action tokens and, of the same rows, a version with poisoned observation tokens put in."""
+    """Rows of action tokens, and the same rows with inserted observation tokens that hold arbitrary values."""
 
     def __init__(self, rows: list[list[tuple[float, float, bool]]], groups: list[str], seed: int):
         self.groups, self.noise = groups, random.Random(seed)
@@ -470,7 +470,7 @@ class Rows:
         self.spread = self.build(rows, insert=True)
 
     def build(self, rows: Any, insert: bool) -> dict[str, Tensor]:
-        """One tensor a name, (B, T): reward, value, mask, turn and `weight` (any per-token statistic)."""
+        """Return (B, T) tensors: reward, value, mask, turn and `weight` (any per-token statistic)."""
         out = []
         for row in rows:
             tokens, turn = [], 0
@@ -496,7 +496,7 @@ class Rows:
         return self.noise.choice(POISON)
 
     def no_reward(self) -> float:
-        """What a record may contain at a token without a reward."""
+        """Return a value that a record may contain at a masked token."""
         return self.noise.choice([nan, 0.0])
 
 
@@ -514,7 +514,7 @@ Estimator = Callable[[dict[str, Tensor], list[str]], Tensor]
 
 
 def of_rows(f: Callable[..., Tensor]) -> Estimator:
-    """An outcome estimator as a token estimator: a row's reward in, its advantage on each action token out."""
+    """Turn an outcome estimator into a token estimator that assigns the advantage to all action tokens of the row."""
 
     def on_tokens(x: dict[str, Tensor], groups: list[str]) -> Tensor:
         rewards = torch.where(x["mask"] > 0, x["reward"], 0.0).sum(1)
@@ -524,7 +524,7 @@ def of_rows(f: Callable[..., Tensor]) -> Estimator:
 
 
 def of_turns(f: Callable[..., Tensor]) -> Estimator:
-    """A turn estimator as a token estimator: f(row rewards, groups, turn rewards, turn ids) in (N, K), spread out."""
+    """Turn f(row rewards, groups, turn rewards, turn ids) -> (N, K) into a token estimator."""
 
     def on_tokens(x: dict[str, Tensor], groups: list[str]) -> Tensor:
         sums: list[dict[int, float]] = []
@@ -544,7 +544,7 @@ def of_turns(f: Callable[..., Tensor]) -> Estimator:
 
 
 def forked(turns: list[list[int]]) -> list[list[Any]]:
-    """Paths of a tree: every row begins with the one turn "root", the others are its own."""
+    """Paths of a tree in which all rows share the first turn, "root"."""
     return [["root", *((b, t) for t in row)] for b, row in enumerate(turns)]
 
 
@@ -558,8 +558,8 @@ def token_baseline(singleton: Any) -> Estimator:
     return estimate
 
 
-# Every public estimator, and every switch that changes how it walks over tokens. "step" is left out on purpose: reading
-# observations is what it is for.
+# Every public estimator with every option that changes how tokens are traversed. observations="step" is left out, as it
+# reads observations by design.
 ESTIMATORS: dict[str, list[Estimator]] = {
     "grpo": [
         of_rows(lambda r, g, x: adv.grpo(r, g)),
@@ -610,7 +610,7 @@ def test_every_estimator_is_in_the_table() -> None:
 @pytest.mark.parametrize("estimator", EVERY)
 @given(rows())
 @settings(max_examples=25, deadline=None)
-def test_inserting_observations_changes_no_action(estimator: Estimator, rows: Rows) -> None:
+def test_inserted_observations_do_not_change_advantages(estimator: Estimator, rows: Rows) -> None:
     plain, spread = estimator(rows.plain, rows.groups), estimator(rows.spread, rows.groups)
     assert bool((spread[rows.spread["mask"] == 0] == 0).all())
     close(spread[rows.spread["mask"] > 0], plain[rows.plain["mask"] > 0])
@@ -618,7 +618,7 @@ def test_inserting_observations_changes_no_action(estimator: Estimator, rows: Ro
 
 @given(rows(), st.floats(0, 1), st.floats(0, 1), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_gae_is_its_loop(rows: Rows, gamma: float, lam: float, by_turn: bool) -> None:
+def test_gae_equals_its_loop(rows: Rows, gamma: float, lam: float, by_turn: bool) -> None:
     x = rows.spread
     last = torch.linspace(-1, 1, len(rows.groups), dtype=torch.float64)
     turns = x["turn"] if by_turn else None
@@ -637,7 +637,7 @@ def test_gae_is_its_loop(rows: Rows, gamma: float, lam: float, by_turn: bool) ->
 
 @given(rows(), st.floats(0, 1))
 @settings(max_examples=25, deadline=None)
-def test_reinforce_plus_plus_is_its_loop(rows: Rows, gamma: float) -> None:
+def test_reinforce_plus_plus_equals_its_loop(rows: Rows, gamma: float) -> None:
     x = rows.spread
     for over_gaps in (False, True):
         got = adv.reinforce_plus_plus(
@@ -653,7 +653,7 @@ def test_reinforce_plus_plus_is_its_loop(rows: Rows, gamma: float) -> None:
 
 @given(rows(), singletons)
 @settings(max_examples=25, deadline=None)
-def test_optimal_token_baseline_is_its_loop(rows: Rows, singleton: Any) -> None:
+def test_optimal_token_baseline_equals_its_loop(rows: Rows, singleton: Any) -> None:
     x = rows.spread
     got = token_baseline(singleton)(x, rows.groups)
     at = [x["mask"][b].nonzero().flatten().tolist() for b in range(len(rows.groups))]

@@ -117,7 +117,7 @@ TEXT = dataclasses.replace(GOOD, turns=(Turn("action", "policy", None, text="x")
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "error", "says"),
+    ("given", "options", "error", "message"),
     [
         ([], {}, BatchError, "rollout must hold at least one trajectory"),
         ([3], {}, BatchError, "must be a Rollout or Trajectory objects, got int"),
@@ -143,9 +143,9 @@ TEXT = dataclasses.replace(GOOD, turns=(Turn("action", "policy", None, text="x")
     ],
 )
 def test_invalid_trajectories_are_rejected(
-    given: Any, options: dict[str, Any], error: type[Exception], says: str
+    given: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         collate(given, **options)
 
 
