@@ -112,11 +112,13 @@ def drop_reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) 
         for members in groups.values() if is_for_groups else [[t] for t in scored]:
             argument = Group(members[0].group, tuple(members)) if is_for_groups else members[0]
             reason = filter(argument)
-            if not (reason is None or (isinstance(reason, str) and reason)):
+            if reason is None:
+                continue
+            if not (isinstance(reason, str) and reason):
                 raise SettingsError(
                     f"filter {_name(filter)} must return a reason, a non-empty string, or None to keep its argument, "
                     f"got {reason!r} for {argument!r}"
                 )
-            for t in members if reason else ():
+            for t in members:
                 out.setdefault(t.id, reason)
     return out
