@@ -5,7 +5,8 @@ of any float type; half precision is computed and returned in float32.
 
 Conventions of all estimators: a reward that is NaN (or None in a list) is unscored, is excluded from every mean and
 has advantage 0; an infinite one raises ValueError. Values where the mask is 0 are never read, so inserting observation
-tokens does not change the advantage of any action. Axes: N trajectories (or rows), K rewards, B rows, T tokens.
+tokens does not change the advantage of any action; a token reward other than 0 there raises ValueError, because it
+would be lost. Axes: N trajectories (or rows), K rewards, B rows, T tokens.
 """
 
 from agentfly_kit.advantages.outcomes import (
@@ -25,9 +26,9 @@ from agentfly_kit.advantages.tokens import (
     optimal_token_baseline,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
+    whiten,
 )
 from agentfly_kit.advantages.turns import arpo, branch_weights, gigpo
-from agentfly_kit.advantages.whitening import whiten
 
 __all__ = [
     "arpo",

@@ -1,8 +1,11 @@
-"""Conversion and validation of the inputs of estimators: numbers, groups and masks."""
+"""Inputs of estimators, converted and validated, and the group and batch statistics that estimators share."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import itertools
+import warnings
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -41,12 +44,6 @@ def as_bool_mask(mask: Any, like: Tensor) -> Tensor:
     return m.to(device=like.device, dtype=torch.bool)
 
 
-def check_no_inf(x: Tensor, name: str) -> None:
-    if bool(torch.isinf(x).any()):
-        where = torch.isinf(x).nonzero()[0].tolist()
-        raise ValueError(f"{name}{where} must be finite, or NaN for unscored, got {x[tuple(where)].item()}")
-
-
 def require_finite(x: Tensor, where: Tensor, name: str, why: str) -> Tensor:
     """Return x, with 0 outside `where`. Raise ValueError with the first index inside that is not finite."""
     bad = where & ~torch.isfinite(x)
@@ -56,13 +53,20 @@ def require_finite(x: Tensor, where: Tensor, name: str, why: str) -> Tensor:
     return torch.where(where, x, 0.0)
 
 
+def check_no_inf(x: Tensor, name: str) -> None:
+    require_finite(x, ~torch.isnan(x), name, "or NaN for unscored")
+
+
 def group_index(groups: Groups, n: int, device: torch.device) -> Tensor:
     """Number the groups 0, 1, 2, ... and return the number of each row, (N,). Ids may be any hashable objects."""
     if isinstance(groups, str):
         raise AlignmentError(f"groups must be a list with a group id per row, got the string {groups!r}")
     ids = groups.tolist() if isinstance(groups, Tensor) else groups
     seen: dict[Hashable, int] = {}
-    index = [seen.setdefault(g, len(seen)) for g in ids]
+    try:
+        index = [seen.setdefault(g, len(seen)) for g in ids]
+    except TypeError as error:
+        raise AlignmentError(f"groups must have one hashable id per reward: {error}") from None
     if len(index) != n:
         raise AlignmentError(f"groups must have one id per reward, got {len(index)} ids for {n} rewards")
     return torch.tensor(index, dtype=torch.long, device=device)
@@ -108,10 +112,9 @@ class GroupedRewards:
         return self._group_max(self.reward) == -self._group_max(-self.reward)
 
     def minus_weighted_mean(self, weights: Tensor) -> Tensor:
-        """Return reward minus the weighted mean of the group, and exactly 0 in flat groups.
+        """Return reward minus the weighted mean of the group. If all weights are 0, they are treated as equal.
 
-        Otherwise three rewards of 0.1 would leave a residue of 1e-9, and dividing it by a std of the same size would
-        turn rounding errors into an advantage. If all weights are 0, they are treated as equal.
+        It is exactly 0 in flat groups: dividing a rounding error of the mean by a std of its size would amplify it.
         """
         none = self.group_sum(weights) <= 0
         w = torch.where(none, 1.0, weights)
@@ -120,6 +123,9 @@ class GroupedRewards:
 
     def centred(self) -> Tensor:
         return self.minus_weighted_mean(torch.ones_like(self.reward))
+
+    def grpo(self, std: Std, singleton: Singleton, eps: float) -> Tensor:
+        return self.singleton(self.centred() / self.std(std, eps), singleton)
 
     def std(self, kind: Std, eps: float) -> Tensor:
         """Return std + eps, or 1 for `kind=None`."""
@@ -139,23 +145,22 @@ class GroupedRewards:
 class EpisodeRows:
     """Concatenation of the rows of each trajectory, in the given order: (B, T) to (R, n T) and back.
 
-    Tokens in between (the padding of one row and the prompt of the next) are skipped like observations. Without
-    `trajectory_index` every row is its own trajectory.
+    Without `trajectory_index` every row is its own trajectory. `last_rows` (R,) are the last rows of the trajectories.
     """
 
     def __init__(self, trajectory_index: Groups | None, rows: int, device: torch.device) -> None:
         self.index = group_index(range(rows) if trajectory_index is None else trajectory_index, rows, device)
-        # The rows of each trajectory, and the position of each row among them.
-        self._rows: list[list[int]] = [[] for _ in range(int(self.index.max()) + 1 if rows else 0)]
-        positions = []
-        for row, trajectory in enumerate(self.index.tolist()):
-            positions.append(len(self._rows[trajectory]))
-            self._rows[trajectory].append(row)
+        trajectories = self.index.tolist()
+        counters: dict[int, Iterator[int]] = defaultdict(itertools.count)
+        positions = [next(counters[i]) for i in trajectories]  # of each row in its trajectory
+        last_rows = {i: row for row, i in enumerate(trajectories)}
         self._position = torch.tensor(positions, dtype=torch.long, device=device)
+        self._max_rows = max(positions, default=0) + 1
+        self.last_rows = torch.tensor(list(last_rows.values()), dtype=torch.long, device=device)
 
     def concat(self, x: Tensor) -> Tensor:
         """Concatenate rows; missing rows of a trajectory are 0 (False)."""
-        out = x.new_zeros(len(self._rows), self._max_rows, x.shape[1])
+        out = x.new_zeros(len(self.last_rows), self._max_rows, x.shape[1])
         out[self.index, self._position] = x
         return out.flatten(1)
 
@@ -163,15 +168,6 @@ class EpisodeRows:
         """Undo `concat`."""
         rows: Tensor = x.unflatten(1, (self._max_rows, x.shape[1] // self._max_rows))
         return rows[self.index, self._position]
-
-    @property
-    def _max_rows(self) -> int:
-        return max(map(len, self._rows), default=1)
-
-    @property
-    def last_rows(self) -> Tensor:
-        """Index of the last row of each trajectory, (R,)."""
-        return torch.tensor([rows[-1] for rows in self._rows], dtype=torch.long, device=self.index.device)
 
     def any_in_trajectory(self, rows: Tensor) -> Tensor:
         """Return for each row whether any row of its trajectory is True, (B,)."""
@@ -193,6 +189,13 @@ class TokenRewards:
         if r.ndim not in (1, 2):
             raise AlignmentError(f"token_rewards must have the shape (B, T), or (T,) for one row, got {tuple(r.shape)}")
         m = as_bool_mask(mask, r)
+        lost = ~m & ~torch.isnan(r) & (r != 0)
+        if bool(lost.any()):
+            at = lost.nonzero()[0].tolist()
+            raise ValueError(
+                f"token_rewards{at} must be 0 or NaN, because its mask is 0 and no advantage would count it, got "
+                f"{r[tuple(at)].item():g}; put it on the action token that earned it"
+            )
         is_1d = r.ndim == 1
         r, m = torch.atleast_2d(r), torch.atleast_2d(m)
         r = torch.where(m, r, 0.0)
@@ -211,3 +214,19 @@ class TokenRewards:
         """Return x in the shape of the given rewards, 0 where masked."""
         x = torch.where(self.mask, x, 0.0)
         return x.squeeze(0) if self.is_1d else x
+
+
+def whitened(x: Tensor, mask: Tensor, std: Std, eps: float, what: str) -> Tensor:
+    """Whiten converted values; `what` names the caller in a warning."""
+    check_choice("std", std, Std)
+    if not bool(mask.any()):
+        warnings.warn(
+            f"{what}: no scored action token to whiten over; all advantages are 0", RuntimeWarning, stacklevel=3
+        )
+        return torch.zeros_like(x)
+    kept = x[mask]
+    if bool((kept == kept[0]).all()):
+        return torch.zeros_like(x)  # as in a flat group: do not divide rounding errors by each other
+    mean = kept.mean()
+    scale = 1.0 if std is None else kept.std(unbiased=std == "sample") + eps
+    return torch.where(mask, (torch.where(mask, x, 0.0) - mean) / scale, 0.0)

@@ -20,8 +20,8 @@ from agentfly_kit.advantages.inputs import (
     check_no_inf,
     group_index,
     require_finite,
+    whitened,
 )
-from agentfly_kit.advantages.whitening import whitened
 from agentfly_kit.errors import AlignmentError, SettingsError, check_shape
 
 
@@ -36,8 +36,7 @@ def grpo(
     Source:  DeepSeekMath, arXiv 2402.03300, 4.1.2. It leaves open which std (see `std`) and the advantage in a group of
              one (see `singleton`). A group whose rewards are all equal gives exactly 0.
     """
-    g = GroupedRewards.from_rewards(rewards, groups)
-    return g.singleton(g.centred() / g.std(std, eps), singleton)
+    return GroupedRewards.from_rewards(rewards, groups).grpo(std, singleton, eps)
 
 
 def dr_grpo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> Tensor:
@@ -103,14 +102,12 @@ def gpg(
     *,
     std: Std = None,
     singleton: Singleton = "zero",
-    rescale: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Reward minus group mean, rescaled to compensate for trajectories without gradient.
+    """Reward minus group mean, rescaled to compensate for trajectories without gradient. Its loss is `reinforce`.
 
-    A group whose rewards are all equal adds nothing to the sum but stays in the denominator; rescale=True multiplies by
-    scored trajectories / those in groups that are not flat. verl's code counts non-zero *rewards* there instead, which
-    agrees with this only by coincidence.
+    A group whose rewards are all equal adds nothing to the sum but stays in the denominator; the factor is scored
+    trajectories / those in other groups. verl counts non-zero *rewards* there instead.
 
     Shapes:  rewards (N,), groups (N,) -> (N,).
     Units:   reward, times at least 1.
@@ -118,9 +115,9 @@ def gpg(
     Source:  GPG, arXiv 2504.02546, "accurate gradient estimation"; its F_norm is `std`, by default none.
     """
     g = GroupedRewards.from_rewards(rewards, groups)
-    a = g.singleton(g.centred() / g.std(std, eps), singleton)
+    a = g.grpo(std, singleton, eps)
     live = (g.scored & ~g.flat).sum()
-    return a * g.scored.sum() / live if rescale and int(live) else a
+    return a * g.scored.sum() / live if int(live) else a
 
 
 def grpo_passk(
@@ -135,9 +132,8 @@ def grpo_passk(
     """Contribution of a trajectory to the *best* reward among k.
 
     The mean, over the k-subsets of its group that contain it, of the best reward with it minus the best without it.
-    With k=None, the whole group, only the best trajectory has a nonzero advantage, its lead over the second (verl).
-    With std=None, the mean over trajectories times k is an unbiased gradient of the expected best of k. A group with
-    fewer than k scored trajectories uses all of them.
+    k=None means the whole group (verl), as does a k larger than the group. With std=None, the mean over trajectories
+    times k is an unbiased gradient of the expected best of k.
 
     Shapes:  rewards (N,), groups (N,) -> (N,), never negative.
     Units:   group standard deviations (reward, with std=None).
@@ -226,8 +222,7 @@ def trajectory_level(
 ) -> Tensor:
     """One advantage per *trajectory*, shared by all of its rows.
 
-    Estimated per row, a trajectory with many rows pulls the mean of its group towards its own reward: for rewards 1
-    (three rows) and 0 (one row), row level gives 0.5, 0.5, 0.5, -1.5, and trajectory level ±0.7071.
+    Estimated per row, a trajectory with many rows would pull the mean of its group towards its own reward.
 
     Shapes:  rewards, groups, trajectory_index (N,), one entry per row -> (N,).
     Units:   those of the estimator, which receives `options`.

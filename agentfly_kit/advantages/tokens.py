@@ -15,20 +15,18 @@ from agentfly_kit.advantages.inputs import (
     Singleton,
     Std,
     TokenRewards,
+    as_bool_mask,
     as_floats,
     group_index,
     require_finite,
+    whitened,
 )
 from agentfly_kit.advantages.outcomes import grpo
-from agentfly_kit.advantages.whitening import whitened
 from agentfly_kit.errors import SettingsError, check_choice, check_shape
 
 
 def _gae_recursion(reward: Tensor, value: Tensor, steps: Tensor, discount: Tensor, lam: float, last: Tensor) -> Tensor:
-    """Run the GAE recursion over the positions where `steps` is True, skipping all others.
-
-    discount (B, T) is applied between a step and the next; last (B,) is the value after the last step.
-    """
+    """Run the GAE recursion over `steps`; `discount` is that to the next step, `last` the value after the last step."""
     adv = torch.zeros_like(reward)
     next_value, carry = last, torch.zeros_like(last)
     for t in range(reward.shape[1] - 1, -1, -1):
@@ -42,16 +40,14 @@ def _gae_recursion(reward: Tensor, value: Tensor, steps: Tensor, discount: Tenso
 
 def _discounts(steps: Tensor, gamma: float, over_gaps: bool, like: Tensor) -> Tensor:
     """Return gamma, or gamma ** (distance to the next step) if observation tokens are discounted too."""
-    if not over_gaps or gamma == 1.0:
+    if not over_gaps:
         return torch.full_like(like, gamma)
-    out = torch.full_like(like, gamma)
-    gap = torch.ones_like(like[:, 0])  # after the last step: one step to the end
-    for t in range(like.shape[1] - 1, -1, -1):
-        out[:, t] = gamma**gap
-        gap = torch.where(steps[:, t], 1.0, gap + 1.0)
-    # Positions after the last step must not lengthen its gap: nothing is sampled after them.
-    after_last = steps.flip(1).cumsum(1).flip(1) == 1
-    return torch.where(after_last, gamma, out)
+    width = steps.shape[1]
+    columns = torch.arange(width, device=steps.device)
+    at_or_after = torch.where(steps, columns, width).flip(1).cummin(1).values.flip(1)
+    after = torch.nn.functional.pad(at_or_after[:, 1:], (0, 1), value=width)
+    # Nothing is sampled after the last step, so what follows it does not lengthen its gap.
+    return like.new_tensor(gamma) ** torch.where(after < width, after - columns, 1)
 
 
 def gae(
@@ -72,16 +68,14 @@ def gae(
     A step is an action token or, with `turns`, a whole turn: its reward is the sum of its token rewards, its value that
     at its first action token, and all its action tokens share its advantage and return.
 
-    observations="skip" (verl) skips tokens with mask 0: the value after the last token of an action is the value
-    of the next *action* token. "step" (TRL PPO, torchtune) makes every token between the first and last
-    action token of a row a time step, with discount and value: values must then be finite there too.
-    discount_observations=True (slime) also skips, but discounts by the distance in tokens.
+    observations="skip" (verl) skips tokens with mask 0: the value after the last token of an action is that of the next
+    *action* token. "step" (SkyRL, TRL PPO, torchtune) makes every token between the first and last action token of a
+    row a time step, so values must be finite there too. discount_observations=True (slime) also skips, but discounts by
+    the distance in tokens.
 
     trajectory_index: rows of one trajectory, in the given order, form one episode: the value after the last action
-    token of a row is that of the first one of the next row, and rewards of later rows reach earlier ones. Compaction is
-    then treated like an observation, also with observations="step": the tokens that it removes and writes are not
-    steps. With None every row is an episode of its own, and a compacted row ends with value 0, unless `bootstrap` gives
-    the value of its end.
+    token of a row is that of the first one of the next row, also with observations="step". With None every row is an
+    episode of its own, and a compacted row ends with value 0, unless `bootstrap` gives the value of its end.
 
     Shapes:  token_rewards, values, mask (B, T) or (T,); turns (B, T) ids, read at action tokens; bootstrap (B,), the
              value of the state in which a row was truncated, 0 for a row that ended (with trajectory_index, that
@@ -126,11 +120,7 @@ def gae(
 
 
 def _turn_starts(tok: TokenRewards, turns: Any) -> tuple[Tensor, Tensor]:
-    """Return where turns start, (B, T) bool, and the index of the start of each token's turn, (B, T).
-
-    Raises:
-        ValueError: If a turn id reappears after another.
-    """
+    """Return where turns start, (B, T) bool, and the index of the start of each token's turn, (B, T)."""
     ids = torch.atleast_2d(torch.as_tensor(turns)).to(tok.mask.device)
     check_shape("turns", ids, tok.mask.shape)
     # A turn starts at an action token whose turn is not that of the action token before it.
@@ -163,15 +153,14 @@ def reinforce_plus_plus(
     eps: float = 1e-6,
     trajectory_index: Groups | None = None,
 ) -> Tensor:
-    """Discounted reward still to come at each action token, whitened over the batch.
+    """Discounted reward still to come at each action token, whitened over the batch unless whiten=False.
 
-    The return is carried *through* observation tokens: a frame that restarts it there punishes the first turn of a
-    trajectory that succeeded in its second. whiten=False gives the bare reward to come. With `trajectory_index` it is
-    carried through rows of one trajectory too, from the last one given to the first.
+    The return is carried *through* observation tokens and, with `trajectory_index`, through the rows of a trajectory.
+    Restarted there, as by verl and SkyRL, it would punish the first turn of a trajectory that succeeded in its second.
 
     Shapes:  token_rewards, mask (B, T) or (T,) -> the same; trajectory_index (B,).
     Units:   reward, or standard deviations over action tokens when whitened.
-    Raises:  ValueError if a reward at an action token is infinite. A row with a NaN one is unscored, with its
+    Raises:  ValueError for an infinite reward. A row with a NaN reward at an action token is unscored, with its
              trajectory: left out of the mean and std, all 0.
     Source:  REINFORCE++, arXiv 2501.03262; its KL penalty belongs in token_rewards.
     """
@@ -199,8 +188,7 @@ def reinforce_plus_plus_baseline(
 
     Shapes:  token_rewards, mask (B, T), groups, trajectory_index (B,) -> (B, T).
     Units:   as in `reinforce_plus_plus`.
-    Raises:  ValueError if a reward at an action token is infinite. A row with a NaN one is unscored, with its
-             trajectory.
+    Raises:  ValueError for an infinite reward. A row with a NaN reward is unscored, with its trajectory.
     Source:  REINFORCE++, arXiv 2501.03262, the variant with a group baseline and global normalisation.
     """
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
@@ -227,15 +215,13 @@ def optimal_token_baseline(
     """Reward to go minus a separate baseline for each token position.
 
     The baseline is the mean reward to go of the group at that position, with each row weighted by its accumulated
-    squared gradient norm: the running sum over action tokens of |e_token - p|^2 = 1 - 2 p(token) + sum p^2, which is
-    that of the gradient of the token's logprob with respect to its logits. Positions count action tokens. If only one
-    row of a group is that long, see `singleton`: 0, or the plain reward to go (verl). With `trajectory_index`,
-    positions continue over the rows of a trajectory.
+    squared norm of the gradient of its logprobs in the logits: the running sum over action tokens of
+    1 - 2 p(token) + sum p^2. Positions count action tokens, over all rows of a trajectory. If only one row of a group
+    is that long, see `singleton`: 0, or the plain reward to go (verl).
 
     Shapes:  token_rewards, mask, logprobs, sum_squared_probs (B, T), groups, trajectory_index (B,) -> (B, T).
     Units:   reward.
-    Raises:  ValueError for an infinite reward, or a logprob or sum that is not finite at an action token. A row with a
-             NaN reward there is unscored.
+    Raises:  ValueError for an infinite reward, or a logprob or sum that is not finite at an action token.
     Source:  Optimal Token Baseline, arXiv 2602.07078, with its logit-gradient proxy.
     """
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
@@ -255,3 +241,19 @@ def optimal_token_baseline(
     out = torch.zeros_like(energy)
     out[row, at] = g.singleton(g.minus_weighted_mean(energy[row, at]), singleton)
     return tok.out(tok.rows.split(out))
+
+
+def whiten(advantages: Numbers, mask: Any, *, std: Std = "sample", eps: float = 1e-6) -> Tensor:
+    """Shift and scale to mean 0 and std 1 over all action tokens of the batch; 0 where masked.
+
+    Whiten the whole minibatch in one call, because the result depends on its composition. std=None only shifts.
+
+    Shapes:  advantages, mask (B, T) -> (B, T).
+    Units:   standard deviations over action tokens.
+    Raises:  ValueError if an advantage at an action token is not finite. Without action tokens: zeros and a warning. If
+             all advantages are equal: exactly 0.
+    Source:  as in most PPO code; studied in arXiv 2006.05990 ("per minibatch advantage normalization").
+    """
+    a = as_floats(advantages, "advantages")
+    m = as_bool_mask(mask, a)
+    return whitened(require_finite(a, m, "advantages", "at every action token"), m, std, eps, "whiten")

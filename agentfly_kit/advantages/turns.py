@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Literal, TypeAlias
 
@@ -27,9 +28,8 @@ Attribution: TypeAlias = Literal["soft", "hard", "inverse_branching"]
 def _pad_ragged(rows: list[list[float]], like: Tensor) -> Tensor:
     """Pad rows with 0 to shape (N, K)."""
     width = max(map(len, rows), default=0)
-    return torch.tensor([r + [0.0] * (width - len(r)) for r in rows], dtype=like.dtype, device=like.device).reshape(
-        len(rows), width
-    )
+    padded = [row + [0.0] * (width - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=like.dtype, device=like.device).reshape(len(rows), width)
 
 
 def gigpo(
@@ -108,13 +108,8 @@ def branch_weights(turn_ids: Sequence[Sequence[Hashable]], groups: Groups) -> Te
                     f"turn_ids must give every turn its own id, but turn {turn!r} has two parents in one group"
                 )
             children.setdefault((g, above), set()).add(turn)
-    weights = []
-    for g, path in zip(index, turn_ids, strict=True):
-        w = 1.0
-        for above in (None, *path[:-1]):
-            w /= len(children[(g, above)])
-        weights.append(w)
-    return torch.tensor(weights, dtype=torch.float64)
+    branches = [[len(children[(g, a)]) for a in (None, *path[:-1])] for g, path in zip(index, turn_ids, strict=True)]
+    return torch.tensor([1 / math.prod(counts) for counts in branches], dtype=torch.float64)
 
 
 def arpo(
@@ -130,15 +125,15 @@ def arpo(
     """Advantages of the turns of forked chains: one row per leaf, with shared turns repeated in every row.
 
     soft: GRPO over the leaves, the same on all turns of a row. hard: a turn shared by several leaves has the mean of
-    their advantages; with a token mean or sum and inside the clip, the gradient equals that of soft.
-    inverse_branching: mean and std are weighted by `branch_weights`, and the advantage of a row is multiplied by its
-    weight times the number of leaves of the group, so that forking does not change the expectation. Without forks all
-    three equal `grpo`.
+    their advantages; with a token mean or sum and inside the clip, the gradient equals that of soft. Both are biased
+    towards chains that were forked often. inverse_branching: mean and std are weighted by `branch_weights`, and the
+    advantage of a row is multiplied by its weight times the number of leaves of the group, which removes nearly all of
+    this bias; see "Forked chains" in docs/conventions.md. Without forks all three equal `grpo`.
 
     Shapes:  rewards, groups (N,), one entry per leaf; turn_ids as in `branch_weights` -> (N, K), K the longest path.
     Units:   group standard deviations (reward, with std=None).
     Raises:  ValueError if a reward is infinite, or for `turn_ids` that are not a tree. NaN is unscored.
-    Source:  ARPO, arXiv 2507.19849, 3.2 and Appendix C.2; inverse_branching is specific to this package.
+    Source:  ARPO, arXiv 2507.19849, 3.2; inverse_branching is specific to this package.
     """
     check_choice("attribution", attribution, Attribution)
     check_choice("std", std, Std)
@@ -157,7 +152,7 @@ def arpo(
             a = a / (torch.sqrt(variance) + eps)
         a = g.singleton(g.count * w * a, singleton)
     else:
-        a = g.singleton(g.centred() / g.std(std, eps), singleton)
+        a = g.grpo(std, singleton, eps)
     if attribution != "hard":
         return _pad_ragged([[x] * len(path) for x, path in zip(a.tolist(), turn_ids, strict=True)], a)
     through: dict[Hashable, list[float]] = {}

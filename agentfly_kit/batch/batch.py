@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import AlignmentError, BatchError, check_shape
+from agentfly_kit.errors import AlignmentError, check_shape
 from agentfly_kit.types import Row, Trajectory
 
 # (B,) fields of a batch.
@@ -27,19 +27,12 @@ _PADDING |= dict.fromkeys(("logprobs", "entropies", *_MASKED_FIELDS), math.nan)
 
 @dataclass(frozen=True)
 class Dropped:
-    """Record of a trajectory, or one of its rows, that is excluded from every loss term and denominator.
+    """Record of a trajectory, or one of its rows, that is excluded from every loss term and denominator."""
 
-    Attributes:
-        trajectory: Id of the trajectory.
-        reason: Why it was excluded.
-        row: Index of the excluded row; None if all rows are excluded.
-        filtered: Whether one of `filters` excluded it, rather than being unusable for training.
-    """
-
-    trajectory: str
+    trajectory: str  # its id
     reason: str
-    row: int | None = None
-    filtered: bool = False
+    row: int | None = None  # index of the excluded row; None if all rows are excluded
+    filtered: bool = False  # excluded by one of `filters`, not because it cannot be trained on
 
 
 def drop_counts(dropped: Iterable[Dropped]) -> dict[str, int]:
@@ -61,8 +54,7 @@ class Batch(Displayable):
         attention: (B, T) bool: True where there is a token.
         mask: (B, T) bool: True where this policy sampled the token.
         logprobs: (B, T) float32: logprobs recorded by the engine, in nats; NaN where the mask is 0.
-        entropies: (B, T) float32: entropies recorded by the engine, at the sampling temperature, in nats; NaN where the
-            mask is 0 or the engine recorded none.
+        entropies: (B, T) float32: entropies recorded by the engine, in nats; NaN where it recorded none.
         advantages: (B, T) float32: advantages; NaN where the mask is 0.
         token_rewards: (B, T) float32: each reward at the last action token it applies to, the trajectory's reward in
             its last row; 0 at other action tokens, NaN where the mask is 0.
@@ -76,10 +68,8 @@ class Batch(Displayable):
         truncated: (B,) bool: True for the last row of a trajectory that a limit cut off.
         returns: (B, T): targets of the value loss.
         values: (B, T): values before the update.
-        kept_mass: (B, T): probability mass kept by top-p, top-k or min-p; NaN where the mask is 0. None if nothing was
-            sampled under them.
-        ref_logprobs: (B, T): logprobs under the reference policy, stored so that a KL in the reward and one in the loss
-            share one forward pass.
+        kept_mass: (B, T): probability mass kept by top-p, top-k or min-p; None if nothing was sampled under them.
+        ref_logprobs: (B, T): logprobs under the reference policy.
         dropped: Trajectories and rows that were excluded, with reasons.
         num_given: Number of trajectories passed to `collate`, including dropped ones.
         flagged: Fractions of these trajectories that were unscored and that were truncated.
@@ -126,7 +116,7 @@ class Batch(Displayable):
     def check(self) -> None:
         """Check shapes, mask and values of all tensors.
 
-        Batches from `collate` always pass. `ppo_step` calls this to detect errors in batches that were modified since.
+        `ppo_step` calls this, because batches may be modified after `collate`.
 
         Raises:
             AlignmentError: If a tensor does not match the others in shape or holds invalid values; it names the first.
@@ -161,19 +151,13 @@ class Batch(Displayable):
         Args:
             changes: New values by field name.
 
-        Returns:
-            The new batch.
-
         Raises:
             AlignmentError: If a per-token tensor is not of shape (B, T).
         """
         mask = changes.get("mask", self.mask)
         for name, value in changes.items():
             if name in _MASKED_FIELDS and value is not None:
-                if value.shape != self.ids.shape:
-                    raise AlignmentError(
-                        f"{name} must have the shape {tuple(self.ids.shape)}, got {tuple(value.shape)}"
-                    )
+                check_shape(name, value, self.ids.shape)
                 changes[name] = torch.where(mask, value.float(), torch.nan)
         return replace(self, **changes)
 
@@ -183,19 +167,7 @@ class Batch(Displayable):
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """Concatenate batches in order. Their groups and trajectories stay distinct; rows are padded to a common width.
-
-    Args:
-        batches: Batches to join. Values, returns, kept mass and reference logprobs are kept if all batches have them.
-
-    Returns:
-        The joint batch.
-
-    Raises:
-        BatchError: If there are no batches.
-    """
-    if not batches:
-        raise BatchError("batches must hold at least one batch, got none")
+    """Concatenate batches. Groups and trajectories stay distinct; optional fields are kept if all batches have them."""
     width = max(b.ids.shape[1] for b in batches)
     out: dict[str, Any] = {}
     for name in (*_ROW_FIELDS, *_PADDING):

@@ -1,12 +1,8 @@
-"""Collation of trajectories into a batch.
-
-A trajectory contributes each of its rows: one, or several if it was compacted or its history was re-rendered. Column t
-of row i of every (B, T) tensor refers to token t of `rows[i]`, predicted from the tokens before it. The mask is 0 on
-padding.
-"""
+"""Collation of trajectories into a batch: selection of rows, alignment of tensors, placement of rewards."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,11 +14,10 @@ import torch
 from torch import Tensor
 
 from agentfly_kit.batch.batch import Batch, Dropped
-from agentfly_kit.batch.credit import advantages_per_token, token_rewards
 from agentfly_kit.batch.filters import Filter, drop_reasons
-from agentfly_kit.batch.selection import as_trajectories, author_names, not_sampled, unusable_reason
+from agentfly_kit.batch.turn_data import as_trajectories, credited_turn, sampled_turn_indices
 from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, check_choice, checks_keywords
-from agentfly_kit.types import Row, Trajectory
+from agentfly_kit.types import UNSCORED_STOPS, Row, Trajectory
 
 TruncationMode = Literal["score", "mask", "bootstrap", "penalty"]
 AdvantagePer = Literal["trajectory", "row"]
@@ -33,8 +28,8 @@ Advantages = Callable[..., Tensor] | Tensor | Sequence[float] | None
 class _TrainedRow:
     trajectory: Trajectory
     row: Row
-    mask: npt.NDArray[np.bool_]  # (T,), True at trained tokens
-    token_rewards: npt.NDArray[np.float32]  # (T,)
+    mask: npt.NDArray[np.bool_]  # True at trained tokens
+    token_rewards: npt.NDArray[np.float32]
     trajectory_index: int
     is_last: bool  # whether it is the last row of its trajectory in the batch
     unit: int  # index of its reward in the input of the estimator
@@ -93,22 +88,21 @@ def collate(
         raise BatchError("rollout must hold at least one trajectory, got none")
     flagged = (sum(t.reward is None for t in given) / len(given), sum(t.truncated for t in given) / len(given))
 
-    # Filters see the original rewards. The penalty is subtracted before advantages are computed, and filtered
-    # trajectories become unscored.
+    # Filters receive the original rewards; filtered trajectories become unscored.
     filtered = drop_reasons(given, filters)
     if truncated == "penalty":
         given = [t.replace(reward=t.reward - penalty) if t.truncated and t.reward is not None else t for t in given]
     given = [t.replace(reward=None) if t.id in filtered else t for t in given]
 
-    # Select the rows to train on, and record why the others are dropped. The estimator receives one reward per unit: a
-    # trajectory or, with per="row", a row with trained tokens (a trajectory without any is then one unit).
-    names = author_names(authors, given)
+    # The estimator receives one reward per unit: a trajectory or, with per="row", a row with trained tokens (a
+    # trajectory without any is then one unit).
+    names = _author_names(authors, given)
     rows: list[_TrainedRow] = []
     dropped: list[Dropped] = []
     units: list[Trajectory] = []
     num_kept = 0
     for t in given:
-        reason = unusable_reason(t, names, truncated, allow_truncated_sampling)
+        reason = _unusable_reason(t, names, truncated, allow_truncated_sampling)
         masks = [row.sampled_by(*names) for row in t.rows]
         trained = [j for j, mask in enumerate(masks) if mask.any()]
         first_unit = len(units)
@@ -116,15 +110,16 @@ def collate(
         if reason is not None:
             dropped.append(Dropped(t.id, filtered.get(t.id, reason), filtered=t.id in filtered))
             continue
-        rewards = token_rewards(t, masks)
-        dropped += [Dropped(t.id, not_sampled(names), j) for j in range(len(t.rows)) if j not in trained]
+        rewards = _token_rewards(t, masks)
+        dropped += [Dropped(t.id, _not_sampled(names), j) for j in range(len(t.rows)) if j not in trained]
         for k, j in enumerate(trained):
             unit = first_unit + k if per == "row" else first_unit
             rows.append(_TrainedRow(t, t.rows[j], masks[j], rewards[j], num_kept, j == trained[-1], unit))
         num_kept += 1
     if not rows:
         reasons = "; ".join(sorted({d.reason for d in dropped}))
-        raise EmptyBatch(f"none of {len(given)} trajectories can be trained on: {reasons}", tuple(dropped))
+        remedy = "; to imitate them, use af.trl.sft_dataset(rollout)" if "actions written by" in reasons else ""
+        raise EmptyBatch(f"none of {len(given)} trajectories can be trained on: {reasons}{remedy}", tuple(dropped))
 
     # Pad the rows on the right. In NumPy, because assigning to a slice of a tensor takes ten times as long.
     lengths = torch.tensor([len(r.row) for r in rows])
@@ -176,12 +171,114 @@ def collate(
     )
     if advantages is None:
         return batch
-    # The estimator receives every unit that was given, with NaN for unscored ones.
     if callable(advantages):
         advantages = advantages(_rewards(units), torch.tensor([groups[t.group] for t in units]))
     values = torch.as_tensor(advantages, dtype=torch.float32)
-    return batch.replace(advantages=advantages_per_token(batch, values, [r.unit for r in rows], len(units), per))
+    return batch.replace(advantages=_advantages_per_token(batch, values, [r.unit for r in rows], len(units), per))
 
 
 def _rewards(trajectories: list[Trajectory]) -> Tensor:
     return torch.tensor([math.nan if t.reward is None else float(t.reward) for t in trajectories])
+
+
+def _author_names(authors: str | Sequence[str] | None, trajectories: list[Trajectory]) -> tuple[str, ...]:
+    """Convert `authors` to a tuple of names, where () stands for all authors."""
+    if authors is None:
+        return ()
+    names = (authors,) if isinstance(authors, str) else tuple(authors)
+    sampling = {turn.author for t in trajectories for turn in t.turns if turn.sampled}
+    if not names or not sampling.issuperset(names):
+        known = ", ".join(map(repr, sorted(sampling))) or "there are none"
+        raise BatchError(f"authors must be names of authors whose tokens were sampled ({known}), got {authors!r}")
+    return names
+
+
+def _not_sampled(names: tuple[str, ...]) -> str:
+    return f"no token was sampled by {' or '.join(names) or 'a policy'}"
+
+
+def _unusable_reason(
+    t: Trajectory, names: tuple[str, ...], truncated: TruncationMode, allow_truncated_sampling: bool
+) -> str | None:
+    """Return why a trajectory is left out of the batch, or None if it is kept. The arguments are those of `collate`."""
+    if not t.exact:
+        raise BatchError(f"trajectory {t.id!r} must have token ids to be trained on, but its engine gives text only")
+    if t.reward is None:
+        ended = t.stop if t.stop in UNSCORED_STOPS else "no reward returned a number"
+        return f"unscored ({t.error.where if t.error else ended})"
+    if not math.isfinite(t.reward):
+        raise BatchError(f"the reward of trajectory {t.id!r} must be finite, or None for unscored, got {t.reward}")
+    if not any(row.sampled_by(*names).any() for row in t.rows):
+        writers = {turn.author for turn in t.turns if turn.kind in ("action", "forced")}
+        if writers and not names:
+            return f"actions written by {' and '.join(sorted(writers))}, not sampled by a policy"
+        return _not_sampled(names)
+    # Only greedy or truncated sampling records a kept mass, so such turns were not sampled with these settings.
+    sampled = [turn for turn in t.turns if turn.sampled]
+    if t.sampling.greedy or (not t.sampling.truncates and any(turn.kept_mass is not None for turn in sampled)):
+        raise BatchError(
+            f"trajectory {t.id!r} was sampled greedily (temperature 0): its tokens have no probability to learn from; "
+            "roll out with temperature > 0 for training"
+        )
+    if t.sampling.truncates:
+        cut = f"trajectory {t.id!r} was sampled under top-p, top-k or min-p ({t.sampling}); sample from the whole"
+        if not allow_truncated_sampling:
+            raise BatchError(
+                f"{cut} distribution, or correct the ratio for the kept mass and pass allow_truncated_sampling=True"
+            )
+        if any(turn.kept_mass is None for turn in sampled):
+            raise BatchError(f"{cut} distribution, because its engine did not record the kept mass for a correction")
+    return "truncated" if truncated == "mask" and t.truncated else None
+
+
+def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.float32]]:
+    """Return the token rewards of each row, (T,): 0 at trained tokens without a reward, NaN where the mask is 0.
+
+    The reward of a turn goes to the last token of the turn that earned it (`credited_turn`), and is left out if that
+    token is not trained. The reward of the trajectory goes to its last trained token.
+    """
+    assert t.reward is not None
+    out = [np.where(mask, np.float32(0), np.float32(np.nan)) for mask in masks]
+    # Row and column of the last token of each turn.
+    last_token = [
+        (j, end - 1)
+        for j, row in enumerate(t.rows)
+        for end in itertools.accumulate(len(x.ids or ()) for x in row.turns)
+    ]
+    for i, turn in enumerate(t.turns):
+        if turn.reward is not None:
+            j, column = last_token[credited_turn(t, i)]
+            out[j][column] += turn.reward  # NaN stays NaN where the mask is 0
+    j = max(j for j, mask in enumerate(masks) if mask.any())
+    out[j][masks[j].nonzero()[0][-1]] += t.reward
+    return out
+
+
+def _advantages_per_token(batch: Batch, values: Tensor, units: list[int], num_units: int, per: AdvantagePer) -> Tensor:
+    """Expand advantages (num_units,), (num_units, K) or (B, T) to tokens, (B, T); `units` is the unit of each row."""
+    if values.shape == batch.ids.shape:
+        return values
+    if values.ndim == 2 and len(values) == num_units and per == "trajectory":
+        return _turn_advantages_per_token(batch, values, units)
+    if tuple(values.shape) != (num_units,):
+        raise AlignmentError(
+            f"advantages must have the shape ({num_units},), one per {per}, ({num_units}, K), one per sampled turn "
+            f"(only with per='trajectory'), or {tuple(batch.ids.shape)}, one per token of the rows that are kept; "
+            f"got {tuple(values.shape)}"
+        )
+    return values[units, None].expand(batch.ids.shape)
+
+
+def _turn_advantages_per_token(batch: Batch, values: Tensor, units: list[int]) -> Tensor:
+    out = torch.zeros(batch.ids.shape)
+    for i, (t, row, unit) in enumerate(zip(batch.trajectories, batch.rows, units, strict=True)):
+        turns = sampled_turn_indices(t)
+        if len(turns) > values.shape[1]:
+            raise AlignmentError(
+                f"advantages must have a column per sampled turn, got {tuple(values.shape)}, and trajectory {t.id!r} "
+                f"has {len(turns)} sampled turns; see `turn_data`"
+            )
+        # Column of each sampled token. Other tokens get any column: their advantage is masked.
+        columns = np.searchsorted(turns, row.turn_index, side="right") - 1
+        out[i, : len(row)] = values[unit][torch.from_numpy(columns)]
+    return out

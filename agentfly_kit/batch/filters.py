@@ -1,10 +1,9 @@
 """Filters that exclude scored trajectories from training.
 
-A filter is a function of one argument that returns a reason (a string), or None to keep its argument:
-`def f(trajectory)` is called for each trajectory, `def f(group)` for each group, whose trajectories are then excluded
-together. An excluded trajectory is treated as unscored: it counts in no advantage, loss term or denominator. To keep a
-trajectory in the mean of its group and exclude only its tokens from the loss, as DAPO does with overlong answers, use
-`truncated="mask"`.
+A filter is a function that returns a reason (a string), or None to keep its argument: `def f(trajectory)` is called for
+each trajectory, `def f(group)` for each group, whose trajectories are excluded together. An excluded trajectory is
+treated as unscored. To exclude only its tokens from the loss, as DAPO does with overlong answers, use
+`collate(truncated="mask")`.
 """
 
 from __future__ import annotations
@@ -21,19 +20,12 @@ __all__ = ["drop_reasons", "equal_rewards", "overlong", "tool_errors"]
 
 
 def equal_rewards(group: Group) -> str | None:
-    """Exclude groups whose scored rewards are all equal, because they do not show which trajectory was better.
+    """Exclude groups whose scored rewards are all equal, such as those with a single scored trajectory.
 
-    This includes groups with a single scored trajectory. Without this filter, the advantages of such a group are
-    exactly 0, but it still counts in the denominator of a token mean. `TrainConfig(refill=)` samples other groups to
-    replace the excluded ones.
+    Without this filter, the advantages of such a group are exactly 0, but it still counts in the denominator of a token
+    mean. `TrainConfig(refill=)` samples other groups to replace the excluded ones.
 
-    Args:
-        group: Group of trajectories of the same task.
-
-    Returns:
-        The reason, or None to keep the group.
-
-    Source:  DAPO, arXiv 2503.14476, "dynamic sampling".
+    Source:  DAPO, arXiv 2503.14476, 3.2 ("dynamic sampling").
     """
     scored = {reward for reward in group.rewards if reward is not None}
     return "equal rewards" if len(scored) == 1 else None
@@ -44,9 +36,6 @@ def overlong(tokens: int | None = None) -> Filter:
 
     Args:
         tokens: Largest number of sampled tokens to keep. None excludes trajectories that a limit cut off instead.
-
-    Returns:
-        The filter.
 
     Raises:
         SettingsError: If `tokens` is below 1.
@@ -69,9 +58,6 @@ def tool_errors(share: float = 0.0) -> Filter:
         share: Largest fraction of failed calls to keep, at least 0 and below 1. 0 excludes a trajectory with any failed
             call.
 
-    Returns:
-        The filter.
-
     Raises:
         SettingsError: If `share` is out of range.
     """
@@ -87,14 +73,7 @@ def tool_errors(share: float = 0.0) -> Filter:
 
 
 def is_group_filter(filter: Filter) -> bool:
-    """Return True if a filter takes a group and False if it takes a trajectory, according to its parameter's name.
-
-    Args:
-        filter: Function with one required parameter, named `group` or `trajectory`.
-
-    Raises:
-        SettingsError: If it is anything else.
-    """
+    """Return True if the parameter of a filter is named `group`, False if `trajectory`; otherwise raise."""
     try:
         required = [p.name for p in inspect.signature(filter).parameters.values() if p.default is p.empty]
     except (TypeError, ValueError):
@@ -119,7 +98,7 @@ def drop_reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) 
         filters: The filters. Each is applied to all scored trajectories, including those excluded by others.
 
     Returns:
-        The reason of each excluded trajectory, by trajectory id.
+        The reason of each excluded trajectory, by trajectory id: that of the first filter that excludes it.
 
     Raises:
         SettingsError: If a filter is invalid or returns anything but a nonempty string or None; it names the filter.
@@ -128,13 +107,10 @@ def drop_reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) 
     groups: dict[str, list[Trajectory]] = {}
     for t in scored:
         groups.setdefault(t.group, []).append(t)
-    of_groups = [(Group(name, tuple(members)), members) for name, members in groups.items()]
-    of_trajectories = [(t, [t]) for t in scored]
-    # The first filter with a reason determines it.
     out: dict[str, str] = {}
     for filter, is_for_groups in [(filter, is_group_filter(filter)) for filter in filters]:
-        argument: Group | Trajectory
-        for argument, members in of_groups if is_for_groups else of_trajectories:
+        for members in groups.values() if is_for_groups else [[t] for t in scored]:
+            argument = Group(members[0].group, tuple(members)) if is_for_groups else members[0]
             reason = filter(argument)
             if reason is None:
                 continue

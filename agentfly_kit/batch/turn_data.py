@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly_kit.batch.selection import as_trajectories
 from agentfly_kit.errors import AlignmentError, BatchError
 from agentfly_kit.types import Trajectory, Turn
 
@@ -28,20 +28,27 @@ class TurnData:
     turn_ids: tuple[tuple[Hashable, ...], ...]
 
 
-def sampled_turn_indices(trajectory: Trajectory) -> tuple[int, ...]:
-    """Return the indices in `trajectory.turns` of the turns that the policy sampled.
+def as_trajectories(rollout: Any) -> list[Trajectory]:
+    """Return the trajectories of a rollout, a trajectory, or an iterable of trajectories as a list."""
+    given: Iterable[Any] = getattr(rollout, "trajectories", rollout)
+    if isinstance(given, Trajectory):
+        return [given]
+    if inspect.isawaitable(given):
+        raise BatchError("the rollout has not run; await it first")
+    trajectories = list(given)
+    for item in trajectories:
+        if not isinstance(item, Trajectory):
+            raise BatchError(f"trajectories must be a Rollout or Trajectory objects, got {type(item).__name__}")
+    return trajectories
 
-    The k-th of them receives entry k of advantages of shape (N, K).
-    """
+
+def sampled_turn_indices(trajectory: Trajectory) -> tuple[int, ...]:
+    """Return the indices of the sampled turns; the k-th of them receives entry k of advantages (N, K)."""
     return tuple(i for i, turn in enumerate(trajectory.turns) if turn.sampled and turn.ids)
 
 
 def credited_turn(trajectory: Trajectory, index: int) -> int:
-    """Return the index of the turn that earned the reward of turn `index`: the last sampled turn up to it.
-
-    Raises:
-        BatchError: If there is no such turn.
-    """
+    """Return the index of the turn that earned the reward of turn `index`: the last sampled turn up to it."""
     for i in range(index, -1, -1):
         if trajectory.turns[i].sampled and trajectory.turns[i].ids:
             return i
@@ -52,10 +59,7 @@ def credited_turn(trajectory: Trajectory, index: int) -> int:
 
 
 def last_observation(trajectory: Trajectory, index: int) -> Hashable:
-    """Return the token ids of the turn before the turn at `index`: an observation, or the prompt for the first action.
-
-    The result is () if there is no such turn.
-    """
+    """Return the token ids of the turn before the turn at `index`, usually an observation or the prompt."""
     return trajectory.turns[index - 1].ids if index else ()
 
 
@@ -77,9 +81,6 @@ def turn_data(
             group with equal states are compared. The default is the turn before it: the prompt, then each observation.
         rewards: (N,) rewards to use instead of those of the trajectories, such as the ones that `collate` passes to an
             estimator.
-
-    Returns:
-        One entry per sampled turn of each trajectory.
 
     Raises:
         AlignmentError: If the number of rewards differs from the number of trajectories.
@@ -114,8 +115,7 @@ def _rewards_by_turn(t: Trajectory, sampled: tuple[int, ...], outcome: float | N
 def _turn_ids(trajectories: list[Trajectory], sampled: list[tuple[int, ...]]) -> tuple[tuple[Hashable, ...], ...]:
     """Assign an id to each sampled turn, derived from the first trajectory that contains the turn.
 
-    The last turn of a trajectory is never shared: a fork that sampled the same turns again, with the same noise, is
-    another leaf.
+    The last turn of a trajectory is never shared: a fork that sampled the same turns again is another leaf.
     """
     out: list[tuple[Hashable, ...]] = []
     forks: dict[tuple[str, int], list[int]] = {}

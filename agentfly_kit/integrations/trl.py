@@ -30,32 +30,53 @@ from agentfly_kit.types import Message, Row, Task, Trajectory
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def sft_dataset(rows: Iterable[Any]) -> Any:
+def sft_dataset(rows: Iterable[Any], authors: str | Sequence[str] | None = None) -> Any:
     """Convert rows to a `datasets.Dataset` for SFTTrainer, with the columns "input_ids" and "labels".
 
-    The labels are the ids where the mask is 1, and -100 elsewhere. SFTTrainer uses such rows unchanged, without
-    rendering a chat template or inferring a mask.
+    The labels are the ids of action tokens, and -100 elsewhere. SFTTrainer uses such rows unchanged, without rendering
+    a chat template or inferring a mask. Rows without a label are left out.
 
     Args:
-        rows: Trajectories, of which all rows are used, or objects with `ids` and a `mask` of the same length, such as
-            the demonstrations of `tiny`.
+        rows: A rollout or trajectories, of which all rows are used; or objects with `ids` and a `mask` of the same
+            length, such as the demonstrations of `tiny`. To imitate successes only, pass
+            `[t for t in rollout if t.success]`.
+        authors: Authors whose action tokens are labelled, such as "policy" or "script". None labels the tokens of all
+            actions, whether they were sampled, scripted or forced. Only used for trajectories.
 
     Raises:
-        BatchError: If ids and mask of a row have different lengths.
+        BatchError: If ids and mask of a row have different lengths, or no token of a trajectory or row is labelled.
     """
     from datasets import Dataset
 
+    names = (authors,) if isinstance(authors, str) else authors
     out: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
-    for row in (part for given in rows for part in (given.rows if isinstance(given, Trajectory) else (given,))):
-        ids = [int(i) for i in row.ids]
-        mask = [bool(m) for m in (row.action_mask if isinstance(row, Row) else row.mask)]
-        if len(ids) != len(mask):
+    for given in rows:
+        if isinstance(given, Trajectory):
+            parts = [(row.ids, _label_mask(row, names)) for row in given.rows]
+        else:
+            parts = [(given.ids, given.mask)]
+        if not any(any(mask) for _, mask in parts):
             raise BatchError(
-                f"ids and mask of a row must have the same length, got {len(ids)} ids and a mask of {len(mask)}"
+                f"{given!r} must have a token to label, but none was written in an action"
+                f"{'' if names is None else ' of ' + ' or '.join(names)}; leave it out"
             )
-        out["input_ids"].append(ids)
-        out["labels"].append([i if m else -100 for i, m in zip(ids, mask, strict=True)])
+        for ids, mask in parts:
+            if len(ids) != len(mask):
+                raise BatchError(
+                    f"ids and mask of a row must have the same length, got {len(ids)} ids and a mask of {len(mask)}"
+                )
+            if any(mask):
+                out["input_ids"].append([int(i) for i in ids])
+                out["labels"].append([int(i) if m else -100 for i, m in zip(ids, mask, strict=True)])
     return Dataset.from_dict(out)
+
+
+def _label_mask(row: Row, authors: Sequence[str] | None) -> list[bool]:
+    mask: list[bool] = []
+    for turn in row.turns:
+        labelled = turn.kind in ("action", "forced") and (authors is None or turn.author in authors)
+        mask += [labelled] * turn.num_tokens
+    return mask
 
 
 def grpo_inputs(batch: Batch, pad: int = 0) -> dict[str, torch.Tensor]:

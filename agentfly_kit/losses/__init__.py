@@ -11,8 +11,14 @@ one per row.
 """
 
 from agentfly_kit.losses.divergence import KLKind as KLKind
-from agentfly_kit.losses.divergence import adaptive_kl_coef, approx_kl, kl, kl_full
-from agentfly_kit.losses.importance import effective_sample_size, importance_weights
+from agentfly_kit.losses.divergence import (
+    adaptive_kl_coef,
+    approx_kl,
+    effective_sample_size,
+    importance_weights,
+    kl,
+    kl_full,
+)
 from agentfly_kit.losses.reduction import AggregateMode as AggregateMode
 from agentfly_kit.losses.reduction import aggregate
 from agentfly_kit.losses.surrogates import (
@@ -21,7 +27,6 @@ from agentfly_kit.losses.surrogates import (
     clipped,
     dppo,
     gmpo,
-    gpg,
     gspo,
     kl_cov,
     ppo,
@@ -40,7 +45,6 @@ __all__ = [
     "dppo",
     "effective_sample_size",
     "gmpo",
-    "gpg",
     "gspo",
     "importance_weights",
     "kl",

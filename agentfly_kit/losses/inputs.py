@@ -48,7 +48,3 @@ def prepare(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Te
     m = as_bool_mask(mask, logprobs)
     d = masked(logprobs, m, "logprobs") - masked(old_logprobs, m, "old_logprobs")
     return d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), masked(advantages, m, "advantages"), m
-
-
-def mean(x: Tensor, m: Tensor) -> Tensor:
-    return x.sum() / m.sum().clamp(min=1)

@@ -38,9 +38,8 @@ def aggregate(
     fixed                sum / (rows x denominator), the denominator a configured number of tokens per row (Dr.GRPO).
     trajectory_mean      each trajectory's tokens over its own action tokens, then over the number of trajectories.
 
-    No denominator depends on padding. The result is linear in the losses, so its gradient in them is the weight of each
-    token: to split a minibatch into micro-batches, compute these weights over the whole minibatch first, and add up the
-    weighted losses.
+    No denominator depends on padding. The result is linear in the losses: to split a minibatch into micro-batches,
+    compute its gradient, the weight of each token, over the whole minibatch, and add up the weighted losses.
 
     empty_rows: whether rows without action tokens count as rows: "exclude" (verl) or "count" (TRL, SkyRL).
     count="rows" divides trajectory_mean by the number of rows instead, as Agent Lightning's own code does.

@@ -34,12 +34,13 @@ def ppo(
     Source:  PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, 3.1; dual clip: arXiv 1912.09729, eq. 5.
     """
     high = upper_clip(clip, clip_high, dual_clip)
-    d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
-    ratio = torch.exp(d)
-    loss = torch.maximum(-ratio * a, -ratio.clamp(1 - clip, 1 + high) * a)
-    if dual_clip is not None:
-        loss = torch.where(a < 0, torch.minimum(loss, -dual_clip * a), loss)
-    return torch.where(m, loss, 0.0)
+    d, a, _ = prepare(logprobs, old_logprobs, advantages, mask)
+    loss = _clipped_surrogate(torch.exp(d), a, clip, high)
+    return loss if dual_clip is None else torch.where(a < 0, torch.minimum(loss, -dual_clip * a), loss)
+
+
+def _clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    return torch.maximum(-ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages)
 
 
 @torch.no_grad()
@@ -58,28 +59,18 @@ def clipped(
     """
     high = upper_clip(clip, clip_high, dual_clip)
     d, a, _ = prepare(logprobs, old_logprobs, advantages, mask)
-    ratio = torch.exp(d)
-    binds = ((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - clip))
-    return binds if dual_clip is None else binds | ((a < 0) & (ratio > dual_clip))
+    ratio, high_if_negative = torch.exp(d), torch.inf if dual_clip is None else dual_clip
+    return ((a > 0) & (ratio > 1 + high)) | ((a < 0) & ((ratio < 1 - clip) | (ratio > high_if_negative)))
 
 
 def reinforce(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
-    """-A log p: the policy gradient itself, for one update on fresh samples.
+    """-A log p: the policy gradient itself, for one update on fresh samples. It is also the loss of GPG.
 
     Shapes:  (B, T) each -> (B, T). old_logprobs is unused; it exists for a uniform signature.
     Source:  Williams (1992). For stale samples, multiply the loss by `importance_weights`.
     """
     m = as_bool_mask(mask, logprobs)
-    return torch.where(m, -masked(advantages, m, "advantages") * masked(logprobs, m, "logprobs"), 0.0)
-
-
-def gpg(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Loss of Group Policy Gradient, equal to `reinforce`. The difference is in `advantages.gpg`.
-
-    Shapes:  (B, T) each -> (B, T). old_logprobs is unused.
-    Source:  GPG, arXiv 2504.02546.
-    """
-    return reinforce(logprobs, old_logprobs, advantages, mask)
+    return -masked(advantages, m, "advantages") * masked(logprobs, m, "logprobs")
 
 
 def gspo(
@@ -96,13 +87,12 @@ def gspo(
     may differ per token. With one advantage per row and "seq_mean_token_mean" it equals GSPO.
 
     Shapes:  (B, T) each -> (B, T).
-    Source:  GSPO, arXiv 2507.18071, eq. 5 (GSPO-token); the default clips are those of its 5.1.
+    Source:  GSPO, arXiv 2507.18071, eq. 13 and 14 (GSPO-token); the default clips are those of its experiments.
     """
     high = upper_clip(clip, clip_high)
     d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
     row = d.sum(-1, keepdim=True) / m.sum(-1, keepdim=True).clamp(min=1)
-    ratio = torch.exp(row.detach() + d - d.detach())
-    return torch.where(m, torch.maximum(-ratio * a, -ratio.clamp(1 - clip, 1 + high) * a), 0.0)
+    return _clipped_surrogate(torch.exp(row.detach() + d - d.detach()), a, clip, high)
 
 
 def gmpo(
@@ -140,8 +130,7 @@ def sapo(
 ) -> Tensor:
     """Soft gate instead of a clip: -A (4 / tau) sigmoid(tau (ratio - 1)).
 
-    The slope in the ratio is 1 on policy and decays on both sides, faster for a larger tau. tau_negative replaces tau
-    at tokens with an advantage of 0 or less.
+    The slope in the ratio is 1 on policy and decays on both sides. tau_negative replaces tau where A <= 0.
 
     Shapes:  (B, T) each -> (B, T).
     Raises:  SettingsError if a tau is not above 0.
@@ -149,10 +138,9 @@ def sapo(
     """
     if not (tau > 0 and tau_negative > 0):
         raise SettingsError(f"tau and tau_negative must be above 0, got {tau!r} and {tau_negative!r}")
-    d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
-    ratio = torch.exp(d)
+    d, a, _ = prepare(logprobs, old_logprobs, advantages, mask)
     t = torch.where(a > 0, torch.full_like(a, tau), tau_negative)
-    return torch.where(m, -a * torch.sigmoid(t * (ratio - 1)) * 4 / t, 0.0)
+    return -a * torch.sigmoid(t * (torch.exp(d) - 1)) * 4 / t
 
 
 def cispo(
@@ -177,7 +165,7 @@ def cispo(
     high = upper_clip(clip, clip_high)
     d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
     weight = torch.exp(d).detach().clamp(1 - clip if bounds == "both" else None, 1 + high)
-    return torch.where(m, -weight * a * masked(logprobs, m, "logprobs"), 0.0)
+    return -weight * a * masked(logprobs, m, "logprobs")
 
 
 def dppo(
@@ -192,19 +180,18 @@ def dppo(
 ) -> Tensor:
     """-M ratio A, where M drops a token whose update would push the two policies further apart than `clip`.
 
-    The distance is that of the Bernoulli distributions "this token or another": |p - q| for "tv",
-    KL(Bernoulli(q) || Bernoulli(p)) for "kl", with q the probability under old_logprobs, which should be
-    those of the sampler. Unlike a clip on the ratio, this permits large ratios of rare tokens. A usual
-    threshold for "kl" is 0.05.
+    The distance is that of the Bernoulli distributions "this token or another": |p - q| for "tv", KL(q || p) for "kl",
+    with q the probability under old_logprobs, which should be those of the sampler. Unlike a clip on the ratio, this
+    permits large ratios of rare tokens. A usual threshold for "kl" is 0.05. verl also limits the ratio, to 3 unless
+    configured otherwise; the paper found that such limits make training less stable (5.4).
 
     Shapes:  (B, T) each -> (B, T).
     Units:   clip: probability for "tv", nats for "kl".
-    Source:  DPPO, arXiv 2602.04879, eq. 11 to 14.
+    Source:  DPPO, arXiv 2602.04879, eq. 12 to 14.
     """
     check_choice("divergence", divergence, Divergence)
     high = upper_clip(clip, clip_high)
     d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
-    ratio = torch.exp(d)
     with torch.no_grad():
         log_p, log_q = masked(logprobs, m, "logprobs"), masked(old_logprobs, m, "old_logprobs")
         p, q = log_p.exp(), log_q.exp()
@@ -215,7 +202,7 @@ def dppo(
             other = torch.log1p(-q.clamp(max=1 - 1e-7)) - torch.log1p(-p.clamp(max=1 - 1e-7))
             far = q * (log_q - log_p) + (1 - q) * other
         dropped = ((a > 0) & (p > q) & (far > high)) | ((a < 0) & (p < q) & (far > clip))
-    return torch.where(m & ~dropped, -ratio * a, 0.0)
+    return torch.where(dropped, 0.0, -torch.exp(d) * a)
 
 
 def _covariance(logprobs: Tensor, advantages: Tensor, m: Tensor) -> Tensor:
@@ -241,8 +228,7 @@ def clip_cov(
     """`ppo` without the loss of a few random tokens that reduce entropy most.
 
     Candidates are tokens whose clip does not bind and whose covariance of advantage and logprob is between `low` and
-    `high`. Of these, `share` of all action tokens are drawn, at least one if there are any. Means and draws are per
-    call: pass the whole minibatch, and a new seed each time.
+    `high`. `share` of all action tokens are drawn from them, at least one. Pass a whole minibatch and a new seed.
 
     Shapes:  (B, T) each -> (B, T).
     Source:  The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617 (Clip-Cov).
@@ -252,8 +238,6 @@ def clip_cov(
     cov = _covariance(logprobs, advantages, m)
     free = ~clipped(logprobs, old_logprobs, advantages, mask, clip, clip_high)
     candidates = ((cov > low) & (cov < high) & free).flatten().nonzero().flatten()
-    if not len(candidates):
-        return per_token
     n = max(int(share * int(m.sum())), 1)
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed)).to(candidates.device)
     taken = torch.zeros_like(m).flatten().index_fill(0, candidates[order[:n]], True).view_as(m)
@@ -271,25 +255,20 @@ def kl_cov(
 ) -> Tensor:
     """-ratio A, plus coef |log ratio| on the tokens with the highest covariance of advantage and logprob.
 
-    These are `share` of all action tokens, at least one. There is no clip. Means and selection are per call.
+    These are `share` of all action tokens, at least one. There is no clip. Pass a whole minibatch.
 
     Shapes:  (B, T) each -> (B, T).
     Source:  arXiv 2505.22617 (KL-Cov); the penalty |log ratio| follows its code.
     """
     d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
-    loss = torch.where(m, -torch.exp(d) * a, 0.0)
-    tokens = int(m.sum())
-    if tokens == 0:
-        return loss
-    chosen = _covariance(logprobs, advantages, m).flatten().topk(max(int(share * tokens), 1)).indices
+    loss = -torch.exp(d) * a
+    chosen = _covariance(logprobs, advantages, m).flatten().topk(max(int(share * int(m.sum())), 1)).indices
     held = torch.zeros_like(m).flatten().index_fill(0, chosen, True).view_as(m)
     return loss + torch.where(held, coef * d.abs(), 0.0)
 
 
 def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None) -> Tensor:
-    """Half the squared error to the return. With `clip`, the maximum of it and the error of the clipped value.
-
-    The clipped value is limited to old_values ± clip.
+    """Half the squared error to the return; with `clip`, at least that of the value limited to old_values ± clip.
 
     Shapes:  (B, T) each -> (B, T). old_values may be None without `clip`.
     Units:   reward squared.
@@ -305,4 +284,4 @@ def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cli
             raise SettingsError(f"old_values must be the values from before the update if clip is {clip!r}, got None")
         old = masked(old_values, m, "old_values")
         loss = torch.maximum(loss, (old + (v - old).clamp(-clip, clip) - target).square())
-    return torch.where(m, 0.5 * loss, 0.0)
+    return 0.5 * loss

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from agentfly_kit.ppo.inputs import MicroBatch
 
 # Each is a function in losses/surrogates.py.
-LossName = Literal["ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo"]
+LossName = Literal["ppo", "reinforce", "gspo", "gmpo", "sapo", "cispo", "dppo"]
 # Losses whose value at a token depends on the whole row. The others need only the sampled tokens.
 _ROW_WISE = ("gspo", "gmpo")
 

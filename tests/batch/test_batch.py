@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from agents import played, tasks
+from agents import played, scripted, tasks
 
 from agentfly_kit import advantages
 from agentfly_kit.batch.collate import collate
-from agentfly_kit.errors import AlignmentError, BatchError, SettingsError
+from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, SettingsError
 from agentfly_kit.types import Failure, Sampling, Task, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "?"},))
@@ -103,7 +103,7 @@ def test_dropped_trajectories_have_a_reason() -> None:
         ("g/1", "unscored (tool put)"),
         ("g/2", "unscored (cancelled)"),
         ("g/3", "no token was sampled by a policy"),
-        ("g/4", "no token was sampled by a policy"),
+        ("g/4", "actions written by task, not sampled by a policy"),
         ("g/5", "truncated"),
     ]
     assert batch.num_given == 6
@@ -117,7 +117,7 @@ TEXT = dataclasses.replace(GOOD, turns=(Turn("action", "policy", None, text="x")
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "error", "says"),
+    ("given", "options", "error", "message"),
     [
         ([], {}, BatchError, "rollout must hold at least one trajectory"),
         ([3], {}, BatchError, "must be a Rollout or Trajectory objects, got int"),
@@ -125,7 +125,7 @@ TEXT = dataclasses.replace(GOOD, turns=(Turn("action", "policy", None, text="x")
             [GOOD.replace(reward=None)],
             {},
             BatchError,
-            r"none of 1 trajectories can be trained on: unscored \(no reward said a number\)",
+            r"none of 1 trajectories can be trained on: unscored \(no reward returned a number\)",
         ),
         ([GOOD.replace(reward=math.inf)], {}, BatchError, "reward of trajectory 'g/0' must be finite.* got inf"),
         ([GOOD.replace(reward=math.nan)], {}, BatchError, "got nan"),
@@ -143,10 +143,20 @@ TEXT = dataclasses.replace(GOOD, turns=(Turn("action", "policy", None, text="x")
     ],
 )
 def test_invalid_trajectories_are_rejected(
-    given: Any, options: dict[str, Any], error: type[Exception], says: str
+    given: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         collate(given, **options)
+
+
+async def test_demonstrations_are_rejected_with_the_reason_and_the_remedy() -> None:
+    rollout = await scripted(["5"]).rollout(tasks(1))
+    message = (
+        r"none of 1 trajectories can be trained on: actions written by script, not sampled by a policy; to imitate "
+        r"them, use af\.trl\.sft_dataset\(rollout\)"
+    )
+    with pytest.raises(EmptyBatch, match=message):
+        collate(rollout)
 
 
 async def test_a_rollout_that_has_not_run_is_rejected() -> None:

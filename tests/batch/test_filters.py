@@ -24,7 +24,7 @@ from agentfly_kit.types import Trajectory
 
 
 async def rolled(rewards: list[list[float | None]]) -> Rollout:
-    """Chains with these rewards, a group a list; the third of each is cut by a limit."""
+    """Return chains with these rewards, one list per group; the third of each group is truncated."""
     a = played(lambda task, turn: "1 2 3", max_turns=2)
     rollout = await a.rollout(tasks(len(rewards)), len(rewards[0]))
     given = []
@@ -53,9 +53,11 @@ async def test_filtered_chains_count_in_no_mean() -> None:
     assert batch.advantages[:, -1].nan_to_num().shape == (3,)
     first = [float(a[m][0]) for a, m in zip(batch.advantages, batch.mask, strict=True)]
     assert first == [-1.0, 0.0, 1.0]
-    kept = collate(rollout, advantages.dr_grpo, truncated="mask")  # the other way: only its tokens leave
+    kept = collate(
+        rollout, advantages.dr_grpo, truncated="mask"
+    )  # the reward counts in the mean, the tokens are not trained
     assert [float(a[m][0]) for a, m in zip(kept.advantages, kept.mask, strict=True)] == [-25.75, -24.75, -23.75]
-    # A tensor of advantages still has a number for each that was given.
+    # A tensor of advantages has one entry per given trajectory, also for filtered ones.
     again = collate(rollout, torch.arange(4.0), filters=[filters.overlong()])
     assert [float(a[m][0]) for a, m in zip(again.advantages, again.mask, strict=True)] == [0.0, 1.0, 3.0]
 
@@ -72,22 +74,21 @@ async def test_overlong_by_tokens_and_tool_errors() -> None:
             raise ToolError("no")
         return expression
 
-    script = {0: ["0", "1", "2"], 1: ["1", "1", "1"]}
+    expressions = {0: ["0", "1", "2"], 1: ["1", "1", "1"]}
 
-    def said(task: Any, turn: int) -> str:
-        expressions = script[order[task.id]]
-        return call(expressions[turn], "breaks") if turn < 3 else "done"
+    def script(task: Any, turn: int) -> str:
+        return call(expressions[order[task.id]][turn], "breaks") if turn < 3 else "done"
 
     wanted = tasks(2)
     order = {t.id: i for i, t in enumerate(wanted)}
-    rollout = await played(said, tools=[breaks], max_turns=4).rollout(wanted)
+    rollout = await played(script, tools=[breaks], max_turns=4).rollout(wanted)
     one, two = rollout.trajectories
     assert filters.drop_reasons(rollout, [filters.tool_errors()]) == {one.id: "tool errors"}
     assert filters.drop_reasons(rollout, [filters.tool_errors(0.5)]) == {}
     tokens = int(two.action_mask.sum())
     assert filters.drop_reasons(rollout, [filters.overlong(tokens)]) == {}
     assert set(filters.drop_reasons(rollout, [filters.overlong(tokens - 1)])) == {one.id, two.id}
-    # The first filter that says something is the one that is named.
+    # The reason is that of the first filter that returns one.
     both = filters.drop_reasons(rollout, [filters.tool_errors(), filters.overlong(1)])
     assert both == {one.id: "tool errors", two.id: "overlong"}
 
@@ -121,14 +122,14 @@ async def test_invalid_filters_are_rejected() -> None:
     assert len(caught.value.dropped) == 2
 
 
-# --- in the loop ---------------------------------------------------------------------------------
+# --- in training ---------------------------------------------------------------------------------
 
 
 def short(trajectory: Trajectory) -> str | None:
     return "too short" if int(trajectory.action_mask.sum()) < 6 else None
 
 
-async def test_the_loop_says_what_it_left_out_and_why(tmp_path: Path) -> None:
+async def test_a_run_records_the_reasons_of_dropped_chains(tmp_path: Path) -> None:
     @reward
     def even(trajectory: Any, final: str | None) -> float | None:
         return None if trajectory.chain == 3 and trajectory.task.id == TASKS[0].id else float(trajectory.chain % 2)
@@ -136,9 +137,9 @@ async def test_the_loop_says_what_it_left_out_and_why(tmp_path: Path) -> None:
     policy = learner()
     config = SMALL.replace(steps=4, filters=[short, filters.equal_rewards], save_rollouts=True)
     run = train(small(policy, reward=even), policy, TASKS, config, run=tmp_path / "run")
-    with pytest.warns(UserWarning, match="unscored|nothing was left") as said:
+    with pytest.warns(UserWarning, match="unscored|nothing was left") as warned:
         steps = [step async for step in run]
-    assert all("unscored" in str(w.message) or "nothing was left" in str(w.message) for w in said)
+    assert all("unscored" in str(w.message) or "nothing was left" in str(w.message) for w in warned)
     seen = {reason for step in steps for t in step.rollout or () if (reason := t.dropped)}
     assert "too short" in seen
     for step in steps:
@@ -152,10 +153,10 @@ async def test_the_loop_says_what_it_left_out_and_why(tmp_path: Path) -> None:
             assert step.stats.rows == len(step.rollout) - sum(counts.values())
         assert Run(tmp_path / "run").rollout(step.step) == step.rollout
         unscored = frame["reward"].isna()
-        assert set(frame[unscored]["dropped"]) <= {"unscored (no reward said a number)"}
+        assert set(frame[unscored]["dropped"]) <= {"unscored (no reward returned a number)"}
 
 
-async def test_a_step_with_nothing_left_makes_no_update_and_the_run_goes_on() -> None:
+async def test_a_step_without_rows_makes_no_update_and_the_run_continues() -> None:
     @reward
     def same(final: str | None) -> float:
         return 1.0
@@ -173,7 +174,7 @@ async def test_a_step_with_nothing_left_makes_no_update_and_the_run_goes_on() ->
 
 
 async def test_filtered_rows_are_in_no_denominator() -> None:
-    """The step on what is left is the step on a rollout that never had the others."""
+    """A step with filtered rows equals a step on a rollout without them."""
     policy = learner()
     rollout = await small(policy).rollout(TASKS[:4], 4)
     kept = Rollout.from_trajectories(t for t in rollout if short(t) is None)

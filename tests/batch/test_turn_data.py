@@ -20,7 +20,7 @@ TWO = (("prompt", 2), ("action", 2), ("observation", 1), ("action", 2))
 
 
 def turned(t: Trajectory, **rewards: float) -> Trajectory:
-    """The trajectory with rewards on turns, by index: turned(t, _2=0.5)."""
+    """Return the trajectory with turn rewards: turned(t, _2=0.5) sets that of turn 2."""
     turns = [dataclasses.replace(turn, reward=rewards.get(f"_{i}", turn.reward)) for i, turn in enumerate(t.turns)]
     return t.replace(turns=tuple(turns))
 
@@ -31,7 +31,7 @@ def test_turn_advantages_go_to_the_tokens_of_the_turn() -> None:
     nan = math.nan
     wanted = torch.tensor([[nan, nan, 1, 1, nan, 2, 2], [nan, 3, nan, nan, nan, nan, nan]])
     torch.testing.assert_close(batch.advantages, wanted, equal_nan=True)
-    # A trajectory that is left out still has its line.
+    # A dropped trajectory still has a row in the tensor of advantages.
     out = row(*TWO, reward=None, chain=1)
     batch = af.collate([out, a], torch.tensor([[5.0, 6.0], [1.0, 2.0]]))
     assert batch.advantages[0][batch.mask[0]].tolist() == [1, 1, 2, 2]
@@ -59,13 +59,13 @@ def test_turn_rewards_and_states() -> None:
         af.turn_data(a, rewards=[1.0, 2.0])
     with pytest.raises(BatchError, match="turn 0 has a reward of 2"):
         af.turn_data(turned(a, _0=2.0))
-    # The sums are those that `collate` puts on tokens.
+    # `collate` assigns the same sums to tokens.
     batch = af.collate([a])
     assert batch.token_rewards[0].nan_to_num().tolist() == [0, 0, 0, 0.25, 0, 0, 1.5]
 
 
 def test_gigpo_compares_turns_with_equal_states() -> None:
-    """Worked by hand: gamma 1, std None, so that advantages are differences from means."""
+    """With gamma 1 and std None, advantages are differences from means."""
     good = row(*TWO, reward=1.0, chain=0)
     bad = row(*TWO, reward=0.0, chain=1)
     else_ = row(("prompt", 2), ("action", 1), ("observation", 2), ("action", 1), reward=0.5, chain=2)
@@ -78,20 +78,20 @@ def test_gigpo_compares_turns_with_equal_states() -> None:
         )
 
     batch = af.collate(given, estimator)
-    # Episode: +.5, -.5, 0. First turns all began from the prompt: +.5, -.5, 0. Second ones: good and bad were told the
-    # same token, and the third something else: +.5, -.5, and alone: 0.
+    # Episode: +.5, -.5, 0. First turns, which all follow the prompt: +.5, -.5, 0. Second turns: good and bad follow the
+    # same observation: +.5, -.5; the third is alone: 0.
     at = [batch.advantages[i][batch.mask[i]].tolist() for i in range(3)]
     assert at == [[1.0] * 4, [-1.0] * 4, [0.0, 0.0]]
 
 
 async def forked(same_seeds: bool = False) -> list[Trajectory]:
-    """Three chains of one task: two of them one chain that was forked after its first turn."""
+    """Return a chain, its fork after the first turn, and a chain of its own."""
     one = agent()
     for task in tasks(24):
         first = one.chain(task)
         await first.step()
         if first.stop is None:
-            break  # the tool was called, and answered
+            break  # the tool was called
     assert first.stop is None
     fork = await first.fork(same_seeds=same_seeds)
     other = one.chain(tasks(24)[-1])

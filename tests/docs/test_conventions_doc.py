@@ -106,12 +106,26 @@ DISPUTES = [
         "rewards, mask = [0, 0, 0, 0, 1], [1, 0, 0, 1, 1]",
         [
             Side(
-                "no (verl)",
+                "no (verl's GAE)",
                 "af.advantages.reinforce_plus_plus(rewards, mask, gamma=0.5, whiten=False)",
             ),
             Side(
                 "yes (slime)",
                 "af.advantages.reinforce_plus_plus(rewards, mask, gamma=0.5, whiten=False, discount_observations=True)",
+            ),
+        ],
+    ),
+    Dispute(
+        "A return over observation tokens",
+        "Two actions of two tokens with one token of tool output between them, and a reward at the end. verl and SkyRL "
+        "multiply the running return of REINFORCE++ by the mask, so every observation ends an episode: a first action "
+        "that made the success possible gets nothing, and less than nothing after whitening.",
+        "rewards, mask = [0, 0, 0, 0, 1], [1, 1, 0, 1, 1]",
+        [
+            Side("carried through", "af.advantages.reinforce_plus_plus(rewards, mask, whiten=False)"),
+            Side(
+                "restarted, as if the actions were two rows (verl, SkyRL)",
+                "af.advantages.reinforce_plus_plus([[0, 0], [0, 1]], [[1, 1], [1, 1]], whiten=False)",
             ),
         ],
     ),
@@ -141,6 +155,27 @@ DISPUTES = [
                 "af.advantages.trajectory_level(rewards, groups, trajectory_index=trajectory_index)",
             ),
             Side("one per row (verl)", "af.advantages.grpo(rewards, groups)"),
+        ],
+    ),
+    Dispute(
+        "Forked chains",
+        "Chain a was forked into three after its first turn, and chain b was not; one advantage per turn. A plain mean "
+        "over leaves counts a three times. With weights 1 / branches, forking does not change the mean (here 1/3, not "
+        "1/2) or the weight of a chain in the loss. The expected gradient is then nearly that of the policy, not "
+        "exactly, because the mean contains the leaf itself: on a tree that a test enumerates, its cosine with the "
+        'true gradient is 0.995, and 0.951 for the other two. `TrainConfig(advantage="arpo")` uses the default; pass '
+        "a function for another attribution.",
+        'rewards, groups = [1, 1, 0, 0], [0, 0, 0, 0]\nturns = [["a", 1], ["a", 2], ["a", 3], ["b", 4]]',
+        [
+            Side("soft (ARPO)", "af.advantages.arpo(rewards, groups, turn_ids=turns, std=None)"),
+            Side(
+                "hard (ARPO)",
+                'af.advantages.arpo(rewards, groups, turn_ids=turns, std=None, attribution="hard")',
+            ),
+            Side(
+                "weighted by 1 / branches",
+                'af.advantages.arpo(rewards, groups, turn_ids=turns, std=None, attribution="inverse_branching")',
+            ),
         ],
     ),
     Dispute(
@@ -207,6 +242,21 @@ DISPUTES = [
         ],
     ),
     Dispute(
+        "The ratio of DPPO",
+        "A token of advantage 1 whose probability rose from 0.02 to 0.08; value and gradient with respect to log p. "
+        "The objective of the paper (eq. 12) has the ratio itself. verl truncates it at `clip_ratio_c`, 3 in its "
+        "default settings, which the paper advises against (5.4). verl's loss is ratio · A · log p, which has another "
+        "value but, below the limit, the same gradient.",
+        "p, q, one = torch.tensor([0.08]).log(), torch.tensor([0.02]).log(), torch.ones(1)",
+        [
+            Side("the ratio (DPPO)", "both(lambda p, q, a: af.losses.dppo(p, q, a, one), p, q, one)"),
+            Side(
+                "at most 3, times log p (verl)",
+                'both(lambda p, q, a: af.losses.cispo(p, q, a, one, clip_high=2, bounds="upper"), p, q, one)',
+            ),
+        ],
+    ),
+    Dispute(
         "The denominator of the ratio",
         "The sampler's probability of a token was 0.4. The trainer computes 0.5 with the same weights (another kernel "
         "or precision), and 0.6 after some updates. The loss for advantage 1:",
@@ -249,9 +299,9 @@ def mass(mask: Tensor, how: Any, **options: Any) -> Tensor:
     return g.max(1).values
 
 
-def both(f: Any, p: Tensor, q: Tensor, kind: str) -> str:
+def both(f: Any, p: Tensor, q: Tensor, third: Any) -> str:
     p = p.clone().requires_grad_()
-    value = f(p, q, kind)
+    value = f(p, q, third)
     (g,) = torch.autograd.grad(value.sum(), p)
     return f"value {number(value.detach())}, gradient {number(g)}"
 

@@ -28,7 +28,7 @@ async def test_scripted_tokens_have_mask_0_and_cannot_be_trained() -> None:
     t = rollout.trajectories[0]
     assert not t.action_mask.any()
     assert chat().text(t.ids.tolist()).endswith("5<|im_end|>")
-    with pytest.raises(BatchError, match="no token was sampled by a policy"):
+    with pytest.raises(BatchError, match="actions written by script, not sampled by a policy"):
         collate(rollout, [0.0])
 
 

@@ -1,4 +1,4 @@
-"""TRL, for real: the same tokens, the same loss, and its trainers on our rows, agents and tools."""
+"""TRL: equal tokens and losses, and its trainers on rows, agents and tools of the kit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from agentfly_kit.trainer.loop import train
 
 pytestmark = [
     pytest.mark.real,
-    # What TRL and its own requirements warn of is theirs.
+    # Warnings of TRL and its requirements.
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -68,8 +68,8 @@ def grpo_trainer(policy: Policy, args: Any, **options: Any) -> Any:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def test_sft_trains_the_tokens_of_our_mask_and_no_other(tmp_path: Path) -> None:
-    """TRL's collator, fed with our rows, and ours agree on every token; so do the two losses."""
+def test_sft_trains_exactly_the_masked_tokens(tmp_path: Path) -> None:
+    """TRL's collator and loss agree with ours on the same rows."""
     from trl import SFTConfig, SFTTrainer
 
     policy = Policy(tiny.model(seed=1), agents.chat())
@@ -112,7 +112,7 @@ def test_sft_trains_the_tokens_of_our_mask_and_no_other(tmp_path: Path) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_rollouts_rows_are_sft_rows_as_sampled() -> None:
+def test_sampled_rows_are_sft_rows_unchanged() -> None:
     rows = trajectories(agents.random_policy(1), 5)
     batch = collate(rows)
     data = bridge.sft_dataset(rows)
@@ -120,6 +120,21 @@ def test_a_rollouts_rows_are_sft_rows_as_sampled() -> None:
         n = len(row["input_ids"])
         assert row["input_ids"] == batch.ids[i, :n].tolist()
         assert [x != -100 for x in row["labels"]] == batch.mask[i, :n].tolist()
+
+
+async def test_demonstrations_get_labels() -> None:
+    """The action mask of an expert's tokens is 0, because no policy sampled them."""
+    (t,) = (await agents.scripted([agents.call("2+3"), "5"]).rollout(agents.tasks(1))).trajectories
+    assert not t.action_mask.any()
+    (row,) = bridge.sft_dataset([t])
+    wanted = [t.turns[i].kind == "action" for i in t.turn_index]
+    assert any(wanted)
+    assert row["labels"] == [int(i) if m else -100 for i, m in zip(t.ids, wanted, strict=True)]
+    assert bridge.sft_dataset([t], authors="script")[0] == row
+    with pytest.raises(BatchError, match=r"must have a token to label, .* in an action of policy; leave it out"):
+        bridge.sft_dataset([t], authors="policy")
+    with pytest.raises(BatchError, match=r"none was written in an action; leave it out"):
+        bridge.sft_dataset([t.replace(turns=t.turns[:1])])
 
 
 # --- the loss ------------------------------------------------------------------------------------
@@ -138,7 +153,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_our_settings_reproduce_trls_loss(name: str, tmp_path: Path) -> None:
+def test_ppo_config_reproduces_the_loss_of_trl(name: str, tmp_path: Path) -> None:
     """Loss and gradient of TRL's own function, on the same batch, to 1e-6."""
     policy = Policy.load(agents.random_policy(3).save(tmp_path / "policy"))  # TRL loads its reference from there
     args = config(tmp_path, **SETTINGS[name])
@@ -158,7 +173,7 @@ def test_our_settings_reproduce_trls_loss(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(kept.seen[0], wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_the_advantages_are_trls(tmp_path: Path) -> None:
+def test_advantages_equal_those_of_trl(tmp_path: Path) -> None:
     rewards = torch.tensor([0.001, 0.0, 0.0, 0.001, 1.0, 0.0, 0.5, 1.0])
     groups = [0] * 4 + [1] * 4
     got = bridge.advantage(config(tmp_path))(rewards, groups)
@@ -168,14 +183,14 @@ def test_the_advantages_are_trls(tmp_path: Path) -> None:
     assert bridge.advantage(config(tmp_path, scale_rewards="none")) is advantages.dr_grpo
 
 
-def test_settings_without_a_counterpart_are_refused_by_name(tmp_path: Path) -> None:
-    for options, said in (
+def test_settings_without_a_counterpart_are_rejected(tmp_path: Path) -> None:
+    for options, message in (
         ({"loss_type": "vespo"}, "vespo"),
         ({"top_entropy_quantile": 0.8}, "top_entropy_quantile"),
         ({"loss_type": "grpo", "entropy_coef": 0.1}, "dapo"),
         ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, "sequence"),
     ):
-        with pytest.raises(SettingsError, match=said):
+        with pytest.raises(SettingsError, match=message):
             bridge.ppo_config(config(tmp_path, **options))
     with pytest.raises(SettingsError, match="scale_rewards"):
         bridge.advantage(config(tmp_path, scale_rewards="batch"))
@@ -185,10 +200,10 @@ def test_settings_without_a_counterpart_are_refused_by_name(tmp_path: Path) -> N
         bridge.grpo_inputs(uneven)
 
 
-# --- our agent inside GRPOTrainer ----------------------------------------------------------------
+# --- an agent inside GRPOTrainer -----------------------------------------------------------------
 
 
-def test_trl_trains_on_our_agents_chains(tmp_path: Path) -> None:
+def test_grpo_trainer_trains_on_chains_of_an_agent(tmp_path: Path) -> None:
     policy = agents.fresh()
     tasks = agents.tasks(8)
     agent = agents.agent(policy, max_turns=2)
@@ -207,7 +222,7 @@ def test_trl_trains_on_our_agents_chains(tmp_path: Path) -> None:
     before = policy.fingerprint()
     trainer.train()
     assert policy.fingerprint() != before
-    assert policy.version == 2  # what the last rollout was sampled with: TRL's own count
+    assert policy.version == 2  # the version of the last rollout follows TRL's step count
     logged = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert len(logged) == 3
     for inputs in seen:
@@ -215,7 +230,7 @@ def test_trl_trains_on_our_agents_chains(tmp_path: Path) -> None:
         assert (inputs["tool_mask"] * inputs["completion_mask"]).sum() < inputs["completion_mask"].sum()
 
 
-def test_chains_are_dealt_back_in_the_order_of_the_prompts() -> None:
+def test_chains_are_returned_in_the_order_of_the_prompts() -> None:
     agent = agents.played(lambda task, turn: f"said {task.id}")
     wanted = agents.tasks(3)
     order = [wanted[i] for i in (2, 2, 0, 1, 1, 0, 2)]
@@ -224,7 +239,7 @@ def test_chains_are_dealt_back_in_the_order_of_the_prompts() -> None:
     assert len({t.id for t in chains}) == 7
 
 
-def test_an_unscored_chain_moves_nothing() -> None:
+def test_an_unscored_chain_has_no_gradient() -> None:
     """TRL would count it as 0; it gets the mean of its group, and no token of it is trained."""
 
     @reward
@@ -234,27 +249,27 @@ def test_an_unscored_chain_moves_nothing() -> None:
         return float(trajectory.chain)
 
     agent = agents.played(["an answer"]).replace(reward=broken)
-    told = bridge._rollout_columns(bridge._sample_trajectories(agent, [agents.tasks(1)[0]] * 4, 0, True), 0)
-    assert told["agent_reward"] == [0.0, pytest.approx(5 / 3), 2.0, 3.0]
-    assert [any(mask) for mask in told["env_mask"]] == [True, False, True, True]
+    columns = bridge._rollout_columns(bridge._sample_trajectories(agent, [agents.tasks(1)[0]] * 4, 0, True), 0)
+    assert columns["agent_reward"] == [0.0, pytest.approx(5 / 3), 2.0, 3.0]
+    assert [any(mask) for mask in columns["env_mask"]] == [True, False, True, True]
     assert all(
         len(a) == len(b) == len(c)
-        for a, b, c in zip(*(told[k] for k in ("completion_ids", "logprobs", "env_mask")), strict=True)
+        for a, b, c in zip(*(columns[k] for k in ("completion_ids", "logprobs", "env_mask")), strict=True)
     )
 
 
-def test_a_folded_chain_is_refused_by_name() -> None:
-    def fold(chain: Any) -> None:
+def test_a_compacted_chain_is_rejected() -> None:
+    def compact(chain: Any) -> None:
         if chain.actions == 1 and chain.turn.row == 0:
             chain.compact("so far so good")
 
-    agent = agents.played([agents.call("1+1"), "2"], before_turn=fold)
+    agent = agents.played([agents.call("1+1"), "2"], before_turn=compact)
     chains = bridge._sample_trajectories(agent, [agents.tasks(1)[0]], 0, True)
     with pytest.raises(SettingsError, match="compacted into 2 rows, but TRL needs one row per completion"):
         bridge._rollout_columns(chains, 0)
 
 
-def test_a_bridge_that_would_train_the_wrong_thing_is_refused(tmp_path: Path) -> None:
+def test_a_rollout_func_that_does_not_match_the_trainer_is_rejected(tmp_path: Path) -> None:
     policy, other = agents.fresh(), agents.fresh()
     tasks = agents.tasks(4)
     trainer = grpo_trainer(policy, config(tmp_path, temperature=0.7))
@@ -270,10 +285,10 @@ def test_a_bridge_that_would_train_the_wrong_thing_is_refused(tmp_path: Path) ->
         bridge.rollout_func(agents.agent(policy), [*tasks, twin])
 
 
-# --- our parts in TRL's own loop -----------------------------------------------------------------
+# --- tools and rewards in TRL's own loop ---------------------------------------------------------
 
 
-def test_trl_rolls_out_with_our_tools_and_rewards(tmp_path: Path) -> None:
+def test_trl_rolls_out_with_tools_and_rewards_of_the_kit(tmp_path: Path) -> None:
     policy = agents.fresh()
     agent = agents.agent(policy)
     policy.chat.tokenizer.response_template = bridge.response_template()
@@ -302,8 +317,8 @@ async def test_tools_and_rewards_as_trl_calls_them() -> None:
     assert tool.__name__ == "calculator"
     assert await tool(expression="2*3") == "6"
     (score,) = bridge.rewards(agent)
-    said = [[{"role": "assistant", "content": "6"}], [{"role": "tool", "content": "6"}]]
-    assert score([], said, answer=["6", "6"]) == [1.0, 0.0]
+    completions = [[{"role": "assistant", "content": "6"}], [{"role": "tool", "content": "6"}]]
+    assert score([], completions, answer=["6", "6"]) == [1.0, 0.0]
 
     @tools.tool
     def remembers(text: str, context: Context) -> str:
@@ -333,11 +348,11 @@ def test_a_dataset_has_the_fields_that_all_tasks_have() -> None:
         bridge.dataset([])
 
 
-# --- as well as ours -----------------------------------------------------------------------------
+# --- learning ------------------------------------------------------------------------------------
 
 
 async def learned(policy: Any, tasks: list[Any]) -> float:
-    """Sampled success on tasks that nobody trained on."""
+    """Return the sampled success on held-out tasks."""
     agent = agents.agent(policy)
     found = await evaluate(agent, tasks, seeds=(7,))
     await agent.engine.close()
@@ -345,8 +360,8 @@ async def learned(policy: Any, tasks: list[Any]) -> float:
 
 
 @pytest.mark.parametrize("way", ["our agent rolls out", "TRL rolls out with our tools"])
-def test_trl_learns_what_our_loop_learns(way: str, tmp_path: Path) -> None:
-    """The calculator from .28 to .9, by 20 updates of 64 chains: in TRL's trainer with our parts, and in our loop."""
+def test_trl_learns_as_well_as_train(way: str, tmp_path: Path) -> None:
+    """20 updates of 64 chains bring the calculator from .28 to .9, with TRL's trainer and with `train`."""
     every = agents.tasks(160 + 64, seed=3)
     known, held = every[:160], every[160:]
     steps, lr = 20, 3e-4

@@ -1,7 +1,7 @@
 """Losses: values against a slow loop, gradients against finite differences of that loop.
 
-The loops see action tokens only and know nothing of masks, padding or batches. A second copy of the logprobs, `frozen`,
-stands wherever a paper stops the gradient; it is not moved by the finite differences.
+The loops receive only action tokens, without masks or padding. A second copy of the logprobs, `frozen`, is used where a
+paper stops the gradient; the finite differences do not change it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def close(a: Tensor, b: Any, tol: float = 1e-6) -> None:
     torch.testing.assert_close(a, torch.as_tensor(b, dtype=a.dtype), atol=tol, rtol=tol)
 
 
-# --- worked by hand ------------------------------------------------------------------------------
+# --- values computed by hand ---------------------------------------------------------------------
 
 E = math.exp
 
@@ -45,6 +45,22 @@ def test_golden_ppo() -> None:
     assert int(losses.clipped(ratio.log(), old, a, torch.tensor([[1, 1, 1, 1, 0, 0]])).sum()) == 1
 
 
+def test_golden_dppo() -> None:
+    """Probabilities q before and p now; the ratio is not limited, unlike in verl: 0.08 / 0.02 = 4."""
+    q, p = torch.tensor([[0.02, 0.5, 0.5, 0.5]]), torch.tensor([[0.08, 0.8, 0.8, 0.2]])
+    a, one = torch.tensor([[1.0, 1.0, -1.0, -1.0]]), torch.ones(1, 4)
+    lp = p.log().requires_grad_()
+    # |p - q| is 0.06 and 0.3; moving back towards q, as the third token does, is never dropped.
+    loss = losses.dppo(lp, q.log(), a, one, clip=0.2)
+    close(loss, [[-4.0, 0, 1.6, 0]])
+    (gradient,) = torch.autograd.grad(loss.sum(), lp)
+    close(gradient, [[-4.0, 0, 1.6, 0]])
+    # KL(0.5 || 0.8) = 0.5 ln(0.25 / 0.16) = 0.2231 nats, and KL(0.02 || 0.08) = 0.0342 nats.
+    close(losses.dppo(lp, q.log(), a, one, clip=0.22, divergence="kl"), [[-4.0, 0, 1.6, 0]])
+    close(losses.dppo(lp, q.log(), a, one, clip=0.23, divergence="kl"), [[-4.0, -1.6, 1.6, 0.4]])
+    close(losses.dppo(lp, q.log(), a, one, clip=0.034, divergence="kl"), [[0, 0, 1.6, 0]])
+
+
 def test_approx_kl() -> None:
     """Its tokens were sampled from the old policy: ratio - 1 - log ratio."""
     lp, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
@@ -60,25 +76,12 @@ def test_golden_adaptive_kl_coef() -> None:
         losses.adaptive_kl_coef(0.1, 0.1, target=0.0, steps=1)
 
 
-def test_golden_value() -> None:
-    v, old, ret = torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, 0.0]])
-    one = torch.ones(1, 2)
-    close(losses.value(v, old, ret, one), [[0.5, 4.5]])
-    close(losses.value(v, None, ret, one), [[0.5, 4.5]])
-    close(losses.value(v, old, ret, one, clip=0.5), [[0.5 * 1.5**2, 4.5]])
-    with pytest.raises(SettingsError, match="old_values must be the values from before the update"):
-        losses.value(v, None, ret, one, clip=0.5)
-
-
-def test_golden_kl_full() -> None:
-    logits, ref = torch.tensor([[[0.0, 0.0], [nan, inf]]]), torch.tensor([[[math.log(3.0), 0.0], [nan, nan]]])
-    got = losses.kl_full(logits, ref, torch.tensor([[1, 0]]))
-    close(got, [[0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25), 0]])
-    # What both forbid adds nothing, to the gradient neither; what only the reference forbids has no bound.
+def test_kl_full_of_forbidden_tokens() -> None:
+    """A token forbidden by both adds 0, one forbidden only by the reference makes the KL infinite."""
     logits = torch.tensor([[[0.0, 0.0, -inf]]], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([[[math.log(3.0), 0.0, -inf]]], dtype=torch.float64)
     loss = losses.kl_full(logits, ref, torch.ones(1, 1))
-    close(loss, got[:, :1])
+    close(loss.detach(), [[0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)]])
     (g,) = torch.autograd.grad(loss.sum(), logits)
     assert bool(torch.isfinite(g).all())
     assert losses.kl_full(torch.zeros(1, 1, 2), torch.tensor([[[0.0, -inf]]]), torch.ones(1, 1)).item() == inf
@@ -111,7 +114,7 @@ def slow_value(clip: float) -> Any:
 
 
 def rowwise(f: Callable[[list[float], list[float], list[float], list[float]], list[float]]) -> Any:
-    """A loop over f of a row's logprobs, frozen logprobs, old logprobs and advantages."""
+    """A loop over f(logprobs, frozen logprobs, old logprobs, advantages) of each row."""
     return lambda lp, frozen, old, a: [f(*row) if row[0] else [] for row in zip(lp, frozen, old, a, strict=True)]
 
 
@@ -156,7 +159,7 @@ def covariances(frozen: Rows, a: Rows) -> Rows:
 
 
 def slow_clip_cov(lp: Rows, frozen: Rows, old: Rows, a: Rows) -> Rows:
-    """With a share of 1 nothing is drawn: every token in the band whose clip is open goes."""
+    """With a share of 1, all candidates are dropped, so the result is not random."""
     out = slow_ppo(0.2, 0.2, inf)(lp, frozen, old, a)
     for b, row in enumerate(covariances(frozen, a)):
         for t, cov in enumerate(row):
@@ -184,7 +187,6 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
     "ppo clip_high": (lambda *x: losses.ppo(*x, 0.1, 0.3), slow_ppo(0.1, 0.3, inf)),
     "ppo dual_clip": (lambda *x: losses.ppo(*x, dual_clip=1.5), slow_ppo(0.2, 0.2, 1.5)),
     "reinforce": (losses.reinforce, tokenwise(lambda lp, _, old, a: -a * lp)),
-    "gpg": (losses.gpg, tokenwise(lambda lp, _, old, a: -a * lp)),
     "gspo": (lambda *x: losses.gspo(*x, 0.1, 0.2), rowwise(slow_gspo)),
     "gmpo": (losses.gmpo, rowwise(slow_gmpo)),
     "sapo": (losses.sapo, tokenwise(slow_sapo)),
@@ -206,7 +208,7 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
         tokenwise(lambda p, f, q, a: E(q - f) - 1 + f - q + ((p - q) ** 2 - (f - q) ** 2) / 2),
     ),
 }
-# Tested by name elsewhere here: they give no loss per token.
+# Functions that return no loss per token; they have tests of their own.
 OTHERS = {
     "adaptive_kl_coef",
     "aggregate",
@@ -218,7 +220,7 @@ OTHERS = {
 }
 
 
-def test_every_loss_has_a_loop() -> None:
+def test_every_loss_is_in_the_table() -> None:
     assert {name.split()[0] for name in LOSSES} | OTHERS == set(losses.__all__)
 
 
@@ -264,7 +266,7 @@ def compact(x: Tensor, mask: Tensor) -> Rows:
 
 
 def batch(seed: int, mask: list[list[int]], poison: float = nan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logprobs, old logprobs, advantages with both signs and ratios on all sides of every clip; poison where masked."""
+    """Logprobs, old logprobs and advantages, with ratios on all sides of every clip; `poison` where masked."""
     noise = random.Random(seed)
     m = torch.tensor(mask)
     old = torch.tensor([[noise.uniform(-3, -0.75) for _ in row] for row in mask], dtype=torch.float64)
@@ -280,7 +282,7 @@ def options(name: str) -> tuple[Any, dict[str, Any]]:
 
 @pytest.fixture
 def quiet() -> Iterator[None]:
-    """Empty rows and k1 in a loss warn, as they should (tested by name below)."""
+    """Ignore the warnings about empty rows and k1 in a loss, which have tests of their own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         warnings.filterwarnings("ignore", message="kl.kind='k1'", category=UserWarning)
@@ -290,7 +292,7 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.usefixtures("quiet")
-def test_value_and_gradient_are_those_of_the_loop(loss: str, mask: list[list[int]]) -> None:
+def test_values_and_gradients_equal_the_loop(loss: str, mask: list[list[int]]) -> None:
     fast, slow = LOSSES[loss]
     lp, old, a, m = batch(seed=len(loss) + sum(map(sum, mask)), mask=mask)
     lp.requires_grad_()
@@ -319,7 +321,7 @@ def test_value_and_gradient_are_those_of_the_loop(loss: str, mask: list[list[int
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.usefixtures("quiet")
-def test_poison_at_masked_positions_reaches_neither_value_nor_gradient(loss: str, mask: list[list[int]]) -> None:
+def test_values_at_masked_positions_are_never_read(loss: str, mask: list[list[int]]) -> None:
     seen = []
     for poison in (0.0, nan, inf, -inf, 1e30, -1e30):
         inputs = batch(3, mask, poison)
@@ -334,7 +336,7 @@ def test_poison_at_masked_positions_reaches_neither_value_nor_gradient(loss: str
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.usefixtures("quiet")
-def test_far_off_ratios_stay_finite(loss: str) -> None:
+def test_extreme_ratios_stay_finite(loss: str) -> None:
     """A ratio of e^200 overflows; inf times the zero gradient of a clipped token would be NaN."""
     for sign in (-1.0, 1.0):
         lp = torch.tensor([[-300.0, -1.0, -300.0, -1.0]], requires_grad=True)
@@ -356,10 +358,10 @@ def test_half_precision_is_computed_in_float32(loss: str) -> None:
         close(got, LOSSES[loss][0](*(t.float() for t in x), m), 0)
 
 
-# --- what a mean is taken over --------------------------------------------------------------------
+# --- aggregation of empty rows and batches ---------------------------------------------------------
 
 
-def test_nothing_to_average_is_zero_with_a_warning() -> None:
+def test_a_batch_without_action_tokens_is_zero_with_a_warning() -> None:
     x, m = torch.full((2, 3), nan, requires_grad=True), torch.zeros(2, 3)
     for name in AGGREGATES:
         how, kw = options(name)
@@ -371,7 +373,7 @@ def test_nothing_to_average_is_zero_with_a_warning() -> None:
         assert bool((g == 0).all())
 
 
-def test_empty_rows_warn_where_they_matter() -> None:
+def test_empty_rows_warn_if_they_change_the_mean() -> None:
     x, m = torch.ones(2, 2), torch.tensor([[1, 1], [0, 0]])
     with pytest.warns(RuntimeWarning, match="rows without action tokens are left out of the mean"):
         losses.aggregate(x, m, "seq_mean_token_mean")
@@ -380,13 +382,10 @@ def test_empty_rows_warn_where_they_matter() -> None:
     losses.aggregate(x, m, "token_mean")
 
 
-def test_one_advantage_a_row_is_spread_over_its_tokens() -> None:
+def test_one_advantage_per_row_applies_to_all_its_tokens() -> None:
     lp, old, _, m = batch(0, MASKS["holes"])
     row = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
     close(losses.ppo(lp, old, row, m), losses.ppo(lp, old, row[:, None].expand(3, 4), m))
-
-
-# --- what single losses promise -------------------------------------------------------------------
 
 
 def test_clip_cov_draws_its_share_from_the_seed() -> None:
@@ -407,7 +406,7 @@ def test_clip_cov_draws_its_share_from_the_seed() -> None:
     assert len(taken(share=1.0, low=8.0)) == 0
 
 
-# --- when sampler and trainer differ --------------------------------------------------------------
+# --- importance weights ---------------------------------------------------------------------------
 
 
 def test_golden_importance_weights() -> None:
@@ -436,11 +435,11 @@ def test_importance_weights_stay_finite_and_carry_no_gradient() -> None:
     assert losses.importance_weights(lp, lp, torch.tensor([[1, 1, 0]])).tolist() == [[1, 1, 0]]
 
 
-# --- which KL pulls -------------------------------------------------------------------------------
+# --- KL -------------------------------------------------------------------------------------------
 
 
 def test_only_k2_and_k3_plus_have_the_gradient_of_the_kl() -> None:
-    """Exact expectations over a vocabulary of three: no sampling."""
+    """Expectations are computed exactly over a vocabulary of three."""
     ref = torch.log_softmax(torch.tensor([0.3, -0.2, 1.0], dtype=torch.float64), 0)
     logits = torch.tensor([1.0, 0.1, -0.5], dtype=torch.float64, requires_grad=True)
     lp = torch.log_softmax(logits, 0)
@@ -459,10 +458,10 @@ def test_only_k2_and_k3_plus_have_the_gradient_of_the_kl() -> None:
         else:
             close(got, want, 1e-12)
         if kind != "k2":
-            close((p * per_token).sum().detach(), exact.detach(), 1e-12)  # unbiased as values
+            close((p * per_token).sum().detach(), exact.detach(), 1e-12)  # the value is unbiased
 
 
-def test_kl_full_matches_finite_differences_and_ignores_poison() -> None:
+def test_kl_full_equals_torch_distributions_and_ignores_masked_logits() -> None:
     noise = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 3, 5, generator=noise, dtype=torch.float64)
     ref = torch.randn(2, 3, 5, generator=noise, dtype=torch.float64)
@@ -504,6 +503,8 @@ def test_errors_name_the_argument_the_constraint_and_the_value() -> None:
         losses.ppo(x, x, x, m, clip=-0.1)
     with pytest.raises(SettingsError, match=r"dual_clip must be above 1, or None, got 1.0"):
         losses.ppo(x, x, x, m, dual_clip=1.0)
+    with pytest.raises(SettingsError, match="old_values must be the values from before the update"):
+        losses.value(x, None, x, m, clip=0.5)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match=r"kind must be one of .* got 'k4'"):
         losses.kl(x, x, "k4")  # type: ignore[arg-type]
     with pytest.raises(AlignmentError, match=r"ref_logits must have the shape \(2, 3, 4\)"):

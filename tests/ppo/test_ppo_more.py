@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import agents
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from agentfly_kit import advantages, losses
 from agentfly_kit.batch.batch import Batch, join
 from agentfly_kit.batch.collate import collate
+from agentfly_kit.batch.turn_data import turn_data
 from agentfly_kit.errors import BatchError, PolicyError, SettingsError
 from agentfly_kit.policy import forward
 from agentfly_kit.policy.forward import Critic
@@ -23,7 +25,7 @@ from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.loop import train
 from agentfly_kit.types import Sampling, Task, Trajectory, Turn
 
-LOSSES = ("ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo")
+LOSSES = ("ppo", "reinforce", "gspo", "gmpo", "sapo", "cispo", "dppo")
 
 
 def trajectories(
@@ -135,11 +137,63 @@ def plain(policy: Policy, batch: Batch, function: Any, how: str, **options: Any)
 def test_every_loss_has_the_gradient_of_its_definition(name: str) -> None:
     policy = agents.random_policy(3)
     batch = made(policy)
-    wanted = plain(policy, batch, getattr(losses, name), "seq_mean_token_mean")
-    for micro in (1, 40, 10_000):
-        got, stats = gradient(policy, batch, loss=name, aggregate="seq_mean_token_mean", micro_tokens=micro)
-        agents.assert_same_gradient(got, wanted)
-        assert stats.tokens == int(batch.mask.sum())
+    for how in get_args(losses.AggregateMode):
+        options = {"denominator": 9.0} if how == "fixed" else {}
+        wanted = plain(policy, batch, getattr(losses, name), how, **options)
+        for micro in (1, 40, 10_000) if how == "seq_mean_token_mean" else (40,):
+            got, stats = gradient(policy, batch, loss=name, aggregate={"how": how, **options}, micro_tokens=micro)
+            agents.assert_same_gradient(got, wanted, how)
+            assert stats.tokens == int(batch.mask.sum())
+
+
+ESTIMATORS: dict[str, Any] = {
+    "remax": {"baselines": [0.1] * 12},
+    "opo": {"lengths": range(1, 13)},
+    "gdpo": {},
+    "maxrl": {},
+    "trajectory_level": {"trajectory_index": range(12)},
+    "gigpo": {},
+    "arpo": {},
+    "gae": {"values": torch.zeros(1)},
+    "reinforce_plus_plus": {},
+    "reinforce_plus_plus_baseline": {},
+    "optimal_token_baseline": {"sum_squared_probs": torch.full((1,), 0.1)},
+} | {name: {} for name in ("grpo", "dr_grpo", "rloo", "gpg", "grpo_passk")}
+
+
+def estimated(given: list[Trajectory], name: str, options: dict[str, Any]) -> Batch:
+    """A batch with the advantages of an estimator, whatever its inputs are."""
+    function, batch, turns = getattr(advantages, name), collate(given), turn_data(given)
+    if name == "gdpo":
+        return collate(given, lambda r, g: function(torch.stack([r, r.square()], 1), g))
+    if name == "maxrl":
+        return collate(given, lambda r, g: function(r.abs(), g))
+    if name == "gigpo":
+        options = {"turn_rewards": turns.turn_rewards, "states": turns.states}
+    if name == "arpo":
+        options = {"turn_ids": turns.turn_ids}
+    if "token_rewards" not in inspect.signature(function).parameters:
+        return collate(given, functools.partial(function, **options))
+    options = {k: v.expand(batch.ids.shape) for k, v in options.items()}
+    if "groups" in inspect.signature(function).parameters:
+        options["groups"] = batch.groups
+    if "logprobs" in inspect.signature(function).parameters:
+        options["logprobs"] = batch.logprobs
+    result = function(batch.token_rewards, mask=batch.mask, **options)
+    return batch.replace(advantages=result[0] if name == "gae" else result)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_has_the_gradient_of_its_definition(name: str) -> None:
+    policy = agents.random_policy(3)
+    batch = estimated(trajectories(policy), name, ESTIMATORS[name])
+    assert len(batch.advantages[batch.mask].unique()) > 2
+    got, _ = gradient(policy, batch, value_coef=0.0, micro_tokens=40)
+    agents.assert_same_gradient(got, plain(policy, batch, losses.ppo, "token_mean"))
+
+
+def test_every_estimator_is_in_the_table() -> None:
+    assert set(ESTIMATORS) == set(advantages.__all__) - {"branch_weights", "whiten"}
 
 
 def test_clip_options_reach_the_loss_or_are_rejected() -> None:

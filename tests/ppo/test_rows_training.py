@@ -311,18 +311,18 @@ def cut_up(rng: random.Random) -> tuple[Any, Any]:
     of: list[int] = []
     for i in range(rng.randint(1, 4)):
         tokens: list[tuple[float, float, bool]] = []
-        row: list[tuple[float, float, bool]] = [(9.0, 9.0, False)] * rng.randint(1, 3)
+        row: list[tuple[float, float, bool]] = [(math.nan, 9.0, False)] * rng.randint(1, 3)
         for _ in range(rng.randint(1, 4)):
             action = [
                 (rng.choice([0.0, rng.uniform(-1, 1)]), rng.uniform(-1, 1), True) for _ in range(rng.randint(1, 3))
             ]
-            seen = [(9.0, 9.0, False)] * rng.randint(1, 3)
+            seen = [(math.nan, 9.0, False)] * rng.randint(1, 3)
             tokens += [*action, *seen]
             row += [*action, *seen]
             if rng.random() < 0.5:
                 rows.append(row)
                 of.append(i)
-                row = [(9.0, 9.0, False)] * rng.randint(1, 3)
+                row = [(math.nan, 9.0, False)] * rng.randint(1, 3)
         if any(m for _, _, m in row):
             rows.append(row)
             of.append(i)
@@ -333,7 +333,7 @@ def cut_up(rng: random.Random) -> tuple[Any, Any]:
 
     def tensors(given: list[list[tuple[float, float, bool]]]) -> tuple[Tensor, Tensor, Tensor]:
         width = max(map(len, given)) + rng.randint(0, 2)
-        padded = [row + [(5.0, 5.0, False)] * (width - len(row)) for row in given]
+        padded = [row + [(math.nan, 5.0, False)] * (width - len(row)) for row in given]
         r, v, m = (torch.tensor([[t[k] for t in row] for row in padded], dtype=torch.float64) for k in range(3))
         return r, v, m.bool()
 
