@@ -43,6 +43,11 @@ class Grader:
         self._busy = False
         self._graded = 0
 
+    @classmethod
+    def validate_options(cls, **options: Any) -> None:
+        """Check the settings of a pool of Graders when the pool is created, instead of at the first start."""
+        cls(**options)
+
     # --- lifecycle -------------------------------------------------------------------------------
 
     async def start(self) -> None:

@@ -181,12 +181,13 @@ def _parse_chunk(value: str | None) -> tuple[int | None, str]:
 def _answer(name: str, timeout: float, result: SandboxResult, reply: dict[str, Any]) -> Any:
     if "answer" in reply:
         return reply["answer"]
+    lost = "; the sandbox was restarted with its initial files" if result.files_lost else ""
     if result.limit == "time":
-        raise ToolError(f"{name} took more than {timeout:g} s and was stopped")
+        raise ToolError(f"{name} took more than {timeout:g} s and was stopped{lost}")
     if result.limit is not None:
-        raise ToolError(f"{name} ran into the {result.limit} limit")
+        raise ToolError(f"{name} ran into the {result.limit} limit{lost}")
     last = (result.error or "it gave no readable answer").splitlines()[-1]
-    raise ToolError(f"{name} failed: {last}")
+    raise ToolError(f"{name} failed: {last}{lost}")
 
 
 # --- initial files ------------------------------------------------------------------------------

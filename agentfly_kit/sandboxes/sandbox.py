@@ -19,12 +19,12 @@ from contextlib import asynccontextmanager
 from typing import Any, Self
 
 from ..errors import SandboxError, SettingsError
-from .call import CONTROL_SECONDS, GRACE_SECONDS, Call, JSONLines, Watch
+from .call import CONTROL_SECONDS, ENDED_BY_CODE, GRACE_SECONDS, OUT_OF_MEMORY, Call, JSONLines, Watch, death_message
 from .fifo_lock import FifoLock
 from .host import container, process
 from .host import isolation as levels
 from .host.container import Container
-from .host.limits import Limits
+from .host.limits import LimitHits, Limits
 from .result import SandboxResult
 
 _START_SECONDS = 30.0
@@ -51,10 +51,13 @@ class Sandbox:
         preload: Sequence[str] = (),
         max_output: int = 65536,
     ) -> None:
-        if isinstance(preload, str):
+        if isinstance(preload, str) or preload is None:
             raise SettingsError(f"preload must be a list of module names, got {preload!r}")
-        if max_output < 256:
+        if not isinstance(max_output, int) or max_output < 256:
             raise SettingsError(f"max_output must be at least 256 bytes, got {max_output}")
+        for name, value in (("network", network), ("packages", packages)):
+            if not isinstance(value, bool):
+                raise SettingsError(f"{name} must be True or False, got {value!r}")
         if not isinstance(isolation, Container):
             levels.check_level(isolation)
         self.limits = Limits(memory_mb, processes, cpu_seconds, disk_mb, network)
@@ -75,10 +78,17 @@ class Sandbox:
         self._serial = 0  # number of the current interpreter
         self._questions = itertools.count(1)  # serial numbers of `count` and `sync` requests
         self._nonce = 0  # id of the running call
-        self._has_interpreter = False  # an interpreter is running
+        self._has_interpreter = False  # an interpreter was started, and no call has reported its end
+        self._exit_status: int | None = None  # of an interpreter that ended after its last answer
         self._abandoned: bytes | None = None  # unsent part of a call that was cancelled while it ran
         self._interrupted = False  # an interrupt may not have been delivered yet
-        self._limit_hits = (0, 0)
+        self._was_killed = False  # the code killed its sandbox, which the next call reports
+        self._limit_hits = LimitHits()
+
+    @classmethod
+    def validate_options(cls, **options: Any) -> None:
+        """Check the settings of a pool of this class when the pool is created, instead of at the first start."""
+        cls(**options)
 
     # --- lifecycle ------------------------------------------------------------------------------
 
@@ -250,24 +260,41 @@ class Sandbox:
         """
         async with self._lock.acquire():
             if not self.alive:
-                self._raise_if_ended()
+                was_killed = self._check_not_ended_from_outside()
                 await self._start()
+                self._was_killed = was_killed
             self._call_count += 1
             yield
 
-    def _raise_if_ended(self) -> None:
-        """Raise SandboxError if the sandbox was killed from outside and state that a chain relies on was lost."""
+    def _check_not_ended_from_outside(self) -> bool:
+        """Return True if the code ended its own sandbox, with state that a chain relies on.
+
+        Only isolation="none" permits that. The killer is unknown there, so any end that is not explained by a lack of
+        memory counts as the code's: otherwise a policy could escape a bad reward by killing its sandbox.
+
+        Raises:  SandboxError if the sandbox was ended from outside and such state was lost.
+        """
         handle = self._handle
-        if self._call_count and handle is not None and not handle.dropped and not self._closed:
-            raise SandboxError(
-                "the sandbox was ended from outside, and the variables and files of its chain are lost; "
-                "`await sandbox.start()` starts it from scratch"
-            )
+        if not self._call_count or handle is None or handle.dropped or self._closed:
+            return False
+        hits = handle.usage.limit_hits()
+        out_of_memory = hits.killed > self._limit_hits.killed and hits.memory == self._limit_hits.memory
+        if self.isolation == "none" and not out_of_memory:
+            return True
+        raise SandboxError(
+            f"{OUT_OF_MEMORY if out_of_memory else 'the sandbox was ended from outside'}, and the variables and files "
+            "of its chain are lost; `await sandbox.start()` starts it from scratch"
+        )
 
     async def _execute(self, code: str, timeout: float) -> SandboxResult:
         """Run code in the interpreter. The caller holds the lock of a running sandbox."""
+        if not self.alive and self._check_not_ended_from_outside():
+            self._drop()
+            self._was_killed = True
+        if self._was_killed:
+            self._was_killed = False
+            return SandboxResult(error=ENDED_BY_CODE, died=True, files_lost=True)
         if not self.alive:
-            self._raise_if_ended()
             raise SandboxError(f"this {type(self).__name__} is {'closed' if self._closed else 'dead'}")
         if self._abandoned is not None:
             # A cancelled call was interrupted when it was cancelled. Wait for it, and kill it if it keeps running.
@@ -280,6 +307,9 @@ class Sandbox:
             if self._command("sync", serial=serial):
                 await self._expect("sync", serial, CONTROL_SECONDS)
             self._interrupted = False
+        if self._exit_status is not None:
+            status, self._exit_status, self._has_interpreter = self._exit_status, None, False
+            return SandboxResult(error=death_message(None, status), died=True)
         if not self._has_interpreter:
             await self._new_interpreter(wipe=False)
         # The id must be unpredictable: a thread left by an earlier call could otherwise forge the next reply.
@@ -328,7 +358,7 @@ class Sandbox:
         """Start an interpreter on new channels, which no process of the previous interpreter can write to."""
         handle = self._handle
         assert handle is not None
-        self._has_interpreter = False
+        self._has_interpreter, self._exit_status = False, None
         self._abandoned = None
         self._interrupted = False  # commands run in order: a pending interrupt can only reach the previous interpreter
         self._serial += 1
@@ -356,8 +386,7 @@ class Sandbox:
             handle.dropped = True
             raise
         self._replies = JSONLines(handle.data, max_bytes=16 * self.max_output + 4096)
-        if handle.usage is not None:
-            self._limit_hits = handle.usage.limit_hits()
+        self._limit_hits = handle.usage.limit_hits()
         self._has_interpreter = True
 
     async def count_processes(self) -> int | None:
@@ -385,7 +414,7 @@ class Sandbox:
                     if message.get("op") == op and message.get("serial", 0) == serial:
                         watch.finish(message)
                     elif message.get("op") == "exit" and message.get("serial") == self._serial:
-                        self._has_interpreter = False  # the interpreter exited in the meantime
+                        self._exit_status = int(message["status"])  # the interpreter ended in the meantime
             except EOFError:
                 watch.stop()
 

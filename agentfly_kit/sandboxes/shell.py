@@ -45,7 +45,9 @@ class ShellResult(SandboxResult):
             parts.append(f"[{self.error}]")
         elif self.exit_code:
             parts.append(f"[exit status {self.exit_code}]")
-        if self.died:
+        if self.files_lost:
+            parts.append("[the sandbox was restarted: the shell's variables and all files are lost]")
+        elif self.died:
             parts.append("[the shell has ended: the next command begins in a new one, beside the same files]")
         return "\n".join(part for part in parts if part)
 
@@ -93,7 +95,7 @@ class ShellSandbox(HostedSandbox):
             stderr = stderr[:-1]  # printed by bash when it is interrupted
         return ShellResult(
             stdout=result.stdout, stderr=stderr, error=error, seconds=result.seconds, truncated=result.truncated,
-            timed_out=result.timed_out, died=ended, limit=limit, exit_code=code,
+            timed_out=result.timed_out, died=ended, limit=limit, files_lost=result.files_lost, exit_code=code,
         )  # fmt: skip
 
     async def fork(self, into: ShellSandbox) -> None:

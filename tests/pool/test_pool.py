@@ -18,7 +18,8 @@ from agentfly_kit.errors import IsolationError, PoolClosed, PoolTimeout, Sandbox
 from agentfly_kit.pool.base import pools
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.pool.records import PoolEvent
-from agentfly_kit.pool.state import PoolState
+from agentfly_kit.pool.state import PoolState, Slot
+from agentfly_kit.sandboxes import Grader, PythonSandbox
 
 # --- kinds, as one would write them in a cell ----------------------------------------------------
 
@@ -259,9 +260,9 @@ async def test_recycled_by_number_of_uses_and_by_age():
     assert state.apply(state.was_reset, slot, now=59).close == []
     effects = state.apply(state.requested, 2, "b", now=61)
     assert (effects.grant, effects.close) == ([], [slot]), "too old while it was idle"
-    assert state.apply(state.removed, slot, now=61).start == [slot + 1]
-    state.apply(state.started, slot + 1, now=62)
-    assert state.apply(state.released, slot + 1, now=120).reset == [slot + 1], "its age counts from its own start"
+    (second,) = state.apply(state.removed, slot, now=61).start
+    state.apply(state.started, second, now=62)
+    assert state.apply(state.released, second, now=120).reset == [second], "its age counts from its own start"
     with pytest.raises(SettingsError, match="max_uses must be positive, or None for no limit, got 0"):
         Pool(Plain, max_uses=0)
 
@@ -326,9 +327,10 @@ async def test_recycled_by_hand():
     assert pool.snapshot().sandboxes[0].state == "resetting"
     async with pool.lease("d") as again:
         assert again is notes and not notes.kept, "an idle one is reset"
+    slot = pool._state.slots[box.id]
     pool.recycle(box.id, close=True)
     pool.recycle(box.id, close=True)
-    await pool._wait_for_task(box.id)
+    await pool._wait_for_task(slot)
     assert pool.snapshot().sandboxes == () and not Notes.open
     await pool.close()
 
@@ -473,6 +475,14 @@ def test_settings_that_cannot_be():
         Pool(Plain, memory_mb=64)  # a limit that nothing would apply
     with pytest.raises(SettingsError, match="sandbox_type must be a class such as PythonSandbox"):
         Pool(Plain())  # type: ignore[arg-type]
+    for name in ("size", "min_idle", "acquire_timeout", "start_timeout", "max_lease"):
+        with pytest.raises(SettingsError, match=f"{name} must be .*, got None"):
+            Pool(Plain, **{name: None})
+    with pytest.raises(SettingsError, match="max_output must be at least 256 bytes, got None"):
+        Pool(PythonSandbox, max_output=None)
+    with pytest.raises(SettingsError, match="memory_mb must be at least 32, or None for no limit, got 1"):
+        Pool(Grader, memory_mb=1)
+    assert Pool(PythonSandbox, memory_mb=None).options == {"memory_mb": None}
 
 
 # --- listening -----------------------------------------------------------------------------------
@@ -719,19 +729,19 @@ class StateMachine(RuleBasedStateMachine):
         starting: int | None,
         lease: float,
     ) -> None:
-        self.dead: set[int] = set()
+        self.dead: set[Slot] = set()
         self.size, self.starting = size, starting or size
         self.state = PoolState(
             size, min(min_idle, size), alive=lambda slot: slot not in self.dead, max_uses=uses, max_age=age,
             max_starting=starting, max_lease=lease,
         )  # fmt: skip
-        self.effects: dict[int, str] = {}  # slot -> action requested by the state machine
+        self.effects: dict[Slot, str] = {}  # slot -> action requested by the state machine
         self.queues: dict[str, list[int]] = {}  # run -> its tickets
         self.turns: list[str] = []  # runs, the one served last at the end
-        self.held: dict[int, int] = {}  # ticket -> slot
+        self.held: dict[int, Slot] = {}  # ticket -> slot
         self.since: dict[int, float] = {}  # ticket -> when it got its slot
         self.lease = lease
-        self.by_hand: int | None = None  # what a person has just asked to be reset or closed
+        self.by_hand: Slot | None = None  # what a person has just asked to be reset or closed
         self.now = 0.0
         self.tickets = itertools.count(1)
 
@@ -752,7 +762,7 @@ class StateMachine(RuleBasedStateMachine):
             assert slot not in self.held.values(), "one sandbox, two holders"
             self.held[ticket] = slot
             self.since[ticket] = self.now
-        for slot in effects.revoked:
+        for slot, _ in effects.revoked:
             holder = next(ticket for ticket, its in self.held.items() if its == slot)
             old = self.now - self.since[holder] >= self.lease
             assert old or slot == self.by_hand, "taken for no reason"
@@ -764,8 +774,8 @@ class StateMachine(RuleBasedStateMachine):
         if self.state.closed:
             self.held = {}
 
-    def pick(self, data: Any, state: str) -> int | None:
-        slots = sorted(slot for slot, what in self.effects.items() if what == state)
+    def pick(self, data: Any, state: str) -> Slot | None:
+        slots = sorted((slot for slot, what in self.effects.items() if what == state), key=lambda slot: slot.id)
         return data.draw(st.sampled_from(slots)) if slots else None
 
     @property
@@ -831,7 +841,7 @@ class StateMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def dies(self, data: Any) -> None:
         if self.state.slots:
-            slot = data.draw(st.sampled_from(sorted(self.state.slots)))
+            slot = data.draw(st.sampled_from(list(self.state.slots.values())))
             self.dead.add(slot)
             if data.draw(st.booleans()):
                 self.held = {ticket: its for ticket, its in self.held.items() if its != slot}
@@ -845,8 +855,8 @@ class StateMachine(RuleBasedStateMachine):
     @rule(data=st.data(), close=st.booleans())
     def recycled_by_hand(self, data: Any, close: bool) -> None:
         if self.state.slots:
-            self.by_hand = data.draw(st.sampled_from(sorted(self.state.slots)))
-            state = self.state.slots[self.by_hand].state
+            self.by_hand = data.draw(st.sampled_from(list(self.state.slots.values())))
+            state = self.by_hand.state
             self.tell(self.state.recycle, self.by_hand, close)
             after = self.effects.get(self.by_hand)
             assert after in ("closing", "resetting") or (state == "starting" and not close)
@@ -867,9 +877,9 @@ class StateMachine(RuleBasedStateMachine):
         assert list(s.waiters) == self.queue
         assert sorted(s.order()) == self.queue
         assert s.count("starting") <= self.starting
-        assert {slot.ticket: slot.id for slot in s.slots.values() if slot.state == "leased"} == self.held
+        assert {slot.ticket: slot for slot in s.slots.values() if slot.state == "leased"} == self.held
         assert len(s.slots) <= s.size
-        busy = {slot.id: slot.state for slot in s.slots.values() if slot.state in ("starting", "resetting", "closing")}
+        busy = {slot: slot.state for slot in s.slots.values() if slot.state in ("starting", "resetting", "closing")}
         assert busy == self.effects, "what is under way is what was ordered, once"
         idle = [slot.id for slot in s.slots.values() if slot.state == "idle"]
         assert not (s.waiters and idle), "nobody waits beside a free sandbox"
@@ -963,7 +973,7 @@ async def test_a_class_and_a_health_check_that_leave_python():
 
 
 async def test_a_close_that_hangs_is_cancelled_once_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("agentfly_kit.pool.pool._CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("agentfly_kit.pool.core._CLOSE_SECONDS", 0.05)
     kind = unruly("close", "hangs")
     pool = Pool(kind, size=1)
     async with pool.lease():
@@ -977,7 +987,7 @@ async def test_what_does_not_let_itself_be_cancelled_is_told_and_left_behind(
     where: str, monkeypatch: pytest.MonkeyPatch
 ):
     """`except:` in a loop that tries again. Neither the one who gives it back nor `close` waits for ever."""
-    monkeypatch.setattr("agentfly_kit.pool.pool._CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("agentfly_kit.pool.core._CLOSE_SECONDS", 0.05)
     monkeypatch.setattr("agentfly_kit.pool.calls._CANCEL_GRACE_SECONDS", 0.05)
     kind = unruly(where, "deaf")
     pool = Pool(kind, size=1, start_timeout=0.1, acquire_timeout=0.3)

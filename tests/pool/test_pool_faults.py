@@ -92,8 +92,9 @@ async def killed_under_chains(level: str, chains: int, size: int, seed: int) -> 
     """A rollout in which 30 % of the sandboxes are killed, counted as chains see them: one that serves another chain is
     another one. Which chains', and when, the seed says; beside them some die that nobody holds.
 
-    Every chain whose sandbox died after its first use must be unscored and say why, every other whole: those are all
-    the same however the machine runs. (killed under their chains, killed while nobody held them)
+    Every chain whose sandbox died after its first use must be unscored and state why (without isolation: it must be
+    scored 0), and every other chain must be complete, independently of the timing. Returns the number of sandboxes
+    killed during chains, and of those killed while no chain held them.
     """
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -138,7 +139,8 @@ async def killed_under_chains(level: str, chains: int, size: int, seed: int) -> 
 
         def told(event: PoolEvent) -> None:
             """Somebody has given one back: now and then it dies before it is reset, or while it is."""
-            sandbox = pool._sandboxes.get(event.sandbox or 0)
+            slot = pool._state.slots.get(event.sandbox or 0)
+            sandbox = None if slot is None else slot.sandbox
             if event.kind == "resetting" and sandbox is not None and sandbox.pid and chance.random() < SHARE / 10:
                 at_rest.add(sandbox.pid)
                 os.kill(sandbox.pid, signal.SIGKILL)
@@ -155,6 +157,9 @@ async def killed_under_chains(level: str, chains: int, size: int, seed: int) -> 
         for trajectory in rollout.trajectories:
             n = trajectory.task.fields["n"]
             if n in doomed and doomed[n] != (0, "before"):  # before its first use there is nothing to lose
+                if level == "none":  # there the code could have killed its sandbox
+                    assert (trajectory.reward, trajectory.error) == (0.0, None), (n, doomed[n])
+                    continue
                 assert trajectory.reward is None, (n, doomed[n])
                 assert trajectory.error is not None, (n, doomed[n])
                 assert trajectory.error.type == "SandboxError", (n, doomed[n], trajectory.error)
@@ -302,7 +307,7 @@ pool = Pool(PythonSandbox, size=2, min_idle=2, isolation={level!r}, acquire_time
 lease = await pool.acquire("cell")
 while pool.snapshot().starting:
     await asyncio.sleep(0.01)
-print(*(s.pid for s in pool._sandboxes.values()), flush=True)
+print(*(s.pid for s in (slot.sandbox for slot in pool._state.slots.values())), flush=True)
 """
 LONG = """
 async with pool.lease("second") as sandbox:

@@ -255,7 +255,8 @@ async def test_files_survive_the_interpreter_but_not_the_sandbox(level: str):
             if not sandbox.alive:
                 break
             await asyncio.sleep(0.01)
-        with pytest.raises(SandboxError, match="ended from outside"):
+        error, text = (ToolError, "ended by its own code") if level == "none" else (SandboxError, "ended from outside")
+        with pytest.raises(error, match=text):
             await sandbox.read("README.md")
         await sandbox.start()
         assert await sandbox.read("README.md") == "# Title\n", "and a new sandbox is seeded"

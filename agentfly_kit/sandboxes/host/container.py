@@ -21,7 +21,7 @@ from ...errors import IsolationError, SandboxError, SettingsError
 from . import commands, reaper, seccomp
 from .limits import Limits
 from .process import SandboxProcess, settings_line
-from .stream import Stream, Usage
+from .stream import ContainerUsage, Stream
 
 _MEBIBYTE = 2**20
 _OWN_MEMORY = 24  # MB for the zygote, in addition to the sandbox's limit
@@ -309,8 +309,8 @@ def launch(
                 raise
         handle.control, inside = socket.socketpair()
         handle.control.setblocking(False)
-        handle.usage = Usage()
-        handle.stream = Stream(connection, inside, handle.usage)
+        handle.usage = usage = ContainerUsage()
+        handle.stream = Stream(connection, inside, usage)
         handle.stream.boot([commands.INSIDE / f"{name}.py" for name in _RELAY_FILES])
         program = seccomp.program(_PROCESSORS.get(arch, arch)) if container.runtime != "runsc" else None
         line = settings_line(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ...errors import SettingsError
 from . import reaper
@@ -124,22 +124,46 @@ def _own_group(mount: Path, path: str) -> Path:
     return place if place.is_dir() else mount
 
 
-class GroupUsage(Protocol):
-    """Counters of a control group."""
+class LimitHits(NamedTuple):
+    """Counters of a sandbox. A process that was killed while `memory` did not change was killed for another group."""
+
+    memory: int = 0  # how often the sandbox's own memory limit led to a kill
+    killed: int = 0  # processes killed by an out-of-memory killer
+    processes: int = 0  # forks refused by the sandbox's own process limit
+
+
+class Usage(Protocol):
+    """Resource counters of a sandbox. `killed_is_own` is True if `killed` counts processes of this sandbox only."""
+
+    killed_is_own: bool
 
     def cpu_seconds(self) -> float | None:
-        """Return the CPU time used so far by all processes of the group, including ended ones; None if unknown."""
+        """Return the CPU time used so far by all processes, including ended ones; None if unknown."""
 
-    def limit_hits(self) -> tuple[int, int]:
-        """Return the number of out-of-memory kills and the number of refused forks."""
+    def limit_hits(self) -> LimitHits: ...
+
+
+class MachineUsage:
+    """Counters of a sandbox without a control group: only the machine's out-of-memory kills are known."""
+
+    killed_is_own = False
+
+    def cpu_seconds(self) -> float | None:
+        return None
+
+    def limit_hits(self) -> LimitHits:
+        return LimitHits(killed=_fields(Path("/proc/vmstat")).get("oom_kill", 0))
 
 
 class Group:
     """The control group of one sandbox: one folder for v2, one per controller for v1."""
 
+    killed_is_own = True
+
     def __init__(self, version: str, folders: Mapping[str, Path]) -> None:
         self.version = version
         self.folders = folders
+        self._killed = self._own_kills = 0  # version 1: processes killed so far, and observations of the own limit
 
     @classmethod
     def create(cls, hierarchy: Hierarchy, limits: Limits) -> Group:
@@ -188,7 +212,6 @@ class Group:
             Path(file).write_text(str(pid))
 
     def cpu_seconds(self) -> float | None:
-        """Return the CPU time used so far by all processes of the group, including ended ones; None if unknown."""
         if "cpuacct" in self.folders:
             text = _read(self.folders["cpuacct"] / "cpuacct.usage")
             return int(text) / 1e9 if text else None
@@ -197,12 +220,22 @@ class Group:
             return None if used is None else used / 1e6
         return None
 
-    def limit_hits(self) -> tuple[int, int]:
-        """Return the number of out-of-memory kills and the number of refused forks."""
+    def limit_hits(self) -> LimitHits:
         v1 = self.version == "v1"
-        memory = self.folders["memory"] / "memory.oom_control" if v1 else self.folders[""] / "memory.events"
-        processes = self.folders["pids" if v1 else ""] / "pids.events"
-        return _fields(memory).get("oom_kill", 0), _fields(processes).get("max", 0)
+        refused = _fields(self.folders["pids" if v1 else ""] / "pids.events").get("max", 0)
+        if not v1:
+            events = _fields(self.folders[""] / "memory.events")
+            return LimitHits(events.get("oom", 0), events.get("oom_kill", 0), refused)
+        folder = self.folders["memory"]
+        killed = _fields(folder / "memory.oom_control").get("oom_kill", 0)
+        if killed > self._killed:
+            # Version 1 has no reliable counter for its own limit, but it records the highest usage.
+            highest, limit = (_read(folder / f"memory.{name}_in_bytes") for name in ("max_usage", "limit"))
+            self._own_kills += int(highest or 0) > int(limit or 0) - _MEBIBYTE
+            self._killed = killed
+            with contextlib.suppress(OSError):
+                (folder / "memory.max_usage_in_bytes").write_text("0")  # sets it to the current usage
+        return LimitHits(self._own_kills, killed, refused)
 
     def processes(self) -> list[int]:
         """Return the processes in the group."""

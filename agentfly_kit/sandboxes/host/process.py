@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from ...errors import SandboxError
 from ..inside import processes
 from . import commands, isolation, reaper, seccomp
-from .limits import Group, GroupUsage, Limits
+from .limits import Group, Limits, MachineUsage, Usage
 
 _EXIT_SECONDS = 0.5  # s: grace period for a zygote to exit before it is killed
 _PRELUDE = 'for file in $JOIN; do echo 0 > "$file" || exit 97; done; unset JOIN; exec "$@"'
@@ -58,7 +58,7 @@ class SandboxProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
         self.group: Group | None = None
-        self.usage: GroupUsage | None = None  # counters of the group, which a container engine may own
+        self.usage: Usage = MachineUsage()
         self.scratch: str | None = None
         self.errors: BinaryIO | None = None
         self.data: socket.socket | None = None  # host's ends of the channels to the interpreter
