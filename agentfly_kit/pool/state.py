@@ -1,8 +1,7 @@
-"""State machine of a pool. It is pure: it uses no clock, no event loop and no I/O.
+"""State machine of a pool, without a clock, an event loop or I/O.
 
-`PoolState.apply(event, ...)` applies an event, one of the methods of `PoolState` from `requested` to `close`, and
-returns its effects: which sandboxes to start, reset or close, and which waiters are granted a sandbox or refused. The
-pool carries out the effects and reports the outcome as further events.
+`PoolState.apply(event, ...)` applies an event, one of the methods from `requested` to `close`, and returns its effects.
+The pool carries them out and reports the outcome as further events.
 
 A slot goes `starting -> idle <-> leased -> resetting -> idle`, and from any state `-> closing -> removed`. A closing
 slot still counts towards the size, so there are never more than `size` sandboxes.
@@ -61,19 +60,12 @@ class Effects:
 
 
 class PoolState:
-    """State of a pool; see the module docstring. `alive(slot)` is called before a sandbox is granted.
-
-    Order: waiting runs are served in turn, and the requests of one run first come, first served.
-
-    Retirement: a sandbox that has been lent `max_uses` times, or is `max_age` seconds old, is closed instead of being
-    lent again.
-
-    Expiry: a lease held for `max_lease` seconds is revoked. Its sandbox is closed, because code may still run in it.
+    """State of a pool. `alive(slot)` is called before a sandbox is granted; the settings are those of `Pool`.
 
     Circuit breaker: after three consecutive failed starts, or one permanent failure, no sandbox is started for a
     second, doubled with each further failure up to a minute. Meanwhile, if there is no other sandbox to serve them,
     requests are refused with the last error. After any failure, sandboxes are started one at a time until a start
-    succeeds; otherwise at most `max_starting` start concurrently.
+    succeeds.
     """
 
     def __init__(
@@ -97,8 +89,7 @@ class PoolState:
         self.blocked_until = float("-inf")
         self.dead = 0
         self.sequence = 0  # number of the last event
-        # Time, on the clock of `now`, before which no lease can expire.
-        self.next_expiry = float("inf")
+        self.next_expiry = float("inf")  # before this time no lease can expire
         self._alive = alive
         self._max_starting, self._max_uses, self._max_age = max_starting, max_uses, max_age
         self._max_lease = max_lease
@@ -106,9 +97,7 @@ class PoolState:
         self._grants = 0
         self._next_slot = 1
         self._was_used = False
-        # Time and effects of the event that is being applied.
-        self._now = 0.0
-        self._effects = Effects()
+        self._now, self._effects = 0.0, Effects()  # of the event that is being applied
 
     def count(self, *states: SlotState) -> int:
         """Return the number of slots in any of these states."""
@@ -129,13 +118,8 @@ class PoolState:
     def apply(self, event: Callable[..., None], *args: Any, now: float, may_start: bool = True) -> Effects:
         """Apply one event, then grant idle sandboxes and start missing ones, and return the effects.
 
-        An event that does not fit the current state of its slot, or whose slot was removed, is outdated and ignored.
-
-        Args:
-            event: one of the methods below.
-            args: its arguments.
-            now: current time in seconds, on a monotonic clock.
-            may_start: False if nothing can be started, for example without an event loop. Leases then do not expire.
+        An event that does not fit the current state of its slot is outdated and ignored. If not `may_start`, no sandbox
+        is started and no lease expires, for example because there is no event loop.
         """
         self._now, self._effects = now, Effects()
         event(*args)

@@ -52,7 +52,7 @@ class HostedSandbox(Sandbox):
     answer or raises ToolError). It overrides `_setup` to prepare a fresh sandbox before the first call.
     """
 
-    _inside_files: ClassVar[tuple[str, ...]] = ("base",)
+    _inside_files: tuple[str, ...] = ("base",)
     _folder: ClassVar[str] = ""  # subfolder of the sandbox's folder in which the program works
 
     # --- calls -----------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from typing import Any, Self
 
 from ..errors import SandboxError, SettingsError
 from .call import CONTROL_SECONDS, ENDED_BY_CODE, GRACE_SECONDS, OUT_OF_MEMORY, Call, JSONLines, Watch, death_message
-from .fifo_lock import FifoLock
 from .host import container, process
 from .host import isolation as levels
 from .host.container import Container
@@ -67,7 +66,7 @@ class Sandbox:
         self._requested_isolation = isolation
         self._preload = tuple(preload)
         self._packages = packages
-        self._lock = FifoLock()  # serializes calls, resets and forks
+        self._last: asyncio.Future[None] | None = None  # done when the last call that was admitted has ended
         self._closed = False
         self._call_count = 0  # since the start or the last reset; if not 0, there may be state to lose
         self._handle: process.SandboxProcess | None = None
@@ -97,7 +96,7 @@ class Sandbox:
 
         Raises:  IsolationError if the isolation level is unavailable, SandboxError if the process does not start.
         """
-        async with self._lock.acquire():
+        async with self._locked():
             await self._start()
 
     async def _start(self) -> None:
@@ -167,7 +166,7 @@ class Sandbox:
 
         Raises:  SandboxError if that fails; the sandbox is then dead.
         """
-        async with self._lock.acquire():
+        async with self._locked():
             if not self.alive:
                 raise SandboxError(f"a dead or closed {type(self).__name__} cannot be reset; create a new one")
             self._call_count = 0
@@ -252,13 +251,32 @@ class Sandbox:
     # --- calls -----------------------------------------------------------------------------------
 
     @asynccontextmanager
+    async def _locked(self) -> AsyncIterator[None]:
+        """Serialize calls, resets and forks in order of arrival. Unlike asyncio.Lock, not bound to one event loop."""
+        loop = asyncio.get_running_loop()
+        before, mine = self._last, loop.create_future()
+        if before is not None and (before.done() or before.get_loop() is not loop):
+            before = None
+        self._last = mine
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+            yield
+        finally:
+            if before is not None and not before.done():
+                # Cancelled while waiting: the next caller must still wait for the earlier one.
+                before.add_done_callback(lambda _: mine.set_result(None))
+            else:
+                mine.set_result(None)
+
+    @asynccontextmanager
     async def _exclusive(self) -> AsyncIterator[None]:
         """Hold the lock for one call by the user, in a sandbox that is running.
 
         Raises:  SandboxError if the sandbox is closed, cannot be started, or lost state because it was ended from
                  outside.
         """
-        async with self._lock.acquire():
+        async with self._locked():
             if not self.alive:
                 was_killed = self._check_not_ended_from_outside()
                 await self._start()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..errors import SandboxError
 from .hosted import HostedSandbox
@@ -63,7 +62,7 @@ class ShellSandbox(HostedSandbox):
     Background jobs keep running between commands and end with the lease.
     """
 
-    _inside_files: ClassVar[tuple[str, ...]] = ("base", "processes", "shell")
+    _inside_files = ("base", "processes", "shell")
 
     async def run(self, command: str, timeout: float = 10.0) -> ShellResult:
         """Run one or more lines of commands in the shell. Standard input is empty.

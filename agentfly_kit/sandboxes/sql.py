@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ..errors import SandboxError, SettingsError, ToolError
 from .hosted import COPY_SECONDS, HostedSandbox, file_chunks
@@ -83,7 +83,7 @@ class SQLSandbox(HostedSandbox):
     process is confined as in a PythonSandbox.
     """
 
-    _inside_files: ClassVar[tuple[str, ...]] = ("base", "sql")
+    _inside_files = ("base", "sql")
 
     def __init__(
         self,

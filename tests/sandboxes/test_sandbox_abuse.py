@@ -85,11 +85,11 @@ async def test_home_and_secrets_of_the_host(sandbox: PythonSandbox, level: str, 
     """
     there, read = eval((await attack(sandbox, code)).value or "")
     if level == "none":
-        assert str(secret) in read, "no boundary"
+        assert str(secret) in read
     else:
         assert read == []
     if level == "strict":
-        assert there == [], "not even their names"
+        assert there == []
 
 
 @every_level
@@ -108,7 +108,7 @@ async def test_environment_of_the_host(level: str, monkeypatch: pytest.MonkeyPat
         """
         assert (await attack(sandbox, code)).value == "(False, False, True)"
         result = await attack(sandbox, "open(f'/proc/{os.getppid()}/environ').read()")
-        assert result.error_type == "PermissionError" or level == "none", "the zygote's own memory of its environment"
+        assert result.error_type == "PermissionError" or level == "none"
 
 
 @confined
@@ -245,12 +245,12 @@ async def test_sockets_of_the_host(sandbox: PythonSandbox, level: str):
             result = await attack(sandbox, code)
             found = eval(result.value or "[]")
             if level == "none":
-                assert found[:3] == ["connected"] * 3, "no boundary"
+                assert found[:3] == ["connected"] * 3
             else:
                 assert "connected" not in found, found
-                assert found[4] == "PermissionError", "vsock would reach the machine's host: the filter refuses it"
+                assert found[4] == "PermissionError"
             if level == "landlock":
-                assert found == ["PermissionError"] * 5, "no sockets at all"
+                assert found == ["PermissionError"] * 5
         finally:
             await asyncio.to_thread(os.unlink, path)
     if level == "none":
@@ -273,7 +273,7 @@ async def test_its_own_loopback_works(sandbox: PythonSandbox, level: str):
     result = await attack(sandbox, code)
     assert result.error_type == "PermissionError" if level == "landlock" else result.value == "b'hello'"
     code = "import socket\na, b = socket.socketpair()\na.send(b'x')\nb.recv(1)"
-    assert (await attack(sandbox, code)).value == "b'x'", "between its own processes there is always a way"
+    assert (await attack(sandbox, code)).value == "b'x'"
 
 
 @every_level
@@ -286,7 +286,7 @@ async def test_network_access_if_requested(level: str):
             assert (await attack(sandbox, code)).value == "True"
             if level == "landlock":
                 result = await attack(sandbox, "socket.socket(socket.AF_UNIX)")
-                assert result.error_type == "PermissionError", "a docker.sock is not the network"
+                assert result.error_type == "PermissionError"
         async with PythonSandbox(isolation=level) as sandbox:
             result = await attack(sandbox, code)
     refused = {"landlock": "PermissionError", "none": None}
@@ -379,7 +379,7 @@ async def test_fork_bomb(sandbox: PythonSandbox):
     assert result.error_type == "BlockingIOError"
     assert not result.died
     born = int((await sandbox.run("born")).value or -1)
-    assert 8 <= born <= 16, "as many as were allowed, and no more"
+    assert 8 <= born <= 16
     # The bomb that multiplies: every child forks too, and none stops when it is refused.
     code = """
     import os
@@ -394,7 +394,7 @@ async def test_fork_bomb(sandbox: PythonSandbox):
     assert result.limit in ("time", "processes")
     assert time.monotonic() - began < 6
     await sandbox.reset()
-    assert len(below(sandbox.pid or 0)) <= 2, "the interpreter, and for bubblewrap the zygote"
+    assert len(below(sandbox.pid or 0)) <= 2
 
 
 @every_level
@@ -459,7 +459,7 @@ async def test_files_fill_their_own_disk_only(sandbox: PythonSandbox):
     written / 2 ** 20
     """
     result = await attack(sandbox, code)
-    assert float(result.value or 0) <= 8 + 8, "8 MB of /tmp and no more of /dev/shm"
+    assert float(result.value or 0) <= 8 + 8
     assert result.stdout.count("No space left") == 2
     await sandbox.reset()
     assert (await sandbox.run("import os\nos.listdir('/tmp'), os.listdir('/dev/shm')")).value == "([], [])"
@@ -495,7 +495,7 @@ async def test_endless_empty_files(level: str):
             expected = "memory" if isolation.hierarchy() else None
             assert result.limit == expected or (expected is None and not result.ok), result
         async with pool.lease() as sandbox:
-            assert (await sandbox.run("import os\nos.listdir('/tmp')")).value == "[]", "the next lease is clean"
+            assert (await sandbox.run("import os\nos.listdir('/tmp')")).value == "[]"
 
 
 @levels("strict", "landlock")
@@ -559,7 +559,7 @@ async def test_endless_output(sandbox: PythonSandbox):
     assert (result.limit, result.truncated, len(result.stdout)) == ("output", True, sandbox.max_output)
     code = "import subprocess, sys\nprint('before', flush=True)\nsubprocess.Popen(['yes'], stdout=sys.stdout)\n'here'"
     result = await attack(sandbox, code)
-    assert result.value == "'here'", "a process in the background does not hold the call"
+    assert result.value == "'here'"
 
 
 @every_level
@@ -582,7 +582,7 @@ async def test_forged_replies(sandbox: PythonSandbox):
     lie = {"id": 77, "value": 7, "error": ["no text"], "type": None, "truncated": 3, "limit": "nonsense"}
     with mock.patch("agentfly_kit.sandboxes.sandbox.secrets.randbits", return_value=77):
         result = await sandbox.run(f"{find}s.send(json.dumps({lie!r}).encode() + b'\\n')", timeout=3)
-    assert (result.value, result.error, result.limit) == (None, None, None), "only text is taken for text"
+    assert (result.value, result.error, result.limit) == (None, None, None)
     await sandbox.reset()
     assert (await sandbox.run("6 * 7")).value == "42"
 
@@ -605,7 +605,7 @@ async def test_a_reset_removes_everything(sandbox: PythonSandbox):
     assert (await sandbox.run(textwrap.dedent(code))).ok
     before = sandbox.pid
     await sandbox.reset()
-    assert sandbox.pid == before, "the same namespace, and nothing of the last chain in it"
+    assert sandbox.pid == before
     code = """
     import os, socket
     sock = socket.socket(socket.AF_UNIX); sock.bind('\\0note')
@@ -642,7 +642,7 @@ async def test_folders_deeper_than_any_path_and_closed_to_their_owner_are_wiped(
     assert (await sandbox.run(code)).ok
     await sandbox.run("os.chdir(top); os.makedirs('a/b/c')")
     result = await sandbox.run("os.chdir(top)\nfor path in ('a/b/c', 'a/b', 'a'):\n    os.chmod(path, 0)")
-    assert result.error_type == ("PermissionError" if level == "landlock" else None), "no modes can be changed there"
+    assert result.error_type == ("PermissionError" if level == "landlock" else None)
     await sandbox.reset()
     assert (await sandbox.run("import os\nos.listdir('.')")).value == "[]"
 
@@ -670,9 +670,9 @@ async def test_a_reset_that_fails_ends_the_sandbox(sandbox: PythonSandbox, monke
     monkeypatch.setattr("agentfly_kit.sandboxes.sandbox.CONTROL_SECONDS", 1e-6)
     with pytest.raises(SandboxError, match="no answer from the sandbox"):
         await sandbox.reset()
-    assert not sandbox.alive, "half a reset is no reset"
+    assert not sandbox.alive
     monkeypatch.undo()
-    assert (await sandbox.run("import os\nos.listdir('.')")).value == "[]", "a whole new one"
+    assert (await sandbox.run("import os\nos.listdir('.')")).value == "[]"
 
 
 @every_level
@@ -716,7 +716,7 @@ async def test_the_filter_covers_what_an_older_landlock_lacks(
           lambda: os.listdir('/proc'))]
         """
         assert (await attack(sandbox, code)).value == str(["PermissionError"] * 6)
-        assert (await sandbox.run("while True: pass", timeout=0.2)).timed_out, "the zygote's own signals pass"
+        assert (await sandbox.run("while True: pass", timeout=0.2)).timed_out
     assert (tmp_path / "mine").read_text() == "untouched"
 
 
@@ -779,7 +779,7 @@ def test_without_root_and_without_control_groups(level: str, tmp_path: Path):
     assert limit == "processes"
     assert 6 <= int(born) <= 12
     seen = "(65534, None)" if level == "strict" else "(12345, None)"
-    assert lines[2:] == ["memory", seen, "0", "False None"], "the processes of another sandbox do not count"
+    assert lines[2:] == ["memory", seen, "0", "False None"]
 
 
 def test_the_filter_is_valid_for_both_machines():
@@ -824,6 +824,6 @@ len(sockets)
 @levels("strict", "none")
 async def test_a_thread_that_was_left_cannot_forge_the_next_reply(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
-        assert (await sandbox.run(FORGE)).value not in (None, "0"), "it finds no socket: the test forges nothing"
+        assert (await sandbox.run(FORGE)).value not in (None, "0")
         result = await sandbox.run("time.sleep(0.6)\n'true'")
         assert result.value == "'true'"

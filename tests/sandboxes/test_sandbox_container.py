@@ -98,7 +98,7 @@ async def test_results_are_those_of_other_levels(engine: Podman):
         result = await sandbox.run("def f():\n    return 1 / 0\nf()")
         assert result.error is not None
         assert result.error.startswith('Traceback (most recent call last):\n  File "<cell 2>", line 3, in <module>')
-        assert "sandbox" not in result.error, "nothing of ours in a traceback"
+        assert "sandbox" not in result.error
         result = await sandbox.run("print('last words', flush=True)\nimport os\nos._exit(3)")
         assert (result.died, result.stdout, result.error) == (
             True,
@@ -107,7 +107,7 @@ async def test_results_are_those_of_other_levels(engine: Podman):
         )
         assert (await sandbox.run("'x' in globals()")).value == "False"
         long = "y" * 3_000_000
-        assert (await sandbox.run(f"len('{long}')", timeout=20)).value == "3000000", "more than a buffer holds"
+        assert (await sandbox.run(f"len('{long}')", timeout=20)).value == "3000000"
         result = await sandbox.run("print('z' * 60_000)")
         assert len(result.stdout) == 60_001
         assert repr(sandbox) == f"<PythonSandbox container {IMAGE}, 6 calls>"
@@ -135,7 +135,7 @@ async def test_a_pool_of_containers_serves_an_agent(engine: Podman):
         for _ in range(4):
             async with pool.lease() as again:
                 assert (await again.run("import os\nos.listdir('/tmp'), 'note' in globals()")).value == "([], False)"
-        assert pool.snapshot().dead == 0, "they are reset, not replaced"
+        assert pool.snapshot().dead == 0
 
 
 async def test_the_other_kinds_run_in_containers_too(engine: Podman):
@@ -192,7 +192,7 @@ async def test_user_capabilities_and_environment(sandbox: PythonSandbox):
     assert {said[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
     assert said["NoNewPrivs"] == "1"
     assert said["Seccomp"] == "2"
-    assert int(said["Seccomp_filters"]) >= 2, "the engine's and ours"
+    assert int(said["Seccomp_filters"]) >= 2
     assert (await sandbox.run(code)).ok
     result = await attack(sandbox, "import os\nsorted(os.environ)")
     known = {
@@ -250,7 +250,7 @@ async def test_files_fill_their_own_disk_only(sandbox: PythonSandbox):
             pass
     written / 2 ** 20
     """
-    assert float((await attack(sandbox, code)).value or 99) <= 8 + 8 + 0.1, "8 MB of /tmp and no more of /dev/shm"
+    assert float((await attack(sandbox, code)).value or 99) <= 8 + 8 + 0.1
     await sandbox.reset()
     assert (await sandbox.run("import os\nos.listdir('/tmp'), os.listdir('/dev/shm')")).value == "([], [])"
 
@@ -291,7 +291,7 @@ async def test_processors(engine: Podman):
     """
     async with PythonSandbox(isolation=place(engine, cpus=0.25)) as sandbox:
         used = float((await sandbox.run(textwrap.dedent(code), timeout=20)).value or 9)
-        assert used < 0.8, "a quarter of 1.5 s, with room for how the kernel counts"
+        assert used < 0.8
 
 
 async def test_network_access_only_if_requested(engine: Podman):
@@ -319,7 +319,7 @@ async def test_mounts(engine: Podman, tmp_path: Path):
         assert (await attack(sandbox, "open('/data/table', 'w')")).error_type == "OSError"
         assert (await attack(sandbox, "open('/out/kept', 'w').write('x')")).ok
         await sandbox.reset()
-        assert (await attack(sandbox, "open('/out/kept').read()")).value == "'x'", "a mount is the user's"
+        assert (await attack(sandbox, "open('/out/kept').read()")).value == "'x'"
     assert (tmp_path / "write" / "kept").read_text() == "x"
 
 
@@ -395,7 +395,7 @@ def test_unstarted_containers_of_a_killed_process_are_removed(engine: Podman):
     with containers_module._client(engine.url) as api:
         ours = api.create_container_from_config(containers_module._config(api, place(engine), Limits(), True))["Id"]
         containers_module._remove_orphans(api)
-        assert [each["Id"] for each in api.containers(all=True)] == [ours], "the living maker's stays"
+        assert [each["Id"] for each in api.containers(all=True)] == [ours]
         api.remove_container(ours)
 
 

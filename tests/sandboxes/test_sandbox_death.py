@@ -25,6 +25,10 @@ def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def block_the_loop() -> None:
+    time.sleep(0.2)
+
+
 @pytest.mark.parametrize("blocked", ["during the call", "between the calls", "not at all"])
 async def test_an_interpreter_that_ends_after_its_answer_is_reported_by_the_next_call(level: str, blocked: str):
     async with PythonSandbox(isolation=level) as sandbox:
@@ -35,10 +39,10 @@ async def test_an_interpreter_that_ends_after_its_answer_is_reported_by_the_next
         if blocked == "during the call":
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            time.sleep(0.2)
+            block_the_loop()
         assert (await call).value == "5"
         if blocked == "between the calls":
-            time.sleep(0.2)
+            block_the_loop()
         else:
             await asyncio.sleep(0.2)
         result = await sandbox.run("6 * 7", timeout=2)

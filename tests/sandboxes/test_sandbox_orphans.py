@@ -1,4 +1,4 @@
-"""What a process that was killed leaves behind is reaped by the next one, and nothing of anybody who lives is."""
+"""Resources of killed processes are removed by the next process, and those of living processes are kept."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def groups(pid: int) -> list[Path]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_after_a_kill_the_next_start_reaps(level: str, tmp_path: Path):
+def test_the_next_start_removes_the_resources_of_a_killed_process(level: str, tmp_path: Path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    isolation.hierarchy()  # its first call reaps too
+    isolation.hierarchy()  # its first call removes them too
     host = subprocess.Popen([sys.executable, "-c", HOST, level, "stay"], stdout=subprocess.PIPE, env=environment)
     assert host.stdout is not None
     with host:
@@ -50,14 +50,14 @@ def test_after_a_kill_the_next_start_reaps(level: str, tmp_path: Path):
             zygote = int(host.stdout.readline())
             everything = [zygote, *below(zygote)]
             (sleeper,) = [pid for pid in everything if b"sleep\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-            os.kill(zygote, signal.SIGSTOP)  # so that it cannot clean up before it is killed: the worst that can come
+            os.kill(zygote, signal.SIGSTOP)  # so that it cannot clean up
         finally:
             host.kill()
             host.wait(10)
         with contextlib.suppress(ProcessLookupError):  # its parent's death may have killed it first
             os.kill(zygote, signal.SIGKILL)
     folders = list(tmp_path.glob(f"agentfly-sandbox-{host.pid}-*"))
-    assert len(folders) == (level in ("landlock", "none")), "there is something to reap"
+    assert len(folders) == (level in ("landlock", "none"))
     assert groups(host.pid) or isolation.hierarchy() is None
     subprocess.run([sys.executable, "-c", HOST, level, "go"], check=True, stdout=subprocess.DEVNULL, env=environment)
     deadline = time.monotonic() + 20
@@ -66,20 +66,20 @@ def test_after_a_kill_the_next_start_reaps(level: str, tmp_path: Path):
     if isolation.hierarchy() is not None or level == "strict":
         assert not [pid for pid in everything if runs(pid)], "a process was left"
     elif runs(sleeper):
-        os.kill(sleeper, signal.SIGKILL)  # without control groups nothing knows whose it was, and the report says so
+        os.kill(sleeper, signal.SIGKILL)  # documented: its owner is unknown without control groups
     assert not groups(host.pid), "a control group was left"
     assert not list(tmp_path.iterdir()), "a folder was left"
 
 
 def ended() -> int:
-    """The number of a process that has been."""
+    """Return the id of a process that has ended."""
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     return process.pid
 
 
 def marks() -> tuple[dict[str, str], dict[str, str]]:
-    """(of those that are gone, of those that may live), each with a word on it."""
+    """Return tags of owners that are gone, and tags of owners that may be alive, by description."""
     pid, start, space, boot = reaper.owner_tag().split("-")
     gone = {
         "ended": f"{ended()}-{start}-{space}-{boot}",
@@ -96,7 +96,7 @@ def marks() -> tuple[dict[str, str], dict[str, str]]:
     return gone, lives
 
 
-def test_folders_go_by_number_and_start(tmp_path: Path):
+def test_folders_of_gone_owners_are_deleted(tmp_path: Path):
     gone, lives = marks()
     for mark in [*gone.values(), *lives.values()]:
         folder = tmp_path / f"{reaper.SCRATCH}{mark}-abc_123"
@@ -116,12 +116,12 @@ def test_folders_go_by_number_and_start(tmp_path: Path):
         assert not (tmp_path / f"{reaper.SCRATCH}{mark}-abc_123").exists(), word
     for word, mark in lives.items():
         assert (tmp_path / f"{reaper.SCRATCH}{mark}-abc_123" / "inner").exists(), word
-    assert link.is_symlink() and (target / "file").exists() and plain.exists(), "only folders, and no link is followed"
+    assert link.is_symlink() and (target / "file").exists() and plain.exists()
     assert (tmp_path / f"other-{gone['ended']}-abc").exists()
     reaper.reap_folders(str(tmp_path / "not there"))
 
 
-def test_a_folder_of_another_user_stays(tmp_path: Path):
+def test_a_folder_of_another_user_is_kept(tmp_path: Path):
     if os.getuid():
         pytest.skip("only root can make a folder of another user")
     folder = tmp_path / f"{reaper.SCRATCH}{marks()[0]['ended']}-abc"

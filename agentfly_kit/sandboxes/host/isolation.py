@@ -48,8 +48,7 @@ NOT_ISOLATED: Mapping[str, tuple[str, ...]] = {
         "the network can be reached, with network=False too",
         "disk_mb limits each file, not their total size or number; files outside the working folder are not deleted",
         "without a control group, a process that hides on purpose can outlive the sandbox",
-        "the code can kill or change its own zygote; the sandbox is then replaced and the chain scored, and so it is if "
-        "you kill the sandbox from outside, because the two cannot be told apart",
+        "the code can kill or change its own zygote; its chain is then scored, as if you kill its sandbox yourself",
     ),
 }
 _DESCRIPTIONS = {
