@@ -64,8 +64,8 @@ class PoolCore(BasePool[S]):
             if self._listeners:
                 self._events.extend(effects.events)
             for slot, reason in effects.revoked:
-                lease = slot.lease and slot.lease()
-                if lease is not None:
+                lease = None if slot.lease is None else slot.lease()
+                if lease is not None and not lease.released:
                     lease.revoked, lease.released = reason, True
         self._answer_requests(effects)
         for slot in effects.start:
@@ -97,7 +97,7 @@ class PoolCore(BasePool[S]):
         """Set a timer for the next lease that expires, unless there is one. All leases have the same duration."""
         loop = asyncio.get_running_loop()
         with self._lock:
-            due = self._state.next_expiry
+            due = self._state.next_expiry()
             if due == math.inf or (self._wakeup_loop is not None and not self._wakeup_loop.is_closed()):
                 return
             self._wakeup_loop = loop

@@ -89,7 +89,6 @@ class PoolState:
         self.blocked_until = float("-inf")
         self.dead = 0
         self.sequence = 0  # number of the last event
-        self.next_expiry = float("inf")  # before this time no lease can expire
         self._alive = alive
         self._max_starting, self._max_uses, self._max_age = max_starting, max_uses, max_age
         self._max_lease = max_lease
@@ -102,6 +101,11 @@ class PoolState:
     def count(self, *states: SlotState) -> int:
         """Return the number of slots in any of these states."""
         return sum(slot.state in states for slot in self.slots.values())
+
+    def next_expiry(self) -> float:
+        """Return when the oldest lease expires; infinity without a lease."""
+        leased = (slot.since for slot in self.slots.values() if slot.state == "leased")
+        return min(leased, default=float("inf")) + self._max_lease
 
     def order(self) -> Iterator[Any]:
         """Yield the waiting tickets in the order in which they will be served."""
@@ -123,7 +127,7 @@ class PoolState:
         """
         self._now, self._effects = now, Effects()
         event(*args)
-        if may_start and now >= self.next_expiry:
+        if may_start:
             self._revoke_expired()
         if not self.closed:
             self._grant()
@@ -251,13 +255,9 @@ class PoolState:
         self._move(slot, "closing")
 
     def _revoke_expired(self) -> None:
-        self.next_expiry = float("inf")
         for slot in self.slots.values():
-            if slot.state == "leased":
-                if self._now < slot.since + self._max_lease:
-                    self.next_expiry = min(self.next_expiry, slot.since + self._max_lease)
-                else:
-                    self._revoke(slot, "expired", f"held for {self._now - slot.since:.0f} s, longer than max_lease=")
+            if slot.state == "leased" and self._now >= slot.since + self._max_lease:
+                self._revoke(slot, "expired", f"held for {self._now - slot.since:.0f} s, longer than max_lease=")
 
     def _retire_reason(self, slot: Slot) -> str:
         if self._max_uses is not None and slot.uses >= self._max_uses:
@@ -293,7 +293,6 @@ class PoolState:
             slot.owner, slot.ticket = waiter.owner, ticket
             slot.uses += 1
             self._move(slot, "leased")
-            self.next_expiry = min(self.next_expiry, self._now + self._max_lease)
             self._effects.grant.append((ticket, slot))
 
     def _start(self) -> None:

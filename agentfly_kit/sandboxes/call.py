@@ -37,10 +37,7 @@ class JSONLines:
         self.ended = False
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the messages received so far.
-
-        Raises:  EOFError at the end of the stream, ValueError if the data violates the protocol.
-        """
+        """Return the messages received so far. Raises EOFError at the end, ValueError for data that is no message."""
         while True:
             try:
                 data = self.socket.recv(_CHUNK)
@@ -276,10 +273,7 @@ class Call(Watch):
         )
 
     def reported_limit(self, reply: dict[str, Any] | None, seconds: float) -> Limit | None:
-        """Return the limit according to the control group or the interpreter.
-
-        Raises:  SandboxError if the machine ran out of memory, not the sandbox, and a process was killed for it.
-        """
+        """Return the limit reported by the counters or the interpreter. Raises SandboxError for the machine's OOM."""
         hits = before = self.sandbox._limit_hits
         if reply is None or seconds > 0.002 or reply.get("error"):
             hits = self.sandbox._limit_hits = self.usage.limit_hits()

@@ -337,10 +337,7 @@ class Grading:
         return f"it took more than {self.timeout:g} s"
 
     async def call_half(self, half: _Half, name: str, **given: object) -> Any:
-        """Call one of the interpreters and return its answer and its SandboxResult.
-
-        Raises:  NoAnswer if the call was refused, timed out or failed.
-        """
+        """Call one of the interpreters and return its answer and its SandboxResult. Raises NoAnswer if that fails."""
         seconds_left = self.seconds_left()
         if seconds_left <= 0:
             raise NoAnswer(self.timeout_message(), "time")
@@ -430,10 +427,7 @@ class Grading:
         return self.verdict(began, error)
 
     async def steps(self, text: str, setup: bool) -> tuple[str | None, bool]:
-        """Run a test, relaying its requests to the submission.
-
-        Returns:  the error (None if it passed), and whether the test used the submission.
-        """
+        """Run a test, relaying its requests. Return its error, if any, and whether it used the submission."""
         step = await self.call_tests("begin", text=text, setup=setup)
         while "ask" in step:
             answer, _ = await self.call_half(self.work, "answer", question=step["ask"])

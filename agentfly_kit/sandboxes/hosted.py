@@ -1,7 +1,6 @@
-"""Base class of sandboxes built on a Python interpreter: a program that runs in it, and calls to that program.
+"""Base class of sandboxes that run a program in their interpreter, and calls to that program.
 
-Sandbox provides isolation, limits, timeouts, cancellation and cleanup. A subclass adds files from inside/*.py, whose
-source is sent to the interpreter when it is first needed, and again after a restart of the interpreter.
+The program consists of files of inside/, whose source is sent to the interpreter when it is first needed.
 """
 
 from __future__ import annotations
@@ -58,21 +57,13 @@ class HostedSandbox(Sandbox):
     # --- calls -----------------------------------------------------------------------------------
 
     async def _call(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any]]:
-        """Call the program under the lock.
-
-        Returns:  the interpreter's result, and {"answer": ...}, or {} if there is no valid answer.
-
-        Raises:  ToolError if the program refuses the request.
-        """
+        """Call the program under the lock. Return the interpreter's result, and {"answer": ...}, or {} without one."""
         check_seconds(timeout=timeout)
         async with self._exclusive():
             return await self._send(name, timeout, **given)
 
     async def _request(self, name: str, timeout: float = 10.0, **given: object) -> Any:
-        """Call the program under the lock and return its answer.
-
-        Raises:  ToolError, for a model to read, if the call is refused, times out, or the interpreter dies.
-        """
+        """Call the program under the lock and return its answer. Raises ToolError, for a model to read, if it fails."""
         return _answer(name, timeout, *await self._call(name, timeout, **given))
 
     async def _request_locked(self, name: str, **given: object) -> Any:
@@ -148,10 +139,7 @@ class HostedSandbox(Sandbox):
 
     @asynccontextmanager
     async def _copying(self: G, into: G) -> AsyncIterator[None]:
-        """Hold the locks of both sandboxes during a copy. `into` is emptied first, and reset if the copy fails.
-
-        Raises:  SandboxError, with the reason, for a state that cannot be copied.
-        """
+        """Hold the locks of both sandboxes during a copy. `into` is emptied first, and reset if the copy fails."""
         if not isinstance(into, type(self)) or into is self:
             raise SandboxError(
                 f"a {type(self).__name__} can fork only into another {type(self).__name__}, got {into!r}"
@@ -194,11 +182,7 @@ def _answer(name: str, timeout: float, result: SandboxResult, reply: dict[str, A
 
 
 def seed_entries(files: Files, folder: str) -> list[dict[str, Any]]:
-    """Read files into entries for `_put` in a subfolder, from a mapping of paths to contents or a folder of the host.
-
-    Raises:  SettingsError for a path that leaves the sandbox's folder, a folder that does not exist, or content that is
-             neither str nor bytes.
-    """
+    """Read files, given as a mapping of paths to contents or as a folder of the host, into entries for `_put`."""
     found: list[dict[str, Any]] = []
     if isinstance(files, Mapping):
         for path, content in files.items():

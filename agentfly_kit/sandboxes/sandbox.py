@@ -271,11 +271,7 @@ class Sandbox:
 
     @asynccontextmanager
     async def _exclusive(self) -> AsyncIterator[None]:
-        """Hold the lock for one call by the user, in a sandbox that is running.
-
-        Raises:  SandboxError if the sandbox is closed, cannot be started, or lost state because it was ended from
-                 outside.
-        """
+        """Hold the lock for one call by the user, in a sandbox that is running."""
         async with self._locked():
             if not self.alive:
                 was_killed = self._check_not_ended_from_outside()
@@ -285,12 +281,10 @@ class Sandbox:
             yield
 
     def _check_not_ended_from_outside(self) -> bool:
-        """Return True if the code ended its own sandbox, with state that a chain relies on.
+        """Return True if the code ended its own sandbox, with state that a chain relies on; raise if the host did.
 
         Only isolation="none" permits that. The killer is unknown there, so any end that is not explained by a lack of
         memory counts as the code's: otherwise a policy could escape a bad reward by killing its sandbox.
-
-        Raises:  SandboxError if the sandbox was ended from outside and such state was lost.
         """
         handle = self._handle
         if not self._call_count or handle is None or handle.dropped or self._closed:
@@ -355,10 +349,7 @@ class Sandbox:
     # --- the zygote ------------------------------------------------------------------------------
 
     def _command(self, op: str, descriptors: Sequence[int] = (), **message: object) -> bool:
-        """Send a command to the zygote without waiting for an answer. Return False if the zygote no longer runs.
-
-        The send does not block: messages are small and the zygote always reads.
-        """
+        """Send a command to the zygote, which always reads, so this does not block. Return False if it has ended."""
         handle = self._handle
         if handle is None or handle.control is None or handle.control.fileno() < 0:
             return False

@@ -62,7 +62,7 @@ class ShellSandbox(HostedSandbox):
     Background jobs keep running between commands and end with the lease.
     """
 
-    _inside_files = ("base", "processes", "shell")
+    _inside_files: tuple[str, ...] = ("base", "processes", "shell")
 
     async def run(self, command: str, timeout: float = 10.0) -> ShellResult:
         """Run one or more lines of commands in the shell. Standard input is empty.

@@ -99,9 +99,9 @@ def nothing_left():
     assert not Notes.open, "a sandbox was left open"
 
 
-async def until(true: Callable[[], bool], patience: float = 2.0) -> None:
-    end = time.monotonic() + patience
-    while not true():
+async def until(condition: Callable[[], bool], seconds: float = 2.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
         assert time.monotonic() < end
         await asyncio.sleep(0.001)
 
@@ -184,7 +184,7 @@ async def test_release_waits_for_its_own_reset_only():
     async with Pool(Slow, size=1) as pool:
         resets = 0
 
-        def told(event: PoolEvent) -> None:
+        def on_event(event: PoolEvent) -> None:
             nonlocal resets
             resets += event.kind == "resetting"
 
@@ -196,7 +196,7 @@ async def test_release_waits_for_its_own_reset_only():
         mine = await pool.acquire("me")
         others = [asyncio.ensure_future(busy()) for _ in range(3)]
         await asyncio.sleep(0)
-        pool.subscribe(told)
+        pool.subscribe(on_event)
         await mine.release()
         assert resets <= 3
         await asyncio.gather(*others)
@@ -214,8 +214,8 @@ async def test_a_cancelled_grant_is_passed_on():
         await held.release()
         held = await asyncio.wait_for(second, 1)
         assert first.cancelled()
-        told = [(event.kind, event.owner) for event in events if event.kind in ("leased", "gave up")]
-        assert told == [("leased", "first"), ("gave up", "first"), ("leased", "second")]
+        events = [(event.kind, event.owner) for event in events if event.kind in ("leased", "gave up")]
+        assert events == [("leased", "first"), ("gave up", "first"), ("leased", "second")]
         await held.release()
 
 
@@ -272,8 +272,8 @@ async def test_leases_expire():
         Pool(Notes, max_lease=float("inf"))
     assert Pool(Notes).max_lease == 3600
     pool = Pool(Notes, size=1, max_lease=0.05)
-    told: list[PoolEvent] = []
-    pool.subscribe(told.append)
+    events: list[PoolEvent] = []
+    pool.subscribe(events.append)
     lease = await pool.acquire("slow")
     async with pool.lease("next") as notes:  # without any other use of the pool in the meantime
         assert notes is not lease.sandbox and not lease.sandbox.alive
@@ -284,7 +284,7 @@ async def test_leases_expire():
         await pool.release(lease)
         lease.turn = 3
         assert pool.snapshot().leased == 1
-    assert [(e.sandbox, e.owner) for e in told if e.kind == "expired"] == [(1, "slow")]
+    assert [(e.sandbox, e.owner) for e in events if e.kind == "expired"] == [(1, "slow")]
     await pool.close()
     assert not Notes.open
 
@@ -311,16 +311,16 @@ async def test_recycle():
     pool = Pool(Notes, size=2)
     with pytest.raises(SettingsError, match=r"number of a Notes of this pool \(none\), got 7"):
         pool.recycle(7)
-    told: list[PoolEvent] = []
+    events: list[PoolEvent] = []
     one, two = await pool.acquire("a"), await pool.acquire("b")
-    pool.subscribe(told.append)
+    pool.subscribe(events.append)
     pool.recycle(1)
     assert one.revoked == "reset by hand" and not two.revoked
     pool.recycle(2, close=True)
     assert two.revoked == "closed by hand" and pool.snapshot().leased == 0
     async with pool.lease("c") as notes:
         assert notes is not one.sandbox and notes is not two.sandbox and not one.sandbox.alive
-    assert [e.detail for e in told if e.kind == "ended by hand"] == ["reset by hand", "closed by hand"]
+    assert [e.detail for e in events if e.kind == "ended by hand"] == ["reset by hand", "closed by hand"]
     (box,) = pool.snapshot().sandboxes
     notes.kept.append("x")
     pool.recycle(box.id)
@@ -512,13 +512,13 @@ async def test_an_interrupted_listener_does_not_stop_later_events():
     """A KeyboardInterrupt can be raised in any Python code, including a listener."""
     heard: list[str] = []
 
-    def told(event: PoolEvent) -> None:
+    def on_event(event: PoolEvent) -> None:
         heard.append(event.kind)
         if event.kind == "ended by hand":
             raise KeyboardInterrupt
 
     async with Pool(Notes, size=1) as pool:
-        pool.subscribe(told)
+        pool.subscribe(on_event)
         lease = await pool.acquire()
         with pytest.raises(KeyboardInterrupt):
             pool.recycle(lease.id)

@@ -39,7 +39,7 @@ def groups(pid: int) -> list[Path]:
     return [folder for root in roots for folder in root.glob(f"agentfly-{pid}-*")]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.tag.parametrize("level", LEVELS)
 def test_the_next_start_removes_the_resources_of_a_killed_process(level: str, tmp_path: Path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     isolation.hierarchy()  # its first call removes them too
@@ -78,28 +78,28 @@ def ended() -> int:
     return process.pid
 
 
-def marks() -> tuple[dict[str, str], dict[str, str]]:
+def tags() -> tuple[dict[str, str], dict[str, str]]:
     """Return tags of owners that are gone, and tags of owners that may be alive, by description."""
     pid, start, space, boot = reaper.owner_tag().split("-")
     gone = {
         "ended": f"{ended()}-{start}-{space}-{boot}",
-        "its number is another's now": f"{pid}-{int(start) - 1}-{space}-{boot}",
-        "a number that was given again to init": f"1-99999999999-{space}-{boot}",
+        "reused pid": f"{pid}-{int(start) - 1}-{space}-{boot}",
+        "pid reused by init": f"1-99999999999-{space}-{boot}",
     }
-    lives = {
+    alive = {
         "this one": reaper.owner_tag(),
         "another namespace": f"{ended()}-{start}-{int(space) + 1}-{boot}",
         "another boot": f"{ended()}-{start}-{space}-0123456789ab",
-        "no mark": f"{ended()}",
-        "nobody could tell": f"{ended()}-0--",
+        "no tag": f"{ended()}",
+        "unknown start time": f"{ended()}-0--",
     }
-    return gone, lives
+    return gone, alive
 
 
 def test_folders_of_gone_owners_are_deleted(tmp_path: Path):
-    gone, lives = marks()
-    for mark in [*gone.values(), *lives.values()]:
-        folder = tmp_path / f"{reaper.SCRATCH}{mark}-abc_123"
+    gone, alive = tags()
+    for tag in [*gone.values(), *alive.values()]:
+        folder = tmp_path / f"{reaper.SCRATCH}{tag}-abc_123"
         (folder / "inner").mkdir(parents=True)
         (folder / "inner" / "file").write_text("x")
         (folder / "inner").chmod(0)
@@ -112,10 +112,10 @@ def test_folders_of_gone_owners_are_deleted(tmp_path: Path):
     plain.write_text("x")
     (tmp_path / f"other-{gone['ended']}-abc").mkdir()
     reaper.reap_folders(str(tmp_path))
-    for word, mark in gone.items():
-        assert not (tmp_path / f"{reaper.SCRATCH}{mark}-abc_123").exists(), word
-    for word, mark in lives.items():
-        assert (tmp_path / f"{reaper.SCRATCH}{mark}-abc_123" / "inner").exists(), word
+    for case, tag in gone.items():
+        assert not (tmp_path / f"{reaper.SCRATCH}{tag}-abc_123").exists(), case
+    for case, tag in alive.items():
+        assert (tmp_path / f"{reaper.SCRATCH}{tag}-abc_123" / "inner").exists(), case
     assert link.is_symlink() and (target / "file").exists() and plain.exists()
     assert (tmp_path / f"other-{gone['ended']}-abc").exists()
     reaper.reap_folders(str(tmp_path / "not there"))
@@ -124,7 +124,7 @@ def test_folders_of_gone_owners_are_deleted(tmp_path: Path):
 def test_a_folder_of_another_user_is_kept(tmp_path: Path):
     if os.getuid():
         pytest.skip("only root can make a folder of another user")
-    folder = tmp_path / f"{reaper.SCRATCH}{marks()[0]['ended']}-abc"
+    folder = tmp_path / f"{reaper.SCRATCH}{tags()[0]['ended']}-abc"
     folder.mkdir()
     os.chown(folder, 12345, 12345)
     reaper.reap_folders(str(tmp_path))
@@ -135,24 +135,24 @@ def test_orphaned_groups_are_removed_with_their_processes():
     hierarchy = isolation.hierarchy()
     if hierarchy is None:
         pytest.skip("no control group can be made here")
-    gone, lives = marks()
+    gone, alive = tags()
     sleepers = {}
     made = []
     try:
-        for mark in [*gone.values(), *lives.values()]:
-            sleepers[mark] = subprocess.Popen(["sleep", "1000"])
+        for tag in [*gone.values(), *alive.values()]:
+            sleepers[tag] = subprocess.Popen(["sleep", "1000"])
             for root in hierarchy.roots.values():
-                folder = root / f"agentfly-{mark}-7"
+                folder = root / f"agentfly-{tag}-7"
                 folder.mkdir()
                 made.append(folder)
-                (folder / "cgroup.procs").write_text(str(sleepers[mark].pid))
+                (folder / "cgroup.procs").write_text(str(sleepers[tag].pid))
         limits.remove_orphans(hierarchy)
-        for word, mark in gone.items():
-            assert sleepers[mark].wait(10) == -signal.SIGKILL, word
-            assert not [folder for folder in made if mark in folder.name and folder.exists()], word
-        for word, mark in lives.items():
-            assert sleepers[mark].poll() is None, word
-            assert all(folder.exists() for folder in made if mark in folder.name), word
+        for case, tag in gone.items():
+            assert sleepers[tag].wait(10) == -signal.SIGKILL, case
+            assert not [folder for folder in made if tag in folder.name and folder.exists()], case
+        for case, tag in alive.items():
+            assert sleepers[tag].poll() is None, case
+            assert all(folder.exists() for folder in made if tag in folder.name), case
     finally:
         for sleeper in sleepers.values():
             sleeper.kill()

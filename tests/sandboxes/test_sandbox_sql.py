@@ -267,9 +267,9 @@ async def test_the_builtin_tool():
 
 
 def test_invalid_values_from_inside():
-    for told in ([1], {"no such": 1}, {"decimal": "x"}, {"uuid": 3}, {"date": "x"}, {}, {"bytes": 1, "text": 2}):
+    for value in ([1], {"no such": 1}, {"decimal": "x"}, {"uuid": 3}, {"date": "x"}, {}, {"bytes": 1, "text": 2}):
         with pytest.raises((KeyError, TypeError, ValueError, ArithmeticError, AttributeError)):
-            sql._decode(told)
+            sql._decode(value)
 
 
 async def test_another_database_in_the_same_process(engine: str, tmp_path: Path):

@@ -1,8 +1,4 @@
-"""Isolation levels of sandboxes: what each level guarantees, and which are available here.
-
-A level is never lowered silently: a level requested by name that is unavailable raises IsolationError; `None` selects
-the best available level and reports it.
-"""
+"""Isolation levels of sandboxes: what each level guarantees, and which are available here."""
 
 from __future__ import annotations
 
@@ -128,10 +124,7 @@ def check_level(isolation: str | None) -> None:
 
 
 def resolve_level(isolation: str | None, limits: Limits) -> str:
-    """Return the level to use.
-
-    Raises:  IsolationError if the named level is unavailable with these limits.
-    """
+    """Return the level to use. Raises IsolationError if the named level is unavailable with these limits."""
     if isolation is None:
         return best()
     if reason := unavailable_reason(isolation):
@@ -239,11 +232,7 @@ def _probe_landlock(own_user: bool) -> str:
 
 
 def own_user_namespace() -> bool:
-    """Return True if processes of this user can enter a user namespace of their own, with its own RLIMIT_NPROC count.
-
-    Otherwise RLIMIT_NPROC counts all processes of the user, so one sandbox can use up the quota of another. Root is
-    never counted.
-    """
+    """Return True if this user's processes can enter a user namespace, in which RLIMIT_NPROC counts them alone."""
     if sys.platform != "linux" or _is_root() or not _kernel_is_at_least(5, 14) or commands.landlock_version() < 1:
         return False
     return not _probe_landlock(own_user=True)

@@ -1,7 +1,4 @@
-"""Resource limits of a sandbox, and the control groups that enforce them.
-
-A limit is either enforced or reported as not enforced.
-"""
+"""Resource limits of a sandbox, and the control groups that enforce them."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ...errors import SettingsError
 from . import reaper
@@ -132,30 +129,20 @@ class LimitHits(NamedTuple):
     processes: int = 0  # forks refused by the sandbox's own process limit
 
 
-class Usage(Protocol):
-    """Resource counters of a sandbox. `killed_is_own` is True if `killed` counts processes of this sandbox only."""
+class Usage:
+    """Resource counters of a sandbox. Without a control group only the machine's out-of-memory kills are known."""
 
-    killed_is_own: bool
+    killed_is_own = False  # True if `killed` counts processes of this sandbox only
 
     def cpu_seconds(self) -> float | None:
         """Return the CPU time used so far by all processes, including ended ones; None if unknown."""
-
-    def limit_hits(self) -> LimitHits: ...
-
-
-class MachineUsage:
-    """Counters of a sandbox without a control group: only the machine's out-of-memory kills are known."""
-
-    killed_is_own = False
-
-    def cpu_seconds(self) -> float | None:
         return None
 
     def limit_hits(self) -> LimitHits:
         return LimitHits(killed=_fields(Path("/proc/vmstat")).get("oom_kill", 0))
 
 
-class Group:
+class Group(Usage):
     """The control group of one sandbox: one folder for v2, one per controller for v1."""
 
     killed_is_own = True
@@ -167,10 +154,7 @@ class Group:
 
     @classmethod
     def create(cls, hierarchy: Hierarchy, limits: Limits) -> Group:
-        """Create a control group with limits.
-
-        Raises:  OSError if the kernel refuses; then nothing is left behind.
-        """
+        """Create a control group with limits. Raises OSError, leaving nothing behind, if the kernel refuses."""
         name = f"agentfly-{reaper.owner_tag()}-{next(_numbers)}"
         group = cls(hierarchy.version, {controller: root / name for controller, root in hierarchy.roots.items()})
         try:
@@ -203,11 +187,7 @@ class Group:
         return [str(folder / "cgroup.procs") for folder in self.folders.values()]
 
     def enter(self, pid: int) -> None:
-        """Move another process into the group.
-
-        The first move after a pause takes 10 to 20 ms, because taking the kernel's `cgroup_threadgroup_rwsem` starts
-        with an RCU grace period.
-        """
+        """Move another process into the group."""
         for file in self.procs_files:
             Path(file).write_text(str(pid))
 
@@ -259,10 +239,7 @@ class Group:
         return True
 
     def remove(self, patience: float = 1.0) -> bool:
-        """Remove the group's empty folders, retrying for `patience` seconds while the kernel keeps them busy.
-
-        Returns:  True if they no longer exist.
-        """
+        """Remove the group's empty folders, retrying for `patience` seconds. Return True if they no longer exist."""
         deadline = time.monotonic() + patience
         for folder in self.folders.values():
             while folder.exists():

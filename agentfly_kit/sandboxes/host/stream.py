@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..inside.frames import CONTROL, DATA, OUT, USAGE, frame, frames
-from .limits import LimitHits
+from .limits import LimitHits, Usage
 
 _CHUNK = 65536
 _DRAIN_SECONDS = 1.0  # maximum wait for the last output after the container has ended
 
 
-class ContainerUsage:
-    """Counters of a container's control group, as last reported by its zygote. The engine owns the group."""
+class ContainerUsage(Usage):
+    """Counters of a container's control group, as last reported by its zygote."""
 
     killed_is_own = True
 
@@ -37,10 +37,9 @@ class ContainerUsage:
 
 
 class Stream:
-    """Tunnel of a zygote's protocol through an attached connection, so that the zygote appears to run on the host.
+    """Tunnel of a zygote's protocol through an attached connection, on a thread of its own.
 
-    It runs on a thread of its own and is not bound to an event loop. It receives the channels of the interpreters from
-    the other end of `control`, as a local zygote would.
+    It receives the channels of the interpreters from the other end of `control`, as a local zygote would.
     """
 
     def __init__(self, connection: socket.socket, control: socket.socket, usage: ContainerUsage) -> None:
