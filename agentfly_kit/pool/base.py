@@ -34,11 +34,8 @@ class Lease(Generic[S]):
     """A leased sandbox, held until `await pool.release(lease)`.
 
     Attributes:
-        pool: The pool.
-        id: Number of the sandbox.
-        sandbox: The sandbox.
-        owner: Name of the holder.
-        since: Start of the lease (monotonic seconds).
+        pool, sandbox, id: The pool, the sandbox and its number.
+        owner, since: Name of the holder, and start of the lease (monotonic seconds).
         released: True after the lease was released or revoked.
         revoked: Reason why the pool ended the lease early, or "". The sandbox of a revoked lease is closed.
         turn: The holder's current turn; set it to show the progress in snapshots and events.

@@ -23,7 +23,7 @@ GRACE_SECONDS = 0.5  # between the interrupt, which keeps the variables, and the
 _CPU_POLL_SECONDS = 0.25  # how often the CPU time of a running call is checked
 _MAX_OUTPUT_FACTOR = 256  # stop a call once it has printed this many times max_output
 _CHUNK = 65536
-ENDED_BY_CODE = "the sandbox was ended by its own code"
+ENDED_BY_CODE = SandboxResult(error="the sandbox was ended by its own code", died=True, files_lost=True)
 OUT_OF_MEMORY = "the machine ran out of memory and killed a process of the sandbox, which was below its own limit"
 
 
@@ -169,7 +169,8 @@ class Call(Watch):
         try:
             for message in self.control.read():
                 if message.get("op") == "exit" and message.get("serial") == self.sandbox._serial:
-                    self.status = self.sandbox._exit_status = int(message["status"])
+                    self.status = int(message["status"])
+                    self.sandbox._interpreter_ended(self.status)
                     if not self.done.done():
                         self.read_reply()  # it may have answered before it ended
                     self.finish(None)
@@ -232,7 +233,14 @@ class Call(Watch):
     async def outcome(self) -> SandboxResult:
         """Wait for the end of the call and return its result."""
         self.send()
-        reply = await self.done
+        try:
+            reply = await self.done
+            return self.result(reply)
+        finally:
+            self.stop()
+
+    def result(self, reply: dict[str, Any] | None) -> SandboxResult:
+        """Return the result for a reply, or for the end of the interpreter without one."""
         sandbox = self.sandbox
         if not sandbox._closed and sandbox.alive:
             for pipe, kept in zip(self.pipes, self.printed, strict=True):
@@ -245,7 +253,7 @@ class Call(Watch):
         limit = self.limit or reported
         files_lost = False
         if reply is None:
-            sandbox._has_interpreter, sandbox._exit_status = False, None
+            sandbox._has_interpreter, sandbox._unreported = False, None
             if not sandbox._closed and not sandbox.alive:
                 # The zygote has ended too. A limit of this call explains that, for example a fork bomb that could not
                 # be killed; without one it may have been ended from outside, which raises.
@@ -302,7 +310,7 @@ def death_message(limit: Limit | None, status: int | None, timeout: float = 0.0,
     if limit is not None:
         return f"killed: it ran into the {limit} limit"
     if status is None:
-        return ENDED_BY_CODE
+        return "the sandbox was ended by its own code"
     if status < 0:
         return f"the interpreter was ended by signal {-status}"
     return f"the interpreter exited with status {status}"

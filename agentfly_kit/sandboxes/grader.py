@@ -11,12 +11,13 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from ..errors import SandboxError, SettingsError, ToolError
 from .host.limits import Limits
 from .hosted import Files, HostedSandbox
 from .result import Limit, SandboxResult
+from .sandbox import Startable
 from .settings import check_seconds, forward_signature
 
 
@@ -71,7 +72,7 @@ class Grade:
 
 
 @forward_signature(HostedSandbox)
-class Grader:
+class Grader(Startable):
     """Grade code written by a policy in fresh, resource-limited processes: `await grader.grade(source, tests)`.
 
     The submission and the tests run in two separate confined interpreters. Each call from a test to the submission is
@@ -95,11 +96,6 @@ class Grader:
         self._used = False
         self._busy = False
         self._graded = 0
-
-    @classmethod
-    def validate_options(cls, **options: Any) -> None:
-        """Check the settings of a pool of Graders when the pool is created, instead of at the first start."""
-        cls(**options)
 
     # --- lifecycle -------------------------------------------------------------------------------
 
@@ -148,13 +144,6 @@ class Grader:
         """Close both interpreters immediately, without an event loop."""
         self._work.kill()
         self._tests.kill()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
 
     def __repr__(self) -> str:
         state = f"{self._graded} graded" if self.alive else "not running"

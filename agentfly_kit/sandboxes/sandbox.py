@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -29,7 +30,29 @@ from .result import SandboxResult
 _START_SECONDS = 30.0
 
 
-class Sandbox:
+class Startable(ABC):
+    """Base of classes with `start` and `close`, which `async with` calls."""
+
+    @classmethod
+    def validate_options(cls, **options: Any) -> None:
+        """Check the settings of a pool of this class when the pool is created, instead of at the first start."""
+        cls(**options)
+
+    @abstractmethod
+    async def start(self) -> None: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+class Sandbox(Startable):
     """Base class of sandboxes: a confined Python interpreter to which subclasses make calls.
 
     `async with` starts and closes the sandbox. The settings are described in PythonSandbox.
@@ -77,17 +100,11 @@ class Sandbox:
         self._serial = 0  # number of the current interpreter
         self._questions = itertools.count(1)  # serial numbers of `count` and `sync` requests
         self._nonce = 0  # id of the running call
-        self._has_interpreter = False  # an interpreter was started, and no call has reported its end
-        self._exit_status: int | None = None  # of an interpreter that ended after its last answer
+        self._has_interpreter = False  # an interpreter is running
+        self._unreported: SandboxResult | None = None  # an end between two calls, which the next call reports
         self._abandoned: bytes | None = None  # unsent part of a call that was cancelled while it ran
         self._interrupted = False  # an interrupt may not have been delivered yet
-        self._was_killed = False  # the code killed its sandbox, which the next call reports
         self._limit_hits = LimitHits()
-
-    @classmethod
-    def validate_options(cls, **options: Any) -> None:
-        """Check the settings of a pool of this class when the pool is created, instead of at the first start."""
-        cls(**options)
 
     # --- lifecycle ------------------------------------------------------------------------------
 
@@ -230,13 +247,6 @@ class Sandbox:
         for watch in list(self._watches):
             watch.stop()
 
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
     def __repr__(self) -> str:
         if self._closed:
             state = "closed"
@@ -276,7 +286,7 @@ class Sandbox:
             if not self.alive:
                 was_killed = self._check_not_ended_from_outside()
                 await self._start()
-                self._was_killed = was_killed
+                self._unreported = ENDED_BY_CODE if was_killed else None
             self._call_count += 1
             yield
 
@@ -300,17 +310,14 @@ class Sandbox:
 
     async def _execute(self, code: str, timeout: float) -> SandboxResult:
         """Run code in the interpreter. The caller holds the lock of a running sandbox."""
-        if not self.alive and self._check_not_ended_from_outside():
-            self._drop()
-            self._was_killed = True
-        if self._was_killed:
-            self._was_killed = False
-            return SandboxResult(error=ENDED_BY_CODE, died=True, files_lost=True)
         if not self.alive:
+            if self._check_not_ended_from_outside():
+                self._drop()
+                return ENDED_BY_CODE
             raise SandboxError(f"this {type(self).__name__} is {'closed' if self._closed else 'dead'}")
         if self._abandoned is not None:
             # A cancelled call was interrupted when it was cancelled. Wait for it, and kill it if it keeps running.
-            await self._outcome(Call(self, self._abandoned, GRACE_SECONDS))
+            await Call(self, self._abandoned, GRACE_SECONDS).outcome()
             self._abandoned = None
         if self._interrupted and self._has_interpreter:
             # Wait until the zygote has delivered the interrupt. Otherwise, if the interrupted call answers first, a
@@ -319,9 +326,9 @@ class Sandbox:
             if self._command("sync", serial=serial):
                 await self._expect("sync", serial, CONTROL_SECONDS)
             self._interrupted = False
-        if self._exit_status is not None:
-            status, self._exit_status, self._has_interpreter = self._exit_status, None, False
-            return SandboxResult(error=death_message(None, status), died=True)
+        if self._unreported is not None:
+            result, self._unreported = self._unreported, None
+            return result
         if not self._has_interpreter:
             await self._new_interpreter(wipe=False)
         # The id must be unpredictable: a thread left by an earlier call could otherwise forge the next reply.
@@ -329,18 +336,17 @@ class Sandbox:
         request = json.dumps({"id": self._nonce, "code": code}).encode() + b"\n"
         call = Call(self, request, timeout)
         try:
-            return await self._outcome(call)
+            return await call.outcome()
         except asyncio.CancelledError:
             if not self._closed:
                 self._abandoned = call.request
                 self._interrupt()
             raise
 
-    async def _outcome(self, call: Call) -> SandboxResult:
-        try:
-            return await call.outcome()
-        finally:
-            call.stop()
+    def _interpreter_ended(self, status: int) -> None:
+        """Record the end of the interpreter, which the next call reports unless the running call does."""
+        self._has_interpreter = False
+        self._unreported = SandboxResult(error=death_message(None, status), died=True)
 
     def _interrupt(self) -> None:
         self._interrupted = True
@@ -367,7 +373,7 @@ class Sandbox:
         """Start an interpreter on new channels, which no process of the previous interpreter can write to."""
         handle = self._handle
         assert handle is not None
-        self._has_interpreter, self._exit_status = False, None
+        self._has_interpreter, self._unreported = False, None
         self._abandoned = None
         self._interrupted = False  # commands run in order: a pending interrupt can only reach the previous interpreter
         self._serial += 1
@@ -423,7 +429,7 @@ class Sandbox:
                     if message.get("op") == op and message.get("serial", 0) == serial:
                         watch.finish(message)
                     elif message.get("op") == "exit" and message.get("serial") == self._serial:
-                        self._exit_status = int(message["status"])  # the interpreter ended in the meantime
+                        self._interpreter_ended(int(message["status"]))
             except EOFError:
                 watch.stop()
 

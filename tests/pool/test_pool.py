@@ -712,8 +712,8 @@ async def test_cancellation_at_every_step(first: str):
 
 
 class StateMachine(RuleBasedStateMachine):
-    """Random events, in any order that a pool could see. The model: who waits (a list), who holds what, and what was
-    ordered and not yet reported (two dicts); after each event the state must agree with all three."""
+    """Random events in any possible order. The model consists of the waiting requests, the leases, and the actions in
+    progress; after each event the state must agree with it."""
 
     @initialize(
         size=st.integers(1, 4), min_idle=st.integers(0, 2), uses=st.sampled_from((None, 1, 3)),
@@ -721,13 +721,7 @@ class StateMachine(RuleBasedStateMachine):
         lease=st.sampled_from((12.0, 1000.0)),
     )  # fmt: skip
     def begin(
-        self,
-        size: int,
-        min_idle: int,
-        uses: int | None,
-        age: float | None,
-        starting: int | None,
-        lease: float,
+        self, size: int, min_idle: int, uses: int | None, age: float | None, starting: int | None, lease: float
     ) -> None:
         self.dead: set[Slot] = set()
         self.size, self.starting = size, starting or size

@@ -12,7 +12,6 @@ import json
 import os
 import random
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ import containers
 import dice
 import pytest
 from cancelling import cancelled_lives, settled
-from test_sandbox_python import LEVELS, below, files, groups, runs, scratch, zygotes
+from test_sandbox_python import LEVELS, below, files, groups, nothing_left, runs, scratch  # noqa: F401  (nothing_left is a fixture)
 
 import agentfly_kit as af
 from agentfly_kit.pool.pool import Pool
@@ -38,22 +37,6 @@ SOAK_SEED = dice.seed()
 @pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    isolation.hierarchy()
-    asyncio.run(asyncio.to_thread(int))
-    before = files(), scratch()
-    yield
-    deadline = time.monotonic() + 5
-    while zygotes() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not zygotes(), "a process was left"
-    assert not groups(), "a control group was left"
-    assert scratch() <= before[1], "a folder was left"
-    if "kernel" not in request.node.name:  # zmq keeps some open in this process
-        assert files() <= before[0], "a file was left open"
 
 
 # --- killed sandboxes -----------------------------------------------------------------------------
@@ -385,11 +368,8 @@ def test_a_kernel_that_is_interrupted_restarted_or_killed(level: str, end: str):
         assert not [each for each in everything if runs(each)]
         if end != "interrupt":
             assert len(run_cell(client, CELL.format(level=level)).split()) == 2
-        hierarchy = isolation.hierarchy()
-        groups = [g for root in hierarchy.roots.values() for g in root.glob(f"agentfly-{pid}-*")] if hierarchy else []
-        folders = list(Path(tempfile.gettempdir()).glob(f"agentfly-sandbox-{pid}-*"))
-        assert not groups, "a control group was left"
-        assert not folders, "a folder was left"
+        assert not groups(pid), "a control group was left"
+        assert not scratch(pid), "a folder was left"
         run_cell(client, "await pool.close()")
 
 

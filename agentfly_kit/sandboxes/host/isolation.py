@@ -62,8 +62,7 @@ class LevelReport:
 
     Attributes:
         name: "strict", "landlock" or "none".
-        available: True if the level can be used on this machine.
-        reason: why the level is unavailable and how to fix it; if it is available, a description of it.
+        available, reason: whether the level can be used; if not, why and how to fix it, otherwise a description.
         limits: for each limit, how it is enforced.
         not_isolated: aspects of the host that the level does not isolate.
     """

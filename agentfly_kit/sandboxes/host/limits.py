@@ -20,16 +20,14 @@ from . import reaper
 class Limits:
     """Resource limits of one sandbox between two resets. None means no limit.
 
-    Units: memory_mb and disk_mb in MB of 2**20 bytes; processes counts threads too; cpu_seconds is CPU time per call.
-
     Whether a limit applies in total or to each process or file depends on the isolation level and the machine; see
     `PythonSandbox.limit_mechanisms`.
 
     Attributes:
-        memory_mb: memory that the code inside can use.
+        memory_mb: memory that the code inside can use, in MB of 2**20 bytes.
         processes: number of processes and threads.
         cpu_seconds: CPU time per call.
-        disk_mb: size of the files written inside.
+        disk_mb: size of the files written inside, in MB of 2**20 bytes.
         network: True to allow network access.
     """
 
