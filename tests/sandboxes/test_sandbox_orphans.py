@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_sandbox_python import LEVELS, below, runs
+from test_sandbox_python import LEVELS, below, groups, runs
 
 from agentfly_kit.sandboxes.host import isolation, limits, reaper
 
@@ -33,13 +33,7 @@ asyncio.run(main())
 """
 
 
-def groups(pid: int) -> list[Path]:
-    hierarchy = isolation.hierarchy()
-    roots = hierarchy.roots.values() if hierarchy else []
-    return [folder for root in roots for folder in root.glob(f"agentfly-{pid}-*")]
-
-
-@pytest.tag.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
 def test_the_next_start_removes_the_resources_of_a_killed_process(level: str, tmp_path: Path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     isolation.hierarchy()  # its first call removes them too
