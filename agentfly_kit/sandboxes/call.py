@@ -171,8 +171,8 @@ class Call(Watch):
                 if message.get("op") == "exit" and message.get("serial") == self.sandbox._serial:
                     self.status = int(message["status"])
                     self.sandbox._interpreter_ended(self.status)
-                    if not self.done.done():
-                        self.read_reply()  # it may have answered before it ended
+                    if not self.done.done() and self.replies.socket.fileno() in self._files:
+                        self.read_reply()  # it may have answered before it ended, and not violated the protocol
                     self.finish(None)
         except EOFError:
             self.remove(self.control.socket.fileno())
