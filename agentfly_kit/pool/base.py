@@ -24,15 +24,18 @@ def pools() -> list[Any]:
     return sorted((pool for pool in _POOLS if not pool.closed), key=lambda pool: pool.number)
 
 
+def check_seconds(name: str, value: Any) -> None:
+    """Raise SettingsError if an argument is not a positive, finite number of seconds."""
+    if not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise SettingsError(f"{name} must be a positive, finite number of seconds, got {value!r}")
+
+
 class Lease(Generic[S]):
     """A leased sandbox, held until `await pool.release(lease)`.
 
     Attributes:
-        pool: The pool.
-        id: Number of the sandbox.
-        sandbox: The sandbox.
-        owner: Name of the holder.
-        since: Start of the lease (monotonic seconds).
+        pool, sandbox, id: The pool, the sandbox and its number.
+        owner, since: Name of the holder, and start of the lease (monotonic seconds).
         released: True after the lease was released or revoked.
         revoked: Reason why the pool ended the lease early, or "". The sandbox of a revoked lease is closed.
         turn: The holder's current turn; set it to show the progress in snapshots and events.
@@ -78,6 +81,7 @@ class BasePool(ABC, Generic[S]):
     def __init__(self, sandbox_type: type[S], acquire_timeout: float) -> None:
         if not isinstance(sandbox_type, type):
             raise SettingsError(f"sandbox_type must be a class such as PythonSandbox, got {sandbox_type!r}")
+        check_seconds("acquire_timeout", acquire_timeout)
         self.sandbox_type = sandbox_type
         self.name = sandbox_type.__name__
         self.acquire_timeout = acquire_timeout

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from .._async.pending_call import warn_or_log
@@ -81,8 +81,7 @@ def kill(sandbox: object) -> None:
     if callable(method):
         with contextlib.suppress(Exception):
             method()
-        return
-    if callable(getattr(sandbox, "close", None)):
+    elif callable(getattr(sandbox, "close", None)):
         thread = threading.Thread(target=_close_in_thread, args=(sandbox,), daemon=True)
         thread.start()
         thread.join(2.0)
@@ -93,7 +92,8 @@ def _close_in_thread(sandbox: object) -> None:
         asyncio.run(call(sandbox, "close"))
 
 
-def kill_all(sandboxes: dict[int, Any]) -> None:
-    """Kill all sandboxes, when their pool is closed or garbage-collected, or Python exits."""
-    while sandboxes:
-        kill(sandboxes.popitem()[1])
+def kill_all(slots: Mapping[int, Any]) -> None:
+    """Kill the sandboxes of all slots, when their pool is closed or garbage-collected, or Python exits."""
+    for slot in list(slots.values()):
+        sandbox, slot.sandbox = slot.sandbox, None
+        kill(sandbox)

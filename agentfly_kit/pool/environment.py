@@ -32,19 +32,14 @@ def _parameters(method: Any) -> list[inspect.Parameter]:
 def environment_seed(task: Task) -> int:
     """Return the task's field `seed` if it is an integer, or else a seed derived from the task's id.
 
-    All chains of a task get the same seed, because chains of a group are compared and must start in the same state. Use
-    `context.seed` for randomness that differs between chains.
+    All chains of a task get the same seed, because chains of a group are compared and must start in the same state.
     """
     given = task.fields.get("seed")
     return given if isinstance(given, int) and not isinstance(given, bool) else seeds.derive(0, "environment", task.id)
 
 
 def reset_arguments(environment: Any, task: Task) -> dict[str, Any]:
-    """Return the keyword arguments of `environment.reset`.
-
-    They are the task, as the first parameter, and the seed: as the parameter named `seed`, or else as the second
-    parameter, if there is one.
-    """
+    """Return the arguments of `environment.reset`: the task, and the seed as `seed` or as the second parameter."""
     names = [p.name for p in _parameters(getattr(type(environment), "reset", None))]
     first, *rest = names
     seed = "seed" if "seed" in rest else rest[0] if rest else None

@@ -17,12 +17,10 @@ class SandboxInfo:
     """A sandbox at one moment.
 
     Attributes:
-        id: Number of the sandbox.
-        state: starting, idle, leased, resetting, closing.
-        owner: Name of the holder, if it is leased.
+        id, state: Number and state.
+        owner, turn: Name of the holder, and its current turn if it has set one.
         uses: Number of leases so far, including the current one.
         since: When it entered this state (monotonic seconds).
-        turn: The holder's current turn, or None if the holder has not set it.
     """
 
     id: int
@@ -39,10 +37,9 @@ class PoolSnapshot:
 
     Attributes:
         sandbox_type: Name of the sandbox class.
-        isolation: Isolation level in use, or the requested one before the first start. None means the best available
-            level, or a sandbox class without levels.
+        isolation: Isolation level in use; before the first start the requested one, None for the best available.
         size: Maximum number of sandboxes.
-        dead: Number of sandboxes found dead so far. Each is replaced when another is needed.
+        dead: Number of sandboxes found dead so far.
         closed: True after the pool was closed.
         time: When the snapshot was taken (monotonic seconds).
         waiters: Owners of the waiting requests, in the order in which they will be served.

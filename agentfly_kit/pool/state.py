@@ -1,8 +1,7 @@
-"""State machine of a pool. It is pure: it uses no clock, no event loop and no I/O.
+"""State machine of a pool, without a clock, an event loop or I/O.
 
-`PoolState.apply(event, ...)` applies an event, one of the methods of `PoolState` from `requested` to `close`, and
-returns its effects: which sandboxes to start, reset or close, and which waiters are granted a sandbox or refused. The
-pool carries out the effects and reports the outcome as further events.
+`PoolState.apply(event, ...)` applies an event, one of the methods from `requested` to `close`, and returns its effects.
+The pool carries them out and reports the outcome as further events.
 
 A slot goes `starting -> idle <-> leased -> resetting -> idle`, and from any state `-> closing -> removed`. A closing
 slot still counts towards the size, so there are never more than `size` sandboxes.
@@ -10,6 +9,7 @@ slot still counts towards the size, so there are never more than `size` sandboxe
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,18 +22,21 @@ _MAX_FAILURES = 3
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Slot:
     """State of one sandbox, including one that is being started or closed."""
 
     id: int
     state: SlotState
     since: float
-    created: float = 0.0
+    created: float
     owner: str | None = None
-    ticket: int | None = None
+    ticket: Any = None
     turn: object = None
     uses: int = 0
+    # Set by the pool.
+    sandbox: Any = None
+    lease: weakref.ref[Any] | None = None
 
 
 class Waiter(NamedTuple):
@@ -47,29 +50,22 @@ class Waiter(NamedTuple):
 class Effects:
     """Actions that the caller of `apply` must take, and the changes to report, in order."""
 
-    start: list[int] = field(default_factory=list)
-    reset: list[int] = field(default_factory=list)
-    close: list[int] = field(default_factory=list)
-    grant: list[tuple[int, int]] = field(default_factory=list)  # (ticket, slot)
-    refuse: list[tuple[int, BaseException | None]] = field(default_factory=list)  # (ticket, last error; None: closed)
-    revoked: dict[int, str] = field(default_factory=dict)  # slot whose lease was revoked -> reason
+    start: list[Slot] = field(default_factory=list)
+    reset: list[Slot] = field(default_factory=list)
+    close: list[Slot] = field(default_factory=list)
+    grant: list[tuple[Any, Slot]] = field(default_factory=list)  # (ticket, slot)
+    refuse: list[tuple[Any, BaseException | None]] = field(default_factory=list)  # (ticket, last error; None: closed)
+    revoked: list[tuple[Slot, str]] = field(default_factory=list)  # (slot whose lease was revoked, reason)
     events: list[PoolEvent] = field(default_factory=list)
 
 
 class PoolState:
-    """State of a pool; see the module docstring. `alive(slot)` is called before a sandbox is granted.
-
-    Order: waiting runs are served in turn, and the requests of one run first come, first served.
-
-    Retirement: a sandbox that has been lent `max_uses` times, or is `max_age` seconds old, is closed instead of being
-    lent again.
-
-    Expiry: a lease held for `max_lease` seconds is revoked. Its sandbox is closed, because code may still run in it.
+    """State of a pool. `alive(slot)` is called before a sandbox is granted; the settings are those of `Pool`.
 
     Circuit breaker: after three consecutive failed starts, or one permanent failure, no sandbox is started for a
     second, doubled with each further failure up to a minute. Meanwhile, if there is no other sandbox to serve them,
     requests are refused with the last error. After any failure, sandboxes are started one at a time until a start
-    succeeds; otherwise at most `max_starting` start concurrently.
+    succeeds.
     """
 
     def __init__(
@@ -77,7 +73,7 @@ class PoolState:
         size: int,
         min_idle: int = 0,
         *,
-        alive: Callable[[int], bool] = lambda slot: True,
+        alive: Callable[[Slot], bool] = lambda slot: True,
         max_starting: int | None = None,
         max_uses: int | None = None,
         max_age: float | None = None,
@@ -86,15 +82,13 @@ class PoolState:
         self.size = size
         self.min_idle = min_idle
         self.slots: dict[int, Slot] = {}
-        self.waiters: dict[int, Waiter] = {}  # ticket -> waiter, in order of arrival
+        self.waiters: dict[Any, Waiter] = {}  # ticket (any hashable object) -> waiter, in order of arrival
         self.closed = False
         self.failures = 0
         self.last_error: BaseException | None = None
         self.blocked_until = float("-inf")
         self.dead = 0
         self.sequence = 0  # number of the last event
-        # Time, on the clock of `now`, before which no lease can expire.
-        self.next_expiry = float("inf")
         self._alive = alive
         self._max_starting, self._max_uses, self._max_age = max_starting, max_uses, max_age
         self._max_lease = max_lease
@@ -102,20 +96,23 @@ class PoolState:
         self._grants = 0
         self._next_slot = 1
         self._was_used = False
-        # Time and effects of the event that is being applied.
-        self._now = 0.0
-        self._effects = Effects()
+        self._now, self._effects = 0.0, Effects()  # of the event that is being applied
 
     def count(self, *states: SlotState) -> int:
         """Return the number of slots in any of these states."""
         return sum(slot.state in states for slot in self.slots.values())
 
-    def order(self) -> Iterator[int]:
+    def next_expiry(self) -> float:
+        """Return when the oldest lease expires; infinity without a lease."""
+        leased = (slot.since for slot in self.slots.values() if slot.state == "leased")
+        return min(leased, default=float("inf")) + self._max_lease
+
+    def order(self) -> Iterator[Any]:
         """Yield the waiting tickets in the order in which they will be served."""
-        queues: dict[str, deque[int]] = {}
+        queues: dict[str, deque[Any]] = {}  # runs in the order of their first waiting request
         for ticket, waiter in self.waiters.items():
             queues.setdefault(waiter.run, deque()).append(ticket)
-        runs = deque(sorted(queues, key=lambda run: (self._served.get(run, 0), queues[run][0])))
+        runs = deque(sorted(queues, key=lambda run: self._served.get(run, 0)))
         while runs:
             run = runs.popleft()
             yield queues[run].popleft()
@@ -125,17 +122,12 @@ class PoolState:
     def apply(self, event: Callable[..., None], *args: Any, now: float, may_start: bool = True) -> Effects:
         """Apply one event, then grant idle sandboxes and start missing ones, and return the effects.
 
-        An event that does not fit the current state of its slot, or whose slot was removed, is outdated and ignored.
-
-        Args:
-            event: one of the methods below.
-            args: its arguments.
-            now: current time in seconds, on a monotonic clock.
-            may_start: False if nothing can be started, for example without an event loop. Leases then do not expire.
+        An event that does not fit the current state of its slot is outdated and ignored. If not `may_start`, no sandbox
+        is started and no lease expires, for example because there is no event loop.
         """
         self._now, self._effects = now, Effects()
         event(*args)
-        if may_start and now >= self.next_expiry:
+        if may_start:
             self._revoke_expired()
         if not self.closed:
             self._grant()
@@ -145,7 +137,7 @@ class PoolState:
 
     # --- events
 
-    def requested(self, ticket: int, owner: str, run: str = "") -> None:
+    def requested(self, ticket: Any, owner: str, run: str = "") -> None:
         """A sandbox is requested, for a run if it has a name. Waiting runs are served in turn."""
         if self.closed:
             self._effects.refuse.append((ticket, None))
@@ -154,7 +146,7 @@ class PoolState:
             self.waiters[ticket] = Waiter(owner, run)
             self._report("waiting", None, owner)
 
-    def cancelled(self, ticket: int) -> None:
+    def cancelled(self, ticket: Any) -> None:
         """A request was cancelled or timed out. It may have been granted already."""
         waiter = self.waiters.pop(ticket, None)
         if waiter is not None:
@@ -166,16 +158,16 @@ class PoolState:
                 slot.uses -= 1
                 self._move(slot, "idle")  # not used yet, so no reset is needed
 
-    def started(self, number: int) -> None:
+    def started(self, slot: Slot) -> None:
         """A sandbox has started."""
-        if slot := self._find(number, "starting"):
+        if slot.state == "starting":
             self.failures = 0
             self.last_error = None
             self._move(slot, "idle")
 
-    def start_failed(self, number: int, error: BaseException, permanent: bool = False) -> None:
+    def start_failed(self, slot: Slot, error: BaseException, permanent: bool = False) -> None:
         """A sandbox failed to start. After a permanent failure, another attempt would fail in the same way."""
-        if slot := self._find(number, "starting"):
+        if slot.state == "starting":
             self.failures = max(self.failures + 1, _MAX_FAILURES if permanent else 0)
             self.last_error = error
             self._report("start failed", slot.id, None, f"{type(error).__name__}: {error}")
@@ -184,46 +176,46 @@ class PoolState:
                 pause = _FIRST_PAUSE * 2 ** (self.failures - _MAX_FAILURES)
                 self.blocked_until = self._now + min(pause, _LONGEST_PAUSE)
 
-    def released(self, number: int, reusable: bool = True) -> None:
+    def released(self, slot: Slot, reusable: bool = True) -> None:
         """A lease was released. The sandbox is closed if it is not `reusable`."""
-        if slot := self._find(number, "leased"):
+        if slot.state == "leased":
             reason = self._retire_reason(slot) if reusable else ""
             self._move(slot, "closing" if reason or not reusable else "resetting", reason)
 
-    def was_reset(self, number: int) -> None:
+    def was_reset(self, slot: Slot) -> None:
         """A sandbox was reset and can be lent again."""
-        if slot := self._find(number, "resetting"):
+        if slot.state == "resetting":
             self._move(slot, "idle")
 
-    def died(self, number: int, reason: str = "") -> None:
+    def died(self, slot: Slot, reason: str = "") -> None:
         """A sandbox was found dead, could not be reset, or failed its health check."""
-        if slot := self._find(number, "starting", "idle", "leased", "resetting"):
+        if slot.state != "closing":
             self.dead += 1
             self._report("died", slot.id, slot.owner, reason)
             self._move(slot, "closing")
 
-    def removed(self, number: int) -> None:
+    def removed(self, slot: Slot) -> None:
         """A sandbox no longer exists: it was closed as requested, or killed."""
-        slot = self.slots.pop(number, None)
-        if slot is not None:
+        if self.slots.pop(slot.id, None) is not None:
             if slot.state != "closing":
                 self.dead += 1
                 self._report("died", slot.id, slot.owner, "ended without an event loop")
+                slot.state = "closing"
             self._report("closed", slot.id)
 
-    def turn_changed(self, number: int, turn: object) -> None:
+    def turn_changed(self, slot: Slot, turn: object) -> None:
         """Record the turn that the holder of a lease reports."""
-        if slot := self._find(number, "leased"):
+        if slot.state == "leased":
             slot.turn = turn
             self._report("turn", slot.id, slot.owner, str(turn))
 
-    def recycle(self, number: int, close: bool = False) -> None:
+    def recycle(self, slot: Slot, close: bool = False) -> None:
         """A user requests that a sandbox be reset or closed. A leased one is revoked and closed in either case."""
-        if slot := self._find(number, "leased"):
+        if slot.state == "leased":
             self._revoke(slot, "ended by hand", f"{'closed' if close else 'reset'} by hand")
-        elif close and (slot := self._find(number, "starting", "idle", "resetting")):
+        elif close and slot.state != "closing":
             self._move(slot, "closing", "closed by hand")
-        elif slot := self._find(number, "idle"):
+        elif slot.state == "idle":
             self._move(slot, "resetting", "reset by hand")
 
     def wakeup(self) -> None:
@@ -241,11 +233,6 @@ class PoolState:
 
     # --- consequences
 
-    def _find(self, number: int, *states: SlotState) -> Slot | None:
-        """Return the slot if it exists and is in one of these states."""
-        slot = self.slots.get(number)
-        return slot if slot is not None and slot.state in states else None
-
     def _report(self, kind: Change, slot: int | None = None, owner: str | None = None, detail: str = "") -> None:
         self.sequence += 1
         self._effects.events.append(PoolEvent(self.sequence, kind, slot, owner, self._now, detail))
@@ -257,24 +244,20 @@ class PoolState:
         slot.state, slot.since = state, self._now
         self._report(state, slot.id, owner, reason)
         if state == "resetting":
-            self._effects.reset.append(slot.id)
+            self._effects.reset.append(slot)
         elif state == "closing":
-            self._effects.close.append(slot.id)
+            self._effects.close.append(slot)
 
     def _revoke(self, slot: Slot, change: Change, reason: str) -> None:
         """End a lease and close its sandbox, which cannot be lent again because a call may still use it."""
-        self._effects.revoked[slot.id] = reason
+        self._effects.revoked.append((slot, reason))
         self._report(change, slot.id, slot.owner, reason)
         self._move(slot, "closing")
 
     def _revoke_expired(self) -> None:
-        self.next_expiry = float("inf")
         for slot in self.slots.values():
-            if slot.state == "leased":
-                if self._now < slot.since + self._max_lease:
-                    self.next_expiry = min(self.next_expiry, slot.since + self._max_lease)
-                else:
-                    self._revoke(slot, "expired", f"held for {self._now - slot.since:.0f} s, longer than max_lease=")
+            if slot.state == "leased" and self._now >= slot.since + self._max_lease:
+                self._revoke(slot, "expired", f"held for {self._now - slot.since:.0f} s, longer than max_lease=")
 
     def _retire_reason(self, slot: Slot) -> str:
         if self._max_uses is not None and slot.uses >= self._max_uses:
@@ -294,8 +277,8 @@ class PoolState:
         for slot in sorted((s for s in self.slots.values() if s.state == "idle"), key=lambda s: s.since, reverse=True):
             if not self.waiters:
                 return
-            if not self._alive(slot.id):
-                self.died(slot.id, "found dead when it was to be lent")
+            if not self._alive(slot):
+                self.died(slot, "found dead when it was to be lent")
                 continue
             if reason := self._retire_reason(slot):
                 self._move(slot, "closing", reason)
@@ -310,8 +293,7 @@ class PoolState:
             slot.owner, slot.ticket = waiter.owner, ticket
             slot.uses += 1
             self._move(slot, "leased")
-            self.next_expiry = min(self.next_expiry, self._now + self._max_lease)
-            self._effects.grant.append((ticket, slot.id))
+            self._effects.grant.append((ticket, slot))
 
     def _start(self) -> None:
         """Start sandboxes for the waiting requests and for `min_idle`, unless the circuit breaker prevents it."""
@@ -328,8 +310,8 @@ class PoolState:
         if self._max_starting is not None:
             wanted = min(wanted, self._max_starting - self.count("starting"))
         for _ in range(min(wanted, self.size - len(self.slots))):
-            slot = Slot(self._next_slot, "starting", self._now, created=self._now)
+            slot = Slot(self._next_slot, "starting", since=self._now, created=self._now)
             self._next_slot += 1
             self.slots[slot.id] = slot
-            self._effects.start.append(slot.id)
+            self._effects.start.append(slot)
             self._report("starting", slot.id)

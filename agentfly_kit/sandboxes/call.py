@@ -6,11 +6,13 @@ import asyncio
 import functools
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+from ..errors import SandboxError
 from .result import Limit, SandboxResult
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ GRACE_SECONDS = 0.5  # between the interrupt, which keeps the variables, and the
 _CPU_POLL_SECONDS = 0.25  # how often the CPU time of a running call is checked
 _MAX_OUTPUT_FACTOR = 256  # stop a call once it has printed this many times max_output
 _CHUNK = 65536
+ENDED_BY_CODE = SandboxResult(error="the sandbox was ended by its own code", died=True, files_lost=True)
+OUT_OF_MEMORY = "the machine ran out of memory and killed a process of the sandbox, which was below its own limit"
 
 
 class JSONLines:
@@ -33,10 +37,7 @@ class JSONLines:
         self.ended = False
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the messages received so far.
-
-        Raises:  EOFError at the end of the stream, ValueError if the data violates the protocol.
-        """
+        """Return the messages received so far. Raises EOFError at the end, ValueError for data that is no message."""
         while True:
             try:
                 data = self.socket.recv(_CHUNK)
@@ -128,8 +129,7 @@ class Call(Watch):
         self.status: int | None = None
         self.began = time.perf_counter()
         self.usage = handle.usage
-        has_budget = self.usage is not None and sandbox.limits.cpu_seconds is not None
-        self.cpu_before = self.usage.cpu_seconds() if self.usage is not None and has_budget else None
+        self.cpu_before = None if sandbox.limits.cpu_seconds is None else self.usage.cpu_seconds()
         self.on_readable(replies.socket.fileno(), self.read_reply)
         self.on_readable(control.socket.fileno(), self.read_control)
         for pipe, kept in zip(self.pipes, self.printed, strict=True):
@@ -162,13 +162,17 @@ class Call(Watch):
         except (EOFError, ValueError):
             # The interpreter died (the zygote will report it), closed the socket, or violated the protocol.
             self.remove(self.replies.socket.fileno())
-            self.kill()
+            if not self.done.done():
+                self.kill()
 
     def read_control(self) -> None:
         try:
             for message in self.control.read():
                 if message.get("op") == "exit" and message.get("serial") == self.sandbox._serial:
                     self.status = int(message["status"])
+                    self.sandbox._interpreter_ended(self.status)
+                    if not self.done.done() and self.replies.socket.fileno() in self._files:
+                        self.read_reply()  # it may have answered before it ended, and not violated the protocol
                     self.finish(None)
         except EOFError:
             self.remove(self.control.socket.fileno())
@@ -200,9 +204,10 @@ class Call(Watch):
 
     def check_cpu(self) -> None:
         budget = self.sandbox.limits.cpu_seconds
-        now = self.usage.cpu_seconds() if self.usage is not None else None
-        if budget is not None and now is not None and self.cpu_before is not None and now - self.cpu_before > budget:
-            self.interrupt("cpu")
+        if budget is not None and self.cpu_before is not None:
+            now = self.usage.cpu_seconds()
+            if now is not None and now - self.cpu_before > budget:
+                self.interrupt("cpu")
         if self.limit is None:
             self.after(_CPU_POLL_SECONDS, self.check_cpu)
 
@@ -228,7 +233,14 @@ class Call(Watch):
     async def outcome(self) -> SandboxResult:
         """Wait for the end of the call and return its result."""
         self.send()
-        reply = await self.done
+        try:
+            reply = await self.done
+            return self.result(reply)
+        finally:
+            self.stop()
+
+    def result(self, reply: dict[str, Any] | None) -> SandboxResult:
+        """Return the result for a reply, or for the end of the interpreter without one."""
         sandbox = self.sandbox
         if not sandbox._closed and sandbox.alive:
             for pipe, kept in zip(self.pipes, self.printed, strict=True):
@@ -237,17 +249,22 @@ class Call(Watch):
                     if not self.read_pipe(pipe, kept):
                         break
         seconds = time.perf_counter() - self.began
+        reported = self.reported_limit(reply, seconds)
+        limit = self.limit or reported
+        files_lost = False
         if reply is None:
-            sandbox._has_interpreter = False
-        limit = self.limit or self.reported_limit(reply, seconds)
-        # The zygote reports the exit status of an interpreter that ended, so this call is a failed one of the code. No
-        # reply, no status and no limit mean that the zygote itself was killed: a failure of the host, which raises.
-        if reply is None and limit is None and self.status is None and not sandbox._closed:
-            sandbox._raise_if_ended()
-        said = reply or {}
-        value, error, error_type = (_encodable(said.get(name)) for name in ("value", "error", "type"))
+            sandbox._has_interpreter, sandbox._unreported = False, None
+            if not sandbox._closed and not sandbox.alive:
+                # The zygote has ended too. A limit of this call explains that, for example a fork bomb that could not
+                # be killed; without one it may have been ended from outside, which raises.
+                if limit is None:
+                    sandbox._check_not_ended_from_outside()
+                sandbox._drop()
+                files_lost = True
+        fields = reply or {}
+        value, error, error_type = (_encodable(fields.get(name)) for name in ("value", "error", "type"))
         if reply is None:
-            error = _death_message(limit, self.status, self.timeout, sandbox._closed)
+            error = death_message(limit, self.status, self.timeout, sandbox._closed)
         max_chars = 4 * sandbox.max_output  # already cut by the interpreter, unless the code inside forged the reply
         return SandboxResult(
             stdout=self.printed[0].decode("utf-8", "replace"),
@@ -256,23 +273,27 @@ class Call(Watch):
             error=None if error is None else error[-max_chars:],
             error_type=error_type,
             seconds=seconds,
-            truncated=self.truncated or bool(said.get("truncated")),
+            truncated=self.truncated or bool(fields.get("truncated")),
             timed_out=self.timed_out,
             died=reply is None,
             limit=limit,
+            files_lost=files_lost,
         )
 
     def reported_limit(self, reply: dict[str, Any] | None, seconds: float) -> Limit | None:
-        """Return the limit according to the control group or the interpreter."""
+        """Return the limit reported by the counters or the interpreter. Raises SandboxError for the machine's OOM."""
         hits = before = self.sandbox._limit_hits
-        if self.usage is not None and (reply is None or seconds > 0.002 or reply.get("error")):
+        if reply is None or seconds > 0.002 or reply.get("error"):
             hits = self.sandbox._limit_hits = self.usage.limit_hits()
         reported = reply.get("limit") if reply else None
-        if hits[0] > before[0]:
-            return "memory"
+        if hits.killed > before.killed:
+            if hits.memory > before.memory:
+                return "memory"
+            if self.usage.killed_is_own or (reply is None and self.status in (None, -signal.SIGKILL)):
+                raise SandboxError(OUT_OF_MEMORY)
         if reported in ("memory", "cpu", "disk", "processes"):
             return cast(Limit, reported)
-        return "processes" if hits[1] > before[1] else None
+        return "processes" if hits.processes > before.processes else None
 
 
 def _encodable(text: object) -> str | None:
@@ -280,7 +301,8 @@ def _encodable(text: object) -> str | None:
     return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None
 
 
-def _death_message(limit: Limit | None, status: int | None, timeout: float, closed: bool) -> str:
+def death_message(limit: Limit | None, status: int | None, timeout: float = 0.0, closed: bool = False) -> str:
+    """Describe why the interpreter ended. `status` is None if the zygote did not report it."""
     if closed:
         return "the sandbox was closed"
     if limit == "time":
@@ -288,7 +310,7 @@ def _death_message(limit: Limit | None, status: int | None, timeout: float, clos
     if limit is not None:
         return f"killed: it ran into the {limit} limit"
     if status is None:
-        return "the sandbox died"
+        return "the sandbox was ended by its own code"
     if status < 0:
         return f"the interpreter was ended by signal {-status}"
     return f"the interpreter exited with status {status}"

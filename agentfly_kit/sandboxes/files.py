@@ -46,7 +46,7 @@ class FileSandbox(ShellSandbox):
     operation raises ToolError with a message for the model.
     """
 
-    _inside_files: ClassVar[tuple[str, ...]] = ("base", "processes", "shell", "files")
+    _inside_files = ("base", "processes", "shell", "files")
     _folder: ClassVar[str] = "work"
 
     def __init__(self, *, files: Files | None = None, **settings: Any) -> None:

@@ -1,7 +1,6 @@
-"""Base class of sandboxes built on a Python interpreter: a program that runs in it, and calls to that program.
+"""Base class of sandboxes that run a program in their interpreter, and calls to that program.
 
-Sandbox provides isolation, limits, timeouts, cancellation and cleanup. A subclass adds files from inside/*.py, whose
-source is sent to the interpreter when it is first needed, and again after a restart of the interpreter.
+The program consists of files of inside/, whose source is sent to the interpreter when it is first needed.
 """
 
 from __future__ import annotations
@@ -52,27 +51,19 @@ class HostedSandbox(Sandbox):
     answer or raises ToolError). It overrides `_setup` to prepare a fresh sandbox before the first call.
     """
 
-    _inside_files: ClassVar[tuple[str, ...]] = ("base",)
+    _inside_files: tuple[str, ...] = ("base",)
     _folder: ClassVar[str] = ""  # subfolder of the sandbox's folder in which the program works
 
     # --- calls -----------------------------------------------------------------------------------
 
     async def _call(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any]]:
-        """Call the program under the lock.
-
-        Returns:  the interpreter's result, and {"answer": ...}, or {} if there is no valid answer.
-
-        Raises:  ToolError if the program refuses the request.
-        """
+        """Call the program under the lock. Return the interpreter's result, and {"answer": ...}, or {} without one."""
         check_seconds(timeout=timeout)
         async with self._exclusive():
             return await self._send(name, timeout, **given)
 
     async def _request(self, name: str, timeout: float = 10.0, **given: object) -> Any:
-        """Call the program under the lock and return its answer.
-
-        Raises:  ToolError, for a model to read, if the call is refused, times out, or the interpreter dies.
-        """
+        """Call the program under the lock and return its answer. Raises ToolError, for a model to read, if it fails."""
         return _answer(name, timeout, *await self._call(name, timeout, **given))
 
     async def _request_locked(self, name: str, **given: object) -> Any:
@@ -148,10 +139,7 @@ class HostedSandbox(Sandbox):
 
     @asynccontextmanager
     async def _copying(self: G, into: G) -> AsyncIterator[None]:
-        """Hold the locks of both sandboxes during a copy. `into` is emptied first, and reset if the copy fails.
-
-        Raises:  SandboxError, with the reason, for a state that cannot be copied.
-        """
+        """Hold the locks of both sandboxes during a copy. `into` is emptied first, and reset if the copy fails."""
         if not isinstance(into, type(self)) or into is self:
             raise SandboxError(
                 f"a {type(self).__name__} can fork only into another {type(self).__name__}, got {into!r}"
@@ -181,23 +169,20 @@ def _parse_chunk(value: str | None) -> tuple[int | None, str]:
 def _answer(name: str, timeout: float, result: SandboxResult, reply: dict[str, Any]) -> Any:
     if "answer" in reply:
         return reply["answer"]
+    lost = "; the sandbox was restarted with its initial files" if result.files_lost else ""
     if result.limit == "time":
-        raise ToolError(f"{name} took more than {timeout:g} s and was stopped")
+        raise ToolError(f"{name} took more than {timeout:g} s and was stopped{lost}")
     if result.limit is not None:
-        raise ToolError(f"{name} ran into the {result.limit} limit")
+        raise ToolError(f"{name} ran into the {result.limit} limit{lost}")
     last = (result.error or "it gave no readable answer").splitlines()[-1]
-    raise ToolError(f"{name} failed: {last}")
+    raise ToolError(f"{name} failed: {last}{lost}")
 
 
 # --- initial files ------------------------------------------------------------------------------
 
 
 def seed_entries(files: Files, folder: str) -> list[dict[str, Any]]:
-    """Read files into entries for `_put` in a subfolder, from a mapping of paths to contents or a folder of the host.
-
-    Raises:  SettingsError for a path that leaves the sandbox's folder, a folder that does not exist, or content that is
-             neither str nor bytes.
-    """
+    """Read files, given as a mapping of paths to contents or as a folder of the host, into entries for `_put`."""
     found: list[dict[str, Any]] = []
     if isinstance(files, Mapping):
         for path, content in files.items():

@@ -42,10 +42,12 @@ class PythonSandbox(Sandbox):
 
         After `timeout` seconds the code receives a KeyboardInterrupt, which preserves its variables. If it is still
         running half a second later, it is killed, and the next call gets a new interpreter with the same files.
+        Variables, threads, child processes and signal handlers survive a call; its interval timers and alarms do not,
+        and the handlers of SIGINT and SIGXCPU, which the sandbox needs, are restored before each call.
 
-        Raises:  SandboxError if the sandbox is closed, cannot be restarted, or was killed from outside during this call
-                 or since the last one (its variables are lost; `start()` starts it from scratch). Failures of the code
-                 itself are never raised.
+        Raises:  SandboxError if the sandbox is closed, cannot be restarted, or was killed from outside or by the
+                 machine's out-of-memory killer during this call or since the last one (its variables are lost;
+                 `start()` starts it from scratch). Failures of the code itself are never raised.
         """
         check_seconds(timeout=timeout)
         async with self._exclusive():

@@ -26,6 +26,8 @@ class SandboxResult:
         timed_out: True if the code was interrupted after the timeout; its variables survive unless it also `died`.
         died: True if the interpreter ended and its variables are lost; the next call gets a new one.
         limit: The limit that the code exceeded, if any.
+        files_lost: True if the code ended the whole sandbox, so that its files are lost too. A kill of the interpreter
+            alone keeps them.
     """
 
     stdout: str = ""
@@ -38,6 +40,7 @@ class SandboxResult:
     timed_out: bool = False
     died: bool = False
     limit: Limit | None = None
+    files_lost: bool = False
 
     @property
     def ok(self) -> bool:
@@ -62,5 +65,6 @@ class SandboxResult:
         if self.truncated:
             parts.append("[output cut off]")
         if self.died:
-            parts.append("[the interpreter was restarted: variables are lost]")
+            lost = "the sandbox was restarted: variables and files are lost"
+            parts.append(f"[{lost}]" if self.files_lost else "[the interpreter was restarted: variables are lost]")
         return "\n".join(part for part in parts if part)

@@ -13,24 +13,46 @@ import os
 import secrets
 import socket
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, Self
 
 from ..errors import SandboxError, SettingsError
-from .call import CONTROL_SECONDS, GRACE_SECONDS, Call, JSONLines, Watch
-from .fifo_lock import FifoLock
+from .call import CONTROL_SECONDS, ENDED_BY_CODE, GRACE_SECONDS, OUT_OF_MEMORY, Call, JSONLines, Watch, death_message
 from .host import container, process
 from .host import isolation as levels
 from .host.container import Container
-from .host.limits import Limits
+from .host.limits import LimitHits, Limits
 from .result import SandboxResult
 
 _START_SECONDS = 30.0
 
 
-class Sandbox:
+class Startable(ABC):
+    """Base of classes with `start` and `close`, which `async with` calls."""
+
+    @classmethod
+    def validate_options(cls, **options: Any) -> None:
+        """Check the settings of a pool of this class when the pool is created, instead of at the first start."""
+        cls(**options)
+
+    @abstractmethod
+    async def start(self) -> None: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+class Sandbox(Startable):
     """Base class of sandboxes: a confined Python interpreter to which subclasses make calls.
 
     `async with` starts and closes the sandbox. The settings are described in PythonSandbox.
@@ -51,10 +73,13 @@ class Sandbox:
         preload: Sequence[str] = (),
         max_output: int = 65536,
     ) -> None:
-        if isinstance(preload, str):
+        if isinstance(preload, str) or preload is None:
             raise SettingsError(f"preload must be a list of module names, got {preload!r}")
-        if max_output < 256:
+        if not isinstance(max_output, int) or max_output < 256:
             raise SettingsError(f"max_output must be at least 256 bytes, got {max_output}")
+        for name, value in (("network", network), ("packages", packages)):
+            if not isinstance(value, bool):
+                raise SettingsError(f"{name} must be True or False, got {value!r}")
         if not isinstance(isolation, Container):
             levels.check_level(isolation)
         self.limits = Limits(memory_mb, processes, cpu_seconds, disk_mb, network)
@@ -64,7 +89,7 @@ class Sandbox:
         self._requested_isolation = isolation
         self._preload = tuple(preload)
         self._packages = packages
-        self._lock = FifoLock()  # serializes calls, resets and forks
+        self._last: asyncio.Future[None] | None = None  # done when the last call that was admitted has ended
         self._closed = False
         self._call_count = 0  # since the start or the last reset; if not 0, there may be state to lose
         self._handle: process.SandboxProcess | None = None
@@ -76,9 +101,10 @@ class Sandbox:
         self._questions = itertools.count(1)  # serial numbers of `count` and `sync` requests
         self._nonce = 0  # id of the running call
         self._has_interpreter = False  # an interpreter is running
+        self._unreported: SandboxResult | None = None  # an end between two calls, which the next call reports
         self._abandoned: bytes | None = None  # unsent part of a call that was cancelled while it ran
         self._interrupted = False  # an interrupt may not have been delivered yet
-        self._limit_hits = (0, 0)
+        self._limit_hits = LimitHits()
 
     # --- lifecycle ------------------------------------------------------------------------------
 
@@ -87,7 +113,7 @@ class Sandbox:
 
         Raises:  IsolationError if the isolation level is unavailable, SandboxError if the process does not start.
         """
-        async with self._lock.acquire():
+        async with self._locked():
             await self._start()
 
     async def _start(self) -> None:
@@ -157,7 +183,7 @@ class Sandbox:
 
         Raises:  SandboxError if that fails; the sandbox is then dead.
         """
-        async with self._lock.acquire():
+        async with self._locked():
             if not self.alive:
                 raise SandboxError(f"a dead or closed {type(self).__name__} cannot be reset; create a new one")
             self._call_count = 0
@@ -221,13 +247,6 @@ class Sandbox:
         for watch in list(self._watches):
             watch.stop()
 
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
     def __repr__(self) -> str:
         if self._closed:
             state = "closed"
@@ -242,36 +261,63 @@ class Sandbox:
     # --- calls -----------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _exclusive(self) -> AsyncIterator[None]:
-        """Hold the lock for one call by the user, in a sandbox that is running.
+    async def _locked(self) -> AsyncIterator[None]:
+        """Serialize calls, resets and forks in order of arrival. Unlike asyncio.Lock, not bound to one event loop."""
+        loop = asyncio.get_running_loop()
+        before, mine = self._last, loop.create_future()
+        if before is not None and (before.done() or before.get_loop() is not loop):
+            before = None
+        self._last = mine
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+            yield
+        finally:
+            if before is not None and not before.done():
+                # Cancelled while waiting: the next caller must still wait for the earlier one.
+                before.add_done_callback(lambda _: mine.set_result(None))
+            else:
+                mine.set_result(None)
 
-        Raises:  SandboxError if the sandbox is closed, cannot be started, or lost state because it was ended from
-                 outside.
-        """
-        async with self._lock.acquire():
+    @asynccontextmanager
+    async def _exclusive(self) -> AsyncIterator[None]:
+        """Hold the lock for one call by the user, in a sandbox that is running."""
+        async with self._locked():
             if not self.alive:
-                self._raise_if_ended()
+                was_killed = self._check_not_ended_from_outside()
                 await self._start()
+                self._unreported = ENDED_BY_CODE if was_killed else None
             self._call_count += 1
             yield
 
-    def _raise_if_ended(self) -> None:
-        """Raise SandboxError if the sandbox was killed from outside and state that a chain relies on was lost."""
+    def _check_not_ended_from_outside(self) -> bool:
+        """Return True if the code ended its own sandbox, with state that a chain relies on; raise if the host did.
+
+        Only isolation="none" permits that. The killer is unknown there, so any end that is not explained by a lack of
+        memory counts as the code's: otherwise a policy could escape a bad reward by killing its sandbox.
+        """
         handle = self._handle
-        if self._call_count and handle is not None and not handle.dropped and not self._closed:
-            raise SandboxError(
-                "the sandbox was ended from outside, and the variables and files of its chain are lost; "
-                "`await sandbox.start()` starts it from scratch"
-            )
+        if not self._call_count or handle is None or handle.dropped or self._closed:
+            return False
+        hits = handle.usage.limit_hits()
+        out_of_memory = hits.killed > self._limit_hits.killed and hits.memory == self._limit_hits.memory
+        if self.isolation == "none" and not out_of_memory:
+            return True
+        raise SandboxError(
+            f"{OUT_OF_MEMORY if out_of_memory else 'the sandbox was ended from outside'}, and the variables and files "
+            "of its chain are lost; `await sandbox.start()` starts it from scratch"
+        )
 
     async def _execute(self, code: str, timeout: float) -> SandboxResult:
         """Run code in the interpreter. The caller holds the lock of a running sandbox."""
         if not self.alive:
-            self._raise_if_ended()
+            if self._check_not_ended_from_outside():
+                self._drop()
+                return ENDED_BY_CODE
             raise SandboxError(f"this {type(self).__name__} is {'closed' if self._closed else 'dead'}")
         if self._abandoned is not None:
             # A cancelled call was interrupted when it was cancelled. Wait for it, and kill it if it keeps running.
-            await self._outcome(Call(self, self._abandoned, GRACE_SECONDS))
+            await Call(self, self._abandoned, GRACE_SECONDS).outcome()
             self._abandoned = None
         if self._interrupted and self._has_interpreter:
             # Wait until the zygote has delivered the interrupt. Otherwise, if the interrupted call answers first, a
@@ -280,6 +326,9 @@ class Sandbox:
             if self._command("sync", serial=serial):
                 await self._expect("sync", serial, CONTROL_SECONDS)
             self._interrupted = False
+        if self._unreported is not None:
+            result, self._unreported = self._unreported, None
+            return result
         if not self._has_interpreter:
             await self._new_interpreter(wipe=False)
         # The id must be unpredictable: a thread left by an earlier call could otherwise forge the next reply.
@@ -287,18 +336,17 @@ class Sandbox:
         request = json.dumps({"id": self._nonce, "code": code}).encode() + b"\n"
         call = Call(self, request, timeout)
         try:
-            return await self._outcome(call)
+            return await call.outcome()
         except asyncio.CancelledError:
             if not self._closed:
                 self._abandoned = call.request
                 self._interrupt()
             raise
 
-    async def _outcome(self, call: Call) -> SandboxResult:
-        try:
-            return await call.outcome()
-        finally:
-            call.stop()
+    def _interpreter_ended(self, status: int) -> None:
+        """Record the end of the interpreter, which the next call reports unless the running call does."""
+        self._has_interpreter = False
+        self._unreported = SandboxResult(error=death_message(None, status), died=True)
 
     def _interrupt(self) -> None:
         self._interrupted = True
@@ -307,10 +355,7 @@ class Sandbox:
     # --- the zygote ------------------------------------------------------------------------------
 
     def _command(self, op: str, descriptors: Sequence[int] = (), **message: object) -> bool:
-        """Send a command to the zygote without waiting for an answer. Return False if the zygote no longer runs.
-
-        The send does not block: messages are small and the zygote always reads.
-        """
+        """Send a command to the zygote, which always reads, so this does not block. Return False if it has ended."""
         handle = self._handle
         if handle is None or handle.control is None or handle.control.fileno() < 0:
             return False
@@ -328,7 +373,7 @@ class Sandbox:
         """Start an interpreter on new channels, which no process of the previous interpreter can write to."""
         handle = self._handle
         assert handle is not None
-        self._has_interpreter = False
+        self._has_interpreter, self._unreported = False, None
         self._abandoned = None
         self._interrupted = False  # commands run in order: a pending interrupt can only reach the previous interpreter
         self._serial += 1
@@ -356,8 +401,7 @@ class Sandbox:
             handle.dropped = True
             raise
         self._replies = JSONLines(handle.data, max_bytes=16 * self.max_output + 4096)
-        if handle.usage is not None:
-            self._limit_hits = handle.usage.limit_hits()
+        self._limit_hits = handle.usage.limit_hits()
         self._has_interpreter = True
 
     async def count_processes(self) -> int | None:
@@ -385,7 +429,7 @@ class Sandbox:
                     if message.get("op") == op and message.get("serial", 0) == serial:
                         watch.finish(message)
                     elif message.get("op") == "exit" and message.get("serial") == self._serial:
-                        self._has_interpreter = False  # the interpreter exited in the meantime
+                        self._interpreter_ended(int(message["status"]))
             except EOFError:
                 watch.stop()
 

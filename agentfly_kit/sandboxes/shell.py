@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..errors import SandboxError
 from .hosted import HostedSandbox
@@ -45,7 +44,9 @@ class ShellResult(SandboxResult):
             parts.append(f"[{self.error}]")
         elif self.exit_code:
             parts.append(f"[exit status {self.exit_code}]")
-        if self.died:
+        if self.files_lost:
+            parts.append("[the sandbox was restarted: the shell's variables and all files are lost]")
+        elif self.died:
             parts.append("[the shell has ended: the next command begins in a new one, beside the same files]")
         return "\n".join(part for part in parts if part)
 
@@ -61,7 +62,7 @@ class ShellSandbox(HostedSandbox):
     Background jobs keep running between commands and end with the lease.
     """
 
-    _inside_files: ClassVar[tuple[str, ...]] = ("base", "processes", "shell")
+    _inside_files: tuple[str, ...] = ("base", "processes", "shell")
 
     async def run(self, command: str, timeout: float = 10.0) -> ShellResult:
         """Run one or more lines of commands in the shell. Standard input is empty.
@@ -93,7 +94,7 @@ class ShellSandbox(HostedSandbox):
             stderr = stderr[:-1]  # printed by bash when it is interrupted
         return ShellResult(
             stdout=result.stdout, stderr=stderr, error=error, seconds=result.seconds, truncated=result.truncated,
-            timed_out=result.timed_out, died=ended, limit=limit, exit_code=code,
+            timed_out=result.timed_out, died=ended, limit=limit, files_lost=result.files_lost, exit_code=code,
         )  # fmt: skip
 
     async def fork(self, into: ShellSandbox) -> None:

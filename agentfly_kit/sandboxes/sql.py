@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ..errors import SandboxError, SettingsError, ToolError
 from .hosted import COPY_SECONDS, HostedSandbox, file_chunks
@@ -59,7 +59,9 @@ class SQLResult(SandboxResult):
         if self.truncated:
             parts.append("[cut off: there is more; ask for less, with LIMIT, WHERE or fewer columns]")
         parts.append(self.error or "")
-        if self.died:
+        if self.files_lost:
+            parts.append("[the database was restored to its initial state: all changes are lost]")
+        elif self.died:
             parts.append("[the database was opened anew: what was not committed, and temporary tables, are lost]")
         return "\n".join(part for part in parts if part)
 
@@ -81,7 +83,7 @@ class SQLSandbox(HostedSandbox):
     process is confined as in a PythonSandbox.
     """
 
-    _inside_files: ClassVar[tuple[str, ...]] = ("base", "sql")
+    _inside_files = ("base", "sql")
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class SQLSandbox(HostedSandbox):
             raise SettingsError(f"engine must be 'sqlite' or 'duckdb', got {engine!r}")
         if engine == "duckdb" and importlib.util.find_spec("duckdb") is None:
             raise SettingsError("engine='duckdb' needs duckdb: pip install \"agentfly_kit[sql]\"")
-        if max_rows < 1:
+        if not isinstance(max_rows, int) or max_rows < 1:
             raise SettingsError(f"max_rows must be at least 1, got {max_rows}")
         if database is not None and not Path(database).is_file():
             raise SettingsError(f"database must be an existing file, got {str(database)!r}")
@@ -155,7 +157,8 @@ class SQLSandbox(HostedSandbox):
             # After a failed allocation, the engine may hang in its next query (seen in 1 of 8 runs with duckdb 2.0).
             died = (await self._execute("import os\nos._exit(0)", 5.0)).died
         return SQLResult(
-            error=error, seconds=result.seconds, timed_out=result.timed_out, died=died, limit=limit, **found
+            error=error, seconds=result.seconds, timed_out=result.timed_out, died=died, limit=limit,
+            files_lost=result.files_lost, **found,
         )  # fmt: skip
 
     def _read_answer(self, answer: Any) -> dict[str, Any]:

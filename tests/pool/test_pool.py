@@ -1,4 +1,4 @@
-"""The pool: its words, its order, its endings, and its one state machine against a short model."""
+"""Pool: leasing, order, expiry, failures and closing, and its state machine compared with a simple model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from agentfly_kit.errors import IsolationError, PoolClosed, PoolTimeout, Sandbox
 from agentfly_kit.pool.base import pools
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.pool.records import PoolEvent
-from agentfly_kit.pool.state import PoolState
+from agentfly_kit.pool.state import PoolState, Slot
+from agentfly_kit.sandboxes import Grader, PythonSandbox
 
-# --- kinds, as one would write them in a cell ----------------------------------------------------
+# --- sandbox classes ------------------------------------------------------------------------------
 
 
 class Notes:
-    """A kind that keeps what it is told. Counts those that are open, over all of them."""
+    """A sandbox that keeps texts. `open` contains all open instances."""
 
     open: set[Notes] = set()  # noqa: RUF012  (shared on purpose)
     delay = 0.0
@@ -60,7 +61,7 @@ class Slow(Notes):
 
 
 class Stuck(Notes):
-    """Starts and resets take as long as `delay` says; closing does not."""
+    """A sandbox whose start and reset take `delay` seconds, while closing is immediate."""
 
     delay = 60.0
 
@@ -69,7 +70,7 @@ class Stuck(Notes):
 
 
 class Plain:
-    """The shortest kind there can be: no reset, no close, no alive."""
+    """A minimal sandbox without `reset`, `close` and `alive`."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -98,17 +99,17 @@ def nothing_left():
     assert not Notes.open, "a sandbox was left open"
 
 
-async def until(true: Callable[[], bool], patience: float = 2.0) -> None:
-    end = time.monotonic() + patience
-    while not true():
-        assert time.monotonic() < end, "it did not come about"
+async def until(condition: Callable[[], bool], seconds: float = 2.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
         await asyncio.sleep(0.001)
 
 
-# --- what it says --------------------------------------------------------------------------------
+# --- repr, snapshots and messages -----------------------------------------------------------------
 
 
-async def test_repr_is_a_specification():
+async def test_repr():
     async with Pool(Slow, size=4, min_idle=1) as pool:
         assert repr(pool) == "<Pool Slow 0 leased, 0 idle, 0 starting, 0 waiting, size 4>"
         first = await pool.acquire("a")
@@ -131,13 +132,13 @@ async def test_repr_is_a_specification():
     assert repr(pool) == "<Pool Slow closed, size 4>"
 
 
-async def test_timeout_says_who_holds_what():
+async def test_a_timeout_names_the_holders():
     async with Pool(Notes, size=2) as pool:
         one, two = await pool.acquire("chain 3"), await pool.acquire("me")
         one.turn = 2
         with pytest.raises(PoolTimeout) as caught:
             await pool.acquire("late", timeout=0.05)
-        # two decimals of a second may pass between the lease and the message
+        # up to 0.1 s may pass between the lease and the message
         text = str(caught.value).replace("(0.1 s", "(0.0 s")
         assert text == (
             "no Notes free after 0.1 s (2 of 2 leased, 1 waiting); held by chain 3 (0.0 s, turn 2), me (0.0 s); "
@@ -150,7 +151,7 @@ async def test_timeout_says_who_holds_what():
         await pool.release(two)
 
 
-async def test_snapshot_tells_lease_turn_and_uses():
+async def test_snapshot():
     async with Pool(Notes, size=2) as pool:
         async with pool.lease("first"):
             pass
@@ -164,7 +165,7 @@ async def test_snapshot_tells_lease_turn_and_uses():
         assert [(x.state, x.owner) for x in pool.snapshot().sandboxes] == [("idle", None)]
 
 
-async def test_pools_lists_those_alive():
+async def test_pools_lists_open_pools():
     before = pools()
     pool = Pool(Plain, size=1)
     assert pools() == [*before, pool]
@@ -175,15 +176,15 @@ async def test_pools_lists_those_alive():
     assert pools() == before
 
 
-# --- order and time ------------------------------------------------------------------------------
+# --- order ----------------------------------------------------------------------------------------
 
 
-async def test_a_release_waits_for_its_own_reset_and_not_for_those_after_it():
-    """Else whoever gives back on a busy pool stands there as long as others go on using what was theirs."""
+async def test_release_waits_for_its_own_reset_only():
+    """Otherwise a release on a busy pool would wait while others use the sandbox."""
     async with Pool(Slow, size=1) as pool:
         resets = 0
 
-        def told(event: PoolEvent) -> None:
+        def on_event(event: PoolEvent) -> None:
             nonlocal resets
             resets += event.kind == "resetting"
 
@@ -195,30 +196,30 @@ async def test_a_release_waits_for_its_own_reset_and_not_for_those_after_it():
         mine = await pool.acquire("me")
         others = [asyncio.ensure_future(busy()) for _ in range(3)]
         await asyncio.sleep(0)
-        pool.subscribe(told)
+        pool.subscribe(on_event)
         await mine.release()
-        assert resets <= 3, "one reset, and at most what came between it and this line"
+        assert resets <= 3
         await asyncio.gather(*others)
 
 
-async def test_a_grant_that_is_cancelled_goes_to_the_next():
+async def test_a_cancelled_grant_is_passed_on():
     async with Pool(Notes, size=1) as pool:
         held = await pool.acquire("holder")
         first, second = (asyncio.ensure_future(pool.acquire(name)) for name in ("first", "second"))
         await asyncio.sleep(0)
         events: list[PoolEvent] = []
         pool.subscribe(events.append)
-        # Cancel in the very step in which it is granted: the answer is there, and its owner never sees it.
+        # Cancel in the step in which it is granted: the future has its result, but the requester never receives it.
         pool.subscribe(lambda event: first.cancel() if (event.kind, event.owner) == ("leased", "first") else None)
         await held.release()
         held = await asyncio.wait_for(second, 1)
         assert first.cancelled()
-        told = [(event.kind, event.owner) for event in events if event.kind in ("leased", "gave up")]
-        assert told == [("leased", "first"), ("gave up", "first"), ("leased", "second")]
+        events = [(event.kind, event.owner) for event in events if event.kind in ("leased", "gave up")]
+        assert events == [("leased", "first"), ("gave up", "first"), ("leased", "second")]
         await held.release()
 
 
-async def test_rollouts_on_one_pool_take_turns():
+async def test_rollouts_are_served_in_turn():
     async with Pool(Notes, size=1) as pool:
         served: list[str] = []
 
@@ -232,16 +233,16 @@ async def test_rollouts_on_one_pool_take_turns():
         second = [asyncio.ensure_future(chain("b", number)) for number in range(3)]
         await asyncio.sleep(0)
         in_order = ("a0", "b0", "a1", "b1", "a2", "b2", "a3", "a4", "a5")
-        assert pool.snapshot().waiters == in_order, "in the order in which they will be served"
+        assert pool.snapshot().waiters == in_order
         await held.release()
         await asyncio.gather(*first, *second)
         assert tuple(served) == in_order
 
 
-# --- wear ----------------------------------------------------------------------------------------
+# --- replacement ----------------------------------------------------------------------------------
 
 
-async def test_recycled_by_number_of_uses_and_by_age():
+async def test_sandboxes_are_replaced_by_uses_and_age():
     events: list[PoolEvent] = []
     async with Pool(Notes, size=1, max_uses=2) as pool:
         pool.subscribe(events.append)
@@ -251,7 +252,7 @@ async def test_recycled_by_number_of_uses_and_by_age():
                 seen.append(notes)
         assert [seen[0] is seen[1], seen[1] is seen[2], seen[2] is seen[3], seen[3] is seen[4]] == [1, 0, 1, 0]
         assert [e.detail for e in events if e.kind == "closing"] == ["used 2 times"] * 2
-        assert pool.snapshot().dead == 0, "worn is not dead"
+        assert pool.snapshot().dead == 0
     state = PoolState(1, max_age=60)
     slot = state.apply(state.requested, 1, "a", now=0).start[0]
     assert state.apply(state.started, slot, now=0).grant == [(1, slot)]
@@ -259,36 +260,36 @@ async def test_recycled_by_number_of_uses_and_by_age():
     assert state.apply(state.was_reset, slot, now=59).close == []
     effects = state.apply(state.requested, 2, "b", now=61)
     assert (effects.grant, effects.close) == ([], [slot]), "too old while it was idle"
-    assert state.apply(state.removed, slot, now=61).start == [slot + 1]
-    state.apply(state.started, slot + 1, now=62)
-    assert state.apply(state.released, slot + 1, now=120).reset == [slot + 1], "its age counts from its own start"
+    (second,) = state.apply(state.removed, slot, now=61).start
+    state.apply(state.started, second, now=62)
+    assert state.apply(state.released, second, now=120).reset == [second]
     with pytest.raises(SettingsError, match="max_uses must be positive, or None for no limit, got 0"):
         Pool(Plain, max_uses=0)
 
 
-async def test_every_lease_ends_some_time():
+async def test_leases_expire():
     with pytest.raises(SettingsError, match="max_lease must be a positive, finite number of seconds, got inf"):
         Pool(Notes, max_lease=float("inf"))
     assert Pool(Notes).max_lease == 3600
     pool = Pool(Notes, size=1, max_lease=0.05)
-    told: list[PoolEvent] = []
-    pool.subscribe(told.append)
+    events: list[PoolEvent] = []
+    pool.subscribe(events.append)
     lease = await pool.acquire("slow")
-    async with pool.lease("next") as notes:  # nobody touches the pool meanwhile: it looks by itself
-        assert notes is not lease.sandbox and not lease.sandbox.alive, "closed, and another in its place"
+    async with pool.lease("next") as notes:  # without any other use of the pool in the meantime
+        assert notes is not lease.sandbox and not lease.sandbox.alive
         assert lease.revoked.startswith("held for ") and repr(lease).startswith(
             "<Lease Notes 1 of slow, revoked: held for"
         )
         await lease.release()
         await pool.release(lease)
         lease.turn = 3
-        assert pool.snapshot().leased == 1, "it is over; what its holder does now reaches nobody"
-    assert [(e.sandbox, e.owner) for e in told if e.kind == "expired"] == [(1, "slow")]
+        assert pool.snapshot().leased == 1
+    assert [(e.sandbox, e.owner) for e in events if e.kind == "expired"] == [(1, "slow")]
     await pool.close()
     assert not Notes.open
 
 
-def test_a_lease_of_an_ended_event_loop_expires_too():
+def test_a_lease_of_a_closed_event_loop_expires():
     pool = Pool(Notes, size=1, max_lease=0.05)
     kept = []
 
@@ -306,34 +307,35 @@ def test_a_lease_of_an_ended_event_loop_expires_too():
     assert not Notes.open
 
 
-async def test_recycled_by_hand():
+async def test_recycle():
     pool = Pool(Notes, size=2)
     with pytest.raises(SettingsError, match=r"number of a Notes of this pool \(none\), got 7"):
         pool.recycle(7)
-    told: list[PoolEvent] = []
+    events: list[PoolEvent] = []
     one, two = await pool.acquire("a"), await pool.acquire("b")
-    pool.subscribe(told.append)
+    pool.subscribe(events.append)
     pool.recycle(1)
     assert one.revoked == "reset by hand" and not two.revoked
     pool.recycle(2, close=True)
     assert two.revoked == "closed by hand" and pool.snapshot().leased == 0
     async with pool.lease("c") as notes:
         assert notes is not one.sandbox and notes is not two.sandbox and not one.sandbox.alive
-    assert [e.detail for e in told if e.kind == "ended by hand"] == ["reset by hand", "closed by hand"]
+    assert [e.detail for e in events if e.kind == "ended by hand"] == ["reset by hand", "closed by hand"]
     (box,) = pool.snapshot().sandboxes
     notes.kept.append("x")
     pool.recycle(box.id)
     assert pool.snapshot().sandboxes[0].state == "resetting"
     async with pool.lease("d") as again:
-        assert again is notes and not notes.kept, "an idle one is reset"
+        assert again is notes and not notes.kept
+    slot = pool._state.slots[box.id]
     pool.recycle(box.id, close=True)
     pool.recycle(box.id, close=True)
-    await pool._wait_for_task(box.id)
+    await pool._wait_for_task(slot)
     assert pool.snapshot().sandboxes == () and not Notes.open
     await pool.close()
 
 
-async def test_recycled_by_a_health_check():
+async def test_failed_health_checks():
     def empty(notes: Notes) -> bool:
         return not notes.kept
 
@@ -368,10 +370,10 @@ async def test_recycled_by_a_health_check():
     assert [e.detail for e in events if e.kind == "died"] == ["its reset failed: OSError: no answer"] * 2
 
 
-# --- state, death, failure -----------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
-async def test_a_kind_without_reset_is_replaced():
+async def test_a_class_without_reset_is_replaced():
     async with Pool(Plain, size=1) as pool:
         seen = []
         for _ in range(3):
@@ -380,7 +382,7 @@ async def test_a_kind_without_reset_is_replaced():
         assert len(set(seen)) == 3
 
 
-async def test_dead_ones_are_never_handed_out():
+async def test_dead_sandboxes_are_not_leased():
     async with Pool(Notes, size=2) as pool:
         async with pool.lease() as dies_in_use:
             dies_in_use.kill()
@@ -393,24 +395,24 @@ async def test_dead_ones_are_never_handed_out():
         assert pool.snapshot().dead == 2
 
 
-async def test_a_kind_that_cannot_start_opens_the_breaker():
+async def test_failing_starts_open_the_circuit_breaker():
     async with Pool(Broken, size=8, acquire_timeout=5) as pool:
         results = await asyncio.gather(*(pool.acquire(f"c{i}") for i in range(20)), return_exceptions=True)
         assert all(type(result) is SandboxError for result in results)
         assert str(results[0]) == "no Broken could be started: no such image"
         assert isinstance(results[0], SandboxError)
         assert isinstance(results[0].__cause__, RuntimeError)
-        # At most as many as were on their way at first, and some in a row; not one for each of the twenty.
+        # At most the first 8 concurrent starts and three consecutive ones, not one per request.
         assert Broken.starts <= 8 + 3
         before = Broken.starts
         for _ in range(5):
             with pytest.raises(SandboxError, match="no such image"):
                 await pool.acquire(timeout=1)
-        assert Broken.starts == before, "the breaker is open: nothing is started"
+        assert Broken.starts == before
         assert pool.snapshot().error == "no such image"
 
 
-async def test_the_breaker_closes_when_a_start_succeeds():
+async def test_a_successful_start_closes_the_circuit_breaker():
     class Flaky(Notes):
         good = False
 
@@ -431,7 +433,7 @@ async def test_the_breaker_closes_when_a_start_succeeds():
             assert pool.snapshot().error is None
 
 
-async def test_what_cannot_be_had_is_not_tried_again():
+async def test_permanent_failures_are_not_retried():
     class Picky(Broken):
         async def start(self) -> None:
             type(self).starts += 1
@@ -443,13 +445,13 @@ async def test_what_cannot_be_had_is_not_tried_again():
         assert Picky.starts == 1
 
 
-async def test_a_start_that_hangs_is_ended():
+async def test_a_start_that_hangs_is_cancelled():
     async with Pool(Stuck, size=1, start_timeout=0.02) as pool:
         with pytest.raises(SandboxError, match="the start of a Stuck took longer than"):
             await pool.acquire(timeout=5)
 
 
-def test_what_is_asked_without_waiting_cannot_be_async():
+def test_alive_and_kill_must_not_be_async():
     class Waits:
         async def alive(self) -> bool:
             return True
@@ -462,7 +464,7 @@ def test_what_is_asked_without_waiting_cannot_be_async():
             Pool(kind)
 
 
-def test_settings_that_cannot_be():
+def test_invalid_settings():
     with pytest.raises(SettingsError, match="size must be at least 1, got 0"):
         Pool(Plain, size=0)
     with pytest.raises(SettingsError, match="min_idle must be between 0 and size=2, got 3"):
@@ -475,9 +477,17 @@ def test_settings_that_cannot_be():
         Pool(Plain, max_use=3)
     with pytest.raises(SettingsError, match="sandbox_type must be a class such as PythonSandbox"):
         Pool(Plain())  # type: ignore[arg-type]
+    for name in ("size", "min_idle", "acquire_timeout", "start_timeout", "max_lease"):
+        with pytest.raises(SettingsError, match=f"{name} must be .*, got None"):
+            Pool(Plain, **{name: None})
+    with pytest.raises(SettingsError, match="max_output must be at least 256 bytes, got None"):
+        Pool(PythonSandbox, max_output=None)
+    with pytest.raises(SettingsError, match="memory_mb must be at least 32, or None for no limit, got 1"):
+        Pool(Grader, memory_mb=1)
+    assert Pool(PythonSandbox, memory_mb=None).options == {"memory_mb": None}
 
 
-# --- listening -----------------------------------------------------------------------------------
+# --- listeners ------------------------------------------------------------------------------------
 
 
 async def test_events_are_complete_and_in_order():
@@ -500,17 +510,17 @@ async def test_events_are_complete_and_in_order():
     assert [event.time for event in events] == sorted(event.time for event in events)
 
 
-async def test_a_listener_that_is_interrupted_silences_nobody():
-    """A person's interrupt arrives in whatever Python runs just then; a listener is one of these things."""
+async def test_an_interrupted_listener_does_not_stop_later_events():
+    """A KeyboardInterrupt can be raised in any Python code, including a listener."""
     heard: list[str] = []
 
-    def told(event: PoolEvent) -> None:
+    def on_event(event: PoolEvent) -> None:
         heard.append(event.kind)
         if event.kind == "ended by hand":
             raise KeyboardInterrupt
 
     async with Pool(Notes, size=1) as pool:
-        pool.subscribe(told)
+        pool.subscribe(on_event)
         lease = await pool.acquire()
         with pytest.raises(KeyboardInterrupt):
             pool.recycle(lease.id)
@@ -530,10 +540,10 @@ async def test_a_listener_may_use_the_pool():
         assert any(text.startswith("leased: <Pool Notes 1 leased") for text in seen)
 
 
-# --- endings -------------------------------------------------------------------------------------
+# --- closing --------------------------------------------------------------------------------------
 
 
-async def test_close_wakes_waiters_and_takes_leases():
+async def test_close_ends_requests_and_leases():
     pool = Pool(Slow, size=2)
     lease = await pool.acquire("a")
     other = await pool.acquire("b")
@@ -544,7 +554,7 @@ async def test_close_wakes_waiters_and_takes_leases():
         with pytest.raises(PoolClosed, match="the pool of Slow is closed"):
             await task
     assert not Notes.open
-    await pool.release(lease)  # late, and no harm
+    await pool.release(lease)  # harmless after the pool was closed
     await other.release()
     with pytest.raises(PoolClosed):
         await pool.acquire()
@@ -571,7 +581,7 @@ async def test_close_while_starting_and_while_resetting(monkeypatch: pytest.Monk
     assert not Notes.open
 
 
-async def test_a_lease_that_is_dropped_gives_its_place_back():
+async def test_a_collected_lease_is_replaced():
     async with Pool(Notes, size=1) as pool:
         lease = await pool.acquire("forgetful")
         waiting = asyncio.ensure_future(pool.acquire("next"))
@@ -581,7 +591,7 @@ async def test_a_lease_that_is_dropped_gives_its_place_back():
         await (await asyncio.wait_for(waiting, 1)).release()
 
 
-def test_a_pool_that_is_rebound_closes_its_sandboxes_at_once():
+def test_a_collected_pool_closes_its_sandboxes_immediately():
     pool = Pool(Notes, size=2, min_idle=2)
 
     async def use() -> None:
@@ -590,7 +600,7 @@ def test_a_pool_that_is_rebound_closes_its_sandboxes_at_once():
 
     asyncio.run(use())
     assert len(Notes.open) == 2
-    gc.disable()  # by counting alone: a notebook's old pool must not wait for a collection
+    gc.disable()  # reference counting must suffice when a notebook rebinds a pool
     try:
         pool = Pool(Notes, size=1)
         assert not Notes.open
@@ -598,7 +608,7 @@ def test_a_pool_that_is_rebound_closes_its_sandboxes_at_once():
         gc.enable()
 
 
-def test_one_event_loop_after_another():
+def test_successive_event_loops():
     pool = Pool(Notes, size=1)
 
     async def use() -> Notes:
@@ -606,16 +616,16 @@ def test_one_event_loop_after_another():
             return notes
 
     first = asyncio.run(use())
-    assert asyncio.run(use()) is first, "an idle sandbox outlives its loop"
+    assert asyncio.run(use()) is first
 
-    async def leave_a_mess() -> None:
+    async def leave_requests_and_leases() -> None:
         await pool.acquire("kept")
-        tasks.append(asyncio.ensure_future(pool.acquire("cut off")))
+        tasks.append(asyncio.ensure_future(pool.acquire("cancelled")))
         await asyncio.sleep(0)
 
     tasks: list[asyncio.Future[Any]] = []
     with pytest.warns(ResourceWarning, match="of kept"):
-        asyncio.run(leave_a_mess())
+        asyncio.run(leave_requests_and_leases())
     assert tasks[0].cancelled()
     assert asyncio.run(use()) is not first
     assert repr(pool) == "<Pool Notes 0 leased, 1 idle, 0 starting, 0 waiting, size 1>"
@@ -623,12 +633,12 @@ def test_one_event_loop_after_another():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
-def test_a_loop_that_is_closed_under_its_work(monkeypatch: pytest.MonkeyPatch):
+def test_a_loop_closed_during_a_start(monkeypatch: pytest.MonkeyPatch):
     pool = Pool(Stuck, size=1)
     loop = asyncio.new_event_loop()
     task = loop.create_task(pool.acquire("lost"))
     loop.run_until_complete(asyncio.sleep(0.001))
-    loop.close()  # a start is under way and a waiter waits; nothing of theirs will ever run again
+    loop.close()  # neither the start in progress nor the request will ever continue
     assert pool.snapshot().starting == 1
     monkeypatch.setattr(Stuck, "delay", 0.0)
 
@@ -642,7 +652,7 @@ def test_a_loop_that_is_closed_under_its_work(monkeypatch: pytest.MonkeyPatch):
 
 
 class Steps(Notes):
-    """Every method gives way to the loop three times: three awaits at which it can be cancelled."""
+    """A sandbox whose methods yield to the event loop three times, so each can be cancelled at three points."""
 
     async def start(self) -> None:
         Notes.open.add(self)
@@ -663,8 +673,8 @@ async def three_steps() -> None:
 
 
 @pytest.mark.parametrize("first", ["cold", "warm", "waiting"])
-async def test_cancelled_at_each_step_of_the_loop(first: str):
-    """One chain, cancelled after 0, 1, 2, ... steps until it is through; another one always waits behind it."""
+async def test_cancellation_at_every_step(first: str):
+    """Cancel a chain after 0, 1, 2, ... steps until it completes, while another request waits."""
     finished = False
     for steps in range(100):
         async with Pool(Steps, size=1) as pool:
@@ -688,7 +698,7 @@ async def test_cancelled_at_each_step_of_the_loop(first: str):
             task.cancel()
             await asyncio.wait([task])
             lease = await behind
-            assert lease.sandbox.kept == [], "what the cancelled one wrote is gone"
+            assert lease.sandbox.kept == []
             if held is not None:
                 await releasing
             assert repr(pool) == "<Pool Steps 1 leased, 0 idle, 0 starting, 0 waiting, size 1>"
@@ -697,15 +707,15 @@ async def test_cancelled_at_each_step_of_the_loop(first: str):
         if finished:
             break
     assert finished
-    assert steps > 5, "there were awaits to be cancelled at"
+    assert steps > 5
 
 
-# --- the state machine against a model -----------------------------------------------------------
+# --- the state machine compared with a model ------------------------------------------------------
 
 
 class StateMachine(RuleBasedStateMachine):
-    """Random events, in any order that a pool could see. The model: who waits (a list), who holds what, and what was
-    ordered and not yet reported (two dicts); after each event the state must agree with all three."""
+    """Random events in any possible order. The model consists of the waiting requests, the leases, and the actions in
+    progress; after each event the state must agree with it."""
 
     @initialize(
         size=st.integers(1, 4), min_idle=st.integers(0, 2), uses=st.sampled_from((None, 1, 3)),
@@ -713,27 +723,21 @@ class StateMachine(RuleBasedStateMachine):
         lease=st.sampled_from((12.0, 1000.0)),
     )  # fmt: skip
     def begin(
-        self,
-        size: int,
-        min_idle: int,
-        uses: int | None,
-        age: float | None,
-        starting: int | None,
-        lease: float,
+        self, size: int, min_idle: int, uses: int | None, age: float | None, starting: int | None, lease: float
     ) -> None:
-        self.dead: set[int] = set()
+        self.dead: set[Slot] = set()
         self.size, self.starting = size, starting or size
         self.state = PoolState(
             size, min(min_idle, size), alive=lambda slot: slot not in self.dead, max_uses=uses, max_age=age,
             max_starting=starting, max_lease=lease,
         )  # fmt: skip
-        self.effects: dict[int, str] = {}  # slot -> action requested by the state machine
+        self.effects: dict[Slot, str] = {}  # slot -> action requested by the state machine
         self.queues: dict[str, list[int]] = {}  # run -> its tickets
-        self.turns: list[str] = []  # runs, the one served last at the end
-        self.held: dict[int, int] = {}  # ticket -> slot
-        self.since: dict[int, float] = {}  # ticket -> when it got its slot
+        self.turns: list[str] = []  # runs in the order in which they were last served
+        self.held: dict[int, Slot] = {}  # ticket -> slot
+        self.since: dict[int, float] = {}  # ticket -> time of the grant
         self.lease = lease
-        self.by_hand: int | None = None  # what a person has just asked to be reset or closed
+        self.by_hand: Slot | None = None  # sandbox that is being recycled
         self.now = 0.0
         self.tickets = itertools.count(1)
 
@@ -743,21 +747,21 @@ class StateMachine(RuleBasedStateMachine):
         for slot, state in [(s, "closing") for s in effects.close] + [(s, "resetting") for s in effects.reset]:
             self.effects[slot] = state
         for slot in effects.start:
-            assert slot not in self.effects, "a slot is started once"
+            assert slot not in self.effects
             self.effects[slot] = "starting"
         for ticket, slot in effects.grant:
             waiting = {run: tickets for run, tickets in self.queues.items() if tickets}
             run = min(waiting, key=lambda run: (self.turns.index(run) if run in self.turns else -1, waiting[run][0]))
-            assert ticket == waiting[run].pop(0), "runs take turns; in one the first to come is the first served"
+            assert ticket == waiting[run].pop(0)
             self.turns = [other for other in self.turns if other != run] + [run]
             assert slot not in self.dead, "a dead sandbox was handed out"
             assert slot not in self.held.values(), "one sandbox, two holders"
             self.held[ticket] = slot
             self.since[ticket] = self.now
-        for slot in effects.revoked:
+        for slot, _ in effects.revoked:
             holder = next(ticket for ticket, its in self.held.items() if its == slot)
             old = self.now - self.since[holder] >= self.lease
-            assert old or slot == self.by_hand, "taken for no reason"
+            assert old or slot == self.by_hand
             del self.held[holder]
         assert all(self.now - self.since[ticket] < self.lease for ticket in self.held), "a lease is too old"
         for ticket, error in effects.refuse:
@@ -766,8 +770,8 @@ class StateMachine(RuleBasedStateMachine):
         if self.state.closed:
             self.held = {}
 
-    def pick(self, data: Any, state: str) -> int | None:
-        slots = sorted(slot for slot, what in self.effects.items() if what == state)
+    def pick(self, data: Any, state: str) -> Slot | None:
+        slots = sorted((slot for slot, what in self.effects.items() if what == state), key=lambda slot: slot.id)
         return data.draw(st.sampled_from(slots)) if slots else None
 
     @property
@@ -833,7 +837,7 @@ class StateMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def dies(self, data: Any) -> None:
         if self.state.slots:
-            slot = data.draw(st.sampled_from(sorted(self.state.slots)))
+            slot = data.draw(st.sampled_from(list(self.state.slots.values())))
             self.dead.add(slot)
             if data.draw(st.booleans()):
                 self.held = {ticket: its for ticket, its in self.held.items() if its != slot}
@@ -847,8 +851,8 @@ class StateMachine(RuleBasedStateMachine):
     @rule(data=st.data(), close=st.booleans())
     def recycled_by_hand(self, data: Any, close: bool) -> None:
         if self.state.slots:
-            self.by_hand = data.draw(st.sampled_from(sorted(self.state.slots)))
-            state = self.state.slots[self.by_hand].state
+            self.by_hand = data.draw(st.sampled_from(list(self.state.slots.values())))
+            state = self.by_hand.state
             self.tell(self.state.recycle, self.by_hand, close)
             after = self.effects.get(self.by_hand)
             assert after in ("closing", "resetting") or (state == "starting" and not close)
@@ -859,7 +863,7 @@ class StateMachine(RuleBasedStateMachine):
     def close_all(self, sure: int) -> None:
         if sure == 0 and not self.state.closed:
             self.tell(self.state.close)
-            assert not self.queue, "closing wakes every waiter"
+            assert not self.queue
 
     @invariant()
     def agrees(self) -> None:
@@ -869,14 +873,14 @@ class StateMachine(RuleBasedStateMachine):
         assert list(s.waiters) == self.queue
         assert sorted(s.order()) == self.queue
         assert s.count("starting") <= self.starting
-        assert {slot.ticket: slot.id for slot in s.slots.values() if slot.state == "leased"} == self.held
+        assert {slot.ticket: slot for slot in s.slots.values() if slot.state == "leased"} == self.held
         assert len(s.slots) <= s.size
-        busy = {slot.id: slot.state for slot in s.slots.values() if slot.state in ("starting", "resetting", "closing")}
-        assert busy == self.effects, "what is under way is what was ordered, once"
+        busy = {slot: slot.state for slot in s.slots.values() if slot.state in ("starting", "resetting", "closing")}
+        assert busy == self.effects
         idle = [slot.id for slot in s.slots.values() if slot.state == "idle"]
-        assert not (s.waiters and idle), "nobody waits beside a free sandbox"
+        assert not (s.waiters and idle)
         if s.waiters and not s.closed:
-            # Somebody is coming for every waiter: something is leased or under way. Nobody waits for nothing.
+            # Some sandbox is leased or in progress, so the request will be served.
             assert len(idle) < len(s.slots)
 
 
@@ -884,15 +888,15 @@ StateMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=
 TestStateMachine = StateMachine.TestCase
 
 
-# --- a kind that somebody wrote in a cell, and what it can do wrong ------------------------------
+# --- faulty sandbox classes -----------------------------------------------------------------------
 
 
 class Unruly:
-    """Does in one of its methods what it is told: raises it, or goes on whatever is done to it."""
+    """A sandbox of which one method raises an exception, hangs, or ignores its cancellation (`what="deaf"`)."""
 
     where = ""
     what: BaseException | str = ""
-    calls: list[str] = []  # noqa: RUF012  (of all of them together)
+    calls: list[str] = []  # noqa: RUF012  (of all instances)
     free = asyncio.Event()
 
     async def start(self) -> None:
@@ -928,24 +932,23 @@ def unruly(where: str, what: BaseException | str) -> type[Unruly]:
 
 @pytest.mark.parametrize("what", [SystemExit(2), asyncio.CancelledError(), ValueError("broken")], ids=repr)
 @pytest.mark.parametrize("where", ["start", "reset", "close"])
-async def test_what_a_kind_raises_is_its_own_end_and_nobody_elses(where: str, what: BaseException):
+async def test_exceptions_of_a_sandbox_class(where: str, what: BaseException):
     kind = unruly(where, what)
     async with Pool(kind, size=1, acquire_timeout=20) as pool:
         if where == "start":
             with pytest.raises(SandboxError, match=r"could be started: .*(SystemExit|CancelledError|broken)"):
                 await pool.acquire()
-            assert len(kind.calls) < 10, "started over and over"
+            assert len(kind.calls) < 10
             assert pool.snapshot().waiting == 0
             return
         for _ in range(2):
             async with pool.lease() as sandbox:
                 assert await sandbox.run() == "ran"
-    # What was not reset is closed and replaced; a close that fails is not tried again.
     wanted = {"reset": ["start", "reset", "close"] * 2, "close": ["start", "reset", "reset", "close"]}
     assert kind.calls == wanted[where]
 
 
-async def test_a_class_and_a_health_check_that_leave_python():
+async def test_a_constructor_and_a_health_check_that_raise_system_exit():
     class Leaves:
         def __init__(self) -> None:
             raise SystemExit(2)
@@ -964,8 +967,8 @@ async def test_a_class_and_a_health_check_that_leave_python():
         assert pool.snapshot().dead == 2
 
 
-async def test_a_close_that_hangs_is_cancelled_once_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("agentfly_kit.pool.pool._CLOSE_SECONDS", 0.05)
+async def test_a_close_that_hangs_is_cancelled_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("agentfly_kit.pool.core._CLOSE_SECONDS", 0.05)
     kind = unruly("close", "hangs")
     pool = Pool(kind, size=1)
     async with pool.lease():
@@ -975,11 +978,11 @@ async def test_a_close_that_hangs_is_cancelled_once_and_holds_nobody_up(monkeypa
 
 
 @pytest.mark.parametrize("where", ["start", "reset", "close"])
-async def test_what_does_not_let_itself_be_cancelled_is_told_and_left_behind(
+async def test_a_method_that_ignores_its_cancellation_is_abandoned_with_a_warning(
     where: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """`except:` in a loop that tries again. Neither the one who gives it back nor `close` waits for ever."""
-    monkeypatch.setattr("agentfly_kit.pool.pool._CLOSE_SECONDS", 0.05)
+    """For example a bare `except:` in a loop. Neither `release` nor `close` waits forever."""
+    monkeypatch.setattr("agentfly_kit.pool.core._CLOSE_SECONDS", 0.05)
     monkeypatch.setattr("agentfly_kit.pool.calls._CANCEL_GRACE_SECONDS", 0.05)
     kind = unruly(where, "deaf")
     pool = Pool(kind, size=1, start_timeout=0.1, acquire_timeout=0.3)
@@ -994,7 +997,7 @@ async def test_what_does_not_let_itself_be_cancelled_is_told_and_left_behind(
 
     with pytest.warns(UserWarning, match="of a Unruly ignored its cancellation.*except Exception"):
         await asyncio.wait_for(life(), 60)
-    kind.free.set()  # and when it comes up after all, it is closed
+    kind.free.set()  # a sandbox that starts late is closed
     await until(lambda: len(asyncio.all_tasks()) == 1, 20)
     assert kind.calls[-1] == "close"
     assert pool.snapshot().sandboxes == ()

@@ -1,4 +1,4 @@
-"""Grading: honest work passes, and no submission reads a test, forges a verdict, or outlives its grade."""
+"""Grader: correct submissions pass, and no submission reads a test, forges a verdict, or affects the next grade."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def passed(grade: Grade) -> list[bool]:
     return [verdict.passed for verdict in grade.verdicts]
 
 
-# --- honest work ---------------------------------------------------------------------------------
+# --- correct submissions --------------------------------------------------------------------------
 
 
-async def test_right_and_wrong(level: str):
+async def test_verdicts(level: str):
     async with af.Grader(isolation=level) as grader:
         grade = await grader.grade(ADD, TESTS)
         assert passed(grade) == [True, True, False] and repr(grade) == "Grade(2 of 3 passed)"
         assert (grade.passed, grade.share, grade.ok, grade.error) == (2, 2 / 3, False, None)
         assert "assert add(1, 2) == 4" in (grade.verdicts[2].error or "")
         assert repr(grader) == f"<Grader {level}, 1 graded>"
-        assert (await grader.grade(ADD, TESTS[:2])).ok, "and once more"
+        assert (await grader.grade(ADD, TESTS[:2])).ok
         broken = await grader.grade("def add(a, b): return a +", TESTS)
         assert passed(broken) == [False] * 3 and "SyntaxError" in (broken.error or "")
         assert "could not" not in repr(broken) and repr(broken) == "Grade(0 of 3 passed, did not load)"
 
 
-async def test_kinds_of_tests():
+async def test_forms_of_tests():
     source = """
     import collections, dataclasses
     LIMIT = 10
@@ -147,12 +147,12 @@ async def test_invalid_tests_raise_settings_error():
         ]:
             with pytest.raises(SettingsError, match=words):
                 await grader.grade(ADD, tests, **more)  # type: ignore[arg-type]
-        assert (await grader.grade(ADD, TESTS)).passed == 2, "and it goes on"
+        assert (await grader.grade(ADD, TESTS)).passed == 2
         missing = await grader.grade("x = 1", TESTS, setup="from solution import add")
         assert passed(missing) == [False] * 3 and "in the setup" in (missing.verdicts[0].error or "")
 
 
-# --- cheats --------------------------------------------------------------------------------------
+# --- cheats ---------------------------------------------------------------------------------------
 
 CHEATS = {
     "exit when loaded": "import os\nos._exit(0)",
@@ -191,7 +191,7 @@ CHEATS = {
 }
 
 
-async def test_a_cheat_passes_nothing():
+async def test_cheating_submissions_pass_no_test():
     tests = [
         "assert add(1, 2) == 3",
         "assert all(add(x, 1) == x + 1 for x in [1, 2])",
@@ -205,7 +205,7 @@ async def test_a_cheat_passes_nothing():
         for name, cheat in CHEATS.items():
             grade = await grader.grade(cheat, tests, timeout=2.0)
             assert passed(grade) == [False] * len(tests), (name, grade.verdicts)
-        assert (await grader.grade(ADD, tests)).ok, "honest work passes them all"
+        assert (await grader.grade(ADD, tests)).ok
 
 
 async def test_time_and_memory_limits_apply():
@@ -224,7 +224,7 @@ async def test_time_and_memory_limits_apply():
         grade = await graded(source, "assert add(1, 2) == 3", "assert True", timeout=0.5)
         assert passed(grade) == [False, "_stall" not in source], (source, grade.verdicts)
         assert grade.verdicts[0].limit == limit, (source, grade.verdicts)
-        assert asyncio.get_running_loop().time() - began < 60, "not the 100 s of the sleep"
+        assert asyncio.get_running_loop().time() - began < 60
     many = await graded("def add(a, b):\n    while True: pass", *["assert add(1, 2) == 3"] * 50, timeout=0.5, total=1.0)
     assert passed(many) == [False] * 50 and "all tests" in (many.verdicts[-1].error or "")
 
@@ -276,7 +276,7 @@ def add(a, b):
 
 @pytest.mark.parametrize("level", [each for each in few("strict", "landlock") if each.values != ("none",)])
 async def test_tests_cannot_be_read(level: str):
-    """Without isolation they can: "none" keeps nothing apart, and the spy reads the memory of whole machines there."""
+    """Except at isolation="none", where the spy reads the memory of other processes."""
     async with af.Grader(isolation=level, memory_mb=512) as grader:
         control = await grader.grade(
             SPY + "\nleft = 'the answer' + ' is 84'\nheld = [left]",
@@ -292,10 +292,10 @@ async def test_tests_cannot_be_read(level: str):
         )
         assert grade.ok, grade.verdicts
         program = await grader.grade(SPY + "\nprint(add(1, 2))", [("", SECRET), ("", "nothing found")], timeout=60.0)
-        assert passed(program) == [False, True], "the expected output is not there either"
+        assert passed(program) == [False, True]
 
 
-async def test_nothing_of_one_grade_is_left_for_the_next(level: str):
+async def test_grades_are_independent(level: str):
     leave = (
         "import os, sys, builtins, threading, time, __main__\nopen('mark', 'w').write('x')\nbuiltins.mark = 1\n"
         "__main__.mark = 1\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\ndef add(a, b): return a + b\n"
@@ -309,10 +309,10 @@ async def test_nothing_of_one_grade_is_left_for_the_next(level: str):
         assert (await grader.grade(look, ["assert add(1, 2) == [False] * 3"])).ok
 
 
-# --- in its place --------------------------------------------------------------------------------
+# --- in rewards and pools -------------------------------------------------------------------------
 
 
-async def test_a_reward_grades_beside_the_chain_s_own_interpreter(nothing_left: None):  # noqa: F811
+async def test_a_reward_uses_a_grader_besides_the_chains_sandbox(nothing_left: None):  # noqa: F811
     @af.reward
     async def solved(final: str | None, tests: list[str], grader: af.Grader) -> float:
         return (await grader.grade(final or "", tests)).share
@@ -331,7 +331,7 @@ async def test_a_reward_grades_beside_the_chain_s_own_interpreter(nothing_left: 
         await pool.close()
 
 
-async def test_it_can_be_closed_cancelled_and_killed(nothing_left: None):  # noqa: F811
+async def test_close_cancel_and_kill(nothing_left: None):  # noqa: F811
     pool = af.Pool(af.Grader, size=1)
     lease = await pool.acquire()
     loop = asyncio.ensure_future(lease.sandbox.grade("def add(a, b):\n    while True: pass", TESTS, timeout=100))
@@ -346,7 +346,7 @@ async def test_it_can_be_closed_cancelled_and_killed(nothing_left: None):  # noq
     assert not lease.sandbox.alive
     await pool.release(lease)
     async with pool.lease() as grader:
-        assert (await grader.grade(ADD, TESTS)).passed == 2, "the dead one was replaced"
+        assert (await grader.grade(ADD, TESTS)).passed == 2
     await pool.close()
     grader = af.Grader()
     await grader.start()
@@ -355,7 +355,7 @@ async def test_it_can_be_closed_cancelled_and_killed(nothing_left: None):  # noq
         await grader.grade(ADD, TESTS)
 
 
-# --- on another machine --------------------------------------------------------------------------
+# --- remote ---------------------------------------------------------------------------------------
 
 ELSEWHERE = """
 import asyncio, sys
@@ -375,7 +375,7 @@ import time
 if os.fork() == 0:
     os.setsid()
     while True:
-        looking = os.fork()  # a process for each look: what it read would fill the sandbox's memory after a few
+        looking = os.fork()  # one process per search, because the data read would fill the memory
         if not looking:
             found = add(0, 0)
             with open("rounds", "a") as file:
@@ -389,8 +389,8 @@ if os.fork() == 0:
 
 @pytest.mark.parametrize("level", [each for each in few("strict") if each.values != ("none",)])
 async def test_grading_on_a_remote_pool_is_hidden_from_the_policy(level: str):
-    """The chain's interpreter and the grader's two are another process's, over HTTP. A process that the chain left
-    behind looks for the answer all the while, in memory and in files; so does the submission."""
+    """The sandboxes belong to another process, over HTTP. A background process of the chain and the submission search
+    memory and files for the answer."""
     token = "a token of the tests"
     elsewhere = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", ELSEWHERE, token, level], stdout=subprocess.PIPE, text=True
@@ -417,7 +417,7 @@ async def test_grading_on_a_remote_pool_is_hidden_from_the_policy(level: str):
             return grade.share
 
         async def looked(sandbox: af.PythonSandbox) -> str:
-            """What the watcher has written, after two more rounds."""
+            """Return what the background process has written, after two more rounds."""
             texts: list[str] = []
             while len(texts) < 2 or len(texts[-1]) < len(texts[0]) + 2:
                 texts.append((await sandbox.run("open('rounds').read()")).value or "")
@@ -436,8 +436,8 @@ async def test_grading_on_a_remote_pool_is_hidden_from_the_policy(level: str):
             )  # fmt: skip
             (trajectory,) = (await agent.rollout([task])).trajectories
             assert (trajectory.reward, trajectory.error) == (1.0, None), trajectory.explain()
-            assert set(rounds[0]) == {"."}, "it looked while the tests ran, and found nothing"
-            assert "x" in rounds[1], "and it finds what is there to be found"
+            assert set(rounds[0]) == {"."}
+            assert "x" in rounds[1]
 
             async with graders.lease("me") as grader:
                 grade = await grader.grade(ADD, [*TESTS, ("1", "")], setup="import os\nleft = os.getpid()")

@@ -1,8 +1,7 @@
-"""Code that means harm, at every level: what the attacker found, and that the machine is untouched.
+"""Hostile code at every isolation level, and its effect on the machine.
 
-Where the levels differ, the test says so by name. In short: strict sees nothing of the machine; landlock sees
-that files are there and opens none of them, has no sockets at all, and bounds files one by one; none is no boundary,
-and attacks that would succeed against this very machine are not tried there (`CONFINED`).
+At strict nothing of the machine is visible. At landlock the names of files are visible but none can be opened, sockets
+are denied, and the size of each file is limited. "none" is no boundary; attacks that would succeed are not run there.
 """
 
 from __future__ import annotations
@@ -52,27 +51,21 @@ async def sandbox(level: str) -> AsyncIterator[PythonSandbox]:
 
 
 async def attack(sandbox: PythonSandbox, code: str, timeout: float = 10.0) -> SandboxResult:
-    """Run it, and see that the sandbox is still good for its chain afterwards."""
+    """Run code, and check that the sandbox is still usable."""
     result = await sandbox.run(textwrap.dedent(code), timeout=timeout)
     assert (await sandbox.run("6 * 7")).value == "42"
     return result
 
 
-# --- reading -------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 @every_level
 async def test_home_and_secrets_of_the_host(sandbox: PythonSandbox, level: str, tmp_path: Path):
     secret = tmp_path / "secret.txt"
     secret.write_text("the host's secret")
-    paths = [
-        str(secret),
-        "/etc/shadow",
-        "/etc/passwd",
-        "/etc/hostname",
-        str(Path.home() / ".ssh"),
-        str(Path.home() / ".bashrc"),
-    ]
+    paths = [str(secret), "/etc/shadow", "/etc/passwd", "/etc/hostname"]
+    paths += [str(Path.home() / ".ssh"), str(Path.home() / ".bashrc")]
     paths += [os.getcwd(), __file__, "/var/log", "/root/.bashrc", "/proc/1/root/etc/passwd", "/sys/class"]
     code = f"""
     import os
@@ -85,11 +78,11 @@ async def test_home_and_secrets_of_the_host(sandbox: PythonSandbox, level: str, 
     """
     there, read = eval((await attack(sandbox, code)).value or "")
     if level == "none":
-        assert str(secret) in read, "no boundary"
+        assert str(secret) in read
     else:
         assert read == []
     if level == "strict":
-        assert there == [], "not even their names"
+        assert there == []
 
 
 @every_level
@@ -108,12 +101,12 @@ async def test_environment_of_the_host(level: str, monkeypatch: pytest.MonkeyPat
         """
         assert (await attack(sandbox, code)).value == "(False, False, True)"
         result = await attack(sandbox, "open(f'/proc/{os.getppid()}/environ').read()")
-        assert result.error_type == "PermissionError" or level == "none", "the zygote's own memory of its environment"
+        assert result.error_type == "PermissionError" or level == "none"
 
 
 @confined
 async def test_the_zygote_is_out_of_reach(sandbox: PythonSandbox, level: str):
-    """It has the same uid as the code inside; what the code could do to it would be done to the next chain."""
+    """The zygote has the same uid as the code inside, and serves later chains."""
     code = """
     import ctypes, os, resource, signal
     zygote = os.getppid()
@@ -146,9 +139,9 @@ async def test_the_zygote_is_out_of_reach(sandbox: PythonSandbox, level: str):
     found = eval(result.value or "{}")
     refused = {name for name, outcome in found.items() if outcome == "PermissionError"}
     signals = {"kill", "int", "term", "stop"} if level == "landlock" else set()
-    # Elsewhere the kernel takes them and does nothing: nobody kills the first process of a namespace from inside.
+    # At strict the kernel accepts these signals without effect: the zygote is the first process of its namespace.
     assert refused == {"mem", "fds", "open", "maps", "rlimit", "nice", "affinity", "ptrace"} | signals, found
-    # Allowed to the owner, who may be the same root.
+    # This is allowed if the host runs as root.
     await sandbox.run("open(f'/proc/{zygote}/oom_score_adj', 'w').write('1000')")
     await sandbox.reset()
     score = await asyncio.to_thread(Path(f"/proc/{sandbox.pid}/oom_score_adj").read_text)
@@ -161,21 +154,8 @@ async def test_the_zygote_is_out_of_reach(sandbox: PythonSandbox, level: str):
 @confined
 async def test_nothing_of_the_machine_can_be_written(sandbox: PythonSandbox, level: str, tmp_path: Path):
     (tmp_path / "mine").write_text("untouched")
-    places = [
-        "/",
-        "/usr",
-        "/etc",
-        "/dev",
-        "/proc/sys/kernel",
-        "/var/tmp",
-        "/sandbox",
-        "/home",
-        "/run",
-        sys.prefix,
-        sys.base_prefix,
-        str(tmp_path),
-        *(["/tmp", "/dev/shm"] if level == "landlock" else []),
-    ]
+    places = ["/", "/usr", "/etc", "/dev", "/proc/sys/kernel", "/var/tmp", "/sandbox", "/home", "/run"]
+    places += [sys.prefix, sys.base_prefix, str(tmp_path), *(["/tmp", "/dev/shm"] if level == "landlock" else [])]
     code = f"""
     import os
     done = []
@@ -190,7 +170,7 @@ async def test_nothing_of_the_machine_can_be_written(sandbox: PythonSandbox, lev
     assert (await attack(sandbox, code)).value == "[]"
     result = await attack(sandbox, f"open({str(commands.INSIDE / 'zygote.py')!r}, 'a')")
     assert result.error_type in ("OSError", "PermissionError", "FileNotFoundError")
-    # What can be changed without opening it.
+    # Changes that do not open the file.
     code = f"""
     mine, done = {str(tmp_path / "mine")!r}, []
     for change in (lambda: os.chmod(mine, 0), lambda: os.chown(mine, 1, 1), lambda: os.truncate(mine, 0),
@@ -208,7 +188,7 @@ async def test_nothing_of_the_machine_can_be_written(sandbox: PythonSandbox, lev
     assert ((tmp_path / "mine").read_text(), found.st_mode & 0o400, found.st_mtime > 0) == ("untouched", 0o400, True)
 
 
-# --- reaching out --------------------------------------------------------------------------------
+# --- network and signals --------------------------------------------------------------------------
 
 
 @every_level
@@ -245,12 +225,12 @@ async def test_sockets_of_the_host(sandbox: PythonSandbox, level: str):
             result = await attack(sandbox, code)
             found = eval(result.value or "[]")
             if level == "none":
-                assert found[:3] == ["connected"] * 3, "no boundary"
+                assert found[:3] == ["connected"] * 3
             else:
                 assert "connected" not in found, found
-                assert found[4] == "PermissionError", "vsock would reach the machine's host: the filter refuses it"
+                assert found[4] == "PermissionError"
             if level == "landlock":
-                assert found == ["PermissionError"] * 5, "no sockets at all"
+                assert found == ["PermissionError"] * 5
         finally:
             await asyncio.to_thread(os.unlink, path)
     if level == "none":
@@ -262,8 +242,8 @@ async def test_sockets_of_the_host(sandbox: PythonSandbox, level: str):
 
 
 @every_level
-async def test_its_own_loopback_works(sandbox: PythonSandbox, level: str):
-    """A chain may start a server and talk to it; that is no hole. At landlock it would be the machine's loopback."""
+async def test_the_loopback_of_the_sandbox(sandbox: PythonSandbox, level: str):
+    """A chain may connect to its own server, except at landlock, where it would be the machine's loopback."""
     code = """
     import socket, threading
     server = socket.create_server(('127.0.0.1', 0))
@@ -273,7 +253,7 @@ async def test_its_own_loopback_works(sandbox: PythonSandbox, level: str):
     result = await attack(sandbox, code)
     assert result.error_type == "PermissionError" if level == "landlock" else result.value == "b'hello'"
     code = "import socket\na, b = socket.socketpair()\na.send(b'x')\nb.recv(1)"
-    assert (await attack(sandbox, code)).value == "b'x'", "between its own processes there is always a way"
+    assert (await attack(sandbox, code)).value == "b'x'"
 
 
 @every_level
@@ -286,7 +266,7 @@ async def test_network_access_if_requested(level: str):
             assert (await attack(sandbox, code)).value == "True"
             if level == "landlock":
                 result = await attack(sandbox, "socket.socket(socket.AF_UNIX)")
-                assert result.error_type == "PermissionError", "a docker.sock is not the network"
+                assert result.error_type == "PermissionError"
         async with PythonSandbox(isolation=level) as sandbox:
             result = await attack(sandbox, code)
     refused = {"landlock": "PermissionError", "none": None}
@@ -311,8 +291,8 @@ async def test_signals_to_the_host(sandbox: PythonSandbox, level: str):
         sent
         """
         assert (await attack(sandbox, code)).value == "[]"
-        if level == "strict":  # at landlock the word of the kernel must do: -1 would be the whole machine
-            await sandbox.run("import os, signal\nos.kill(-1, signal.SIGUSR1)")  # to all that it can see
+        if level == "strict":  # at landlock, -1 would address all processes of the machine
+            await sandbox.run("import os, signal\nos.kill(-1, signal.SIGUSR1)")
         await asyncio.sleep(0.05)
         assert got == []
         assert (await sandbox.run("1")).value == "1"
@@ -354,7 +334,7 @@ async def test_no_new_user_namespace(sandbox: PythonSandbox):
     ).value != "0"
 
 
-# --- using up ------------------------------------------------------------------------------------
+# --- resource limits ------------------------------------------------------------------------------
 
 
 def need_process_limit(sandbox: PythonSandbox) -> None:
@@ -379,8 +359,8 @@ async def test_fork_bomb(sandbox: PythonSandbox):
     assert result.error_type == "BlockingIOError"
     assert not result.died
     born = int((await sandbox.run("born")).value or -1)
-    assert 8 <= born <= 16, "as many as were allowed, and no more"
-    # The bomb that multiplies: every child forks too, and none stops when it is refused.
+    assert 8 <= born <= 16
+    # Every child forks too, and none stops when a fork is refused.
     code = """
     import os
     while True:
@@ -394,7 +374,7 @@ async def test_fork_bomb(sandbox: PythonSandbox):
     assert result.limit in ("time", "processes")
     assert time.monotonic() - began < 6
     await sandbox.reset()
-    assert len(below(sandbox.pid or 0)) <= 2, "the interpreter, and for bubblewrap the zygote"
+    assert len(below(sandbox.pid or 0)) <= 2
 
 
 @every_level
@@ -407,7 +387,7 @@ async def test_threads_are_counted(sandbox: PythonSandbox):
         thread.start()
     """
     need_process_limit(sandbox)
-    # Small stacks: where memory is an address space, 16 of 8 MB are more than the sandbox has.
+    # Small stacks, because without control groups 16 stacks of 8 MB exceed the memory limit.
     assert (await attack(sandbox, code)).limit == "processes"
 
 
@@ -425,7 +405,7 @@ async def test_a_thread_that_lacks_memory_is_reported_as_memory():
 async def test_memory_bomb(sandbox: PythonSandbox):
     result = await attack(sandbox, "x = []\nwhile True: x.append(bytearray(2 ** 20))")
     assert result.limit == "memory"
-    # Many processes, each below the limit of one: what they hold together counts.
+    # Many processes, each below the limit, which applies to their total.
     if isolation.hierarchy() is None:
         pytest.skip("no control group is writable here: memory is limited for each process alone")
     code = """
@@ -438,9 +418,8 @@ async def test_memory_bomb(sandbox: PythonSandbox):
             os._exit(0)
     time.sleep(2)
     """
-    result = await sandbox.run(textwrap.dedent(code), timeout=10)
-    assert result.limit == "memory"
-    assert (await sandbox.run("6 * 7")).value == "42"
+    for _ in range(2):  # the second kill must be recognized too
+        assert (await attack(sandbox, code)).limit == "memory"
 
 
 @strict
@@ -459,7 +438,7 @@ async def test_files_fill_their_own_disk_only(sandbox: PythonSandbox):
     written / 2 ** 20
     """
     result = await attack(sandbox, code)
-    assert float(result.value or 0) <= 8 + 8, "8 MB of /tmp and no more of /dev/shm"
+    assert float(result.value or 0) <= 8 + 8
     assert result.stdout.count("No space left") == 2
     await sandbox.reset()
     assert (await sandbox.run("import os\nos.listdir('/tmp'), os.listdir('/dev/shm')")).value == "([], [])"
@@ -482,7 +461,7 @@ async def test_the_size_of_a_file_is_limited(sandbox: PythonSandbox):
 
 @strict
 async def test_endless_empty_files(level: str):
-    """They are memory, and end with what holds them."""
+    """Empty files use kernel memory, which counts towards the memory limit."""
     code = """
     import os
     for number in range(400_000):
@@ -495,7 +474,7 @@ async def test_endless_empty_files(level: str):
             expected = "memory" if isolation.hierarchy() else None
             assert result.limit == expected or (expected is None and not result.ok), result
         async with pool.lease() as sandbox:
-            assert (await sandbox.run("import os\nos.listdir('/tmp')")).value == "[]", "the next lease is clean"
+            assert (await sandbox.run("import os\nos.listdir('/tmp')")).value == "[]"
 
 
 @levels("strict", "landlock")
@@ -520,7 +499,7 @@ async def test_zip_bomb(sandbox: PythonSandbox, level: str):
 
 
 @confined
-async def test_it_cannot_delete_its_own_interpreter(sandbox: PythonSandbox, level: str):
+async def test_the_interpreters_files_cannot_be_deleted(sandbox: PythonSandbox, level: str):
     code = """
     import os, sys
     def tried(call, *arguments):
@@ -534,8 +513,8 @@ async def test_it_cannot_delete_its_own_interpreter(sandbox: PythonSandbox, leve
      tried(open, sys.executable, 'r+b'), tried(os.unlink, library), tried(os.truncate, library, 0),
      tried(os.unlink, '/proc/self/exe'), os.path.exists(sys.executable), os.path.exists(library)]
     """
-    said = eval((await attack(sandbox, code)).value or "")
-    assert "done" not in said and said[-2:] == [True, True], said
+    outcomes = eval((await attack(sandbox, code)).value or "")
+    assert "done" not in outcomes and outcomes[-2:] == [True, True], outcomes
     await attack(sandbox, "import sys, os\nsys.modules.clear()\nos._exit(0)")
     await attack(sandbox, "import builtins\nbuiltins.__dict__.clear()")
     await sandbox.reset()
@@ -549,7 +528,7 @@ async def test_endless_loops_in_python_and_in_c(sandbox: PythonSandbox):
     result = await attack(sandbox, "import ctypes\nctypes.CDLL(None).pause()", timeout=0.3)
     assert result.timed_out
     endless = "import collections, itertools\ncollections.deque(itertools.repeat(0), maxlen=0)"
-    result = await attack(sandbox, endless, timeout=0.3)  # never looks at signals
+    result = await attack(sandbox, endless, timeout=0.3)  # C code that does not check for signals
     assert (result.timed_out, result.died) == (True, True)
 
 
@@ -559,12 +538,12 @@ async def test_endless_output(sandbox: PythonSandbox):
     assert (result.limit, result.truncated, len(result.stdout)) == ("output", True, sandbox.max_output)
     code = "import subprocess, sys\nprint('before', flush=True)\nsubprocess.Popen(['yes'], stdout=sys.stdout)\n'here'"
     result = await attack(sandbox, code)
-    assert result.value == "'here'", "a process in the background does not hold the call"
+    assert result.value == "'here'"
 
 
 @every_level
 async def test_forged_replies(sandbox: PythonSandbox):
-    """The code can find the socket on which the interpreter answers and speak for it: to its own chain alone."""
+    """Code can write to the socket on which the interpreter answers, which affects only its own chain."""
     find = "import os, socket, stat, json\ndef is_socket(f):\n    try: return stat.S_ISSOCK(os.fstat(f).st_mode)\n"
     find += "    except OSError: return False\n"
     find += "s = [socket.socket(fileno=os.dup(f)) for f in range(64) if is_socket(f)][0]\n"
@@ -578,16 +557,16 @@ async def test_forged_replies(sandbox: PythonSandbox):
         result = await sandbox.run(find + lie, timeout=3)
         assert isinstance(result, SandboxResult), lie
         assert (await sandbox.run("6 * 7")).value == "42", lie
-    # As if it had found out the call's number, which nobody can guess, within its own call.
+    # With a known call id, which is random otherwise.
     lie = {"id": 77, "value": 7, "error": ["no text"], "type": None, "truncated": 3, "limit": "nonsense"}
     with mock.patch("agentfly_kit.sandboxes.sandbox.secrets.randbits", return_value=77):
         result = await sandbox.run(f"{find}s.send(json.dumps({lie!r}).encode() + b'\\n')", timeout=3)
-    assert (result.value, result.error, result.limit) == (None, None, None), "only text is taken for text"
+    assert (result.value, result.error, result.limit) == (None, None, None)
     await sandbox.reset()
     assert (await sandbox.run("6 * 7")).value == "42"
 
 
-# --- what lasts ----------------------------------------------------------------------------------
+# --- resets ---------------------------------------------------------------------------------------
 
 
 @strict
@@ -605,7 +584,7 @@ async def test_a_reset_removes_everything(sandbox: PythonSandbox):
     assert (await sandbox.run(textwrap.dedent(code))).ok
     before = sandbox.pid
     await sandbox.reset()
-    assert sandbox.pid == before, "the same namespace, and nothing of the last chain in it"
+    assert sandbox.pid == before
     code = """
     import os, socket
     sock = socket.socket(socket.AF_UNIX); sock.bind('\\0note')
@@ -636,13 +615,13 @@ async def test_a_reset_removes_everything_without_namespaces(sandbox: PythonSand
 
 
 @every_level
-async def test_folders_deeper_than_any_path_and_closed_to_their_owner_are_wiped(sandbox: PythonSandbox, level: str):
+async def test_deep_and_unreadable_folders_are_deleted_by_a_reset(sandbox: PythonSandbox, level: str):
     code = "import os\ntop = os.getcwd()\n"
     code += "for _ in range(60):\n    os.mkdir('d' * 99); os.chdir('d' * 99)\nopen('secret', 'w').write('x')"
     assert (await sandbox.run(code)).ok
     await sandbox.run("os.chdir(top); os.makedirs('a/b/c')")
     result = await sandbox.run("os.chdir(top)\nfor path in ('a/b/c', 'a/b', 'a'):\n    os.chmod(path, 0)")
-    assert result.error_type == ("PermissionError" if level == "landlock" else None), "no modes can be changed there"
+    assert result.error_type == ("PermissionError" if level == "landlock" else None)
     await sandbox.reset()
     assert (await sandbox.run("import os\nos.listdir('.')")).value == "[]"
 
@@ -651,7 +630,7 @@ async def test_folders_deeper_than_any_path_and_closed_to_their_owner_are_wiped(
 async def test_a_python_below_tmp_is_visible_and_survives_resets(
     level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """/tmp is the sandbox's own and begins empty, so it is shown in another place, which a reset leaves alone."""
+    """It is mounted outside of /tmp, which belongs to the sandbox and is emptied by a reset."""
     venv = tmp_path / "venv"
     venv.mkdir()
     (venv / "module.py").write_text("x = 1")
@@ -670,9 +649,9 @@ async def test_a_reset_that_fails_ends_the_sandbox(sandbox: PythonSandbox, monke
     monkeypatch.setattr("agentfly_kit.sandboxes.sandbox.CONTROL_SECONDS", 1e-6)
     with pytest.raises(SandboxError, match="no answer from the sandbox"):
         await sandbox.reset()
-    assert not sandbox.alive, "half a reset is no reset"
+    assert not sandbox.alive
     monkeypatch.undo()
-    assert (await sandbox.run("import os\nos.listdir('.')")).value == "[]", "a whole new one"
+    assert (await sandbox.run("import os\nos.listdir('.')")).value == "[]"
 
 
 @every_level
@@ -690,7 +669,7 @@ async def test_limit_mechanisms(sandbox: PythonSandbox, level: str):
     assert isolation.limit_mechanisms(level, Limits(network=True), group)["network"] == "allowed, as requested"
 
 
-# --- an older kernel -----------------------------------------------------------------------------
+# --- older kernels, other users, filters ----------------------------------------------------------
 
 
 @levels("landlock")
@@ -698,7 +677,7 @@ async def test_limit_mechanisms(sandbox: PythonSandbox, level: str):
 async def test_the_filter_covers_what_an_older_landlock_lacks(
     level: str, version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """What its first versions leave open, the filter refuses: signals, and before the third cutting a file short."""
+    """Landlock covers truncation from version 3 and signals from version 6."""
     real = commands.landlock_version()
     monkeypatch.setattr(commands, "landlock_version", lambda: min(real, version))
     (tmp_path / "mine").write_text("untouched")
@@ -716,7 +695,7 @@ async def test_the_filter_covers_what_an_older_landlock_lacks(
           lambda: os.listdir('/proc'))]
         """
         assert (await attack(sandbox, code)).value == str(["PermissionError"] * 6)
-        assert (await sandbox.run("while True: pass", timeout=0.2)).timed_out, "the zygote's own signals pass"
+        assert (await sandbox.run("while True: pass", timeout=0.2)).timed_out
     assert (tmp_path / "mine").read_text() == "untouched"
 
 
@@ -751,7 +730,7 @@ asyncio.run(main())
 @pytest.mark.skipif(not os.access("/usr/bin/python3", os.X_OK), reason="another user cannot reach this Python")
 @confined
 def test_without_root_and_without_control_groups(level: str, tmp_path: Path):
-    """As another user, who may write no control group: the limits of the user namespace hold instead."""
+    """As another user, for whom the limits of a user namespace apply instead."""
     version = subprocess.run(
         ["/usr/bin/python3", "-c", "import sys; print(sys.version_info >= (3, 11))"], capture_output=True
     )
@@ -779,11 +758,11 @@ def test_without_root_and_without_control_groups(level: str, tmp_path: Path):
     assert limit == "processes"
     assert 6 <= int(born) <= 12
     seen = "(65534, None)" if level == "strict" else "(12345, None)"
-    assert lines[2:] == ["memory", seen, "0", "False None"], "the processes of another sandbox do not count"
+    assert lines[2:] == ["memory", seen, "0", "False None"]
 
 
 def test_the_filter_is_valid_for_both_machines():
-    """Every jump lands inside the program, and every path ends in a verdict."""
+    """Every jump stays within the program, which ends with a return instruction."""
     kinds = [{}, {"landlock": 1}, {"landlock": 6, "network": False}]
     for machine, kind in itertools.product(("x86_64", "aarch64"), kinds):
         program = seccomp.program(machine, **kind)
@@ -822,8 +801,8 @@ len(sockets)
 
 
 @levels("strict", "none")
-async def test_a_thread_that_was_left_cannot_forge_the_next_reply(level: str):
+async def test_a_background_thread_cannot_forge_the_next_reply(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
-        assert (await sandbox.run(FORGE)).value not in (None, "0"), "it finds no socket: the test forges nothing"
+        assert (await sandbox.run(FORGE)).value not in (None, "0")
         result = await sandbox.run("time.sleep(0.6)\n'true'")
         assert result.value == "'true'"

@@ -1,6 +1,6 @@
-"""Containers, for real: podman's API service on a private socket and an image of this machine's own Python.
+"""Sandboxes in containers of podman, on a private socket and with an image of this machine's Python.
 
-What is said of PythonSandbox elsewhere must hold in a container too, so the attacks are those of test_sandbox_abuse.
+The attacks are those of test_sandbox_abuse.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ pytestmark = pytest.mark.real
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Podman]:
-    """An engine of this module's own. Without one the tests are skipped with the reason; where CI says that they must
-    run, they fail."""
+    """Start an engine. If that is not possible, the tests are skipped, or fail where CI requires them."""
     if trouble() and os.environ.get("AGENTFLY_TEST_CONTAINERS") != "must":
         pytest.skip(trouble())
     assert not trouble(), trouble()
-    # A short path: below a long one podman does not remove the containers that end by themselves.
+    # With a long path podman does not remove containers that exit.
     with tempfile.TemporaryDirectory(prefix="afk-", ignore_cleanup_errors=True) as folder:
         podman = Podman(Path(folder))
         yield podman
@@ -71,10 +70,10 @@ def streams() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name in ("agentfly-stream", "agentfly-container-removal")]
 
 
-def eventually(true: Callable[[], bool], what: str, patience: float = 90.0) -> None:
-    end = time.monotonic() + patience
-    while not true():
-        assert time.monotonic() < end, what
+def eventually(condition: Callable[[], bool], message: str, seconds: float = 90.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, message
         time.sleep(0.02)
 
 
@@ -88,7 +87,7 @@ async def sandbox(engine: Podman) -> AsyncIterator[PythonSandbox]:
         yield inside
 
 
-# --- a sandbox like any other --------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 async def test_results_are_those_of_other_levels(engine: Podman):
@@ -98,7 +97,7 @@ async def test_results_are_those_of_other_levels(engine: Podman):
         result = await sandbox.run("def f():\n    return 1 / 0\nf()")
         assert result.error is not None
         assert result.error.startswith('Traceback (most recent call last):\n  File "<cell 2>", line 3, in <module>')
-        assert "sandbox" not in result.error, "nothing of ours in a traceback"
+        assert "sandbox" not in result.error
         result = await sandbox.run("print('last words', flush=True)\nimport os\nos._exit(3)")
         assert (result.died, result.stdout, result.error) == (
             True,
@@ -107,7 +106,7 @@ async def test_results_are_those_of_other_levels(engine: Podman):
         )
         assert (await sandbox.run("'x' in globals()")).value == "False"
         long = "y" * 3_000_000
-        assert (await sandbox.run(f"len('{long}')", timeout=20)).value == "3000000", "more than a buffer holds"
+        assert (await sandbox.run(f"len('{long}')", timeout=20)).value == "3000000"
         result = await sandbox.run("print('z' * 60_000)")
         assert len(result.stdout) == 60_001
         assert repr(sandbox) == f"<PythonSandbox container {IMAGE}, 6 calls>"
@@ -135,10 +134,10 @@ async def test_a_pool_of_containers_serves_an_agent(engine: Podman):
         for _ in range(4):
             async with pool.lease() as again:
                 assert (await again.run("import os\nos.listdir('/tmp'), 'note' in globals()")).value == "([], False)"
-        assert pool.snapshot().dead == 0, "they are reset, not replaced"
+        assert pool.snapshot().dead == 0
 
 
-async def test_the_other_kinds_run_in_containers_too(engine: Podman):
+async def test_other_sandbox_classes(engine: Podman):
     settings: dict[str, Any] = {"isolation": place(engine), "memory_mb": 128}
     async with ShellSandbox(**settings) as shell:
         await shell.run("x=6; cd /tmp; echo 7 > seven")
@@ -151,23 +150,23 @@ async def test_the_other_kinds_run_in_containers_too(engine: Podman):
         assert (await sql.run("select 6 * 7")).rows == ((42,),)
 
 
-# --- attacks -------------------------------------------------------------------------------------
+# --- attacks --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "attempt",
     [
-        abuse.test_the_zygote_is_out_of_reach, abuse.test_its_own_loopback_works, abuse.test_no_new_user_namespace,
+        abuse.test_the_zygote_is_out_of_reach, abuse.test_the_loopback_of_the_sandbox, abuse.test_no_new_user_namespace,
         abuse.test_fork_bomb, abuse.test_threads_are_counted, abuse.test_endless_loops_in_python_and_in_c,
-        abuse.test_endless_output, abuse.test_forged_replies,
-        abuse.test_folders_deeper_than_any_path_and_closed_to_their_owner_are_wiped,
+        abuse.test_endless_output, abuse.test_forged_replies, abuse.test_memory_bomb,
+        abuse.test_deep_and_unreadable_folders_are_deleted_by_a_reset,
     ],
     ids=lambda attempt: attempt.__name__.removeprefix("test_"),
 )  # fmt: skip
 async def test_attacks_of_the_strict_level(
     sandbox: PythonSandbox, attempt: Callable[..., Any], engine: Podman, monkeypatch: pytest.MonkeyPatch
 ):
-    """The very tests of that level, on a container. They look at it from the host too: the engine is here."""
+    """The tests also inspect the container from the host, where the engine runs."""
     (name,) = engine.names()
     pid = int(engine.podman("inspect", "--format", "{{.State.Pid}}", name))
     monkeypatch.setattr(PythonSandbox, "pid", property(lambda self: pid))
@@ -180,34 +179,24 @@ async def test_the_filter_refuses(sandbox: PythonSandbox):
         await abuse.test_the_filter_refuses(sandbox, call)
 
 
-# --- settings, looked at from inside -------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
 async def test_user_capabilities_and_environment(sandbox: PythonSandbox):
     code = "open('/proc/1/status').read()"
     status = eval((await attack(sandbox, "open('/proc/self/status').read()")).value or "''")
-    said = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-    assert said["Uid"].split() == ["65534"] * 4
-    assert said["Gid"].split() == ["65534"] * 4
-    assert {said[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
-    assert said["NoNewPrivs"] == "1"
-    assert said["Seccomp"] == "2"
-    assert int(said["Seccomp_filters"]) >= 2, "the engine's and ours"
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert fields["Uid"].split() == ["65534"] * 4
+    assert fields["Gid"].split() == ["65534"] * 4
+    assert {fields[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
+    assert fields["NoNewPrivs"] == "1"
+    assert fields["Seccomp"] == "2"
+    assert int(fields["Seccomp_filters"]) >= 2
     assert (await sandbox.run(code)).ok
     result = await attack(sandbox, "import os\nsorted(os.environ)")
-    known = {
-        "HOME",
-        "LANG",
-        "LOGNAME",
-        "PATH",
-        "TMPDIR",
-        "USER",
-        "PYTHONHASHSEED",
-        "PYTHONDONTWRITEBYTECODE",
-        "PYTHONUTF8",
-    }
-    known |= {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "HOSTNAME", "TERM", "container"}
-    assert set(eval(result.value or "[]")) <= known
+    known = "HOME LANG LOGNAME PATH TMPDIR USER PYTHONHASHSEED PYTHONDONTWRITEBYTECODE PYTHONUTF8 OMP_NUM_THREADS "
+    known += "OPENBLAS_NUM_THREADS MKL_NUM_THREADS HOSTNAME TERM container"
+    assert set(eval(result.value or "[]")) <= set(known.split())
 
 
 async def test_only_its_own_folders_can_be_written_and_a_reset_empties_them(sandbox: PythonSandbox):
@@ -250,26 +239,9 @@ async def test_files_fill_their_own_disk_only(sandbox: PythonSandbox):
             pass
     written / 2 ** 20
     """
-    assert float((await attack(sandbox, code)).value or 99) <= 8 + 8 + 0.1, "8 MB of /tmp and no more of /dev/shm"
+    assert float((await attack(sandbox, code)).value or 99) <= 8 + 8 + 0.1
     await sandbox.reset()
     assert (await sandbox.run("import os\nos.listdir('/tmp'), os.listdir('/dev/shm')")).value == "([], [])"
-
-
-async def test_memory_one_process_and_all_together(sandbox: PythonSandbox):
-    assert (await attack(sandbox, "x = []\nwhile True: x.append(bytearray(2 ** 20))")).limit == "memory"
-    await sandbox.reset()
-    code = """
-    import os, time
-    for _ in range(6):
-        if os.fork() == 0:
-            x = b'x' * (48 * 2 ** 20)
-            time.sleep(30)
-            os._exit(0)
-    time.sleep(3)
-    """
-    result = await sandbox.run(textwrap.dedent(code), timeout=10)
-    assert result.limit == "memory"
-    assert (await sandbox.run("6 * 7")).value == "42"
 
 
 async def test_processor_time_of_all_processes_together(engine: Podman):
@@ -277,7 +249,7 @@ async def test_processor_time_of_all_processes_together(engine: Podman):
         code = "import os\nfor _ in range(2): os.fork()\nwhile True: pass"
         result = await sandbox.run(code, timeout=60)
         assert result.limit == "cpu"
-        await sandbox.reset()  # the others go on turning, and would hold up the next call on a busy machine
+        await sandbox.reset()  # ends the other processes
         assert (await sandbox.run("6 * 7", timeout=30)).value == "42"
 
 
@@ -291,7 +263,7 @@ async def test_processors(engine: Podman):
     """
     async with PythonSandbox(isolation=place(engine, cpus=0.25)) as sandbox:
         used = float((await sandbox.run(textwrap.dedent(code), timeout=20)).value or 9)
-        assert used < 0.8, "a quarter of 1.5 s, with room for how the kernel counts"
+        assert used < 0.8
 
 
 async def test_network_access_only_if_requested(engine: Podman):
@@ -319,11 +291,11 @@ async def test_mounts(engine: Podman, tmp_path: Path):
         assert (await attack(sandbox, "open('/data/table', 'w')")).error_type == "OSError"
         assert (await attack(sandbox, "open('/out/kept', 'w').write('x')")).ok
         await sandbox.reset()
-        assert (await attack(sandbox, "open('/out/kept').read()")).value == "'x'", "a mount is the user's"
+        assert (await attack(sandbox, "open('/out/kept').read()")).value == "'x'"
     assert (tmp_path / "write" / "kept").read_text() == "x"
 
 
-# --- what cannot be ------------------------------------------------------------------------------
+# --- unavailable engines --------------------------------------------------------------------------
 
 
 async def test_no_engine_no_image_no_python(engine: Podman, monkeypatch: pytest.MonkeyPatch):
@@ -346,7 +318,7 @@ async def test_no_engine_no_image_no_python(engine: Podman, monkeypatch: pytest.
         assert (await sandbox.run("6 * 7")).value == "42"
 
 
-# --- endings -------------------------------------------------------------------------------------
+# --- ends -----------------------------------------------------------------------------------------
 
 KERNEL = """
 import asyncio, os, sys
@@ -382,7 +354,7 @@ def test_python_that_ends_without_closing_leaves_nothing(engine: Podman):
 
 
 def test_unstarted_containers_of_a_killed_process_are_removed(engine: Podman):
-    """Between making and starting there is no input that could end: the next process on this engine removes it."""
+    """A container that was created but not started does not exit by itself; the next process removes it."""
     code = (
         "import sys\nfrom agentfly_kit.sandboxes import Container\n"
         "from agentfly_kit.sandboxes.host import container as c\n"
@@ -395,7 +367,7 @@ def test_unstarted_containers_of_a_killed_process_are_removed(engine: Podman):
     with containers_module._client(engine.url) as api:
         ours = api.create_container_from_config(containers_module._config(api, place(engine), Limits(), True))["Id"]
         containers_module._remove_orphans(api)
-        assert [each["Id"] for each in api.containers(all=True)] == [ours], "the living maker's stays"
+        assert [each["Id"] for each in api.containers(all=True)] == [ours]
         api.remove_container(ours)
 
 
@@ -446,7 +418,7 @@ async def test_cancelled_while_it_starts_and_while_it_runs(engine: Podman):
 
 
 async def test_printing_between_calls_blocks_nothing(sandbox: PythonSandbox):
-    """More than every buffer on the way holds, while nobody reads; then a call, a reset and another one."""
+    """More output than all buffers hold, followed by a call, a reset and another call."""
     code = """
     import threading
     def flood():
@@ -475,13 +447,13 @@ def test_not_isolated():
 
 
 def test_invalid_settings():
-    for wrong, said in (
+    for settings, message in (
         ({"image": ""}, "image must be the name"),
         ({"image": "x", "cpus": 0}, "cpus must be between"),
         ({"image": "x", "mounts": {"data": "/data"}}, "absolute paths to absolute paths"),
     ):
-        with pytest.raises(SettingsError, match=said):
-            Container(**wrong)  # type: ignore[arg-type]
+        with pytest.raises(SettingsError, match=message):
+            Container(**settings)  # type: ignore[arg-type]
 
 
 def test_address_of_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

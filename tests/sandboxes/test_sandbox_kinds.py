@@ -1,4 +1,4 @@
-"""Any class can be a sandbox (the example of docs/architecture.md is run), and chains that hold one fork."""
+"""Any class can be a sandbox, as in docs/architecture.md, and chains that hold a sandbox can be forked."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def write(name: str, **arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {{{written}}}}}\n</tool_call>'
 
 
-async def test_a_class_defined_in_a_cell_is_a_sandbox():
+async def test_the_sandbox_class_of_the_documentation():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Notes" in block]
-    assert len(code.split("@af.tool")[0].splitlines()) <= 10, "ten lines are promised"
+    assert len(code.split("@af.tool")[0].splitlines()) <= 10
     cell: dict[str, Any] = {"af": af, "chat": chat(), "engine": af.ScriptedEngine([write("note", text="b"), "end"])}
     exec(compile(code, "cell", "exec"), cell)
     agent = cell["agent"]
     rollout = await agent.rollout([TASK], group_size=64)
     for trajectory in rollout.trajectories:
-        assert [c.result.observation for c in trajectory.tool_calls] == ["1"], "each begins with an empty one"
+        assert [c.result.observation for c in trajectory.tool_calls] == ["1"]
     chain = agent.chain(TASK)
     chain.force(write("note", text="a"))
     await chain.act()
@@ -44,7 +44,7 @@ async def test_a_class_defined_in_a_cell_is_a_sandbox():
 
 
 @pytest.mark.parametrize("kind", [af.ShellSandbox, af.FileSandbox, af.SQLSandbox])
-async def test_chains_that_hold_one_fork(kind: type):
+async def test_chains_with_a_sandbox_can_be_forked(kind: type):
     name, argument, first, second, sees = {
         af.ShellSandbox: ("shell", "command", "A=5", "echo $A; A=$((A + 1))", "5"),
         af.FileSandbox: ("shell", "command", "echo 5 > file", "cat file; echo 6 > file", "5"),
@@ -72,7 +72,7 @@ async def test_chains_that_hold_one_fork(kind: type):
     await pool.close()
 
 
-async def test_a_chain_that_holds_a_job_does_not_fork_and_goes_on():
+async def test_a_chain_with_a_background_process_cannot_be_forked():
     pool = af.Pool(af.ShellSandbox, size=2)
     agent = af.Agent(af.ScriptedEngine(["end"]), chat=chat(), tools=[af.toolbox.shell], pools=[pool], max_turns=4)
     chain = agent.chain(TASK)
@@ -80,7 +80,7 @@ async def test_a_chain_that_holds_a_job_does_not_fork_and_goes_on():
     await chain.act()
     with pytest.raises(SandboxError, match="this ShellSandbox cannot fork: 1 background process still running"):
         await chain.fork()
-    assert pool.snapshot().leased == 1, "the fork's lease went back"
+    assert pool.snapshot().leased == 1
     chain.force(write("shell", command="echo $A"))
     await chain.act()
     trajectory = await chain.finish()

@@ -1,4 +1,4 @@
-"""What a process that was killed leaves behind is reaped by the next one, and nothing of anybody who lives is."""
+"""Resources of killed processes are removed by the next process, and those of living processes are kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_sandbox_python import LEVELS, below, runs
+from test_sandbox_python import LEVELS, below, groups, runs
 
 from agentfly_kit.sandboxes.host import isolation, limits, reaper
 
@@ -33,16 +33,10 @@ asyncio.run(main())
 """
 
 
-def groups(pid: int) -> list[Path]:
-    hierarchy = isolation.hierarchy()
-    roots = hierarchy.roots.values() if hierarchy else []
-    return [folder for root in roots for folder in root.glob(f"agentfly-{pid}-*")]
-
-
 @pytest.mark.parametrize("level", LEVELS)
-def test_after_a_kill_the_next_start_reaps(level: str, tmp_path: Path):
+def test_the_next_start_removes_the_resources_of_a_killed_process(level: str, tmp_path: Path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    isolation.hierarchy()  # its first call reaps too
+    isolation.hierarchy()  # its first call removes them too
     host = subprocess.Popen([sys.executable, "-c", HOST, level, "stay"], stdout=subprocess.PIPE, env=environment)
     assert host.stdout is not None
     with host:
@@ -50,14 +44,14 @@ def test_after_a_kill_the_next_start_reaps(level: str, tmp_path: Path):
             zygote = int(host.stdout.readline())
             everything = [zygote, *below(zygote)]
             (sleeper,) = [pid for pid in everything if b"sleep\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-            os.kill(zygote, signal.SIGSTOP)  # so that it cannot clean up before it is killed: the worst that can come
+            os.kill(zygote, signal.SIGSTOP)  # so that it cannot clean up
         finally:
             host.kill()
             host.wait(10)
         with contextlib.suppress(ProcessLookupError):  # its parent's death may have killed it first
             os.kill(zygote, signal.SIGKILL)
     folders = list(tmp_path.glob(f"agentfly-sandbox-{host.pid}-*"))
-    assert len(folders) == (level in ("landlock", "none")), "there is something to reap"
+    assert len(folders) == (level in ("landlock", "none"))
     assert groups(host.pid) or isolation.hierarchy() is None
     subprocess.run([sys.executable, "-c", HOST, level, "go"], check=True, stdout=subprocess.DEVNULL, env=environment)
     deadline = time.monotonic() + 20
@@ -66,40 +60,40 @@ def test_after_a_kill_the_next_start_reaps(level: str, tmp_path: Path):
     if isolation.hierarchy() is not None or level == "strict":
         assert not [pid for pid in everything if runs(pid)], "a process was left"
     elif runs(sleeper):
-        os.kill(sleeper, signal.SIGKILL)  # without control groups nothing knows whose it was, and the report says so
+        os.kill(sleeper, signal.SIGKILL)  # documented: its owner is unknown without control groups
     assert not groups(host.pid), "a control group was left"
     assert not list(tmp_path.iterdir()), "a folder was left"
 
 
 def ended() -> int:
-    """The number of a process that has been."""
+    """Return the id of a process that has ended."""
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     return process.pid
 
 
-def marks() -> tuple[dict[str, str], dict[str, str]]:
-    """(of those that are gone, of those that may live), each with a word on it."""
+def tags() -> tuple[dict[str, str], dict[str, str]]:
+    """Return tags of owners that are gone, and tags of owners that may be alive, by description."""
     pid, start, space, boot = reaper.owner_tag().split("-")
     gone = {
         "ended": f"{ended()}-{start}-{space}-{boot}",
-        "its number is another's now": f"{pid}-{int(start) - 1}-{space}-{boot}",
-        "a number that was given again to init": f"1-99999999999-{space}-{boot}",
+        "reused pid": f"{pid}-{int(start) - 1}-{space}-{boot}",
+        "pid reused by init": f"1-99999999999-{space}-{boot}",
     }
-    lives = {
+    alive = {
         "this one": reaper.owner_tag(),
         "another namespace": f"{ended()}-{start}-{int(space) + 1}-{boot}",
         "another boot": f"{ended()}-{start}-{space}-0123456789ab",
-        "no mark": f"{ended()}",
-        "nobody could tell": f"{ended()}-0--",
+        "no tag": f"{ended()}",
+        "unknown start time": f"{ended()}-0--",
     }
-    return gone, lives
+    return gone, alive
 
 
-def test_folders_go_by_number_and_start(tmp_path: Path):
-    gone, lives = marks()
-    for mark in [*gone.values(), *lives.values()]:
-        folder = tmp_path / f"{reaper.SCRATCH}{mark}-abc_123"
+def test_folders_of_gone_owners_are_deleted(tmp_path: Path):
+    gone, alive = tags()
+    for tag in [*gone.values(), *alive.values()]:
+        folder = tmp_path / f"{reaper.SCRATCH}{tag}-abc_123"
         (folder / "inner").mkdir(parents=True)
         (folder / "inner" / "file").write_text("x")
         (folder / "inner").chmod(0)
@@ -112,19 +106,19 @@ def test_folders_go_by_number_and_start(tmp_path: Path):
     plain.write_text("x")
     (tmp_path / f"other-{gone['ended']}-abc").mkdir()
     reaper.reap_folders(str(tmp_path))
-    for word, mark in gone.items():
-        assert not (tmp_path / f"{reaper.SCRATCH}{mark}-abc_123").exists(), word
-    for word, mark in lives.items():
-        assert (tmp_path / f"{reaper.SCRATCH}{mark}-abc_123" / "inner").exists(), word
-    assert link.is_symlink() and (target / "file").exists() and plain.exists(), "only folders, and no link is followed"
+    for case, tag in gone.items():
+        assert not (tmp_path / f"{reaper.SCRATCH}{tag}-abc_123").exists(), case
+    for case, tag in alive.items():
+        assert (tmp_path / f"{reaper.SCRATCH}{tag}-abc_123" / "inner").exists(), case
+    assert link.is_symlink() and (target / "file").exists() and plain.exists()
     assert (tmp_path / f"other-{gone['ended']}-abc").exists()
     reaper.reap_folders(str(tmp_path / "not there"))
 
 
-def test_a_folder_of_another_user_stays(tmp_path: Path):
+def test_a_folder_of_another_user_is_kept(tmp_path: Path):
     if os.getuid():
         pytest.skip("only root can make a folder of another user")
-    folder = tmp_path / f"{reaper.SCRATCH}{marks()[0]['ended']}-abc"
+    folder = tmp_path / f"{reaper.SCRATCH}{tags()[0]['ended']}-abc"
     folder.mkdir()
     os.chown(folder, 12345, 12345)
     reaper.reap_folders(str(tmp_path))
@@ -135,24 +129,24 @@ def test_orphaned_groups_are_removed_with_their_processes():
     hierarchy = isolation.hierarchy()
     if hierarchy is None:
         pytest.skip("no control group can be made here")
-    gone, lives = marks()
+    gone, alive = tags()
     sleepers = {}
     made = []
     try:
-        for mark in [*gone.values(), *lives.values()]:
-            sleepers[mark] = subprocess.Popen(["sleep", "1000"])
+        for tag in [*gone.values(), *alive.values()]:
+            sleepers[tag] = subprocess.Popen(["sleep", "1000"])
             for root in hierarchy.roots.values():
-                folder = root / f"agentfly-{mark}-7"
+                folder = root / f"agentfly-{tag}-7"
                 folder.mkdir()
                 made.append(folder)
-                (folder / "cgroup.procs").write_text(str(sleepers[mark].pid))
+                (folder / "cgroup.procs").write_text(str(sleepers[tag].pid))
         limits.remove_orphans(hierarchy)
-        for word, mark in gone.items():
-            assert sleepers[mark].wait(10) == -signal.SIGKILL, word
-            assert not [folder for folder in made if mark in folder.name and folder.exists()], word
-        for word, mark in lives.items():
-            assert sleepers[mark].poll() is None, word
-            assert all(folder.exists() for folder in made if mark in folder.name), word
+        for case, tag in gone.items():
+            assert sleepers[tag].wait(10) == -signal.SIGKILL, case
+            assert not [folder for folder in made if tag in folder.name and folder.exists()], case
+        for case, tag in alive.items():
+            assert sleepers[tag].poll() is None, case
+            assert all(folder.exists() for folder in made if tag in folder.name), case
     finally:
         for sleeper in sleepers.values():
             sleeper.kill()

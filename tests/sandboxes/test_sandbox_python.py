@@ -1,11 +1,10 @@
-"""PythonSandbox: what a call tells, what lives and what does not, and that nothing is ever left behind."""
+"""PythonSandbox: results, limits, resets, cancellation, isolation levels, and that no resource is left behind."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from agentfly_kit.sandboxes.host import commands, isolation, limits
 from agentfly_kit.sandboxes.host.limits import Group, Hierarchy, Limits, find_hierarchy
 from agentfly_kit.sandboxes.inside import processes
 
-# Absent, they are skipped. There and refused, these tests fail: a machine that should have it must not hide that.
+# Levels that are not installed are skipped. A level that is installed but does not work fails its tests.
 STRICT = isolation.strict_unavailable_reason() if shutil.which("bwrap") is None else ""
 LANDLOCK = "" if commands.landlock_version() else isolation.landlock_unavailable_reason()
 MARKS = {
@@ -38,9 +37,9 @@ LEVELS = [pytest.param(level, marks=marks) for level, marks in MARKS.items()]
 
 
 def few(*fast: str):
-    """All levels; those that are not named run in `make test-real`, because hundreds of processes at each take minutes.
+    """Return all levels; those that are not named run in `make test-real` only, because they take minutes.
 
-    Without bubblewrap, where the strict tests are skipped, the strongest level that is left takes their place.
+    Without bubblewrap, landlock is tested instead of strict.
     """
     fast = (*fast, "landlock") if STRICT else fast
     return [
@@ -55,12 +54,11 @@ def level(request: pytest.FixtureRequest) -> str:
 
 
 def zygotes() -> set[int]:
-    """Processes of sandboxes that descend from this process: found by their command line and our pid above them."""
+    """Return the sandbox processes that descend from this process, recognized by their command line."""
     found = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                # bwrap's own process, the zygote and the interpreters all have it in their command line
                 if b"zygote.py" in (folder / "cmdline").read_bytes() and _descends(int(folder.name)):
                     found.add(int(folder.name))
             except OSError:
@@ -89,38 +87,39 @@ def files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def groups() -> list[Path]:
+def groups(pid: int) -> list[Path]:
     hierarchy = isolation.hierarchy()
     roots = hierarchy.roots.values() if hierarchy else []
-    return [folder for root in roots for folder in root.glob(f"agentfly-{os.getpid()}-*")]
+    return [folder for root in roots for folder in root.glob(f"agentfly-{pid}-*")]
 
 
-def scratch() -> set[Path]:
-    return set(Path(os.environ.get("TMPDIR", "/tmp")).glob(f"agentfly-sandbox-{os.getpid()}-*"))
+def scratch(pid: int) -> set[Path]:
+    return set(Path(os.environ.get("TMPDIR", "/tmp")).glob(f"agentfly-sandbox-{pid}-*"))
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     asyncio.run(_warm_up())
-    before = files(), scratch()
+    before = files(), scratch(os.getpid())
     yield
     gc.collect()
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 5
     while zygotes() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not zygotes(), "a process was left"
-    assert not groups(), "a control group was left"
-    assert scratch() <= before[1], "a folder was left"
-    assert files() <= before[0], "a file descriptor was left"
+    assert not groups(os.getpid()), "a control group was left"
+    assert scratch(os.getpid()) <= before[1], "a folder was left"
+    if "a_kernel_that" not in request.node.name:  # zmq keeps some files open in this process
+        assert files() <= before[0], "a file descriptor was left"
 
 
 async def _warm_up() -> None:
-    """What a process opens once: the probe's verdict, the executor's thread."""
+    """Open the files that a process keeps: those of the probe and of the executor."""
     isolation.hierarchy()
     await asyncio.to_thread(int)
 
 
-# --- what a call tells ---------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 async def test_value_output_and_error(level: str):
@@ -131,7 +130,7 @@ async def test_value_output_and_error(level: str):
         assert result.text == "out\nerr\n42"
         assert (await sandbox.run("x = 1")).value is None
         assert (await sandbox.run("None")).value is None
-        assert (await sandbox.run("_")).value == "42", "the last value, as in any interpreter"
+        assert (await sandbox.run("_")).value == "42"
         result = await sandbox.run("def f():\n    return 1 / 0\nprint('before')\nf()")
         assert result.stdout == "before\n"
         assert result.error_type == "ZeroDivisionError"
@@ -144,10 +143,10 @@ async def test_value_output_and_error(level: str):
         assert result.error is not None
         assert "zygote" not in result.error
         assert (await sandbox.run("")).ok
-        assert (await sandbox.run("'é\\ud800'")).value is not None, "half a surrogate pair is text that can be stored"
+        assert (await sandbox.run("'é\\ud800'")).value is not None
 
 
-async def test_functions_see_their_imports_and_classes_their_module(level: str):
+async def test_cells_share_one_main_module(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("import math\ndef area(r):\n    return math.pi * r ** 2")
         assert (await sandbox.run("round(area(1), 3)")).value == "3.142"
@@ -176,7 +175,7 @@ async def test_truncated_output(level: str):
     async with PythonSandbox(isolation=level, max_output=1000) as sandbox:
         result = await sandbox.run("print('a' * 5000)\n'b' * 5000")
         assert (len(result.stdout), len(result.value or ""), result.truncated) == (1000, 1000, True)
-        assert result.ok, "much output is no failure"
+        assert result.ok
         assert result.text.endswith("[output cut off]")
         assert not (await sandbox.run("print('a' * 500)")).truncated
         result = await sandbox.run("while True: print('x' * 100)", timeout=5)
@@ -184,7 +183,7 @@ async def test_truncated_output(level: str):
         assert result.seconds < 3
 
 
-async def test_a_closed_stdout_comes_back(level: str):
+async def test_a_closed_stdout_is_reopened(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("import sys\nsys.stdout.close()")
         assert (await sandbox.run("print('again')")).stdout == "again\n"
@@ -192,24 +191,24 @@ async def test_a_closed_stdout_comes_back(level: str):
         assert (await sandbox.run("print('again')")).stdout == "again\n"
 
 
-async def test_a_child_that_forks_does_not_answer_twice(level: str):
+async def test_a_forked_child_does_not_answer(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
         assert (await sandbox.run("import os\npid = os.fork()\n'parent' if pid else 'child'")).value == "'parent'"
         assert (await sandbox.run("1 + 1")).value == "2"
 
 
-async def test_a_large_cell_and_many_at_once(level: str):
+async def test_a_large_cell_and_concurrent_calls(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
         text = "é" * 2_000_000
         assert (await sandbox.run(f"s = '{text}'\nlen(s)", timeout=20)).value == "2000000"
         results = await asyncio.gather(*(sandbox.run(f"x = {i}\nx") for i in range(20)))
-        assert [result.value for result in results] == [str(i) for i in range(20)], "in the order of asking"
+        assert [result.value for result in results] == [str(i) for i in range(20)]
 
 
-# --- time and death ------------------------------------------------------------------------------
+# --- timeouts and exits ---------------------------------------------------------------------------
 
 
-async def test_timeout_keeps_the_variables(level: str):
+async def test_a_timeout_keeps_the_variables(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("x = 5")
         result = await sandbox.run("print('begun')\nx = 6\nwhile True: pass", timeout=0.2)
@@ -236,7 +235,7 @@ async def test_code_that_ignores_the_interrupt_is_killed(level: str):
         assert result.stdout == "begun\n"
         assert "killed: it ran for more than 0.2 s" in (result.error or "")
         assert (await sandbox.run("x")).error_type == "NameError"
-        assert (await sandbox.run("open('kept.txt').read()")).value == "'file'", "the files of the chain live"
+        assert (await sandbox.run("open('kept.txt').read()")).value == "'file'"
 
 
 @pytest.mark.parametrize(
@@ -257,7 +256,7 @@ async def test_death_is_reported_and_the_next_call_works(level: str, code: str, 
         assert (await sandbox.run("1 + 1")).value == "2"
 
 
-async def test_exit_is_an_exception_like_any_other(level: str):
+async def test_exit_is_reported_as_an_exception(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("x = 1")
         result = await sandbox.run("import sys\nsys.exit(2)")
@@ -265,8 +264,9 @@ async def test_exit_is_an_exception_like_any_other(level: str):
         assert (await sandbox.run("x")).value == "1"
 
 
+@pytest.mark.parametrize("level", [each for each in few("strict") if each.values != ("none",)])
 async def test_a_sandbox_killed_from_outside_raises(level: str):
-    """That is no doing of the code: not a result, which would be scored, but an error of the host."""
+    """A failure of the host, not a result, which would be scored. Without isolation the code could have done it."""
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("x = 1")
         call = asyncio.ensure_future(sandbox.run("while True: pass", timeout=20))
@@ -284,10 +284,10 @@ async def test_a_sandbox_killed_from_outside_raises(level: str):
         os.kill(sandbox.pid, signal.SIGKILL)
         while sandbox.alive:
             await asyncio.sleep(0.001)
-        assert (await sandbox.run("1 + 1")).value == "2", "nothing was lost"
+        assert (await sandbox.run("1 + 1")).value == "2"
 
 
-async def test_closed_under_a_call(level: str):
+async def test_close_during_a_call(level: str):
     sandbox = PythonSandbox(isolation=level)
     await sandbox.start()
     call = asyncio.ensure_future(sandbox.run("while True: pass", timeout=20))
@@ -300,10 +300,10 @@ async def test_closed_under_a_call(level: str):
     assert repr(sandbox) == f"<PythonSandbox {level}, closed>"
 
 
-# --- limits are observations ---------------------------------------------------------------------
+# --- limits ---------------------------------------------------------------------------------------
 
 
-async def test_memory_gives_a_memory_error_and_the_variables_live(level: str):
+async def test_a_memory_error_keeps_the_variables(level: str):
     async with PythonSandbox(isolation=level, memory_mb=128) as sandbox:
         await sandbox.run("x = 1")
         result = await sandbox.run("y = bytearray(2 ** 30)")
@@ -326,7 +326,7 @@ def group_of(sandbox: PythonSandbox) -> Group:
     return sandbox._handle.group
 
 
-async def test_processor_time(level: str):
+async def test_cpu_limit(level: str):
     async with PythonSandbox(isolation=level, cpu_seconds=0.3) as sandbox:
         await sandbox.run("x = 1")
         result = await sandbox.run("while True: pass", timeout=20)
@@ -335,10 +335,10 @@ async def test_processor_time(level: str):
         assert (await sandbox.run("x")).value == "1"
 
 
-# --- chains --------------------------------------------------------------------------------------
+# --- resets and forks -----------------------------------------------------------------------------
 
 
-async def test_the_next_chain_sees_nothing_of_the_last(level: str):
+async def test_a_reset_hides_the_previous_chain(level: str):
     async with Pool(PythonSandbox, size=1, isolation=level) as pool:
         async with pool.lease("first") as sandbox:
             await sandbox.run(
@@ -352,7 +352,7 @@ async def test_the_next_chain_sees_nothing_of_the_last(level: str):
                 "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
             )
         async with pool.lease("second") as again:
-            assert again is sandbox, "the same sandbox, reset"
+            assert again is sandbox
             for name in ("secret", "leak", "os"):
                 assert (await again.run(name)).error_type == "NameError"
             assert (await again.run("import os, math\nmath.pi > 3.1, os.listdir('.'), 'LEAK' in os.environ")).value == (
@@ -364,8 +364,8 @@ async def test_the_next_chain_sees_nothing_of_the_last(level: str):
         assert pool.snapshot().sandboxes[0].uses == 2
 
 
-async def test_a_daemon_does_not_outlive_its_chain(level: str):
-    """A child that left its session and its parent, the old way to hide."""
+async def test_a_daemon_ends_with_its_lease(level: str):
+    """A child that has left its session and its parent."""
     async with Pool(PythonSandbox, size=1, isolation=level) as pool:
         async with pool.lease() as sandbox:
             code = """
@@ -382,7 +382,7 @@ async def test_a_daemon_does_not_outlive_its_chain(level: str):
             """
             result = await sandbox.run(textwrap.dedent(code))
             assert result.ok, result
-            assert result.seconds < 2, "a process in the background does not hold the call"
+            assert result.seconds < 2
             inside = len(below(sandbox.pid or 0))
         after = len(below(sandbox.pid or 0))
         assert after < inside
@@ -399,7 +399,7 @@ async def test_fork_by_replay(level: str):
         await parent.fork(child)
         assert (await child.run("x, open('f').read()")).value == "([1, 2], 'hello')"
         await child.run("x.append(3)")
-        assert (await parent.run("x")).value == "[1, 2]", "two states from here on"
+        assert (await parent.run("x")).value == "[1, 2]"
         await parent.run("import time\ntime.time_ns()")
         async with pool.lease() as other:
             with pytest.raises(SandboxError, match="cannot fork: call 5 of 5 gave a different result"):
@@ -407,7 +407,7 @@ async def test_fork_by_replay(level: str):
             assert (await other.run("x")).error_type == "NameError"
 
 
-async def test_sets_of_strings_have_one_order_in_all_chains(level: str):
+async def test_sets_of_strings_have_the_same_order_in_all_sandboxes(level: str):
     code = "list({'alpha', 'beta', 'gamma', 'delta'})"
     values = set()
     for _ in range(2):
@@ -427,7 +427,7 @@ async def test_preload(level: str):
     assert not broken.alive
 
 
-async def test_packages_are_there_read_only_or_not_at_all(level: str):
+async def test_packages(level: str):
     site = commands.packages()[0]
     code = "import importlib.util, os\n[importlib.util.find_spec(name) is not None for name in ('numpy', 'json')]"
     async with PythonSandbox(isolation=level) as sandbox:
@@ -441,16 +441,16 @@ async def test_packages_are_there_read_only_or_not_at_all(level: str):
             assert write.error_type in ("OSError", "PermissionError")
     async with PythonSandbox(isolation=level, packages=False) as sandbox:
         assert (await sandbox.run(code)).value == "[False, True]"
-        if level != "none":  # where the code may read all files it may read these too
+        if level != "none":  # there the code can read all files
             look = f"[os.path.isdir(p) and os.access(p, os.R_OK) and os.listdir(p) for p in {[site]!r}]"
             found = await sandbox.run(look)
             assert found.value in ("[False]", "[[]]") or found.error_type == "PermissionError"
 
 
-# --- cancellation, loops, ends -------------------------------------------------------------------
+# --- cancellation, event loops, process exit ------------------------------------------------------
 
 
-async def test_cancelled_calls_leave_a_usable_sandbox(level: str):
+async def test_a_sandbox_is_usable_after_cancelled_calls(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("x = 1")
         for code in ("while True: pass", "import time; time.sleep(9)", "print('y' * 100000)\nwhile True: pass", "1"):
@@ -462,34 +462,8 @@ async def test_cancelled_calls_leave_a_usable_sandbox(level: str):
             assert (result.stdout, result.value) == ("1\n", "1"), code
 
 
-@pytest.mark.parametrize("count", [48])
-async def test_cancelled_anywhere_leaves_nothing(level: str, count: int):
-    """start, run, reset, fork and close, each cancelled after a random time; the fixture looks for what is left."""
-    print("seed 0")
-    chance = random.Random(0)
-
-    async def life() -> None:
-        sandbox = PythonSandbox(isolation=level)
-        try:
-            await sandbox.start()
-            await sandbox.run(chance.choice(["1", "print(1)", "import time; time.sleep(0.01)"]))
-            await sandbox.reset()
-            await sandbox.run("2")
-        finally:
-            await sandbox.close()
-
-    for _ in range(count // 4):
-        tasks = [asyncio.ensure_future(life()) for _ in range(4)]
-        for task in tasks:
-            await asyncio.sleep(chance.random() ** 2 * 0.03)
-            task.cancel()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            assert result is None or isinstance(result, asyncio.CancelledError), result
-    gc.collect()
-
-
 def test_a_sandbox_outlives_the_thread_that_started_it(level: str):
-    """The kernel's "die with your parent" means the parent's thread: one that lives as long as Python starts them."""
+    """PR_SET_PDEATHSIG refers to the parent thread, so a thread that lives as long as Python starts sandboxes."""
     sandbox = PythonSandbox(isolation=level)
     thread = threading.Thread(target=lambda: asyncio.run(sandbox.start()))
     thread.start()
@@ -504,7 +478,7 @@ def test_a_sandbox_outlives_the_thread_that_started_it(level: str):
     assert asyncio.run(use()) == "42"
 
 
-def test_one_event_loop_after_another(level: str):
+def test_successive_event_loops(level: str):
     pool: Pool[PythonSandbox] | None = Pool(PythonSandbox, size=1, isolation=level)
 
     async def use() -> str | None:
@@ -518,7 +492,7 @@ def test_one_event_loop_after_another(level: str):
     assert values == ["1", "1", "1"]
     assert pool.snapshot().dead == 0
     pool = None
-    assert not zygotes(), "a pool that goes takes its processes with it, at once"
+    assert not zygotes()
 
 
 SCRIPT = """
@@ -532,7 +506,7 @@ async def main():
     call = asyncio.ensure_future(lease.sandbox.run("while True: pass", timeout=100))
     while pool.snapshot().starting:
         await asyncio.sleep(0.01)
-    print(" ".join(str(s.pid) for s in pool._sandboxes.values()), flush=True)
+    print(" ".join(str(s.pid) for s in (slot.sandbox for slot in pool._state.slots.values())), flush=True)
     sys.stdin.read()  # until the test has looked
     if sys.argv[2] == "exit":
         sys.exit(0)
@@ -542,7 +516,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("end", ["exit", "kill", "interrupt"])
-def test_nothing_outlives_its_python(level: str, end: str):
+def test_no_process_outlives_its_host_process(level: str, end: str):
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, level, end],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -565,25 +539,25 @@ def test_nothing_outlives_its_python(level: str, end: str):
     assert not [pid for pid in everything if runs(pid)]
     hierarchy = isolation.hierarchy()
     if hierarchy is not None:
-        limits.remove_orphans(hierarchy)  # as the next process does: a killed one cannot remove its empty groups
-        assert not [g for root in hierarchy.roots.values() for g in root.glob(f"agentfly-{process.pid}-*")]
-    assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob(f"agentfly-sandbox-{process.pid}-*"))
+        limits.remove_orphans(hierarchy)  # as the next process does
+    assert not groups(process.pid)
+    assert not scratch(process.pid)
 
 
-async def test_a_forked_copy_of_this_process_ends_nothing(level: str):
+async def test_a_fork_of_the_host_process_does_not_own_its_sandboxes(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
         code = "import os, signal\nopen('f', 'w').write('1')"
         await sandbox.run(code)
         pid = os.fork()
         if pid == 0:
-            sandbox.kill()  # what its finalizers would do
+            sandbox.kill()  # as its finalizers would
             os._exit(0)
         await asyncio.to_thread(os.waitpid, pid, 0)
         assert sandbox.alive
         assert (await sandbox.run("open('f').read()")).value == "'1'"
 
 
-# --- levels and limits, as words -----------------------------------------------------------------
+# --- isolation levels and control groups ----------------------------------------------------------
 
 
 def test_levels_are_never_lowered_silently(monkeypatch: pytest.MonkeyPatch):
@@ -623,7 +597,7 @@ async def test_strict_is_the_best_level():
         assert sandbox.limit_mechanisms["network"] == "no interface but its own loopback"
 
 
-def test_strict_without_a_way_to_count_processes_is_refused_to_root(monkeypatch: pytest.MonkeyPatch):
+def test_root_without_control_groups_cannot_use_strict_with_a_process_limit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(isolation, "strict_unavailable_reason", lambda: "")
     monkeypatch.setattr(isolation, "hierarchy", lambda: None)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
@@ -642,17 +616,17 @@ def test_invalid_settings(setting: dict[str, float]):
 
 
 def test_control_groups_version_2(tmp_path: Path):
-    """The files of version 2 on a stand-in folder: a machine has one version or the other."""
+    """Uses a temporary folder, because a machine has only one of the two versions."""
     mount = tmp_path / "unified"
     app = mount / "user.slice" / "app.slice"
     own = app / "session.scope"
     own.mkdir(parents=True)
-    for folder, handed_down in ((app, "cpu memory pids"), (own, "")):
-        (folder / "cgroup.subtree_control").write_text(handed_down)
+    for folder, delegated in ((app, "cpu memory pids"), (own, "")):
+        (folder / "cgroup.subtree_control").write_text(delegated)
         (folder / "cgroup.procs").write_text("")
     mounts = f"cgroup2 {mount} cgroup2 rw 0 0\n"
     found = find_hierarchy(mounts, "0::/user.slice/app.slice/session.scope\n")
-    assert found == Hierarchy("v2", {"": app}), "a neighbour of our own group: one that holds processes has no children"
+    assert found == Hierarchy("v2", {"": app})
     group = Group.create(found, Limits(memory_mb=100, processes=8))
     folder = group.folders[""]
     assert folder.parent == app
@@ -662,8 +636,8 @@ def test_control_groups_version_2(tmp_path: Path):
     (folder / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
     (folder / "pids.events").write_text("max 5\n")
     (folder / "cgroup.procs").write_text("")
-    assert (group.cpu_seconds(), group.limit_hits(), group.processes()) == (2.5, (2, 5), [])
-    assert find_hierarchy(mounts, "0::/\n") is None, "nothing is handed down there"
+    assert (group.cpu_seconds(), group.limit_hits(), group.processes()) == (2.5, (3, 2, 5), [])
+    assert find_hierarchy(mounts, "0::/\n") is None
     assert find_hierarchy("", "") is None
 
 
@@ -684,8 +658,8 @@ def test_control_groups_version_1(tmp_path: Path):
 
 
 @pytest.mark.parametrize("how", ["cancelled", "timed out"])
-async def test_an_interrupt_that_comes_late_hits_nobody(how: str) -> None:
-    """The zygote is slow, the call answers before it is interrupted, and the next one begins."""
+async def test_a_late_interrupt_does_not_reach_the_next_call(how: str) -> None:
+    """The zygote delivers the interrupt after the call has answered and the next one has begun."""
     async with PythonSandbox(isolation="none") as sandbox:
         await sandbox.run("import time")
         assert sandbox.pid is not None
@@ -695,7 +669,7 @@ async def test_an_interrupt_that_comes_late_hits_nobody(how: str) -> None:
         if how == "cancelled":
             first.cancel()
         await asyncio.wait([first])
-        await asyncio.sleep(0.4)  # its answer is there, and its interrupt is not
+        await asyncio.sleep(0.4)  # it has answered, and its interrupt is pending
         following = asyncio.create_task(sandbox.run("for _ in range(40): time.sleep(0.02)\n'whole'"))
         await asyncio.sleep(0.2)
         os.kill(sandbox.pid, signal.SIGCONT)
@@ -703,7 +677,7 @@ async def test_an_interrupt_that_comes_late_hits_nobody(how: str) -> None:
         assert (result.value, result.error) == ("'whole'", None)
 
 
-def test_a_level_below_strict_is_announced_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_level_below_strict_warns_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         isolation, "strict_unavailable_reason", lambda: f"no bubblewrap: {isolation.INSTALL_BUBBLEWRAP}"
     )
@@ -717,7 +691,7 @@ def test_a_level_below_strict_is_announced_once(monkeypatch: pytest.MonkeyPatch)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", IsolationWarning)
         asyncio.run(start(level))
-        assert not caught, "a level that was asked for by name"
+        assert not caught
         asyncio.run(start(None))
         asyncio.run(start(None))
     (warning,) = caught

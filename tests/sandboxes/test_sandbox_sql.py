@@ -1,4 +1,4 @@
-"""SQLSandbox: typed rows, limits that interrupt, no way to another file, and a database that is really new."""
+"""SQLSandbox: typed rows, limits, no access to other files, resets and forks."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ async def test_rows_and_values_have_limits(level: str, engine: str):
         wide = "replace(printf('%900s', 'x'), ' ', 'a')" if engine == "sqlite" else "repeat('a', 900)"
         result = await sandbox.run(f"SELECT {wide} FROM t")
         assert result.truncated and len(result.rows[0][0]) == 256
-        assert (await sandbox.run("DROP TABLE t")).ok, "a result that was not read to its end locks nothing"
+        assert (await sandbox.run("DROP TABLE t")).ok
 
 
-async def test_time_interrupts_the_query_and_the_database_lives(level: str, engine: str):
+async def test_a_timeout_interrupts_the_query_and_keeps_the_database(level: str, engine: str):
     async with SQLSandbox(engine=engine, isolation=level, script=SCRIPT) as sandbox:
         result = await sandbox.run(ENDLESS, timeout=0.3)
         assert (result.timed_out, result.limit, result.died) == (True, "time", False)
@@ -107,7 +107,7 @@ async def test_time_interrupts_the_query_and_the_database_lives(level: str, engi
             f"INSERT INTO people SELECT 'x', n FROM ({ENDLESS.replace('count(*)', 'n')})", timeout=0.3
         )
         assert result.timed_out
-        assert (await sandbox.run("SELECT count(*) FROM people")).rows == ((2,),), "a stopped statement did nothing"
+        assert (await sandbox.run("SELECT count(*) FROM people")).rows == ((2,),)
 
 
 async def test_memory_has_a_limit(engine: str):
@@ -122,7 +122,7 @@ async def test_memory_has_a_limit(engine: str):
         assert (await sandbox.run("SELECT count(*) FROM people")).rows == ((2,),)
 
 
-# --- no other file -------------------------------------------------------------------------------
+# --- other files ----------------------------------------------------------------------------------
 
 OUT = {
     "sqlite": [
@@ -145,8 +145,8 @@ OUT = {
 }  # fmt: skip
 
 
-async def test_no_statement_touches_another_file(engine: str, tmp_path: Path):
-    """At the level "none", where no wall but the engine's own stands: a strict sandbox has another around it."""
+async def test_no_statement_accesses_another_file(engine: str, tmp_path: Path):
+    """At isolation="none", where only the database engine prevents it."""
     folder = tmp_path / "host"
     folder.mkdir()
     with sqlite3.connect(folder / "secret.db") as secret:
@@ -166,7 +166,7 @@ async def test_no_statement_touches_another_file(engine: str, tmp_path: Path):
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-# --- what it begins with, and the end ------------------------------------------------------------
+# --- initial state, cancellation, forks -----------------------------------------------------------
 
 
 async def test_every_chain_gets_its_own_copy(level: str, engine: str, tmp_path: Path):
@@ -253,7 +253,7 @@ async def test_a_fork_is_a_copy(level: str, engine: str):
         await one.run("CREATE TEMP TABLE tt (x INTEGER)")
         with pytest.raises(SandboxError, match="SQLSandbox cannot fork: there are temporary tables"):
             await one.fork(two)
-        assert (await two.run("SELECT count(*) FROM people")).rows == ((2,),), "as after a reset"
+        assert (await two.run("SELECT count(*) FROM people")).rows == ((2,),)
     other = SQLSandbox(engine="duckdb" if engine == "sqlite" else "sqlite")
     with pytest.raises(SandboxError, match=f"of {engine} cannot fork into one of {other.engine}"):
         await one.fork(other)
@@ -267,9 +267,9 @@ async def test_the_builtin_tool():
 
 
 def test_invalid_values_from_inside():
-    for told in ([1], {"no such": 1}, {"decimal": "x"}, {"uuid": 3}, {"date": "x"}, {}, {"bytes": 1, "text": 2}):
+    for value in ([1], {"no such": 1}, {"decimal": "x"}, {"uuid": 3}, {"date": "x"}, {}, {"bytes": 1, "text": 2}):
         with pytest.raises((KeyError, TypeError, ValueError, ArithmeticError, AttributeError)):
-            sql._decode(told)
+            sql._decode(value)
 
 
 async def test_another_database_in_the_same_process(engine: str, tmp_path: Path):
@@ -291,7 +291,7 @@ async def test_another_database_in_the_same_process(engine: str, tmp_path: Path)
             await sandbox.renew("INSERT INTO own VALUES (2)", database=(tmp_path / "own.db").read_bytes())
             assert (await sandbox.run("SELECT sum(x) FROM own")).rows == ((3,),)
         assert (await sandbox._execute("import os; os.getpid()", 5.0)).value == pid
-        await sandbox.reset()  # what it was made with
+        await sandbox.reset()  # restores the initial database
         assert (await sandbox.run("SELECT count(*) FROM people")).rows == ((2,),)
     with pytest.raises(SandboxError, match="closed"):
         await sandbox.renew()

@@ -83,10 +83,7 @@ def host_python() -> str:
 
 
 def inside_python(packages: bool = True) -> str:
-    """Return the value of `sys.executable` inside.
-
-    With packages it is the virtual environment's Python, so that child processes find the packages too.
-    """
+    """Return `sys.executable` inside: with packages the virtual environment's, so that child processes find them."""
     if not packages or not sys.executable:
         return host_python()
     folder, name = os.path.split(sys.executable)
@@ -137,10 +134,10 @@ def environment(home: str, path: str = "/usr/local/bin:/usr/bin:/bin") -> dict[s
 
 
 def inside_path(path: str) -> str:
-    """Return the path, inside a strict sandbox, of a file or folder of the host's Python: usually the same path.
+    """Return the path inside a strict sandbox of a folder of the host's Python.
 
-    Paths below /tmp are remapped, because there the sandbox has its own, initially empty folder; a virtual environment
-    in /tmp is mounted elsewhere. The interpreter itself cannot be moved, because it finds its library by its path.
+    A virtual environment below /tmp is mounted elsewhere, because /tmp is the sandbox's own. The interpreter cannot be
+    moved, because it finds its library by its path.
     """
     python = (os.path.realpath(sys.base_prefix), host_python())
     fixed = any(_is_within(place, path) or _is_within(path, place) for place in python)
@@ -175,8 +172,7 @@ def strict_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the bwrap command line, up to the program to run, and the environment in which to start bwrap.
 
-    bwrap keeps its own environment, readable inside as /proc/1/environ unless the program is pid 1. Therefore the
-    environment is minimal, and the program is also pid 1. The order of mounts matters: later mounts hide earlier ones.
+    The environment of bwrap could be read inside, so it is minimal. Later mounts hide earlier ones.
     """
     command = [shutil.which(program) or program, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
     if limits.network:

@@ -1,9 +1,7 @@
 """Sandboxes in containers: `isolation=Container("python:3.12-slim")`, on any engine with Docker's API.
 
-This module creates a container, connects to the zygote in it (stream.py) and removes the container. The zygote
-(inside/container_relay.py) is the container's first process and communicates over its standard input and output, to
-which this process stays attached. Therefore a call needs no `exec`; and when this process dies, for whatever reason,
-the input ends, the container exits, and the engine removes it.
+The zygote (inside/container_relay.py) is the container's first process and communicates over its standard input and
+output (stream.py). When this process dies, the input ends, the container exits, and the engine removes it.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from ...errors import IsolationError, SandboxError, SettingsError
 from . import commands, reaper, seccomp
 from .limits import Limits
 from .process import SandboxProcess, settings_line
-from .stream import Stream, Usage
+from .stream import ContainerUsage, Stream
 
 _MEBIBYTE = 2**20
 _OWN_MEMORY = 24  # MB for the zygote, in addition to the sandbox's limit
@@ -130,10 +128,7 @@ def _path_and_mode(inner: str) -> tuple[str, str]:
 
 
 def address(engine: str | None) -> str:
-    """Return the address of the container engine.
-
-    Raises:  IsolationError if none is given and none is found.
-    """
+    """Return the address of the container engine. Raises IsolationError if none is given and none is found."""
     if engine or os.environ.get("DOCKER_HOST"):
         return engine or os.environ["DOCKER_HOST"]
     places = ["/var/run/docker.sock", "/run/podman/podman.sock"]
@@ -286,10 +281,7 @@ def _remove_container(api: Any, id: str) -> None:
 def launch(
     container: Container, limits: Limits, preload: Sequence[str], max_output: int, packages: bool
 ) -> SandboxProcess:
-    """Create and start a container. Takes about 0.1 s; its zygote later sends "ready" on the control socket.
-
-    Raises:  IsolationError if the engine or the image does not exist; SandboxError if the engine refuses.
-    """
+    """Create and start a container. Takes about 0.1 s; its zygote later sends "ready" on the control socket."""
     url = address(container.engine)
     handle = ContainerProcess(url)
     try:
@@ -309,8 +301,8 @@ def launch(
                 raise
         handle.control, inside = socket.socketpair()
         handle.control.setblocking(False)
-        handle.usage = Usage()
-        handle.stream = Stream(connection, inside, handle.usage)
+        handle.usage = usage = ContainerUsage()
+        handle.stream = Stream(connection, inside, usage)
         handle.stream.boot([commands.INSIDE / f"{name}.py" for name in _RELAY_FILES])
         program = seccomp.program(_PROCESSORS.get(arch, arch)) if container.runtime != "runsc" else None
         line = settings_line(

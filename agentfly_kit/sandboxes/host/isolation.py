@@ -1,8 +1,4 @@
-"""Isolation levels of sandboxes: what each level guarantees, and which are available here.
-
-A level is never lowered silently: a level requested by name that is unavailable raises IsolationError; `None` selects
-the best available level and reports it.
-"""
+"""Isolation levels of sandboxes: what each level guarantees, and which are available here."""
 
 from __future__ import annotations
 
@@ -48,7 +44,7 @@ NOT_ISOLATED: Mapping[str, tuple[str, ...]] = {
         "the network can be reached, with network=False too",
         "disk_mb limits each file, not their total size or number; files outside the working folder are not deleted",
         "without a control group, a process that hides on purpose can outlive the sandbox",
-        "the code can kill or change its own zygote; the sandbox is then replaced, and its chain is not scored",
+        "the code can kill or change its own zygote; its chain is then scored, as if you kill its sandbox yourself",
     ),
 }
 _DESCRIPTIONS = {
@@ -66,8 +62,7 @@ class LevelReport:
 
     Attributes:
         name: "strict", "landlock" or "none".
-        available: True if the level can be used on this machine.
-        reason: why the level is unavailable and how to fix it; if it is available, a description of it.
+        available, reason: whether the level can be used; if not, why and how to fix it, otherwise a description.
         limits: for each limit, how it is enforced.
         not_isolated: aspects of the host that the level does not isolate.
     """
@@ -128,10 +123,7 @@ def check_level(isolation: str | None) -> None:
 
 
 def resolve_level(isolation: str | None, limits: Limits) -> str:
-    """Return the level to use.
-
-    Raises:  IsolationError if the named level is unavailable with these limits.
-    """
+    """Return the level to use. Raises IsolationError if the named level is unavailable with these limits."""
     if isolation is None:
         return best()
     if reason := unavailable_reason(isolation):
@@ -239,11 +231,7 @@ def _probe_landlock(own_user: bool) -> str:
 
 
 def own_user_namespace() -> bool:
-    """Return True if processes of this user can enter a user namespace of their own, with its own RLIMIT_NPROC count.
-
-    Otherwise RLIMIT_NPROC counts all processes of the user, so one sandbox can use up the quota of another. Root is
-    never counted.
-    """
+    """Return True if this user's processes can enter a user namespace, in which RLIMIT_NPROC counts them alone."""
     if sys.platform != "linux" or _is_root() or not _kernel_is_at_least(5, 14) or commands.landlock_version() < 1:
         return False
     return not _probe_landlock(own_user=True)

@@ -1,7 +1,4 @@
-"""Resource limits of a sandbox, and the control groups that enforce them.
-
-A limit is either enforced or reported as not enforced.
-"""
+"""Resource limits of a sandbox, and the control groups that enforce them."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 from ...errors import SettingsError
 from . import reaper
@@ -23,16 +20,14 @@ from . import reaper
 class Limits:
     """Resource limits of one sandbox between two resets. None means no limit.
 
-    Units: memory_mb and disk_mb in MB of 2**20 bytes; processes counts threads too; cpu_seconds is CPU time per call.
-
     Whether a limit applies in total or to each process or file depends on the isolation level and the machine; see
     `PythonSandbox.limit_mechanisms`.
 
     Attributes:
-        memory_mb: memory that the code inside can use.
+        memory_mb: memory that the code inside can use, in MB of 2**20 bytes.
         processes: number of processes and threads.
         cpu_seconds: CPU time per call.
-        disk_mb: size of the files written inside.
+        disk_mb: size of the files written inside, in MB of 2**20 bytes.
         network: True to allow network access.
     """
 
@@ -124,29 +119,40 @@ def _own_group(mount: Path, path: str) -> Path:
     return place if place.is_dir() else mount
 
 
-class GroupUsage(Protocol):
-    """Counters of a control group."""
+class LimitHits(NamedTuple):
+    """Counters of a sandbox. A process that was killed while `memory` did not change was killed for another group."""
+
+    memory: int = 0  # how often the sandbox's own memory limit led to a kill
+    killed: int = 0  # processes killed by an out-of-memory killer
+    processes: int = 0  # forks refused by the sandbox's own process limit
+
+
+class Usage:
+    """Resource counters of a sandbox. Without a control group only the machine's out-of-memory kills are known."""
+
+    killed_is_own = False  # True if `killed` counts processes of this sandbox only
 
     def cpu_seconds(self) -> float | None:
-        """Return the CPU time used so far by all processes of the group, including ended ones; None if unknown."""
+        """Return the CPU time used so far by all processes, including ended ones; None if unknown."""
+        return None
 
-    def limit_hits(self) -> tuple[int, int]:
-        """Return the number of out-of-memory kills and the number of refused forks."""
+    def limit_hits(self) -> LimitHits:
+        return LimitHits(killed=_fields(Path("/proc/vmstat")).get("oom_kill", 0))
 
 
-class Group:
+class Group(Usage):
     """The control group of one sandbox: one folder for v2, one per controller for v1."""
+
+    killed_is_own = True
 
     def __init__(self, version: str, folders: Mapping[str, Path]) -> None:
         self.version = version
         self.folders = folders
+        self._killed = self._own_kills = 0  # version 1: processes killed so far, and observations of the own limit
 
     @classmethod
     def create(cls, hierarchy: Hierarchy, limits: Limits) -> Group:
-        """Create a control group with limits.
-
-        Raises:  OSError if the kernel refuses; then nothing is left behind.
-        """
+        """Create a control group with limits. Raises OSError, leaving nothing behind, if the kernel refuses."""
         name = f"agentfly-{reaper.owner_tag()}-{next(_numbers)}"
         group = cls(hierarchy.version, {controller: root / name for controller, root in hierarchy.roots.items()})
         try:
@@ -179,16 +185,11 @@ class Group:
         return [str(folder / "cgroup.procs") for folder in self.folders.values()]
 
     def enter(self, pid: int) -> None:
-        """Move another process into the group.
-
-        The first move after a pause takes 10 to 20 ms, because taking the kernel's `cgroup_threadgroup_rwsem` starts
-        with an RCU grace period.
-        """
+        """Move another process into the group."""
         for file in self.procs_files:
             Path(file).write_text(str(pid))
 
     def cpu_seconds(self) -> float | None:
-        """Return the CPU time used so far by all processes of the group, including ended ones; None if unknown."""
         if "cpuacct" in self.folders:
             text = _read(self.folders["cpuacct"] / "cpuacct.usage")
             return int(text) / 1e9 if text else None
@@ -197,12 +198,22 @@ class Group:
             return None if used is None else used / 1e6
         return None
 
-    def limit_hits(self) -> tuple[int, int]:
-        """Return the number of out-of-memory kills and the number of refused forks."""
+    def limit_hits(self) -> LimitHits:
         v1 = self.version == "v1"
-        memory = self.folders["memory"] / "memory.oom_control" if v1 else self.folders[""] / "memory.events"
-        processes = self.folders["pids" if v1 else ""] / "pids.events"
-        return _fields(memory).get("oom_kill", 0), _fields(processes).get("max", 0)
+        refused = _fields(self.folders["pids" if v1 else ""] / "pids.events").get("max", 0)
+        if not v1:
+            events = _fields(self.folders[""] / "memory.events")
+            return LimitHits(events.get("oom", 0), events.get("oom_kill", 0), refused)
+        folder = self.folders["memory"]
+        killed = _fields(folder / "memory.oom_control").get("oom_kill", 0)
+        if killed > self._killed:
+            # Version 1 has no reliable counter for its own limit, but it records the highest usage.
+            highest, limit = (_read(folder / f"memory.{name}_in_bytes") for name in ("max_usage", "limit"))
+            self._own_kills += int(highest or 0) > int(limit or 0) - _MEBIBYTE
+            self._killed = killed
+            with contextlib.suppress(OSError):
+                (folder / "memory.max_usage_in_bytes").write_text("0")  # sets it to the current usage
+        return LimitHits(self._own_kills, killed, refused)
 
     def processes(self) -> list[int]:
         """Return the processes in the group."""
@@ -226,10 +237,7 @@ class Group:
         return True
 
     def remove(self, patience: float = 1.0) -> bool:
-        """Remove the group's empty folders, retrying for `patience` seconds while the kernel keeps them busy.
-
-        Returns:  True if they no longer exist.
-        """
+        """Remove the group's empty folders, retrying for `patience` seconds. Return True if they no longer exist."""
         deadline = time.monotonic() + patience
         for folder in self.folders.values():
             while folder.exists():

@@ -1,7 +1,6 @@
 """The process of one sandbox, seen from the host: starting it, and ending it without leaving anything behind.
 
-Everything here may block briefly, so it is called on threads of its own or at exit, not on an event loop. A
-`SandboxProcess` owns all resources that must be cleaned up: process, control socket, control group, scratch folder.
+Everything here may block briefly, so it is called on threads of its own or at exit, not on an event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any, BinaryIO
 from ...errors import SandboxError
 from ..inside import processes
 from . import commands, isolation, reaper, seccomp
-from .limits import Group, GroupUsage, Limits
+from .limits import Group, Limits, Usage
 
 _EXIT_SECONDS = 0.5  # s: grace period for a zygote to exit before it is killed
 _PRELUDE = 'for file in $JOIN; do echo 0 > "$file" || exit 97; done; unset JOIN; exec "$@"'
@@ -35,11 +34,8 @@ container_spawner: concurrent.futures.ThreadPoolExecutor
 
 
 def _make_executors() -> None:
-    """Create the threads that start sandboxes and live as long as this Python process.
-
-    PR_SET_PDEATHSIG takes effect when the parent *thread* ends, so a sandbox started from an event loop's own executor
-    would die with that loop. Several containers can start concurrently.
-    """
+    # PR_SET_PDEATHSIG takes effect when the parent thread ends, so a sandbox that was started on an event loop's own
+    # executor would end with that loop. Several containers can start concurrently.
     global spawner, container_spawner
     spawner = concurrent.futures.ThreadPoolExecutor(1, "agentfly-spawner")
     container_spawner = concurrent.futures.ThreadPoolExecutor(8, "agentfly-container")
@@ -51,14 +47,14 @@ if hasattr(os, "register_at_fork"):
 
 
 class SandboxProcess:
-    """A started zygote and its resources. Created by `launch` and released by `destroy`, which is idempotent."""
+    """A started zygote and its resources: process, sockets, control group, scratch folder. `destroy` releases them."""
 
     def __init__(self) -> None:
         self.owner_pid = os.getpid()
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
         self.group: Group | None = None
-        self.usage: GroupUsage | None = None  # counters of the group, which a container engine may own
+        self.usage = Usage()
         self.scratch: str | None = None
         self.errors: BinaryIO | None = None
         self.data: socket.socket | None = None  # host's ends of the channels to the interpreter
@@ -166,12 +162,7 @@ def settings_line(limits: Limits, preload: Sequence[str], max_output: int, **mor
 
 
 def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, packages: bool) -> SandboxProcess:
-    """Start a zygote; must be called on the spawner's thread. Takes 2 ms, or up to 20 ms with a control group.
-
-    Returns before the zygote is ready. It processes commands sent on the control socket as soon as it is.
-
-    Raises:  SandboxError if the process cannot be started.
-    """
+    """Start a zygote on the spawner's thread, without waiting until it is ready. Takes 2 to 20 ms."""
     _reap()
     handle = SandboxProcess()
     try:
@@ -248,10 +239,7 @@ def _launch(
 def _confine(group: Group, process: subprocess.Popen[bytes]) -> None:
     """Move a process that was just started, and its descendants, into its control group.
 
-    This is done while the process starts, not before, because the first move after a pause waits for a kernel grace
-    period of 10 to 20 ms, during which bubblewrap and Python can start.
-
-    Raises:  OSError if the kernel refuses.
+    The first move after a pause takes 10 to 20 ms, during which bubblewrap and Python can start.
     """
     for _ in range(100):
         outside = {process.pid, *processes.descendants(process.pid)} - set(group.processes())

@@ -19,10 +19,7 @@ SCRATCH = "agentfly-sandbox-"
 
 
 def start_time(pid: int) -> str:
-    """Return the start time of a process, in clock ticks since boot.
-
-    Raises:  OSError if the process does not exist.
-    """
+    """Return the start time of a process, in clock ticks since boot. Raises OSError if it does not exist."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 

@@ -1,10 +1,8 @@
 """System-call filters, as hand-written classic BPF programs.
 
-The filters allow calls by default. Namespaces, a private file tree and dropped capabilities provide the confinement;
-the filter denies calls that bypass these (new user namespaces, tracing, key rings, kernel interfaces with a long record
-of vulnerabilities) and calls whose effects would survive a reset inside the sandbox (System V and POSIX IPC objects,
-another process's limits and priority). Without namespaces it also denies what Landlock does not cover: sockets, and
-changes to the modes, owners and times of files.
+The filters allow calls by default. They deny calls that bypass the confinement by namespaces, file trees and
+capabilities, and calls whose effects would survive a reset. Without namespaces they also deny what Landlock does not
+cover: sockets, and changes to the modes, owners and times of files.
 """
 
 from __future__ import annotations
@@ -78,13 +76,10 @@ def _op(code: int, k: int, jt: int = 0, jf: int = 0) -> bytes:
 def program(
     machine: str | None = None, *, landlock: int | None = None, network: bool = True
 ) -> bytes | None:  # fmt: skip
-    """Return the filter for a machine, or None if there is none (then only isolation="none" is available).
+    """Return the filter for an architecture (None: this machine's), or None if there is none.
 
-    Args:
-        machine: architecture, as `platform.machine()`. None: that of this machine.
-        landlock: ABI version of Landlock if it is used instead of namespaces, else None. The filter then also denies
-            what that version does not cover, and sockets.
-        network: with `landlock`, allow internet and netlink sockets; if False, deny all sockets.
+    With `landlock`, its ABI version, the filter also denies what that version does not cover, and all sockets but, with
+    `network`, internet and netlink sockets.
     """
     machine = machine or platform.machine()
     if machine not in _MACHINES or sys.byteorder != "little":

@@ -14,33 +14,35 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..inside.frames import CONTROL, DATA, OUT, USAGE, frame, frames
+from .limits import LimitHits, Usage
 
 _CHUNK = 65536
 _DRAIN_SECONDS = 1.0  # maximum wait for the last output after the container has ended
 
 
-class Usage:
-    """Counters of a container's control group, as last reported by its zygote. The engine owns the group."""
+class ContainerUsage(Usage):
+    """Counters of a container's control group, as last reported by its zygote."""
+
+    killed_is_own = True
 
     def __init__(self) -> None:
-        self.hit_counts: tuple[int, int] = (0, 0)
+        self.hits = LimitHits()
         self.seconds: float | None = None
 
-    def limit_hits(self) -> tuple[int, int]:
-        return self.hit_counts
+    def limit_hits(self) -> LimitHits:
+        return self.hits
 
     def cpu_seconds(self) -> float | None:
         return self.seconds
 
 
 class Stream:
-    """Tunnel of a zygote's protocol through an attached connection, so that the zygote appears to run on the host.
+    """Tunnel of a zygote's protocol through an attached connection, on a thread of its own.
 
-    It runs on a thread of its own and is not bound to an event loop. It receives the channels of the interpreters from
-    the other end of `control`, as a local zygote would.
+    It receives the channels of the interpreters from the other end of `control`, as a local zygote would.
     """
 
-    def __init__(self, connection: socket.socket, control: socket.socket, usage: Usage) -> None:
+    def __init__(self, connection: socket.socket, control: socket.socket, usage: ContainerUsage) -> None:
         self.connection, self.control, self.usage = connection, control, usage
         control.setblocking(False)
         self.thread = threading.Thread(target=self._serve, name="agentfly-stream", daemon=True)
@@ -156,7 +158,7 @@ class Stream:
         for channel, serial, piece in frames(self._inbox):
             if channel == USAGE:
                 usage = json.loads(piece)
-                self.usage.hit_counts = (int(usage["hits"][0]), int(usage["hits"][1]))
+                self.usage.hits = LimitHits(*map(int, usage["hits"]))
                 self.usage.seconds = usage["cpu"]
             elif channel == CONTROL:
                 self._outgoing.append((CONTROL, piece + b"\n"))

@@ -33,7 +33,7 @@ class Relay(Zygote):
         self.unsent = bytearray()  # data not yet sent to the interpreter
         self.data: _socket.socket | None = None  # relay's end of the data channel
         self.pipes: dict[int, int] = {}  # descriptor -> OUT or ERR
-        self.counts: tuple[int, int] | None = None
+        self.counts: tuple[int, ...] | None = None
         self.call_running = False  # a call is running
         self.usage_read = 0.0
 
@@ -192,10 +192,10 @@ class Relay(Zygote):
 
     def usage(self, always: bool = False) -> None:
         self.usage_read = time.monotonic()
-        counts = (
-            cgroup_counter("memory/memory.oom_control", "memory.events", "oom_kill"),
-            cgroup_counter("pids/pids.events", "pids.events", "max"),
-        )
+        # The fields of LimitHits (host/limits.py). Version 1 does not tell which limit led to a kill.
+        killed = cgroup_counter("memory/memory.oom_control", "memory.events", "oom_kill")
+        own = killed if os.path.exists("/sys/fs/cgroup/memory") else cgroup_counter("", "memory.events", "oom")
+        counts = own, killed, cgroup_counter("pids/pids.events", "pids.events", "max")
         if counts != self.counts or always:
             self.counts = counts
             self.send(USAGE, json.dumps({"hits": counts, "cpu": processor_seconds()}).encode())

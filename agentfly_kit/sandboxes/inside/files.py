@@ -23,10 +23,7 @@ OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def relative_path(path: str) -> str:
-    """Resolve a path and return it relative to the folder.
-
-    Raises:  Refused if it leaves the folder.
-    """
+    """Resolve a path and return it relative to the folder. Raises Refused if it leaves the folder."""
     root = work_folder()
     if "\0" in path:
         raise Refused("a path cannot hold the character NUL")

@@ -1,8 +1,8 @@
 """Data exchanged between a Grader's two interpreters, that of the submission and that of the tests.
 
-This file runs after base.py in the same namespace, in each of the two. They are not connected: the host relays requests
-and answers between them as JSON. These contain only data, or references to objects that stay in the submission's
-process. Therefore no code of the submission, such as its `==`, ever runs in the process of the tests.
+This file runs after base.py in the same namespace, in each of the two. The host relays requests and answers between
+them as JSON, which contains only data or references to objects in the submission's process. Therefore no code of the
+submission, such as its `==`, ever runs in the process of the tests.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ def pack(value: Any, keep: Callable[[Any], Any]) -> Any:
 
 
 def unpack(value: Any, found: Callable[[Any], Any]) -> Any:
-    """Decode a value encoded by `pack`. `found` returns the object for a reference made by `keep`.
-
-    Raises:  ValueError, TypeError or RecursionError for input that `pack` cannot have written.
-    """
+    """Decode a value encoded by `pack`. `found` returns the object for a reference made by `keep`."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, list):

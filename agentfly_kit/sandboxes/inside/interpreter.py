@@ -101,6 +101,7 @@ class Interpreter:
             self.running = False
             reply["type"] = type(error).__name__
             reply["error"] = reply["type"]
+        disarm_timers()
         for stream in {sys.stdout, sys.stderr, *self.streams.values()}:
             try:
                 stream.flush()
@@ -111,6 +112,7 @@ class Interpreter:
     def prepare(self) -> None:
         signal.signal(signal.SIGINT, self.interrupt)
         signal.signal(signal.SIGXCPU, self.on_cpu_limit)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGXCPU))
         seconds = self.settings["cpu_seconds"]
         if seconds is not None:
             hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
@@ -180,6 +182,17 @@ class Interpreter:
             reply["limit"] = "processes"
         elif isinstance(error, RuntimeError) and "can't start new thread" in str(error):
             reply["limit"] = "processes" if has_room_for_a_stack() else "memory"
+
+
+def disarm_timers() -> None:
+    """Stop the interval timers and the alarm of a call, so that their signals do not end a later call."""
+    for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+        while True:
+            try:
+                signal.setitimer(timer, 0)
+                break
+            except BaseException:  # raised by the code's handler
+                pass
 
 
 def has_room_for_a_stack() -> bool:

@@ -22,10 +22,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def kernel(name: str, *arguments: Any) -> int:
-    """Call a C function that reports failure by -1 and errno. Integers are passed as 64 bits.
-
-    Raises:  OSError, naming the function, if the call fails.
-    """
+    """Call a C function, with integers as 64 bits, and raise OSError if it returns -1."""
     result: int = getattr(libc, name)(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
     if result < 0:
         number = ctypes.get_errno()
@@ -60,10 +57,7 @@ def filter_calls(program: bytes) -> None:
 
 
 def landlock(rules: dict[str, Any]) -> int:
-    """Create a Landlock ruleset that denies all but the given paths, and return its file descriptor.
-
-    Paths that do not exist are skipped.
-    """
+    """Create a Landlock ruleset that denies all but the given paths that exist, and return its file descriptor."""
     abi = rules["abi"]
     every = 0x1FFF | (0x2000 if abi >= 2 else 0) | (0x4000 if abi >= 3 else 0) | (0x8000 if abi >= 5 else 0)
     words = [every, *([0 if rules["network"] else 3] if abi >= 4 else []), *([3] if abi >= 6 else [])]

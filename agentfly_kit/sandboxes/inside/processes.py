@@ -32,11 +32,8 @@ def descendants(root: int) -> list[int]:
 
 
 def wipe(folder: str, keep: list[str]) -> None:
-    """Delete the content of a folder, whatever its permissions and depth, except the read-only mounts in `keep`.
-
-    Nested folders are moved to the top before they are emptied, so that neither paths nor recursion grow with the
-    depth.
-    """
+    """Delete the content of a folder, whatever its permissions and depth, except the read-only mounts in `keep`."""
+    # Nested folders are moved to the top before they are emptied, so that neither paths nor recursion grow.
     if os.stat(folder).st_uid == os.getuid():  # mounts of a container belong to root and are writable for all
         os.chmod(folder, 0o700)
     mark, number = os.urandom(8).hex(), 0

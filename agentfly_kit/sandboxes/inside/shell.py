@@ -95,10 +95,7 @@ class Shell:
                 self.seen += data
 
     def stop(self) -> int | None:
-        """Interrupt the command, as Ctrl-C would, and kill it if it does not end. The shell and older jobs survive.
-
-        At the level "landlock", where processes are not visible, nothing is killed here; the host kills everything.
-        """
+        """Interrupt the command, and kill it if it does not end and is visible. The shell and older jobs survive."""
         try:
             os.killpg(self.process.pid, signal.SIGINT)
         except OSError:

@@ -128,16 +128,14 @@ def interruptible(work: Callable[[], Any]) -> Any:
     raise value
 
 
-def query(
-    sql: str, engine: str, memory_mb: int | None, max_rows: int, max_chars: int, max_cell_chars: int
-) -> dict[str, Any]:
-    """Run all statements and return the rows of the last: up to `max_chars` in total, `max_cell_chars` per value."""
-    return interruptible(lambda: run_query(sql, engine, memory_mb, max_rows, max_chars, max_cell_chars))  # type: ignore[no-any-return]
+def query(**arguments: Any) -> Any:
+    return interruptible(lambda: run_query(**arguments))
 
 
 def run_query(
     sql: str, engine: str, memory_mb: int | None, max_rows: int, max_chars: int, max_cell_chars: int
 ) -> dict[str, Any]:
+    """Run all statements and return the rows of the last: up to `max_chars` in total, `max_cell_chars` per value."""
     open_database(engine, memory_mb)
     connection = Database.connection
     reply: dict[str, Any] = {"columns": [], "types": [], "rows": [], "more": False, "cut": False, "changed": None}
@@ -211,10 +209,7 @@ def tagged(value: Any) -> Any:
 
 
 def settle(engine: str) -> None:
-    """Write all data to the file and close the database, so that the file can be copied.
-
-    Raises:  Refused for an open transaction or temporary tables, which are not in the file.
-    """
+    """Write all data to the file and close the database, so that the file can be copied."""
     if Database.engine:
         connection = Database.connection
         if engine == "sqlite":

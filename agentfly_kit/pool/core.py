@@ -1,0 +1,250 @@
+"""State changes of a pool and their effects: requests are answered, sandboxes started, reset and closed.
+
+Every change of state is made by one synchronous method of `PoolState` (state.py), under a lock that is never held while
+user code runs or anything is awaited; `_dispatch` then carries out the effects. The design follows httpcore's
+connection pool.
+
+Each sandbox that is being started, reset or closed has a task, which is not cancelled with the caller that waits for
+it; every method of a sandbox has a time limit, so every task ends. Requests and tasks belong to the event loop that
+made them, and event loops may end: sandboxes of cancelled tasks are killed without a loop, and requests and tasks of
+closed loops are removed by the next `acquire`. Without a running loop (a lease collected in another thread) nothing can
+be started, so a loop of a waiting request is asked to do so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from .._async.delivery import deliver, running_loop
+from ..errors import IsolationError, PoolClosed, SandboxError, SettingsError
+from .base import BasePool, Lease
+from .calls import call, call_within, kill, kill_all, maybe_await
+from .environment import is_environment
+from .records import PoolEvent
+from .state import Effects, PoolState, Slot
+
+S = TypeVar("S")
+_CLOSE_SECONDS = 5.0  # time limit of a sandbox's `close`, after which it is killed
+
+
+class PoolCore(BasePool[S]):
+    """The internal part of `Pool`."""
+
+    options: dict[str, Any]
+    start_timeout: float
+    _healthy: Callable[[S], object] | None
+
+    def __init__(self, sandbox_type: type[S], acquire_timeout: float, state: PoolState) -> None:
+        super().__init__(sandbox_type, acquire_timeout)
+        self._state = state
+        self._lock = threading.Lock()
+        # Slots whose lease was garbage-collected, possibly by a thread that holds the lock.
+        self._dropped: deque[Slot] = deque()
+        self._tasks: dict[Slot, asyncio.Task[None]] = {}  # the start, reset or close in progress
+        self._wakeup_loop: asyncio.AbstractEventLoop | None = None  # with a timer for the next lease that expires
+        self._events: deque[PoolEvent] = deque()  # not yet passed to the listeners
+        self._notifying = threading.Lock()
+        self._finalizer = weakref.finalize(self, kill_all, state.slots)
+
+    def _dispatch(self, event: Callable[..., None], *args: Any, may_start: bool = True) -> None:
+        """Apply an event to the state and start carrying out its effects. Never waits."""
+        may_start = may_start and running_loop() is not None
+        with self._lock:
+            effects = self._state.apply(event, *args, now=time.monotonic(), may_start=may_start)
+            if self._listeners:
+                self._events.extend(effects.events)
+            for slot, reason in effects.revoked:
+                lease = None if slot.lease is None else slot.lease()
+                if lease is not None and not lease.released:
+                    lease.revoked, lease.released = reason, True
+        self._answer_requests(effects)
+        for slot in effects.start:
+            self._spawn(slot, self._start(slot))
+        for slot in (*effects.reset, *effects.close):
+            if not may_start:
+                self._kill_slot(slot)
+            elif slot in effects.reset:
+                self._spawn(slot, self._reset(slot))
+            else:
+                self._spawn(slot, self._close(slot, self._tasks.get(slot)))
+        if not may_start:
+            # Ask the event loop of a waiting request to start the sandboxes that this thread cannot start.
+            for future in list(self._state.waiters):
+                with contextlib.suppress(RuntimeError):  # that loop is closed
+                    future.get_loop().call_soon_threadsafe(self._dispatch, self._state.wakeup)
+                    break
+        self._notify()
+        self._kill_dropped()
+
+    def _answer_requests(self, effects: Effects) -> None:
+        answers: list[tuple[asyncio.Future[Slot], Slot | Exception]] = [*effects.grant]
+        answers += [(future, _acquire_error(self.name, error)) for future, error in effects.refuse]
+        for future, answer in answers:
+            if not deliver(future, answer):  # its event loop is closed
+                self._dispatch(self._state.cancelled, future)
+
+    def _schedule_wakeup(self) -> None:
+        """Set a timer for the next lease that expires, unless there is one. All leases have the same duration."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            due = self._state.next_expiry()
+            if due == math.inf or (self._wakeup_loop is not None and not self._wakeup_loop.is_closed()):
+                return
+            self._wakeup_loop = loop
+        reference = weakref.ref(self)
+
+        def wake_up() -> None:
+            pool = reference()
+            if pool is not None:
+                pool._wakeup_loop = None
+                pool._dispatch(pool._state.wakeup)
+                pool._schedule_wakeup()
+
+        loop.call_later(max(0.0, due - time.monotonic()) + 0.01, wake_up)
+
+    def _forget_closed_loops(self) -> None:
+        """Cancel requests and kill sandboxes that wait for a closed event loop; nothing else would end them."""
+        with self._lock:
+            granted = [slot.ticket for slot in self._state.slots.values() if slot.ticket is not None]
+            futures = [*self._state.waiters, *granted]
+        for future in futures:
+            if future.get_loop().is_closed():
+                self._dispatch(self._state.cancelled, future)
+        for slot, task in list(self._tasks.items()):
+            if task.get_loop().is_closed():
+                self._tasks.pop(slot, None)
+                self._kill_slot(slot)
+
+    def _on_turn_changed(self, lease: Lease[S]) -> None:
+        slot = self._state.slots.get(lease.id)
+        if slot is not None:
+            self._dispatch(self._state.turn_changed, slot, lease.turn)
+
+    def _on_lease_collected(self, lease: Lease[S]) -> None:
+        slot = self._state.slots.get(lease.id)
+        if slot is None:
+            return  # the pool was closed and has removed it
+        self._dropped.append(slot)
+        if not self._lock.locked():  # otherwise this thread may hold it, and kills the sandbox after releasing it
+            self._kill_dropped()
+        warnings.warn(f"{lease!r} was dropped without a release", ResourceWarning, stacklevel=3)
+
+    def _kill_dropped(self) -> None:
+        while self._dropped:
+            self._kill_slot(self._dropped.popleft())
+
+    def _notify(self) -> None:
+        """Pass queued events to the listeners, in order and without the lock, by one thread at a time."""
+        while self._events and self._notifying.acquire(blocking=False):
+            try:
+                while self._events:
+                    self._listeners.notify(self._events.popleft())
+            finally:
+                self._notifying.release()
+
+    # --- starting, resetting and closing sandboxes, in separate tasks
+
+    def _spawn(self, slot: Slot, work: Coroutine[Any, Any, None]) -> None:
+        """Run the next step of a slot in a task, in place of the previous one, if that has not ended."""
+        task = asyncio.get_running_loop().create_task(work, name=f"{self.name} {slot.id}")
+        self._tasks[slot] = task
+
+        def done(task: asyncio.Task[None]) -> None:
+            failed = task.cancelled() or task.exception() is not None
+            if self._tasks.get(slot) is task:
+                del self._tasks[slot]
+                if failed:  # cancelled by the shutdown of its event loop
+                    self._kill_slot(slot)
+
+        task.add_done_callback(done)
+
+    async def _wait_for_task(self, slot: Slot) -> bool:
+        """Wait for the task of a slot, without cancelling it if the wait is cancelled. Return False if it has none."""
+        task = self._tasks.get(slot)
+        if task is None or task.get_loop() is not asyncio.get_running_loop():
+            return False
+        await asyncio.wait([task])
+        return True
+
+    async def _start(self, slot: Slot) -> None:
+        async def start() -> None:
+            await call(sandbox, "start")
+            if slot.sandbox is not sandbox:  # it started after it had been abandoned
+                await self._close_or_kill(sandbox)
+
+        try:
+            sandbox = slot.sandbox = self.sandbox_type(**self.options)
+            await call_within(self.start_timeout, f"the start of a {self.name}", start)
+        except (Exception, SystemExit) as error:
+            permanent = isinstance(error, IsolationError | SettingsError | TypeError)
+            self._dispatch(self._state.start_failed, slot, error, permanent)
+        else:
+            self._dispatch(self._state.started, slot)
+
+    async def _reset(self, slot: Slot) -> None:
+        failure = ""
+        try:
+            if not await call_within(
+                self.start_timeout, f"the reset of a {self.name}", self._reset_sandbox, slot.sandbox
+            ):
+                failure = "its health check failed"
+        except NotImplementedError:
+            failure = "this kind is not reset but replaced"
+        except Exception as error:
+            failure = f"its reset failed: {type(error).__name__}: {error}"
+        if failure:
+            self._dispatch(self._state.died, slot, failure)
+        else:
+            self._dispatch(self._state.was_reset, slot)
+
+    async def _reset_sandbox(self, sandbox: S) -> bool:
+        """Reset a sandbox and return whether it is healthy. The next holder resets an environment for its task."""
+        if not is_environment(self.sandbox_type):
+            await call(sandbox, "reset")
+        elif inspect.ismethod(getattr(sandbox, "cleanup", None)):  # a method, not a tool of that name
+            await call(sandbox, "cleanup")
+        if self._healthy is not None:
+            return bool(await maybe_await(self._healthy(sandbox)))
+        return not callable(getattr(sandbox, "healthy", None)) or bool(await call(sandbox, "healthy"))
+
+    async def _close(self, slot: Slot, previous: asyncio.Task[None] | None) -> None:
+        if previous is not None and not previous.done() and previous.get_loop() is asyncio.get_running_loop():
+            previous.cancel()  # a start or reset that is no longer needed
+            await asyncio.wait([previous])
+        if slot.sandbox is not None:
+            await self._close_or_kill(slot.sandbox)
+            slot.sandbox = None
+        self._dispatch(self._state.removed, slot)
+
+    async def _close_or_kill(self, sandbox: S) -> None:
+        """Close a sandbox, and kill it if `close` fails or exceeds its time limit. Errors are ignored."""
+        try:
+            await call_within(_CLOSE_SECONDS, f"the close of a {self.name}", call, sandbox, "close")
+        except Exception:
+            with contextlib.suppress(Exception):
+                await call(sandbox, "kill")
+
+    def _kill_slot(self, slot: Slot) -> None:
+        """Kill a sandbox immediately, for use without an event loop or during its shutdown. Starts no task."""
+        sandbox, slot.sandbox = slot.sandbox, None
+        kill(sandbox)
+        self._dispatch(self._state.removed, slot, may_start=False)
+
+
+def _acquire_error(name: str, error: BaseException | None) -> Exception:
+    if error is None:
+        return PoolClosed(f"the pool of {name} is closed; create a new one")
+    error_type = IsolationError if isinstance(error, IsolationError) else SandboxError
+    refusal = error_type(f"no {name} could be started" + (f": {error}" if str(error) else ""))
+    refusal.__cause__ = error
+    return refusal

@@ -1,0 +1,181 @@
+"""Interpreters and sandboxes that end, by their own code, by a limit or by the machine, and what the next call sees."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_sandbox_python import few, nothing_left  # noqa: F401  (nothing_left is a fixture)
+
+from agentfly_kit.errors import SandboxError
+from agentfly_kit.sandboxes import FileSandbox, PythonSandbox, ShellSandbox, SQLSandbox
+from agentfly_kit.sandboxes.host import isolation, limits
+from agentfly_kit.sandboxes.host.limits import Hierarchy
+
+IGNORES_INTERRUPTS = "while True:\n    try:\n        import time; time.sleep(9)\n    except BaseException: pass"
+
+
+@pytest.fixture(params=few("strict", "none"))
+def level(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def block_the_loop() -> None:
+    time.sleep(0.2)
+
+
+@pytest.mark.parametrize("blocked", ["during the call", "between the calls", "not at all"])
+async def test_an_interpreter_that_ends_after_its_answer_is_reported_by_the_next_call(level: str, blocked: str):
+    async with PythonSandbox(isolation=level) as sandbox:
+        await sandbox.run("open('kept', 'w').close()")
+        call = asyncio.ensure_future(
+            sandbox.run("import os, threading\nthreading.Timer(0.03, os._exit, (0,)).start()\n5")
+        )
+        if blocked == "during the call":
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            block_the_loop()
+        assert (await call).value == "5"
+        if blocked == "between the calls":
+            block_the_loop()
+        else:
+            await asyncio.sleep(0.2)
+        result = await sandbox.run("6 * 7", timeout=2)
+        assert (result.error, result.died, result.limit) == ("the interpreter exited with status 0", True, None)
+        assert result.seconds < 1
+        assert (await sandbox.run("import os; os.listdir()")).value == "['kept']"
+
+
+@pytest.mark.parametrize("timer", ["ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF"])
+@pytest.mark.parametrize("handler", ["SIG_DFL", "lambda *_: 1 / 0"])
+async def test_timers_end_with_their_call(level: str, timer: str, handler: str):
+    name = {"ITIMER_REAL": "SIGALRM", "ITIMER_VIRTUAL": "SIGVTALRM", "ITIMER_PROF": "SIGPROF"}[timer]
+    async with PythonSandbox(isolation=level) as sandbox:
+        for interval in (0.0001, 0.001, 0.02):
+            handled = f"signal.signal(signal.{name}, {handler.replace('SIG', 'signal.SIG')})"
+            await sandbox.run(f"import signal\n{handled}\nsignal.setitimer(signal.{timer}, {interval}, {interval})")
+            for _ in range(3):
+                result = await sandbox.run("sum(range(10 ** 6))")
+                assert (result.value, result.error) == ("499999500000", None)
+
+
+async def test_a_blocked_or_ignored_interrupt_stops_the_next_call_all_the_same():
+    async with PythonSandbox(isolation="none") as sandbox:
+        await sandbox.run("import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))")
+        await sandbox.run("signal.signal(signal.SIGINT, signal.SIG_IGN)\nx = 1")
+        result = await sandbox.run("while True: pass", timeout=0.2)
+        assert (result.timed_out, result.died) == (True, False)
+        assert (await sandbox.run("x")).value == "1"
+
+
+async def test_files_that_are_lost_with_the_sandbox_are_reported(level: str, monkeypatch: pytest.MonkeyPatch):
+    """The zygote does not confirm the kill, as after a fork bomb without a process namespace."""
+    async with PythonSandbox(isolation=level) as sandbox:
+        await sandbox.run("open('lost', 'w').close()")
+        assert sandbox.pid is not None
+        monkeypatch.setattr("agentfly_kit.sandboxes.call.CONTROL_SECONDS", 0.0)
+        result = await sandbox.run(IGNORES_INTERRUPTS, timeout=0.1)
+        monkeypatch.undo()
+        assert (result.limit, result.died, result.files_lost) == ("time", True, True)
+        assert result.text.endswith("[the sandbox was restarted: variables and files are lost]")
+        assert (await sandbox.run("import os; os.listdir()")).value == "[]"
+
+
+# --- the machine's memory ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A control group of 96 MB above those of the sandboxes, in place of a machine without memory."""
+    hierarchy = isolation.hierarchy()
+    if hierarchy is None:
+        pytest.skip("no control group is writable here")
+    roots = {controller: root / f"test-{os.getpid()}" for controller, root in hierarchy.roots.items()}
+    for root in roots.values():
+        root.mkdir()
+    memory = roots.get("memory") or roots[""]
+    if hierarchy.version == "v2":
+        (memory / "cgroup.subtree_control").write_text("+memory +pids")
+    name = "memory.limit_in_bytes" if hierarchy.version == "v1" else "memory.max"
+    (memory / name).write_text(str(96 * 2**20))
+    monkeypatch.setattr(isolation, "hierarchy", lambda: Hierarchy(hierarchy.version, roots))
+    yield
+    monkeypatch.undo()
+    for root in roots.values():
+        root.rmdir()
+
+
+HOG = "x = bytearray(150 * 2 ** 20)"
+
+
+@pytest.mark.usefixtures("small_parent")
+async def test_a_kill_for_the_machines_memory_is_the_hosts_failure(level: str):
+    async with PythonSandbox(isolation=level) as sandbox:
+        with pytest.raises(SandboxError, match="the machine ran out of memory and killed a process"):
+            await sandbox.run(HOG)
+    async with ShellSandbox(isolation=level) as shell:  # here a child process is killed, and the interpreter answers
+        with pytest.raises(SandboxError, match="the machine ran out of memory"):
+            await shell.run(f"python -c '{HOG}'")
+
+
+@pytest.mark.parametrize("machine_kills", [0, 1])
+async def test_without_control_groups_the_machines_counter_decides(machine_kills: int, monkeypatch: pytest.MonkeyPatch):
+    """A SIGKILL does not name its sender. It counts as the code's unless the machine killed a process meanwhile."""
+    monkeypatch.setattr(isolation, "hierarchy", lambda: None)
+    kills = 5
+    monkeypatch.setattr(limits, "_fields", lambda file: {"oom_kill": kills} if file == Path("/proc/vmstat") else {})
+    async with PythonSandbox(isolation="none", processes=None) as sandbox:
+        await sandbox.run("import os")
+        kills += machine_kills
+        if machine_kills:
+            with pytest.raises(SandboxError, match="the machine ran out of memory"):
+                await sandbox.run("os.kill(os.getpid(), 9)")
+        else:
+            assert (await sandbox.run("os.kill(os.getpid(), 9)")).error == "the interpreter was ended by signal 9"
+
+
+# --- isolation="none" ----------------------------------------------------------------------------
+
+ENDED = "the sandbox was ended by its own code"
+
+
+@pytest.mark.parametrize("delay", ["", "sleep 0.1; "])
+async def test_without_isolation_code_that_kills_its_sandbox_is_scored(delay: str):
+    """Otherwise a policy could escape a bad reward by killing its zygote, during a call or between two."""
+    async with PythonSandbox(isolation="none") as sandbox:
+        await sandbox.run("import os, subprocess\nopen('lost', 'w').close()")
+        kill = f"subprocess.Popen(['sh', '-c', f'{delay}kill -9 {{os.getppid()}}'])"
+        result = await sandbox.run(f"{kill}\n" + ("" if delay else "import time; time.sleep(5)"))
+        if delay:
+            assert result.ok
+            await asyncio.sleep(0.4)
+            result = await sandbox.run("os.listdir()")
+        assert (result.error, result.died, result.files_lost) == (ENDED, True, True)
+        assert (await sandbox.run("import os; os.listdir()")).value == "[]"
+
+
+async def test_every_kind_of_sandbox_reports_its_lost_files():
+    async with (
+        ShellSandbox(isolation="none") as shell,
+        SQLSandbox(isolation="none", script="CREATE TABLE t (x)") as sql,
+        FileSandbox(isolation="none", files={"a": "1"}) as files,
+    ):
+        await shell.run("A=1")
+        await sql.run("INSERT INTO t VALUES (1)")
+        await files.write("b", "2")
+        for sandbox in (shell, sql, files):
+            assert sandbox.pid is not None
+            os.kill(sandbox.pid, signal.SIGKILL)
+            while sandbox.alive:
+                await asyncio.sleep(0.001)
+        assert (await shell.run("echo $A")).text.endswith("the shell's variables and all files are lost]")
+        assert "restored to its initial state" in (await sql.run("SELECT * FROM t")).text
+        assert (await sql.run("SELECT * FROM t")).rows == ()
+        with pytest.raises(Exception, match="restarted with its initial files"):
+            await files.read("b")
+        assert await files.list() == ("a",)
