@@ -147,7 +147,7 @@ class Context:
 
     async def _reset_environment(self, sandbox_type: type, environment: Any) -> None:
         """Start an episode by resetting the environment for the task."""
-        given = environments.reset_arguments(environment, self.task)
+        given = environments.reset_arguments(sandbox_type, self.task, self.fields)
         outcome = await functions.call_user_function(environment.reset, given)
         if (error := outcome.error) is not None:
             what = f"{type(error).__name__}: {error}"

@@ -7,8 +7,11 @@ import threading
 from typing import Annotated, Any
 
 import pytest
+from agents import chat
 
-from agentfly_kit.errors import PoolTimeout, SandboxError, SettingsError
+import agentfly_kit as af
+from agentfly_kit.errors import PoolTimeout, SandboxError, SettingsError, TaskError
+from agentfly_kit.pool.environment import environment_seed, is_environment, reset_arguments
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.tools.context import Context
 from agentfly_kit.tools.injection import FromPool, FromTask, Injection, injection
@@ -253,6 +256,68 @@ async def test_a_fork_names_state_that_cannot_be_copied() -> None:
     context.state.update(game=[1], lock=threading.Lock())
     with pytest.raises(SandboxError, match=r"keep in context.state \(game, lock\) cannot be copied \(TypeError"):
         await context.fork("b")
+
+
+# --- environments --------------------------------------------------------------------------------
+
+
+class Guess:
+    """An environment in TRL's format: `reset` with task fields, tools, and `get_reward`."""
+
+    def reset(self, target: int, **kwargs: Any) -> str:
+        self.target, self.kwargs, self.guesses = target, kwargs, list[int]()
+        return f"Guess up to {kwargs['limit']}."
+
+    @af.tool
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: an integer.
+        """
+        self.guesses.append(number)
+        return "right" if number == self.target else "wrong"
+
+    def get_reward(self) -> float:
+        return float(self.target in self.guesses)
+
+
+GUESS_TASK = Task("g", TASK.messages, {"target": 7, "limit": 9})
+
+
+async def test_reset_gets_task_fields_by_name_and_get_reward_scores() -> None:
+    script = ['<tool_call>{"name":"guess","arguments":{"number":7}}</tool_call>', "7"]
+    agent = af.envs.agent(Guess, af.ScriptedEngine(script), chat=chat(), size=1)
+    (t,) = await agent.rollout([GUESS_TASK])
+    assert (t.stop, t.reward, t.metrics) == ("answered", 1.0, {"guess": 1.0})
+    assert "Guess up to 9." in t.turns[0].text
+
+
+@pytest.mark.parametrize(
+    ("reset", "arguments"),
+    [
+        (lambda self, task: ..., {"task": GUESS_TASK}),
+        (lambda self, target, seed: ..., {"target": 7, "seed": environment_seed(GUESS_TASK)}),
+        (lambda self, **kwargs: ..., {"target": 7, "limit": 9}),
+        (lambda self, *, limit, task, other=3: ..., {"limit": 9, "task": GUESS_TASK}),
+        (lambda self, target, **kwargs: ..., {"target": 7, "limit": 9}),
+    ],
+)
+def test_arguments_of_reset(reset: Any, arguments: dict[str, Any]) -> None:
+    environment = type("Environment", (), {"reset": reset})
+    assert is_environment(environment)
+    assert reset_arguments(environment, GUESS_TASK) == arguments
+
+
+def test_reset_parameters_that_cannot_be_injected_are_rejected_before_any_chain_runs() -> None:
+    agent = af.envs.agent(Guess, af.ScriptedEngine(["7"]), chat=chat(), size=1)
+    with pytest.raises(
+        TaskError,
+        match=r"Guess\.reset requires the field 'target', which task 't' does not have \(its fields: answer, lock",
+    ):
+        agent.rollout([GUESS_TASK, TASK])
+    with pytest.raises(TaskError, match=r"Odd\.reset must accept keyword arguments, got the positional-only .* 'task'"):
+        reset_arguments(type("Odd", (), {"reset": lambda self, task, /: ...}), TASK)
 
 
 async def test_with_a_real_pool() -> None:
