@@ -9,7 +9,7 @@ from typing import Any
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.agent.runner import RolloutHandle
-from agentfly_kit.agent.settings import AgentSettings
+from agentfly_kit.agent.settings import AgentSettings, task_list
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Task, Trajectory
 
@@ -47,7 +47,7 @@ class Agent(AgentSettings):
         if isinstance(task, Trajectory):
             self.check_tasks([task.task])
             return Chain.from_trajectory(self, task)
-        self.check_tasks([task])
+        self.check_tasks(task_list(task))
         return Chain(self, task)
 
     def rollout(

@@ -12,7 +12,7 @@ import inspect
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -207,6 +207,8 @@ class BaseChain(Displayable):
         if content:
             if self.turn.parent is not None:
                 raise SettingsError("before_chain must not return content for a chain that has already begun")
+            if not isinstance(content, str | Sequence) or not all(isinstance(m, str | Mapping) for m in content):
+                raise SettingsError(f"before_chain must return a string, a list of messages or None, got {content!r}")
             messages = self._append_to_task(content) if isinstance(content, str) else (*self.turn.messages, *content)
             self._append(prompt_turn(self.agent, messages, "task"))
         return self.turn

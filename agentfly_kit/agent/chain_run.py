@@ -78,9 +78,11 @@ async def _advance(chain: BaseChain) -> None:
     if chain.stop is None and chain.pending_calls:
         await chain.act()
         if chain.stop is None and (count := await call_hook(agent.after_observation, chain)):
+            if not isinstance(count, int) or count < 0:
+                raise SettingsError(f"after_observation must return a number of forks or None, got {count!r}")
             if chain.hooks.spawn is None:
                 raise SettingsError("after_observation requested forks of a chain that is not in a rollout")
-            await chain.hooks.spawn(chain, int(count))
+            await chain.hooks.spawn(chain, count)
 
 
 def _context_is_full(chain: BaseChain) -> bool:

@@ -7,26 +7,26 @@ import inspect
 import itertools
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from agentfly_kit._async.gc_pause import relaxed_gc
 from agentfly_kit._async.interrupts import keep_interruptible
-from agentfly_kit._async.pending_call import cancelling, wait_all
+from agentfly_kit._async.pending_call import Handle, cancelling, wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.budget import Budget, BudgetUsage
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.agent.chain_hooks import ChainHooks, ChainKey
 from agentfly_kit.agent.progress import Progress, RolloutEvent, RolloutSnapshot
 from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.errors import NotAwaited, RewardError, SettingsError, TaskError
+from agentfly_kit.agent.settings import AgentSettings, task_list
+from agentfly_kit.errors import NotAwaited, RewardError, SettingsError
 from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory
 
 _rollouts = itertools.count(1)
 
 
-class RolloutHandle(Displayable):
+class RolloutHandle(Handle[Rollout], Displayable):
     """Handle of a rollout. `await` it for the `Rollout`, or iterate with `async for` over trajectories as they finish.
 
     The rollout starts when its handle is awaited. Up to `max_concurrency` chains run concurrently, and the trajectories
@@ -54,15 +54,12 @@ class RolloutHandle(Displayable):
         progress: bool,
         share: tuple[int, int],
     ) -> None:
-        given = [tasks] if isinstance(tasks, Task) else list(tasks)
-        if not given:
-            raise TaskError("tasks must hold at least one task, got none")
-        for task in given:
-            if not isinstance(task, Task):
-                raise TaskError(f"tasks must be Task objects, got {task!r}; af.tasks_from(rows) makes them of rows")
+        given = task_list(tasks)
         for name, count in (("group_size", group_size), ("max_concurrency", max_concurrency)):
-            if count < 1:
-                raise SettingsError(f"{name} must be at least 1, got {count}")
+            if not isinstance(count, int) or count < 1:
+                raise SettingsError(f"{name} must be an integer of at least 1, got {count!r}")
+        if not 0 <= share[0] < share[1]:
+            raise SettingsError(f"share must be (i, n) with 0 <= i < n, got {share!r}")
         for name, limit in (("budget", budget), ("group_budget", group_budget)):
             if limit is not None and not isinstance(limit, Budget):
                 raise SettingsError(
@@ -164,9 +161,6 @@ class RolloutHandle(Displayable):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # --- awaiting ---
-
-    def __await__(self) -> Generator[Any, Any, Rollout]:
-        return self._wait().__await__()
 
     async def _wait(self) -> Rollout:
         task = self._start()

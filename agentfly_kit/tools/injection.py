@@ -133,7 +133,7 @@ class InjectedFunction(Generic[P, R]):
             if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
                 raise self._error(
                     f"parameter {p.name!r} must accept a keyword argument, got a {p.kind.description} parameter; "
-                    "name each parameter, and remove / and *"
+                    f"name each parameter, and remove / and *{self._injectable()}"
                 )
             self._parameters[p.name] = p.replace(annotation=annotations.get(p.name, p.empty))
             injected = injection(annotations.get(p.name))
@@ -141,6 +141,10 @@ class InjectedFunction(Generic[P, R]):
                 injected = Injection(p.name if p.name in injected_names else "field")
             if injected is not None:
                 self._hidden[p.name] = injected
+        # The whole trajectory is in `final` or `trajectory`; other frameworks use these names.
+        for name in ("completion", "completions"):
+            if self._injected_names and name in self._hidden and not set(self._injected_names) & set(self._hidden):
+                raise self._error(f"parameter {name!r} cannot be injected{self._injectable()}")
         self.task_fields = tuple(
             n
             for n, i in self._hidden.items()
@@ -149,6 +153,12 @@ class InjectedFunction(Generic[P, R]):
 
     def _error(self, text: str) -> AgentFlyError:
         return self.error_type(f"{self.name}: {text}")
+
+    def _injectable(self) -> str:
+        """Return the end of an error message that lists the parameters of a reward; "" for a tool."""
+        if not self._injected_names:
+            return ""
+        return f"; parameters can be {', '.join(self._injected_names)}, a sandbox, or a field of the task"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         function = self._bound()

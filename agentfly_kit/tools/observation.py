@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -14,11 +17,15 @@ from agentfly_kit.types import ToolResult
 
 def to_result(value: Any) -> ToolResult:
     """Convert a return value to a result: strings unchanged, None as "", everything else as compact JSON."""
-    if isinstance(value, ToolResult):
-        return value
     if isinstance(value, SandboxResult):
         return ToolResult(value.ok, value.text, truncated=value.truncated)
-    return ToolResult(True, _to_text(value))
+    if not isinstance(value, ToolResult):
+        return ToolResult(True, _to_text(value))
+    if not isinstance(value.observation, str):
+        raise TypeError(f"the observation of a ToolResult must be a string, got {value.observation!r}")
+    if value.reward is not None and not (isinstance(value.reward, Real) and math.isfinite(value.reward)):
+        raise TypeError(f"the reward of a ToolResult must be a finite number or None, got {value.reward!r}")
+    return value
 
 
 def _to_text(value: Any) -> str:
@@ -34,15 +41,16 @@ def _to_text(value: Any) -> str:
 
 
 def _json_fallback(value: Any) -> Any:
-    """Convert arrays to lists, and other objects that define `__str__` or `__repr__` to strings."""
+    """Convert arrays to lists and other objects to strings, but not if the string would contain a memory address."""
     if callable(tolist := getattr(value, "tolist", None)):
         return tolist()
-    if not any("__str__" in vars(c) or "__repr__" in vars(c) for c in type(value).__mro__[:-1]):
+    text = str(value)
+    if re.fullmatch(r"<.* at 0x[0-9a-fA-F]+>", text, re.DOTALL):
         raise TypeError(
             f"a tool returned a {type(value).__qualname__}, which has no string representation; "
             "return a str, number or JSON value"
         )
-    return str(value)
+    return text
 
 
 def fit_result(result: ToolResult, max_chars: int | None) -> ToolResult:

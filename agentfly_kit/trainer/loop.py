@@ -14,7 +14,7 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ import torch
 
 from agentfly_kit import losses, seeds
 from agentfly_kit._async.in_thread import run_in_thread
-from agentfly_kit._async.pending_call import wait_all
+from agentfly_kit._async.pending_call import Handle, wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.runner import RolloutHandle
+from agentfly_kit.agent.settings import task_list
 from agentfly_kit.batch.batch import drop_counts
-from agentfly_kit.errors import BatchError, EmptyBatch, RunError, SettingsError, TaskError, TrainingError
+from agentfly_kit.errors import BatchError, EmptyBatch, RunError, SettingsError, TrainingError
 from agentfly_kit.evaluation import Evaluation, evaluate
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import adamw, ppo_step_async
@@ -129,17 +130,17 @@ def train(
     return TrainRun(
         agent,
         policy,
-        list(tasks),
+        task_list(tasks),
         config or TrainConfig(),
         run=run,
-        eval_tasks=list(eval_tasks or ()),
+        eval_tasks=task_list(eval_tasks) if eval_tasks else [],
         resume=resume,
         progress=progress,
         workers=WorkerGroup(accelerator),
     )
 
 
-class TrainRun(Displayable):
+class TrainRun(Handle["TrainRun"], Displayable):
     """Handle of a training run.
 
     After an interrupt or a `break`, awaiting or iterating the same handle, or calling `train` again, continues the run.
@@ -249,10 +250,7 @@ class TrainRun(Displayable):
 
     # --- running ---
 
-    def __await__(self) -> Generator[Any, Any, TrainRun]:
-        return self._run_to_end().__await__()
-
-    async def _run_to_end(self) -> TrainRun:
+    async def _wait(self) -> TrainRun:
         async for _ in self:
             pass
         return self
@@ -514,8 +512,6 @@ def _check(
     workers: WorkerGroup,
 ) -> None:
     """Raise if the settings of a run do not fit its agent, policy, tasks or processes."""
-    if not tasks:
-        raise TaskError("tasks must have at least one task to train on, got none")
     if config.advantage == "gae" and policy.value_head is None:
         raise SettingsError("advantage='gae' needs values; load the policy with value_head=True")
     if config.evaluate_every and not eval_tasks:

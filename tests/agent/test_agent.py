@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 import time
 import types
+from pathlib import Path
 from typing import Any
 
 import dice
 import pytest
-from agents import Played, agent, call, chat, played, scripted, tasks
+from agents import Played, agent, call, chat, played, scripted, shipped, tasks
 
 from agentfly_kit.agent.progress import RolloutEvent
 from agentfly_kit.agent.runner import RolloutHandle
-from agentfly_kit.errors import ChatTemplateError, NotAwaited, SettingsError, TaskError
+from agentfly_kit.errors import ChatTemplateError, NotAwaited, RewardError, SettingsError, TaskError
+from agentfly_kit.evaluation import evaluate
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import reward
 from agentfly_kit.tools.tool import tool
+from agentfly_kit.trainer.loop import train
 from agentfly_kit.types import Task
 
 TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
@@ -120,8 +125,13 @@ async def test_it_starts_when_it_is_awaited_and_once() -> None:
     [
         ([], {}, TaskError, "tasks must hold at least one task"),
         ([{"id": "x"}], {}, TaskError, r"must be Task objects, got .* af\.tasks_from"),
-        ([TASK], {"group_size": 0}, SettingsError, "group_size must be at least 1, got 0"),
-        ([TASK], {"max_concurrency": 0}, SettingsError, "max_concurrency must be at least 1, got 0"),
+        ("What is 2+3?", {}, TaskError, r"must be Task objects, got the string 'What is 2\+3\?'; af\.tasks_from"),
+        (["What is 2+3?"], {}, TaskError, r"must be Task objects, got the string 'What is 2\+3\?'; af\.tasks_from"),
+        (5, {}, TaskError, "must be Task objects, got 5"),
+        ([TASK], {"group_size": 2.5}, SettingsError, "group_size must be an integer of at least 1, got 2.5"),
+        ([TASK], {"share": (2, 2)}, SettingsError, r"share must be \(i, n\) with 0 <= i < n, got \(2, 2\)"),
+        ([TASK], {"group_size": 0}, SettingsError, "group_size must be an integer of at least 1, got 0"),
+        ([TASK], {"max_concurrency": 0}, SettingsError, "max_concurrency must be an integer of at least 1, got 0"),
         ([Task("u", TASK.messages)], {}, Exception, "answer"),
     ],
 )
@@ -130,6 +140,13 @@ def test_bad_input_is_refused_before_the_first_token(
 ) -> None:
     with pytest.raises(error, match=says):
         scripted(["5"]).rollout(given, **options)
+
+
+async def test_text_in_place_of_tasks_is_refused_everywhere() -> None:
+    a = agent()
+    for call_with_text in (a.rollout, a.chain, lambda text: evaluate(a, text), lambda text: train(a, shipped(), text)):
+        with pytest.raises(TaskError, match="must be Task objects, got the string 'What is 2"):
+            await call_with_text("What is 2+3?")
 
 
 @pytest.mark.parametrize(
@@ -148,6 +165,51 @@ def test_bad_input_is_refused_before_the_first_token(
 def test_an_agents_settings_are_checked(options: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         agent(**{"engine": Played(["5"]), "chat": chat()} | options)
+
+
+def trl_reward(completions: list[str], answer: str, **kwargs: Any) -> list[float]:
+    return []
+
+
+def verifiers_reward(completion: str, prompt: str, info: Any, state: Any) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize("function", [trl_reward, verifiers_reward])
+def test_rewards_with_the_signature_of_other_frameworks_are_rejected_by_the_agent(function: Any) -> None:
+    with pytest.raises(
+        RewardError, match="parameters can be final, trajectory, context, a sandbox, or a field of the task"
+    ):
+        scripted(["5"], reward=function)
+
+
+SCRIPT = """
+import asyncio
+import agentfly_kit as af
+
+policy = af.tiny.policy("calculator")
+agent = af.envs.calculator.agent(policy)
+tasks = af.envs.calculator.tasks(4)
+run = agent.rollout(tasks, 2)
+rollout = asyncio.run(run)
+assert len(rollout) == run.total and asyncio.run(run) is rollout
+print(asyncio.run(af.evaluate(agent, tasks)).success > 0)
+config = af.TrainConfig(steps=1, tasks_per_step=2, group_size=4)
+print(len(asyncio.run(af.train(agent, policy, tasks, config)).records))
+"""
+
+
+def test_a_plain_script_runs_rollouts_evaluation_and_training(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=480)
+    assert done.stdout.split() == ["True", "1"], done.stderr
+
+
+async def test_two_tasks_may_await_one_rollout() -> None:
+    run = scripted(["5"], latency=0.01).rollout(TASK)
+    first, second = asyncio.create_task(run), asyncio.create_task(run)
+    await asyncio.sleep(0)
+    assert await first is await second is await run
 
 
 def test_agents_are_frozen_and_replaced() -> None:

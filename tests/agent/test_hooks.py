@@ -10,6 +10,7 @@ import pytest
 
 import agentfly_kit as af
 from agentfly_kit.agent.chain_editing import Chain
+from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Trajectory
 
 CALL = '<tool_call>{"name":"double","arguments":{"n":3}}</tool_call>'
@@ -135,3 +136,40 @@ async def test_forks_of_a_single_task_run_side_by_side() -> None:
     assert len(rollout) == 6
     assert most == 6
     assert "rollout of 1 tasks x 1, 6 of 6 chains done" in repr(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("before_chain", "chain"),
+        ("before_turn", "chain"),
+        ("after_observation", "chain"),
+        ("on_context_full", "chain"),
+        ("after_chain", "chain, trajectory"),
+        ("group_reward", "group"),
+    ],
+)
+def test_hooks_with_other_parameters_are_rejected_by_the_agent(name: str, parameters: str) -> None:
+    with pytest.raises(SettingsError, match=rf"{name} must accept \({parameters}\), got .*<lambda>\(a, b, c\)"):
+        agent(["6"], **{name: lambda a, b, c: None})
+    with pytest.raises(SettingsError, match=f"{name} must be a function or None, got 'later'"):
+        agent(["6"], **{name: "later"})
+    agent(["6"], **{name: lambda *given: None})
+
+
+@pytest.mark.parametrize(
+    ("hook", "returned", "message"),
+    [
+        ("before_chain", 3, "before_chain must return a string, a list of messages or None, got 3"),
+        ("before_chain", {"role": "user", "content": "x"}, "before_chain must return a string, a list of messages"),
+        ("after_observation", "2", "after_observation must return a number of forks or None, got '2'"),
+        ("after_observation", 1.5, "after_observation must return a number of forks or None, got 1.5"),
+        ("after_observation", -1, "after_observation must return a number of forks or None, got -1"),
+    ],
+)
+async def test_a_hook_that_returns_something_else_ends_the_chain_with_an_error(
+    hook: str, returned: Any, message: str
+) -> None:
+    (t,) = await agent([CALL, "6"], **{hook: lambda chain: returned}).rollout(TASKS[:1])
+    assert (t.stop, t.reward) == ("error", None)
+    assert t.error is not None and message in t.error.message

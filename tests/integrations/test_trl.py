@@ -362,7 +362,7 @@ def test_trl_learns_what_our_loop_learns(way: str, tmp_path: Path) -> None:
         lr_end=None,
         checkpoint_every=steps,
     )
-    asyncio.run(train(agents.agent(mine), mine, known, settings)._run_to_end())
+    asyncio.run(train(agents.agent(mine), mine, known, settings))
     ours = asyncio.run(learned(mine, held))
 
     policy = agents.fresh()

@@ -417,6 +417,11 @@ class Opaque:
     pass
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
 class Spoken:
     def __str__(self) -> str:
         return "spoken"
@@ -463,17 +468,32 @@ async def test_return_values(value: Any, text: str) -> None:
     result.observation.encode()
 
 
-async def test_a_value_without_a_text_is_our_failure() -> None:
+CIRCULAR: list[Any] = []
+CIRCULAR.append(CIRCULAR)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"x": Opaque()}, "TypeError: a tool returned a Opaque, which has no string representation"),
+        (calculator.function, "TypeError: a tool returned a function, which has no string representation"),
+        (CIRCULAR, "ValueError: Circular reference"),
+        (Unspeakable(), "RuntimeError: no words"),
+        (ToolResult(True, 5), "TypeError: the observation of a ToolResult must be a string, got 5"),  # type: ignore[arg-type]
+        (ToolResult(True, "", reward=float("nan")), "TypeError: the reward of a ToolResult must be a finite number or"),
+        (ToolResult(True, "", reward="1"), "TypeError: the reward of a ToolResult must be a finite number or None"),  # type: ignore[arg-type]
+    ],
+)
+async def test_a_return_value_that_cannot_be_shown_is_a_failure_of_the_tool(value: Any, message: str) -> None:
     @tool
     def give() -> Any:
         """Give it."""
-        return {"x": Opaque()}
+        return value
 
     result = await give.try_()
     assert result.observation == "give failed."
-    assert result.error is not None
-    assert "returned a Opaque, which has no string representation" in result.error.message
-    assert " at 0x" not in result.error.message
+    assert str(result.error).startswith(f"tool give: {message}")
+    assert " at 0x" not in str(result.error)
 
 
 async def test_a_tool_result_passes_through() -> None:
@@ -541,11 +561,6 @@ async def test_tool_error_is_told_to_the_model_word_for_word() -> None:
         raise ToolError(f"no such city: {name}")
 
     assert await city.try_(name="Atlantis") == ToolResult(False, "no such city: Atlantis")
-
-
-class Unspeakable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
 
 
 async def cancelled_elsewhere() -> str:

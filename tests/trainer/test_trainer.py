@@ -184,7 +184,7 @@ async def test_cancelled_in_the_middle_of_a_step(
         more = {"eval_tasks": TASKS[:2]}
         config = SMALL.replace(evaluate_every=2)
     run = start(tmp_path / "run", policy, config, **more)
-    going = asyncio.create_task(run._run_to_end())
+    going = asyncio.create_task(run)
 
     def count() -> int:
         return len(Run(tmp_path / "run").records) if (tmp_path / "run" / "steps.jsonl").exists() else 0
@@ -358,7 +358,7 @@ async def test_without_a_folder_each_run_is_its_own() -> None:
 async def test_pause_and_resume(whole: tuple[str, list[dict[str, float]]]) -> None:
     policy = learner()
     run = start(None, policy)
-    going = asyncio.create_task(run._run_to_end())
+    going = asyncio.create_task(run)
     for _ in range(3):
         await asyncio.sleep(0.02)
         run.pause()
@@ -368,7 +368,7 @@ async def test_pause_and_resume(whole: tuple[str, list[dict[str, float]]]) -> No
     assert policy.fingerprint() == whole[0]
     held = start()
     held.pause()
-    waiting = asyncio.create_task(held._run_to_end())
+    waiting = asyncio.create_task(held)
     await asyncio.sleep(0.2)
     assert held.records == []
     held.stop()
@@ -378,7 +378,7 @@ async def test_pause_and_resume(whole: tuple[str, list[dict[str, float]]]) -> No
 
 async def test_one_loop_a_run() -> None:
     run = start()
-    going = asyncio.create_task(run._run_to_end())
+    going = asyncio.create_task(run)
     await asyncio.sleep(0.02)
     with pytest.raises(SettingsError, match="already being awaited elsewhere"):
         await run

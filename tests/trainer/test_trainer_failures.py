@@ -177,7 +177,7 @@ def test_killed_again_and_again_at_random_moments(overlap: int, tmp_path: Path) 
     rng = random.Random(seed)
     wanted = learner()
     config = SMALL.replace(overlap=overlap)
-    records = numbers(asyncio.run(start(tmp_path / "whole", wanted, config)._run_to_end()))
+    records = numbers(asyncio.run(start(tmp_path / "whole", wanted, config)))
     command = script(BODY, run=str(tmp_path / "run"), overlap=overlap)
     kills = 0
     for _ in range(12):
@@ -200,7 +200,7 @@ def test_killed_again_and_again_at_random_moments(overlap: int, tmp_path: Path) 
             break
     assert kills >= 2, f"seed {seed}"
     policy = learner()
-    run = asyncio.run(start(tmp_path / "run", policy, config)._run_to_end())
+    run = asyncio.run(start(tmp_path / "run", policy, config))
     assert policy.fingerprint() == wanted.fingerprint(), f"seed {seed}"
     assert numbers(run) == records, f"seed {seed}"
     assert not list((tmp_path / "run").glob(".*")), "no half-written file is left"
