@@ -79,14 +79,5 @@ class Agent(AgentSettings):
                 depend on it.
         """
         return RolloutHandle(
-            self,
-            tasks,
-            group_size,
-            max_concurrency=max_concurrency,
-            budget=budget,
-            group_budget=group_budget,
-            index=index,
-            purpose=purpose,
-            progress=progress,
-            share=share,
+            self, tasks, group_size, max_concurrency, budget, group_budget, index, purpose, progress, share
         )

@@ -1,29 +1,30 @@
-"""`Chain`: a `BaseChain` with interactive editing: forced actions, observations, compaction, rewinding, forks."""
+"""`Chain`: a `BaseChain` that can be run to its end, edited, rewound and forked."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from agentfly_kit._async.pending_call import pending_call
-from agentfly_kit.agent.action_parsing import parse_action
-from agentfly_kit.agent.chain import BaseChain
-from agentfly_kit.agent.chain_hooks import ChainHooks, ChainKey
-from agentfly_kit.agent.chain_run import run_chain
+from agentfly_kit._async.pending_call import cancelling, pending_call, warn_or_log
+from agentfly_kit.agent.chain import BaseChain, call_hook
+from agentfly_kit.agent.progress import ChainHooks, ChainKey
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import (
+    append_text,
     forced_beginning,
     label,
     next_row,
     observation_turn,
+    parse_action,
     result_message,
     text_fields,
     token_fields,
 )
-from agentfly_kit.errors import SettingsError
-from agentfly_kit.types import Distribution, Message, Task, ToolResult, Trajectory, Turn
+from agentfly_kit.errors import EngineError, SettingsError
+from agentfly_kit.types import Distribution, Failure, Message, Task, ToolResult, Trajectory, Turn
 
 
 class Chain(BaseChain):
@@ -85,13 +86,85 @@ class Chain(BaseChain):
         chain.origin_key = chain.seed_key
         return chain
 
+    # --- running ---
+
     @pending_call
     async def run(self) -> Trajectory:
-        """Run the chain to its end and score it.
+        """Run the chain to its end, with the hooks of the agent and within its time limits, and score it.
 
         Errors of the engine, the tools or the host are not raised: they end the chain unscored, with `error` set.
         """
-        return await run_chain(self)
+        state, detail = "cancelled", ""
+        self.hooks.report(self.id, "chain", "start", "waiting", self.actions)
+        try:
+            await self._run_to_end()
+            trajectory = await self._finish_anyway()
+            state, detail = "failed" if trajectory.error is not None else "done", trajectory.stop
+            try:
+                if not self.never_started:
+                    await call_hook(self.agent.after_chain, self, trajectory)
+            except Exception as error:  # the trajectory is finished: an error of this hook does not change it
+                warn_or_log(f"after_chain raised {type(error).__name__}: {error}")
+            return trajectory
+        finally:
+            self.hooks.report(self.id, "chain", "end", state, self.actions, detail)
+
+    async def _run_to_end(self) -> None:
+        # The earliest deadline: that of the chain, or of a budget that it shares.
+        deadlines = [(usage.deadline, f"{usage.name}_seconds") for usage in self.hooks.usages]
+        if self.agent.timeout is not None:
+            deadlines.append((asyncio.get_running_loop().time() + self.agent.timeout, "timeout"))
+        when, stop = min(((at, stop) for at, stop in deadlines if at is not None), default=(None, ""))
+        limit = asyncio.timeout_at(when)
+        try:
+            async with limit:
+                while self.stop is None:
+                    await self._advance()
+        except asyncio.CancelledError as error:
+            if cancelling():
+                await self.close()
+                raise
+            # Not a cancellation of this task: something that it awaited was cancelled.
+            self._end("error", Failure.from_exception("chain", error))
+        except Exception as error:
+            if limit.expired():
+                self._end(stop)
+            else:  # includes a TimeoutError from elsewhere, such as a server: an error, not the chain's time limit
+                where = "engine" if isinstance(error, EngineError) else "chain"
+                self._end("error", Failure.from_exception(where, error))
+
+    async def _advance(self) -> None:
+        """Run one step, including the agent's hooks."""
+        agent = self.agent
+        await self.prepare()
+        await call_hook(agent.before_turn, self)
+        # Do not sample if the hook has written the action itself.
+        if self.stop is None and not self.pending_calls:
+            await self.sample()
+            if self._compacting_can_help():
+                await call_hook(agent.on_context_full, self)
+        if self.stop is None and self.pending_calls:
+            await self.act()
+            if self.stop is None and (count := await call_hook(agent.after_observation, self)):
+                if not isinstance(count, int) or count < 0:
+                    raise SettingsError(f"after_observation must return a number of forks or None, got {count!r}")
+                if self.hooks.spawn is None:
+                    raise SettingsError("after_observation requested forks of a chain that is not in a rollout")
+                await self.hooks.spawn(self, count)
+
+    def _compacting_can_help(self) -> bool:
+        """Return True if the context is full and the row holds more than its prompt."""
+        return self.stop == "context_full" and len(self.turn.row_path) > 1
+
+    async def _finish_anyway(self) -> Trajectory:
+        try:
+            return await self.finish()
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and cancelling():
+                raise
+            # For example, a pool was closed while in use. The trajectory is kept, with the error.
+            self._end("error", Failure.from_exception("chain", error))
+            return self.snapshot()
 
     @pending_call
     async def distribution(self, top: int = 20) -> Distribution:
@@ -196,7 +269,7 @@ class Chain(BaseChain):
                 raise SettingsError(
                     "the last action is unfinished (force with end=False); sample its rest, or chain.rewind()"
                 )
-            messages = self._append_to_task(content) if isinstance(content, str) else tuple(content)
+            messages = append_text(self.turns[0].messages, content) if isinstance(content, str) else tuple(content)
             if not messages or not all({"role", "content"} <= set(m) for m in messages):
                 raise SettingsError(f"content must be a text, or messages with 'role' and 'content', got {content!r}")
             if self.actions >= self.agent.max_turns:

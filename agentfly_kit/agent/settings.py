@@ -190,7 +190,7 @@ def _check_hook(name: str, hook: Any, parameters: Sequence[str]) -> None:
         raise SettingsError(f"{name} must accept ({', '.join(parameters)}), got {shown}{signature}") from None
 
 
-def task_list(tasks: Iterable[Task] | Task) -> list[Task]:
+def task_list(tasks: Any) -> list[Task]:
     """Return tasks, or a single task, as a list.
 
     Raises:

@@ -8,22 +8,26 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
 import re
 import types as pytypes
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar, overload
+
+from pydantic_core import to_jsonable_python
 
 from agentfly_kit._async.pending_call import PendingCall, pending_call
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import ToolError, ToolSchemaError
+from agentfly_kit.sandboxes.result import SandboxResult
 from agentfly_kit.tools import function as functions
 from agentfly_kit.tools.context import Context, PoolLike, temporary_context
 from agentfly_kit.tools.injection import FunctionSet, InjectedFunction
-from agentfly_kit.tools.observation import fit_result, to_result
 from agentfly_kit.tools.schema import Arguments, parse_docstring
 from agentfly_kit.types import Task, ToolCall, ToolResult
 
@@ -166,14 +170,14 @@ class Tool(Displayable, InjectedFunction[P, R]):
         try:
             values, problem = self._arguments.validate(arguments)
             if problem:
-                return fit_result(ToolResult(False, problem), self.max_chars)
+                return _fit_result(ToolResult(False, problem), self.max_chars)
             # The slot is acquired after the sandboxes, so that waiting for a sandbox does not occupy a slot.
             async with self._inject(context, context.fields) as injected, context.concurrency.tools.slot():
                 outcome = await functions.call_user_function(
                     self._bound(),
                     values | injected,
                     timeout=self.timeout,
-                    convert=lambda value: fit_result(to_result(value), self.max_chars),
+                    convert=lambda value: _fit_result(_to_result(value), self.max_chars),
                 )
         except Exception as raised:  # from the pool, the task or a validator of an argument type, not from the function
             outcome = functions.Outcome(error=raised)
@@ -186,7 +190,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         if raising:
             raise error
         if isinstance(error, ToolError):
-            return fit_result(ToolResult(False, str(error), seconds=seconds), self.max_chars)
+            return _fit_result(ToolResult(False, str(error), seconds=seconds), self.max_chars)
         # No details for the model: it cannot fix the tool, and a traceback may leak the answer.
         failure = functions.failure_from(f"tool {self.name}", error)
         return ToolResult(False, f"{self.name} failed.", failure, seconds)
@@ -229,6 +233,59 @@ def tool(
         return Tool(function, name=name, timeout=timeout, max_chars=max_chars)
 
     return decorate if function is None else decorate(function)
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def _to_result(value: Any) -> ToolResult:
+    """Convert a return value to a result: strings unchanged, None as "", everything else as compact JSON."""
+    if isinstance(value, SandboxResult):
+        return ToolResult(value.ok, value.text, truncated=value.truncated)
+    if not isinstance(value, ToolResult):
+        return ToolResult(True, _to_text(value))
+    if not isinstance(value.observation, str):
+        raise TypeError(f"the observation of a ToolResult must be a string, got {value.observation!r}")
+    reward: Any = value.reward
+    if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
+        raise TypeError(f"the reward of a ToolResult must be a finite number or None, got {reward!r}")
+    return value
+
+
+def _to_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return str.__str__(value)  # the value of a string enum, not its name
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value).decode("utf-8", "replace")
+    plain = to_jsonable_python(value, inf_nan_mode="constants", bytes_mode="utf8", fallback=_json_fallback)
+    # Dates, paths and enum members are single strings: shown without quotes, like a returned str.
+    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
+
+
+def _json_fallback(value: Any) -> Any:
+    """Convert arrays to lists and other objects to strings, but not if the string would contain a memory address."""
+    if callable(tolist := getattr(value, "tolist", None)):
+        return tolist()
+    text = str(value)
+    if re.fullmatch(r"<.* at 0x[0-9a-fA-F]+>", text, re.DOTALL):
+        raise TypeError(
+            f"a tool returned a {type(value).__qualname__}, which has no string representation; "
+            "return a str, number or JSON value"
+        )
+    return text
+
+
+def _fit_result(result: ToolResult, max_chars: int | None) -> ToolResult:
+    """Shorten the observation to `max_chars`, and replace lone surrogates, which cannot be tokenized."""
+    text = result.observation
+    if not text.isascii():
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if max_chars is None or len(text) <= max_chars:
+        return replace(result, observation=text)
+    cut = f"{text[:max_chars]}\n[cut: the first {max_chars} of {len(text)} characters]"
+    return replace(result, observation=cut, truncated=True)
 
 
 # --- sets of tools -------------------------------------------------------------------------------
