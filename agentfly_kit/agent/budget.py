@@ -88,13 +88,9 @@ class BudgetUsage:
 
 @dataclass
 class TokenReservation:
-    """Tokens reserved for one action.
+    """Tokens granted to one action, and after it the number `used`; if that is left None, the action does not count.
 
-    Attributes:
-        tokens: number of tokens granted.
-        stop: stop reason if no action may start, else None.
-        limited_by: stop reason of the budget that reduced `tokens` below the requested number, else None.
-        used: to be set to the number of sampled tokens; if left None, the action does not count.
+    `stop` is the stop reason if no action may start; `limited_by` that of the budget that granted less than requested.
     """
 
     tokens: int

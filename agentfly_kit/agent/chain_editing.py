@@ -28,10 +28,7 @@ from agentfly_kit.types import Distribution, Failure, Message, Task, ToolResult,
 
 
 class Chain(BaseChain):
-    """One trajectory in progress. Create it with `agent.chain(task)`.
-
-    `prepare`, `sample`, `act`, `step`, `force`, `observe` and `compact` return the new turn. Calls that may wait are
-    awaited.
+    """One trajectory in progress. Create it with `agent.chain(task)`. Methods that add a turn return it.
 
     Attributes:
         origin: the trajectory that the chain continues, if made by `agent.chain(trajectory)`.
@@ -50,12 +47,10 @@ class Chain(BaseChain):
     def from_trajectory(cls, agent: AgentSettings, trajectory: Trajectory) -> Chain:
         """Create a chain with the turns of a trajectory, positioned at its end, to rewind, fork or continue it.
 
-        The chain uses the seeds of the trajectory where they can be derived again. Then sampling a turn again gives the
-        same tokens, if the agent and its engine are unchanged.
+        Where its seeds can be derived again, sampling a turn again gives the same tokens with an unchanged agent.
 
         Raises:
-            SettingsError: if the agent's prompt differs from the trajectory's, or if the trajectory called tools in a
-                sandbox, whose state is not recorded in the turns.
+            SettingsError: if the agent writes another prompt, or the trajectory called tools in a sandbox.
         """
         group, number = trajectory.group, trajectory.chain
         fork = trajectory.id.removeprefix(f"{group}/{number}")
@@ -246,9 +241,8 @@ class Chain(BaseChain):
         """Close the current row and continue in a new one with a shorter context. Return the new prompt.
 
         All rows are kept, and their sampled tokens are trained (`trajectory.rows`). An observation after the last
-        action loses its token ids, because no engine saw them. A chain that has answered, or whose last turn was
-        truncated (stop "context_full" or "turn_tokens"), continues. If no action is left, the chain ends with stop
-        "max_turns" instead.
+        action loses its token ids, because no engine saw them. A chain that has answered or was truncated (stop
+        "context_full" or "turn_tokens") continues; if no action is left, it ends with stop "max_turns" instead.
 
         Args:
             content: a string is appended to the last of the messages of the first prompt; messages replace the whole

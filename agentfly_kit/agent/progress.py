@@ -47,20 +47,16 @@ async def _open() -> None:
 
 @dataclass(frozen=True)
 class ChainHooks:
-    """Connections of a chain to its rollout. The defaults are those of a chain that is stepped interactively.
+    """Connections of a chain to its rollout. The defaults are those of a chain that is stepped interactively."""
 
-    Attributes:
-        report: Called with every progress event.
-        gate: Awaited before each action and before its tool calls. A paused rollout waits there.
-        spawn: Called with the chain and the number of forks to run, which `after_observation` returned.
-        usages: Usages of the budgets that the chain shares with others.
-        run: Name of the rollout. A pool serves rollouts in turn.
-    """
-
+    # Called with every progress event.
     report: Report = _ignore
+    # Awaited before each action and before its tool calls; a paused rollout waits there.
     gate: Callable[[], Awaitable[object]] = _open
+    # Called with the chain and the number of forks that `after_observation` returned.
     spawn: Callable[[Any, int], Awaitable[None]] | None = None
     usages: tuple[BudgetUsage, ...] = ()
+    # Name of the rollout; a pool serves rollouts in turn.
     run: str = ""
 
 

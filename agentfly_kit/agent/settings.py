@@ -191,11 +191,7 @@ def _check_hook(name: str, hook: Any, parameters: Sequence[str]) -> None:
 
 
 def task_list(tasks: Any) -> list[Task]:
-    """Return tasks, or a single task, as a list.
-
-    Raises:
-        TaskError: if there is none, or one is not a `Task`.
-    """
+    """Return tasks, or a single task, as a list. Raise `TaskError` if there is none, or one is not a `Task`."""
     single = isinstance(tasks, Task | str) or not isinstance(tasks, Iterable)
     given: list[Any] = [tasks] if single else list(tasks)
     if not given:

@@ -23,12 +23,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Injection:
-    """Source of the value of an injected parameter.
-
-    Attributes:
-        source: "sandbox", "context", "field" (a field of the task), or the name of another injected value of rewards.
-        sandbox_type: The sandbox class, if `source` is "sandbox".
-    """
+    """Source of an injected value: "sandbox", "context", "field" of the task, or the name of a value of rewards."""
 
     source: str
     sandbox_type: type = object
@@ -63,9 +58,7 @@ def injection(annotation: Any) -> Injection | None:
 
 
 class InjectedFunction(Generic[P, R]):
-    """User function whose arguments are injected in whole or in part. Base class of `Tool` and `Reward`.
-
-    Calling it calls the function.
+    """User function with injected arguments. Base class of `Tool` and `Reward`. Calling it calls the function.
 
     Attributes:
         function: The decorated function.
@@ -89,12 +82,8 @@ class InjectedFunction(Generic[P, R]):
     ) -> None:
         """Analyze the function.
 
-        Args:
-            function: the decorated function.
-            name: its name by default.
-            timeout: limit in seconds, or None.
-            injected_names: names of parameters with injected values besides task fields; all parameters are injected.
-                None injects only those whose annotation requests it.
+        All parameters are injected if `injected_names` is given (names besides those of task fields), else only those
+        whose annotation requests it.
         """
         shown = getattr(function, "__qualname__", repr(function))
         if isinstance(function, InjectedFunction):
@@ -194,11 +183,7 @@ class InjectedFunction(Generic[P, R]):
         )
 
     def check(self, tasks: Iterable[Task]) -> None:
-        """Check that every task has the fields that the function requires.
-
-        Raises:
-            TaskError: for the first task that lacks one.
-        """
+        """Raise `TaskError` for the first task that lacks a field which the function requires."""
         for task in tasks:
             for name in self.task_fields:
                 if name not in task.fields:
@@ -215,10 +200,7 @@ class InjectedFunction(Generic[P, R]):
     ) -> AsyncIterator[dict[str, Any]]:
         """Async context manager that returns the injected arguments and gives exclusive use of their sandboxes.
 
-        Args:
-            context: context of the chain, which leases the sandboxes.
-            fields: task fields.
-            **values: further values, by source.
+        `values` are further values by source.
         """
         self.check([context.task])
         values["context"] = context
@@ -272,11 +254,7 @@ class FunctionSet(Sequence[F]):
         return tuple(f.name for f in self if f.redefined())
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Check that every task has the fields that the functions require.
-
-        Raises:
-            TaskError: for the first task that lacks one.
-        """
+        """Raise `TaskError` for the first task that lacks a field which one of the functions requires."""
         for function in self:
             function.check(tasks)
 

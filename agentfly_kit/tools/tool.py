@@ -87,11 +87,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         return self.function
 
     def require_instance(self) -> None:
-        """Check that a tool created from a method is bound to an instance.
-
-        Raises:
-            ToolSchemaError: if it was accessed on the class.
-        """
+        """Raise `ToolSchemaError` for a tool created from a method that was accessed on the class."""
         if self._method and self._instance is None:
             owner = self.__qualname__.rpartition(".")[0].rpartition(".")[2]
             raise ToolSchemaError(
@@ -134,10 +130,6 @@ class Tool(Displayable, InjectedFunction[P, R]):
             task: task that provides the fields for `FromTask` parameters.
             pool: pool that provides the sandbox; without it, a sandbox is started for this call and then closed.
             **arguments: visible arguments by name.
-
-        Raises:
-            TypeError: for too many or duplicate arguments.
-            ToolSchemaError: for a method without an instance.
         """
         visible = list(self._arguments.parameters)
         if len(positional) > len(visible):
@@ -161,10 +153,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
     async def invoke(self, arguments: Mapping[str, Any], context: Context, *, raising: bool = False) -> ToolResult:
         """Run one call and return its result. Exceptions of the tool become failed results, or propagate if `raising`.
 
-        Raises:
-            CancelledError: if the caller was cancelled.
-            KeyboardInterrupt: always propagates.
-            ToolSchemaError: for a method without an instance.
+        Cancellation, KeyboardInterrupt, and ToolSchemaError for a method without an instance always propagate.
         """
         self.require_instance()
         try:
@@ -294,11 +283,7 @@ def _fit_result(result: ToolResult, max_chars: int | None) -> ToolResult:
 class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
     """Immutable collection of the tools of one agent, indexed by position or name. Plain functions become tools.
 
-    Attributes:
-        schemas: Schemas passed to the chat template, in order.
-
-    Raises:
-        ToolSchemaError: if two tools have the same name, or one is a method without an instance.
+    `schemas` are passed to the chat template, in order. Names must be unique, and methods must have an instance.
     """
 
     def __init__(self, tools: Iterable[Tool[..., Any] | Callable[..., Any]] = ()) -> None:
@@ -326,7 +311,7 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
         around: Callable[[ToolCall], AbstractContextManager[Any]] = lambda _: nullcontext(),
         refused: Mapping[int, ToolResult] = MappingProxyType({}),
     ) -> tuple[ToolCall, ...]:
-        """Run the calls of one turn concurrently.
+        """Run the calls of one turn concurrently, and return them with their results.
 
         Calls that share a sandbox run in the order written, so that their effects are deterministic.
 
@@ -335,9 +320,6 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
             context: context of the chain.
             around: returns a context manager that is entered when a call starts and exited when it ends or fails.
             refused: results of calls that must not run, by position.
-
-        Returns:
-            The calls in the same order, with their results.
         """
 
         async def one(position: int, call: ToolCall) -> ToolResult:
