@@ -13,7 +13,7 @@ from typing import Any
 
 import dice
 import pytest
-from agents import Played, agent, call, chat, played, scripted, shipped, tasks
+from agents import Box, Played, Text, agent, call, chat, played, put, put_call, scripted, shipped, tasks
 
 from agentfly_kit.agent.progress import RolloutEvent
 from agentfly_kit.agent.runner import RolloutHandle
@@ -30,36 +30,6 @@ TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"}
 
 def numbered(count: int) -> list[Task]:
     return [Task(f"t{i}", TASK.messages, TASK.fields) for i in range(count)]
-
-
-class Box:
-    def __init__(self, **_: Any) -> None:
-        self.log: list[str] = []
-
-    async def run(self, text: str) -> str:
-        await asyncio.sleep(0.001)
-        self.log.append(text)
-        return ",".join(self.log)
-
-    async def reset(self) -> None:
-        await asyncio.sleep(0.001)
-        self.log.clear()
-
-    async def close(self) -> None: ...
-
-
-@tool
-async def put(text: str, box: Box) -> str:
-    """Put a text into the box.
-
-    Args:
-        text: the text.
-    """
-    return await box.run(text)
-
-
-def put_call(text: str) -> str:
-    return f'<tool_call>{{"name":"put","arguments":{{"text":"{text}"}}}}</tool_call>'
 
 
 def others() -> set[asyncio.Task[Any]]:
@@ -283,7 +253,7 @@ async def until(run: RolloutHandle, count: int) -> None:
 async def test_stop_gives_what_has_finished() -> None:
     a = scripted(staggered)
     run = a.rollout(numbered(9))
-    waiting = asyncio.create_task(run._wait())
+    waiting = asyncio.create_task(run)
     await until(run, 4)
     run.stop()
     rollout = await asyncio.wait_for(waiting, 10)
@@ -310,7 +280,7 @@ async def collect(run: RolloutHandle) -> list[Any]:
 async def test_cancelling_the_waiter_ends_everything_and_keeps_what_finished() -> None:
     a = scripted(staggered)
     run = a.rollout(numbered(9))
-    waiting = asyncio.create_task(run._wait())
+    waiting = asyncio.create_task(run)
     await until(run, 4)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -325,19 +295,15 @@ async def test_cancelling_again_and_again_still_leaves_nothing_behind() -> None:
             await asyncio.sleep(0.05)
 
     @tool
-    async def put_slow(text: str, box: Slow) -> str:
-        """Put.
-
-        Args:
-            text: any.
-        """
+    async def put_slow(text: Text, box: Slow) -> str:
+        """Put."""
         await asyncio.sleep(60)
         return ""
 
     async with Pool(Slow, size=4) as pool:
         script = [put_call("x").replace("put", "put_slow")]
         run = scripted(script, tools=[put_slow], pools=[pool]).rollout(numbered(4))
-        waiting = asyncio.create_task(run._wait())
+        waiting = asyncio.create_task(run)
         while pool.snapshot().leased < 4:
             await asyncio.sleep(0.002)
         for _ in range(6):
@@ -388,7 +354,7 @@ async def test_pause_holds_and_resume_goes_on() -> None:
     engine = Played([call("1+1"), "5"])
     run = agent(engine=engine, chat=chat()).rollout(numbered(6), max_concurrency=3)
     run.pause()
-    waiting = asyncio.create_task(run._wait())
+    waiting = asyncio.create_task(run)
     await asyncio.sleep(0.03)
     assert engine.given == []
     assert "paused" in repr(run)
@@ -404,7 +370,7 @@ async def test_pause_holds_and_resume_goes_on() -> None:
 async def test_pausing_in_the_middle_changes_no_token() -> None:
     whole = await agent().rollout(tasks(3), group_size=2)
     run = agent().rollout(tasks(3), group_size=2)
-    waiting = asyncio.create_task(run._wait())
+    waiting = asyncio.create_task(run)
     for _ in range(5):
         await asyncio.sleep(0.005)
         run.pause()
@@ -510,12 +476,8 @@ async def test_whatever_goes_wrong_every_start_has_its_end() -> None:
         return put_call("x") * rng.randrange(1, 4) if rng.random() < 0.7 else rng.choice(["5", "<tool_call>{"])
 
     @tool(name="put", timeout=0.002)
-    async def bad_put(text: str, box: Box) -> str:
-        """Put.
-
-        Args:
-            text: any.
-        """
+    async def bad_put(text: Text, box: Box) -> str:
+        """Put."""
         await doze(SystemExit)
         return await box.run(text)
 
@@ -531,7 +493,7 @@ async def test_whatever_goes_wrong_every_start_has_its_end() -> None:
             run = a.rollout(numbered(6), group_size=2, max_concurrency=5)
             events: list[RolloutEvent] = []
             run.subscribe(events.append)
-            waiting = asyncio.create_task(run._wait())
+            waiting = asyncio.create_task(run)
             if i % 3 == 0:
                 await asyncio.sleep(rng.random() * 0.03)
                 run.stop()
@@ -556,7 +518,7 @@ async def test_progress_is_one_bar(capsys: pytest.CaptureFixture[str]) -> None:
 async def test_two_rollouts_on_one_agent_at_once() -> None:
     a = agent()
     alone = [await a.rollout(tasks(4, seed=s), group_size=3, index=s) for s in (0, 1)]
-    both = await asyncio.gather(*(a.rollout(tasks(4, seed=s), group_size=3, index=s)._wait() for s in (0, 1)))
+    both = await asyncio.gather(*(a.rollout(tasks(4, seed=s), group_size=3, index=s) for s in (0, 1)))
     for x, y in zip(alone, both, strict=True):
         assert [t.ids.tolist() for t in x] == [t.ids.tolist() for t in y]
         assert [t.logprobs.tobytes() for t in x] == [t.logprobs.tobytes() for t in y]
@@ -585,7 +547,7 @@ async def gaps(work: Any) -> list[float]:
 async def test_the_event_loop_goes_on_during_a_rollout() -> None:
     a = agent()
     await a.rollout(tasks(2))  # whatever is loaded at the first use
-    found = await gaps(a.rollout(tasks(16), group_size=8)._wait())
+    found = await gaps(a.rollout(tasks(16), group_size=8))
     # On a machine that others use a gap may be theirs: most turns are short, and none is a step of the model.
     assert len(found) > 20
     assert sorted(found)[len(found) * 9 // 10] < 0.1

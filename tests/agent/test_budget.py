@@ -8,7 +8,7 @@ from typing import Any
 
 import dice
 import pytest
-from agents import agent, call, chat, played, scripted
+from agents import Box, ForkingBox, Text, agent, call, chat, played, put, put_call, put_forking, scripted
 
 import agentfly_kit as af
 from agentfly_kit.agent.budget import Budget, BudgetUsage, reserve_tokens
@@ -188,32 +188,9 @@ async def test_time_that_is_over_cuts_what_runs_and_starts_nothing_more() -> Non
 
 
 async def test_forks_share_their_groups_budget_and_those_that_do_not_run_hold_nothing() -> None:
-    class Box:
-        held = 0
-
-        async def start(self) -> None: ...
-
-        async def run(self, text: str) -> str:
-            return text
-
-        async def fork(self, into: Any) -> None: ...
-
-        async def reset(self) -> None: ...
-
-        async def close(self) -> None: ...
-
-    @af.tool
-    async def put(text: str, box: Box) -> str:
-        """Put.
-
-        Args:
-            text: any.
-        """
-        return await box.run(text)
-
-    script = ['<tool_call>{"name":"put","arguments":{"text":"x"}}</tool_call>', "5"]
-    async with af.Pool(Box, size=8) as pool:
-        a = played(script, tools=[put], pools=[pool], after_observation=lambda c: 3 if c.key.fork == "" else 0)
+    script = [put_call("x", "put_forking"), "5"]
+    async with af.Pool(ForkingBox, size=8) as pool:
+        a = played(script, tools=[put_forking], pools=[pool], after_observation=lambda c: 3 if c.key.fork == "" else 0)
         rollout = await a.rollout(numbered(1), max_concurrency=1, group_budget=Budget(turns=3))
         assert [t.stop for t in rollout] == ["answered", "answered"]
         assert list(rollout.not_run) == ["rollout-0:t0/0.2", "rollout-0:t0/0.3"]
@@ -288,12 +265,8 @@ async def test_each_kind_has_its_own_cap(two_rollouts: bool) -> None:
         return call("1", "slow") * 3 if turn == 0 else "5"
 
     @af.tool
-    async def slow(expression: str) -> str:
-        """Slow.
-
-        Args:
-            expression: any.
-        """
+    async def slow(expression: Text) -> str:
+        """Slow."""
         await ran.count()
         return expression
 
@@ -306,7 +279,7 @@ async def test_each_kind_has_its_own_cap(two_rollouts: bool) -> None:
         script, tools=[slow], reward=right, max_concurrent_requests=5, max_concurrent_tools=4, max_concurrent_rewards=2
     )
     if two_rollouts:  # the limits are the agent's, whatever it is used for
-        await asyncio.gather(a.rollout(numbered(10))._wait(), af.evaluate(a, numbered(10)))
+        await asyncio.gather(a.rollout(numbered(10)), af.evaluate(a, numbered(10)))
     else:
         await a.rollout(numbered(16))
     assert (asked.most, ran.most, scored.most) == (5, 4, 2)
@@ -317,25 +290,7 @@ async def test_each_kind_has_its_own_cap(two_rollouts: bool) -> None:
 
 
 async def test_a_cap_on_tools_and_a_small_pool_do_not_wait_for_each_other() -> None:
-    class Box:
-        async def run(self, text: str) -> str:
-            await asyncio.sleep(0.001)
-            return text
-
-        async def reset(self) -> None: ...
-
-        async def close(self) -> None: ...
-
-    @af.tool
-    async def put(text: str, box: Box) -> str:
-        """Put.
-
-        Args:
-            text: any.
-        """
-        return await box.run(text)
-
-    script = ['<tool_call>{"name":"put","arguments":{"text":"x"}}</tool_call>'] * 3 + ["5"]
+    script = [put_call("x")] * 3 + ["5"]
     async with af.Pool(Box, size=2) as pool:
         a = scripted(script, tools=[put], pools=[pool], max_turns=5, max_concurrent_tools=1, max_concurrent_requests=1)
         rollout = await asyncio.wait_for(a.rollout(numbered(8)), 20)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from agents import agent, calculator, call, fresh, scripted, tasks
+from agents import Text, agent, calculator, call, fresh, scripted, tasks
 from cancelling import Whom, cancel_at, settled, some, tasks_left, threads_busy
 from test_engine_openai import Server
 from test_engine_openai import chat as answered
@@ -48,12 +48,8 @@ class Box:
 
 
 @af.tool
-async def put(expression: str, box: Box) -> str:
-    """Put.
-
-    Args:
-        expression: any.
-    """
+async def put(expression: Text, box: Box) -> str:
+    """Put."""
     return await box.run(expression)
 
 
@@ -130,7 +126,7 @@ async def test_a_rollout(whom: Whom, count: int | None) -> None:
         def work() -> Awaitable[Any]:
             budgets = {"budget": af.Budget(tokens=10**6, tool_calls=10**6), "group_budget": af.Budget(seconds=60)}
             runs[:] = [a.rollout(TASKS, group_size=1, max_concurrency=2, **budgets)]  # type: ignore[arg-type]
-            return runs[0]._wait()
+            return runs[0]
 
         async def after(where: str) -> None:
             await nothing_left(where, pool, a)
@@ -244,7 +240,7 @@ async def test_a_server(whom: Whom, count: int | None) -> None:
     engine = OpenAIEngine(server.url, "tiny", backoff=0.002, timeout=5.0)
     a = agent(engine=engine, chat=engine.chat, sampling=Sampling(max_tokens=4))
     try:
-        await at_each(lambda: a.rollout(TASKS[:2])._wait(), lambda where: nothing_left(where), whom, count and 20)
+        await at_each(lambda: a.rollout(TASKS[:2]), lambda where: nothing_left(where), whom, count and 20)
         rollout = await a.rollout(TASKS)
         assert [t.stop for t in rollout] == ["answered"] * 3
         await engine.close()
@@ -261,22 +257,18 @@ def test_a_loop_that_ends_under_a_rollout_leaves_nothing(how: str) -> None:
     policy = fresh()
     a = everything(pool)
     b = agent(policy, sampling=Sampling(max_tokens=40))
-    wanted = [t.ids.tolist() for t in asyncio.run(b.rollout(tasks(3))._wait())]
+    wanted = [t.ids.tolist() for t in asyncio.run(b.rollout(tasks(3)))]
 
     @af.tool(name="put")
-    async def forever(expression: str, box: Box) -> str:
-        """Put.
-
-        Args:
-            expression: any.
-        """
+    async def forever(expression: Text, box: Box) -> str:
+        """Put."""
         await asyncio.sleep(600)
         return ""
 
     stuck = a.replace(tools=[calculator, forever])
 
     async def main() -> None:
-        running = [asyncio.ensure_future(x.rollout(t)._wait()) for x, t in ((stuck, TASKS), (b, tasks(16)))]
+        running = [asyncio.ensure_future(x.rollout(t)) for x, t in ((stuck, TASKS), (b, tasks(16)))]
         while pool.snapshot().leased < 2:
             await asyncio.sleep(0.001)
         if how == "raises":
@@ -291,8 +283,8 @@ def test_a_loop_that_ends_under_a_rollout_leaves_nothing(how: str) -> None:
         with pytest.raises(ZeroDivisionError if how == "raises" else KeyboardInterrupt):
             asyncio.run(main())
     assert pool.snapshot().leased == 0
-    assert [t.reward for t in asyncio.run(a.rollout(TASKS)._wait())] == [1.5] * 4
-    assert [t.ids.tolist() for t in asyncio.run(b.rollout(tasks(3))._wait())] == wanted
+    assert [t.reward for t in asyncio.run(a.rollout(TASKS))] == [1.5] * 4
+    assert [t.ids.tolist() for t in asyncio.run(b.rollout(tasks(3)))] == wanted
     asyncio.run(pool.close())
 
 
@@ -302,7 +294,7 @@ def test_a_loop_that_is_closed_with_all_in_it() -> None:
     a = everything(pool)
     b = agent(fresh())
     loop = asyncio.new_event_loop()
-    runs = [loop.create_task(x.rollout(t)._wait()) for x, t in ((a, TASKS), (b, tasks(8)))]
+    runs = [loop.create_task(x.rollout(t)) for x, t in ((a, TASKS), (b, tasks(8)))]
 
     async def until_leased() -> None:
         while pool.snapshot().leased < 1:
@@ -318,6 +310,6 @@ def test_a_loop_that_is_closed_with_all_in_it() -> None:
         import gc
 
         gc.collect()
-        assert [t.reward for t in asyncio.run(a.rollout(TASKS)._wait())] == [1.5] * 4
-        assert len(asyncio.run(b.rollout(tasks(3))._wait())) == 3
+        assert [t.reward for t in asyncio.run(a.rollout(TASKS))] == [1.5] * 4
+        assert len(asyncio.run(b.rollout(tasks(3)))) == 3
         asyncio.run(pool.close())

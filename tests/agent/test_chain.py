@@ -11,13 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 from agents import (
+    Box,
+    ForkingBox,
     Played,
     Recording,
+    Text,
     agent,
     call,
     chat,
     fresh,
     played,
+    put,
+    put_call,
+    put_forking,
     random_policy,
     reference_logprobs,
     scripted,
@@ -41,62 +47,8 @@ TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"}
 STOP = chat().stop_ids[0]
 
 
-class Killed(SandboxError):
-    """A failure of the host, of the sandbox's own class."""
-
-
-class Box:
-    """A sandbox without an outside."""
-
-    def __init__(self, **_: Any) -> None:
-        self.log: list[str] = []
-        self.alive = True
-
-    async def run(self, text: str) -> str:
-        if text == "die" or not self.alive:
-            self.alive = False
-            raise Killed("by the host")
-        self.log.append(text)
-        return ",".join(self.log)
-
-    async def reset(self) -> None:
-        self.log.clear()
-
-    async def close(self) -> None:
-        self.alive = False
-
-
-class Forking(Box):
-    async def fork(self, into: Forking) -> None:
-        into.log = list(self.log)
-
-
-@tool
-async def put(text: str, box: Box) -> str:
-    """Put a text into the box.
-
-    Args:
-        text: the text.
-    """
-    return await box.run(text)
-
-
-@tool
-async def put_forking(text: str, box: Forking) -> str:
-    """Put a text into the box.
-
-    Args:
-        text: the text.
-    """
-    return await box.run(text)
-
-
 def cut_after(text: str) -> Sampling:
     return Sampling(max_tokens=len(chat().encode(text)))
-
-
-def put_call(text: str, name: str = "put") -> str:
-    return f'<tool_call>{{"name":"{name}","arguments":{{"text":"{text}"}}}}</tool_call>'
 
 
 # --- exact tokens --------------------------------------------------------------------------------
@@ -257,12 +209,8 @@ async def test_a_stop_text_ends_the_turn_and_the_bridge_closes_it() -> None:
 
 
 @tool
-def stopper(text: str) -> ToolResult:
-    """Stop.
-
-    Args:
-        text: any.
-    """
+def stopper(text: Text) -> ToolResult:
+    """Stop."""
     return ToolResult(True, "over", done=True, reward=0.25)
 
 
@@ -311,12 +259,8 @@ async def test_at_the_last_turn_the_call_is_run_and_its_result_is_given_to_nobod
 )
 async def test_what_no_action_follows_is_not_in_the_row(settings: dict[str, Any], stop: str) -> None:
     @tool
-    def talk(expression: str) -> str:
-        """Talk.
-
-        Args:
-            expression: any.
-        """
+    def talk(expression: Text) -> str:
+        """Talk."""
         return "word " * 200
 
     t = await played([call("1+1", "talk"), "5"], tools=[talk], **settings).chain(TASK).run()
@@ -341,12 +285,8 @@ async def test_an_unclosed_call_is_never_run() -> None:
     ran: list[str] = []
 
     @tool
-    def spy(expression: str) -> str:
-        """Spy.
-
-        Args:
-            expression: any.
-        """
+    def spy(expression: Text) -> str:
+        """Spy."""
         ran.append(expression)
         return ""
 
@@ -376,12 +316,8 @@ async def test_bad_calls_are_observations_and_a_good_one_begins_the_count_again(
 
 async def test_a_tools_reward_stands_on_the_action_that_called_it() -> None:
     @tool
-    def give(text: str) -> ToolResult:
-        """Give.
-
-        Args:
-            text: how much.
-        """
+    def give(text: Text) -> ToolResult:
+        """Give."""
         return ToolResult(True, "ok", reward=float(text))
 
     two = put_call("0.25", "give") + put_call("0.5", "give")
@@ -423,12 +359,8 @@ async def test_a_reward_that_raises_leaves_its_chain_unscored() -> None:
 @pytest.mark.parametrize("where", ["sampling", "tool"])
 async def test_a_chains_own_clock(where: str) -> None:
     @tool
-    async def hang(text: str) -> str:
-        """Hang.
-
-        Args:
-            text: any.
-        """
+    async def hang(text: Text) -> str:
+        """Hang."""
         await asyncio.sleep(30)
         return ""
 
@@ -650,12 +582,8 @@ async def test_rewind_to_a_cut_turn_gives_no_answer_away() -> None:
 
 async def test_rewind_refuses_where_a_sandbox_or_state_would_not_go_back() -> None:
     @tool
-    def count(text: str, context: Context) -> str:
-        """Count.
-
-        Args:
-            text: any.
-        """
+    def count(text: Text, context: Context) -> str:
+        """Count."""
         context.state["n"] = context.state.get("n", 0) + 1
         return str(context.state["n"])
 
@@ -724,7 +652,7 @@ async def test_a_fork_refuses_a_sandbox_that_cannot() -> None:
 
 
 async def test_a_fork_takes_the_sandboxs_and_the_tools_state_along() -> None:
-    async with Pool(Forking, size=2) as pool:
+    async with Pool(ForkingBox, size=2) as pool:
         script = [put_call("a", "put_forking"), put_call("b", "put_forking"), "5"]
         chain = played(script, tools=[put_forking], pools=[pool]).chain(TASK)
         await chain.step()
@@ -743,12 +671,8 @@ async def test_a_fork_takes_the_sandboxs_and_the_tools_state_along() -> None:
 
 async def test_a_tool_that_changes_its_task_field_changes_it_for_this_chain() -> None:
     @tool
-    def pop(text: str, stock: FromTask[list[str]]) -> str:
-        """Take one.
-
-        Args:
-            text: any.
-        """
+    def pop(text: Text, stock: FromTask[list[str]]) -> str:
+        """Take one."""
         return stock.pop()
 
     task = Task("t", TASK.messages, {"answer": "5", "stock": ["x", "y"]})

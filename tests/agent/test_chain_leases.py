@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from agents import scripted
+from agents import Box, put, put_call, scripted
 
 import agentfly_kit as af
 from agentfly_kit.errors import PoolTimeout
@@ -16,43 +16,13 @@ from agentfly_kit.types import Task
 QUESTION = ({"role": "user", "content": "Fill the box."},)
 
 
-class Box:
-    """Every call says all that it holds."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    async def run(self, text: str) -> str:
-        self.log.append(text)
-        return ",".join(self.log)
-
-    async def reset(self) -> None:
-        self.log.clear()
-
-    async def close(self) -> None: ...
-
-
-@af.tool
-async def put(text: str, box: Box) -> str:
-    """Put a text into the box.
-
-    Args:
-        text: the text.
-    """
-    return await box.run(text)
-
-
 @af.reward
 def fine(final: str | None) -> float:
     return 1.0
 
 
-def say(text: str) -> str:
-    return f'<tool_call>{{"name":"put","arguments":{{"text":"{text}"}}}}</tool_call>'
-
-
 def agent(pool: Pool[Any]) -> af.Agent:
-    return scripted([say("a"), say("b"), "done"], tools=[put], reward=fine, pools=[pool], max_turns=9)
+    return scripted([put_call("a"), put_call("b"), "done"], tools=[put], reward=fine, pools=[pool], max_turns=9)
 
 
 # --- a chain stepped by hand ---------------------------------------------------------------------

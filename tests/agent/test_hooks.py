@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
@@ -17,12 +17,8 @@ CALL = '<tool_call>{"name":"double","arguments":{"n":3}}</tool_call>'
 
 
 @af.tool
-def double(n: int) -> int:
-    """Twice a number.
-
-    Args:
-        n: the number.
-    """
+def double(n: Annotated[int, "the number"]) -> int:
+    """Twice a number."""
     return 2 * n
 
 
