@@ -1,4 +1,4 @@
-"""Many chains at once: nobody is lost, nothing is leaked, and what is watched comes in order."""
+"""Agents and rollouts: validation, order, failures, stopping, pausing, events, concurrency."""
 
 from __future__ import annotations
 
@@ -36,10 +36,7 @@ def others() -> set[asyncio.Task[Any]]:
     return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
 
 
-# --- order and groups ----------------------------------------------------------------------------
-
-
-async def test_results_come_in_the_order_of_the_tasks() -> None:
+async def test_trajectories_are_in_the_order_of_the_tasks() -> None:
     async def script(task: Task, turn: int) -> str:
         await asyncio.sleep(random.Random(task.id).random() * 0.02)
         return "5"
@@ -52,7 +49,7 @@ async def test_results_come_in_the_order_of_the_tasks() -> None:
     assert len({t.id for t in rollout}) == 27
 
 
-async def test_a_task_that_comes_twice_makes_two_groups_that_sample_apart() -> None:
+async def test_repeated_task_makes_two_groups_with_different_seeds() -> None:
     engine = Played(["5"])
     a = agent(engine=engine, chat=chat())
     rollout = await a.rollout([TASK, TASK], group_size=2)
@@ -61,7 +58,7 @@ async def test_a_task_that_comes_twice_makes_two_groups_that_sample_apart() -> N
     assert len(set(engine.seeds)) == 4
 
 
-async def test_no_more_than_max_concurrency_run_at_once() -> None:
+async def test_max_concurrency_is_not_exceeded() -> None:
     now = most = 0
 
     async def script(task: Task, turn: int) -> str:
@@ -76,7 +73,7 @@ async def test_no_more_than_max_concurrency_run_at_once() -> None:
     assert most == 4
 
 
-async def test_it_starts_when_it_is_awaited_and_once() -> None:
+async def test_rollout_starts_once_when_awaited() -> None:
     engine = Played(["5"])
     run = agent(engine=engine, chat=chat()).rollout(TASK)
     await asyncio.sleep(0.01)
@@ -105,14 +102,14 @@ async def test_it_starts_when_it_is_awaited_and_once() -> None:
         ([Task("u", TASK.messages)], {}, Exception, "answer"),
     ],
 )
-def test_bad_input_is_refused_before_the_first_token(
+def test_rollout_rejects_invalid_arguments(
     given: Any, options: dict[str, int], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
         scripted(["5"]).rollout(given, **options)
 
 
-async def test_text_in_place_of_tasks_is_refused_everywhere() -> None:
+async def test_strings_are_rejected_as_tasks() -> None:
     a = agent()
     for call_with_text in (a.rollout, a.chain, lambda text: evaluate(a, text), lambda text: train(a, shipped(), text)):
         with pytest.raises(TaskError, match="must be Task objects, got the string 'What is 2"):
@@ -132,7 +129,7 @@ async def test_text_in_place_of_tasks_is_refused_everywhere() -> None:
         ({"tools": [put]}, r"requires a Box, and no pool has it; add pools=\[af\.Pool\(Box, size=8\)\]"),
     ],
 )
-def test_an_agents_settings_are_checked(options: dict[str, Any], says: str) -> None:
+def test_agent_rejects_invalid_settings(options: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         agent(**{"engine": Played(["5"]), "chat": chat()} | options)
 
@@ -146,7 +143,7 @@ def verifiers_reward(completion: str, prompt: str, info: Any, state: Any) -> flo
 
 
 @pytest.mark.parametrize("function", [trl_reward, verifiers_reward])
-def test_rewards_with_the_signature_of_other_frameworks_are_rejected_by_the_agent(function: Any) -> None:
+def test_agent_rejects_reward_signatures_of_other_frameworks(function: Any) -> None:
     with pytest.raises(
         RewardError, match="parameters can be final, trajectory, context, a sandbox, or a field of the task"
     ):
@@ -169,20 +166,20 @@ print(len(asyncio.run(af.train(agent, policy, tasks, config)).records))
 """
 
 
-def test_a_plain_script_runs_rollouts_evaluation_and_training(tmp_path: Path) -> None:
+def test_asyncio_run_accepts_rollouts_evaluations_and_training_runs(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=480)
     assert done.stdout.split() == ["True", "1"], done.stderr
 
 
-async def test_two_tasks_may_await_one_rollout() -> None:
+async def test_two_asyncio_tasks_can_await_one_rollout() -> None:
     run = scripted(["5"], latency=0.01).rollout(TASK)
     first, second = asyncio.create_task(run), asyncio.create_task(run)
     await asyncio.sleep(0)
     assert await first is await second is await run
 
 
-def test_agents_are_frozen_and_replaced() -> None:
+def test_agent_is_immutable_and_can_be_replaced() -> None:
     a = scripted(["5"])
     with pytest.raises(AttributeError):
         a.max_turns = 9  # type: ignore[misc]
@@ -194,10 +191,7 @@ def test_agents_are_frozen_and_replaced() -> None:
         _ = b.last_run
 
 
-# --- a failing chain loses nobody ----------------------------------------------------------------
-
-
-async def test_a_chain_that_breaks_loses_nobody() -> None:
+async def test_failing_chain_does_not_affect_others() -> None:
     def script(task: Task, turn: int) -> str:
         if task.id == "t3":
             raise ZeroDivisionError("in the engine")
@@ -209,7 +203,7 @@ async def test_a_chain_that_breaks_loses_nobody() -> None:
     assert rollout.summary()["unscored"] == 2 / 16
 
 
-async def test_something_cancelled_inside_a_chain_is_no_cancellation_of_all() -> None:
+async def test_future_cancelled_inside_a_chain_does_not_cancel_the_rollout() -> None:
     async def script(task: Task, turn: int) -> str:
         if task.id == "t2":
             future = asyncio.get_running_loop().create_future()
@@ -221,7 +215,7 @@ async def test_something_cancelled_inside_a_chain_is_no_cancellation_of_all() ->
     assert [t.stop for t in rollout] == ["answered", "answered", "error", "answered", "answered"]
 
 
-async def test_a_task_that_the_template_refuses_is_data() -> None:
+async def test_template_error_is_recorded_in_the_trajectory() -> None:
     odd = Task("odd", ({"role": 3, "content": "?"},), TASK.fields)
     rollout = await scripted(["5"]).rollout([*numbered(3), odd], group_size=2)
     assert [t.stop for t in rollout] == ["answered"] * 6 + ["error"] * 2
@@ -232,9 +226,6 @@ async def test_a_task_that_the_template_refuses_is_data() -> None:
     assert len(rollout.to_frame("tokens")) > 0
     with pytest.raises(ChatTemplateError, match="rejected messages"):
         scripted(["5"]).rollout([odd])
-
-
-# --- partial, stop, cancel -----------------------------------------------------------------------
 
 
 def staggered(task: Task, turn: int) -> Any:
@@ -250,7 +241,7 @@ async def until(run: RolloutHandle, count: int) -> None:
         await asyncio.sleep(0.002)
 
 
-async def test_stop_gives_what_has_finished() -> None:
+async def test_stop_returns_the_finished_chains() -> None:
     a = scripted(staggered)
     run = a.rollout(numbered(9))
     waiting = asyncio.create_task(run)
@@ -277,7 +268,7 @@ async def collect(run: RolloutHandle) -> list[Any]:
     return [t async for t in run]
 
 
-async def test_cancelling_the_waiter_ends_everything_and_keeps_what_finished() -> None:
+async def test_cancelling_the_awaiting_task_keeps_the_finished_chains() -> None:
     a = scripted(staggered)
     run = a.rollout(numbered(9))
     waiting = asyncio.create_task(run)
@@ -289,7 +280,7 @@ async def test_cancelling_the_waiter_ends_everything_and_keeps_what_finished() -
     assert len(a.last_run.partial) == 4
 
 
-async def test_cancelling_again_and_again_still_leaves_nothing_behind() -> None:
+async def test_repeated_cancellation_releases_all_leases() -> None:
     class Slow(Box):
         async def reset(self) -> None:
             await asyncio.sleep(0.05)
@@ -315,7 +306,7 @@ async def test_cancelling_again_and_again_still_leaves_nothing_behind() -> None:
         assert not others()
 
 
-async def test_leaving_a_loop_over_a_rollout_ends_it() -> None:
+async def test_breaking_out_of_iteration_ends_the_rollout() -> None:
     run = scripted(staggered).rollout(numbered(9))
     async for _ in run:
         break
@@ -327,7 +318,7 @@ async def test_leaving_a_loop_over_a_rollout_ends_it() -> None:
     assert len(run.partial) >= 1
 
 
-async def test_a_loop_gives_each_chain_as_it_ends() -> None:
+async def test_iteration_yields_chains_as_they_finish() -> None:
     async def script(task: Task, turn: int) -> str:
         await asyncio.sleep(0.03 * (4 - int(task.id[1:])))
         return "5"
@@ -337,20 +328,19 @@ async def test_a_loop_gives_each_chain_as_it_ends() -> None:
     assert [t.task.id for t in run.partial] == ["t0", "t1", "t2", "t3", "t4"]
 
 
-async def test_a_loop_over_one_that_has_run_gives_all_of_it() -> None:
+async def test_iteration_over_a_finished_rollout_yields_all_chains() -> None:
     run = scripted(["5"]).rollout(numbered(3))
     await run
-    # In the order in which they ended, which is nobody's promise.
     assert sorted(t.task.id for t in await asyncio.wait_for(collect(run), 5)) == ["t0", "t1", "t2"]
 
 
-async def test_two_loops_over_one_rollout_each_get_all_of_it() -> None:
+async def test_two_concurrent_iterations_each_yield_all_chains() -> None:
     run = scripted(["5"], latency=0.01).rollout(numbered(6), max_concurrency=2)
     one, two = await asyncio.wait_for(asyncio.gather(collect(run), collect(run)), 10)
     assert len(one) == len(two) == 6
 
 
-async def test_pause_holds_and_resume_goes_on() -> None:
+async def test_pause_and_resume() -> None:
     engine = Played([call("1+1"), "5"])
     run = agent(engine=engine, chat=chat()).rollout(numbered(6), max_concurrency=3)
     run.pause()
@@ -367,7 +357,7 @@ async def test_pause_holds_and_resume_goes_on() -> None:
     assert len(await asyncio.wait_for(run, 5)) == 0
 
 
-async def test_pausing_in_the_middle_changes_no_token() -> None:
+async def test_pausing_does_not_change_tokens() -> None:
     whole = await agent().rollout(tasks(3), group_size=2)
     run = agent().rollout(tasks(3), group_size=2)
     waiting = asyncio.create_task(run)
@@ -380,10 +370,7 @@ async def test_pausing_in_the_middle_changes_no_token() -> None:
     assert [t.ids.tolist() for t in again] == [t.ids.tolist() for t in whole]
 
 
-# --- watching ------------------------------------------------------------------------------------
-
-
-async def test_events_come_in_order_and_tell_the_whole_story() -> None:
+async def test_events_of_each_chain_are_ordered_and_complete() -> None:
     a = played([call("2+3"), "5"])
     run = a.rollout(numbered(4), group_size=2, max_concurrency=3)
     events: list[RolloutEvent] = []
@@ -409,7 +396,7 @@ async def test_events_come_in_order_and_tell_the_whole_story() -> None:
         assert (last.state, last.detail, last.task) == ("done", "answered", t.task.id)
 
 
-async def test_a_listener_may_end_the_run_and_hears_of_every_end() -> None:
+async def test_listener_that_stops_the_rollout_receives_all_end_events() -> None:
     run = scripted(staggered).rollout(numbered(6), max_concurrency=3)
     events: list[RolloutEvent] = []
 
@@ -427,7 +414,7 @@ async def test_a_listener_may_end_the_run_and_hears_of_every_end() -> None:
     assert "cancelled" in {e.state for e in events}
 
 
-async def test_a_chain_that_could_not_begin_is_told_too() -> None:
+async def test_chain_that_could_not_be_created_is_reported() -> None:
     odd = Task("odd", ({"role": 3, "content": "?"},), TASK.fields)
     run = scripted(["5"]).rollout([TASK, odd])
     events: list[RolloutEvent] = []
@@ -441,7 +428,7 @@ async def test_a_chain_that_could_not_begin_is_told_too() -> None:
 
 
 def check_events(events: list[RolloutEvent]) -> None:
-    """No gap, no time that goes back; of each chain every start has its end, and they nest."""
+    """Check that sequence numbers and times increase, and that the start and end events of each chain nest."""
     assert [e.sequence for e in events] == list(range(1, len(events) + 1))
     assert [e.time for e in events] == sorted(e.time for e in events)
     for name in {e.trajectory for e in events}:
@@ -451,7 +438,7 @@ def check_events(events: list[RolloutEvent]) -> None:
         running: list[tuple[str, str]] = []
         for e in mine[1:-1]:
             key = (e.kind, e.call)
-            assert not running or running[0][0] == e.kind  # tools run beside tools, everything else alone
+            assert not running or running[0][0] == e.kind  # only tool calls run concurrently
             if e.phase == "start":
                 assert e.kind == "tool" or not running
                 running.append(key)
@@ -462,7 +449,7 @@ def check_events(events: list[RolloutEvent]) -> None:
         assert not running, (name, running)
 
 
-async def test_whatever_goes_wrong_every_start_has_its_end() -> None:
+async def test_every_start_event_has_an_end_event_despite_failures() -> None:
     seed = dice.seed()
     rng = random.Random(seed)
 
@@ -506,16 +493,13 @@ async def test_whatever_goes_wrong_every_start_has_its_end() -> None:
     assert {("chain", "done"), ("chain", "failed"), ("tool", "tool"), ("reward", "scoring")} <= kinds
 
 
-async def test_progress_is_one_bar(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tqdm")
     await scripted(["5"]).rollout(numbered(5), progress=True)
     assert "5/5" in capsys.readouterr().err
 
 
-# --- side by side --------------------------------------------------------------------------------
-
-
-async def test_two_rollouts_on_one_agent_at_once() -> None:
+async def test_concurrent_rollouts_of_one_agent_are_independent() -> None:
     a = agent()
     alone = [await a.rollout(tasks(4, seed=s), group_size=3, index=s) for s in (0, 1)]
     both = await asyncio.gather(*(a.rollout(tasks(4, seed=s), group_size=3, index=s) for s in (0, 1)))
@@ -525,7 +509,7 @@ async def test_two_rollouts_on_one_agent_at_once() -> None:
 
 
 async def gaps(work: Any) -> list[float]:
-    """Seconds between two turns of the event loop while `work` is done."""
+    """Return the seconds between iterations of the event loop while `work` runs."""
     found: list[float] = []
 
     async def tick() -> None:
@@ -544,23 +528,20 @@ async def gaps(work: Any) -> list[float]:
     return found
 
 
-async def test_the_event_loop_goes_on_during_a_rollout() -> None:
+async def test_rollout_does_not_block_the_event_loop() -> None:
     a = agent()
-    await a.rollout(tasks(2))  # whatever is loaded at the first use
+    await a.rollout(tasks(2))  # load what is loaded on first use
     found = await gaps(a.rollout(tasks(16), group_size=8))
-    # On a machine that others use a gap may be theirs: most turns are short, and none is a step of the model.
+    # Other processes may cause single gaps, so most iterations must be short, not all.
     assert len(found) > 20
     assert sorted(found)[len(found) * 9 // 10] < 0.1
-
-
-# --- a cell that is run again --------------------------------------------------------------------
 
 
 def cell(source: str, into: dict[str, Any]) -> None:
     exec(compile(source, "<cell>", "exec"), into)
 
 
-async def test_a_tool_that_was_defined_again_is_said_once() -> None:
+async def test_redefined_tool_is_reported_once() -> None:
     module = types.ModuleType("__main__")
     space = vars(module)
     source = (
@@ -576,6 +557,6 @@ async def test_a_tool_that_was_defined_again_is_said_once() -> None:
         rollout = await old.rollout(TASK)
     assert len(said) == 1
     assert rollout.trajectories[0].tool_calls[0].result.observation == "a!"  # type: ignore[union-attr]
-    await old.rollout(TASK)  # said once: a second warning would fail this test
+    await old.rollout(TASK)  # a second warning would fail this test
     new = old.replace(tools=[space["shout"]])
     assert (await new.rollout(TASK)).trajectories[0].tool_calls[0].result.observation == "a?"  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Cancelled at every await there is, nothing stays behind (leases, tasks, threads, promises), and all goes on."""
+"""Cancellation at every await: no lease, task, thread or reservation remains, and later calls work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TASKS = [Task(f"t{i}", ({"role": "user", "content": "What is 2+3?"},), {"answer"
 
 
 class Box:
-    """Every one of its methods suspends."""
+    """Sandbox whose methods all suspend."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -64,7 +64,7 @@ def blocks(final: str | None) -> float:
 
 
 def everything(pool: af.Pool[Any]) -> af.Agent:
-    """Awaits of all kinds: leases, threads, side by side, forks, hooks, rewards, caps."""
+    """Return an agent that awaits leases, threads, concurrent calls, forks, hooks, rewards and limits."""
 
     async def script(task: Task, turn: int) -> str:
         await asyncio.sleep(0)
@@ -89,7 +89,7 @@ def everything(pool: af.Pool[Any]) -> af.Agent:
 
 
 async def nothing_left(where: str, pool: af.Pool[Any] | None = None, a: af.Agent | None = None) -> None:
-    """No task, no thread at work, no lease, no slot of a cap."""
+    """Check that no task, busy thread, lease or concurrency slot remains."""
     assert await settled(lambda: not tasks_left()), f"{where}: {tasks_left()}"
     assert await settled(lambda: not threads_busy()), f"{where}: {threads_busy()}"
     if pool is not None:
@@ -118,7 +118,7 @@ both = pytest.mark.parametrize("whom", ["waiter", "itself"])
 
 @each
 @both
-async def test_a_rollout(whom: Whom, count: int | None) -> None:
+async def test_rollout(whom: Whom, count: int | None) -> None:
     async with af.Pool(Box, size=2) as pool:
         a = everything(pool)
         runs: list[Any] = []
@@ -139,7 +139,7 @@ async def test_a_rollout(whom: Whom, count: int | None) -> None:
 
 @each
 @both
-async def test_a_loop_over_a_rollout(whom: Whom, count: int | None) -> None:
+async def test_iteration_over_a_rollout(whom: Whom, count: int | None) -> None:
     async with af.Pool(Box, size=2) as pool:
         a = everything(pool)
 
@@ -152,8 +152,8 @@ async def test_a_loop_over_a_rollout(whom: Whom, count: int | None) -> None:
 
 @each
 @both
-async def test_a_chain_by_hand(whom: Whom, count: int | None) -> None:
-    """It is closed as a person would, who does not know at which step it was cancelled."""
+async def test_interactive_chain(whom: Whom, count: int | None) -> None:
+    """The chain is closed without knowing at which step it was cancelled."""
     async with af.Pool(Box, size=1) as pool:
         a = everything(pool).replace(after_observation=None, max_concurrent_tools=None)
         chains: list[Any] = []
@@ -177,7 +177,7 @@ async def test_a_chain_by_hand(whom: Whom, count: int | None) -> None:
 
 @each
 @both
-async def test_a_fork_by_hand(whom: Whom, count: int | None) -> None:
+async def test_interactive_fork(whom: Whom, count: int | None) -> None:
     async with af.Pool(Box, size=2) as pool:
         a = everything(pool).replace(after_observation=None)
         chains: list[Any] = []
@@ -201,7 +201,7 @@ async def test_a_fork_by_hand(whom: Whom, count: int | None) -> None:
 
 @each
 @both
-async def test_the_local_engine(whom: Whom, count: int | None) -> None:
+async def test_local_engine(whom: Whom, count: int | None) -> None:
     policy = fresh()
     engine = af.LocalEngine(policy, slots=8)
     a = agent(policy, engine=engine, sampling=Sampling(max_tokens=8))
@@ -228,8 +228,8 @@ async def test_the_local_engine(whom: Whom, count: int | None) -> None:
 
 @each
 @both
-async def test_a_server(whom: Whom, count: int | None) -> None:
-    """Also in the middle of the waits between its tries."""
+async def test_server(whom: Whom, count: int | None) -> None:
+    """Also cancelled between retries."""
     server = Server()
     busy = iter(range(10**9))
 
@@ -248,11 +248,8 @@ async def test_a_server(whom: Whom, count: int | None) -> None:
         server.stop()
 
 
-# --- the end of an event loop --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["returns", "raises", "interrupted"])
-def test_a_loop_that_ends_under_a_rollout_leaves_nothing(how: str) -> None:
+def test_event_loop_that_ends_during_a_rollout_leaves_nothing(how: str) -> None:
     pool = af.Pool(Box, size=2)
     policy = fresh()
     a = everything(pool)
@@ -288,8 +285,8 @@ def test_a_loop_that_ends_under_a_rollout_leaves_nothing(how: str) -> None:
     asyncio.run(pool.close())
 
 
-def test_a_loop_that_is_closed_with_all_in_it() -> None:
-    """Nobody cancelled anything: the tasks are collected as they stand."""
+def test_event_loop_that_is_closed_without_cancelling() -> None:
+    """The tasks are garbage collected without being cancelled."""
     pool = af.Pool(Box, size=2)
     a = everything(pool)
     b = agent(fresh())
@@ -306,7 +303,7 @@ def test_a_loop_that_is_closed_with_all_in_it() -> None:
     loop.close()
     del runs
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # asyncio and the leases say that they were dropped
+        warnings.simplefilter("ignore")  # asyncio and the leases warn that they were dropped
         import gc
 
         gc.collect()

@@ -1,4 +1,4 @@
-"""Hooks of a rollout: writing an action for the model, forking after an observation, looking at finished chains."""
+"""Hooks of an agent: validation, forced actions, forks, finished chains, errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def agent(script: Any, **more: Any) -> af.Agent:
     return af.Agent(af.ScriptedEngine(script), chat=POLICY().chat, tools=[double], reward=right, max_turns=4, **more)
 
 
-async def test_a_hook_writes_the_action_and_nothing_is_sampled_for_it() -> None:
+async def test_before_turn_can_write_the_action() -> None:
     def first_call(chain: Chain) -> None:
         if chain.actions == 0:
             chain.force(CALL, author="hook")
@@ -51,7 +51,7 @@ async def test_a_hook_writes_the_action_and_nothing_is_sampled_for_it() -> None:
         assert not t.action_mask.any()
 
 
-async def test_forks_run_beside_their_parent_share_its_turns_and_stay_in_its_group() -> None:
+async def test_forks_share_turns_and_group_of_their_parent() -> None:
     def twice(chain: Chain) -> int:
         return 2 if chain.key.fork == "" and chain.actions == 1 else 0
 
@@ -72,7 +72,7 @@ async def test_forks_run_beside_their_parent_share_its_turns_and_stay_in_its_gro
     assert len({t.id for t in rollout}) == 30
 
 
-async def test_forks_of_a_real_policy_differ_from_their_parent_and_are_reproducible() -> None:
+async def test_forks_of_a_policy_differ_and_are_reproducible() -> None:
     policy = POLICY()
 
     def once(chain: Chain) -> int:
@@ -94,7 +94,7 @@ async def test_forks_of_a_real_policy_differ_from_their_parent_and_are_reproduci
         assert len({tuple(t.ids) for t in group}) > 1
 
 
-async def test_a_hook_that_raises_costs_its_own_chain_only() -> None:
+async def test_hook_that_raises_affects_only_its_chain() -> None:
     def bad(chain: Chain) -> None:
         if chain.task.id == "t2":
             raise ValueError("no")
@@ -107,7 +107,7 @@ async def test_a_hook_that_raises_costs_its_own_chain_only() -> None:
     assert all(t.reward == 1 for name, t in by.items() if name != "t2")
 
 
-async def test_one_that_only_looks_on_cannot_harm_the_chain() -> None:
+async def test_error_in_after_chain_is_a_warning() -> None:
     def bad(chain: Chain, trajectory: Trajectory) -> None:
         raise ValueError("no")
 
@@ -116,7 +116,7 @@ async def test_one_that_only_looks_on_cannot_harm_the_chain() -> None:
     assert rollout.trajectories[0].reward == 1
 
 
-async def test_forks_of_a_single_task_run_side_by_side() -> None:
+async def test_forks_of_one_task_run_concurrently() -> None:
     running, most = 0, 0
 
     async def script(task: af.Task, turn: int) -> str:
@@ -145,7 +145,7 @@ async def test_forks_of_a_single_task_run_side_by_side() -> None:
         ("group_reward", "group"),
     ],
 )
-def test_hooks_with_other_parameters_are_rejected_by_the_agent(name: str, parameters: str) -> None:
+def test_agent_rejects_hooks_with_other_parameters(name: str, parameters: str) -> None:
     with pytest.raises(SettingsError, match=rf"{name} must accept \({parameters}\), got .*<lambda>\(a, b, c\)"):
         agent(["6"], **{name: lambda a, b, c: None})
     with pytest.raises(SettingsError, match=f"{name} must be a function or None, got 'later'"):
@@ -163,9 +163,7 @@ def test_hooks_with_other_parameters_are_rejected_by_the_agent(name: str, parame
         ("after_observation", -1, "after_observation must return a number of forks or None, got -1"),
     ],
 )
-async def test_a_hook_that_returns_something_else_ends_the_chain_with_an_error(
-    hook: str, returned: Any, message: str
-) -> None:
+async def test_invalid_result_of_a_hook_is_an_error(hook: str, returned: Any, message: str) -> None:
     (t,) = await agent([CALL, "6"], **{hook: lambda chain: returned}).rollout(TASKS[:1])
     assert (t.stop, t.reward) == ("error", None)
     assert t.error is not None and message in t.error.message
