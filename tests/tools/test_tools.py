@@ -167,16 +167,6 @@ def test_descriptions_come_from_the_docstring(style: str) -> None:
             Address(street="A 1", title="Dr"),
         ),
         (
-            Window,
-            {
-                "type": "object",
-                "properties": {"left": {"type": "integer"}, "right": {"type": "integer"}},
-                "required": ["left"],
-            },
-            {"left": 1},
-            {"left": 1},
-        ),
-        (
             list[Window] | None,
             {
                 "anyOf": [
@@ -951,6 +941,7 @@ async def test_redefined_tool_is_used_by_new_sets_only() -> None:
     tools = ToolSet([old, calculator])
     assert "return helper(x) * LIMIT" in old.source
     assert tools.redefined() == ()
+    assert ToolSet([tool(timeout=9)(old.function)]).redefined() == ()  # the same function with other settings
     assert cell(CELL, names)["f"].fingerprint == old.fingerprint  # the same source gives the same fingerprint
     assert tools.redefined() == ()
     new = cell(CELL.replace("* LIMIT", "- LIMIT"), names)["f"]
