@@ -13,6 +13,7 @@ from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.agent.settings import task_list
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Sampling, Task, Trajectory
 
@@ -102,7 +103,7 @@ async def evaluate(
     Raises:
         SettingsError: if no chain was scored, or `seeds` is empty.
     """
-    given = list(tasks)
+    given = task_list(tasks)
     if greedy:
         sampling = (sampling or agent.sampling).replace(temperature=0.0)
     if len(seeds) == 0:

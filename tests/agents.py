@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -14,6 +15,7 @@ from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.engines.scripted import ScriptedEngine
+from agentfly_kit.errors import SandboxError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.rewards import reward
 from agentfly_kit.tiny.calculator import tasks as calculator_tasks
@@ -34,6 +36,57 @@ def calculator(expression: str) -> str:
         return str(eval(expression, {"__builtins__": {}}))
     except Exception:
         return "error"
+
+
+Text = Annotated[str, "any"]
+
+
+class Killed(SandboxError):
+    """Failure of the host."""
+
+
+class Box:
+    """Sandbox that returns all texts that it has received since its reset. The text "die" makes it fail."""
+
+    def __init__(self, **_: Any) -> None:
+        self.log: list[str] = []
+        self.alive = True
+
+    async def run(self, text: str) -> str:
+        await asyncio.sleep(0.001)
+        if text == "die" or not self.alive:
+            self.alive = False
+            raise Killed("by the host")
+        self.log.append(text)
+        return ",".join(self.log)
+
+    async def reset(self) -> None:
+        await asyncio.sleep(0.001)
+        self.log.clear()
+
+    async def close(self) -> None:
+        self.alive = False
+
+
+class ForkingBox(Box):
+    async def fork(self, into: ForkingBox) -> None:
+        into.log = list(self.log)
+
+
+@tool
+async def put(text: Text, box: Box) -> str:
+    """Put a text into the box."""
+    return await box.run(text)
+
+
+@tool
+async def put_forking(text: Text, box: ForkingBox) -> str:
+    """Put a text into the box."""
+    return await box.run(text)
+
+
+def put_call(text: str, name: str = "put") -> str:
+    return f'<tool_call>{{"name":"{name}","arguments":{{"text":"{text}"}}}}</tool_call>'
 
 
 @reward

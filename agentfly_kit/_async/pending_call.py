@@ -10,6 +10,8 @@ import asyncio
 import functools
 import logging
 import warnings
+import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -67,6 +69,41 @@ class PendingCall(Coroutine[Any, Any, T], Generic[T]):
     def __del__(self) -> None:
         if self._start is not None and not self._shown:
             warnings.warn(f"{self._name} was never awaited: write `await {self._name}`", RuntimeWarning, stacklevel=2)
+
+
+class Handle(Coroutine[Any, Any, T], Generic[T]):
+    """Base class of handles, which may be awaited repeatedly, or passed to `asyncio.run` or `asyncio.create_task`.
+
+    Subclasses implement `_wait`.
+    """
+
+    @abstractmethod
+    async def _wait(self) -> T: ...
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._wait().__await__()
+
+    # Methods that an asyncio task calls to run a coroutine. Each task runs its own `_wait`.
+
+    @functools.cached_property
+    def _waits(self) -> weakref.WeakKeyDictionary[asyncio.Task[Any], Coroutine[Any, Any, T]]:
+        return weakref.WeakKeyDictionary()
+
+    def _wait_of_task(self) -> Coroutine[Any, Any, T]:
+        task = asyncio.current_task()
+        assert task is not None
+        if task not in self._waits:
+            self._waits[task] = self._wait()
+        return self._waits[task]
+
+    def send(self, value: Any) -> Any:
+        return self._wait_of_task().send(value)
+
+    def throw(self, typ: Any, val: Any = None, tb: TracebackType | None = None) -> Any:
+        return self._wait_of_task().throw(typ if val is None else val)
+
+    def close(self) -> None:
+        """Do nothing: tasks close their own awaits."""
 
 
 def cancelling() -> bool:

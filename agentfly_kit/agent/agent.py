@@ -9,7 +9,7 @@ from typing import Any
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.agent.runner import RolloutHandle
-from agentfly_kit.agent.settings import AgentSettings
+from agentfly_kit.agent.settings import AgentSettings, task_list
 from agentfly_kit.errors import SettingsError, checks_keywords
 from agentfly_kit.types import Task, Trajectory
 
@@ -48,7 +48,7 @@ class Agent(AgentSettings):
         if isinstance(task, Trajectory):
             self.check_tasks([task.task])
             return Chain.from_trajectory(self, task)
-        self.check_tasks([task])
+        self.check_tasks(task_list(task))
         return Chain(self, task)
 
     @checks_keywords
@@ -81,14 +81,5 @@ class Agent(AgentSettings):
                 depend on it.
         """
         return RolloutHandle(
-            self,
-            tasks,
-            group_size,
-            max_concurrency=max_concurrency,
-            budget=budget,
-            group_budget=group_budget,
-            index=index,
-            purpose=purpose,
-            progress=progress,
-            share=share,
+            self, tasks, group_size, max_concurrency, budget, group_budget, index, purpose, progress, share
         )

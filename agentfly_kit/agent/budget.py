@@ -1,16 +1,16 @@
-"""Budgets shared by a group of chains or a whole rollout, and the accounting of their use.
-
-A `BudgetUsage` belongs to one rollout and one event loop.
-"""
+"""Limits of chains: budgets that several share, the accounting of their use, and the resulting stop reasons."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.errors import SettingsError
+from agentfly_kit.types import ToolCall, ToolResult, Turn
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,9 @@ class BudgetUsage:
 
 @dataclass
 class TokenReservation:
-    """Tokens reserved for one action.
+    """Tokens granted to one action, and after it the number `used`; if that is left None, the action does not count.
 
-    Attributes:
-        tokens: number of tokens granted.
-        stop: stop reason if no action may start, else None.
-        limited_by: stop reason of the budget that reduced `tokens` below the requested number, else None.
-        used: to be set to the number of sampled tokens; if left None, the action does not count.
+    `stop` is the stop reason if no action may start; `limited_by` that of the budget that granted less than requested.
     """
 
     tokens: int
@@ -105,12 +101,7 @@ class TokenReservation:
 
 @asynccontextmanager
 async def reserve_tokens(usages: Sequence[BudgetUsage], wanted: int) -> AsyncIterator[TokenReservation]:
-    """Reserve tokens of several budgets for one action, which may sample at most `reservation.tokens`.
-
-    Args:
-        usages: the usages of the budgets.
-        wanted: maximum number of tokens of the action.
-    """
+    """Reserve up to `wanted` tokens of all budgets for one action, which may sample at most `reservation.tokens`."""
     reservation = TokenReservation(wanted)
     while True:
         # Used up tool calls do not matter here: an action that answers needs none.
@@ -143,17 +134,72 @@ async def reserve_tokens(usages: Sequence[BudgetUsage], wanted: int) -> AsyncIte
             usage.released = asyncio.Event()
 
 
-def reserve_tool_calls(usages: Sequence[BudgetUsage], wanted: int) -> tuple[int, str | None]:
-    """Count up to `wanted` tool calls against all budgets.
-
-    Returns:
-        The number of calls granted, and the stop reason if that is fewer than `wanted`.
-    """
-    granted, stop = wanted, None
+def refuse_calls(
+    agent: AgentSettings, action: Turn, calls: Sequence[ToolCall], usages: Sequence[BudgetUsage]
+) -> tuple[dict[int, ToolResult], str | None]:
+    """Return results for the calls that exceed a limit, by position, and the stop reason (None if all may run)."""
+    valid = [i for i, call in enumerate(calls) if _reaches_tool(agent, call)]
+    granted, stop = len(valid), None
+    limits: list[tuple[int, str]] = []
+    if agent.max_tool_calls is not None:
+        made = sum(_reaches_tool(agent, c) for t in action.path if t.author == "tool" for c in t.tool_calls)
+        limits.append((agent.max_tool_calls - made, "chain_tool_calls"))
     for usage in usages:
-        limit = usage.budget.tool_calls
-        if limit is not None and limit - usage.tool_calls < granted:
-            granted, stop = max(0, limit - usage.tool_calls), f"{usage.name}_tool_calls"
+        if usage.budget.tool_calls is not None:
+            limits.append((usage.budget.tool_calls - usage.tool_calls, f"{usage.name}_tool_calls"))
+    for left, reason in limits:
+        if left < granted:
+            granted, stop = max(0, left), reason
     for usage in usages:
         usage.tool_calls += granted
-    return granted, stop
+    return {
+        i: ToolResult(False, f"{calls[i].name} was not run: there are no tool calls left ({stop})")
+        for i in valid[granted:]
+    }, stop
+
+
+def stop_after_action(agent: AgentSettings, turn: Turn, limit: int, limited_by: str | None) -> str | None:
+    """Return the stop reason of a chain that ends with this action, else None.
+
+    `limit` is the maximum number of tokens that was requested, `limited_by` the stop reason of the shared budget that
+    set it, if one did.
+    """
+    if turn.stop == "abort":
+        return "cancelled"
+    if turn.stop == "length":
+        if turn.ids is not None and turn.num_tokens < limit:
+            return "context_full"
+        at_limit = agent.max_tokens is not None and action_tokens(turn) >= agent.max_tokens
+        return limited_by or ("chain_tokens" if at_limit else "turn_tokens")
+    return None if turn.tool_calls else "answered"
+
+
+def stop_after_calls(
+    agent: AgentSettings, action: Turn, results: Sequence[ToolResult], over_limit: str | None
+) -> str | None:
+    """Return the stop reason of a chain that ends with the results of an action's calls, else None."""
+    if any(result.env_done for result in results):
+        return "env_done"
+    if any(result.done for result in results):
+        return "tool_stopped"
+    if over_limit is not None:
+        return over_limit
+    if _invalid_streak(agent, action) >= agent.max_invalid_calls:
+        return "invalid_call"
+    return "max_turns" if action.actions >= agent.max_turns else None
+
+
+def action_tokens(leaf: Turn) -> int:
+    """Return the number of tokens of the actions up to and including `leaf`."""
+    return sum(turn.num_tokens for turn in leaf.path if turn.kind == "action")
+
+
+def _reaches_tool(agent: AgentSettings, call: ToolCall) -> bool:
+    return call.error is None and call.name in agent.tools
+
+
+def _invalid_streak(agent: AgentSettings, action: Turn) -> int:
+    """Return the number of latest consecutive actions whose tool calls were all malformed or unknown."""
+    actions = [turn for turn in reversed(action.path) if turn.completes_action]
+    invalid = (turn.tool_calls and not any(_reaches_tool(agent, c) for c in turn.tool_calls) for turn in actions)
+    return sum(1 for _ in itertools.takewhile(bool, invalid))

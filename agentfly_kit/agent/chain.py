@@ -1,8 +1,7 @@
 """`BaseChain`: one trajectory in progress: sampling actions, running their tool calls, recording turns, scoring.
 
-Turns form a tree; a chain is the path from the root to one leaf. Every token enters the chain exactly once, as an input
-or an output of the engine. Which tokens are trained (mask 1) is decided in `_action_turn`, when they are sampled: no
-other function makes turns with `sampled=True`. `chain_editing.py` adds forced actions, rewinding, forks and compaction.
+Turns form a tree; a chain is the path from the root to one leaf. Which tokens are trained (mask 1) is decided in
+`_action_turn`, when they are sampled: no other function makes turns with `sampled=True`.
 """
 
 from __future__ import annotations
@@ -12,23 +11,31 @@ import inspect
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from agentfly_kit._async.listeners import Listeners
 from agentfly_kit._async.pending_call import pending_call
 from agentfly_kit._display import Displayable
-from agentfly_kit.agent.action_parsing import assistant_message, parse_action
-from agentfly_kit.agent.budget import reserve_tokens
-from agentfly_kit.agent.chain_hooks import ChainHooks, ChainKey
+from agentfly_kit.agent.budget import (
+    action_tokens,
+    refuse_calls,
+    reserve_tokens,
+    stop_after_action,
+    stop_after_calls,
+)
+from agentfly_kit.agent.progress import ChainHooks, ChainKey
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.agent.stop_rules import action_tokens, refuse_calls, stop_after_action, stop_after_calls
 from agentfly_kit.agent.turns import (
+    append_text,
+    assistant_message,
     encode_observation,
     forced_beginning,
     label,
     observation_turn,
+    parse_action,
     prompt_turn,
     result_message,
     text_fields,
@@ -37,12 +44,12 @@ from agentfly_kit.agent.turns import (
 )
 from agentfly_kit.chat.formats import Parsed
 from agentfly_kit.errors import AlignmentError, LeaseRevoked, SettingsError
+from agentfly_kit.rewards import Score
 from agentfly_kit.tools.context import Context
 from agentfly_kit.types import (
     BUDGET_STOPS,
     UNSCORED_STOPS,
     Failure,
-    Message,
     Sample,
     Sampling,
     Task,
@@ -56,22 +63,13 @@ from agentfly_kit.types import (
 _sessions = itertools.count()  # numbers of KV cache sessions; never part of a seed
 
 # Stop reasons after which a call is still accepted, besides "answered".
-_CONTINUES_AFTER = {
-    "observe": ("turn_tokens",),
-    "compact": ("turn_tokens", "context_full"),
-}
+_CONTINUES_AFTER = {"observe": ("turn_tokens",), "compact": ("turn_tokens", "context_full")}
 # Calls that do not continue the chain, and are accepted after any stop reason.
 _ACCEPTED_ALWAYS = ("rewind", "fork", "finish", "distribution")
 
 
 class BaseChain(Displayable):
     """One trajectory in progress; users see its subclass `Chain`.
-
-    Args:
-        agent: settings of the agent.
-        task: the task.
-        key: identity of the chain, from which its seeds are derived.
-        hooks: connections to a rollout.
 
     Attributes:
         turn: the current leaf; `chain.turns` is the path to it.
@@ -207,15 +205,14 @@ class BaseChain(Displayable):
         if content:
             if self.turn.parent is not None:
                 raise SettingsError("before_chain must not return content for a chain that has already begun")
-            messages = self._append_to_task(content) if isinstance(content, str) else (*self.turn.messages, *content)
+            if isinstance(content, str):
+                messages = append_text(self.turn.messages, content)
+            elif isinstance(content, Sequence) and all(isinstance(message, Mapping) for message in content):
+                messages = (*self.turn.messages, *content)
+            else:
+                raise SettingsError(f"before_chain must return a string, a list of messages or None, got {content!r}")
             self._append(prompt_turn(self.agent, messages, "task"))
         return self.turn
-
-    def _append_to_task(self, text: str) -> tuple[Message, ...]:
-        """Return the messages of the first prompt, with the text appended to the last one."""
-        *before, last = self.turns[0].messages
-        content = last["content"]
-        return (*before, {**last, "content": f"{content}\n\n{text}" if content else text})
 
     # --- sampling ---
 
@@ -227,17 +224,18 @@ class BaseChain(Displayable):
             greedy: take the most probable token at each position.
         """
         with self._exclusive("sample"):
+            await self._prepare()
+            if self.pending_calls:
+                raise SettingsError(
+                    "the last action called tools that have not run; await chain.act(), or chain.observe(text)"
+                )
+            if self.stop == "answered":
+                raise SettingsError(
+                    "the chain has answered; chain.finish() scores it, chain.observe(text) goes on with it"
+                )
             return await self._sample(greedy)
 
-    async def _sample(self, greedy: bool = False) -> Turn:
-        if not self._prepared:
-            await self._prepare()
-        if self.pending_calls:
-            raise SettingsError(
-                "the last action called tools that have not run; await chain.act(), or chain.observe(text)"
-            )
-        if self.stop == "answered":
-            raise SettingsError("the chain has answered; chain.finish() scores it, chain.observe(text) goes on with it")
+    async def _sample(self, greedy: bool) -> Turn:
         agent, index, ids = self.agent, self.actions, self.ids
         # End the chain if its token limit or the context has no room for another action.
         left = math.inf if agent.max_tokens is None else agent.max_tokens - action_tokens(self.turn)
@@ -249,8 +247,7 @@ class BaseChain(Displayable):
             sampling = sampling.replace(temperature=0.0)
         if stops := agent.chat.format.stop:  # for example "Observation:" in ReAct
             sampling = sampling.replace(stop=tuple(dict.fromkeys((*sampling.stop, *stops))))
-        if self.hooks.gate is not None:
-            await self.hooks.gate()
+        await self.hooks.gate()
         async with reserve_tokens(self.hooks.usages, min(sampling.max_tokens, room)) as reserved:
             if reserved.stop is not None:
                 return self._end_before_action(reserved.stop)
@@ -318,14 +315,14 @@ class BaseChain(Displayable):
     async def act(self) -> Turn:
         """Run the tools that the last action called, concurrently, and append their results as an observation."""
         with self._exclusive("act"):
-            return await self._act()
+            if not self.pending_calls:
+                raise SettingsError(
+                    "there is nothing to run: the last action called no tool; await chain.sample() first"
+                )
+            return await self._act(self.pending_calls)
 
-    async def _act(self) -> Turn:
-        calls = self.pending_calls
-        if not calls:
-            raise SettingsError("there is nothing to run: the last action called no tool; await chain.sample() first")
-        if self.hooks.gate is not None:
-            await self.hooks.gate()
+    async def _act(self, calls: Sequence[ToolCall]) -> Turn:
+        await self.hooks.gate()
         index = self.actions
         self.context.turn = index
         self.context.seed = self._seed(index)
@@ -339,20 +336,17 @@ class BaseChain(Displayable):
         )
         results = [call.result for call in done if call.result is not None]
         rewards = [result.reward for result in results if result.reward is not None]
-        messages = [result_message(call) for call in done]
         turn = observation_turn(
             self.agent,
             self.turn,
-            messages,
+            [result_message(call) for call in done],
             "tool",
             done,
             reward=math.fsum(rewards) if rewards else None,
             seconds=time.perf_counter() - began,
         )
-        failure = self._host_failure(results)
-        if failure is not None:
-            self.error = failure
-        stop = "error" if failure is not None else stop_after_calls(self.agent, self.turn, results, over_limit)
+        self.error = self._host_failure(results)
+        stop = "error" if self.error is not None else stop_after_calls(self.agent, self.turn, results, over_limit)
         # The row contains only tokens that an engine saw, so the last observation of a chain is not encoded.
         return self._append_observation(turn) if stop is None else self._append(turn, stop)
 
@@ -370,15 +364,14 @@ class BaseChain(Displayable):
     @pending_call
     async def step(self, greedy: bool = False) -> Turn:
         """Sample an action, run the tools that it calls, and return the last turn."""
-        with self._exclusive("step"):
-            turn = await self._sample(greedy)
-            return await self._act() if self.stop is None and self.pending_calls else turn
+        turn = await self.sample(greedy)
+        return await self.act() if self.stop is None and self.pending_calls else turn
 
     # --- finishing ---
 
     def snapshot(self) -> Trajectory:
         """Return the chain so far as an unscored trajectory, to inspect its tokens and mask."""
-        return self._make_trajectory(self.stop or "cancelled")
+        return self._make_trajectory(self.stop or "cancelled", Score(None))
 
     @pending_call
     async def finish(self) -> Trajectory:
@@ -389,26 +382,21 @@ class BaseChain(Displayable):
         if self.trajectory is not None:
             return self.trajectory
         with self._exclusive("finish"):
-            return await self._finish()
-
-    async def _finish(self) -> Trajectory:
-        if self.stop is None:
-            self._end("cancelled")
-        reward: float | None = None
-        metrics: dict[str, float] = {}
-        try:
-            if self.stop not in UNSCORED_STOPS and not self.never_started and self.agent.reward:
-                with self._reporting("reward", "scoring", self.actions) as event:
-                    score = await self.agent.reward.score(self.snapshot(), self.context)
-                    if score.turn_rewards:
-                        self.turn = with_turn_rewards(self.turns, score.turn_rewards)[-1]
-                    reward, metrics = score.reward, score.metrics
-                    self.error = score.error or self.error
-                    event.detail = "unscored" if reward is None else f"{reward:g}"
-        finally:
-            await self.close()
-        self.trajectory = self._make_trajectory(self.stop or "", reward, metrics)
-        return self.trajectory
+            if self.stop is None:
+                self._end("cancelled")
+            score = Score(None)
+            try:
+                if self.stop not in UNSCORED_STOPS and not self.never_started and self.agent.reward:
+                    with self._reporting("reward", "scoring", self.actions) as event:
+                        score = await self.agent.reward.score(self.snapshot(), self.context)
+                        if score.turn_rewards:
+                            self.turn = with_turn_rewards(self.turns, score.turn_rewards)[-1]
+                        self.error = score.error or self.error
+                        event.detail = "unscored" if score.reward is None else f"{score.reward:g}"
+            finally:
+                await self.close()
+            self.trajectory = self._make_trajectory(self.stop or "", score)
+            return self.trajectory
 
     @pending_call
     async def close(self) -> None:
@@ -418,9 +406,7 @@ class BaseChain(Displayable):
         self.agent.engine.release(self._session)
         await self.context.close()
 
-    def _make_trajectory(
-        self, stop: str, reward: float | None = None, metrics: dict[str, float] | None = None
-    ) -> Trajectory:
+    def _make_trajectory(self, stop: str, score: Score) -> Trajectory:
         return Trajectory(
             id=self.id,
             task=self.task,
@@ -428,8 +414,8 @@ class BaseChain(Displayable):
             chain=self.key.chain,
             turns=self.turns,
             stop=stop,
-            reward=reward,
-            metrics=metrics or {},
+            reward=score.reward,
+            metrics=score.metrics,
             error=self.error,
             seed=self._seed(0),
             sampling=self.agent.sampling,
@@ -461,9 +447,11 @@ class BaseChain(Displayable):
             self._listeners.notify(self)
 
     @contextmanager
-    def _reporting(self, kind: str, state: str, turn: int, detail: str = "", call: str = "") -> Iterator[Event]:
+    def _reporting(
+        self, kind: str, state: str, turn: int, detail: str = "", call: str = ""
+    ) -> Iterator[SimpleNamespace]:
         """Report the start of an event and, even after an error, its end with the detail set inside the block."""
-        event = Event(detail)
+        event = SimpleNamespace(detail=detail)
         self._open_reports += 1
         self.hooks.report(self.id, kind, "start", state, turn, detail, call)
         try:
@@ -475,13 +463,6 @@ class BaseChain(Displayable):
             self._open_reports -= 1
             after = state if self._open_reports else "waiting"
             self.hooks.report(self.id, kind, "end", after, turn, event.detail, call)
-
-
-@dataclasses.dataclass
-class Event:
-    """Event in progress; `detail` is reported at its end."""
-
-    detail: str
 
 
 async def call_hook(hook: Callable[..., Any] | None, *given: Any) -> Any:

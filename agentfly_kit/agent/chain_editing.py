@@ -1,36 +1,34 @@
-"""`Chain`: a `BaseChain` with interactive editing: forced actions, observations, compaction, rewinding, forks."""
+"""`Chain`: a `BaseChain` that can be run to its end, edited, rewound and forked."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from agentfly_kit._async.pending_call import pending_call
-from agentfly_kit.agent.action_parsing import parse_action
-from agentfly_kit.agent.chain import BaseChain
-from agentfly_kit.agent.chain_hooks import ChainHooks, ChainKey
-from agentfly_kit.agent.chain_run import run_chain
+from agentfly_kit._async.pending_call import cancelling, pending_call, warn_or_log
+from agentfly_kit.agent.chain import BaseChain, call_hook
+from agentfly_kit.agent.progress import ChainHooks, ChainKey
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import (
+    append_text,
     forced_beginning,
     label,
     next_row,
     observation_turn,
+    parse_action,
     result_message,
     text_fields,
     token_fields,
 )
-from agentfly_kit.errors import SettingsError
-from agentfly_kit.types import Distribution, Message, Task, ToolResult, Trajectory, Turn, normalize_messages
+from agentfly_kit.errors import EngineError, SettingsError
+from agentfly_kit.types import Distribution, Failure, Message, Task, ToolResult, Trajectory, Turn, normalize_messages
 
 
 class Chain(BaseChain):
-    """One trajectory in progress. Create it with `agent.chain(task)`.
-
-    `prepare`, `sample`, `act`, `step`, `force`, `observe` and `compact` return the new turn. Calls that may wait are
-    awaited.
+    """One trajectory in progress. Create it with `agent.chain(task)`. Methods that add a turn return it.
 
     Attributes:
         origin: the trajectory that the chain continues, if made by `agent.chain(trajectory)`.
@@ -49,12 +47,10 @@ class Chain(BaseChain):
     def from_trajectory(cls, agent: AgentSettings, trajectory: Trajectory) -> Chain:
         """Create a chain with the turns of a trajectory, positioned at its end, to rewind, fork or continue it.
 
-        The chain uses the seeds of the trajectory where they can be derived again. Then sampling a turn again gives the
-        same tokens, if the agent and its engine are unchanged.
+        Where its seeds can be derived again, sampling a turn again gives the same tokens with an unchanged agent.
 
         Raises:
-            SettingsError: if the agent's prompt differs from the trajectory's, or if the trajectory called tools in a
-                sandbox, whose state is not recorded in the turns.
+            SettingsError: if the agent writes another prompt, or the trajectory called tools in a sandbox.
         """
         group, number = trajectory.group, trajectory.chain
         fork = trajectory.id.removeprefix(f"{group}/{number}")
@@ -85,13 +81,85 @@ class Chain(BaseChain):
         chain.origin_key = chain.seed_key
         return chain
 
+    # --- running ---
+
     @pending_call
     async def run(self) -> Trajectory:
-        """Run the chain to its end and score it.
+        """Run the chain to its end, with the hooks of the agent and within its time limits, and score it.
 
         Errors of the engine, the tools or the host are not raised: they end the chain unscored, with `error` set.
         """
-        return await run_chain(self)
+        state, detail = "cancelled", ""
+        self.hooks.report(self.id, "chain", "start", "waiting", self.actions)
+        try:
+            await self._run_to_end()
+            trajectory = await self._finish_anyway()
+            state, detail = "failed" if trajectory.error is not None else "done", trajectory.stop
+            try:
+                if not self.never_started:
+                    await call_hook(self.agent.after_chain, self, trajectory)
+            except Exception as error:  # the trajectory is finished: an error of this hook does not change it
+                warn_or_log(f"after_chain raised {type(error).__name__}: {error}")
+            return trajectory
+        finally:
+            self.hooks.report(self.id, "chain", "end", state, self.actions, detail)
+
+    async def _run_to_end(self) -> None:
+        # The earliest deadline: that of the chain, or of a budget that it shares.
+        deadlines = [(usage.deadline, f"{usage.name}_seconds") for usage in self.hooks.usages]
+        if self.agent.timeout is not None:
+            deadlines.append((asyncio.get_running_loop().time() + self.agent.timeout, "timeout"))
+        when, stop = min(((at, stop) for at, stop in deadlines if at is not None), default=(None, ""))
+        limit = asyncio.timeout_at(when)
+        try:
+            async with limit:
+                while self.stop is None:
+                    await self._advance()
+        except asyncio.CancelledError as error:
+            if cancelling():
+                await self.close()
+                raise
+            # Not a cancellation of this task: something that it awaited was cancelled.
+            self._end("error", Failure.from_exception("chain", error))
+        except Exception as error:
+            if limit.expired():
+                self._end(stop)
+            else:  # includes a TimeoutError from elsewhere, such as a server: an error, not the chain's time limit
+                where = "engine" if isinstance(error, EngineError) else "chain"
+                self._end("error", Failure.from_exception(where, error))
+
+    async def _advance(self) -> None:
+        """Run one step, including the agent's hooks."""
+        agent = self.agent
+        await self.prepare()
+        await call_hook(agent.before_turn, self)
+        # Do not sample if the hook has written the action itself.
+        if self.stop is None and not self.pending_calls:
+            await self.sample()
+            if self._compacting_can_help():
+                await call_hook(agent.on_context_full, self)
+        if self.stop is None and self.pending_calls:
+            await self.act()
+            if self.stop is None and (count := await call_hook(agent.after_observation, self)):
+                if not isinstance(count, int) or count < 0:
+                    raise SettingsError(f"after_observation must return a number of forks or None, got {count!r}")
+                if self.hooks.spawn is None:
+                    raise SettingsError("after_observation requested forks of a chain that is not in a rollout")
+                await self.hooks.spawn(self, count)
+
+    def _compacting_can_help(self) -> bool:
+        """Return True if the context is full and the row holds more than its prompt."""
+        return self.stop == "context_full" and len(self.turn.row_path) > 1
+
+    async def _finish_anyway(self) -> Trajectory:
+        try:
+            return await self.finish()
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and cancelling():
+                raise
+            # For example, a pool was closed while in use. The trajectory is kept, with the error.
+            self._end("error", Failure.from_exception("chain", error))
+            return self.snapshot()
 
     @pending_call
     async def distribution(self, top: int = 20) -> Distribution:
@@ -175,9 +243,8 @@ class Chain(BaseChain):
         """Close the current row and continue in a new one with a shorter context. Return the new prompt.
 
         All rows are kept, and their sampled tokens are trained (`trajectory.rows`). An observation after the last
-        action loses its token ids, because no engine saw them. A chain that has answered, or whose last turn was
-        truncated (stop "context_full" or "turn_tokens"), continues. If no action is left, the chain ends with stop
-        "max_turns" instead.
+        action loses its token ids, because no engine saw them. A chain that has answered or was truncated (stop
+        "context_full" or "turn_tokens") continues; if no action is left, it ends with stop "max_turns" instead.
 
         Args:
             content: a string is appended to the last of the messages of the first prompt; messages replace the whole
@@ -198,7 +265,7 @@ class Chain(BaseChain):
                 raise SettingsError(
                     "the last action is unfinished (force with end=False); sample its rest, or chain.rewind()"
                 )
-            messages = self._append_to_task(content) if isinstance(content, str) else content
+            messages = append_text(self.turns[0].messages, content) if isinstance(content, str) else content
             messages = normalize_messages(messages, "content of compact")
             if self.actions >= self.agent.max_turns:
                 return self._end_before_action("max_turns")

@@ -1,23 +1,70 @@
-"""Progress of a rollout: its events, and the current state of every chain."""
+"""Identity of the chains of a rollout, their connections to it, and its progress: events and current states."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from agentfly_kit import seeds
 from agentfly_kit._async.listeners import Listeners
-from agentfly_kit.agent.chain_hooks import ChainKey
+from agentfly_kit.agent.budget import BudgetUsage
 from agentfly_kit.types import Task, Trajectory
 
 
 @dataclass(frozen=True)
-class RolloutEvent:
-    """Change of state of a chain. `state` is the state after the event.
+class ChainKey:
+    """Identity of a chain within its run, from which its seeds are derived."""
 
-    Events of a rollout arrive in the order of `sequence`, without gaps. Events of one chain nest: every "start" has a
-    matching "end", even after a failure or cancellation, and the first and last event have kind "chain".
+    purpose: str = "chain"
+    rollout: int = 0
+    group: str = ""
+    chain: int = 0
+    fork: str = ""
+
+    @property
+    def id(self) -> str:
+        return f"{self.group}/{self.chain}{self.fork}"
+
+    def seed(self, run_seed: int, task: str, turn: int) -> int:
+        """Return the seed of the action with index `turn`, for a task id and the agent's seed."""
+        return seeds.derive(run_seed, self.purpose, self.rollout, task, self.group, self.chain, self.fork, turn)
+
+
+# Receiver of the progress events of chains: (trajectory, kind, phase, state, turn, detail, call); see `RolloutEvent`.
+Report = Callable[..., None]
+
+
+def _ignore(*_: Any) -> None:
+    pass
+
+
+async def _open() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class ChainHooks:
+    """Connections of a chain to its rollout. The defaults are those of a chain that is stepped interactively."""
+
+    # Called with every progress event.
+    report: Report = _ignore
+    # Awaited before each action and before its tool calls; a paused rollout waits there.
+    gate: Callable[[], Awaitable[object]] = _open
+    # Called with the chain and the number of forks that `after_observation` returned.
+    spawn: Callable[[Any, int], Awaitable[None]] | None = None
+    usages: tuple[BudgetUsage, ...] = ()
+    # Name of the rollout; a pool serves rollouts in turn.
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class RolloutEvent:
+    """Change of state of a chain. Every "start" has a matching "end", even after a failure or cancellation.
+
+    The events of one chain nest; its first and last event have kind "chain".
 
     Attributes:
         sequence: Number of the event within the rollout, without gaps.
@@ -26,7 +73,7 @@ class RolloutEvent:
         trajectory: Id of the chain.
         task: Id of its task.
         turn: Index of the action; of a chain or a reward, the number of actions so far.
-        state: "waiting", "sampling", "tool", "scoring", "done", "failed" or "cancelled".
+        state: State of the chain after the event: waiting, sampling, tool, scoring; done, failed, cancelled.
         time: Seconds since the start of the rollout.
         detail: Text (end of a turn), tool name (tool), stop reason (end of a chain), or description of a failure.
         call: Id of the call, for tool events. The calls of one action run concurrently.
@@ -59,11 +106,11 @@ class ChainState(NamedTuple):
 
     trajectory: str
     task: str
-    state: str
-    turn: int
-    since: float
-    detail: str
-    reward: float | None
+    state: str = "queued"
+    turn: int = 0
+    since: float = 0.0
+    detail: str = ""
+    reward: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,40 +132,19 @@ class RolloutSnapshot:
         return sum(1 for chain in self.chains if chain.state in states)
 
 
-class _ChainProgress:
-    """State of a chain, updated from its events. Concurrent tool calls count as one state until the last one ends."""
-
-    __slots__ = ("calls", "detail", "since", "state", "task", "turn")
-
-    def __init__(self, task: str) -> None:
-        self.task = task
-        self.state, self.turn, self.since, self.detail, self.calls = "queued", 0, 0.0, "", 0
-
-    def update(self, kind: str, phase: str, state: str, turn: int, detail: str, seconds: float) -> None:
-        self.turn = turn
-        if kind == "tool":
-            self.calls += 1 if phase == "start" else -1
-            if phase == "end" and self.calls > 0:
-                return
-        if kind == "tool" and phase == "start" and self.calls > 1:
-            self.detail = f"{self.detail}, {detail}"
-            return
-        self.state, self.since = state, seconds
-        self.detail = detail if (kind == "tool" and phase == "start") or kind == "chain" else ""
-
-
 class Progress:
-    """Progress of the chains of one rollout."""
+    """Events and current states of the chains of one rollout."""
 
     def __init__(self) -> None:
         self.listeners: Listeners[RolloutEvent] = Listeners("a rollout")
-        self._chains: dict[str, _ChainProgress] = {}
+        self._states: dict[str, ChainState] = {}
+        self._running_calls: Counter[str] = Counter()
         self._sequence = 0
         self._started_at: float | None = None
         self._ended_at: float | None = None
 
     def add(self, key: ChainKey, task: Task) -> None:
-        self._chains[key.id] = _ChainProgress(task.id)
+        self._states[key.id] = ChainState(key.id, task.id)
 
     def start(self) -> None:
         self._started_at = time.perf_counter()
@@ -137,26 +163,39 @@ class Progress:
         self, trajectory: str, kind: Any, phase: Any, state: Any, turn: int, detail: str = "", call: str = ""
     ) -> None:
         """Update the state of a chain and notify the listeners; see `RolloutEvent` for the arguments."""
-        progress = self._chains.get(trajectory)
-        if progress is None:  # a fork that a hook made and runs itself
+        before = self._states.get(trajectory)
+        if before is None:  # a fork that a hook made and runs itself
             return
         seconds = self.seconds
-        progress.update(kind, phase, state, turn, detail, seconds)
+        self._states[trajectory] = self._next_state(before, kind, phase, state, turn, detail, seconds)
         if self.listeners:
             self._sequence += 1
             self.listeners.notify(
-                RolloutEvent(self._sequence, kind, phase, trajectory, progress.task, turn, state, seconds, detail, call)
+                RolloutEvent(self._sequence, kind, phase, trajectory, before.task, turn, state, seconds, detail, call)
             )
+
+    def _next_state(
+        self, before: ChainState, kind: str, phase: str, state: str, turn: int, detail: str, seconds: float
+    ) -> ChainState:
+        """Return the state after an event. Concurrent tool calls are one state until the last one ends."""
+        before = before._replace(turn=turn)
+        if kind == "tool":
+            self._running_calls[before.trajectory] += 1 if phase == "start" else -1
+            running = self._running_calls[before.trajectory]
+            if phase == "end" and running > 0:
+                return before
+            if phase == "start" and running > 1:
+                return before._replace(detail=f"{before.detail}, {detail}")
+        shown = detail if (kind == "tool" and phase == "start") or kind == "chain" else ""
+        return before._replace(state=state, since=seconds, detail=shown)
 
     def chain_state(
         self, key: ChainKey, done: Mapping[str, Trajectory], not_run: Mapping[str, str], waiting: set[str]
     ) -> ChainState:
         """Return the current state of a chain. `waiting` holds the ids of the chains that wait for a sandbox."""
-        id, progress = key.id, self._chains[key.id]
-        state, detail = progress.state, progress.detail
-        if id in not_run:
-            state, detail = "cancelled", not_run[id]
-        elif id in waiting and state in ("tool", "scoring"):
-            state = "sandbox"
-        reward = done[id].reward if id in done else None
-        return ChainState(id, progress.task, state, progress.turn, progress.since, detail, reward)
+        state = self._states[key.id]
+        if key.id in not_run:
+            state = state._replace(state="cancelled", detail=not_run[key.id])
+        elif key.id in waiting and state.state in ("tool", "scoring"):
+            state = state._replace(state="sandbox")
+        return state._replace(reward=done[key.id].reward) if key.id in done else state

@@ -7,33 +7,29 @@ import inspect
 import itertools
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from agentfly_kit._async.gc_pause import relaxed_gc
 from agentfly_kit._async.interrupts import keep_interruptible
-from agentfly_kit._async.pending_call import cancelling, wait_all
+from agentfly_kit._async.pending_call import Handle, cancelling, wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.budget import Budget, BudgetUsage
 from agentfly_kit.agent.chain_editing import Chain
-from agentfly_kit.agent.chain_hooks import ChainHooks, ChainKey
-from agentfly_kit.agent.progress import Progress, RolloutEvent, RolloutSnapshot
+from agentfly_kit.agent.progress import ChainHooks, ChainKey, Progress, RolloutEvent, RolloutSnapshot
 from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.errors import NotAwaited, RewardError, SettingsError, TaskError
+from agentfly_kit.agent.settings import AgentSettings, task_list
+from agentfly_kit.errors import NotAwaited, RewardError, SettingsError
 from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory
 
 _rollouts = itertools.count(1)
 
 
-class RolloutHandle(Displayable):
+class RolloutHandle(Handle[Rollout], Displayable):
     """Handle of a rollout. `await` it for the `Rollout`, or iterate with `async for` over trajectories as they finish.
 
     The rollout starts when its handle is awaited. Up to `max_concurrency` chains run concurrently, and the trajectories
-    are returned in the order of the tasks. `pause()`, `resume()` and `stop()` control the rollout, `snapshot()` returns
-    the current state of every chain, and `subscribe()` reports every change of a chain, in order.
-
-    Args: as for `Agent.rollout`, which makes it.
+    are returned in the order of the tasks. See `Agent.rollout` for the arguments.
 
     Attributes:
         partial: The chains that have finished so far, as a `Rollout`.
@@ -45,7 +41,6 @@ class RolloutHandle(Displayable):
         agent: AgentSettings,
         tasks: Iterable[Task] | Task,
         group_size: int,
-        *,
         max_concurrency: int,
         budget: Budget | None,
         group_budget: Budget | None,
@@ -54,15 +49,12 @@ class RolloutHandle(Displayable):
         progress: bool,
         share: tuple[int, int],
     ) -> None:
-        given = [tasks] if isinstance(tasks, Task) else list(tasks)
-        if not given:
-            raise TaskError("tasks must hold at least one task, got none")
-        for task in given:
-            if not isinstance(task, Task):
-                raise TaskError(f"tasks must be Task objects, got {task!r}; af.tasks_from(rows) makes them of rows")
+        given = task_list(tasks)
         for name, count in (("group_size", group_size), ("max_concurrency", max_concurrency)):
-            if count < 1:
-                raise SettingsError(f"{name} must be at least 1, got {count}")
+            if not isinstance(count, int) or count < 1:
+                raise SettingsError(f"{name} must be an integer of at least 1, got {count!r}")
+        if not 0 <= share[0] < share[1]:
+            raise SettingsError(f"share must be (i, n) with 0 <= i < n, got {share!r}")
         for name, limit in (("budget", budget), ("group_budget", group_budget)):
             if limit is not None and not isinstance(limit, Budget):
                 raise SettingsError(
@@ -91,8 +83,8 @@ class RolloutHandle(Displayable):
         self._run_usage = None if budget is None else BudgetUsage(budget, "run")
         groups = {key.group for _, key in self._planned}
         self._group_usages = {} if group_budget is None else {g: BudgetUsage(group_budget, "group") for g in groups}
-        # Chains that have not started: a task and its key, or a fork.
-        self._queue: deque[tuple[Task, ChainKey] | Chain] = deque()
+        # Chains that have not started: task, key, and the chain itself if it is a fork.
+        self._queue: deque[tuple[Task, ChainKey, Chain | None]] = deque()
         self._workers: list[asyncio.Task[None]] = []
         self._running_workers = 0
         self._done: dict[str, Trajectory] = {}
@@ -165,9 +157,6 @@ class RolloutHandle(Displayable):
 
     # --- awaiting ---
 
-    def __await__(self) -> Generator[Any, Any, Rollout]:
-        return self._wait().__await__()
-
     async def _wait(self) -> Rollout:
         task = self._start()
         try:
@@ -226,7 +215,7 @@ class RolloutHandle(Displayable):
         return self.partial
 
     async def _run_chains(self) -> None:
-        self._queue.extend(self._planned)
+        self._queue.extend((task, key, None) for task, key in self._planned)
         if self._run_usage is not None:
             self._run_usage.start()
         if self._shows_bar:
@@ -244,7 +233,7 @@ class RolloutHandle(Displayable):
         finally:
             # Wait for the workers, because one cancelled while releasing a sandbox completes the release first.
             # Close the forks that never ran, because they hold forked sandboxes.
-            closing = [asyncio.ensure_future(item.close()) for item in self._queue if isinstance(item, Chain)]
+            closing = [asyncio.ensure_future(fork.close()) for _, _, fork in self._queue if fork is not None]
             for worker in self._workers:
                 worker.cancel()
             try:
@@ -268,56 +257,45 @@ class RolloutHandle(Displayable):
         """Run chains from the queue until it is empty."""
         try:
             while self._queue:
-                await self._run_chain(self._queue.popleft())
+                await self._run_chain(*self._queue.popleft())
         finally:
             self._running_workers -= 1
 
-    async def _run_chain(self, item: tuple[Task, ChainKey] | Chain) -> None:
-        key = item.key if isinstance(item, Chain) else item[1]
+    async def _run_chain(self, task: Task, key: ChainKey, fork: Chain | None) -> None:
+        """Run a chain, or record the budget that prevents it from starting."""
         usages = tuple(u for u in (self._group_usages.get(key.group), self._run_usage) if u is not None)
         for usage in usages:
             usage.start()
         stop = next((stop for usage in usages if (stop := usage.exhausted())), None)
         if stop is None:
-            stop = await self._run_item(item, usages)
-        elif isinstance(item, Chain):
-            await item.close()  # the fork holds forked sandboxes
+            hooks = ChainHooks(self._progress.report, self._unpaused.wait, self._spawn, usages, self._name)
+            try:
+                chain = fork or Chain(self.agent, task, key, hooks)
+            except Exception as error:  # for example, the chat template rejects the task's messages
+                self._finished(self._failed_trajectory(task, key, error))
+            else:
+                trajectory = await chain.run()
+                if chain.never_started:
+                    stop = trajectory.stop
+                else:
+                    self._finished(trajectory)
+        elif fork is not None:
+            await fork.close()  # it holds forked sandboxes
         if stop is not None:
             self._not_run[key.id] = stop
         if self._bar is not None:
             self._bar.update()
 
-    async def _run_item(self, item: tuple[Task, ChainKey] | Chain, usages: tuple[BudgetUsage, ...]) -> str | None:
-        """Run a chain. Returns the stop reason of one that a budget prevented from starting, else None."""
-        if isinstance(item, Chain):
-            chain = item
-        else:
-            try:
-                chain = self._make_chain(*item, usages)
-            except Exception as error:  # for example, the chat template rejects the task's messages
-                self._finished(self._failed_trajectory(*item, error))
-                return None
-        trajectory = await chain.run()
-        if chain.never_started:
-            return trajectory.stop
-        self._finished(trajectory)
-        return None
-
-    def _make_chain(self, task: Task, key: ChainKey, usages: tuple[BudgetUsage, ...]) -> Chain:
-        async def spawn(chain: Chain, count: int) -> None:
-            for _ in range(count):
-                self._add_fork(await chain.fork())
-                self._add_worker()
-
-        hooks = ChainHooks(self._progress.report, self._unpaused.wait, spawn, usages, self._name)
-        return Chain(self.agent, task, key, hooks)
-
-    def _add_fork(self, fork: Chain) -> None:
-        key = fork.key
-        siblings = [i for i, (_, k) in enumerate(self._planned) if (k.group, k.chain) == (key.group, key.chain)]
-        self._planned.insert(siblings[-1] + 1, (fork.task, key))
-        self._progress.add(key, fork.task)
-        self._queue.append(fork)
+    async def _spawn(self, chain: Chain, count: int) -> None:
+        """Fork a chain, and queue the forks after it and its earlier forks."""
+        for _ in range(count):
+            fork = await chain.fork()
+            key = fork.key
+            siblings = [i for i, (_, k) in enumerate(self._planned) if (k.group, k.chain) == (key.group, key.chain)]
+            self._planned.insert(siblings[-1] + 1, (fork.task, key))
+            self._progress.add(key, fork.task)
+            self._queue.append((fork.task, key, fork))
+            self._add_worker()
 
     def _failed_trajectory(self, task: Task, key: ChainKey, error: Exception) -> Trajectory:
         """Return the trajectory of a chain that could not be created, and report it."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,8 @@ from agentfly_kit._async.concurrency import ConcurrencyLimits
 from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, TaskError
+from agentfly_kit.pool.environment import is_environment, reset_arguments
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.types import Group, Message, Sampling, Task, Trajectory
@@ -25,6 +27,16 @@ _COUNTS = {
     "max_concurrent_requests": True,
     "max_concurrent_tools": True,
     "max_concurrent_rewards": True,
+}
+
+# Parameters with which each hook is called.
+_HOOKS = {
+    "before_chain": ("chain",),
+    "before_turn": ("chain",),
+    "after_observation": ("chain",),
+    "on_context_full": ("chain",),
+    "after_chain": ("chain", "trajectory"),
+    "group_reward": ("group",),
 }
 
 
@@ -114,6 +126,8 @@ class AgentSettings(Displayable):
                 raise SettingsError(f"{name} must be at least 1{', or None' if may_be_none else ''}, got {value!r}")
         if self.timeout is not None and not self.timeout > 0:
             raise SettingsError(f"timeout must be above 0 seconds, or None for no limit, got {self.timeout!r}")
+        for name, parameters in _HOOKS.items():
+            _check_hook(name, getattr(self, name), parameters)
         tools = self.tools if isinstance(self.tools, ToolSet) else ToolSet(self.tools)
         reward = RewardSet(self.reward)
         pools = (self.pools,) if hasattr(self.pools, "acquire") else tuple(self.pools)
@@ -139,13 +153,17 @@ class AgentSettings(Displayable):
         return task.messages if self.system is None else ({"role": "system", "content": self.system}, *task.messages)
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
-        """Check that the tools and rewards fit the tasks, and warn once about each one that was redefined.
+        """Check that tools, rewards and environments fit the tasks, and warn once about each redefined function.
 
         Raises:
-            TaskError, RewardError: if a task lacks a field that a tool or a reward requires.
+            TaskError: if a task lacks a field that a tool, a reward or the `reset` of an environment requires.
         """
         self.tools.check(tasks)
         self.reward.check(tasks)
+        for pool in self.pools:
+            if is_environment(pool.sandbox_type):
+                for task in tasks:
+                    reset_arguments(pool.sandbox_type, task)
         for name in (*self.tools.redefined(), *self.reward.redefined()):
             if name not in self._warned:
                 self._warned.append(name)
@@ -154,3 +172,32 @@ class AgentSettings(Displayable):
                     f"agent.replace(tools=[...], reward=...) takes the new one",
                     stacklevel=4,
                 )
+
+
+def _check_hook(name: str, hook: Any, parameters: Sequence[str]) -> None:
+    if hook is None:
+        return
+    if not callable(hook):
+        raise SettingsError(f"{name} must be a function or None, got {hook!r}")
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError:
+        shown = getattr(hook, "__qualname__", type(hook).__name__)
+        raise SettingsError(f"{name} must accept ({', '.join(parameters)}), got {shown}{signature}") from None
+
+
+def task_list(tasks: Any) -> list[Task]:
+    """Return tasks, or a single task, as a list. Raise `TaskError` if there is none, or one is not a `Task`."""
+    single = isinstance(tasks, Task | str) or not isinstance(tasks, Iterable)
+    given: list[Any] = [tasks] if single else list(tasks)
+    if not given:
+        raise TaskError("tasks must hold at least one task, got none")
+    for task in given:
+        if not isinstance(task, Task):
+            what = f"the string {task[:60]!r}" if isinstance(task, str) else repr(task)
+            raise TaskError(f"tasks must be Task objects, got {what}; af.tasks_from(rows) makes them from rows")
+    return given

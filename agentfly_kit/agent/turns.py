@@ -1,4 +1,4 @@
-"""Turns that no policy sampled: prompts and observations, with their token ids."""
+"""Turns of a chain: their fields, the messages and calls parsed from actions, prompts, observations and rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentfly_kit.agent.settings import AgentSettings
+from agentfly_kit.chat.chat import Chat
+from agentfly_kit.chat.formats import Parsed
 from agentfly_kit.types import Message, ToolCall, Turn, normalize_messages
 
 
@@ -25,14 +27,86 @@ def label(agent: AgentSettings, action: int) -> str:
     return f"turn {action} of {agent.max_turns}"
 
 
+# --- actions -------------------------------------------------------------------------------------
+
+
+def parse_action(
+    chat: Chat,
+    tools: Sequence[dict[str, Any]],
+    forced: Sequence[int],
+    ids: Sequence[int] | None,
+    text: str | None = None,
+    stops: Sequence[str] = (),
+) -> tuple[Message, tuple[ToolCall, ...]]:
+    """Return the assistant message of an action and its calls.
+
+    `forced` are the token ids of the forced beginning of the action, which is parsed together with `ids`, or with
+    `text` if the engine returned no ids. If one of the strings `stops` ended the action, the message is cut before it.
+    """
+    # `chat.read` prepends the tag that the prompt leaves open; a text-only engine's prompt may end differently.
+    read = chat.format.parse if ids is None else chat.read
+    beginning = chat.text(forced)
+    full_text = beginning + (text or "") if ids is None else chat.text((*forced, *ids))
+    found = [(at, stop) for stop in stops if (at := full_text.find(stop, len(beginning))) >= 0]
+    if found:
+        at, stop = min(found)
+        parsed = read(full_text[:at], tools)
+        if parsed.unclosed:  # the stop string itself closes the call
+            parsed = read(full_text[: at + len(stop)], tools)
+    elif ids is None:
+        parsed = read(full_text, tools)
+    else:
+        parsed = chat.parse((*forced, *ids), tools)
+    return assistant_message(parsed)
+
+
+def assistant_message(parsed: Parsed) -> tuple[Message, tuple[ToolCall, ...]]:
+    """Return the message and the calls of a parsed action. An unclosed call becomes a call with an error."""
+    message: Message = {"role": "assistant", "content": parsed.content}
+    if parsed.thinking is not None:
+        message["thinking"] = parsed.thinking
+    calls = parsed.calls
+    if parsed.unclosed:
+        # The error is the call's result if the model ended its turn; a truncated turn ends the chain anyway.
+        broken = ToolCall(f"call-{len(calls)}", "", {}, error=parsed.complaint or "the tool call was not closed")
+        calls = (*calls, broken)
+    if calls:
+        message["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in calls
+            if c.error is None
+        ]
+    return message, calls
+
+
+def forced_beginning(turn: Turn) -> tuple[int, ...]:
+    """Return the token ids of the forced beginning of an action that follows `turn`."""
+    ids: tuple[int, ...] = ()
+    before: Turn | None = turn
+    while before is not None and before.kind == "forced" and not before.messages:
+        ids = (*(before.ids or ()), *ids)
+        before = before.parent
+    return ids
+
+
+# --- prompts and observations --------------------------------------------------------------------
+
+
 def prompt_turn(agent: AgentSettings, messages: Sequence[Message], author: str, **fields: Any) -> Turn:
-    """Return the first turn of a row. `fields` are the other fields of the turn."""
+    """Return the first turn of a row."""
     messages = normalize_messages(messages, "prompt")
     if agent.exact:
         fields |= token_fields(agent, agent.chat.prompt(messages, agent.tools.schemas))
     else:  # the server applies its own template, so the token ids are unknown
         fields |= text_fields(agent, messages)
     return Turn(kind="prompt", author=author, messages=messages, **fields)
+
+
+def append_text(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
+    """Return the messages with the text appended to the last one."""
+    *before, last = messages
+    content = last["content"]
+    return (*before, {**last, "content": f"{content}\n\n{text}" if content else text})
 
 
 def next_row(agent: AgentSettings, before: Turn, messages: Sequence[Message], author: str) -> Turn:
@@ -90,16 +164,6 @@ def encode_observation(agent: AgentSettings, turn: Turn) -> tuple[Turn, Turn]:
         ids = chat.observation_ids(turn.messages, tools, after=after or ())
     encoded = dataclasses.replace(turn, **token_fields(agent, ids))
     return encoded, encoded
-
-
-def forced_beginning(turn: Turn) -> tuple[int, ...]:
-    """Return the token ids of the forced beginning of an action that follows `turn`."""
-    ids: tuple[int, ...] = ()
-    before: Turn | None = turn
-    while before is not None and before.kind == "forced" and not before.messages:
-        ids = (*(before.ids or ()), *ids)
-        before = before.parent
-    return ids
 
 
 def with_turn_rewards(turns: Sequence[Turn], rewards: dict[int, float]) -> tuple[Turn, ...]:

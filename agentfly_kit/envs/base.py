@@ -1,10 +1,10 @@
 """Build an agent from an environment class: its tool methods, reward, reset and end of episode.
 
-An environment is any class with `reset(task, seed)`; it needs no base class and no registration.
+An environment is any class whose `reset` takes the task or fields of it; it needs no base class and no registration.
 
     class Guess:
-        def reset(self, task, seed):
-            self.secret, self.done = task.fields["secret"], False
+        def reset(self, secret):
+            self.secret, self.done = secret, False
             return "I think of a number from 1 to 10."
 
         @af.tool
@@ -24,13 +24,14 @@ An environment is any class with `reset(task, seed)`; it needs no base class and
 
 check_task(task)    Called for every task before a rollout starts, on an instance that is not started: raise TaskError
                     for a task that `reset` cannot use. Optional.
-reset(task, seed)   Called before each chain. Must reset all state, because one object serves many chains in turn. The
-                    return value (a string, messages or None) is appended to the task's prompt. `seed` is optional.
+reset(...)          Called before each chain. Must reset all state, because one object serves many chains in turn.
+                    Parameters are filled by name: `task`, `seed`, and fields of the task; `**` takes all fields. The
+                    return value (a string, messages or None) is appended to the task's prompt.
 tools               Methods decorated with @af.tool. Sync methods run in a thread, coroutine functions on the loop.
 done                True once the episode is over: the chain then stops with `env_done`. Optional.
 reward(...)         Score of the chain. Parameters are filled by name: `state`, and those of any reward (final,
                     trajectory, context, a task's field, a sandbox by its class). Optional; agent(reward=mine)
-                    replaces it.
+                    replaces it. `get_reward` is another name for it.
 reward_sandboxes    Sandbox classes that `reward` leases itself, with `await context.sandbox(...)`. Optional.
 state               Value that rewards may read. Defaults to a dictionary of the public attributes.
 fork(into)          Copy the state to another instance. Without it, a chain that has started cannot be forked.
@@ -125,7 +126,7 @@ def check(sandbox_type: Any) -> None:
     if not environments.is_environment(sandbox_type):
         raise SettingsError(
             f"{sandbox_type.__name__} is not an environment: "
-            "give it a method reset(self, task, seed) that starts an episode"
+            "give it a method reset(self, task, ...) or reset(self, **fields) that starts an episode"
         )
 
 
@@ -153,11 +154,12 @@ def state(environment: Any) -> Any:
 
 
 def reward(sandbox_type: type) -> Reward[..., Any] | None:
-    """Return the environment's own reward for `Agent(reward=...)`, or None if it defines none."""
+    """Return the environment's own `reward` or `get_reward` for `Agent(reward=...)`, or None if it defines neither."""
     check(sandbox_type)
-    method = getattr(sandbox_type, "reward", None)
-    if method is None:
+    name = next((n for n in ("reward", "get_reward") if callable(getattr(sandbox_type, n, None))), None)
+    if name is None:
         return None
+    method = getattr(sandbox_type, name)
     parameters = list(inspect.signature(method).parameters.values())[1:]
     names = [p.name for p in parameters]
 
@@ -171,7 +173,7 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
             more["state"] = state(environment)
         if inspect.iscoroutinefunction(method):
             return await method(environment, **more)
-        outcome = await functions.call_user_function(environment.reward, more)
+        outcome = await functions.call_user_function(getattr(environment, name), more)
         if outcome.error is not None:
             raise outcome.error
         return outcome.value
@@ -297,7 +299,7 @@ def agent(
         options: keyword arguments for the environment class.
         **settings: further arguments of `Agent`: max_turns, sampling, seed, pools, ...
 
-    Raises:  SettingsError for a class without `reset(task, seed)` or without a tool.
+    Raises:  SettingsError for a class that is not an environment, or without a tool.
     """
     own = _tools(sandbox_type)
     pools = settings.pop("pools", ())

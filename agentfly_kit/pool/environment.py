@@ -1,26 +1,31 @@
 """Recognizing environments and preparing their `reset`.
 
-A sandbox class is an environment if its `reset` takes a task. A pool lends an environment for one episode, which starts
-by resetting it for the task.
+A sandbox class is an environment if its `reset` takes a task or fields of it. A pool lends an environment for one
+episode, which starts by resetting it for the task.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from agentfly_kit import seeds
+from agentfly_kit.errors import TaskError
 from agentfly_kit.types import Task
 
 
 def is_environment(sandbox_type: type) -> bool:
-    """Return True if the `reset` of the class requires an argument, the task. A sandbox's `reset()` takes none."""
-    needed = [p for p in _parameters(getattr(sandbox_type, "reset", None)) if p.default is p.empty]
-    return any(p.kind is p.POSITIONAL_OR_KEYWORD for p in needed)
+    """Return True if the `reset` of the class requires an argument or accepts `**`; a sandbox's does not."""
+    return any(
+        p.kind is p.VAR_KEYWORD or (p.default is p.empty and p.kind is not p.VAR_POSITIONAL)
+        for p in _reset_parameters(sandbox_type)
+    )
 
 
-def _parameters(method: Any) -> list[inspect.Parameter]:
-    """Return the parameters after `self`; none if the method has no signature."""
+def _reset_parameters(sandbox_type: type) -> list[inspect.Parameter]:
+    """Return the parameters of `reset` after `self`; none if there is no such method, or it has no signature."""
+    method = getattr(sandbox_type, "reset", None)
     if not callable(method):
         return []
     try:
@@ -38,12 +43,44 @@ def environment_seed(task: Task) -> int:
     return given if isinstance(given, int) and not isinstance(given, bool) else seeds.derive(0, "environment", task.id)
 
 
-def reset_arguments(environment: Any, task: Task) -> dict[str, Any]:
-    """Return the arguments of `environment.reset`: the task, and the seed as `seed` or as the second parameter."""
-    names = [p.name for p in _parameters(getattr(type(environment), "reset", None))]
-    first, *rest = names
-    seed = "seed" if "seed" in rest else rest[0] if rest else None
-    return {first: task, **({} if seed is None else {seed: environment_seed(task)})}
+def reset_arguments(sandbox_type: type, task: Task, fields: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the keyword arguments of the `reset` of an environment class, injected by parameter name.
+
+    `task` receives the task, `seed` the result of `environment_seed`, any other parameter the field of that name, and
+    `**` all fields that have no parameter of their own.
+
+    Args:
+        sandbox_type: the environment class.
+        task: the task of the chain.
+        fields: the chain's own copy of the fields of the task; by default `task.fields`.
+
+    Raises:
+        TaskError: if the task lacks a required field, or a parameter accepts no keyword argument.
+    """
+    fields = task.fields if fields is None else fields
+    arguments: dict[str, Any] = {}
+    parameters = _reset_parameters(sandbox_type)
+    for p in parameters:
+        if p.kind is p.POSITIONAL_ONLY:
+            raise TaskError(
+                f"{sandbox_type.__name__}.reset must accept keyword arguments, got the positional-only parameter "
+                f"{p.name!r}; remove the /"
+            )
+        if p.name == "task":
+            arguments["task"] = task
+        elif p.name == "seed":
+            arguments["seed"] = environment_seed(task)
+        elif p.kind is p.VAR_KEYWORD:
+            arguments = {**fields, **arguments}
+        elif p.name in fields:
+            arguments[p.name] = fields[p.name]
+        elif p.default is p.empty and p.kind is not p.VAR_POSITIONAL:
+            raise TaskError(
+                f"{sandbox_type.__name__}.reset requires the field {p.name!r}, which task {task.id!r} does not have "
+                f"(its fields: {', '.join(fields) or 'none'}; also available: task, seed); rename the parameter or "
+                "give it a default"
+            )
+    return arguments
 
 
 def episode_is_done(environment: Any) -> bool:

@@ -63,9 +63,7 @@ class Fields(Mapping[str, Any]):
 
 
 class Context:
-    """The task, state and sandboxes of one chain, for its tools and rewards.
-
-    A context is bound to one event loop from its first lease on.
+    """The task, state and sandboxes of one chain, for its tools and rewards. Its first lease binds it to an event loop.
 
     Args:
         task: task of the chain.
@@ -111,9 +109,7 @@ class Context:
         Raises:
             SettingsError: if not exactly one pool matches the class; see `pool`.
             SandboxError: if the context is closed, no sandbox can be started, or resetting an environment fails.
-            PoolTimeout: if no sandbox becomes free in time.
-            PoolClosed: if the pool is closed.
-            LeaseRevoked: if the pool has revoked the lease.
+            PoolTimeout, PoolClosed, LeaseRevoked: from the pool.
         """
         pool = self.pool(sandbox_type)
         if self._closed:
@@ -147,7 +143,7 @@ class Context:
 
     async def _reset_environment(self, sandbox_type: type, environment: Any) -> None:
         """Start an episode by resetting the environment for the task."""
-        given = environments.reset_arguments(environment, self.task)
+        given = environments.reset_arguments(sandbox_type, self.task, self.fields)
         outcome = await functions.call_user_function(environment.reset, given)
         if (error := outcome.error) is not None:
             what = f"{type(error).__name__}: {error}"
@@ -165,11 +161,7 @@ class Context:
             self.check()  # discard the result if the sandbox was revoked during the call
 
     def check(self) -> None:
-        """Check that no lease of this chain was revoked.
-
-        Raises:
-            LeaseRevoked: if a pool has revoked one; the message names the reason.
-        """
+        """Raise `LeaseRevoked` if a pool has revoked a lease of this chain; the message names the reason."""
         for pool, lease in self._leases.items():
             if _is_held(lease) and (reason := lease.result().revoked):
                 raise LeaseRevoked(
@@ -177,11 +169,7 @@ class Context:
                 )
 
     def pool(self, sandbox_type: type) -> PoolLike:
-        """Return the pool of this sandbox class, or else the pool of a subclass.
-
-        Raises:
-            SettingsError: if no pool or several pools match.
-        """
+        """Return the pool of this sandbox class, or else the pool of a subclass. Exactly one must match."""
         exact = [pool for pool in self.pools if pool.sandbox_type is sandbox_type]
         found = exact or [pool for pool in self.pools if issubclass(pool.sandbox_type, sandbox_type)]
         if len(found) == 1:
@@ -198,10 +186,7 @@ class Context:
         return {pool.sandbox_type: lease.result().sandbox for pool, lease in self._leases.items() if _is_held(lease)}
 
     async def fork(self, trajectory_id: str) -> Context:
-        """Return a context in the same state, with copies of `state` and `fields` and forks of the held sandboxes.
-
-        Args:
-            trajectory_id: id of the new chain's trajectory.
+        """Return a context for a new chain, with copies of `state` and `fields` and forks of the held sandboxes.
 
         Raises:
             SandboxError: if a held sandbox has no `fork`, or `state` cannot be copied; then nothing is leased.

@@ -23,12 +23,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Injection:
-    """Source of the value of an injected parameter.
-
-    Attributes:
-        source: "sandbox", "context", "field" (a field of the task), or the name of another injected value of rewards.
-        sandbox_type: The sandbox class, if `source` is "sandbox".
-    """
+    """Source of an injected value: "sandbox", "context", "field" of the task, or the name of a value of rewards."""
 
     source: str
     sandbox_type: type = object
@@ -63,9 +58,7 @@ def injection(annotation: Any) -> Injection | None:
 
 
 class InjectedFunction(Generic[P, R]):
-    """User function whose arguments are injected in whole or in part. Base class of `Tool` and `Reward`.
-
-    Calling it calls the function.
+    """User function with injected arguments. Base class of `Tool` and `Reward`. Calling it calls the function.
 
     Attributes:
         function: The decorated function.
@@ -88,12 +81,8 @@ class InjectedFunction(Generic[P, R]):
     ) -> None:
         """Analyze the function.
 
-        Args:
-            function: the decorated function.
-            name: its name by default.
-            timeout: limit in seconds, or None.
-            injected_names: names of parameters with injected values besides task fields; all parameters are injected.
-                None injects only those whose annotation requests it.
+        All parameters are injected if `injected_names` is given (names besides those of task fields), else only those
+        whose annotation requests it.
         """
         shown = getattr(function, "__qualname__", repr(function))
         if isinstance(function, InjectedFunction):
@@ -132,7 +121,7 @@ class InjectedFunction(Generic[P, R]):
             if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
                 raise self._error(
                     f"parameter {p.name!r} must accept a keyword argument, got a {p.kind.description} parameter; "
-                    "name each parameter, and remove / and *"
+                    f"name each parameter, and remove / and *{self._injectable()}"
                 )
             self._parameters[p.name] = p.replace(annotation=annotations.get(p.name, p.empty))
             injected = injection(annotations.get(p.name))
@@ -140,6 +129,10 @@ class InjectedFunction(Generic[P, R]):
                 injected = Injection(p.name if p.name in injected_names else "field")
             if injected is not None:
                 self._hidden[p.name] = injected
+        # The whole trajectory is in `final` or `trajectory`; other frameworks use these names.
+        for name in ("completion", "completions"):
+            if self._injected_names and name in self._hidden and not set(self._injected_names) & set(self._hidden):
+                raise self._error(f"parameter {name!r} cannot be injected{self._injectable()}")
         self.task_fields = tuple(
             n
             for n, i in self._hidden.items()
@@ -148,6 +141,12 @@ class InjectedFunction(Generic[P, R]):
 
     def _error(self, text: str) -> AgentFlyError:
         return self.error_type(f"{self.name}: {text}")
+
+    def _injectable(self) -> str:
+        """Return the end of an error message that lists the parameters of a reward; "" for a tool."""
+        if not self._injected_names:
+            return ""
+        return f"; parameters can be {', '.join(self._injected_names)}, a sandbox, or a field of the task"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         function = self._bound()
@@ -188,11 +187,7 @@ class InjectedFunction(Generic[P, R]):
         )
 
     def check(self, tasks: Iterable[Task]) -> None:
-        """Check that every task has the fields that the function requires.
-
-        Raises:
-            TaskError: for the first task that lacks one.
-        """
+        """Raise `TaskError` for the first task that lacks a field which the function requires."""
         for task in tasks:
             for name in self.task_fields:
                 if name not in task.fields:
@@ -209,10 +204,7 @@ class InjectedFunction(Generic[P, R]):
     ) -> AsyncIterator[dict[str, Any]]:
         """Async context manager that returns the injected arguments and gives exclusive use of their sandboxes.
 
-        Args:
-            context: context of the chain, which leases the sandboxes.
-            fields: task fields.
-            **values: further values, by source.
+        `values` are further values by source.
         """
         self.check([context.task])
         values["context"] = context
@@ -266,11 +258,7 @@ class FunctionSet(Sequence[F]):
         return tuple(f.name for f in self if f.redefined())
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Check that every task has the fields that the functions require.
-
-        Raises:
-            TaskError: for the first task that lacks one.
-        """
+        """Raise `TaskError` for the first task that lacks a field which one of the functions requires."""
         for function in self:
             function.check(tasks)
 

@@ -18,11 +18,7 @@ REQUIRED: Any = inspect.Parameter.empty
 
 
 def parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Return the description of a function and of each parameter from a Google, NumPy or Sphinx docstring.
-
-    Raises:
-        ToolSchemaError: if the docstring cannot be parsed.
-    """
+    """Return the description of a function and of each parameter from a Google, NumPy or Sphinx docstring."""
     try:
         parsed = docstring_parser.parse(inspect.getdoc(function) or "")
     except docstring_parser.ParseError as error:
@@ -32,15 +28,9 @@ def parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 
 class Arguments:
-    """Visible parameters of one function, with their JSON schema and the validation of JSON values.
+    """Visible parameters of the function `owner`, with their JSON schema and the validation of JSON values.
 
-    Args:
-        owner: name of the function.
-        parameters: parameters that the model provides, with resolved annotations.
-        documented: descriptions from the docstring. A description in the annotation takes precedence.
-
-    Raises:
-        ToolSchemaError: if a parameter has no type or description, or its type or default has no JSON representation.
+    A description in an annotation takes precedence over one in the docstring.
     """
 
     def __init__(self, owner: str, parameters: Sequence[inspect.Parameter], documented: Mapping[str, str]) -> None:
@@ -93,11 +83,7 @@ class Arguments:
             ) from None
 
     def validate(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """Convert JSON values to arguments.
-
-        Returns:
-            The arguments and "", or {} and a message for the model that lists all problems.
-        """
+        """Convert JSON values to arguments. Return them and "", or {} and all problems as a message for the model."""
         values: dict[str, Any] = {}
         problems: list[str] = []
         for name, parameter in self.parameters.items():
@@ -144,9 +130,6 @@ def _description_in(annotation: Any) -> str | None:
         if isinstance(extra, FieldInfo) and extra.description:
             return extra.description
     return None
-
-
-# --- schemas -------------------------------------------------------------------------------------
 
 
 def _simplify(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:

@@ -8,22 +8,26 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
 import re
 import types as pytypes
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar, overload
+
+from pydantic_core import to_jsonable_python
 
 from agentfly_kit._async.pending_call import PendingCall, pending_call
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import ToolError, ToolSchemaError
+from agentfly_kit.sandboxes.result import SandboxResult
 from agentfly_kit.tools import function as functions
 from agentfly_kit.tools.context import Context, PoolLike, temporary_context
 from agentfly_kit.tools.injection import FunctionSet, InjectedFunction
-from agentfly_kit.tools.observation import fit_result, to_result
 from agentfly_kit.tools.schema import Arguments, parse_docstring
 from agentfly_kit.types import Task, ToolCall, ToolResult
 
@@ -83,11 +87,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         return self.function
 
     def require_instance(self) -> None:
-        """Check that a tool created from a method is bound to an instance.
-
-        Raises:
-            ToolSchemaError: if it was accessed on the class.
-        """
+        """Raise `ToolSchemaError` for a tool created from a method that was accessed on the class."""
         if self._method and self._instance is None:
             owner = self.__qualname__.rpartition(".")[0].rpartition(".")[2]
             raise ToolSchemaError(
@@ -130,10 +130,6 @@ class Tool(Displayable, InjectedFunction[P, R]):
             task: task that provides the fields for `FromTask` parameters.
             pool: pool that provides the sandbox; without it, a sandbox is started for this call and then closed.
             **arguments: visible arguments by name.
-
-        Raises:
-            TypeError: for too many or duplicate arguments.
-            ToolSchemaError: for a method without an instance.
         """
         visible = list(self._arguments.parameters)
         if len(positional) > len(visible):
@@ -157,23 +153,20 @@ class Tool(Displayable, InjectedFunction[P, R]):
     async def invoke(self, arguments: Mapping[str, Any], context: Context, *, raising: bool = False) -> ToolResult:
         """Run one call and return its result. Exceptions of the tool become failed results, or propagate if `raising`.
 
-        Raises:
-            CancelledError: if the caller was cancelled.
-            KeyboardInterrupt: always propagates.
-            ToolSchemaError: for a method without an instance.
+        Cancellation, KeyboardInterrupt, and ToolSchemaError for a method without an instance always propagate.
         """
         self.require_instance()
         try:
             values, problem = self._arguments.validate(arguments)
             if problem:
-                return fit_result(ToolResult(False, problem), self.max_chars)
+                return _fit_result(ToolResult(False, problem), self.max_chars)
             # The slot is acquired after the sandboxes, so that waiting for a sandbox does not occupy a slot.
             async with self._inject(context, context.fields) as injected, context.concurrency.tools.slot():
                 outcome = await functions.call_user_function(
                     self._bound(),
                     values | injected,
                     timeout=self.timeout,
-                    convert=lambda value: fit_result(to_result(value), self.max_chars),
+                    convert=lambda value: _fit_result(_to_result(value), self.max_chars),
                 )
         except Exception as raised:  # from the pool, the task or a validator of an argument type, not from the function
             outcome = functions.Outcome(error=raised)
@@ -186,7 +179,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         if raising:
             raise error
         if isinstance(error, ToolError):
-            return fit_result(ToolResult(False, str(error), seconds=seconds), self.max_chars)
+            return _fit_result(ToolResult(False, str(error), seconds=seconds), self.max_chars)
         # No details for the model: it cannot fix the tool, and a traceback may leak the answer.
         failure = functions.failure_from(f"tool {self.name}", error)
         return ToolResult(False, f"{self.name} failed.", failure, seconds)
@@ -231,17 +224,66 @@ def tool(
     return decorate if function is None else decorate(function)
 
 
+# --- results --------------------------------------------------------------------------------------
+
+
+def _to_result(value: Any) -> ToolResult:
+    """Convert a return value to a result: strings unchanged, None as "", everything else as compact JSON."""
+    if isinstance(value, SandboxResult):
+        return ToolResult(value.ok, value.text, truncated=value.truncated)
+    if not isinstance(value, ToolResult):
+        return ToolResult(True, _to_text(value))
+    if not isinstance(value.observation, str):
+        raise TypeError(f"the observation of a ToolResult must be a string, got {value.observation!r}")
+    reward: Any = value.reward
+    if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
+        raise TypeError(f"the reward of a ToolResult must be a finite number or None, got {reward!r}")
+    return value
+
+
+def _to_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return str.__str__(value)  # the value of a string enum, not its name
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value).decode("utf-8", "replace")
+    plain = to_jsonable_python(value, inf_nan_mode="constants", bytes_mode="utf8", fallback=_json_fallback)
+    # Dates, paths and enum members are single strings: shown without quotes, like a returned str.
+    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
+
+
+def _json_fallback(value: Any) -> Any:
+    """Convert arrays to lists and other objects to strings, but not if the string would contain a memory address."""
+    if callable(tolist := getattr(value, "tolist", None)):
+        return tolist()
+    text = str(value)
+    if re.fullmatch(r"<.* at 0x[0-9a-fA-F]+>", text, re.DOTALL):
+        raise TypeError(
+            f"a tool returned a {type(value).__qualname__}, which has no string representation; "
+            "return a str, number or JSON value"
+        )
+    return text
+
+
+def _fit_result(result: ToolResult, max_chars: int | None) -> ToolResult:
+    """Shorten the observation to `max_chars`, and replace lone surrogates, which cannot be tokenized."""
+    text = result.observation
+    if not text.isascii():
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if max_chars is None or len(text) <= max_chars:
+        return replace(result, observation=text)
+    cut = f"{text[:max_chars]}\n[cut: the first {max_chars} of {len(text)} characters]"
+    return replace(result, observation=cut, truncated=True)
+
+
 # --- sets of tools -------------------------------------------------------------------------------
 
 
 class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
     """Immutable collection of the tools of one agent, indexed by position or name. Plain functions become tools.
 
-    Attributes:
-        schemas: Schemas passed to the chat template, in order.
-
-    Raises:
-        ToolSchemaError: if two tools have the same name, or one is a method without an instance.
+    `schemas` are passed to the chat template, in order. Names must be unique, and methods must have an instance.
     """
 
     def __init__(self, tools: Iterable[Tool[..., Any] | Callable[..., Any]] = ()) -> None:
@@ -269,7 +311,7 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
         around: Callable[[ToolCall], AbstractContextManager[Any]] = lambda _: nullcontext(),
         refused: Mapping[int, ToolResult] = MappingProxyType({}),
     ) -> tuple[ToolCall, ...]:
-        """Run the calls of one turn concurrently.
+        """Run the calls of one turn concurrently, and return them with their results.
 
         Calls that share a sandbox run in the order written, so that their effects are deterministic.
 
@@ -278,9 +320,6 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
             context: context of the chain.
             around: returns a context manager that is entered when a call starts and exited when it ends or fails.
             refused: results of calls that must not run, by position.
-
-        Returns:
-            The calls in the same order, with their results.
         """
 
         async def one(position: int, call: ToolCall) -> ToolResult:

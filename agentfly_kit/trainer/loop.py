@@ -15,7 +15,7 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,18 @@ from typing import Any
 import torch
 
 from agentfly_kit import losses, seeds
-from agentfly_kit._async.pending_call import run_in_thread, wait_all
+from agentfly_kit._async.pending_call import Handle, run_in_thread, wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.runner import RolloutHandle
+from agentfly_kit.agent.settings import task_list
 from agentfly_kit.batch.batch import drop_counts
 from agentfly_kit.errors import (
     AgentFlyError,
     EmptyBatch,
     RunError,
     SettingsError,
-    TaskError,
     TrainingError,
     checks_keywords,
 )
@@ -133,11 +133,11 @@ def train(
         SettingsError: If the settings do not fit the agent, the policy, the tasks or the accelerator.
         TaskError: If there are no tasks.
     """
-    sampler = RolloutSampler(agent, policy, list(tasks), config or TrainConfig(), WorkerGroup(accelerator))
-    return TrainRun(sampler, list(eval_tasks or ()), run, resume, progress)
+    sampler = RolloutSampler(agent, policy, task_list(tasks), config or TrainConfig(), WorkerGroup(accelerator))
+    return TrainRun(sampler, task_list(eval_tasks) if eval_tasks else [], run, resume, progress)
 
 
-class TrainRun(Displayable):
+class TrainRun(Handle["TrainRun"], Displayable):
     """Handle of a training run.
 
     After an interrupt or a `break`, awaiting or iterating the same handle, or calling `train` again, continues the run.
@@ -246,10 +246,7 @@ class TrainRun(Displayable):
 
     # --- running ---
 
-    def __await__(self) -> Generator[Any, Any, TrainRun]:
-        return self._run_to_end().__await__()
-
-    async def _run_to_end(self) -> TrainRun:
+    async def _wait(self) -> TrainRun:
         async for _ in self:
             pass
         return self
@@ -518,8 +515,6 @@ class TrainRun(Displayable):
 def _check(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | None) -> None:
     """Raise if the settings of a run do not fit its agent, policy, tasks or processes."""
     agent, policy, config, workers = sampler.agent, sampler.policy, sampler.config, sampler.workers
-    if not sampler.tasks:
-        raise TaskError("tasks must have at least one task to train on, got none")
     if config.advantage == "gae" and policy.value_head is None:
         raise SettingsError("advantage='gae' needs values; load the policy with value_head=True")
     if config.evaluate_every and not eval_tasks:

@@ -1,23 +1,28 @@
-"""Many chains at once: nobody is lost, nothing is leaked, and what is watched comes in order."""
+"""Agents and rollouts: validation, order, failures, stopping, pausing, events, concurrency."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 import time
 import types
+from pathlib import Path
 from typing import Any
 
 import dice
 import pytest
-from agents import Played, agent, call, chat, played, scripted, tasks
+from agents import Box, Played, Text, agent, call, chat, played, put, put_call, scripted, shipped, tasks
 
 from agentfly_kit.agent.progress import RolloutEvent
 from agentfly_kit.agent.runner import RolloutHandle
-from agentfly_kit.errors import ChatTemplateError, NotAwaited, SettingsError, TaskError
+from agentfly_kit.errors import ChatTemplateError, NotAwaited, RewardError, SettingsError, TaskError
+from agentfly_kit.evaluation import evaluate
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import reward
 from agentfly_kit.tools.tool import tool
+from agentfly_kit.trainer.loop import train
 from agentfly_kit.types import Task
 
 TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
@@ -27,44 +32,11 @@ def numbered(count: int) -> list[Task]:
     return [Task(f"t{i}", TASK.messages, TASK.fields) for i in range(count)]
 
 
-class Box:
-    def __init__(self, **_: Any) -> None:
-        self.log: list[str] = []
-
-    async def run(self, text: str) -> str:
-        await asyncio.sleep(0.001)
-        self.log.append(text)
-        return ",".join(self.log)
-
-    async def reset(self) -> None:
-        await asyncio.sleep(0.001)
-        self.log.clear()
-
-    async def close(self) -> None: ...
-
-
-@tool
-async def put(text: str, box: Box) -> str:
-    """Put a text into the box.
-
-    Args:
-        text: the text.
-    """
-    return await box.run(text)
-
-
-def put_call(text: str) -> str:
-    return f'<tool_call>{{"name":"put","arguments":{{"text":"{text}"}}}}</tool_call>'
-
-
 def others() -> set[asyncio.Task[Any]]:
     return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
 
 
-# --- order and groups ----------------------------------------------------------------------------
-
-
-async def test_results_come_in_the_order_of_the_tasks() -> None:
+async def test_trajectories_are_in_the_order_of_the_tasks() -> None:
     async def script(task: Task, turn: int) -> str:
         await asyncio.sleep(random.Random(task.id).random() * 0.02)
         return "5"
@@ -77,7 +49,7 @@ async def test_results_come_in_the_order_of_the_tasks() -> None:
     assert len({t.id for t in rollout}) == 27
 
 
-async def test_a_task_that_comes_twice_makes_two_groups_that_sample_apart() -> None:
+async def test_repeated_task_makes_two_groups_with_different_seeds() -> None:
     engine = Played(["5"])
     a = agent(engine=engine, chat=chat())
     rollout = await a.rollout([TASK, TASK], group_size=2)
@@ -86,7 +58,7 @@ async def test_a_task_that_comes_twice_makes_two_groups_that_sample_apart() -> N
     assert len(set(engine.seeds)) == 4
 
 
-async def test_no_more_than_max_concurrency_run_at_once() -> None:
+async def test_max_concurrency_is_not_exceeded() -> None:
     now = most = 0
 
     async def script(task: Task, turn: int) -> str:
@@ -101,7 +73,7 @@ async def test_no_more_than_max_concurrency_run_at_once() -> None:
     assert most == 4
 
 
-async def test_it_starts_when_it_is_awaited_and_once() -> None:
+async def test_rollout_starts_once_when_awaited() -> None:
     engine = Played(["5"])
     run = agent(engine=engine, chat=chat()).rollout(TASK)
     await asyncio.sleep(0.01)
@@ -120,16 +92,28 @@ async def test_it_starts_when_it_is_awaited_and_once() -> None:
     [
         ([], {}, TaskError, "tasks must hold at least one task"),
         ([{"id": "x"}], {}, TaskError, r"must be Task objects, got .* af\.tasks_from"),
-        ([TASK], {"group_size": 0}, SettingsError, "group_size must be at least 1, got 0"),
-        ([TASK], {"max_concurrency": 0}, SettingsError, "max_concurrency must be at least 1, got 0"),
+        ("What is 2+3?", {}, TaskError, r"must be Task objects, got the string 'What is 2\+3\?'; af\.tasks_from"),
+        (["What is 2+3?"], {}, TaskError, r"must be Task objects, got the string 'What is 2\+3\?'; af\.tasks_from"),
+        (5, {}, TaskError, "must be Task objects, got 5"),
+        ([TASK], {"group_size": 2.5}, SettingsError, "group_size must be an integer of at least 1, got 2.5"),
+        ([TASK], {"share": (2, 2)}, SettingsError, r"share must be \(i, n\) with 0 <= i < n, got \(2, 2\)"),
+        ([TASK], {"group_size": 0}, SettingsError, "group_size must be an integer of at least 1, got 0"),
+        ([TASK], {"max_concurrency": 0}, SettingsError, "max_concurrency must be an integer of at least 1, got 0"),
         ([Task("u", TASK.messages)], {}, Exception, "answer"),
     ],
 )
-def test_bad_input_is_refused_before_the_first_token(
+def test_rollout_rejects_invalid_arguments(
     given: Any, options: dict[str, int], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
         scripted(["5"]).rollout(given, **options)
+
+
+async def test_strings_are_rejected_as_tasks() -> None:
+    a = agent()
+    for call_with_text in (a.rollout, a.chain, lambda text: evaluate(a, text), lambda text: train(a, shipped(), text)):
+        with pytest.raises(TaskError, match="must be Task objects, got the string 'What is 2"):
+            await call_with_text("What is 2+3?")
 
 
 @pytest.mark.parametrize(
@@ -145,12 +129,57 @@ def test_bad_input_is_refused_before_the_first_token(
         ({"tools": [put]}, r"requires a Box, and no pool has it; add pools=\[af\.Pool\(Box, size=8\)\]"),
     ],
 )
-def test_an_agents_settings_are_checked(options: dict[str, Any], says: str) -> None:
+def test_agent_rejects_invalid_settings(options: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         agent(**{"engine": Played(["5"]), "chat": chat()} | options)
 
 
-def test_agents_are_frozen_and_replaced() -> None:
+def trl_reward(completions: list[str], answer: str, **kwargs: Any) -> list[float]:
+    return []
+
+
+def verifiers_reward(completion: str, prompt: str, info: Any, state: Any) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize("function", [trl_reward, verifiers_reward])
+def test_agent_rejects_reward_signatures_of_other_frameworks(function: Any) -> None:
+    with pytest.raises(
+        RewardError, match="parameters can be final, trajectory, context, a sandbox, or a field of the task"
+    ):
+        scripted(["5"], reward=function)
+
+
+SCRIPT = """
+import asyncio
+import agentfly_kit as af
+
+policy = af.tiny.policy("calculator")
+agent = af.envs.calculator.agent(policy)
+tasks = af.envs.calculator.tasks(4)
+run = agent.rollout(tasks, 2)
+rollout = asyncio.run(run)
+assert len(rollout) == run.total and asyncio.run(run) is rollout
+print(asyncio.run(af.evaluate(agent, tasks)).success > 0)
+config = af.TrainConfig(steps=1, tasks_per_step=2, group_size=4)
+print(len(asyncio.run(af.train(agent, policy, tasks, config)).records))
+"""
+
+
+def test_asyncio_run_accepts_rollouts_evaluations_and_training_runs(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=480)
+    assert done.stdout.split() == ["True", "1"], done.stderr
+
+
+async def test_two_asyncio_tasks_can_await_one_rollout() -> None:
+    run = scripted(["5"], latency=0.01).rollout(TASK)
+    first, second = asyncio.create_task(run), asyncio.create_task(run)
+    await asyncio.sleep(0)
+    assert await first is await second is await run
+
+
+def test_agent_is_immutable_and_can_be_replaced() -> None:
     a = scripted(["5"])
     with pytest.raises(AttributeError):
         a.max_turns = 9  # type: ignore[misc]
@@ -162,10 +191,7 @@ def test_agents_are_frozen_and_replaced() -> None:
         _ = b.last_run
 
 
-# --- a failing chain loses nobody ----------------------------------------------------------------
-
-
-async def test_a_chain_that_breaks_loses_nobody() -> None:
+async def test_failing_chain_does_not_affect_others() -> None:
     def script(task: Task, turn: int) -> str:
         if task.id == "t3":
             raise ZeroDivisionError("in the engine")
@@ -177,7 +203,7 @@ async def test_a_chain_that_breaks_loses_nobody() -> None:
     assert rollout.summary()["unscored"] == 2 / 16
 
 
-async def test_something_cancelled_inside_a_chain_is_no_cancellation_of_all() -> None:
+async def test_future_cancelled_inside_a_chain_does_not_cancel_the_rollout() -> None:
     async def script(task: Task, turn: int) -> str:
         if task.id == "t2":
             future = asyncio.get_running_loop().create_future()
@@ -194,8 +220,14 @@ ODD_CALL = {"function": {"name": "calculator", "arguments": {"expression": {1}}}
 ODD = Task("odd", ({"role": "assistant", "tool_calls": [ODD_CALL]}, {"role": "user", "content": "?"}), TASK.fields)
 
 
-async def test_a_task_that_the_template_refuses_is_data() -> None:
-    rollout = await scripted(["5"]).rollout([*numbered(3), ODD], group_size=2)
+async def test_template_error_is_recorded_in_the_trajectory() -> None:
+    run = scripted(["5"]).rollout([*numbered(3), ODD], group_size=2)
+    events: list[RolloutEvent] = []
+    run.subscribe(events.append)
+    rollout = await run
+    check_events(events)
+    reported = [(e.phase, e.state, e.detail) for e in events if e.task == "odd"]
+    assert reported == [("start", "waiting", ""), ("end", "failed", "error")] * 2
     assert [t.stop for t in rollout] == ["answered"] * 6 + ["error"] * 2
     refused = rollout.trajectories[-1]
     assert refused.reward is None
@@ -204,9 +236,6 @@ async def test_a_task_that_the_template_refuses_is_data() -> None:
     assert len(rollout.to_frame("tokens")) > 0
     with pytest.raises(ChatTemplateError, match="rejected messages"):
         scripted(["5"]).rollout([ODD])
-
-
-# --- partial, stop, cancel -----------------------------------------------------------------------
 
 
 def staggered(task: Task, turn: int) -> Any:
@@ -222,10 +251,10 @@ async def until(run: RolloutHandle, count: int) -> None:
         await asyncio.sleep(0.002)
 
 
-async def test_stop_gives_what_has_finished() -> None:
+async def test_stop_returns_the_finished_chains() -> None:
     a = scripted(staggered)
     run = a.rollout(numbered(9))
-    waiting = asyncio.create_task(run._wait())
+    waiting = asyncio.create_task(run)
     await until(run, 4)
     run.stop()
     rollout = await asyncio.wait_for(waiting, 10)
@@ -249,10 +278,10 @@ async def collect(run: RolloutHandle) -> list[Any]:
     return [t async for t in run]
 
 
-async def test_cancelling_the_waiter_ends_everything_and_keeps_what_finished() -> None:
+async def test_cancelling_the_awaiting_task_keeps_the_finished_chains() -> None:
     a = scripted(staggered)
     run = a.rollout(numbered(9))
-    waiting = asyncio.create_task(run._wait())
+    waiting = asyncio.create_task(run)
     await until(run, 4)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -261,25 +290,21 @@ async def test_cancelling_the_waiter_ends_everything_and_keeps_what_finished() -
     assert len(a.last_run.partial) == 4
 
 
-async def test_cancelling_again_and_again_still_leaves_nothing_behind() -> None:
+async def test_repeated_cancellation_releases_all_leases() -> None:
     class Slow(Box):
         async def reset(self) -> None:
             await asyncio.sleep(0.05)
 
     @tool
-    async def put_slow(text: str, box: Slow) -> str:
-        """Put.
-
-        Args:
-            text: any.
-        """
+    async def put_slow(text: Text, box: Slow) -> str:
+        """Put."""
         await asyncio.sleep(60)
         return ""
 
     async with Pool(Slow, size=4) as pool:
         script = [put_call("x").replace("put", "put_slow")]
         run = scripted(script, tools=[put_slow], pools=[pool]).rollout(numbered(4))
-        waiting = asyncio.create_task(run._wait())
+        waiting = asyncio.create_task(run)
         while pool.snapshot().leased < 4:
             await asyncio.sleep(0.002)
         for _ in range(6):
@@ -291,7 +316,7 @@ async def test_cancelling_again_and_again_still_leaves_nothing_behind() -> None:
         assert not others()
 
 
-async def test_leaving_a_loop_over_a_rollout_ends_it() -> None:
+async def test_breaking_out_of_iteration_ends_the_rollout() -> None:
     run = scripted(staggered).rollout(numbered(9))
     async for _ in run:
         break
@@ -303,7 +328,7 @@ async def test_leaving_a_loop_over_a_rollout_ends_it() -> None:
     assert len(run.partial) >= 1
 
 
-async def test_a_loop_gives_each_chain_as_it_ends() -> None:
+async def test_iteration_yields_chains_as_they_finish() -> None:
     async def script(task: Task, turn: int) -> str:
         await asyncio.sleep(0.03 * (4 - int(task.id[1:])))
         return "5"
@@ -313,24 +338,17 @@ async def test_a_loop_gives_each_chain_as_it_ends() -> None:
     assert [t.task.id for t in run.partial] == ["t0", "t1", "t2", "t3", "t4"]
 
 
-async def test_a_loop_over_one_that_has_run_gives_all_of_it() -> None:
-    run = scripted(["5"]).rollout(numbered(3))
-    await run
-    # In the order in which they ended, which is nobody's promise.
-    assert sorted(t.task.id for t in await asyncio.wait_for(collect(run), 5)) == ["t0", "t1", "t2"]
-
-
-async def test_two_loops_over_one_rollout_each_get_all_of_it() -> None:
+async def test_concurrent_and_repeated_iterations_yield_all_chains() -> None:
     run = scripted(["5"], latency=0.01).rollout(numbered(6), max_concurrency=2)
     one, two = await asyncio.wait_for(asyncio.gather(collect(run), collect(run)), 10)
-    assert len(one) == len(two) == 6
+    assert len(one) == len(two) == len(await asyncio.wait_for(collect(run), 5)) == 6
 
 
-async def test_pause_holds_and_resume_goes_on() -> None:
+async def test_pause_and_resume() -> None:
     engine = Played([call("1+1"), "5"])
     run = agent(engine=engine, chat=chat()).rollout(numbered(6), max_concurrency=3)
     run.pause()
-    waiting = asyncio.create_task(run._wait())
+    waiting = asyncio.create_task(run)
     await asyncio.sleep(0.03)
     assert engine.given == []
     assert "paused" in repr(run)
@@ -343,10 +361,10 @@ async def test_pause_holds_and_resume_goes_on() -> None:
     assert len(await asyncio.wait_for(run, 5)) == 0
 
 
-async def test_pausing_in_the_middle_changes_no_token() -> None:
+async def test_pausing_does_not_change_tokens() -> None:
     whole = await agent().rollout(tasks(3), group_size=2)
     run = agent().rollout(tasks(3), group_size=2)
-    waiting = asyncio.create_task(run._wait())
+    waiting = asyncio.create_task(run)
     for _ in range(5):
         await asyncio.sleep(0.005)
         run.pause()
@@ -356,17 +374,13 @@ async def test_pausing_in_the_middle_changes_no_token() -> None:
     assert [t.ids.tolist() for t in again] == [t.ids.tolist() for t in whole]
 
 
-# --- watching ------------------------------------------------------------------------------------
-
-
-async def test_events_come_in_order_and_tell_the_whole_story() -> None:
+async def test_events_of_each_chain_are_ordered_and_complete() -> None:
     a = played([call("2+3"), "5"])
     run = a.rollout(numbered(4), group_size=2, max_concurrency=3)
     events: list[RolloutEvent] = []
     run.subscribe(events.append)
     await run
-    assert [e.sequence for e in events] == list(range(1, len(events) + 1))
-    assert [e.time for e in events] == sorted(e.time for e in events)
+    check_events(events)
     for t in run.partial:
         mine = [(e.kind, e.phase) for e in events if e.trajectory == t.id]
         assert mine == [
@@ -385,7 +399,7 @@ async def test_events_come_in_order_and_tell_the_whole_story() -> None:
         assert (last.state, last.detail, last.task) == ("done", "answered", t.task.id)
 
 
-async def test_a_listener_may_end_the_run_and_hears_of_every_end() -> None:
+async def test_listener_that_stops_the_rollout_receives_all_end_events() -> None:
     run = scripted(staggered).rollout(numbered(6), max_concurrency=3)
     events: list[RolloutEvent] = []
 
@@ -403,20 +417,8 @@ async def test_a_listener_may_end_the_run_and_hears_of_every_end() -> None:
     assert "cancelled" in {e.state for e in events}
 
 
-async def test_a_chain_that_could_not_begin_is_told_too() -> None:
-    run = scripted(["5"]).rollout([TASK, ODD])
-    events: list[RolloutEvent] = []
-    run.subscribe(events.append)
-    await run
-    check_events(events)
-    assert [(e.phase, e.state, e.detail) for e in events if e.task == "odd"] == [
-        ("start", "waiting", ""),
-        ("end", "failed", "error"),
-    ]
-
-
 def check_events(events: list[RolloutEvent]) -> None:
-    """No gap, no time that goes back; of each chain every start has its end, and they nest."""
+    """Check that sequence numbers and times increase, and that the start and end events of each chain nest."""
     assert [e.sequence for e in events] == list(range(1, len(events) + 1))
     assert [e.time for e in events] == sorted(e.time for e in events)
     for name in {e.trajectory for e in events}:
@@ -426,7 +428,7 @@ def check_events(events: list[RolloutEvent]) -> None:
         running: list[tuple[str, str]] = []
         for e in mine[1:-1]:
             key = (e.kind, e.call)
-            assert not running or running[0][0] == e.kind  # tools run beside tools, everything else alone
+            assert not running or running[0][0] == e.kind  # only tool calls run concurrently
             if e.phase == "start":
                 assert e.kind == "tool" or not running
                 running.append(key)
@@ -437,7 +439,7 @@ def check_events(events: list[RolloutEvent]) -> None:
         assert not running, (name, running)
 
 
-async def test_whatever_goes_wrong_every_start_has_its_end() -> None:
+async def test_every_start_event_has_an_end_event_despite_failures() -> None:
     seed = dice.seed()
     rng = random.Random(seed)
 
@@ -451,12 +453,8 @@ async def test_whatever_goes_wrong_every_start_has_its_end() -> None:
         return put_call("x") * rng.randrange(1, 4) if rng.random() < 0.7 else rng.choice(["5", "<tool_call>{"])
 
     @tool(name="put", timeout=0.002)
-    async def bad_put(text: str, box: Box) -> str:
-        """Put.
-
-        Args:
-            text: any.
-        """
+    async def bad_put(text: Text, box: Box) -> str:
+        """Put."""
         await doze(SystemExit)
         return await box.run(text)
 
@@ -472,7 +470,7 @@ async def test_whatever_goes_wrong_every_start_has_its_end() -> None:
             run = a.rollout(numbered(6), group_size=2, max_concurrency=5)
             events: list[RolloutEvent] = []
             run.subscribe(events.append)
-            waiting = asyncio.create_task(run._wait())
+            waiting = asyncio.create_task(run)
             if i % 3 == 0:
                 await asyncio.sleep(rng.random() * 0.03)
                 run.stop()
@@ -485,26 +483,23 @@ async def test_whatever_goes_wrong_every_start_has_its_end() -> None:
     assert {("chain", "done"), ("chain", "failed"), ("tool", "tool"), ("reward", "scoring")} <= kinds
 
 
-async def test_progress_is_one_bar(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tqdm")
     await scripted(["5"]).rollout(numbered(5), progress=True)
     assert "5/5" in capsys.readouterr().err
 
 
-# --- side by side --------------------------------------------------------------------------------
-
-
-async def test_two_rollouts_on_one_agent_at_once() -> None:
+async def test_concurrent_rollouts_of_one_agent_are_independent() -> None:
     a = agent()
     alone = [await a.rollout(tasks(4, seed=s), group_size=3, index=s) for s in (0, 1)]
-    both = await asyncio.gather(*(a.rollout(tasks(4, seed=s), group_size=3, index=s)._wait() for s in (0, 1)))
+    both = await asyncio.gather(*(a.rollout(tasks(4, seed=s), group_size=3, index=s) for s in (0, 1)))
     for x, y in zip(alone, both, strict=True):
         assert [t.ids.tolist() for t in x] == [t.ids.tolist() for t in y]
         assert [t.logprobs.tobytes() for t in x] == [t.logprobs.tobytes() for t in y]
 
 
 async def gaps(work: Any) -> list[float]:
-    """Seconds between two turns of the event loop while `work` is done."""
+    """Return the seconds between iterations of the event loop while `work` runs."""
     found: list[float] = []
 
     async def tick() -> None:
@@ -523,23 +518,20 @@ async def gaps(work: Any) -> list[float]:
     return found
 
 
-async def test_the_event_loop_goes_on_during_a_rollout() -> None:
+async def test_rollout_does_not_block_the_event_loop() -> None:
     a = agent()
-    await a.rollout(tasks(2))  # whatever is loaded at the first use
-    found = await gaps(a.rollout(tasks(16), group_size=8)._wait())
-    # On a machine that others use a gap may be theirs: most turns are short, and none is a step of the model.
+    await a.rollout(tasks(2))  # load what is loaded on first use
+    found = await gaps(a.rollout(tasks(16), group_size=8))
+    # Other processes may cause single gaps, so most iterations must be short, not all.
     assert len(found) > 20
     assert sorted(found)[len(found) * 9 // 10] < 0.1
-
-
-# --- a cell that is run again --------------------------------------------------------------------
 
 
 def cell(source: str, into: dict[str, Any]) -> None:
     exec(compile(source, "<cell>", "exec"), into)
 
 
-async def test_a_tool_that_was_defined_again_is_said_once() -> None:
+async def test_redefined_tool_is_reported_once() -> None:
     module = types.ModuleType("__main__")
     space = vars(module)
     source = (
@@ -555,6 +547,6 @@ async def test_a_tool_that_was_defined_again_is_said_once() -> None:
         rollout = await old.rollout(TASK)
     assert len(said) == 1
     assert rollout.trajectories[0].tool_calls[0].result.observation == "a!"  # type: ignore[union-attr]
-    await old.rollout(TASK)  # said once: a second warning would fail this test
+    await old.rollout(TASK)  # a second warning would fail this test
     new = old.replace(tools=[space["shout"]])
     assert (await new.rollout(TASK)).trajectories[0].tool_calls[0].result.observation == "a?"  # type: ignore[union-attr]

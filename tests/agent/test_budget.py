@@ -1,4 +1,4 @@
-"""What chains may spend alone and together: never more than was given, and what was cut says by what."""
+"""Limits of single chains, shared budgets, and limits on concurrency."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import dice
 import pytest
-from agents import agent, call, chat, played, scripted
+from agents import Box, ForkingBox, Text, agent, call, chat, played, put, put_call, put_forking, scripted
 
 import agentfly_kit as af
 from agentfly_kit.agent.budget import Budget, BudgetUsage, reserve_tokens
@@ -32,27 +32,24 @@ def spent(rollout: Rollout) -> dict[str, int]:
     }
 
 
-# --- one chain -----------------------------------------------------------------------------------
-
-
-async def test_calls_beyond_a_chains_limit_are_not_run_and_it_ends() -> None:
+async def test_calls_beyond_max_tool_calls_are_not_run_and_end_the_chain() -> None:
     script = [call("1+1"), call("1+2") + call("1+3") + call("1+4"), "5"]
     (t,) = await played(script, max_tool_calls=3).rollout(numbered(1))
     assert (t.stop, t.truncated, t.reward) == ("chain_tool_calls", True, 0.0)
     assert [c.result.observation for c in t.tool_calls if c.result] == [
         "2", "3", "4", "calculator was not run: there are no tool calls left (chain_tool_calls)",
     ]  # fmt: skip
-    assert t.turns[-1].ids == ()  # no action follows it, so no engine was given it
+    assert t.turns[-1].ids == ()  # no action follows, so it is not encoded
 
 
-async def test_a_chain_may_answer_after_its_last_call() -> None:
+async def test_chain_can_answer_after_its_last_allowed_call() -> None:
     script = [call("1+1"), call("1", "nobody") + "<tool_call>{", call("2+3"), "5"]
-    (t,) = await played(script, max_tool_calls=2).rollout(numbered(1))  # what cannot be run costs nothing
+    (t,) = await played(script, max_tool_calls=2).rollout(numbered(1))  # invalid calls do not count
     assert (t.stop, t.reward) == ("answered", 1.0)
 
 
 @pytest.mark.parametrize("concurrency", [1, 64])
-async def test_a_chains_own_limits_cut_the_same_chains_at_any_concurrency(concurrency: int) -> None:
+async def test_limits_of_a_chain_do_not_depend_on_concurrency(concurrency: int) -> None:
     def script(task: Task, turn: int) -> str:
         return call("1+1") * (int(task.id[1:]) % 3 + 1) if turn < int(task.id[1:]) else "5"
 
@@ -65,7 +62,7 @@ async def test_a_chains_own_limits_cut_the_same_chains_at_any_concurrency(concur
     assert all(len({t.stop for t in g}) == 1 for g in rollout.groups)
 
 
-async def test_by_hand_the_same_limit_holds() -> None:
+async def test_max_tool_calls_applies_to_interactive_chains() -> None:
     chain = played([call("1+1"), call("1+1"), "5"], max_tool_calls=1).chain(numbered(1)[0])
     await chain.step()
     await chain.step()
@@ -73,9 +70,6 @@ async def test_by_hand_the_same_limit_holds() -> None:
     chain.rewind(to=2)
     chain.force("5")
     assert (await chain.finish()).stop == "answered"
-
-
-# --- together ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -87,7 +81,7 @@ async def test_by_hand_the_same_limit_holds() -> None:
         ({"turns": 100, "tool_calls": 100, "tokens": 10**6, "seconds": 60}, ["answered"] * 5, []),
     ],
 )
-async def test_one_at_a_time_the_same_chains_are_cut(
+async def test_shared_budget_truncates_deterministically_without_concurrency(
     budget: dict[str, Any], stops: list[str], not_run: list[str]
 ) -> None:
     run = played([call("2+3"), "5"]).rollout(numbered(5), max_concurrency=1, budget=af.Budget(**budget))
@@ -103,7 +97,7 @@ async def test_one_at_a_time_the_same_chains_are_cut(
         assert rollout.summary()["not_run"] == len(not_run)
 
 
-async def test_a_rollout_keeps_on_disk_what_did_not_run(tmp_path: Any) -> None:
+async def test_not_run_chains_are_saved(tmp_path: Any) -> None:
     rollout = await played(["5"]).rollout(numbered(3), max_concurrency=1, budget=Budget(turns=1))
     again = Rollout.load(rollout.save(tmp_path / "r.jsonl"))
     assert again == rollout
@@ -111,7 +105,7 @@ async def test_a_rollout_keeps_on_disk_what_did_not_run(tmp_path: Any) -> None:
     assert (await rollout.rescore(None)).not_run == rollout.not_run
 
 
-async def test_each_group_has_its_own() -> None:
+async def test_each_group_has_its_own_budget() -> None:
     rollout = await played([call("2+3"), "5"]).rollout(
         numbered(3), group_size=4, max_concurrency=2, group_budget=Budget(turns=5)
     )
@@ -122,14 +116,14 @@ async def test_each_group_has_its_own() -> None:
     assert len(rollout) + len(rollout.not_run) == 12
 
 
-async def test_calls_that_a_shared_budget_leaves_are_run_and_the_rest_is_not() -> None:
+async def test_shared_budget_refuses_only_the_excess_calls() -> None:
     rollout = await played([call("1+1") * 3, "5"]).rollout(numbered(3), max_concurrency=1, budget=Budget(tool_calls=4))
     assert [t.stop for t in rollout] == ["answered", "run_tool_calls"]
     assert spent(rollout)["tool_calls"] == 4
 
 
-async def test_the_last_action_gets_the_tokens_that_are_left() -> None:
-    long = "What is it? " * 20 + "…"  # cut at the tokens of its turn, whatever those are
+async def test_last_action_receives_the_remaining_tokens() -> None:
+    long = "What is it? " * 20 + "…"  # truncated at the limit of its turn
 
     def script(task: Task, turn: int) -> str:
         return "5" if task.id == "t0" else long
@@ -139,12 +133,12 @@ async def test_the_last_action_gets_the_tokens_that_are_left() -> None:
     assert [(t.stop, len(t.turns[-1].ids or ())) for t in rollout] == [("answered", first), ("run_tokens", 7)]
     assert rollout.not_run == {"rollout-0:t2/0": "run_tokens"}
     rollout = await played(script).rollout(numbered(2), max_concurrency=1, budget=Budget(tokens=first + 64))
-    assert [t.stop for t in rollout] == ["answered", "turn_tokens"]  # the turn's own limit was as near
+    assert [t.stop for t in rollout] == ["answered", "turn_tokens"]  # the limit of the turn is not above the budget
 
 
 @pytest.mark.parametrize("kind", ["budget", "group_budget"])
-async def test_no_budget_is_ever_exceeded(kind: str) -> None:
-    """With the real engine, whose actions have any length, and at any concurrency."""
+async def test_budgets_are_never_exceeded(kind: str) -> None:
+    """Use a real engine, whose actions differ in length, at several concurrencies."""
     seed = dice.seed()
     rng = random.Random(seed)
     a = agent(max_turns=3)
@@ -152,7 +146,7 @@ async def test_no_budget_is_ever_exceeded(kind: str) -> None:
     seen: set[str] = set()
     for _ in range(12):
         what = rng.choice(["tokens", "turns", "tool_calls"])
-        # Less than what all, or an average group, would spend: it is reached.
+        # Less than the use of all chains, or of an average group, so that it is reached.
         limit = rng.randrange(1, max(2, whole[what] // (1 if kind == "budget" else len(numbered(4)))))
         many = rng.choice([1, 2, 5, 64])
         events: list[Any] = []
@@ -170,7 +164,7 @@ async def test_no_budget_is_ever_exceeded(kind: str) -> None:
     assert any(stop.startswith(kind.removesuffix("budget").removesuffix("_") or "run") for stop in seen)
 
 
-async def test_time_that_is_over_cuts_what_runs_and_starts_nothing_more() -> None:
+async def test_seconds_budget_cancels_running_chains_and_starts_no_more() -> None:
     async def script(task: Task, turn: int) -> str:
         await asyncio.sleep(0 if task.id == "t0" else 60)
         return "5"
@@ -184,43 +178,20 @@ async def test_time_that_is_over_cuts_what_runs_and_starts_nothing_more() -> Non
     rollout = await asyncio.wait_for(
         scripted(script).rollout(numbered(2), max_concurrency=1, group_budget=Budget(seconds=0.2)), 20
     )
-    assert [t.stop for t in rollout] == ["answered", "group_seconds"]  # each group's clock begins with its first chain
+    assert [t.stop for t in rollout] == ["answered", "group_seconds"]  # the time of a group starts with its first chain
 
 
-async def test_forks_share_their_groups_budget_and_those_that_do_not_run_hold_nothing() -> None:
-    class Box:
-        held = 0
-
-        async def start(self) -> None: ...
-
-        async def run(self, text: str) -> str:
-            return text
-
-        async def fork(self, into: Any) -> None: ...
-
-        async def reset(self) -> None: ...
-
-        async def close(self) -> None: ...
-
-    @af.tool
-    async def put(text: str, box: Box) -> str:
-        """Put.
-
-        Args:
-            text: any.
-        """
-        return await box.run(text)
-
-    script = ['<tool_call>{"name":"put","arguments":{"text":"x"}}</tool_call>', "5"]
-    async with af.Pool(Box, size=8) as pool:
-        a = played(script, tools=[put], pools=[pool], after_observation=lambda c: 3 if c.key.fork == "" else 0)
+async def test_forks_share_the_group_budget_and_unstarted_forks_release_sandboxes() -> None:
+    script = [put_call("x", "put_forking"), "5"]
+    async with af.Pool(ForkingBox, size=8) as pool:
+        a = played(script, tools=[put_forking], pools=[pool], after_observation=lambda c: 3 if c.key.fork == "" else 0)
         rollout = await a.rollout(numbered(1), max_concurrency=1, group_budget=Budget(turns=3))
         assert [t.stop for t in rollout] == ["answered", "answered"]
         assert list(rollout.not_run) == ["rollout-0:t0/0.2", "rollout-0:t0/0.3"]
         assert pool.snapshot().leased == 0
 
 
-async def test_a_failed_action_is_given_back() -> None:
+async def test_failed_action_does_not_count_against_the_budget() -> None:
     def script(task: Task, turn: int) -> Any:
         return ZeroDivisionError("no") if task.id == "t0" else "5"
 
@@ -228,7 +199,7 @@ async def test_a_failed_action_is_given_back() -> None:
     assert [t.stop for t in rollout] == ["error", "answered", "answered"]
 
 
-async def test_cancelled_while_it_waits_for_tokens() -> None:
+async def test_cancelled_reservation_is_released() -> None:
     usage = BudgetUsage(Budget(tokens=10), "run")
     async with reserve_tokens([usage], 8):
         waiting = asyncio.create_task(reserve_tokens([usage], 8).__aenter__())
@@ -248,7 +219,7 @@ async def test_cancelled_while_it_waits_for_tokens() -> None:
         ({"group_budget": {"tokens": 3}}, "group_budget must be an af.Budget"),
     ],
 )
-def test_what_is_no_budget(options: Any, says: str) -> None:
+def test_invalid_budgets_are_rejected(options: Any, says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         scripted(["5"]).rollout(numbered(1), **options)
     for bad in ({"tokens": 0}, {"turns": 1.5}, {"tool_calls": True}, {"seconds": 0}):
@@ -258,14 +229,11 @@ def test_what_is_no_budget(options: Any, says: str) -> None:
         scripted(["5"], max_tool_calls=0)
 
 
-async def test_tokens_of_a_text_engine_cannot_be_counted() -> None:
+async def test_token_budget_is_rejected_for_text_only_engines() -> None:
     engine = OpenAIEngine("http://127.0.0.1:1/v1", "m")
     a = af.Agent(engine, chat=TextChat())
     with pytest.raises(SettingsError, match="must not limit tokens"):
         a.rollout(numbered(1), budget=Budget(tokens=5))
-
-
-# --- how many at once ----------------------------------------------------------------------------
 
 
 class Counter:
@@ -280,7 +248,7 @@ class Counter:
 
 
 @pytest.mark.parametrize("two_rollouts", [False, True])
-async def test_each_kind_has_its_own_cap(two_rollouts: bool) -> None:
+async def test_concurrency_limits_are_separate_and_shared_by_rollouts(two_rollouts: bool) -> None:
     asked, ran, scored = Counter(), Counter(), Counter()
 
     async def script(task: Task, turn: int) -> str:
@@ -288,12 +256,8 @@ async def test_each_kind_has_its_own_cap(two_rollouts: bool) -> None:
         return call("1", "slow") * 3 if turn == 0 else "5"
 
     @af.tool
-    async def slow(expression: str) -> str:
-        """Slow.
-
-        Args:
-            expression: any.
-        """
+    async def slow(expression: Text) -> str:
+        """Slow."""
         await ran.count()
         return expression
 
@@ -305,8 +269,8 @@ async def test_each_kind_has_its_own_cap(two_rollouts: bool) -> None:
     a = scripted(
         script, tools=[slow], reward=right, max_concurrent_requests=5, max_concurrent_tools=4, max_concurrent_rewards=2
     )
-    if two_rollouts:  # the limits are the agent's, whatever it is used for
-        await asyncio.gather(a.rollout(numbered(10))._wait(), af.evaluate(a, numbered(10)))
+    if two_rollouts:  # the limits belong to the agent
+        await asyncio.gather(a.rollout(numbered(10)), af.evaluate(a, numbered(10)))
     else:
         await a.rollout(numbered(16))
     assert (asked.most, ran.most, scored.most) == (5, 4, 2)
@@ -316,33 +280,15 @@ async def test_each_kind_has_its_own_cap(two_rollouts: bool) -> None:
     assert asked.most > 5 and ran.most > 4 and scored.most > 2
 
 
-async def test_a_cap_on_tools_and_a_small_pool_do_not_wait_for_each_other() -> None:
-    class Box:
-        async def run(self, text: str) -> str:
-            await asyncio.sleep(0.001)
-            return text
-
-        async def reset(self) -> None: ...
-
-        async def close(self) -> None: ...
-
-    @af.tool
-    async def put(text: str, box: Box) -> str:
-        """Put.
-
-        Args:
-            text: any.
-        """
-        return await box.run(text)
-
-    script = ['<tool_call>{"name":"put","arguments":{"text":"x"}}</tool_call>'] * 3 + ["5"]
+async def test_tool_limit_and_small_pool_do_not_deadlock() -> None:
+    script = [put_call("x")] * 3 + ["5"]
     async with af.Pool(Box, size=2) as pool:
         a = scripted(script, tools=[put], pools=[pool], max_turns=5, max_concurrent_tools=1, max_concurrent_requests=1)
         rollout = await asyncio.wait_for(a.rollout(numbered(8)), 20)
     assert [t.stop for t in rollout] == ["answered"] * 8
 
 
-def test_caps_outlive_an_event_loop() -> None:
+def test_concurrency_limits_work_in_several_event_loops() -> None:
     a = scripted(["5"], max_concurrent_requests=2)
 
     async def go() -> int:

@@ -1,4 +1,4 @@
-"""Cancelled at every await there is, nothing stays behind (leases, tasks, threads, promises), and all goes on."""
+"""Cancellation at every await: no lease, task, thread or reservation remains, and later calls work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from agents import agent, calculator, call, fresh, scripted, tasks
+from agents import Text, agent, calculator, call, fresh, scripted, tasks
 from cancelling import Whom, cancel_at, settled, some, tasks_left, threads_busy
 from test_engine_openai import Server
 from test_engine_openai import chat as answered
@@ -22,7 +22,7 @@ TASKS = [Task(f"t{i}", ({"role": "user", "content": "What is 2+3?"},), {"answer"
 
 
 class Box:
-    """Every one of its methods suspends."""
+    """Sandbox whose methods all suspend."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -48,12 +48,8 @@ class Box:
 
 
 @af.tool
-async def put(expression: str, box: Box) -> str:
-    """Put.
-
-    Args:
-        expression: any.
-    """
+async def put(expression: Text, box: Box) -> str:
+    """Put."""
     return await box.run(expression)
 
 
@@ -68,7 +64,7 @@ def blocks(final: str | None) -> float:
 
 
 def everything(pool: af.Pool[Any]) -> af.Agent:
-    """Awaits of all kinds: leases, threads, side by side, forks, hooks, rewards, caps."""
+    """Return an agent that awaits leases, threads, concurrent calls, forks, hooks, rewards and limits."""
 
     async def script(task: Task, turn: int) -> str:
         await asyncio.sleep(0)
@@ -93,7 +89,7 @@ def everything(pool: af.Pool[Any]) -> af.Agent:
 
 
 async def nothing_left(where: str, pool: af.Pool[Any] | None = None, a: af.Agent | None = None) -> None:
-    """No task, no thread at work, no lease, no slot of a cap."""
+    """Check that no task, busy thread, lease or concurrency slot remains."""
     assert await settled(lambda: not tasks_left()), f"{where}: {tasks_left()}"
     assert await settled(lambda: not threads_busy()), f"{where}: {threads_busy()}"
     if pool is not None:
@@ -122,7 +118,7 @@ both = pytest.mark.parametrize("whom", ["waiter", "itself"])
 
 @each
 @both
-async def test_a_rollout(whom: Whom, count: int | None) -> None:
+async def test_rollout(whom: Whom, count: int | None) -> None:
     async with af.Pool(Box, size=2) as pool:
         a = everything(pool)
         runs: list[Any] = []
@@ -130,7 +126,7 @@ async def test_a_rollout(whom: Whom, count: int | None) -> None:
         def work() -> Awaitable[Any]:
             budgets = {"budget": af.Budget(tokens=10**6, tool_calls=10**6), "group_budget": af.Budget(seconds=60)}
             runs[:] = [a.rollout(TASKS, group_size=1, max_concurrency=2, **budgets)]  # type: ignore[arg-type]
-            return runs[0]._wait()
+            return runs[0]
 
         async def after(where: str) -> None:
             await nothing_left(where, pool, a)
@@ -143,7 +139,7 @@ async def test_a_rollout(whom: Whom, count: int | None) -> None:
 
 @each
 @both
-async def test_a_loop_over_a_rollout(whom: Whom, count: int | None) -> None:
+async def test_iteration_over_a_rollout(whom: Whom, count: int | None) -> None:
     async with af.Pool(Box, size=2) as pool:
         a = everything(pool)
 
@@ -156,8 +152,8 @@ async def test_a_loop_over_a_rollout(whom: Whom, count: int | None) -> None:
 
 @each
 @both
-async def test_a_chain_by_hand(whom: Whom, count: int | None) -> None:
-    """It is closed as a person would, who does not know at which step it was cancelled."""
+async def test_interactive_chain(whom: Whom, count: int | None) -> None:
+    """The chain is closed without knowing at which step it was cancelled."""
     async with af.Pool(Box, size=1) as pool:
         a = everything(pool).replace(after_observation=None, max_concurrent_tools=None)
         chains: list[Any] = []
@@ -181,7 +177,7 @@ async def test_a_chain_by_hand(whom: Whom, count: int | None) -> None:
 
 @each
 @both
-async def test_a_fork_by_hand(whom: Whom, count: int | None) -> None:
+async def test_interactive_fork(whom: Whom, count: int | None) -> None:
     async with af.Pool(Box, size=2) as pool:
         a = everything(pool).replace(after_observation=None)
         chains: list[Any] = []
@@ -205,7 +201,7 @@ async def test_a_fork_by_hand(whom: Whom, count: int | None) -> None:
 
 @each
 @both
-async def test_the_local_engine(whom: Whom, count: int | None) -> None:
+async def test_local_engine(whom: Whom, count: int | None) -> None:
     policy = fresh()
     engine = af.LocalEngine(policy, slots=8)
     a = agent(policy, engine=engine, sampling=Sampling(max_tokens=8))
@@ -232,8 +228,8 @@ async def test_the_local_engine(whom: Whom, count: int | None) -> None:
 
 @each
 @both
-async def test_a_server(whom: Whom, count: int | None) -> None:
-    """Also in the middle of the waits between its tries."""
+async def test_server(whom: Whom, count: int | None) -> None:
+    """Also cancelled between retries."""
     server = Server()
     busy = iter(range(10**9))
 
@@ -244,7 +240,7 @@ async def test_a_server(whom: Whom, count: int | None) -> None:
     engine = OpenAIEngine(server.url, "tiny", backoff=0.002, timeout=5.0)
     a = agent(engine=engine, chat=engine.chat, sampling=Sampling(max_tokens=4))
     try:
-        await at_each(lambda: a.rollout(TASKS[:2])._wait(), lambda where: nothing_left(where), whom, count and 20)
+        await at_each(lambda: a.rollout(TASKS[:2]), lambda where: nothing_left(where), whom, count and 20)
         rollout = await a.rollout(TASKS)
         assert [t.stop for t in rollout] == ["answered"] * 3
         await engine.close()
@@ -252,31 +248,24 @@ async def test_a_server(whom: Whom, count: int | None) -> None:
         server.stop()
 
 
-# --- the end of an event loop --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["returns", "raises", "interrupted"])
-def test_a_loop_that_ends_under_a_rollout_leaves_nothing(how: str) -> None:
+def test_event_loop_that_ends_during_a_rollout_leaves_nothing(how: str) -> None:
     pool = af.Pool(Box, size=2)
     policy = fresh()
     a = everything(pool)
     b = agent(policy, sampling=Sampling(max_tokens=40))
-    wanted = [t.ids.tolist() for t in asyncio.run(b.rollout(tasks(3))._wait())]
+    wanted = [t.ids.tolist() for t in asyncio.run(b.rollout(tasks(3)))]
 
     @af.tool(name="put")
-    async def forever(expression: str, box: Box) -> str:
-        """Put.
-
-        Args:
-            expression: any.
-        """
+    async def forever(expression: Text, box: Box) -> str:
+        """Put."""
         await asyncio.sleep(600)
         return ""
 
     stuck = a.replace(tools=[calculator, forever])
 
     async def main() -> None:
-        running = [asyncio.ensure_future(x.rollout(t)._wait()) for x, t in ((stuck, TASKS), (b, tasks(16)))]
+        running = [asyncio.ensure_future(x.rollout(t)) for x, t in ((stuck, TASKS), (b, tasks(16)))]
         while pool.snapshot().leased < 2:
             await asyncio.sleep(0.001)
         if how == "raises":
@@ -291,18 +280,18 @@ def test_a_loop_that_ends_under_a_rollout_leaves_nothing(how: str) -> None:
         with pytest.raises(ZeroDivisionError if how == "raises" else KeyboardInterrupt):
             asyncio.run(main())
     assert pool.snapshot().leased == 0
-    assert [t.reward for t in asyncio.run(a.rollout(TASKS)._wait())] == [1.5] * 4
-    assert [t.ids.tolist() for t in asyncio.run(b.rollout(tasks(3))._wait())] == wanted
+    assert [t.reward for t in asyncio.run(a.rollout(TASKS))] == [1.5] * 4
+    assert [t.ids.tolist() for t in asyncio.run(b.rollout(tasks(3)))] == wanted
     asyncio.run(pool.close())
 
 
-def test_a_loop_that_is_closed_with_all_in_it() -> None:
-    """Nobody cancelled anything: the tasks are collected as they stand."""
+def test_event_loop_that_is_closed_without_cancelling() -> None:
+    """The tasks are garbage collected without being cancelled."""
     pool = af.Pool(Box, size=2)
     a = everything(pool)
     b = agent(fresh())
     loop = asyncio.new_event_loop()
-    runs = [loop.create_task(x.rollout(t)._wait()) for x, t in ((a, TASKS), (b, tasks(8)))]
+    runs = [loop.create_task(x.rollout(t)) for x, t in ((a, TASKS), (b, tasks(8)))]
 
     async def until_leased() -> None:
         while pool.snapshot().leased < 1:
@@ -314,10 +303,10 @@ def test_a_loop_that_is_closed_with_all_in_it() -> None:
     loop.close()
     del runs
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # asyncio and the leases say that they were dropped
+        warnings.simplefilter("ignore")  # asyncio and the leases warn that they were dropped
         import gc
 
         gc.collect()
-        assert [t.reward for t in asyncio.run(a.rollout(TASKS)._wait())] == [1.5] * 4
-        assert len(asyncio.run(b.rollout(tasks(3))._wait())) == 3
+        assert [t.reward for t in asyncio.run(a.rollout(TASKS))] == [1.5] * 4
+        assert len(asyncio.run(b.rollout(tasks(3)))) == 3
         asyncio.run(pool.close())

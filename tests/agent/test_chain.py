@@ -1,4 +1,4 @@
-"""One chain: every token is what the engine was given or gave, every stop has its reason, and by hand nothing tears."""
+"""Chains: exact tokens, masks, stop reasons, failures, interactive calls, rewinding and forks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 from agents import (
+    Box,
+    ForkingBox,
     Played,
     Recording,
+    Text,
     agent,
     call,
     chat,
     fresh,
     played,
+    put,
+    put_call,
+    put_forking,
     random_policy,
     reference_logprobs,
     scripted,
@@ -41,69 +47,12 @@ TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"}
 STOP = chat().stop_ids[0]
 
 
-class Killed(SandboxError):
-    """A failure of the host, of the sandbox's own class."""
-
-
-class Box:
-    """A sandbox without an outside."""
-
-    def __init__(self, **_: Any) -> None:
-        self.log: list[str] = []
-        self.alive = True
-
-    async def run(self, text: str) -> str:
-        if text == "die" or not self.alive:
-            self.alive = False
-            raise Killed("by the host")
-        self.log.append(text)
-        return ",".join(self.log)
-
-    async def reset(self) -> None:
-        self.log.clear()
-
-    async def close(self) -> None:
-        self.alive = False
-
-
-class Forking(Box):
-    async def fork(self, into: Forking) -> None:
-        into.log = list(self.log)
-
-
-@tool
-async def put(text: str, box: Box) -> str:
-    """Put a text into the box.
-
-    Args:
-        text: the text.
-    """
-    return await box.run(text)
-
-
-@tool
-async def put_forking(text: str, box: Forking) -> str:
-    """Put a text into the box.
-
-    Args:
-        text: the text.
-    """
-    return await box.run(text)
-
-
 def cut_after(text: str) -> Sampling:
     return Sampling(max_tokens=len(chat().encode(text)))
 
 
-def put_call(text: str, name: str = "put") -> str:
-    return f'<tool_call>{{"name":"{name}","arguments":{{"text":"{text}"}}}}</tool_call>'
-
-
-# --- exact tokens --------------------------------------------------------------------------------
-
-
-def rows_are_what_was_said(engine: Recording, trajectories: Sequence[Trajectory]) -> int:
-    """Every action of these rows is a sample that the engine gave, after exactly the ids that it was given."""
+def assert_rows_match_samples(engine: Recording, trajectories: Sequence[Trajectory]) -> int:
+    """Check that every action is a recorded sample for exactly the preceding ids. Return the number of actions."""
     seen: dict[tuple[int, ...], list[Sample]] = {}
     for _, given, sample in engine.seen:
         seen.setdefault(given, []).append(sample)
@@ -127,15 +76,15 @@ def rows_are_what_was_said(engine: Recording, trajectories: Sequence[Trajectory]
     return count
 
 
-async def test_the_row_is_what_the_engine_was_given_and_gave() -> None:
+async def test_rows_equal_inputs_and_outputs_of_the_engine() -> None:
     engine = Recording(LocalEngine(shipped()))
     a = agent(engine=engine, sampling=Sampling(temperature=1.3, max_tokens=20))
     rollout = await a.rollout(tasks(8), group_size=6)
-    assert rows_are_what_was_said(engine, rollout.trajectories) == len(engine.seen)
+    assert assert_rows_match_samples(engine, rollout.trajectories) == len(engine.seen)
     assert len({t.stop for t in rollout}) > 1
 
 
-async def test_new_weights_between_two_turns() -> None:
+async def test_weights_updated_between_turns() -> None:
     policy = fresh()
     chain = agent(policy).chain(TASK)
     chain.force(call("2+3"))
@@ -154,7 +103,7 @@ async def test_new_weights_between_two_turns() -> None:
     assert turn.versions == (1,) * len(turn.ids or ())
 
 
-async def test_text_of_a_row_is_the_conversation() -> None:
+async def test_row_text_is_the_conversation() -> None:
     t = await played([call("2+3"), "5"], name="alice").chain(TASK).run()
     assert (t.turns[1].author, t.turns[1].sampled) == ("alice", True)
     assert chat().text(t.ids.tolist()) == (
@@ -166,7 +115,7 @@ async def test_text_of_a_row_is_the_conversation() -> None:
     assert "".join(t.token_texts) == chat().text(t.ids.tolist())
 
 
-async def test_a_text_only_engine() -> None:
+async def test_text_only_engine() -> None:
     class Text(Engine):
         tokens, logprobs, author = "none", "no", "policy"
 
@@ -184,10 +133,7 @@ async def test_a_text_only_engine() -> None:
         collate([t])
 
 
-# --- provenance ----------------------------------------------------------------------------------
-
-
-async def test_the_mask_is_who_made_the_token() -> None:
+async def test_only_sampled_tokens_have_mask_1() -> None:
     chain = played([call("1+1"), "5"]).chain(TASK)
     forced = chain.force("let me ", end=False)
     action = await chain.sample()
@@ -212,7 +158,7 @@ async def test_the_mask_is_who_made_the_token() -> None:
     assert len(t.actions) == 2
 
 
-async def test_script_and_forced_tokens_train_nobody() -> None:
+async def test_scripted_and_forced_tokens_have_mask_0() -> None:
     chain = scripted(["5"]).chain(TASK)
     await chain.step()
     assert not chain.snapshot().action_mask.any()
@@ -223,7 +169,7 @@ async def test_script_and_forced_tokens_train_nobody() -> None:
     assert not t.action_mask.any()
 
 
-async def test_a_cut_turn_gets_its_end_with_mask_0() -> None:
+async def test_truncated_turn_is_closed_with_mask_0() -> None:
     chain = played(["five I th…", "5"], sampling=cut_after("five I th")).chain(TASK)
     cut = await chain.step()
     assert chain.stop == "turn_tokens"
@@ -240,7 +186,7 @@ async def test_a_cut_turn_gets_its_end_with_mask_0() -> None:
     assert not t.action_mask[at]
 
 
-async def test_a_stop_text_ends_the_turn_and_the_bridge_closes_it() -> None:
+async def test_observation_closes_a_turn_ended_by_a_stop_string() -> None:
     chain = played([call("2+3") + "§", "5 END and more§"], sampling=Sampling(stop=("</tool_call>", "END"))).chain(TASK)
     await chain.step()
     assert (chain.turn.ids or ())[0] == STOP, "the observation begins with the stop token that was not sampled"
@@ -253,16 +199,9 @@ async def test_a_stop_text_ends_the_turn_and_the_bridge_closes_it() -> None:
     assert t.reward == 1.0
 
 
-# --- why it stopped ------------------------------------------------------------------------------
-
-
 @tool
-def stopper(text: str) -> ToolResult:
-    """Stop.
-
-    Args:
-        text: any.
-    """
+def stopper(text: Text) -> ToolResult:
+    """Stop."""
     return ToolResult(True, "over", done=True, reward=0.25)
 
 
@@ -295,7 +234,7 @@ async def test_stop_reasons(case: tuple[str, Any, dict[str, Any], str, float | N
     assert len(t.ids) == len(t.action_mask) == len(t.logprobs) == len(t.turn_index)
 
 
-async def test_at_the_last_turn_the_call_is_run_and_its_result_is_given_to_nobody() -> None:
+async def test_call_of_the_last_turn_runs_and_its_result_is_not_encoded() -> None:
     engine = Played([call("1+1"), call("2+2")])
     t = await agent(engine=engine, chat=chat(), max_turns=2).chain(TASK).run()
     assert [c.result.observation for c in t.tool_calls if c.result] == ["2", "4"]
@@ -309,14 +248,10 @@ async def test_at_the_last_turn_the_call_is_run_and_its_result_is_given_to_nobod
     ("settings", "stop"),
     [({"max_length": 130}, "context_full"), ({"max_tokens": len(chat().encode(call("1+1"))) + 1}, "chain_tokens")],
 )
-async def test_what_no_action_follows_is_not_in_the_row(settings: dict[str, Any], stop: str) -> None:
+async def test_observation_without_following_action_is_not_in_the_row(settings: dict[str, Any], stop: str) -> None:
     @tool
-    def talk(expression: str) -> str:
-        """Talk.
-
-        Args:
-            expression: any.
-        """
+    def talk(expression: Text) -> str:
+        """Talk."""
         return "word " * 200
 
     t = await played([call("1+1", "talk"), "5"], tools=[talk], **settings).chain(TASK).run()
@@ -328,7 +263,7 @@ async def test_what_no_action_follows_is_not_in_the_row(settings: dict[str, Any]
     assert int(t.action_mask.sum()) == len(t.turns[1].ids or ())
 
 
-async def test_a_chain_never_takes_more_tokens_than_it_may() -> None:
+async def test_max_tokens_of_a_chain_is_not_exceeded() -> None:
     for limit in range(1, 60, 7):
         played_agent = played([call("1+1"), call("2+2"), LONG], max_tokens=limit)
         engine = played_agent.engine
@@ -337,16 +272,12 @@ async def test_a_chain_never_takes_more_tokens_than_it_may() -> None:
         assert sum(len(turn.ids or ()) for turn in t.turns if turn.kind == "action" and turn.stop == "length") <= limit
 
 
-async def test_an_unclosed_call_is_never_run() -> None:
+async def test_unclosed_call_is_not_run() -> None:
     ran: list[str] = []
 
     @tool
-    def spy(expression: str) -> str:
-        """Spy.
-
-        Args:
-            expression: any.
-        """
+    def spy(expression: Text) -> str:
+        """Spy."""
         ran.append(expression)
         return ""
 
@@ -361,7 +292,7 @@ async def test_an_unclosed_call_is_never_run() -> None:
     assert ran == []
 
 
-async def test_bad_calls_are_observations_and_a_good_one_begins_the_count_again() -> None:
+async def test_valid_call_resets_the_count_of_invalid_calls() -> None:
     bad, unknown = "<tool_call>{]</tool_call>", call("1", "nobody")
     t = await played([bad, unknown, call("2+3"), bad, unknown, "5"], max_turns=9).chain(TASK).run()
     assert t.stop == "answered"
@@ -374,14 +305,10 @@ async def test_bad_calls_are_observations_and_a_good_one_begins_the_count_again(
     assert t.reward == 0.0
 
 
-async def test_a_tools_reward_stands_on_the_action_that_called_it() -> None:
+async def test_tool_reward_is_placed_on_the_calling_action() -> None:
     @tool
-    def give(text: str) -> ToolResult:
-        """Give.
-
-        Args:
-            text: how much.
-        """
+    def give(text: Text) -> ToolResult:
+        """Give."""
         return ToolResult(True, "ok", reward=float(text))
 
     two = put_call("0.25", "give") + put_call("0.5", "give")
@@ -394,7 +321,7 @@ async def test_a_tools_reward_stands_on_the_action_that_called_it() -> None:
     np.testing.assert_array_equal(rewards.numpy(), expected)
 
 
-async def test_a_dead_sandbox_is_our_fault_and_its_siblings_live() -> None:
+async def test_dead_sandbox_leaves_only_its_own_chain_unscored() -> None:
     async with Pool(Box, size=2) as pool:
         script = lambda task, turn: put_call("die" if task.id == "bad" else "x") if turn == 0 else "5"  # noqa: E731
         a = played(script, tools=[put], pools=[pool])
@@ -409,7 +336,7 @@ async def test_a_dead_sandbox_is_our_fault_and_its_siblings_live() -> None:
         assert collate(rollout).dropped[0].reason == "unscored (tool put)"
 
 
-async def test_a_reward_that_raises_leaves_its_chain_unscored() -> None:
+async def test_reward_that_raises_leaves_the_chain_unscored() -> None:
     @reward
     def bad(final: str | None) -> float:
         raise KeyError("lost")
@@ -421,14 +348,10 @@ async def test_a_reward_that_raises_leaves_its_chain_unscored() -> None:
 
 
 @pytest.mark.parametrize("where", ["sampling", "tool"])
-async def test_a_chains_own_clock(where: str) -> None:
+async def test_timeout_of_a_chain(where: str) -> None:
     @tool
-    async def hang(text: str) -> str:
-        """Hang.
-
-        Args:
-            text: any.
-        """
+    async def hang(text: Text) -> str:
+        """Hang."""
         await asyncio.sleep(30)
         return ""
 
@@ -444,19 +367,19 @@ async def test_a_chains_own_clock(where: str) -> None:
         assert pool.snapshot().leased == 0
 
 
-async def test_the_sandbox_lives_until_the_reward_has_read_it() -> None:
+async def test_sandbox_is_kept_until_the_reward_has_run() -> None:
     @reward
     async def filled(box: Box) -> float:
         return float(box.log == ["a", "b"])
 
     async with Pool(Box, size=1) as pool:
         a = played([put_call("a"), put_call("b"), "5"], tools=[put], reward=filled, pools=[pool])
-        for _ in range(2):  # the next chain sees nothing of the last
+        for _ in range(2):  # the sandbox was reset for the second chain
             assert (await a.chain(TASK).run()).reward == 1.0
         assert pool.snapshot().leased == 0
 
 
-async def test_a_pool_that_is_closed_under_a_chain_is_data() -> None:
+async def test_pool_closed_during_a_chain_is_recorded_as_error() -> None:
     pool = Pool(Box, size=1)
     a = played([put_call("a"), put_call("b"), "5"], tools=[put], pools=[pool])
     chain = a.chain(TASK)
@@ -467,10 +390,7 @@ async def test_a_pool_that_is_closed_under_a_chain_is_data() -> None:
     assert t.reward is None
 
 
-# --- by hand -------------------------------------------------------------------------------------
-
-
-async def test_turns_say_where_they_stand() -> None:
+async def test_turn_repr_has_a_label() -> None:
     chain = played([call("1+1"), "2"], max_turns=6).chain(TASK)
     assert "turn 1 of 6" in repr(await chain.sample())
     assert "turn 1 of 6" in repr(await chain.act())
@@ -478,7 +398,7 @@ async def test_turns_say_where_they_stand() -> None:
     assert repr(chain).startswith("Chain('chain-0:t/0', stopped: answered")
 
 
-async def test_what_cannot_be_done_now_is_refused_with_what_can() -> None:
+async def test_invalid_calls_name_a_valid_one() -> None:
     chain = played([call("1+1"), "5"]).chain(TASK)
     with pytest.raises(SettingsError, match=r"nothing to run.*await chain\.sample\(\) first"):
         await chain.act()
@@ -504,7 +424,7 @@ async def test_what_cannot_be_done_now_is_refused_with_what_can() -> None:
         await chain.step()
 
 
-async def test_a_stopped_chain_says_how_to_go_on() -> None:
+async def test_error_of_a_stopped_chain_names_the_next_calls() -> None:
     chain = played([call("1+1"), "5"], max_turns=1).chain(TASK)
     await chain.step()
     with pytest.raises(
@@ -513,14 +433,14 @@ async def test_a_stopped_chain_says_how_to_go_on() -> None:
         await chain.sample()
 
 
-async def test_an_unfinished_chain_is_unscored() -> None:
+async def test_unfinished_chain_is_unscored() -> None:
     chain = played([call("1+1"), "5"]).chain(TASK)
     await chain.step()
     t = await chain.finish()
     assert (t.stop, t.reward) == ("cancelled", None)
 
 
-async def test_a_chain_that_was_closed_has_no_score() -> None:
+async def test_closed_chain_cannot_be_scored() -> None:
     chain = played(["5"]).chain(TASK)
     await chain.close()
     await chain.close()
@@ -528,7 +448,7 @@ async def test_a_chain_that_was_closed_has_no_score() -> None:
         await chain.finish()
 
 
-async def test_two_calls_at_once_are_refused() -> None:
+async def test_concurrent_calls_are_rejected() -> None:
     chain = scripted(["5"], latency=0.1).chain(TASK)
     running = asyncio.create_task(chain.sample())
     await asyncio.sleep(0.01)
@@ -542,7 +462,7 @@ async def test_two_calls_at_once_are_refused() -> None:
     assert chain.stop == "answered"
 
 
-async def test_a_forgotten_await_is_told() -> None:
+async def test_missing_await_is_reported() -> None:
     chain = played([call("1+1")]).chain(TASK)
     pending = chain.sample()
     with pytest.raises(NotAwaited, match=r"write \(await chain\.sample"):
@@ -554,7 +474,7 @@ async def test_a_forgotten_await_is_told() -> None:
     gc.collect()
 
 
-async def test_a_cancelled_step_leaves_a_chain_that_goes_on() -> None:
+async def test_chain_continues_after_a_cancelled_sample() -> None:
     chain = agent(random_policy(1), sampling=Sampling(max_tokens=100)).chain(TASK)
     for _ in range(3):
         running = asyncio.create_task(chain.sample())
@@ -570,7 +490,7 @@ async def test_a_cancelled_step_leaves_a_chain_that_goes_on() -> None:
     await chain.close()
 
 
-async def test_distribution_changes_nothing_and_is_what_is_sampled_from() -> None:
+async def test_distribution_matches_sampling_and_does_not_change_the_chain() -> None:
     chain = agent().chain(TASK)
     seen = await chain.distribution(top=3)
     assert chain.turns[-1].kind == "prompt"
@@ -583,7 +503,7 @@ async def test_distribution_changes_nothing_and_is_what_is_sampled_from() -> Non
     assert "entropy" in repr(seen)
 
 
-async def test_a_greedy_turn_by_hand_is_not_trained_as_if_it_was_sampled() -> None:
+async def test_greedy_turn_is_rejected_for_training() -> None:
     chain = agent().chain(TASK)
     await chain.step(greedy=True)
     t = (await chain.finish()).replace(reward=1.0)
@@ -591,7 +511,7 @@ async def test_a_greedy_turn_by_hand_is_not_trained_as_if_it_was_sampled() -> No
         collate([t])
 
 
-async def test_ids_outside_the_vocabulary_are_refused() -> None:
+async def test_force_rejects_ids_outside_the_vocabulary() -> None:
     chain = played(["5"]).chain(TASK)
     for ids in ([-1], [400], [10**9]):
         with pytest.raises(SettingsError, match="vocabulary"):
@@ -600,10 +520,7 @@ async def test_ids_outside_the_vocabulary_are_refused() -> None:
         chain.force("", end=False)
 
 
-# --- rewind and fork -----------------------------------------------------------------------------
-
-
-async def test_rewind_goes_back_to_the_turn_itself() -> None:
+async def test_rewind_restores_the_same_turn() -> None:
     chain = played([call("1+1"), "5"]).chain(TASK)
     await chain.step()
     kept = chain.turns[2]
@@ -618,7 +535,7 @@ async def test_rewind_goes_back_to_the_turn_itself() -> None:
     assert (await chain.act()).tool_calls[0].result.observation == "2"  # type: ignore[union-attr]
 
 
-async def test_rewind_refuses_what_is_not_its_path() -> None:
+async def test_rewind_rejects_turns_of_other_paths() -> None:
     chain = played([call("1+1"), "5"]).chain(TASK)
     await chain.step()
     gone = chain.turn
@@ -628,7 +545,7 @@ async def test_rewind_refuses_what_is_not_its_path() -> None:
             chain.rewind(to=to)
 
 
-async def test_rewind_to_an_observation_that_nobody_was_given_gives_it() -> None:
+async def test_rewind_encodes_a_final_observation() -> None:
     engine = Played([call("1+1"), "5"])
     chain = agent(engine=engine, chat=chat(), max_turns=1).chain(TASK)
     await chain.step()
@@ -640,7 +557,7 @@ async def test_rewind_to_an_observation_that_nobody_was_given_gives_it() -> None
     assert tuple(chain.snapshot().ids) == (*engine.given[-1], *engine.gave[-1])
 
 
-async def test_rewind_to_a_cut_turn_gives_no_answer_away() -> None:
+async def test_rewind_to_a_truncated_turn_is_not_an_answer() -> None:
     chain = played(["5…"], sampling=cut_after("5")).chain(TASK)
     await chain.step()
     chain.rewind(to=-1)
@@ -648,14 +565,10 @@ async def test_rewind_to_a_cut_turn_gives_no_answer_away() -> None:
     assert (t.stop, t.final, t.reward) == ("turn_tokens", None, 0.0)
 
 
-async def test_rewind_refuses_where_a_sandbox_or_state_would_not_go_back() -> None:
+async def test_rewind_is_rejected_with_a_sandbox_or_tool_state() -> None:
     @tool
-    def count(text: str, context: Context) -> str:
-        """Count.
-
-        Args:
-            text: any.
-        """
+    def count(text: Text, context: Context) -> str:
+        """Count."""
         context.state["n"] = context.state.get("n", 0) + 1
         return str(context.state["n"])
 
@@ -672,7 +585,7 @@ async def test_rewind_refuses_where_a_sandbox_or_state_would_not_go_back() -> No
         chain.rewind(to=0)
 
 
-async def test_a_fork_shares_its_turns_and_not_its_future() -> None:
+async def test_fork_shares_turns_and_samples_independently() -> None:
     a = agent(sampling=Sampling(temperature=1.5, max_tokens=30))
     chain = a.chain(TASK)
     chain.force(call("2+3"))
@@ -696,7 +609,7 @@ async def test_a_fork_shares_its_turns_and_not_its_future() -> None:
         await f.close()
 
 
-async def test_no_two_forks_have_one_name() -> None:
+async def test_fork_ids_are_unique() -> None:
     chain = played(["5"]).chain(TASK)
     family: list[Chain] = [chain]
     for same_seeds in (True, False, True, False):
@@ -705,16 +618,16 @@ async def test_no_two_forks_have_one_name() -> None:
     assert len({member.id for member in family}) == 16
 
 
-async def test_a_fork_of_a_fork_with_the_same_noise_samples_as_the_first() -> None:
+async def test_fork_of_a_fork_with_same_seeds_samples_the_same_tokens() -> None:
     chain = agent().chain(TASK)
     twin = await (await chain.fork(same_seeds=True)).fork(same_seeds=True)
     assert (await twin.sample()).ids == (await chain.sample()).ids
 
 
-async def test_a_fork_refuses_a_sandbox_that_cannot() -> None:
+async def test_fork_is_rejected_if_the_sandbox_cannot_fork() -> None:
     async with Pool(Box, size=2) as pool:
         chain = played([put_call("a"), "5"], tools=[put], pools=[pool]).chain(TASK)
-        before = await chain.fork()  # nothing is held yet
+        before = await chain.fork()  # no sandbox is held yet
         await chain.step()
         with pytest.raises(SandboxError, match="holds a Box, which cannot fork"):
             await chain.fork()
@@ -723,8 +636,8 @@ async def test_a_fork_refuses_a_sandbox_that_cannot() -> None:
         await before.close()
 
 
-async def test_a_fork_takes_the_sandboxs_and_the_tools_state_along() -> None:
-    async with Pool(Forking, size=2) as pool:
+async def test_fork_copies_sandbox_and_tool_state() -> None:
+    async with Pool(ForkingBox, size=2) as pool:
         script = [put_call("a", "put_forking"), put_call("b", "put_forking"), "5"]
         chain = played(script, tools=[put_forking], pools=[pool]).chain(TASK)
         await chain.step()
@@ -741,14 +654,10 @@ async def test_a_fork_takes_the_sandboxs_and_the_tools_state_along() -> None:
         assert pool.snapshot().leased == 0
 
 
-async def test_a_tool_that_changes_its_task_field_changes_it_for_this_chain() -> None:
+async def test_changes_of_task_fields_are_local_to_the_chain() -> None:
     @tool
-    def pop(text: str, stock: FromTask[list[str]]) -> str:
-        """Take one.
-
-        Args:
-            text: any.
-        """
+    def pop(text: Text, stock: FromTask[list[str]]) -> str:
+        """Take one."""
         return stock.pop()
 
     task = Task("t", TASK.messages, {"answer": "5", "stock": ["x", "y"]})
@@ -759,7 +668,7 @@ async def test_a_tool_that_changes_its_task_field_changes_it_for_this_chain() ->
     assert task.fields["stock"] == ["x", "y"]
 
 
-async def test_the_same_chain_by_hand_and_by_run() -> None:
+async def test_steps_and_run_give_the_same_chain() -> None:
     by_hand = agent().chain(TASK)
     while by_hand.stop is None:
         await by_hand.step()
@@ -769,14 +678,14 @@ async def test_the_same_chain_by_hand_and_by_run() -> None:
     assert one.reward == two.reward
 
 
-async def test_whoever_follows_a_chain_is_told_of_every_change() -> None:
+async def test_subscribers_are_notified_of_every_change() -> None:
     chain = agent(engine=Played([call(), "42"]), chat=chat()).chain(TASK)
     seen: list[tuple[int, str | None, bool]] = []
     end = chain.subscribe(lambda c: seen.append((len(c.turns), c.stop, c.busy)))
     await chain.step()
     assert [n for n, _, _ in seen] == sorted(n for n, _, _ in seen)
     assert {n for n, _, _ in seen} == {1, 2, 3}
-    assert (seen[0], seen[-1]) == ((1, None, True), (3, None, False))  # it was busy, and is not any more
+    assert (seen[0], seen[-1]) == ((1, None, True), (3, None, False))
     chain.rewind(0)
     assert (1, None, False) in seen[-4:]
     fork = await chain.fork()

@@ -1,4 +1,4 @@
-"""A lease that a chain holds: how long a chain stepped by hand keeps it, and what happens when the pool ends it."""
+"""Leases of chains: how long an interactive chain keeps one, and what happens when the pool revokes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from agents import scripted
+from agents import Box, put, put_call, scripted
 
 import agentfly_kit as af
 from agentfly_kit.errors import PoolTimeout
@@ -16,49 +16,16 @@ from agentfly_kit.types import Task
 QUESTION = ({"role": "user", "content": "Fill the box."},)
 
 
-class Box:
-    """Every call says all that it holds."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    async def run(self, text: str) -> str:
-        self.log.append(text)
-        return ",".join(self.log)
-
-    async def reset(self) -> None:
-        self.log.clear()
-
-    async def close(self) -> None: ...
-
-
-@af.tool
-async def put(text: str, box: Box) -> str:
-    """Put a text into the box.
-
-    Args:
-        text: the text.
-    """
-    return await box.run(text)
-
-
 @af.reward
 def fine(final: str | None) -> float:
     return 1.0
 
 
-def say(text: str) -> str:
-    return f'<tool_call>{{"name":"put","arguments":{{"text":"{text}"}}}}</tool_call>'
-
-
 def agent(pool: Pool[Any]) -> af.Agent:
-    return scripted([say("a"), say("b"), "done"], tools=[put], reward=fine, pools=[pool], max_turns=9)
+    return scripted([put_call("a"), put_call("b"), "done"], tools=[put], reward=fine, pools=[pool], max_turns=9)
 
 
-# --- a chain stepped by hand ---------------------------------------------------------------------
-
-
-async def test_it_holds_its_sandbox_until_it_is_closed_and_a_timeout_says_so() -> None:
+async def test_interactive_chain_keeps_its_sandbox_until_closed() -> None:
     async with Pool(Box, size=1) as pool:
         chain = agent(pool).chain(Task("t", QUESTION))
         await chain.step()
@@ -80,7 +47,7 @@ async def test_it_holds_its_sandbox_until_it_is_closed_and_a_timeout_says_so() -
         await lease.release()
 
 
-async def test_max_lease_ends_it_and_the_chain_is_unscored() -> None:
+async def test_max_lease_revokes_the_sandbox_of_an_interactive_chain() -> None:
     async with Pool(Box, size=1, max_lease=0.2) as pool:
         chain = agent(pool).chain(Task("t", QUESTION))
         await chain.step()
@@ -92,9 +59,6 @@ async def test_max_lease_ends_it_and_the_chain_is_unscored() -> None:
         trajectory = await chain.finish()
         assert (trajectory.reward, trajectory.stop) == (None, "error")
         assert pool.snapshot().leased == 0
-
-
-# --- leases that end under their holders ---------------------------------------------------------
 
 
 class Watched(Box):
@@ -124,7 +88,7 @@ async def hold_by_context(context: af.Context, slow: af.FromTask[bool]) -> str:
 
 @pytest.mark.parametrize("tool", [hold, hold_by_context])
 @pytest.mark.parametrize("by_hand", [False, True])
-async def test_a_chain_whose_lease_ends_is_unscored_and_its_siblings_are_whole(tool: Any, by_hand: bool):
+async def test_revoked_lease_leaves_only_its_own_chain_unscored(tool: Any, by_hand: bool):
     pool = Pool(Watched, size=4, max_lease=3600.0 if by_hand else 2.0)
     call = f'<tool_call>\n{{"name": "{tool.name}", "arguments": {{}}}}\n</tool_call>'
     agent = scripted([call, "end"], tools=[tool], reward=fine, pools=[pool], max_turns=3)

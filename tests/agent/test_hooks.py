@@ -1,27 +1,24 @@
-"""Hooks of a rollout: writing an action for the model, forking after an observation, looking at finished chains."""
+"""Hooks of an agent: validation, forced actions, forks, finished chains, errors."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 import agentfly_kit as af
 from agentfly_kit.agent.chain_editing import Chain
+from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Trajectory
 
 CALL = '<tool_call>{"name":"double","arguments":{"n":3}}</tool_call>'
 
 
 @af.tool
-def double(n: int) -> int:
-    """Twice a number.
-
-    Args:
-        n: the number.
-    """
+def double(n: Annotated[int, "the number"]) -> int:
+    """Twice a number."""
     return 2 * n
 
 
@@ -40,7 +37,7 @@ def agent(script: Any, **more: Any) -> af.Agent:
     return af.Agent(af.ScriptedEngine(script), chat=POLICY().chat, tools=[double], reward=right, max_turns=4, **more)
 
 
-async def test_a_hook_writes_the_action_and_nothing_is_sampled_for_it() -> None:
+async def test_before_turn_can_write_the_action() -> None:
     def first_call(chain: Chain) -> None:
         if chain.actions == 0:
             chain.force(CALL, author="hook")
@@ -54,7 +51,7 @@ async def test_a_hook_writes_the_action_and_nothing_is_sampled_for_it() -> None:
         assert not t.action_mask.any()
 
 
-async def test_forks_run_beside_their_parent_share_its_turns_and_stay_in_its_group() -> None:
+async def test_forks_share_turns_and_group_of_their_parent() -> None:
     def twice(chain: Chain) -> int:
         return 2 if chain.key.fork == "" and chain.actions == 1 else 0
 
@@ -75,7 +72,7 @@ async def test_forks_run_beside_their_parent_share_its_turns_and_stay_in_its_gro
     assert len({t.id for t in rollout}) == 30
 
 
-async def test_forks_of_a_real_policy_differ_from_their_parent_and_are_reproducible() -> None:
+async def test_forks_of_a_policy_differ_and_are_reproducible() -> None:
     policy = POLICY()
 
     def once(chain: Chain) -> int:
@@ -97,7 +94,7 @@ async def test_forks_of_a_real_policy_differ_from_their_parent_and_are_reproduci
         assert len({tuple(t.ids) for t in group}) > 1
 
 
-async def test_a_hook_that_raises_costs_its_own_chain_only() -> None:
+async def test_hook_that_raises_affects_only_its_chain() -> None:
     def bad(chain: Chain) -> None:
         if chain.task.id == "t2":
             raise ValueError("no")
@@ -110,7 +107,7 @@ async def test_a_hook_that_raises_costs_its_own_chain_only() -> None:
     assert all(t.reward == 1 for name, t in by.items() if name != "t2")
 
 
-async def test_one_that_only_looks_on_cannot_harm_the_chain() -> None:
+async def test_error_in_after_chain_is_a_warning() -> None:
     def bad(chain: Chain, trajectory: Trajectory) -> None:
         raise ValueError("no")
 
@@ -119,7 +116,7 @@ async def test_one_that_only_looks_on_cannot_harm_the_chain() -> None:
     assert rollout.trajectories[0].reward == 1
 
 
-async def test_forks_of_a_single_task_run_side_by_side() -> None:
+async def test_forks_of_one_task_run_concurrently() -> None:
     running, most = 0, 0
 
     async def script(task: af.Task, turn: int) -> str:
@@ -135,3 +132,38 @@ async def test_forks_of_a_single_task_run_side_by_side() -> None:
     assert len(rollout) == 6
     assert most == 6
     assert "rollout of 1 tasks x 1, 6 of 6 chains done" in repr(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("before_chain", "chain"),
+        ("before_turn", "chain"),
+        ("after_observation", "chain"),
+        ("on_context_full", "chain"),
+        ("after_chain", "chain, trajectory"),
+        ("group_reward", "group"),
+    ],
+)
+def test_agent_rejects_hooks_with_other_parameters(name: str, parameters: str) -> None:
+    with pytest.raises(SettingsError, match=rf"{name} must accept \({parameters}\), got .*<lambda>\(a, b, c\)"):
+        agent(["6"], **{name: lambda a, b, c: None})
+    with pytest.raises(SettingsError, match=f"{name} must be a function or None, got 'later'"):
+        agent(["6"], **{name: "later"})
+    agent(["6"], **{name: lambda *given: None})
+
+
+@pytest.mark.parametrize(
+    ("hook", "returned", "message"),
+    [
+        ("before_chain", 3, "before_chain must return a string, a list of messages or None, got 3"),
+        ("before_chain", {"role": "user", "content": "x"}, "before_chain must return a string, a list of messages"),
+        ("after_observation", "2", "after_observation must return a number of forks or None, got '2'"),
+        ("after_observation", 1.5, "after_observation must return a number of forks or None, got 1.5"),
+        ("after_observation", -1, "after_observation must return a number of forks or None, got -1"),
+    ],
+)
+async def test_invalid_result_of_a_hook_is_an_error(hook: str, returned: Any, message: str) -> None:
+    (t,) = await agent([CALL, "6"], **{hook: lambda chain: returned}).rollout(TASKS[:1])
+    assert (t.stop, t.reward) == ("error", None)
+    assert t.error is not None and message in t.error.message

@@ -1,4 +1,4 @@
-"""Several rows a trajectory: folds, histories rendered anew, other authors. From the chain to the record."""
+"""Trajectories with several rows: compaction, re-rendered histories, authors, records and views."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VIEWS = ("ids", "action_mask", "logprobs", "entropies", "versions", "token_texts
 
 
 def engine_rows(engine: Played) -> list[tuple[int, ...]]:
-    """What crossed the engine's door, as rows: a request that begins with all that a row holds goes on with it."""
+    """Return the rows of an engine's requests: a request that begins with a whole row continues it."""
     rows: list[tuple[int, ...]] = []
     for given, gave in zip(engine.given, engine.gave, strict=True):
         if rows and given[: len(rows[-1])] == rows[-1]:
@@ -32,8 +32,8 @@ def engine_rows(engine: Played) -> list[tuple[int, ...]]:
     return rows
 
 
-async def folded(**settings: Any) -> tuple[Chain, Trajectory]:
-    """Two calls, a compaction after each of their results, and an answer: three rows."""
+async def compacted(**settings: Any) -> tuple[Chain, Trajectory]:
+    """Return a chain of three rows: two calls, each followed by a compaction, and an answer."""
     chain = played([call("1+1"), call("2*2"), "4"], **settings).chain(TASK)
     await chain.step()
     chain.compact("So far: 2")
@@ -43,11 +43,8 @@ async def folded(**settings: Any) -> tuple[Chain, Trajectory]:
     return chain, await chain.finish()
 
 
-# --- the chain -----------------------------------------------------------------------------------
-
-
-async def test_each_row_is_what_the_engine_was_given_and_gave() -> None:
-    chain, t = await folded()
+async def test_each_row_equals_inputs_and_outputs_of_the_engine() -> None:
+    chain, t = await compacted()
     assert [row.ids.tolist() for row in t.rows] == [list(ids) for ids in engine_rows(chain.agent.engine)]
     assert (t.reward, t.stop, t.final, len(t.actions)) == (1.0, "answered", "4", 3)
     assert [(turn.row, turn.kind, turn.author) for turn in t.turns] == [
@@ -60,7 +57,7 @@ async def test_each_row_is_what_the_engine_was_given_and_gave() -> None:
         (2, "prompt", "person"),
         (2, "action", "policy"),
     ]
-    # What was told after the last action of a row that was folded, no engine was given: text, and no ids.
+    # The observation before a compaction was never given to an engine: it has text and no ids.
     assert (t.turns[2].ids, t.turns[2].text) == ((), "2")
     assert chat().text(t.rows[1].ids.tolist()).count("So far: 2") == 1
     assert chat().text(t.rows[1].turns[0].ids or ()) == chat().text(
@@ -78,20 +75,20 @@ async def test_each_row_is_what_the_engine_was_given_and_gave() -> None:
     assert "<th>row</th>" in t._repr_html_()
 
 
-async def test_seeds_go_on_over_a_fold() -> None:
-    chain, _ = await folded()
+async def test_compaction_does_not_change_seeds() -> None:
+    chain, _ = await compacted()
     plain = played([call("1+1"), call("2*2"), "4"]).chain(TASK)
     await plain.run()
     assert chain.agent.engine.seeds == plain.agent.engine.seeds
     assert len(set(plain.agent.engine.seeds)) == 3
 
 
-async def test_one_row_has_its_views_and_several_refuse_by_name() -> None:
+async def test_views_of_a_trajectory_require_a_single_row() -> None:
     plain = await played([call("1+1"), "4"]).chain(TASK).run()
     for name in VIEWS:
         assert getattr(plain, name) is getattr(plain.rows[0], name)
     assert "<th>row</th>" not in plain._repr_html_()
-    _, t = await folded()
+    _, t = await compacted()
     for name in VIEWS:
         with pytest.raises(
             AlignmentError, match=rf"has 3 rows, so \.{name} is ambiguous.*trajectory\.rows\[0\]\.{name}"
@@ -101,13 +98,13 @@ async def test_one_row_has_its_views_and_several_refuse_by_name() -> None:
 
 
 @pytest.mark.parametrize("rows", [(1,), (0, 2), (0, 1, 0), (-1, 0)])
-def test_rows_that_do_not_count_up_are_refused(rows: tuple[int, ...]) -> None:
+def test_row_indices_must_be_consecutive(rows: tuple[int, ...]) -> None:
     turns = tuple(Turn("prompt", "task", (1,), row=row) for row in rows)
     with pytest.raises(AlignmentError, match="count up from 0"):
         _ = Trajectory("x", TASK, "g", 0, turns, "answered").rows
 
 
-async def test_a_fold_may_give_the_whole_prompt() -> None:
+async def test_compact_can_replace_the_prompt() -> None:
     chain = played([call("1+1"), "4"], system="Be brief.").chain(TASK)
     await chain.step()
     prompt = chain.compact([{"role": "user", "content": "2, twice?"}])
@@ -118,8 +115,8 @@ async def test_a_fold_may_give_the_whole_prompt() -> None:
     assert prompt.row == 2
 
 
-async def test_the_policy_writes_its_own_summary() -> None:
-    """Asked behind a tool's result; what it writes is sampled, and stands in the row that it ends."""
+async def test_policy_can_write_the_summary() -> None:
+    """The summary is requested after a tool result; it is sampled in the row that it ends."""
     chain = played([call("1+1"), "I have 2.", "4"]).chain(TASK)
     await chain.step()
     told = chain.observe("What do you know so far?")
@@ -139,7 +136,7 @@ async def test_the_policy_writes_its_own_summary() -> None:
     assert (t.reward, t.final) == (1.0, "4")
 
 
-async def test_no_fold_before_the_beginning_was_shown() -> None:
+async def test_compact_requires_a_prepared_prompt() -> None:
     chain = played(["4"], before_chain=lambda chain: "The board is empty.").chain(TASK)
     with pytest.raises(SettingsError, match=r"before_chain.*await chain\.prepare\(\)"):
         chain.compact("x")
@@ -151,7 +148,7 @@ async def test_no_fold_before_the_beginning_was_shown() -> None:
     assert (t.reward, [len(row.turns) for row in t.rows]) == (1.0, [1, 2])
 
 
-async def test_what_a_fold_refuses() -> None:
+async def test_compact_rejects_invalid_states() -> None:
     chain = played([call("1+1"), "4"]).chain(TASK)
     await chain.sample()
     with pytest.raises(SettingsError, match=r"have not run; await chain\.act\(\)"):
@@ -168,7 +165,7 @@ async def test_what_a_fold_refuses() -> None:
         chain.compact("x")
 
 
-async def test_a_fold_without_an_action_left_is_the_end() -> None:
+async def test_compact_without_remaining_actions_ends_the_chain() -> None:
     chain = played([call("1+1"), "2", "4"], max_turns=2).chain(TASK)
     await chain.step()
     chain.observe("What do you know?")
@@ -178,7 +175,7 @@ async def test_a_fold_without_an_action_left_is_the_end() -> None:
     assert (t.stop, len(t.rows)) == ("max_turns", 1)
 
 
-async def test_back_over_a_fold_and_on_in_another_way() -> None:
+async def test_rewind_before_a_compaction() -> None:
     chain = played([call("1+1"), "4", "5"]).chain(TASK)
     await chain.step()
     before = chain.turns[2]
@@ -191,7 +188,7 @@ async def test_back_over_a_fold_and_on_in_another_way() -> None:
     assert t.ids.tolist() == list(engine_rows(chain.agent.engine)[0])
 
 
-async def test_forks_after_a_fold_share_all_rows_before_it() -> None:
+async def test_forks_after_a_compaction_share_earlier_rows() -> None:
     chain = played([call("1+1"), call("2*2"), "4"]).chain(TASK)
     await chain.step()
     chain.compact("2")
@@ -202,29 +199,26 @@ async def test_forks_after_a_fold_share_all_rows_before_it() -> None:
     assert all(a is b for a, b in zip(one.turns[:5], other.turns[:5], strict=True))
 
 
-# --- hooks ---------------------------------------------------------------------------------------
-
-
-async def test_a_hook_folds_in_a_rollout() -> None:
-    def fold(chain: Chain) -> None:
+async def test_hook_can_compact_in_a_rollout() -> None:
+    def compact(chain: Chain) -> None:
         if chain.turn.kind == "observation":
             chain.compact(f"So far: {chain.turn.messages[0]['content']}")
 
-    a = played([call("1+1"), call("2*2"), "4"], before_turn=fold)
+    a = played([call("1+1"), call("2*2"), "4"], before_turn=compact)
     rollout = await a.rollout([TASK], 2, max_concurrency=1)
     for t in rollout:
         assert (t.reward, t.error, len(t.rows)) == (1.0, None, 3)
     assert [row.ids.tolist() for t in rollout for row in t.rows] == [list(ids) for ids in engine_rows(a.engine)]
 
 
-async def test_a_hook_lets_the_policy_sum_up() -> None:
-    async def fold(chain: Chain) -> None:
+async def test_hook_can_sample_a_summary() -> None:
+    async def compact(chain: Chain) -> None:
         if chain.turn.kind == "observation" and chain.turn.row == 0:
             chain.observe("What do you know?")
             summary = await chain.sample()
             chain.compact(str(summary.messages[0]["content"]))
 
-    t = (await played([call("1+1"), "I have 2.", "4"], before_turn=fold).rollout([TASK])).trajectories[0]
+    t = (await played([call("1+1"), "I have 2.", "4"], before_turn=compact).rollout([TASK])).trajectories[0]
     assert (t.reward, len(t.rows), len(t.actions)) == (1.0, 2, 3)
     assert "I have 2." in t.rows[1].turns[0].text
 
@@ -235,10 +229,10 @@ LONG = "word " * 40
 @pytest.mark.parametrize(
     ("script", "why"), [([call("1+1") + LONG, "4"], "no room to begin"), ([LONG * 9 + "…", "4"], "cut")]
 )
-async def test_a_full_row_is_folded(script: list[str], why: str) -> None:
+async def test_on_context_full_can_compact(script: list[str], why: str) -> None:
     called = []
 
-    def fold(chain: Chain) -> None:
+    def compact(chain: Chain) -> None:
         called.append(chain.turn.kind)
         chain.compact("2")
 
@@ -251,7 +245,7 @@ async def test_a_full_row_is_folded(script: list[str], why: str) -> None:
             )
 
     engine = Small(script, max_length=room)
-    a = agent(engine=engine, chat=chat(), on_context_full=fold, max_turns=6).replace(
+    a = agent(engine=engine, chat=chat(), on_context_full=compact, max_turns=6).replace(
         sampling=agent().sampling.replace(max_tokens=4000)
     )
     t = (await a.rollout([TASK])).trajectories[0]
@@ -261,18 +255,16 @@ async def test_a_full_row_is_folded(script: list[str], why: str) -> None:
     assert max(map(len, t.rows)) <= room
 
 
-async def test_a_fold_that_does_not_fit_ends_the_chain() -> None:
-    def fold(chain: Chain) -> None:
+async def test_compaction_that_does_not_fit_ends_the_chain() -> None:
+    def compact(chain: Chain) -> None:
         chain.compact(LONG * 20)
 
     room = len(played([]).chain(TASK).ids) + 40
-    a = played([call("1+1") + LONG, "4"], max_length=room, on_context_full=fold)
+    a = played([call("1+1") + LONG, "4"], max_length=room, on_context_full=compact)
     t = (await a.rollout([TASK])).trajectories[0]
     assert (t.stop, t.reward, len(t.rows)) == ("context_full", 0.0, 2)
     assert not t.rows[1].action_mask.any()
 
-
-# --- history rendered anew -----------------------------------------------------------------------
 
 REWRITES = (
     "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' -}}"
@@ -282,8 +274,8 @@ REWRITES = (
 )
 
 
-async def test_a_history_that_the_template_rewrites_begins_a_row() -> None:
-    """Each action is trained once, after what it was sampled from; later rows hold it as the template writes it."""
+async def test_rewritten_history_begins_a_row() -> None:
+    """Each action is trained once, in the row in which it was sampled; later rows contain the template's rendering."""
     rewriting = Chat(with_template(REWRITES), history="rerender")
     assert rewriting.append_violation("user")
     engine = Played(["one", "two", "three", "four"])
@@ -294,19 +286,19 @@ async def test_a_history_that_the_template_rewrites_begins_a_row() -> None:
     await chain.sample()
     t = await chain.finish()
     assert [row.ids.tolist() for row in t.rows] == [list(ids) for ids in engine_rows(engine)]
-    # The second action's history is still as it was sampled, so it is appended; from the third on all is upper case.
+    # The history of the second action is unchanged, so it is appended; from the third on it is upper case.
     assert [turn.author for turn in t.turns if turn.kind == "prompt"] == ["task", "template", "template"]
     texts = [rewriting.text(row.ids.tolist()) for row in t.rows]
     assert "one" in texts[0] and "two" in texts[0]
     assert "ONE" in texts[2] and "THREE" in texts[2] and "one" not in texts[2]
     trained = [i for row in t.rows for i in row.ids[row.action_mask].tolist()]
     assert trained == [i for said in engine.gave for i in said]
-    # The last row begins as the template writes the whole conversation.
+    # The last row begins with the rendering of the whole conversation.
     assert t.rows[2].ids.tolist()[: -len(engine.gave[3])] == list(rewriting.prompt(t.rows[2].turns[0].messages))
     assert [m["content"] for m in t.rows[2].messages if m["role"] == "assistant"] == ["one", "two", "three", "four"]
 
 
-async def test_back_to_what_began_a_row_begins_it_again() -> None:
+async def test_rewind_to_an_observation_that_began_a_row() -> None:
     rewriting = Chat(with_template(REWRITES), history="rerender")
     chain = agent(engine=Played(["one", "two", "three"]), chat=rewriting, tools=(), reward=None).chain(TASK)
     for _ in range(2):
@@ -319,7 +311,7 @@ async def test_back_to_what_began_a_row_begins_it_again() -> None:
     assert (chain.turn.row, chain.ids) == (1, ids)
 
 
-async def test_a_history_that_is_kept_is_appended_all_the_same() -> None:
+async def test_unchanged_history_is_appended() -> None:
     kept = Chat(chat().tokenizer, history="rerender")
     a = agent(engine=Played([call("1+1"), "4"]), chat=kept)
     t = await a.chain(TASK).run()
@@ -327,10 +319,7 @@ async def test_a_history_that_is_kept_is_appended_all_the_same() -> None:
     assert t.ids.tolist() == (await played([call("1+1"), "4"]).chain(TASK).run()).ids.tolist()
 
 
-# --- authors -------------------------------------------------------------------------------------
-
-
-async def test_tokens_are_sampled_in_the_name_of_a_role() -> None:
+async def test_author_of_sampled_tokens() -> None:
     chain = played(["e4", "e5", "Nf3"], tools=(), reward=None).chain(TASK)
     for i in range(3):
         chain.author = ("white", "black")[i % 2]
@@ -348,11 +337,8 @@ async def test_tokens_are_sampled_in_the_name_of_a_role() -> None:
     assert not row.sampled_by("nobody").any()
 
 
-# --- the record ----------------------------------------------------------------------------------
-
-
 async def test_rows_are_saved_and_loaded(tmp_path: Path) -> None:
-    _, t = await folded()
+    _, t = await compacted()
     plain = await played([call("1+1"), "4"]).chain(Task("u", TASK.messages, TASK.fields)).run()
     both = Rollout.from_trajectories([t, plain])
     assert Rollout.load(both.save(tmp_path / "r.jsonl")) == both
@@ -365,8 +351,8 @@ async def test_rows_are_saved_and_loaded(tmp_path: Path) -> None:
     assert '"version":1' in (tmp_path / "one.jsonl").read_text().split("\n")[0]
 
 
-async def test_frames_say_which_row() -> None:
-    _, t = await folded()
+async def test_frames_contain_the_row_index() -> None:
+    _, t = await compacted()
     rollout = Rollout.from_trajectories([t])
     turns = rollout.to_frame("turns")
     assert turns["row"].tolist() == [turn.row for turn in t.turns]
@@ -391,7 +377,7 @@ async def test_views_show_every_row() -> None:
 
     from agentfly_kit.batch.collate import collate
 
-    chain, t = await folded()
+    chain, t = await compacted()
     plain = await played([call("1+1"), "4"]).chain(Task("u", TASK.messages, TASK.fields)).run()
     assert repr(TokenView(t)).startswith("TokenView(3 rows,")
     assert repr(TokenView(chain)).startswith("TokenView(3 rows,")
@@ -405,7 +391,7 @@ async def test_views_show_every_row() -> None:
     assert [(s.trajectory, s.start, s.stop) for s in view.selection] == [(f"{t.id} row 1", 0, 3)]
 
 
-async def test_the_stepper_writes_what_makes_the_rows() -> None:
+async def test_stepper_code_contains_compactions() -> None:
     from agentfly_kit.widgets import ChainStepper
 
     chain = played([call("1+1"), "I have 2.", "4"]).chain(TASK)
@@ -425,7 +411,7 @@ async def test_the_stepper_writes_what_makes_the_rows() -> None:
     assert (again.turn.row, len(again.snapshot().rows)) == (0, 1)
 
 
-async def test_a_text_only_engine_is_told_the_new_row_alone() -> None:
+async def test_text_only_engine_receives_only_the_new_row() -> None:
     class Text(Engine):
         tokens, logprobs, author = "none", "no", "policy"
         told: ClassVar[list[Any]] = []
@@ -451,22 +437,22 @@ async def test_a_text_only_engine_is_told_the_new_row_alone() -> None:
         _ = t.rows[1].ids
 
 
-async def test_drift_is_of_a_row() -> None:
-    _, t = await folded()
+async def test_drift_requires_a_single_row() -> None:
+    _, t = await compacted()
     with pytest.raises(AlignmentError, match="3 rows"):
         chat().drift(t)
     assert all(chat().drift(row).cause == "none" for row in t.rows)
 
 
-async def test_real_rows_hold_a_forward_of_the_model() -> None:
-    """The engine's logprobs in each row of a compaction are the model's on that row alone."""
+async def test_logprobs_of_rows_equal_a_forward_of_the_model() -> None:
+    """The recorded logprobs of each row are those of a forward of that row alone."""
     from agents import reference_logprobs, shipped
 
-    def fold(chain: Chain) -> None:
+    def compact(chain: Chain) -> None:
         if chain.turn.kind == "observation":
             chain.compact(list(chain.task.messages))
 
-    rollout = await agent(before_turn=fold, max_turns=3).rollout(tasks(2, seed=3), 2)
+    rollout = await agent(before_turn=compact, max_turns=3).rollout(tasks(2, seed=3), 2)
     several = [t for t in rollout if len(t.rows) > 1]
     assert several
     for t in several:

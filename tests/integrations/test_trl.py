@@ -377,7 +377,7 @@ def test_trl_learns_as_well_as_train(way: str, tmp_path: Path) -> None:
         lr_end=None,
         checkpoint_every=steps,
     )
-    asyncio.run(train(agents.agent(mine), mine, known, settings)._run_to_end())
+    asyncio.run(train(agents.agent(mine), mine, known, settings))
     ours = asyncio.run(learned(mine, held))
 
     policy = agents.fresh()

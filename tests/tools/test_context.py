@@ -1,4 +1,4 @@
-"""The context: one lease per sandbox class and chain, kept until the chain ends and always released."""
+"""`Context`: leases of sandboxes, copies of task fields, forks, resetting environments."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import threading
 from typing import Annotated, Any
 
 import pytest
+from agents import chat
 
-from agentfly_kit.errors import PoolTimeout, SandboxError, SettingsError
+import agentfly_kit as af
+from agentfly_kit.errors import PoolTimeout, SandboxError, SettingsError, TaskError
+from agentfly_kit.pool.environment import environment_seed, is_environment, reset_arguments
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.tools.context import Context
 from agentfly_kit.tools.injection import FromPool, FromTask, Injection, injection
@@ -18,7 +21,7 @@ TASK = Task("t", ({"role": "user", "content": "?"},), {"answer": ["5"], "lock": 
 
 
 class Box:
-    """A sandbox kind that counts itself."""
+    """Sandbox with a running number."""
 
     made = 0
 
@@ -50,11 +53,11 @@ class OtherBox(Box):
 
 
 class Fleeting:
-    """No run and no close: a sandbox only where it is marked as one."""
+    """Class without `run` and `close`, a sandbox only if annotated with `FromPool`."""
 
 
 class FakePool:
-    """A pool of one kind that can be slow, fail, or fail to take back."""
+    """Pool whose `acquire` can wait or fail, and whose `release` can fail."""
 
     def __init__(self, sandbox_type: type = Box, *, fails: int = 0, release_fails: bool = False) -> None:
         self.sandbox_type = sandbox_type
@@ -70,7 +73,7 @@ class FakePool:
         await self.gate.wait()
         if self.fails:
             self.fails -= 1
-            raise PoolTimeout("nothing free")
+            raise PoolTimeout("no sandbox free")
         lease = type("Lease", (), {"sandbox": self.sandbox_type(), "turn": None, "revoked": ""})()
         self.out.append(lease)
         return lease
@@ -83,7 +86,7 @@ class FakePool:
         await asyncio.sleep(0)
 
 
-def test_what_an_annotation_asks_for() -> None:
+def test_injection_of_annotations() -> None:
     assert injection(Box) == Injection("sandbox", Box)
     assert injection(FromPool[Fleeting]) == Injection("sandbox", Fleeting)
     assert injection(FromTask[dict[str, int]]) == Injection("field")
@@ -93,10 +96,10 @@ def test_what_an_annotation_asks_for() -> None:
         assert injection(plain) is None
 
 
-async def test_one_lease_a_kind_a_chain() -> None:
+async def test_one_lease_per_sandbox_class() -> None:
     boxes, others = FakePool(), FakePool(OtherBox)
     context = Context(TASK, trajectory_id="chain 7", pools=[others, boxes], run="rollout-1")
-    assert boxes.asked == []  # nothing is taken before it is wanted
+    assert boxes.asked == []  # leased on first use
     first = await context.sandbox(Box)
     assert await context.sandbox(Box) is first
     other = await context.sandbox(OtherBox)
@@ -109,13 +112,13 @@ async def test_one_lease_a_kind_a_chain() -> None:
     assert context.held == {}
 
 
-async def test_requests_side_by_side_get_one_lease() -> None:
+async def test_concurrent_requests_share_one_lease() -> None:
     pool = FakePool()
     pool.gate.clear()
     context = Context(TASK, pools=[pool])
     waiting = [asyncio.create_task(context.sandbox(Box)) for _ in range(5)]
     await asyncio.sleep(0.001)
-    waiting[0].cancel()  # the one that asked first: the others must not lose the lease with it
+    waiting[0].cancel()  # the first request; the others keep the lease
     await asyncio.sleep(0.001)
     pool.gate.set()
     boxes = await asyncio.gather(*waiting[1:])
@@ -125,7 +128,7 @@ async def test_requests_side_by_side_get_one_lease() -> None:
     assert pool.out == []
 
 
-async def test_a_failed_request_is_asked_again() -> None:
+async def test_failed_acquire_is_retried() -> None:
     pool = FakePool(fails=1)
     context = Context(TASK, pools=[pool])
     with pytest.raises(PoolTimeout):
@@ -134,17 +137,17 @@ async def test_a_failed_request_is_asked_again() -> None:
     await context.close()
 
 
-async def test_a_base_class_finds_the_pool_of_a_derived_one() -> None:
+async def test_pool_of_a_subclass_is_found() -> None:
     pool = FakePool(ForkingBox)
     context = Context(TASK, pools=[pool])
     assert await context.sandbox(Box) is await context.sandbox(ForkingBox)
     await context.close()
     both = Context(TASK, pools=[FakePool(ForkingBox), FakePool(Box)])
-    assert type(await both.sandbox(Box)) is Box  # the very class goes first
+    assert type(await both.sandbox(Box)) is Box  # an exact match has precedence
     await both.close()
 
 
-async def test_which_pool_is_said_or_refused() -> None:
+async def test_exactly_one_pool_must_match() -> None:
     with pytest.raises(SettingsError) as caught:
         await Context(TASK, pools=[FakePool(OtherBox)]).sandbox(ForkingBox)
     assert str(caught.value) == (
@@ -190,7 +193,7 @@ async def test_close_finishes_before_its_caller_is_cancelled() -> None:
     assert pool.out == []
 
 
-async def test_every_lease_goes_back_though_one_pool_fails() -> None:
+async def test_close_releases_all_leases_if_one_pool_fails() -> None:
     bad, good = FakePool(release_fails=True), FakePool(OtherBox)
     context = Context(TASK, pools=[bad, good])
     await context.sandbox(OtherBox)
@@ -200,7 +203,7 @@ async def test_every_lease_goes_back_though_one_pool_fails() -> None:
     assert good.out == []
 
 
-async def test_fields_are_the_chains_own() -> None:
+async def test_fields_are_copied_per_chain() -> None:
     one, two = Context(TASK), Context(TASK)
     one.fields["answer"].append("6")
     assert one.fields["answer"] == ["5", "6"]
@@ -210,13 +213,13 @@ async def test_fields_are_the_chains_own() -> None:
     assert "nothing" not in one.fields
 
 
-async def test_what_cannot_be_copied_is_shared() -> None:
+async def test_fields_that_cannot_be_copied_are_shared() -> None:
     lock = threading.Lock()
     context = Context(Task("t", TASK.messages, {"lock": lock}))
     assert context.fields["lock"] is lock
 
 
-async def test_a_fork_copies_state_and_forks_sandboxes() -> None:
+async def test_fork_copies_state_and_forks_sandboxes() -> None:
     async with Pool(ForkingBox, size=3) as pool:
         context = Context(TASK, trajectory_id="a", pools=[pool], seed=4, turn=2)
         box = await context.sandbox(ForkingBox)
@@ -237,10 +240,10 @@ async def test_a_fork_copies_state_and_forks_sandboxes() -> None:
         assert pool.snapshot().leased == 0
 
 
-async def test_a_fork_that_cannot_be_refuses_by_name_and_leases_nothing() -> None:
+async def test_failed_fork_names_the_sandbox_and_leases_nothing() -> None:
     async with Pool(Box, size=2) as pool:
         context = Context(TASK, trajectory_id="a", pools=[pool])
-        await (await context.fork("before")).close()  # no sandbox held yet: nothing to refuse
+        await (await context.fork("before")).close()  # no sandbox is held yet
         await context.sandbox(Box)
         with pytest.raises(SandboxError, match="the chain 'a' holds a Box, which cannot fork"):
             await context.fork("b")
@@ -248,15 +251,74 @@ async def test_a_fork_that_cannot_be_refuses_by_name_and_leases_nothing() -> Non
         await context.close()
 
 
-async def test_a_fork_names_state_that_cannot_be_copied() -> None:
+async def test_fork_names_state_that_cannot_be_copied() -> None:
     context = Context(TASK, trajectory_id="a")
     context.state.update(game=[1], lock=threading.Lock())
     with pytest.raises(SandboxError, match=r"keep in context.state \(game, lock\) cannot be copied \(TypeError"):
         await context.fork("b")
 
 
-async def test_with_a_real_pool() -> None:
-    """Two chains have two sandboxes; the pool shows who holds them and at which turn; a cancelled chain leaves none."""
+class Guess:
+    """Environment in TRL's format: `reset` with task fields, tools, and `get_reward`."""
+
+    def reset(self, target: int, **kwargs: Any) -> str:
+        self.target, self.kwargs, self.guesses = target, kwargs, list[int]()
+        return f"Guess up to {kwargs['limit']}."
+
+    @af.tool
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: an integer.
+        """
+        self.guesses.append(number)
+        return "right" if number == self.target else "wrong"
+
+    def get_reward(self) -> float:
+        return float(self.target in self.guesses)
+
+
+GUESS_TASK = Task("g", TASK.messages, {"target": 7, "limit": 9})
+
+
+async def test_reset_gets_task_fields_by_name_and_get_reward_scores() -> None:
+    script = ['<tool_call>{"name":"guess","arguments":{"number":7}}</tool_call>', "7"]
+    agent = af.envs.agent(Guess, af.ScriptedEngine(script), chat=chat(), size=1)
+    (t,) = await agent.rollout([GUESS_TASK])
+    assert (t.stop, t.reward, t.metrics) == ("answered", 1.0, {"guess": 1.0})
+    assert "Guess up to 9." in t.turns[0].text
+
+
+@pytest.mark.parametrize(
+    ("reset", "arguments"),
+    [
+        (lambda self, task: ..., {"task": GUESS_TASK}),
+        (lambda self, target, seed: ..., {"target": 7, "seed": environment_seed(GUESS_TASK)}),
+        (lambda self, **kwargs: ..., {"target": 7, "limit": 9}),
+        (lambda self, *, limit, task, other=3: ..., {"limit": 9, "task": GUESS_TASK}),
+        (lambda self, target, **kwargs: ..., {"target": 7, "limit": 9}),
+    ],
+)
+def test_arguments_of_reset(reset: Any, arguments: dict[str, Any]) -> None:
+    environment = type("Environment", (), {"reset": reset})
+    assert is_environment(environment)
+    assert reset_arguments(environment, GUESS_TASK) == arguments
+
+
+def test_reset_parameters_that_cannot_be_injected_are_rejected_before_any_chain_runs() -> None:
+    agent = af.envs.agent(Guess, af.ScriptedEngine(["7"]), chat=chat(), size=1)
+    with pytest.raises(
+        TaskError,
+        match=r"Guess\.reset requires the field 'target', which task 't' does not have \(its fields: answer, lock",
+    ):
+        agent.rollout([GUESS_TASK, TASK])
+    with pytest.raises(TaskError, match=r"Odd\.reset must accept keyword arguments, got the positional-only .* 'task'"):
+        reset_arguments(type("Odd", (), {"reset": lambda self, task, /: ...}), TASK)
+
+
+async def test_leases_of_a_pool_show_owner_and_turn() -> None:
+    """Two chains hold two sandboxes; the snapshot shows owners and turns; a cancelled chain releases its request."""
     async with Pool(Box, size=2) as pool:
         one, two = (Context(TASK, trajectory_id=name, pools=[pool]) for name in ("one", "two"))
         one.turn = 3
@@ -283,8 +345,8 @@ async def test_with_a_real_pool() -> None:
         assert pool.snapshot().leased == 0
 
 
-async def test_a_chain_cancelled_at_any_step_leaves_nothing() -> None:
-    """The cancel lands one turn of the loop later each time, until the chain gets through: no lease, no task stays."""
+async def test_cancelled_chain_leaves_no_lease_or_task() -> None:
+    """Each attempt is cancelled one iteration of the event loop later, until the chain completes."""
     from agentfly_kit.rewards import RewardSet, reward
     from agentfly_kit.tools.tool import ToolSet, tool
     from agentfly_kit.types import ToolCall, Trajectory
@@ -315,7 +377,7 @@ async def test_a_chain_cancelled_at_any_step_leaves_nothing() -> None:
             for _ in range(steps):
                 await asyncio.sleep(0)
             if steps % 3 == 0:
-                await asyncio.sleep(0.006)  # past the start of a sandbox
+                await asyncio.sleep(0.006)  # let the sandbox start
             through = running.done()
             running.cancel()
             try:

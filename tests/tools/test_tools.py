@@ -88,10 +88,7 @@ def parameters(t: Tool[..., Any]) -> dict[str, Any]:
     return typing.cast("dict[str, Any]", t.schema["function"]["parameters"])
 
 
-# --- schema --------------------------------------------------------------------------------------
-
-
-def test_the_schema_whole() -> None:
+def test_complete_schema() -> None:
     assert calculator.schema == {
         "type": "function",
         "function": {
@@ -170,16 +167,6 @@ def test_descriptions_come_from_the_docstring(style: str) -> None:
             Address(street="A 1", title="Dr"),
         ),
         (
-            Window,
-            {
-                "type": "object",
-                "properties": {"left": {"type": "integer"}, "right": {"type": "integer"}},
-                "required": ["left"],
-            },
-            {"left": 1},
-            {"left": 1},
-        ),
-        (
             list[Window] | None,
             {
                 "anyOf": [
@@ -206,7 +193,7 @@ def test_descriptions_come_from_the_docstring(style: str) -> None:
         (Annotated[int, Field(ge=0, le=9)], {"type": "integer", "minimum": 0, "maximum": 9}, 9, 9),
     ],
 )
-async def test_types_become_schema_and_values(annotation: Any, schema: Any, given: Any, got: Any) -> None:
+async def test_schemas_and_values_of_types(annotation: Any, schema: Any, given: Any, got: Any) -> None:
     seen: list[Any] = []
 
     def probe(x: Any) -> None:
@@ -241,7 +228,7 @@ def test_a_recursive_type_keeps_valid_definitions() -> None:
     assert set(schema["$defs"]) == {"Tree"}
 
 
-async def test_two_classes_of_one_name_do_not_mix() -> None:
+async def test_classes_with_the_same_name_have_separate_schemas() -> None:
     def other() -> Any:
         @dataclasses.dataclass
         class Point:
@@ -261,7 +248,7 @@ async def test_two_classes_of_one_name_do_not_mix() -> None:
     assert (await made.try_(a={"x": 1}, b={"name": "n"})).observation == "1 n"
 
 
-def test_defaults_are_shown_and_not_required() -> None:
+def test_defaults_are_in_the_schema_and_not_required() -> None:
     @tool
     def f(
         n: Annotated[int, "count"] = 3,
@@ -275,10 +262,10 @@ def test_defaults_are_shown_and_not_required() -> None:
     assert "required" not in schema
     assert schema["properties"]["n"]["default"] == 3
     assert schema["properties"]["unit"]["default"] == "c"
-    assert "default" not in schema["properties"]["at"]  # null says nothing that "not required" does not
+    assert "default" not in schema["properties"]["at"]
 
 
-def test_parameter_names_that_libraries_use_themselves() -> None:
+def test_parameter_names_reserved_by_pydantic() -> None:
     @tool
     def f(json: Annotated[str, "a"], schema: Annotated[str, "b"], model_config: Annotated[str, "c"]) -> str:
         """Do."""
@@ -301,7 +288,7 @@ def test_parameter_names_that_libraries_use_themselves() -> None:
         ("a: 'Nowhere'", "f: annotations must be resolvable, got NameError: name 'Nowhere' is not defined"),
     ],
 )
-def test_a_signature_that_is_no_schema_is_rejected_when_decorated(signature: str, words: str) -> None:
+def test_signature_without_schema_is_rejected(signature: str, words: str) -> None:
     names: dict[str, Any] = {"threading": threading, "typing": typing}
     exec(f"def f({signature}):\n    'Do.\\n\\nArgs:\\n    a: one\\n    b: other'", names)
     with pytest.raises(ToolSchemaError) as caught:
@@ -328,28 +315,25 @@ def yields(n: Annotated[int, "a"]) -> Any:
         (classmethod(len), "a classmethod cannot be a tool"),  # type: ignore[arg-type]
     ],
 )
-def test_what_cannot_be_a_tool_is_rejected_when_decorated(function: Any, words: str) -> None:
+def test_invalid_functions_are_rejected(function: Any, words: str) -> None:
     with pytest.raises(ToolSchemaError) as caught:
         tool(function)
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["", "two words", "9lives", "ä", "x" * 65])
-def test_names_that_a_model_cannot_write(name: str) -> None:
+def test_invalid_names_are_rejected(name: str) -> None:
     with pytest.raises(ToolSchemaError, match="must consist of letters"):
         tool(name=name)(google)
 
 
 @pytest.mark.parametrize("options", [{"timeout": 0}, {"timeout": -1.0}, {"max_chars": 0}])
-def test_limits_that_mean_nothing(options: Any) -> None:
+def test_invalid_limits_are_rejected(options: Any) -> None:
     with pytest.raises(ToolSchemaError, match="or None for no limit"):
         tool(**options)(google)
 
 
-# --- it stays the function -----------------------------------------------------------------------
-
-
-async def test_it_is_still_callable_as_the_function() -> None:
+async def test_tool_is_callable_like_its_function() -> None:
     assert calculator("2+3") == "5"
     assert add(2, b=3) == 5
     assert calculator.__doc__ is not None
@@ -368,7 +352,7 @@ async def test_it_is_still_callable_as_the_function() -> None:
         _ = forgotten.bit_length  # type: ignore[attr-defined]
 
 
-def test_repr_says_how_it_is_called() -> None:
+def test_repr_shows_the_signature() -> None:
     assert repr(calculator) == "<Tool calculator(expression: string)>"
     assert repr(add) == "<Tool add(a: integer, b: integer = 1)>"
 
@@ -390,7 +374,7 @@ class Counter:
         return 2 * n
 
 
-async def test_methods_belong_to_their_instance() -> None:
+async def test_methods_are_bound_to_their_instance() -> None:
     first, second = Counter(), Counter()
     assert first.step(2) == 2
     assert (await first.step.try_(by=3)).observation == "5"
@@ -401,7 +385,7 @@ async def test_methods_belong_to_their_instance() -> None:
     assert (await both.call(call("double", n=4), context())).observation == "8"
 
 
-async def test_an_unbound_method_says_so() -> None:
+async def test_unbound_method_is_rejected() -> None:
     with pytest.raises(
         ToolSchemaError, match=r"Counter.step is a method without an instance; use .*Counter\(...\).step"
     ):
@@ -410,11 +394,13 @@ async def test_an_unbound_method_says_so() -> None:
         await Counter.step.try_(by=1)
 
 
-# --- what comes back -----------------------------------------------------------------------------
-
-
 class Opaque:
     pass
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
 
 
 class Spoken:
@@ -422,7 +408,7 @@ class Spoken:
         return "spoken"
 
 
-class TextEnum(str, enum.Enum):  # noqa: UP042  # its str() is its name: the trap
+class TextEnum(str, enum.Enum):  # noqa: UP042  # its str() is its name, not its value
     A = "a"
 
 
@@ -463,20 +449,35 @@ async def test_return_values(value: Any, text: str) -> None:
     result.observation.encode()
 
 
-async def test_a_value_without_a_text_is_our_failure() -> None:
+CIRCULAR: list[Any] = []
+CIRCULAR.append(CIRCULAR)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"x": Opaque()}, "TypeError: a tool returned a Opaque, which has no string representation"),
+        (calculator.function, "TypeError: a tool returned a function, which has no string representation"),
+        (CIRCULAR, "ValueError: Circular reference"),
+        (Unspeakable(), "RuntimeError: no words"),
+        (ToolResult(True, 5), "TypeError: the observation of a ToolResult must be a string, got 5"),  # type: ignore[arg-type]
+        (ToolResult(True, "", reward=float("nan")), "TypeError: the reward of a ToolResult must be a finite number or"),
+        (ToolResult(True, "", reward="1"), "TypeError: the reward of a ToolResult must be a finite number or None"),  # type: ignore[arg-type]
+    ],
+)
+async def test_return_value_that_cannot_be_converted_fails(value: Any, message: str) -> None:
     @tool
     def give() -> Any:
         """Give it."""
-        return {"x": Opaque()}
+        return value
 
     result = await give.try_()
     assert result.observation == "give failed."
-    assert result.error is not None
-    assert "returned a Opaque, which has no string representation" in result.error.message
-    assert " at 0x" not in result.error.message
+    assert str(result.error).startswith(f"tool give: {message}")
+    assert " at 0x" not in str(result.error)
 
 
-async def test_a_tool_result_passes_through() -> None:
+async def test_tool_result_is_returned_unchanged() -> None:
     @tool(max_chars=10)
     def give(text: Annotated[str, "any"]) -> ToolResult:
         """Give it."""
@@ -488,7 +489,7 @@ async def test_a_tool_result_passes_through() -> None:
     assert cut.done
 
 
-async def test_a_coroutine_from_a_plain_function_is_awaited() -> None:
+async def test_coroutine_returned_by_a_sync_function_is_awaited() -> None:
     async def inner(x: int) -> int:
         await asyncio.sleep(0)
         return x * 2
@@ -501,7 +502,7 @@ async def test_a_coroutine_from_a_plain_function_is_awaited() -> None:
     assert (await wrapper.try_(x=4)).observation == "8"
 
 
-async def test_cut_output_says_so() -> None:
+async def test_truncated_output_is_marked() -> None:
     @tool(max_chars=5)
     def long(n: Annotated[int, "length"]) -> str:
         """Talk."""
@@ -511,7 +512,7 @@ async def test_cut_output_says_so() -> None:
     assert await long.try_(n=6) == ToolResult(True, "01234\n[cut: the first 5 of 6 characters]", truncated=True)
 
 
-async def test_wrong_arguments_are_told_to_the_model() -> None:
+async def test_invalid_arguments_are_observations() -> None:
     result = await add.try_(a="two", c=1)
     assert (result.ok, result.error) == (False, None)
     assert result.observation == (
@@ -534,18 +535,13 @@ async def test_arguments_are_coerced() -> None:
         await add.try_(1, 2, 3)
 
 
-async def test_tool_error_is_told_to_the_model_word_for_word() -> None:
+async def test_text_of_tool_error_is_the_observation() -> None:
     @tool
     def city(name: Annotated[str, "which"]) -> str:
         """Find."""
         raise ToolError(f"no such city: {name}")
 
     assert await city.try_(name="Atlantis") == ToolResult(False, "no such city: Atlantis")
-
-
-class Unspeakable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
 
 
 async def cancelled_elsewhere() -> str:
@@ -560,8 +556,8 @@ async def cancelled_elsewhere() -> str:
     "error",
     [ValueError("5"), SystemExit(3), asyncio.CancelledError("5"), TimeoutError("5"), StopIteration(), Unspeakable()],
 )
-async def test_any_other_exception_is_a_failure_of_the_tool(error: BaseException, asynchronous: bool) -> None:
-    """Recorded with its traceback; the model learns only that the tool failed; the calls beside it are unaffected."""
+async def test_other_exceptions_are_recorded_as_failures(error: BaseException, asynchronous: bool) -> None:
+    """The failure has a traceback, the model sees only that the tool failed, and concurrent calls are unaffected."""
 
     @tool
     def fail() -> str:
@@ -584,11 +580,11 @@ async def test_any_other_exception_is_a_failure_of_the_tool(error: BaseException
     assert (failure.type, failure.where) == (expected.__name__, "tool fail")
     if expected not in (Unspeakable, RuntimeError):
         assert "in fail" in failure.traceback
-        assert "function.py" not in failure.traceback  # it begins in the tool
+        assert "function.py" not in failure.traceback  # frames of this package are removed
     assert fine.result == ToolResult(True, "2")
 
 
-async def test_keyboard_interrupt_and_cancelling_are_not_swallowed() -> None:
+async def test_keyboard_interrupt_and_cancellation_propagate() -> None:
     @tool
     def interrupted() -> str:
         """Stop."""
@@ -609,10 +605,7 @@ async def test_keyboard_interrupt_and_cancelling_are_not_swallowed() -> None:
         await task
 
 
-# --- time ----------------------------------------------------------------------------------------
-
-
-async def test_calls_of_one_turn_run_side_by_side() -> None:
+async def test_calls_of_one_turn_run_concurrently() -> None:
     barrier = threading.Barrier(4, timeout=10)
 
     @tool
@@ -626,7 +619,7 @@ async def test_calls_of_one_turn_run_side_by_side() -> None:
     assert [(c.id, c.result.observation) for c in done if c.result] == [(f"call-{i}", str(i)) for i in range(4)]
 
 
-async def test_a_late_coroutine_is_cancelled() -> None:
+async def test_coroutine_is_cancelled_at_its_timeout() -> None:
     cancelled = asyncio.Event()
 
     @tool(timeout=0.02)
@@ -640,13 +633,13 @@ async def test_a_late_coroutine_is_cancelled() -> None:
         return ""
 
     result = await slow.try_()
-    assert (result.ok, result.error) == (False, None)  # the model's call, so the model's affair
+    assert (result.ok, result.error) == (False, None)  # a timeout is not a failure of the host
     assert result.observation == "slow took longer than 0.02 s and was cancelled."
     assert cancelled.is_set()
     assert result.seconds >= 0.02
 
 
-async def test_a_late_thread_is_abandoned_and_says_so() -> None:
+async def test_thread_is_abandoned_at_its_timeout() -> None:
     release, threads = threading.Event(), []
 
     @tool(timeout=0.02)
@@ -657,7 +650,7 @@ async def test_a_late_thread_is_abandoned_and_says_so() -> None:
         return ""
 
     assert (await slow.try_()).observation == "slow took longer than 0.02 s and was abandoned."
-    assert threads[0].daemon  # it cannot keep the process alive
+    assert threads[0].daemon  # the thread cannot keep the process alive
     release.set()
     threads[0].join(5)
     assert not threads[0].is_alive()
@@ -707,15 +700,12 @@ STARTS = "asyncio.run(go())", "loop = asyncio.new_event_loop(); loop.run_until_c
     ("how", "start", "code", "said"),
     [("sys.exit(7)", STARTS[0], 7, ""), ("1 / 0", STARTS[1], 1, "ZeroDivisionError: division by zero")],
 )
-def test_python_may_end_while_tools_compute(how: str, start: str, code: int, said: str) -> None:
-    # A thread that came out of torch after the interpreter was gone ended all in "terminate called".
+def test_interpreter_can_exit_while_tools_compute(how: str, start: str, code: int, said: str) -> None:
+    # A thread that returned from torch after the interpreter had ended aborted the process.
     script = ENDING.format(how=how, start=start)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=480)
     assert done.returncode == code, done.stderr
     assert done.stderr.strip().splitlines()[-1:] == ([said] if said else []), done.stderr
-
-
-# --- hidden parameters ---------------------------------------------------------------------------
 
 
 @tool
@@ -725,7 +715,7 @@ def lookup(person: Annotated[str, "who"], facts: FromTask[dict[str, str]], conte
     return f"{facts[person]} {context.state['asked']} {context.trajectory_id}"
 
 
-async def test_task_fields_and_context_are_hidden_and_handed_over() -> None:
+async def test_task_fields_and_context_are_hidden_and_injected() -> None:
     assert list(parameters(lookup)["properties"]) == ["person"]
     assert repr(lookup) == "<Tool lookup(person: string), hidden: facts, context>"
     here = context()
@@ -734,18 +724,18 @@ async def test_task_fields_and_context_are_hidden_and_handed_over() -> None:
     assert (await lookup.try_(person="Ann", task=TASK)).ok
 
 
-async def test_the_model_cannot_write_a_hidden_parameter() -> None:
+async def test_model_cannot_set_a_hidden_parameter() -> None:
     result = await lookup.invoke({"person": "Ann", "facts": {"Ann": "Rome"}}, context())
     assert "facts is not an argument" in result.observation
 
 
-async def test_a_task_field_never_takes_the_place_of_an_argument() -> None:
+async def test_task_field_does_not_replace_an_argument() -> None:
     assert TASK.fields["expression"] == "trap"
     assert (await calculator.invoke({"expression": "2+3"}, context())).observation == "5"
     assert "expression is missing" in (await calculator.invoke({}, context())).observation
 
 
-async def test_a_missing_field_is_our_failure_unless_it_has_a_default() -> None:
+async def test_missing_field_is_a_failure_unless_it_has_a_default() -> None:
     @tool
     def with_default(colour: FromTask[str] = "red") -> str:
         """See."""
@@ -766,7 +756,7 @@ async def test_a_missing_field_is_our_failure_unless_it_has_a_default() -> None:
     ToolSet([lookup, with_default]).check([TASK])
 
 
-async def test_an_argument_that_is_called_task() -> None:
+async def test_arguments_named_task_and_pool() -> None:
     @tool
     def note(task: Annotated[str, "what to do"]) -> str:
         """Note it."""
@@ -783,7 +773,7 @@ async def test_an_argument_that_is_called_task() -> None:
 
 
 class FakeBox:
-    """Looks like a sandbox: run and close."""
+    """Class with `run` and `close`, which is recognized as a sandbox."""
 
     opened: typing.ClassVar[list[FakeBox]] = []
 
@@ -810,7 +800,7 @@ async def execute(code: Annotated[str, "what"], sandbox: FakeBox) -> str:
     return await sandbox.run(code)
 
 
-async def test_try_leases_a_throw_away_sandbox() -> None:
+async def test_try_uses_a_temporary_sandbox() -> None:
     FakeBox.opened.clear()
     assert list(parameters(execute)["properties"]) == ["code"]
     assert execute.sandbox_types == (FakeBox,)
@@ -819,7 +809,7 @@ async def test_try_leases_a_throw_away_sandbox() -> None:
     assert [box.closed for box in FakeBox.opened] == [True, True]
 
 
-async def test_the_real_sandbox_keeps_variables_for_a_chain_and_survives_a_cancelled_call() -> None:
+async def test_python_sandbox_keeps_variables_and_survives_a_cancelled_call() -> None:
     from agentfly_kit.pool.pool import Pool
     from agentfly_kit.sandboxes.python import PythonSandbox
 
@@ -846,7 +836,7 @@ async def test_the_real_sandbox_keeps_variables_for_a_chain_and_survives_a_cance
         assert pool.snapshot().leased == 0
 
 
-async def test_calls_that_share_a_sandbox_run_in_their_order() -> None:
+async def test_calls_that_share_a_sandbox_run_in_order() -> None:
     from agentfly_kit.pool.pool import Pool
 
     FakeBox.opened.clear()
@@ -861,16 +851,13 @@ async def test_calls_that_share_a_sandbox_run_in_their_order() -> None:
         assert pool.snapshot().leased == 0
 
 
-async def test_no_pool_says_what_to_type() -> None:
+async def test_missing_pool_names_the_remedy() -> None:
     result = await execute.invoke({"code": "a"}, context())
     assert result.error is not None
     assert "Agent(pools=[af.Pool(FakeBox)])" in result.error.message
 
 
-# --- sets ----------------------------------------------------------------------------------------
-
-
-async def test_unknown_and_unreadable_calls_are_observations() -> None:
+async def test_unknown_and_malformed_calls_are_observations() -> None:
     tools = ToolSet([calculator, add])
     unknown, unreadable = await tools.call_all(
         [call("calculate", x=1), ToolCall("call-1", "", {}, error="the tool call is not valid JSON")], context()
@@ -881,7 +868,7 @@ async def test_unknown_and_unreadable_calls_are_observations() -> None:
     assert await tools.call_all([], context()) == ()
 
 
-def test_a_set_is_by_name_and_in_order() -> None:
+def test_tool_set_is_indexed_by_name_and_position() -> None:
     tools = ToolSet([calculator, add, google])
     assert tools.names == ("calculator", "add", "google")
     assert tools["add"] is add
@@ -899,7 +886,7 @@ def test_a_set_is_by_name_and_in_order() -> None:
         ToolSet(add)  # type: ignore[arg-type]
 
 
-async def test_rerun_replays_and_raises_the_tools_own_exception() -> None:
+async def test_rerun_raises_the_exception_of_the_tool() -> None:
     from agentfly_kit.pool.pool import Pool
 
     pool = Pool(FakeBox, size=1)
@@ -927,11 +914,8 @@ async def test_rerun_replays_and_raises_the_tools_own_exception() -> None:
     assert kept.rerunner is None
 
 
-# --- cells that are run again --------------------------------------------------------------------
-
-
 def cell(source: str, names: dict[str, Any]) -> Any:
-    """Run a cell as a notebook does: a file name of its own, its source kept in linecache."""
+    """Run a cell as a notebook does: with its own file name, and its source in linecache."""
     file = f"<cell {abs(hash(source))}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     exec(compile(source, file, "exec"), names)
@@ -951,18 +935,19 @@ def f(x: Annotated[int, "n"]) -> int:
 '''
 
 
-async def test_a_cell_that_redefines_a_tool_changes_only_new_agents() -> None:
+async def test_redefined_tool_is_used_by_new_sets_only() -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     old = cell(CELL, names)["f"]
     tools = ToolSet([old, calculator])
     assert "return helper(x) * LIMIT" in old.source
     assert tools.redefined() == ()
-    assert cell(CELL, names)["f"].fingerprint == old.fingerprint  # the same cell again is the same tool
+    assert ToolSet([tool(timeout=9)(old.function)]).redefined() == ()  # the same function with other settings
+    assert cell(CELL, names)["f"].fingerprint == old.fingerprint  # the same source gives the same fingerprint
     assert tools.redefined() == ()
     new = cell(CELL.replace("* LIMIT", "- LIMIT"), names)["f"]
     assert new is not old
     assert tools.redefined() == ("f",)
-    assert (await tools.call(call("f", x=1), context())).observation == "6"  # the old tool still runs the old code
+    assert (await tools.call(call("f", x=1), context())).observation == "6"  # the old set keeps the old tool
     assert (await ToolSet([new]).call(call("f", x=1), context())).observation == "-1"
 
 
@@ -976,13 +961,13 @@ async def test_a_cell_that_redefines_a_tool_changes_only_new_agents() -> None:
         ("@tool", "@tool(timeout=9)"),
     ],
 )
-def test_a_fingerprint_follows_what_the_tool_does(change: tuple[str, str]) -> None:
+def test_fingerprint_changes_with_the_behaviour(change: tuple[str, str]) -> None:
     before = cell(CELL, {"__name__": "__main__"})["f"].fingerprint
     assert cell(CELL.replace(*change), {"__name__": "__main__"})["f"].fingerprint != before
     assert cell(CELL + "\nUNRELATED = 1\n", {"__name__": "__main__"})["f"].fingerprint == before
 
 
-def test_a_fingerprint_does_not_take_an_attribute_for_a_global() -> None:
+def test_fingerprint_ignores_attribute_names() -> None:
     source = CELL.replace("helper(x) * LIMIT", "x.real") + "real = 1\n"
     before = cell(source, {"__name__": "__main__"})["f"].fingerprint
     assert cell(source.replace("real = 1", "real = 2"), {"__name__": "__main__"})["f"].fingerprint == before
@@ -991,7 +976,7 @@ def test_a_fingerprint_does_not_take_an_attribute_for_a_global() -> None:
     assert cell(nested.replace("LIMIT = 3", "LIMIT = 4"), {"__name__": "__main__"})["f"].fingerprint != before
 
 
-def test_a_fingerprint_sees_closures() -> None:
+def test_fingerprint_includes_closures() -> None:
     def make(factor: int) -> Tool[..., int]:
         @tool
         def times(x: Annotated[int, "n"]) -> int:
@@ -1004,7 +989,7 @@ def test_a_fingerprint_sees_closures() -> None:
     assert make(2).fingerprint != make(3).fingerprint
 
 
-def test_a_fingerprint_without_source_and_in_another_process() -> None:
+def test_fingerprint_without_source_is_stable_across_processes() -> None:
     code = CELL.replace("LIMIT = 3", "LIMIT = frozenset('abcdefgh')") + "\nprint(f.fingerprint, f.source[:10])"
     seen = {
         subprocess.run(
@@ -1022,7 +1007,7 @@ def test_a_fingerprint_without_source_and_in_another_process() -> None:
 
 
 @pytest.mark.real
-def test_types_are_kept(tmp_path: Path) -> None:
+def test_static_types_are_preserved(tmp_path: Path) -> None:
     (tmp_path / "typed.py").write_text(
         "from typing import Annotated, Any, assert_type\n"
         "from collections.abc import Coroutine\n"

@@ -181,7 +181,7 @@ async def test_a_run_cancelled_within_a_step_continues_to_the_same_bits(
     config = SMALL.replace(evaluate_every=2 if when == "evaluate" else 0)
     more = {"eval_tasks": TASKS[:2]} if when == "evaluate" else {}
     run = start(tmp_path / "run", policy, config, **more)
-    going = asyncio.create_task(run._run_to_end())
+    going = asyncio.create_task(run)
 
     if when == "persist":
         real = TrainRun._persist
@@ -332,7 +332,7 @@ async def test_runs_without_a_folder_are_independent() -> None:
 async def test_pause_and_resume(whole: Whole) -> None:
     policy = learner()
     run = start(None, policy)
-    going = asyncio.create_task(run._run_to_end())
+    going = asyncio.create_task(run)
     for _ in range(3):
         await asyncio.sleep(0.02)
         run.pause()
@@ -342,7 +342,7 @@ async def test_pause_and_resume(whole: Whole) -> None:
     assert policy.fingerprint() == whole[0]
     held = start()
     held.pause()
-    waiting = asyncio.create_task(held._run_to_end())
+    waiting = asyncio.create_task(held)
     await asyncio.sleep(0.2)
     assert held.records == []
     held.stop()
@@ -352,7 +352,7 @@ async def test_pause_and_resume(whole: Whole) -> None:
 
 async def test_a_run_has_one_loop() -> None:
     run = start()
-    going = asyncio.create_task(run._run_to_end())
+    going = asyncio.create_task(run)
     await asyncio.sleep(0.02)
     with pytest.raises(SettingsError, match="already being awaited elsewhere"):
         await run

@@ -155,7 +155,7 @@ def test_a_run_killed_at_random_moments_continues_to_the_same_bits(overlap: int,
     rng = random.Random(seed)
     wanted = learner()
     config = SMALL.replace(overlap=overlap)
-    records = numbers(asyncio.run(start(tmp_path / "whole", wanted, config)._run_to_end()))
+    records = numbers(asyncio.run(start(tmp_path / "whole", wanted, config)))
     command = script(BODY, run=str(tmp_path / "run"), overlap=overlap)
     kills = 0
     for _ in range(12):
@@ -178,7 +178,7 @@ def test_a_run_killed_at_random_moments_continues_to_the_same_bits(overlap: int,
             break
     assert kills >= 2, f"seed {seed}"
     policy = learner()
-    run = asyncio.run(start(tmp_path / "run", policy, config)._run_to_end())
+    run = asyncio.run(start(tmp_path / "run", policy, config))
     assert policy.fingerprint() == wanted.fingerprint(), f"seed {seed}"
     assert numbers(run) == records, f"seed {seed}"
     assert not list((tmp_path / "run").glob(".*"))

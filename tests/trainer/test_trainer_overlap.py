@@ -140,7 +140,7 @@ async def test_random_interrupts_leave_no_task_and_change_no_bit(tmp_path: Path,
     policy = learner()
     for _ in range(30):
         run = start(tmp_path / "run", policy, AHEAD)
-        going = asyncio.create_task(run._run_to_end())
+        going = asyncio.create_task(run)
         await asyncio.wait([going], timeout=rng.random() * 0.5)
         if going.done():
             going.result()
@@ -205,7 +205,7 @@ async def test_pause_and_stop_apply_to_the_prefetched_rollout(tmp_path: Path) ->
     assert not left()
     again = start(tmp_path / "run", learner(), AHEAD)
     again.pause()
-    waiting = asyncio.create_task(again._run_to_end())
+    waiting = asyncio.create_task(again)
     await asyncio.sleep(0.1)
     again.resume()
     await waiting

@@ -221,7 +221,7 @@ async def test_a_training_run_shows_the_rollout_of_its_step(tmp_path: Any) -> No
     show(view)
     seen = []
     view.observe(lambda change: seen.append(change["new"]["step"]), "_about")
-    training = asyncio.ensure_future(run._run_to_end())
+    training = asyncio.ensure_future(run)
     await until(lambda: any(seen) and sum(view.counts.values()) > 0)
     click(view, "stop")
     await training

@@ -1103,7 +1103,7 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
             await asyncio.wait(view._jobs)
 
     await ask("pause")
-    running = asyncio.ensure_future(run._run_to_end())
+    running = asyncio.ensure_future(run)
     await asyncio.sleep(0.3)
     assert run.records == []
     async with asyncio.timeout(20):
