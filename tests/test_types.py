@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from agentfly_kit.errors import AlignmentError, EngineError, SettingsError, TaskError
+from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.types import (
     Failure,
     Sample,
     Sampling,
-    Stats,
     Task,
     ToolCall,
     ToolResult,

@@ -32,9 +32,8 @@ from agentfly_kit.ppo.distributed import DistributedStep
 from agentfly_kit.ppo.inputs import StepInputs, minibatches, precision, score, token_weights
 from agentfly_kit.ppo.optimizer import clip_and_step
 from agentfly_kit.ppo.policy_loss import MicroBatch, PolicyLoss, is_clipped
-from agentfly_kit.ppo.stats import PhaseTimer, RunningStats
+from agentfly_kit.ppo.stats import PhaseTimer, RunningStats, Stats
 from agentfly_kit.ppo.token_detail import token_detail
-from agentfly_kit.types import Stats
 
 _DEFAULTS = PPOConfig()
 # Number of tokens whose text is compared with the policy's tokenizer.

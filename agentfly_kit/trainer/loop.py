@@ -33,6 +33,7 @@ from agentfly_kit.errors import BatchError, EmptyBatch, RunError, SettingsError,
 from agentfly_kit.evaluation import Evaluation, evaluate
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import adamw, ppo_step_async
+from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trainer import checkpoint
 from agentfly_kit.trainer.batch_builder import BatchBuilder
 from agentfly_kit.trainer.checkpoint import LoopState
@@ -42,7 +43,7 @@ from agentfly_kit.trainer.fingerprint import fingerprint
 from agentfly_kit.trainer.reward_collapse import detect_collapse
 from agentfly_kit.trainer.rollouts import RolloutSampler
 from agentfly_kit.trainer.run_dir import Run, last_success
-from agentfly_kit.types import Stats, Task
+from agentfly_kit.types import Task
 
 # Statistics of the update that are recorded if they are finite.
 _RECORDED_STATS = (

@@ -30,7 +30,8 @@ from paths import TESTS
 
 from agentfly_kit import widgets as w
 from agentfly_kit.errors import AlignmentError
-from agentfly_kit.types import Stats, Task, Trajectory, Turn
+from agentfly_kit.ppo.stats import Stats
+from agentfly_kit.types import Task, Trajectory, Turn
 
 JS = TESTS / "widgets_js"
 NASTY = (
