@@ -702,7 +702,10 @@ class Trajectory(Displayable):
 
     @property
     def success(self) -> bool | None:
-        """`metrics["success"]` if a reward reported it, else reward >= 1; None if unscored."""
+        """Whether `metrics["success"]` is not 0, or, without that metric, whether the reward is at least 1.
+
+        None if unscored. `Agent(success=)` and rewards record the metric.
+        """
         if self.reward is None:
             return None
         return bool(self.metrics["success"]) if "success" in self.metrics else self.reward >= 1

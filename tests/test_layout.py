@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     "errors seeds _display",
     "types _async",
-    "chat tasks batch pool sandboxes advantages losses",
+    "chat tasks success batch pool sandboxes advantages losses",
     "tools policy _doctor",
     "rewards engines ppo",
     "agent",

@@ -37,6 +37,7 @@ from agentfly_kit.agent.turns import (
 )
 from agentfly_kit.chat.formats import Parsed
 from agentfly_kit.errors import AlignmentError, LeaseRevoked, SettingsError
+from agentfly_kit.success import record_success
 from agentfly_kit.tools.context import Context
 from agentfly_kit.types import (
     BUDGET_STOPS,
@@ -410,8 +411,11 @@ class BaseChain(Displayable):
                     event.detail = "unscored" if reward is None else f"{reward:g}"
         finally:
             await self.close()
-        self.trajectory = self._make_trajectory(self.stop or "", reward, metrics)
-        return self.trajectory
+        trajectory = self._make_trajectory(self.stop or "", reward, metrics)
+        if self.agent.group_reward is None:  # otherwise the rollout completes the reward and decides the success
+            trajectory = record_success(trajectory, self.agent.success)
+        self.trajectory, self.error = trajectory, trajectory.error
+        return trajectory
 
     @pending_call
     async def close(self) -> None:

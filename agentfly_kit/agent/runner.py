@@ -21,6 +21,7 @@ from agentfly_kit.agent.progress import Progress, RolloutEvent, RolloutSnapshot
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.errors import NotAwaited, RewardError, SettingsError, TaskError
+from agentfly_kit.success import record_success
 from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory
 
 _rollouts = itertools.count(1)
@@ -348,7 +349,8 @@ class RolloutHandle(Displayable):
                 self._done[t.id] = t.replace(reward=None, error=t.error or failure)
             else:
                 total = None if own is None else own + number
-                self._done[t.id] = t.replace(reward=total, metrics={**t.metrics, "group_reward": number})
+                t = t.replace(reward=total, metrics={**t.metrics, "group_reward": number})
+                self._done[t.id] = record_success(t, self.agent.success)
 
 
 def _plan(

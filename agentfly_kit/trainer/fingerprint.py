@@ -74,6 +74,7 @@ def fingerprint(agent: Agent, tasks: Sequence[Task], config: TrainConfig, start:
             "engine": type(agent.engine).__name__,
             **({} if agent.chat.history == "exact" else {"history": agent.chat.history}),
             **({"hooks": hooks} if hooks else {}),
+            **({} if agent.success is None else {"success": _as_json(agent.success)}),
         },
         "tools": {t.name: {"source": t.source, "fingerprint": t.fingerprint} for t in agent.tools},
         "reward": {r.name: {"source": r.source, "fingerprint": r.fingerprint} for r in agent.reward},

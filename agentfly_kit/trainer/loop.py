@@ -26,7 +26,7 @@ from agentfly_kit._async.in_thread import run_in_thread
 from agentfly_kit._async.pending_call import wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.agent.rollout import Rollout, warn_about_success
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.batch.batch import drop_counts
 from agentfly_kit.errors import BatchError, EmptyBatch, RunError, SettingsError, TaskError, TrainingError
@@ -396,8 +396,9 @@ class TrainRun(Displayable):
         return TrainStep(index + 1, record, stats, rollout, evaluation)
 
     def _warn(self, index: int, rollout: Rollout, record: dict[str, float]) -> None:
-        """Warn if many chains were unscored, or the mean reward collapsed."""
+        """Warn if no chain can succeed, many chains were unscored, or the mean reward collapsed."""
         config = self.config
+        warn_about_success(rollout, self.agent._warned)
         if record.get("unscored", 0.0) > 0.05:
             why = next((str(t.error) for t in rollout.trajectories if t.error), "")
             warnings.warn(

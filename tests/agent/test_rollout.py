@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -268,11 +269,44 @@ async def test_diff_pairs_each_chain_with_itself() -> None:
     assert diff.lost == ()
     assert all(a.task.id == b.task.id and a.chain == b.chain for a, b in diff.pairs)
     assert len(diff.to_frame()) == 6
+    assert diff.p_value == 0.25, "three tasks, whatever the number of chains"
+    assert "success 0.000 -> 1.000, p = 0.25, 6 gained, 0 lost" in repr(diff)
+    first, *others = after
+    unscored = before.diff(Rollout.from_trajectories([first.replace(reward=None), *others]))
+    assert (unscored.success, len(unscored.gained)) == ((0.0, 1.0), 5)
+    assert repr(unscored).startswith("RolloutDiff(6 pairs, 1 unscored: ")
     twice = await wrong.rollout([some[0], some[0], some[1]])
     assert len(twice.diff(await right.rollout([some[0], some[0], some[1]])).pairs) == 3
     assert len(twice.diff(after).pairs) == 2
     with pytest.raises(SettingsError, match="no task in common"):
         before.diff(Rollout())
+
+
+async def test_unscored_chains_are_named_and_can_run_again() -> None:
+    def broken(final: str | None) -> float:
+        return {"5": 1.0}[final or ""]
+
+    def length(final: str | None) -> float | None:
+        return None if final == "55" else broken(final)
+
+    some = tasks(4)
+    rollout = await played(lambda task, turn: ["5", "6", "7", "55"][some.index(task)], reward=length).rollout(some)
+    assert [t.task for t in rollout.failed] == some[1:] == list(rollout.failed.tasks)
+    assert "success 1.000, 3 unscored (most often reward length: KeyError: '6')" in repr(rollout)
+    again = await played(["5"], reward=length).rollout(rollout.failed.tasks)
+    assert [t.reward for t in again] == [1.0] * 3 and len(again.failed) == 0
+    none = await played(["6"], reward=broken).rollout(some)
+    for text in (repr(none), none._repr_html_().replace("&#x27;", "'")):
+        assert "Rollout(4 tasks, 4 chains, 4 unscored (reward broken: KeyError: '6'))" in text
+    assert "unscored (no reward)" in repr(await played(["6"], reward=None).rollout(some))
+    assert len(Rollout((*none.groups, *none.groups)).tasks) == 4
+
+
+async def test_drop_reasons_keep_the_chains_that_did_not_run() -> None:
+    rollout = dataclasses.replace(await played(["5"]).rollout(tasks(1)), not_run={"x": "run_turns"})
+    reason = SimpleNamespace(trajectory=rollout.trajectories[0].id, row=None, reason="short")
+    marked = rollout.with_drop_reasons([reason])
+    assert (marked.trajectories[0].dropped, marked.not_run) == ("short", rollout.not_run)
 
 
 # --- a run ---------------------------------------------------------------------------------------
@@ -530,7 +564,8 @@ def test_reprs_and_figure(tmp_path: Path) -> None:
     run.claim(PRINT, resume=True)
     run.append({"step": 1, "success": 0.25})
     assert repr(run).endswith("r', 1 steps, success 0.250)")
-    assert repr(nasty()) == "Rollout(3 tasks, 4 chains, success 0.000)"
+    assert repr(nasty()).startswith("Rollout(3 tasks, 4 chains, success 0.000 (rewards reach 0, success needs 1")
+    assert "\n" not in repr(nasty()) and "\r" not in repr(nasty())
     assert "<script" not in nasty()._repr_html_()
     nasty().rescore(None).close()
     pytest.importorskip("plotly")
