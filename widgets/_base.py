@@ -28,6 +28,11 @@ from agentfly_kit.integrations.html import escape_control_chars as escape_contro
 HERE = Path(__file__).parent
 # Maximum bytes of a static form, which keeps a notebook with many views under a megabyte.
 STATIC_LIMIT = 100_000
+# Tooltip wherever a view shows success.
+SUCCESS_RULE = (
+    "A chain succeeds if its metric 'success' is not 0; Agent(success=) or a reward records it. Without this metric, "
+    "it succeeds if its reward is at least 1."
+)
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import traitlets
 
-from ._base import count, escape, number, sendable, shared_prefix, tag
+from ._base import SUCCESS_RULE, count, escape, number, sendable, shared_prefix, tag
 from ._chains import ChainsView
 from .chain_stepper import _named
 
@@ -196,7 +196,7 @@ class RewardForm(ChainsView):
             ],
             "prefix": shared_prefix([sendable(a.id) for a, _ in pairs]),
             "errors": [[sendable(_short(text, 300)), n] for text, n in errors.most_common(5)],
-            "seconds": seconds,
+            "seconds": seconds, "hint": SUCCESS_RULE,
         }  # fmt: skip
 
     def _do_look(self, value: Any) -> None:
