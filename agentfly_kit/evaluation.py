@@ -29,13 +29,9 @@ class Evaluation(Displayable):
             `samples`, over tasks with at least k scored chains; without a k for which there is no such task.
         tasks_at_k: Number of tasks with at least k scored chains.
         reward: Mean reward of the scored chains.
-        tasks: Number of tasks with a scored chain.
-        samples: Number of chains per task.
-        turns: Mean number of actions per chain.
-        calls: Mean number of tool calls per chain.
-        tokens: Sampled tokens per chain; NaN for text-only engines.
-        unscored: Share of chains without a reward.
-        truncated: Share of chains that a limit cut off.
+        tasks, samples: Number of tasks with a scored chain, and of chains per task.
+        turns, calls, tokens: Means per chain: actions, tool calls, sampled tokens (NaN for text-only engines).
+        unscored, truncated: Shares of chains without a reward, and of those that a limit cut off.
         greedy: Whether the most probable tokens were taken instead of samples.
         metrics: Means of the metrics of the rewards over the scored chains that have them.
         seconds: Wall-clock time of the rollouts.
@@ -152,11 +148,7 @@ async def evaluate(
 
 
 def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evaluation:
-    """Compute the `Evaluation` of a finished rollout with `samples` chains per task.
-
-    Raises:
-        SettingsError: if no chain was scored.
-    """
+    """Compute the `Evaluation` of a finished rollout with `samples` chains per task, at least one of them scored."""
     by_task: dict[str, list[bool]] = {}
     measured: dict[str, list[float]] = {}
     for t in rollout.trajectories:

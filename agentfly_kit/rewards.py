@@ -96,8 +96,6 @@ class Reward(Displayable, InjectedFunction[P, R]):
         per = ", per turn" if self.per == "turn" else ""
         return f"<Reward {self.name}({', '.join(self._parameters)}){weight}{per}>"
 
-    # --- scoring ---
-
     @pending_call
     async def try_(
         self, trajectory: Trajectory, /, *, turn: Turn | int | None = None, pool: PoolLike | None = None

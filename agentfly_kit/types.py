@@ -580,8 +580,6 @@ class Trajectory(Displayable):
     tools: tuple[dict[str, Any], ...] = ()
     dropped: str | None = None
 
-    # --- tokens ---
-
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """Token sequences of the trajectory in the order of their creation; at least one."""
@@ -615,8 +613,6 @@ class Trajectory(Displayable):
     versions = _single_row_view("versions")
     turn_index = _single_row_view("turn_index")
     token_texts = _single_row_view("token_texts")
-
-    # --- turns and calls ---
 
     @property
     def actions(self) -> tuple[Turn, ...]:

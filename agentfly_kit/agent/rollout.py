@@ -80,8 +80,6 @@ class Rollout(Displayable):
         )
         return dataclasses.replace(self, groups=tuple(groups)) if why else self
 
-    # --- numbers ---
-
     def summary(self) -> dict[str, float]:
         """Return mean success and reward of the scored trajectories, and means and fractions over all.
 
@@ -137,8 +135,6 @@ class Rollout(Displayable):
         reason = reason if len(reason) <= 120 else reason[:119] + "…"
         return f"{reasons.total()} unscored ({'most often ' if len(reasons) > 1 else ''}{reason})"
 
-    # --- frames ---
-
     def to_frame(self, kind: Literal["trajectories", "turns", "tokens"] = "trajectories") -> pd.DataFrame:
         """Return a data frame with one line per trajectory, turn or token. Missing numbers are NaN, never 0.
 
@@ -146,9 +142,6 @@ class Rollout(Displayable):
 
         Args:
             kind: "trajectories", "turns" or "tokens".
-
-        Raises:
-            SettingsError: for another kind.
         """
         import pandas as pd
 
@@ -159,8 +152,6 @@ class Rollout(Displayable):
             [{"trajectory": t.id, "task": t.task.id, "chain": t.chain} | record for t in self for record in records(t)]
         )
 
-    # --- rescoring and comparison ---
-
     @pending_call
     async def rescore(self, reward: Any, *, success: SuccessRule = None) -> Rollout:
         """Score the same trajectories with another reward, without sampling.
@@ -170,8 +161,7 @@ class Rollout(Displayable):
             success: as for `Agent`.
 
         Raises:
-            SettingsError: if the reward requires a sandbox or environment. Those of the chains have been released, and
-                a fresh one is not in the same state.
+            SettingsError: if the reward requires a sandbox or environment, because those of the chains are released.
         """
         rewards = RewardSet(reward)
         check_success_rule(success)
@@ -196,11 +186,7 @@ class Rollout(Displayable):
         return dataclasses.replace(self, groups=tuple(groups))
 
     def diff(self, other: Rollout) -> RolloutDiff:
-        """Compare with another rollout of the same tasks, chain by chain.
-
-        Raises:
-            SettingsError: if the rollouts have no task in common.
-        """
+        """Compare with a later rollout of the same tasks, chain by chain."""
         mine, theirs = self._by_chain(), other._by_chain()
         both = [key for key in mine if key in theirs]
         if not both:
@@ -216,24 +202,14 @@ class Rollout(Displayable):
             out |= {(t.task.id, seen[t.task.id], t.id.removeprefix(t.group)): t for t in group}
         return out
 
-    # --- disk ---
-
     def save(self, path: str | Path) -> Path:
-        """Write the rollout to a .jsonl file, atomically.
-
-        Raises:
-            RunError: if a trajectory has fields that JSON cannot represent; names the trajectory.
-        """
+        """Write the rollout to a .jsonl file, atomically. All fields of tasks must be representable in JSON."""
         rollout_io.write(Path(path), self.trajectories, self.seconds, self.not_run)
         return Path(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Rollout:
-        """Read a file written by `save`.
-
-        Raises:
-            RunError: if the file cannot be read; names the file and line.
-        """
+        """Read a file written by `save`."""
         return cls.from_trajectories(*rollout_io.read(Path(path)))
 
     def __repr__(self) -> str:
