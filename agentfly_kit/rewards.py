@@ -115,7 +115,10 @@ class Reward(Displayable, InjectedFunction[P, R]):
             return await self.score(trajectory, context, turn=turn)
 
     async def score(self, trajectory: Trajectory, context: Context, *, turn: Turn | None = None) -> Score:
-        """Return the unweighted score, which is unscored after an exception or timeout in the reward."""
+        """Return the unweighted score.
+
+        An exception or timeout in the reward gives an unscored `Score`.
+        """
         arguments: dict[str, Any] = {}
         # Copied from the task, not from the chain, whose fields a tool may have changed.
         fields = Fields(trajectory.task.fields)

@@ -1,4 +1,4 @@
-"""Evaluations: what is counted and excluded, seeds, and comparison."""
+"""Evaluations: means, exclusions, seeds and comparison."""
 
 from __future__ import annotations
 
