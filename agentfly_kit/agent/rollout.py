@@ -6,7 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -119,7 +119,7 @@ class Rollout(Displayable):
             or any("success" in t.metrics for t in self)
         ):
             return None
-        return f"rewards reach {max(rewards):.3g}, success needs 1: set Agent(success=)"
+        return _success_hint(max(rewards))
 
     @property
     def unscored_reason(self) -> str | None:
@@ -223,11 +223,16 @@ class Rollout(Displayable):
         return f"Rollout({', '.join(parts)})"
 
 
-def warn_about_success(rollout: Rollout, warned: list[str]) -> None:
-    """Warn if `rollout.success_hint` says how to set success, unless `warned` lists it already."""
-    if rollout.success_hint and "success" not in warned:
-        warned.append("success")
-        warnings.warn(f"no chain counts as a success: {rollout.success_hint}", stacklevel=4)
+def warn_about_success(records: Sequence[Mapping[str, float]]) -> None:
+    """Warn, at the fifth record of a training run, if rewards varied but no chain could succeed; see `success_hint`."""
+    highest = [record["reward_max"] for record in records if "reward_max" in record]
+    if len(records) == 5 and highest and not any(record.get("success") for record in records):
+        hint = _success_hint(max(highest))
+        warnings.warn(f"no chain of the first {len(records)} steps counts as a success: {hint}", stacklevel=4)
+
+
+def _success_hint(highest: float) -> str:
+    return f"rewards reach {highest:.3g}, success needs 1: set Agent(success=)"
 
 
 def _trajectory_records(t: Trajectory) -> Iterator[dict[str, Any]]:

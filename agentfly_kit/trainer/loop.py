@@ -398,7 +398,7 @@ class TrainRun(Displayable):
     def _warn(self, index: int, rollout: Rollout, record: dict[str, float]) -> None:
         """Warn if no chain can succeed, many chains were unscored, or the mean reward collapsed."""
         config = self.config
-        warn_about_success(rollout, self.agent._warned)
+        warn_about_success([*self.run.records, record])
         if record.get("unscored", 0.0) > 0.05:
             why = next((str(t.error) for t in rollout.trajectories if t.error), "")
             warnings.warn(

@@ -165,9 +165,14 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     before = path.read_bytes()
     with pytest.raises(RunError, match="could not be written"):
         Rollout().save(path / "r.jsonl")  # the folder is a file
-    with pytest.raises(ZeroDivisionError), atomic_write(path) as file:
-        file.write("new")
-        raise ZeroDivisionError
+
+    def interrupted_write() -> None:
+        with atomic_write(path) as file:
+            file.write("new")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted_write()
     monkeypatch.setattr(os, name, failing)
     with pytest.raises(RunError, match=r"r\.jsonl could not be written \(.*No space left.*an existing file is"):
         Rollout().save(path)

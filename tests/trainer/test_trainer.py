@@ -92,6 +92,7 @@ async def test_an_iteration_keeps_to_its_budgets_and_a_run_without_them_has_none
 # --- it learns -----------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:no chain of the first 5 steps")
 async def test_it_learns(tmp_path: Path) -> None:
     policy = fresh()
     config = TrainConfig(steps=8, tasks_per_step=8, group_size=8, minibatch=32, epochs=2, lr=1e-3, lr_end=None)
