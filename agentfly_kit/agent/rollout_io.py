@@ -49,7 +49,8 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 def _non_default_fields(record: Any, leave: Sequence[str] = ()) -> dict[str, Any]:
-    values = ((name, getattr(record, name), default) for name, default in _defaults(type(record)) if name not in leave)
+    kind: Any = type(record)
+    values = ((name, getattr(record, name), default) for name, default in _defaults(kind) if name not in leave)
     # Types are compared too, so that 0 and False count as different.
     return {name: value for name, value, default in values if type(value) is not type(default) or value != default}
 
