@@ -172,7 +172,8 @@ export default {
           const { metrics: rows } = model.get("_about");
           const cells = (name, values) => h("tr", {}, ...values.map((text) => h(name, {}, h("bdi", {}, text))));
           metrics.hidden = !rows.length;
-          metrics.replaceChildren(h("summary", {}, "further metrics of the rewards"), h("div", { class: "afk-listbox", tabindex: "0", role: "region", "aria-label": "metrics without a chart" },
+          metrics.replaceChildren();
+          if (rows.length) metrics.append(h("summary", {}, "further metrics of the rewards"), h("div", { class: "afk-listbox", tabindex: "0", role: "region", "aria-label": "metrics without a chart" },
             h("table", {}, h("thead", {}, cells("th", ["metric", "run", "first", "last"])), h("tbody", {}, ...rows.map((row) => cells("td", row))))));
         }
         const span = () => [steps[0], Math.max(steps[steps.length - 1], steps[0] + 1)];
