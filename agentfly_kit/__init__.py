@@ -40,7 +40,7 @@ _WHERE = {
     "Sampling": "types",
     "ScriptedEngine": "engines.scripted",
     "ShellSandbox": "sandboxes.shell",
-    "Stats": "types",
+    "Stats": "ppo.stats",
     "Task": "types",
     "Tasks": "tasks",
     "ToolCall": "types",

@@ -32,6 +32,7 @@ from agentfly_kit.ppo import adamw as adamw
 from agentfly_kit.ppo import ppo_step as ppo_step
 from agentfly_kit.ppo import ppo_step_async as ppo_step_async
 from agentfly_kit.ppo import shaped_rewards as shaped_rewards
+from agentfly_kit.ppo.stats import Stats as Stats
 from agentfly_kit.rewards import reward as reward
 from agentfly_kit.sandboxes import sandbox_report as sandbox_report
 from agentfly_kit.sandboxes.files import FileSandbox as FileSandbox
@@ -57,7 +58,6 @@ from agentfly_kit.types import Group as Group
 from agentfly_kit.types import Row as Row
 from agentfly_kit.types import Sample as Sample
 from agentfly_kit.types import Sampling as Sampling
-from agentfly_kit.types import Stats as Stats
 from agentfly_kit.types import Task as Task
 from agentfly_kit.types import ToolCall as ToolCall
 from agentfly_kit.types import ToolResult as ToolResult

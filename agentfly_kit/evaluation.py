@@ -6,40 +6,35 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from agentfly_kit._async.pending_call import pending_call
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.budget import Budget
-from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.agent.rollout import Rollout, RolloutDiff
 from agentfly_kit.agent.settings import task_list
 from agentfly_kit.errors import SettingsError
+from agentfly_kit.success import pass_at_k, success_interval
 from agentfly_kit.types import Sampling, Task, Trajectory
 
 
 @dataclass(frozen=True)
 class Evaluation(Displayable):
-    """Results of an evaluation, as means over tasks.
-
-    Intervals are at the 95 % level, by bootstrap over *tasks*, because chains of one task are not independent.
+    """Results of an evaluation, as means over tasks. Success is that of `Trajectory.success`.
 
     Attributes:
-        success: mean@k: success rate of the scored chains of a task, averaged over tasks.
-        low: Lower end of the interval of `success`.
-        high: Upper end of the interval of `success`.
-        pass_at_k: Fraction of tasks that at least one of k chains solves.
+        success: Success rate of the scored chains of a task, averaged over tasks.
+        low, high: Ends of the 95 % confidence interval of `success`: Clopper-Pearson, with an effective number of
+            samples if tasks have several, because chains of one task are not independent.
+        pass_at_k: Unbiased estimate of the probability that one of k chains solves a task, for k = 1, 2, 4, ... and
+            `samples`, over tasks with at least k scored chains; without a k for which there is no such task.
+        tasks_at_k: Number of tasks with at least k scored chains.
         reward: Mean reward of the scored chains.
-        tasks: Number of tasks with a scored chain.
-        samples: Number of chains per task, k.
-        turns: Mean number of actions per chain.
-        calls: Mean number of tool calls per chain.
-        tokens: Sampled tokens per chain; NaN for text-only engines.
-        unscored: Share of chains without a reward.
-        truncated: Share of chains that a limit cut off.
+        tasks, samples: Number of tasks with a scored chain, and of chains per task.
+        turns, calls, tokens: Means per chain: actions, tool calls, sampled tokens (NaN for text-only engines).
+        unscored, truncated: Shares of chains without a reward, and of those that a limit cut off.
         greedy: Whether the most probable tokens were taken instead of samples.
-        metrics: Other metrics of the rewards by name, such as stages of a task; means over the scored chains that have
-            them.
+        metrics: Means of the metrics of the rewards over the scored chains that have them.
         seconds: Wall-clock time of the rollouts.
         rollout: The chains.
     """
@@ -47,7 +42,8 @@ class Evaluation(Displayable):
     success: float
     low: float
     high: float
-    pass_at_k: float
+    pass_at_k: dict[int, float] = field(hash=False)
+    tasks_at_k: dict[int, int] = field(hash=False)
     reward: float
     tasks: int
     samples: int
@@ -62,15 +58,30 @@ class Evaluation(Displayable):
     rollout: Rollout = field(repr=False, compare=False)
 
     def summary(self) -> dict[str, float]:
-        names = ("success", "low", "high", "pass_at_k", "reward", "turns", "calls", "tokens", "unscored", "truncated")
-        return {n: v for n in names if not math.isnan(v := getattr(self, n))}
+        """Return the numbers of the evaluation without NaN values; `tasks@k` only if tasks are excluded."""
+        names = ("success", "low", "high", "reward", "turns", "calls", "tokens", "unscored", "truncated")
+        numbers = {n: v for n in names if not math.isnan(v := getattr(self, n))}
+        numbers |= {f"pass@{k}": value for k, value in self.pass_at_k.items()}
+        return numbers | {f"tasks@{k}": n for k, n in self.tasks_at_k.items() if n < self.tasks}
+
+    def diff(self, other: Evaluation) -> RolloutDiff:
+        """Compare with a later evaluation of the same tasks, with a paired test; see `Rollout.diff`."""
+        return self.rollout.diff(other.rollout)
 
     def __repr__(self) -> str:
-        how = "greedy" if self.greedy else "sampled"
-        return (
-            f"Evaluation(success {self.success:.3f} [{self.low:.3f}, {self.high:.3f}], {how}, "
-            f"{self.tasks} tasks x {self.samples}, {self.turns:.1f} turns, {self.calls:.1f} calls)"
-        )
+        parts = [
+            f"success {self.success:.3f} [{self.low:.3f}, {self.high:.3f}]",
+            "greedy" if self.greedy else "sampled",
+            f"{self.tasks} tasks x {self.samples}",
+        ]
+        if len(self.pass_at_k) > 1:
+            k = max(self.pass_at_k)
+            among = f" (of {self.tasks_at_k[k]} tasks)" if self.tasks_at_k[k] < self.tasks else ""
+            parts.append(f"pass@{k} {self.pass_at_k[k]:.3f}{among}")
+        parts += [f"{self.turns:.1f} turns", f"{self.calls:.1f} calls"]
+        if self.rollout.unscored_reason:
+            parts.append(self.rollout.unscored_reason)
+        return f"Evaluation({', '.join(parts)})"
 
 
 @pending_call
@@ -88,12 +99,15 @@ async def evaluate(
 ) -> Evaluation:
     """Roll out `samples` chains of each task for each seed, and summarise their rewards.
 
+    A chain succeeds by the rule of `Agent(success=)`: by default if its metric "success" is not 0, or, without such a
+    metric, if its reward is at least 1.
+
     Args:
         agent: the agent to evaluate; it needs a reward.
         tasks: the tasks.
         samples: number of chains per task and seed.
         sampling: replaces the sampling parameters of the agent.
-        seeds: seeds of the rollouts; evaluation seeds never coincide with those of training rollouts.
+        seeds: distinct seeds of the rollouts; evaluation seeds never coincide with those of training rollouts.
         max_concurrency: maximum number of chains that run concurrently.
         greedy: take the most probable token instead of sampling. Greedy and sampled results are not comparable.
         budget: limit shared by all chains of a seed. Chains that it prevents from starting are listed in
@@ -101,13 +115,15 @@ async def evaluate(
         group_budget: limit shared by the chains of one task and seed.
 
     Raises:
-        SettingsError: if no chain was scored, or `seeds` is empty.
+        SettingsError: if the agent has no reward, no chain was scored, or `seeds` is empty or has repetitions.
     """
     given = task_list(tasks)
+    if not agent.reward and agent.group_reward is None:
+        raise SettingsError("the agent has no reward to evaluate; add one with agent.replace(reward=...)")
+    if len(seeds) == 0 or len(set(seeds)) < len(seeds):
+        raise SettingsError(f"seeds must hold at least one seed, and none twice, got {tuple(seeds)}")
     if greedy:
         sampling = (sampling or agent.sampling).replace(temperature=0.0)
-    if len(seeds) == 0:
-        raise SettingsError("seeds must hold at least one seed, got ()")
     if sampling is not None:
         # A shallow copy, which shares the last run and the warnings already shown with the original agent.
         agent = dataclasses.replace(agent, sampling=sampling)
@@ -115,7 +131,7 @@ async def evaluate(
     not_run: dict[str, str] = {}
     seconds = 0.0
     for seed in seeds:
-        run = agent.rollout(
+        rollout = await agent.rollout(
             given,
             samples,
             max_concurrency=max_concurrency,
@@ -124,7 +140,6 @@ async def evaluate(
             index=seed,
             purpose="evaluate",
         )
-        rollout = await run
         found.extend(rollout.trajectories)
         not_run.update(rollout.not_run)
         seconds += rollout.seconds
@@ -134,31 +149,28 @@ async def evaluate(
 
 
 def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evaluation:
-    """Compute the `Evaluation` of a finished rollout with `samples` chains per task.
-
-    Raises:
-        SettingsError: if no chain was scored.
-    """
+    """Compute the `Evaluation` of a finished rollout with `samples` chains per task, at least one of them scored."""
     by_task: dict[str, list[bool]] = {}
+    measured: dict[str, list[float]] = {}
     for t in rollout.trajectories:
         if t.success is not None:
             by_task.setdefault(t.task.id, []).append(t.success)
-    if not by_task:
-        why = next((str(t.error) for t in rollout.trajectories if t.error), "the agent has no reward")
-        raise SettingsError(f"none of {len(rollout)} chains was scored ({why}); check that the agent has a reward=")
-    numbers = rollout.summary()
-    measured: dict[str, list[float]] = {}
-    for t in rollout.trajectories:
-        if t.reward is not None:
             for name, value in t.metrics.items():
                 measured.setdefault(name, []).append(value)
-    means = [sum(values) / len(values) for values in by_task.values()]
-    low, high = bootstrap(means)
+    if not by_task:
+        raise SettingsError(f"no chain was scored, of {len(rollout)}: {rollout.unscored_reason or 'none ran'}")
+    outcomes = list(by_task.values())
+    at_k: dict[int, list[float]] = {}
+    for k in sorted({*(2**i for i in range(samples.bit_length())), samples}):
+        at_k[k] = [pass_at_k(len(of_task), sum(of_task), k) for of_task in outcomes if len(of_task) >= k]
+    numbers = rollout.summary()
+    low, high = success_interval(outcomes)
     return Evaluation(
-        success=sum(means) / len(means),
+        success=sum(sum(of_task) / len(of_task) for of_task in outcomes) / len(outcomes),
         low=low,
         high=high,
-        pass_at_k=sum(any(values) for values in by_task.values()) / len(by_task),
+        pass_at_k={k: sum(values) / len(values) for k, values in at_k.items() if values},
+        tasks_at_k={k: len(values) for k, values in at_k.items()},
         reward=numbers["reward"],
         tasks=len(by_task),
         samples=samples,
@@ -172,14 +184,3 @@ def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evalua
         seconds=rollout.seconds,
         rollout=rollout,
     )
-
-
-def bootstrap(values: Sequence[float], *, draws: int = 1000, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of the mean. (N,) -> (low, high)."""
-    import numpy as np
-
-    data: Any = np.asarray(values, dtype=float)
-    rng = np.random.default_rng(seed)
-    means = np.array([data[rng.integers(0, len(data), len(data))].mean() for _ in range(draws)])
-    tail = (1 - level) / 2
-    return float(np.quantile(means, tail)), float(np.quantile(means, 1 - tail))

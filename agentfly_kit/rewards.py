@@ -1,8 +1,4 @@
-"""Rewards: functions that score a finished chain, and weighted sums of them.
-
-Arguments are injected by parameter name. An unscored chain has reward None, never 0.0. An exception in a reward leaves
-only its own chain unscored.
-"""
+"""Rewards: functions that score a finished chain, and weighted sums of them."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ _INJECTED_NAMES = {
 
 @dataclass(frozen=True)
 class Score(Displayable):
-    """Score of one trajectory by one reward or a set of rewards.
+    """Score of one trajectory by the reward `name` or by a set of rewards, which took `seconds`.
 
     Attributes:
         reward: None if unscored.
@@ -43,8 +39,6 @@ class Score(Displayable):
         turn_rewards: Sum of the `per="turn"` rewards of each action, by index in `trajectory.turns`.
         extras: Returned values that are not numbers, by name.
         arguments: Injected values by parameter name.
-        name
-        seconds
     """
 
     reward: float | None
@@ -57,7 +51,7 @@ class Score(Displayable):
     seconds: float = field(default=0.0, compare=False)
 
     def __repr__(self) -> str:
-        lines = [f"{self.name}: {_format_reward(self.reward)}"]
+        lines = [f"{self.name}: {'unscored' if self.reward is None else f'{self.reward:g}'}"]
         lines += [f"  {key} = {_short_repr(value)}" for key, value in self.arguments.items()]
         lines += [f"  -> {key} {value:g}" for key, value in self.metrics.items() if key != self.name]
         lines += [f"  -> {key} {_short_repr(value)}" for key, value in self.extras.items()]
@@ -68,11 +62,7 @@ class Score(Displayable):
 
 
 class Reward(Displayable, InjectedFunction[P, R]):
-    """Function that scores a chain, created by `@reward`. Calling it calls the function.
-
-    `score` returns its value for a trajectory and records exceptions as failures. `try_` does so interactively and
-    shows every injected argument.
-    """
+    """Function that scores a chain, created by `@reward`. Calling it calls the function."""
 
     kind = "reward"
     error_type = RewardError
@@ -106,8 +96,6 @@ class Reward(Displayable, InjectedFunction[P, R]):
         per = ", per turn" if self.per == "turn" else ""
         return f"<Reward {self.name}({', '.join(self._parameters)}){weight}{per}>"
 
-    # --- scoring ---
-
     @pending_call
     async def try_(
         self, trajectory: Trajectory, /, *, turn: Turn | int | None = None, pool: PoolLike | None = None
@@ -117,11 +105,7 @@ class Reward(Displayable, InjectedFunction[P, R]):
         Args:
             trajectory: the trajectory to score.
             turn: for a reward per turn, the action or its index in `trajectory.turns`; the last action by default.
-            pool: pool that provides a required sandbox. Without it, one is started for this call. Either way it is a
-                fresh sandbox, not the one of the chain, which has been released.
-
-        Raises:
-            RewardError: if `turn` is given for a reward per trajectory, or is not an action.
+            pool: pool of a required sandbox, or None to start one. It is never that of the chain, which is released.
         """
         if self.per == "turn":
             turn = _action_to_score(trajectory, turn)
@@ -131,13 +115,9 @@ class Reward(Displayable, InjectedFunction[P, R]):
             return await self.score(trajectory, context, turn=turn)
 
     async def score(self, trajectory: Trajectory, context: Context, *, turn: Turn | None = None) -> Score:
-        """Return the unweighted score. Sync functions run in a thread, so that they do not block other chains.
+        """Return the unweighted score.
 
         An exception or timeout in the reward gives an unscored `Score`.
-
-        Raises:
-            CancelledError: if the caller was cancelled.
-            KeyboardInterrupt: always propagates.
         """
         arguments: dict[str, Any] = {}
         # Copied from the task, not from the chain, whose fields a tool may have changed.
@@ -159,9 +139,8 @@ class Reward(Displayable, InjectedFunction[P, R]):
         if outcome.error is not None:
             return replace(score, error=functions.failure_from(f"reward {self.name}", outcome.error))
         reward, metrics, extras = outcome.value
-        if reward is not None:
-            metrics = {self.name: reward, **metrics}
-        return replace(score, reward=reward, metrics=metrics, extras=extras)
+        own = {} if reward is None else {self.name: reward}
+        return replace(score, reward=reward, metrics=own | metrics, extras=extras)
 
     def _split_result(self, value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]:
         """Return (reward, metrics, extras) for a return value."""
@@ -208,7 +187,7 @@ def reward(
     `context`, and with per="turn" also `turn` (the action) and `observation` (the turn that follows it, or None). A
     parameter annotated with a sandbox class receives the sandbox of the chain. All other names refer to task fields.
     The function returns a number, a bool, None for unscored, or dict(reward=..., anything=...), whose further numbers
-    become metrics.
+    become metrics; a metric "success" decides whether the chain succeeded (see `Agent(success=)`).
 
     Args:
         function: the function to decorate.
@@ -220,11 +199,9 @@ def reward(
     Raises:
         RewardError: names the function and the parameter.
     """
-
-    def decorate(function: Callable[P, R]) -> Reward[P, R]:
-        return Reward(function, weight=weight, per=per, name=name, timeout=timeout)
-
-    return decorate if function is None else decorate(function)
+    if function is None:
+        return lambda function: Reward(function, weight=weight, per=per, name=name, timeout=timeout)
+    return Reward(function, weight=weight, per=per, name=name, timeout=timeout)
 
 
 class RewardSet(Displayable, FunctionSet[Reward[..., Any]]):
@@ -332,10 +309,6 @@ def _is_number(value: Any) -> bool:
         return not isinstance(value, complex)
     shape = getattr(value, "shape", None)
     return shape is not None and math.prod(shape) == 1 and hasattr(value, "item") and hasattr(value, "dtype")
-
-
-def _format_reward(reward: float | None) -> str:
-    return "unscored" if reward is None else f"{reward:g}"
 
 
 def _short_repr(value: Any, limit: int = 80) -> str:

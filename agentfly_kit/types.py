@@ -1,4 +1,4 @@
-"""Immutable records exchanged between the stages: tasks, turns, trajectories, groups, events and statistics.
+"""Immutable records exchanged between the stages: tasks, samples, tool calls, turns, trajectories, groups.
 
 No torch, no text processing, no I/O.
 
@@ -63,6 +63,19 @@ TRUNCATED_STOPS: frozenset[str] = BUDGET_STOPS | {
 
 # Stop reasons after which no reward is computed, because the model did not cause them.
 UNSCORED_STOPS: frozenset[str] = frozenset({"cancelled", "error"})
+
+
+def _shorten(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _check_lengths(record: Sample | Turn, names: Sequence[str]) -> None:
+    """Raise AlignmentError if a per-token field differs in length from `ids`."""
+    count = len(record.ids or ())
+    for name in names:
+        values = getattr(record, name)
+        if values is not None and len(values) != count:
+            raise AlignmentError(f"{name} must have one entry per id ({count}), got {len(values)}")
 
 
 # --- inputs --------------------------------------------------------------------------------------
@@ -132,7 +145,7 @@ def _normalize_call(call: Any, index: int, at: str, error: type[Exception]) -> d
 
 @dataclass(frozen=True)
 class Task(Displayable):
-    """One problem for an agent: the initial messages, and named fields that rewards and tools can request.
+    """One problem for an agent.
 
     Attributes:
         id: Name of the task, unique within a set of tasks.
@@ -153,8 +166,7 @@ class Task(Displayable):
         object.__setattr__(self, "messages", normalize_messages(self.messages, f"task {self.id!r}", TaskError))
 
     def __repr__(self) -> str:
-        text = self.messages[-1]["content"]
-        text = text if len(text) <= 60 else text[:57] + "..."
+        text = _shorten(self.messages[-1]["content"], 60)
         return f"Task({self.id!r}, {text!r}, fields: {', '.join(self.fields) or 'none'})"
 
 
@@ -168,15 +180,10 @@ class Sampling:
     Args:
         temperature: Divisor of the logits, at least 0. 0 always takes the most probable token (greedy).
         max_tokens: Maximum number of tokens per action; `Agent(max_tokens=)` limits the whole chain.
-        top_p: Sample only from the most probable tokens whose probabilities sum up to at least this value, above 0 and
-            at most 1. 1 turns it off.
-        top_k: 0 disables top-k.
-        min_p: Sample only from tokens that have at least this fraction of the probability of the most probable token,
-            from 0 to 1. 0 turns it off.
+        top_p: Sample from the most probable tokens whose probabilities sum up to at least this value, in (0, 1].
+        top_k: Sample from this number of most probable tokens; 0 disables top-k.
+        min_p: Sample from tokens with at least this fraction, in [0, 1], of the probability of the most probable one.
         stop: Strings that end an action. The last sampled token is kept whole; only the parser truncates the text.
-
-    Raises:
-        SettingsError: for a value out of range.
     """
 
     temperature: float = 1.0
@@ -223,7 +230,7 @@ class TurnRequest:
 
     Attributes:
         task: The task of the chain.
-        turn: Index of the action in its chain, starting at 0.
+        turn: Index of the action in its chain.
         session: Id of the chain. `engine.release(session)` frees the KV cache kept under this key.
         messages: The conversation so far.
         tools: The schemas of the tools that the model may call.
@@ -250,11 +257,7 @@ class Sample:
         kept_mass: Probability mass left by top-p, top-k and min-p at each token; None without truncation.
         text: Set only by text-only engines.
         calls: Tool calls, if the server has already parsed them out of `text`.
-        seconds: Time that the engine took.
-
-    Raises:
-        EngineError: if both `ids` and `text` are None.
-        AlignmentError: if a per-token field differs in length from `ids`.
+        seconds: Duration of the request.
     """
 
     ids: tuple[int, ...] | None
@@ -272,22 +275,12 @@ class Sample:
             if self.text is None:
                 raise EngineError("a Sample must have ids, or text if the engine is text-only; got neither")
             return
-        for name in ("logprobs", "entropies", "versions", "kept_mass"):
-            values = getattr(self, name)
-            if values is not None and len(values) != len(self.ids):
-                raise AlignmentError(f"{name} must have one entry per id ({len(self.ids)}), got {len(values)}")
+        _check_lengths(self, ("logprobs", "entropies", "versions", "kept_mass"))
 
 
 @dataclass(frozen=True)
 class Distribution(Displayable):
-    """Next-token distribution, most probable token first.
-
-    Attributes:
-        ids: Token ids.
-        texts: The text of each token.
-        logprobs: Of each token, in nats.
-        entropy: Entropy of the whole distribution, in nats.
-    """
+    """Next-token distribution: `ids`, `texts` and `logprobs`, most probable first, and its `entropy`, in nats."""
 
     ids: tuple[int, ...]
     texts: tuple[str, ...]
@@ -305,13 +298,10 @@ class Distribution(Displayable):
 
 @dataclass(frozen=True)
 class Failure:
-    """Serializable record of an exception, which keeps no stack frames alive.
+    """Serializable record of an exception: its `type`, `message` and `traceback`, without stack frames.
 
     Attributes:
         where: Component that failed: "tool calculator", "reward exact", "engine", "pool", ...
-        type: Name of the exception's class.
-        message: The exception as text.
-        traceback: The formatted traceback.
         host: True if the exception was a `HostError`, which the model did not cause. Not saved to disk.
     """
 
@@ -337,17 +327,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of one tool call. `observation` is exactly the text shown to the model.
+    """Result of one tool call, which took `seconds`.
 
     Attributes:
         ok: Whether the call succeeded.
-        observation: The text that the model is shown.
-        error: Unexpected failure, with traceback. None if the call succeeded or the tool raised `ToolError`.
-        seconds: Time that the call took.
+        observation: Exactly the text shown to the model.
+        error: Unexpected failure. None if the call succeeded or the tool raised `ToolError`.
         truncated: Whether the observation was shortened.
         reward: Turn reward given by the tool.
-        done: True if the tool ends the chain.
-        env_done: True if the environment has ended the episode, which ends the chain too.
+        done, env_done: True if the tool, or the environment, ends the chain.
         metrics: Numbers that the tool reported, by name.
 
     Raises:
@@ -369,7 +357,7 @@ class ToolResult:
             raise SettingsError(f"the observation of a ToolResult must be a string, got {self.observation!r:.80}")
 
     def __repr__(self) -> str:
-        text = self.observation if len(self.observation) <= 80 else self.observation[:77] + "..."
+        text = _shorten(self.observation, 80)
         flags = "".join(f", {name}" for name in ("truncated", "done", "env_done") if getattr(self, name))
         error = f", error={str(self.error)!r}" if self.error else ""
         return f"ToolResult({'ok' if self.ok else 'failed'}, {text!r}{flags}{error})"
@@ -381,13 +369,11 @@ class ToolCall(Displayable):
 
     Attributes:
         id: Name of the call, which its result refers to.
-        name: Name of the tool.
-        arguments: Arguments by name.
-        result: Result of the call; None before it ran.
+        name, arguments: Name and arguments of the tool.
+        result: None before the call ran.
         error: Parse error, which is shown to the model; `name` may then be empty.
         raw: The text from which the call was parsed, where the format keeps it.
-        rerunner: `call -> awaitable`, set by a running chain so that `rerun` calls the same tool object. Not saved to
-            disk.
+        rerunner: Function of the call that `rerun` uses, set by a running chain. Not saved to disk.
     """
 
     id: str
@@ -399,13 +385,9 @@ class ToolCall(Displayable):
     rerunner: Any = field(default=None, repr=False, compare=False)
 
     def rerun(self) -> Any:
-        """Call the tool again with the same arguments, on a temporary sandbox lease.
+        """Call the tool again with the same arguments, on a temporary sandbox lease; awaitable.
 
-        Returns:
-            An awaitable `ToolResult`. Exceptions of the tool propagate.
-
-        Raises:
-            EngineError: if the call was loaded from disk or named an unknown tool.
+        Exceptions of the tool propagate. A call that was loaded from disk raises EngineError.
         """
         if self.rerunner is None:
             raise EngineError(
@@ -433,26 +415,18 @@ class Turn:
         kind: "prompt", "action", "observation" or "forced".
         author: "task" (prompt), "policy", "script", "person", "tool", "hook", or the name of a role.
         ids: None for text-only engines.
-        sampled: Whether this policy sampled every id of the turn.
-        logprobs: Of each id, in nats; required for a sampled turn.
-        entropies: Of the distribution behind each id, in nats; None where the engine gives none.
-        kept_mass: Probability that top-p, top-k or min-p kept, for each id; None when nothing was cut.
-        versions: Policy version behind each id; required for a sampled turn.
+        logprobs, entropies, kept_mass, versions: Of each id, as in `Sample`; a sampled turn has logprobs and versions.
         text: Decoded ids, for display and parsing; never encoded again.
-        token_texts: Text of each token, for token views. The strings are shared, so this costs one pointer per token.
+        token_texts: Text of each token, for token views.
         messages: Content of the turn as chat messages, for rewards, text-only engines and display.
         tool_calls: Calls written by an action; on the following observation, the same calls with their results.
         stop: Stop reason of the engine for an action: stop, length, string or abort.
         reward: Turn reward, credited to the last preceding action token.
         seed: Seed with which the turn was sampled, if it was.
-        seconds: Time that the turn took.
+        seconds: Duration of the turn.
         label: Position in the chain, for display: "turn 3 of 6".
         parent: The turn that it follows; None for the first one.
         row: Index of the row of the chain that holds this turn. Compaction or a re-rendered history starts a new row.
-
-    Raises:
-        AlignmentError: if a per-token field differs in length from `ids`, or a sampled turn has no ids, logprobs or
-            versions.
     """
 
     kind: TurnKind
@@ -480,12 +454,7 @@ class Turn:
             if self.sampled:
                 raise AlignmentError("a sampled turn must have ids, got ids=None")
             return
-        count = len(self.ids)
-        for values in (self.logprobs, self.entropies, self.kept_mass, self.versions, self.token_texts):
-            if values is not None and len(values) != count:
-                names = ("logprobs", "entropies", "kept_mass", "versions", "token_texts")
-                name = next(name for name in names if getattr(self, name) is values)
-                raise AlignmentError(f"{name} must have one entry per id ({count}), got {len(values)}")
+        _check_lengths(self, ("logprobs", "entropies", "kept_mass", "versions", "token_texts"))
         if self.sampled and (self.logprobs is None or self.versions is None):
             raise AlignmentError("a sampled turn must have a logprob and a policy version per id")
 
@@ -524,7 +493,7 @@ class Turn:
         return sum(turn.completes_action for turn in self.path)
 
     def __repr__(self) -> str:
-        text = self.text if len(self.text) <= 60 else self.text[:57] + "..."
+        text = _shorten(self.text, 60)
         count = "no ids" if self.ids is None else f"{len(self.ids)} tokens"
         label = f"{self.label}, " if self.label else ""
         return f"Turn({label}{self.kind} by {self.author}, {count}, {text!r})"
@@ -538,10 +507,8 @@ class Row:
     its turns; each has shape (T,).
 
     Attributes:
-        trajectory: Id of the trajectory.
-        index: Index in `trajectory.rows`, starting at 0.
-        turns: The turns of the row, in order.
-        start: Index of the first turn in `trajectory.turns`.
+        trajectory, index: Id of the trajectory, and index in its `rows`.
+        turns, start: The turns of the row, and the index of the first of them in `trajectory.turns`.
         tools: The schemas that were in the prompt.
     """
 
@@ -561,15 +528,7 @@ class Row:
         return all(turn.ids is not None for turn in self.turns)
 
     def _concatenate(self, values: Callable[[int, Turn], Iterable[Any]], dtype: str) -> npt.NDArray[Any]:
-        """Return the values of all tokens as a read-only array (T,).
-
-        Args:
-            values: returns the values of the tokens of a turn, given its index in `turns`.
-            dtype: type of the array.
-
-        Raises:
-            AlignmentError: if the engine was text-only.
-        """
+        """Return the values of all tokens as a read-only array (T,), from `values(index of a turn, turn)`."""
         import numpy as np
 
         self._require_ids()
@@ -595,10 +554,7 @@ class Row:
         return self._concatenate(lambda _, turn: [turn.sampled] * turn.num_tokens, "bool")
 
     def sampled_by(self, *authors: str) -> npt.NDArray[np.bool_]:
-        """Return the mask of tokens that the policy sampled as one of these authors (roles).
-
-        Without arguments this is `action_mask`.
-        """
+        """Return the mask of tokens that the policy sampled as one of these authors (roles); by default all."""
         if not authors:
             return self.action_mask
         return self._concatenate(lambda _, turn: [turn.sampled and turn.author in authors] * turn.num_tokens, "bool")
@@ -664,16 +620,14 @@ class Trajectory(Displayable):
 
     Attributes:
         id: Unique within a run; the key that joins rows, data frames and widgets.
-        task: The task that the chain was given.
-        group: Id shared by all chains of one task in one rollout.
-        chain: Index in the group, starting at 0.
+        task: The task of the chain.
+        group, chain: Id shared by all chains of one task in one rollout, and index in this group.
         turns: Turns of all rows, in order.
         stop: Stop reason: why the chain ended.
         reward: None means unscored, which is excluded from every mean; it never counts as 0.0.
         metrics: Numbers that the rewards reported, by name.
         error: The failure, for a chain that ended with an error or could not be scored.
-        seed: Seed of the chain.
-        sampling: How its actions were sampled.
+        seed, sampling: Seed of the chain, and how its actions were sampled.
         seconds: Wall-clock time of the chain.
         tools: Tool schemas in the prompt.
         dropped: Reason why a training step excluded the trajectory; None if it was used, or not yet part of a step.
@@ -694,15 +648,9 @@ class Trajectory(Displayable):
     tools: tuple[dict[str, Any], ...] = ()
     dropped: str | None = None
 
-    # --- tokens ---
-
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Token sequences of the trajectory in the order of their creation; at least one.
-
-        Raises:
-            AlignmentError: if `row` of the turns does not count up from 0.
-        """
+        """Token sequences of the trajectory in the order of their creation; at least one."""
         starts = [i for i, turn in enumerate(self.turns) if i == 0 or turn.row != self.turns[i - 1].row]
         if [self.turns[i].row for i in starts] != list(range(len(starts))):
             raise AlignmentError(
@@ -733,8 +681,6 @@ class Trajectory(Displayable):
     versions = _single_row_view("versions")
     turn_index = _single_row_view("turn_index")
     token_texts = _single_row_view("token_texts")
-
-    # --- turns and calls ---
 
     @property
     def actions(self) -> tuple[Turn, ...]:
@@ -767,7 +713,10 @@ class Trajectory(Displayable):
 
     @property
     def success(self) -> bool | None:
-        """`metrics["success"]` if a reward reported it, else reward >= 1; None if unscored."""
+        """Whether `metrics["success"]` is not 0, or, without that metric, whether the reward is at least 1.
+
+        None if unscored. `Agent(success=)` and rewards record the metric.
+        """
         if self.reward is None:
             return None
         return bool(self.metrics["success"]) if "success" in self.metrics else self.reward >= 1
@@ -805,12 +754,7 @@ class Trajectory(Displayable):
 
 @dataclass(frozen=True)
 class Group(Displayable):
-    """Trajectories of one task in one rollout, among which rewards are compared.
-
-    Attributes:
-        id: Name of the group, unique within a run.
-        trajectories: Its chains, in order.
-    """
+    """The `trajectories` of one task in one rollout, among which rewards are compared; `id` is unique within a run."""
 
     id: str
     trajectories: tuple[Trajectory, ...]
@@ -833,83 +777,3 @@ class Group(Displayable):
         scored = [r for r in self.rewards if r is not None]
         mean = f"mean reward {sum(scored) / len(scored):.3f}" if scored else "unscored"
         return f"Group({self.id!r}, {len(self)} chains, {mean})"
-
-
-# --- one optimisation step -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Stats(Displayable):
-    """Statistics of one `ppo_step`; means over action tokens unless documented otherwise.
-
-    Attributes:
-        loss: Total loss, the mean over updates.
-        policy_loss: Policy loss, the mean over updates.
-        approx_kl: Mean of k3(new, old) in nats per token, from the forward passes of the last epoch. Rows without
-            signal are skipped (see `dropped_groups`) and not part of the mean; with `target_kl` all rows run, and the
-            mean is over all action tokens.
-        clip_fraction: Fraction of action tokens whose clip binds, given the sign of the advantage, in the last epoch.
-        entropy: Exact entropy at the sampling temperature, in nats per token.
-        grad_norm: Gradient norm before clipping, mean over updates.
-        value_loss: Value loss, the mean over updates; NaN without one.
-        kl_reference: KL to the reference policy, by the requested estimator, in nats per token.
-        explained_variance: Share of the variance of the returns that the values explain; NaN without values.
-        ratio_max: 1 plus the largest deviation of a probability ratio from 1.
-        effective_sample_size: Effective fraction of tokens or rows after weighting by `correction=`.
-        sampler_gap: Largest |engine logprob - trainer logprob| before the first update: over at most eight rows of the
-            batch with old_logprobs="auto", over all rows with "recompute"; NaN with "engine".
-        reward_mean: Mean reward of the trajectories in the batch.
-        reward_std: Standard deviation of their rewards.
-        advantage_mean: Mean advantage of the action tokens.
-        unscored: Fraction of trajectories without a reward.
-        truncated: Share of trajectories that a limit cut off.
-        updates: Number of optimizer steps.
-        rows: Number of rows in the batch.
-        tokens: Action tokens trained on per epoch.
-        dropped_groups: Groups skipped because their gradient is exactly zero.
-        dropped: Number of excluded trajectories by reason: unscored, truncated, or the reason given by a filter.
-        stopped_early: Whether `target_kl` ended the step.
-        lr: Learning rate of the policy.
-        seconds: Wall-clock time of the step.
-        phases: Seconds per phase: old, forward, backward, optimizer.
-        detail: With detail=True, (B, T) float32 arrays on the rows of the batch: logprobs before and after, ratio, ...
-        batch: With detail=True: the batch.
-    """
-
-    loss: float
-    policy_loss: float
-    approx_kl: float
-    clip_fraction: float
-    entropy: float
-    grad_norm: float
-    value_loss: float = math.nan
-    kl_reference: float = math.nan
-    explained_variance: float = math.nan
-    ratio_max: float = math.nan
-    effective_sample_size: float = math.nan
-    sampler_gap: float = math.nan
-    reward_mean: float = math.nan
-    reward_std: float = math.nan
-    advantage_mean: float = math.nan
-    unscored: float = 0.0
-    truncated: float = 0.0
-    updates: int = 0
-    rows: int = 0
-    tokens: int = 0
-    dropped_groups: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    stopped_early: bool = False
-    lr: float = math.nan
-    seconds: float = field(default=0.0, compare=False)
-    phases: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
-    detail: dict[str, Any] | None = field(default=None, compare=False, repr=False)
-    batch: Any = field(default=None, compare=False, repr=False)
-
-    def scalars(self) -> dict[str, float]:
-        """Return the scalar fields in JSON-serializable form, without NaN values."""
-        out: dict[str, float] = {}
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, bool | int | float) and not (isinstance(value, float) and math.isnan(value)):
-                out[name] = value
-        return out

@@ -15,7 +15,7 @@ LAYERS = [
     "_display",
     "errors seeds",
     "types _async",
-    "chat tasks batch pool sandboxes advantages losses",
+    "chat tasks success batch pool sandboxes advantages losses",
     "tools policy _doctor",
     "rewards engines ppo",
     "agent",

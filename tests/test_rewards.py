@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from agentfly_kit.errors import RewardError, TaskError
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import Reward, RewardSet, Score, reward
 from agentfly_kit.tools.context import Context
 from agentfly_kit.tools.injection import FromTask
-from agentfly_kit.types import Failure, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentfly_kit.types import Task, ToolCall, ToolResult, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "2+3"},), {"answer": "5", "tags": ["sum"]})
 
@@ -55,52 +56,40 @@ async def score(function: Any, trajectory: Trajectory = ANSWERED, **options: Any
 
 
 async def test_injection_by_name() -> None:
-    seen: dict[str, Any] = {}
+    seen: list[Any] = []
 
     @reward
     def look(final, trajectory, context, answer, tags, missing="default"):  # type: ignore[no-untyped-def]
-        seen.update(locals())
+        seen.extend((final, trajectory, context, answer, tags, missing))
         return 1
 
     context = Context(TASK)
     assert (await look.score(ANSWERED, context)).reward == 1
-    assert seen == {
-        "final": "5",
-        "trajectory": ANSWERED,
-        "context": context,
-        "answer": "5",
-        "tags": ["sum"],
-        "missing": "default",
-        "seen": seen,
-    }
+    assert seen == ["5", ANSWERED, context, "5", ["sum"], "default"]
+
+    def field(final: FromTask[str]) -> bool:
+        return final == "field"
+
+    task = Task("t", TASK.messages, {"final": "field"})
+    assert (await score(field, ANSWERED.replace(task=task))).reward == 1.0
 
 
-async def test_no_answer_is_none_not_the_tools_observation() -> None:
-    """The right number stands in the observation; a chain that never answered did not say it."""
+async def test_without_an_answer_final_is_none() -> None:
+    """Although the last observation holds the right number."""
     result = await exact.try_(CUT)
     assert result.arguments["final"] is None
     assert result.reward == 0.0
     assert (await exact.try_(ANSWERED)).reward == 1.0
 
 
-async def test_what_a_tool_did_to_its_fields_does_not_move_the_right_answer() -> None:
+async def test_fields_changed_by_a_tool_do_not_reach_the_reward() -> None:
     context = Context(TASK)
     context.fields["tags"].append("cheat")
 
-    @reward
     def count(tags: list[str]) -> int:
         return len(tags)
 
-    assert (await count.score(ANSWERED, context)).reward == 1
-
-
-async def test_from_task_asks_for_a_field_whatever_its_name() -> None:
-    task = Task("t", TASK.messages, {"final": "field"})
-
-    def f(final: FromTask[str]) -> bool:
-        return final == "field"
-
-    assert (await score(f, ANSWERED.replace(task=task))).reward == 1.0
+    assert (await reward(count).score(ANSWERED, context)).reward == 1
 
 
 async def test_a_turn_reward_sees_the_turn_and_its_observation() -> None:
@@ -153,7 +142,7 @@ async def test_the_reward_reads_the_sandbox_that_the_chain_used() -> None:
     assert (await wrote.try_(ANSWERED)).reward == 0.0
 
 
-async def test_no_pool_is_an_unscored_chain_that_says_what_to_type() -> None:
+async def test_a_missing_pool_leaves_the_chain_unscored() -> None:
     result = await wrote.score(ANSWERED, Context(TASK))
     assert result.reward is None
     assert result.error is not None
@@ -180,6 +169,7 @@ async def test_no_pool_is_an_unscored_chain_that_says_what_to_type() -> None:
         (decimal.Decimal("0.5"), 0.5),
         ({"reward": 1}, 1.0),
         ({"reward": np.float64(0.5)}, 0.5),
+        (torch.tensor([0.5], requires_grad=True), 0.5),
     ],
 )
 async def test_numbers(value: Any, number: float) -> None:
@@ -189,15 +179,6 @@ async def test_numbers(value: Any, number: float) -> None:
     result = await score(f)
     assert result == Score(number, {"f": number}, name="f")
     assert type(result.reward) is float
-
-
-async def test_torch_scalars() -> None:
-    torch = pytest.importorskip("torch")
-
-    def f() -> Any:
-        return {"reward": torch.tensor(0.5, requires_grad=True), "n": torch.tensor([3])}
-
-    assert (await score(f)).metrics == {"f": 0.5, "n": 3.0}
 
 
 async def test_none_is_unscored_without_a_failure() -> None:
@@ -227,7 +208,7 @@ async def test_none_is_unscored_without_a_failure() -> None:
         ({"reward": 1.0, "f1": math.nan}, "'f1' must be finite"),
     ],
 )
-async def test_a_value_that_is_no_score_is_a_failure(value: Any, words: str) -> None:
+async def test_an_invalid_value_is_a_failure(value: Any, words: str) -> None:
     def f() -> Any:
         return value
 
@@ -256,7 +237,7 @@ async def raises_later(final: str) -> float:
 
 
 @pytest.mark.parametrize(("function", "kind"), [(raises, "ZeroDivisionError"), (exits, "SystemExit")])
-async def test_one_that_raises_is_unscored_with_its_traceback(function: Any, kind: str) -> None:
+async def test_an_exception_leaves_the_chain_unscored(function: Any, kind: str) -> None:
     result = await score(function)
     assert result.reward is None
     assert result.error is not None
@@ -265,7 +246,17 @@ async def test_one_that_raises_is_unscored_with_its_traceback(function: Any, kin
     assert "function.py" not in result.error.traceback
 
 
-async def test_a_failure_keeps_what_the_others_said() -> None:
+async def test_rewards_run_concurrently() -> None:
+    barrier = threading.Barrier(3, timeout=10)
+
+    def meet() -> int:
+        return barrier.wait() >= 0
+
+    got = await RewardSet([reward(name=name)(meet) for name in "abc"]).score(ANSWERED, Context(TASK))
+    assert got.reward == 3.0
+
+
+async def test_a_failure_keeps_the_metrics_of_other_rewards() -> None:
     got = await RewardSet([exact, raises, raises_later]).score(ANSWERED, Context(TASK))
     assert got.reward is None
     assert got.metrics == {"exact": 1.0}
@@ -273,7 +264,7 @@ async def test_a_failure_keeps_what_the_others_said() -> None:
     assert got.error.where == "reward raises"  # the first in order, not the first in time
 
 
-async def test_a_late_reward_is_unscored() -> None:
+async def test_a_timeout_leaves_the_chain_unscored() -> None:
     release = threading.Event()
 
     @reward(timeout=0.02)
@@ -290,7 +281,7 @@ async def test_a_late_reward_is_unscored() -> None:
 
 
 @pytest.mark.parametrize("stop", ["error", "cancelled"])
-async def test_a_chain_that_failed_is_not_scored(stop: str) -> None:
+async def test_a_failed_chain_is_not_scored(stop: str) -> None:
     called = []
 
     @reward
@@ -310,7 +301,7 @@ def short(final: str | None) -> dict[str, Any]:
     return {"reward": len(final or "") < 3, "length": len(final or ""), "text": final}
 
 
-async def test_the_sum_is_weighted_and_each_value_a_metric() -> None:
+async def test_the_sum_is_weighted_and_each_value_is_a_metric() -> None:
     got = await RewardSet([exact, short]).score(ANSWERED, Context(TASK))
     assert got.reward == 1.5
     assert got.metrics == {"exact": 1.0, "short": 1.0, "length": 1.0}
@@ -332,7 +323,7 @@ async def test_one_unscored_leaves_the_sum_unscored_unless_its_weight_is_zero() 
     assert got.error is not None  # seen, though it costs nothing
 
 
-async def test_turn_rewards_add_up_on_their_turns() -> None:
+async def test_turn_rewards_are_summed_per_turn() -> None:
     @reward(per="turn", weight=0.1)
     def calls(turn: Turn) -> int:
         return len(turn.tool_calls)
@@ -355,7 +346,7 @@ async def test_turn_rewards_add_up_on_their_turns() -> None:
     assert got.error is not None
 
 
-async def test_one_metric_name_from_two_rewards_is_kept_apart() -> None:
+async def test_equal_metric_names_are_prefixed() -> None:
     @reward
     def a() -> dict[str, float]:
         return {"reward": 1, "success": 1}
@@ -369,18 +360,7 @@ async def test_one_metric_name_from_two_rewards_is_kept_apart() -> None:
     assert got.metrics == {"a": 1.0, "b": 0.0, "a/success": 1.0, "b/success": 0.0}
 
 
-async def test_rewards_run_side_by_side() -> None:
-    barrier = threading.Barrier(3, timeout=10)
-
-    def meet() -> int:
-        return barrier.wait() >= 0
-
-    names = ("a", "b", "c")
-    got = await RewardSet([reward(name=n)(meet) for n in names]).score(ANSWERED, Context(TASK))
-    assert got.reward == 3.0
-
-
-async def test_a_set_from_whatever_an_agent_is_given() -> None:
+async def test_a_set_of_one_or_several_rewards() -> None:
     assert await RewardSet(None).score(ANSWERED, Context(TASK)) == Score(None)
     assert RewardSet(exact).names == ("exact",)
     assert RewardSet([exact, raises]).names == ("exact", "raises")
@@ -392,7 +372,7 @@ async def test_a_set_from_whatever_an_agent_is_given() -> None:
         RewardSet([exact, exact])
 
 
-def test_a_field_that_no_task_has_is_refused_at_once() -> None:
+def test_a_missing_task_field_is_rejected() -> None:
     wrong = Task("w", TASK.messages, {"anwser": "5", "level": 2})
     with pytest.raises(TaskError) as caught:
         RewardSet([exact]).check([TASK, wrong])
@@ -414,7 +394,7 @@ def test_a_field_that_no_task_has_is_refused_at_once() -> None:
 # --- it stays the function, and shows itself -----------------------------------------------------
 
 
-async def test_it_is_still_callable_as_the_function() -> None:
+async def test_a_reward_is_callable_as_its_function() -> None:
     assert exact("5", "5") == 1.0
     assert exact(None, answer="5") == 0.0
     assert exact.__doc__ == "1 for the right answer."
@@ -423,7 +403,7 @@ async def test_it_is_still_callable_as_the_function() -> None:
     assert repr(short) == "<Reward short(final), weight 0.5>"
 
 
-async def test_try_shows_the_score_and_every_argument() -> None:
+async def test_try_shows_the_score_and_all_arguments() -> None:
     result = await short.try_(ANSWERED)
     assert result.reward == 1.0  # unweighted
     assert repr(result) == "short: 1\n  final = '5'\n  -> length 1\n  -> text '5'"
@@ -436,20 +416,8 @@ async def test_try_shows_the_score_and_every_argument() -> None:
     assert " at 0x" not in repr(await exact.try_(CUT))
 
 
-def starred(*parts: int) -> float:
-    return 0.0
-
-
-def double_starred(**fields: int) -> float:
-    return 0.0
-
-
 def vague(sandbox) -> float:  # type: ignore[no-untyped-def]
     return 0.0
-
-
-def yields() -> Any:
-    yield 1.0
 
 
 class Judge:
@@ -457,27 +425,18 @@ class Judge:
         return 0.0
 
 
-def unresolved(x: Nowhere) -> float:  # type: ignore[name-defined]  # noqa: F821
-    return 0.0
-
-
 @pytest.mark.parametrize(
     ("function", "options", "words"),
     [
-        (starred, {}, "starred: parameter 'parts' must accept a keyword argument"),
-        (double_starred, {}, "double_starred: parameter 'fields' must accept a keyword argument"),
         (vague, {}, "vague: parameter 'sandbox' must have a type, for example sandbox: af.PythonSandbox"),
-        (yields, {}, "a reward must return one result, got the generator yields"),
         (Judge.judge, {}, "judge: a method must have an instance"),
-        (unresolved, {}, "unresolved: annotations must be resolvable"),
-        (len, {}, "a reward must be a function defined with `def`, got len"),
         (raises, {"per": "token"}, "per must be 'trajectory' or 'turn', got 'token'"),
         (raises, {"weight": math.nan}, "weight must be a finite number, got nan"),
         (raises, {"weight": "1"}, "weight must be a finite number, got '1'"),
         (raises, {"timeout": 0}, "timeout must be above 0 seconds, or None for no limit, got 0"),
     ],
 )
-def test_what_cannot_be_a_reward_is_refused_when_decorated(function: Any, options: Any, words: str) -> None:
+def test_invalid_rewards_are_rejected_when_decorated(function: Any, options: Any, words: str) -> None:
     with pytest.raises(RewardError) as caught:
         reward(**options)(function)
     assert words in str(caught.value)
@@ -489,9 +448,3 @@ def test_a_fingerprint_includes_the_settings() -> None:
     assert reward(raises).fingerprint == reward(raises).fingerprint
     # The module's `exact` has other settings, but the same function: this is not a redefinition.
     assert RewardSet(reward(weight=0.5)(exact.function)).redefined() == ()
-
-
-def test_a_score_compares_by_what_it_says() -> None:
-    failure = Failure("reward f", "ValueError", "no")
-    assert Score(None, error=failure, seconds=1.0) == Score(None, error=failure, seconds=2.0)
-    assert Score(None) != Score(0.0)

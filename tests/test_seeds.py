@@ -1,4 +1,4 @@
-"""Seeds depend on their parts alone, and noise on its seed and counter alone."""
+"""Seeds depend only on their parts, and noise only on its seed and counter."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from agentfly_kit import seeds
 PARTS = st.lists(st.one_of(st.integers(-5, 5), st.text(max_size=4)), max_size=5)
 
 
-def test_pinned() -> None:
-    # Written down: a run must be repeatable by the next release.
+def test_seeds_and_noise_are_pinned() -> None:
+    # A later release must repeat a run.
     assert seeds.derive(0) == 8781590593397825911
     assert seeds.derive(0, "train", 3, "task-1", 2, "", 1) == 5224084401141151805
     noise = seeds.uniforms(np.array([0, 0, 1, 2**63 - 1], dtype=np.uint64), np.array([0, 1, 0, 7], dtype=np.uint64))
@@ -27,12 +27,12 @@ def test_different_parts_give_different_seeds(a: list[int | str], b: list[int | 
     assert (seeds.derive(0, *a) == seeds.derive(0, *b)) == same
 
 
-def test_it_takes_any_text_and_any_integer() -> None:
+def test_parts_may_be_any_text_or_integer() -> None:
     for part in ("\ud800", "é", "\x00", "", 10**30, -1):
         assert 0 <= seeds.derive(0, part) < 2**63
 
 
-def test_a_numpy_integer_is_the_integer() -> None:
+def test_a_numpy_integer_equals_the_integer() -> None:
     assert seeds.derive(np.int64(3), np.int32(2), "x") == seeds.derive(3, 2, "x")  # type: ignore[arg-type]
 
 
@@ -45,7 +45,7 @@ def test_noise_is_uniform() -> None:
     assert chi2 < 43.8  # the 0.1 % point of 19 degrees of freedom; the numbers are fixed, so this never flakes
 
 
-def test_noise_of_neighbours_is_unrelated() -> None:
+def test_noise_of_adjacent_seeds_and_counters_is_uncorrelated() -> None:
     s, c = np.meshgrid(np.arange(200, dtype=np.uint64), np.arange(200, dtype=np.uint64), indexing="ij")
     grid = seeds.uniforms(s.ravel(), c.ravel()).reshape(200, 200)
     for a, b in ((grid[:-1], grid[1:]), (grid[:, :-1], grid[:, 1:])):
@@ -53,7 +53,7 @@ def test_noise_of_neighbours_is_unrelated() -> None:
     assert len(set(grid.ravel().tolist())) == grid.size
 
 
-def test_company_and_order_change_nothing() -> None:
+def test_noise_does_not_depend_on_the_other_rows_or_their_order() -> None:
     s = np.array([3, 9, 27], dtype=np.uint64)
     c = np.array([1, 2, 3], dtype=np.uint64)
     whole = seeds.uniforms(s, c)

@@ -33,6 +33,11 @@ HERE = Path(__file__).parent
 STATIC_LIMIT = 100_000
 # Least seconds between two updates of the picture that a page saves.
 _PICTURE_SECONDS = 2.0
+# Tooltip wherever a view shows success.
+SUCCESS_RULE = (
+    "A chain succeeds if its metric 'success' is not 0; Agent(success=) or a reward records it. Without this metric, "
+    "it succeeds if its reward is at least 1."
+)
 
 
 def source(stem: str, suffix: str) -> str:

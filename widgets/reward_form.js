@@ -44,7 +44,7 @@ export default {
           if (!x.old) return;
           title.textContent = x.name;
           source.textContent = x.source;
-          const pair = (name, key) => h("span", {}, h("span", { class: "afk-soft" }, name), " ", h("b", {}, x.old[key]), x.scored ? " → " : null, x.scored ? h("b", { class: "afk-now2" }, x.new[key]) : null,
+          const pair = (name, key) => h("span", { title: key === "success" ? x.hint : null }, h("span", { class: "afk-soft" }, name), " ", h("b", {}, x.old[key]), x.scored ? " → " : null, x.scored ? h("b", { class: "afk-now2" }, x.new[key]) : null,
             x.scored && x.last[key] !== undefined && x.last[key] !== x.new[key] ? h("span", { class: "afk-soft" }, ` (last time ${x.last[key]})`) : null);
           numbers.replaceChildren(h("span", { class: "afk-soft" }, `${x.n.toLocaleString("en-US")} ${x.n === 1 ? "trajectory" : "trajectories"}`), pair("mean reward", "mean"), pair("success", "success"), pair("unscored", "unscored"));
           const sizes = widths(x.bars);

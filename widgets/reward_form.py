@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import traitlets
 
-from ._base import count, escape, number, sendable, shared_prefix, tag
+from ._base import SUCCESS_RULE, count, escape, number, sendable, shared_prefix, tag
 from ._chains import ChainsView
 from .chain_stepper import _named
 
@@ -48,6 +48,7 @@ class RewardForm(ChainsView):
         rollout: A Rollout, its trajectories, or the path of a saved rollout.
         agent: The agent that produced the trajectories, needed to open one in the stepper.
         follow: True to re-score whenever the cell that defines the reward has run again.
+        success: Which chains count as a success, as in `Agent(success=)`; by default as set in `agent`.
 
     Raises:  TaskError if the reward needs a task field that a task does not have.
     """
@@ -61,7 +62,9 @@ class RewardForm(ChainsView):
     _progress = traitlets.List([0, 0]).tag(sync=True)
     _detail = traitlets.Dict().tag(sync=True)
 
-    def __init__(self, reward: Any, rollout: Any, *, follow: bool = True, agent: Any = None) -> None:
+    def __init__(
+        self, reward: Any, rollout: Any, *, follow: bool = True, agent: Any = None, success: Any = None
+    ) -> None:
         from agentfly_kit.rewards import RewardSet
 
         self.reward = RewardSet(reward)
@@ -72,6 +75,7 @@ class RewardForm(ChainsView):
         self.reward.check([group.task for group in self._kept.groups])
         self._picked: str | None = None
         self._agent = agent
+        self._success = success if success is not None else getattr(agent, "success", None)
         self._scoring: asyncio.Future[Any] | None = None
         # The rollout with the new rewards; None before the first scoring.
         self.rescored: Any = None
@@ -107,7 +111,7 @@ class RewardForm(ChainsView):
         try:
             groups: list[Any] = []
             for i, group in enumerate(rollout.groups):
-                scored = await Rollout((group,)).rescore(reward)
+                scored = await Rollout((group,)).rescore(reward, success=self._success)
                 groups += scored.groups
                 if (now := time.perf_counter()) - told > 0.1:
                     told = now
@@ -192,7 +196,7 @@ class RewardForm(ChainsView):
             ],
             "prefix": shared_prefix([sendable(a.id) for a, _ in pairs]),
             "errors": [[sendable(_short(text, 300)), n] for text, n in errors.most_common(5)],
-            "seconds": seconds,
+            "seconds": seconds, "hint": SUCCESS_RULE,
         }  # fmt: skip
 
     def _do_look(self, value: Any) -> None:

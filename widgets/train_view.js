@@ -98,8 +98,9 @@ export default {
         });
         const spoken = h("div", { class: "afk-spoken", "aria-live": "polite" });
         const key = h("div", { class: "afk-chartkey afk-soft" });
+        const metrics = h("details", { class: "afk-steplist", hidden: true });
         const list = h("div", { class: "afk-steplist", hidden: true });
-        root.append(h("div", { class: "afk-bar" }, title, progress, state, pause, stop, h("span", { class: "afk-grow" }), where, clear), note, grid, key, list, chainBar(context, model, host, list), spoken);
+        root.append(h("div", { class: "afk-bar" }, title, progress, state, pause, stop, h("span", { class: "afk-grow" }), where, clear), note, grid, key, metrics, list, chainBar(context, model, host, list), spoken);
 
         let runs = []; // { steps, cols } per run
         let steps = []; // union of the steps of all runs
@@ -154,7 +155,7 @@ export default {
             const value = h("span", { class: "afk-num afk-now" });
             const svg = s("svg", { height: HEIGHT, role: "img" });
             const box = h("div", { class: "afk-chart" },
-              h("div", { class: "afk-charthead" }, h("span", { class: "afk-name" }, panel.label), h("span", { class: "afk-soft" }, panel.unit), value), svg);
+              h("div", { class: "afk-charthead" }, h("span", { class: "afk-name", title: panel.hint || null }, panel.label), h("span", { class: "afk-soft" }, panel.unit), value), svg);
             svg.addEventListener("pointermove", (event) => {
               if (!steps.length) return;
               const at = event.clientX - svg.getBoundingClientRect().left;
@@ -166,6 +167,15 @@ export default {
           });
           grid.replaceChildren(...charts.map((c) => c.box));
           grid.classList.toggle("afk-several", runs.length > 1);
+        }
+        /** Table of the metrics without a chart. */
+        function drawMetrics() {
+          const { metrics: rows } = model.get("_about");
+          const cells = (name, values) => h("tr", {}, ...values.map((text) => h(name, {}, h("bdi", {}, text))));
+          metrics.hidden = !rows.length;
+          metrics.replaceChildren();
+          if (rows.length) metrics.append(h("summary", {}, "further metrics of the rewards"), h("div", { class: "afk-listbox", tabindex: "0", role: "region", "aria-label": "metrics without a chart" },
+            h("table", {}, h("thead", {}, cells("th", ["metric", "run", "first", "last"])), h("tbody", {}, ...rows.map((row) => cells("td", row))))));
         }
         const span = () => [steps[0], Math.max(steps[steps.length - 1], steps[0] + 1)];
         const x = (step) => PAD.left + (width - PAD.left - PAD.right) * ((step - span()[0]) / (span()[1] - span()[0]));
@@ -333,12 +343,14 @@ export default {
         read();
         build();
         head();
+        drawMetrics();
         drawList();
         context.on("_list", drawList);
         context.on("_about", () => {
           read();
           build();
           head();
+          drawMetrics();
           draw();
         });
         context.on("step", () => {

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import traitlets
 
-from ._base import LiveView, escape, number, pack, sendable, shared_prefix, tag
+from ._base import SUCCESS_RULE, LiveView, escape, escape_control_chars, number, pack, sendable, shared_prefix, tag
 from ._chains import ChainsView
 
 
@@ -35,6 +35,7 @@ class Panel:
         fixed: A range of the y axis that does not depend on the data.
         band: The columns of the ends of the line's own interval.
         extra: True if the chart is shown only when a run recorded it.
+        hint: What the numbers mean, as a tooltip of the title.
     """
 
     key: str
@@ -46,12 +47,13 @@ class Panel:
     fixed: tuple[float, float] | None = None
     band: tuple[str, str] | None = None
     extra: bool = False
+    hint: str = ""
 
 
 PANELS = (
     Panel(
         "success", "success", "share", "eval_success", "eval_low", "eval_high", (0.0, 1.0),
-        ("success_low", "success_high"),
+        ("success_low", "success_high"), hint=SUCCESS_RULE,
     ),
     Panel("reward", "reward", "mean", band=("reward_low", "reward_high")),
     Panel("approx_kl", "approx KL", "nats per token"),
@@ -73,6 +75,10 @@ PANELS = (
     Panel("unscored", "unscored", "share", extra=True),
 )  # fmt: skip
 _KEYS = tuple(dict.fromkeys(key for p in PANELS for key in (p.key, p.points, p.low, p.high, *(p.band or ())) if key))
+# Columns of the metrics of rewards begin with this.
+_METRIC = "metric_"
+# Maximum number of metrics with a chart, and of rows in the table of the others.
+_CHARTED, _LISTED = 6, 100
 # Maximum number of a step's trajectories that are listed; `view.rollout` has all.
 _ROWS = 200
 
@@ -114,13 +120,14 @@ def columns(records: Sequence[Mapping[str, Any]]) -> tuple[npt.NDArray[np.int32]
     by_step = {int(r["step"]): r for r in records}
     order = sorted(by_step)
     out = {}
-    for key in _KEYS:
+    metrics = dict.fromkeys(key for record in by_step.values() for key in record if key.startswith(_METRIC))
+    for key in (*_KEYS, *metrics):
         values = np.full(len(order), np.nan, np.float32)
         for i, step in enumerate(order):
             value = by_step[step].get(key)
             if value is not None and not isinstance(value, str):
                 values[i] = value
-        out[key] = values
+        out[sendable(key)] = values
     for i, step in enumerate(order):
         for (low, high), ends in zip((("success_low", "success_high"), ("reward_low", "reward_high")),
                                      intervals(by_step[step]), strict=True):  # fmt: skip
@@ -204,6 +211,7 @@ class TrainView(ChainsView, LiveView):
 
     Args:
         names: One name per run.
+        metrics: Names of metrics of the rewards to chart; the first six by default. A table lists the others.
         agent: The agent used to open a listed trajectory in the stepper; a live run provides its own.
 
     Attributes:
@@ -220,7 +228,14 @@ class TrainView(ChainsView, LiveView):
     # The trajectories of the picked step.
     _list = traitlets.Dict().tag(sync=True)
 
-    def __init__(self, run: Any, *others: Any, names: Sequence[str] | None = None, agent: Any = None) -> None:
+    def __init__(
+        self,
+        run: Any,
+        *others: Any,
+        names: Sequence[str] | None = None,
+        metrics: Sequence[str] | None = None,
+        agent: Any = None,
+    ) -> None:
         runs = [run, *others]
         if names is not None and len(names) != len(runs):
             raise ValueError(f"names must have one entry per run ({len(runs)}), got {list(names)!r}")
@@ -230,6 +245,7 @@ class TrainView(ChainsView, LiveView):
         # The trajectories of the step opened last, as a Rollout; None before the first.
         self.rollout: Any = None
         self._agent = agent
+        self._metrics = metrics
         super().__init__(run if self._sources[0].path is None else None, _together(live) if live else None)
         self._show()
 
@@ -242,12 +258,24 @@ class TrainView(ChainsView, LiveView):
     def _show(self) -> None:
         # All runs share the range of a chart, so that they can be compared.
         all_data = [each.columns for each in self._sources]
+        metrics = list(dict.fromkeys(key for data in all_data for key in data if key.startswith(_METRIC)))
+        for each in self._sources:
+            for key in metrics:
+                each.columns.setdefault(key, np.full(len(each.steps), np.nan, np.float32))
+        chosen = [key for key in metrics if key != f"{_METRIC}success"][:_CHARTED]  # success has a chart of its own
+        if self._metrics is not None:
+            chosen = [key for key in metrics if key.removeprefix(_METRIC) in self._metrics]
+        panels = (
+            *PANELS,
+            *(Panel(key, escape_control_chars(key.removeprefix(_METRIC), 40), "mean", extra=True) for key in chosen),
+        )
+        sent = {*_KEYS, *chosen}
         with self.hold_sync():
             self._buffers = {
                 "runs": [
                     {
                         "steps": each.steps.astype("<i4").tobytes(),
-                        "columns": {k: pack(v) for k, v in each.columns.items()},
+                        "columns": {k: pack(v) for k, v in each.columns.items() if k in sent},
                     }
                     for each in self._sources
                 ]
@@ -261,7 +289,15 @@ class TrainView(ChainsView, LiveView):
                     for each in self._sources
                 ],
                 "control": self._controlled()[1],
-                "panels": [panel for p in PANELS if (panel := _panel(p, all_data))["n"] or not p.extra],
+                "panels": [panel for p in panels if (panel := _panel(p, all_data))["n"] or not p.extra],
+                "metrics": [
+                    [
+                        escape_control_chars(key.removeprefix(_METRIC), 40), sendable(each.name),
+                        number(_first(each.columns[key])), number(_last(each.columns[key])),
+                    ]
+                    for key in metrics if key not in chosen
+                    for each in self._sources
+                ][:_LISTED],
             }  # fmt: skip
 
     def _controlled(self) -> tuple[Any, dict[str, bool]]:
@@ -405,8 +441,9 @@ def _panel(p: Panel, runs: Sequence[Mapping[str, npt.NDArray[np.float32]]]) -> d
     odd = int(sum(np.isinf(v).sum() for v in values))
     low, high = _domain(finite, p.fixed, (0.0, 1.0) if p.unit == "share" else (-math.inf, math.inf))
     return {
-        "key": p.key, "label": p.label, "unit": p.unit, "points": p.points, "low": p.low, "high": p.high,
-        "lo": low, "hi": high, "n": len(finite), "odd": odd, "bandLow": band[0], "bandHigh": band[1],
+        "key": p.key, "label": p.label, "unit": p.unit, "hint": p.hint, "points": p.points, "low": p.low,
+        "high": p.high, "lo": low, "hi": high, "n": len(finite), "odd": odd, "bandLow": band[0],
+        "bandHigh": band[1],
     }  # fmt: skip
 
 
@@ -470,6 +507,10 @@ def _page(about: dict[str, Any], runs: Sequence[_Source], title: str) -> str:
         for p in about["panels"]
         for each in runs
         if p["n"]
+    )
+    rows += "".join(
+        f"<tr><td>{escape(label)}</td><td>{escape(name)}</td><td>{first}</td><td>{last}</td><td></td></tr>"
+        for label, name, first, last in about["metrics"]
     )
     out.append(
         "<details><summary>numbers</summary><table><thead><tr><th></th><th>run</th><th>first</th><th>last</th>"

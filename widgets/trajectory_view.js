@@ -72,7 +72,7 @@ export default {
         // --- frame ---
         const option = (value, text) => h("option", { value }, text);
         const search = h("input", { type: "search", placeholder: "Search in all texts", "aria-label": "Search in all texts", spellcheck: "false" });
-        const outcome = h("select", { "aria-label": "Outcome" }, option("", "all outcomes"), ...OUTCOME.map((name, i) => option(i, `${SIGN[name]} ${name} (${about.counts[name]})`)));
+        const outcome = h("select", { "aria-label": "Outcome", title: about.hint }, option("", "all outcomes"), ...OUTCOME.map((name, i) => option(i, `${SIGN[name]} ${name} (${about.counts[name]})`)));
         const stop = h("select", { "aria-label": "End" }, option("", "all stop reasons"), ...about.stops.map((name, i) => option(i, name)));
         const task = h("select", { "aria-label": "Task" }, option("", `every task (${about.tasks.length})`), ...about.tasks.slice(0, 500).map((name, i) => option(i, name)));
         const sort = h("select", { "aria-label": "Sort by" }, option("", "in their order"),

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import traitlets
 
-from ._base import Opener, count, escape, escape_control_chars, number, pack, sendable, shared_prefix, tag
+from ._base import SUCCESS_RULE, Opener, count, escape, escape_control_chars, number, pack, sendable, shared_prefix, tag
 from ._chains import cell_of
 from ._selection import Trajectories
 from ._tokens import is_trajectory, some
@@ -323,7 +323,7 @@ def _payload(kept: list[_Entry], given: list[Any], dropped: dict[str, str]) -> t
     about = {
         "n": len(kept), "stops": stops, "tasks": tasks, "groups": groups,
         "metrics": [escape_control_chars(n, 60) for n in names],
-        "counts": {name: outcomes.count(name) for name in OUTCOMES}, "abreast": _ABREAST,
+        "counts": {name: outcomes.count(name) for name in OUTCOMES}, "abreast": _ABREAST, "hint": SUCCESS_RULE,
         "prefix": shared_prefix([k.id for k in kept]),
     }  # fmt: skip
     buffers = {

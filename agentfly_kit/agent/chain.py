@@ -45,6 +45,7 @@ from agentfly_kit.agent.turns import (
 from agentfly_kit.chat.formats import Parsed
 from agentfly_kit.errors import AlignmentError, LeaseRevoked, SettingsError
 from agentfly_kit.rewards import Score
+from agentfly_kit.success import record_success
 from agentfly_kit.tools.context import Context
 from agentfly_kit.types import (
     BUDGET_STOPS,
@@ -395,7 +396,10 @@ class BaseChain(Displayable):
                         event.detail = "unscored" if score.reward is None else f"{score.reward:g}"
             finally:
                 await self.close()
-            self.trajectory = self._make_trajectory(self.stop or "", score)
+            trajectory = self._make_trajectory(self.stop or "", score)
+            if self.agent.group_reward is None:  # otherwise the rollout completes the reward and decides the success
+                trajectory = record_success(trajectory, self.agent.success)
+            self.trajectory, self.error = trajectory, trajectory.error
             return self.trajectory
 
     @pending_call

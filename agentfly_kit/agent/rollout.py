@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from agentfly_kit._async.pending_call import pending_call
 from agentfly_kit._display import Displayable
@@ -14,11 +18,14 @@ from agentfly_kit.agent import rollout_io
 from agentfly_kit.agent.turns import with_turn_rewards
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.rewards import RewardSet
+from agentfly_kit.success import SuccessRule, check_success_rule, record_success, sign_flip_test
 from agentfly_kit.tools.context import Context
-from agentfly_kit.types import UNSCORED_STOPS, Group, Trajectory
+from agentfly_kit.types import UNSCORED_STOPS, Group, Task, Trajectory
 
 if TYPE_CHECKING:
     import pandas as pd
+
+Pair: TypeAlias = tuple[Trajectory, Trajectory]
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,16 @@ class Rollout(Displayable):
     def trajectories(self) -> tuple[Trajectory, ...]:
         return tuple(t for group in self.groups for t in group.trajectories)
 
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The tasks of the chains, without repetitions."""
+        return tuple({group.task.id: group.task for group in self.groups}.values())
+
+    @property
+    def failed(self) -> Rollout:
+        """The unscored chains; `await agent.rollout(rollout.failed.tasks)` runs their tasks again."""
+        return Rollout.from_trajectories((t for t in self if t.reward is None), self.seconds)
+
     def __len__(self) -> int:
         return sum(len(group) for group in self.groups)
 
@@ -56,30 +73,29 @@ class Rollout(Displayable):
         return cls(tuple(Group(name, tuple(ts)) for name, ts in by.items()), seconds, dict(not_run or {}))
 
     def with_drop_reasons(self, dropped: Iterable[Any]) -> Rollout:
-        """Return a copy in which trajectories excluded from a batch carry the reason.
-
-        Use as `rollout.with_drop_reasons(batch.dropped)`.
-        """
+        """Return a copy with the reasons of the trajectories that a batch excluded, given as `batch.dropped`."""
         why = {d.trajectory: d.reason for d in dropped if d.row is None}
-        if not why:
-            return self
         groups = (
             Group(g.id, tuple(t.replace(dropped=why[t.id]) if t.id in why else t for t in g)) for g in self.groups
         )
-        return Rollout(tuple(groups), self.seconds)
-
-    # --- numbers ---
+        return dataclasses.replace(self, groups=tuple(groups)) if why else self
 
     def summary(self) -> dict[str, float]:
-        """Return mean success and reward of the scored trajectories, and means and fractions over all."""
+        """Return mean success and reward of the scored trajectories, and means and fractions over all.
+
+        `reward_max` is included only if the rewards vary but none counts as a success; see `success_hint`.
+        """
         ts = self.trajectories
         scored = [t for t in ts if t.reward is not None]
+        rewards = [t.reward for t in scored if t.reward is not None]
         out: dict[str, float] = {"trajectories": len(ts)}
         if self.not_run:
             out["not_run"] = len(self.not_run)
         if scored:
             out["success"] = sum(bool(t.success) for t in scored) / len(scored)
-            out["reward"] = sum(t.reward for t in scored if t.reward is not None) / len(scored)
+            out["reward"] = sum(rewards) / len(rewards)
+        if self.success_hint:
+            out["reward_max"] = max(rewards)
         if ts:
             out["unscored"] = 1 - len(scored) / len(ts)
             out["truncated"] = sum(t.truncated for t in ts) / len(ts)
@@ -92,7 +108,32 @@ class Rollout(Displayable):
                 out["rows"] = sum(len(t.rows) for t in ts) / len(ts)
         return out
 
-    # --- frames ---
+    @property
+    def success_hint(self) -> str | None:
+        """How to set success, if the rewards vary but stay below 1 and no reward or setting defines success."""
+        rewards = [t.reward for t in self if t.reward is not None]
+        if (
+            not rewards
+            or min(rewards) == max(rewards)
+            or max(rewards) >= 1
+            or any("success" in t.metrics for t in self)
+        ):
+            return None
+        return _success_hint(max(rewards))
+
+    @property
+    def unscored_reason(self) -> str | None:
+        """Number of unscored chains and their most common reason; None if all chains are scored."""
+        reasons = Counter(
+            str(t.error).splitlines()[0] if t.error else t.stop if t.stop in UNSCORED_STOPS else "no reward"
+            for t in self
+            if t.reward is None
+        )
+        if not reasons:
+            return None
+        reason = reasons.most_common(1)[0][0]
+        reason = reason if len(reason) <= 120 else reason[:119] + "…"
+        return f"{reasons.total()} unscored ({'most often ' if len(reasons) > 1 else ''}{reason})"
 
     def to_frame(self, kind: Literal["trajectories", "turns", "tokens"] = "trajectories") -> pd.DataFrame:
         """Return a data frame with one line per trajectory, turn or token. Missing numbers are NaN, never 0.
@@ -101,126 +142,51 @@ class Rollout(Displayable):
 
         Args:
             kind: "trajectories", "turns" or "tokens".
-
-        Raises:
-            SettingsError: for another kind.
         """
         import pandas as pd
 
-        if kind not in ("trajectories", "turns", "tokens"):
+        records = {"trajectories": _trajectory_records, "turns": _turn_records, "tokens": _token_records}.get(kind)
+        if records is None:
             raise SettingsError(f"to_frame({kind!r}): kind must be 'trajectories', 'turns' or 'tokens'")
-        rows: list[dict[str, Any]] = []
-        for t in self.trajectories:
-            head = {"trajectory": t.id, "task": t.task.id, "chain": t.chain}
-            if kind == "trajectories":
-                rows.append(head | self._trajectory_row(t))
-            elif kind == "turns":
-                rows.extend(head | row for row in self._turn_rows(t))
-            else:
-                rows.extend(head | row for row in self._token_rows(t))
-        return pd.DataFrame(rows)
-
-    @staticmethod
-    def _trajectory_row(t: Trajectory) -> dict[str, Any]:
-        return {
-            "reward": math.nan if t.reward is None else t.reward,
-            "success": t.success,
-            "stop": t.stop,
-            "final": t.final,
-            "turns": len(t.actions),
-            "calls": len(t.tool_calls),
-            "failed_calls": sum(1 for c in t.tool_calls if c.result is not None and not c.result.ok),
-            "rows": len(t.rows),
-            "tokens": sum(map(len, t.rows)) if t.exact else math.nan,
-            "action_tokens": sum(int(row.action_mask.sum()) for row in t.rows) if t.exact else math.nan,
-            "seconds": t.seconds,
-            "error": str(t.error) if t.error else None,
-            "dropped": t.dropped,
-        } | {f"metric_{k}": v for k, v in t.metrics.items()}
-
-    @staticmethod
-    def _turn_rows(t: Trajectory) -> Iterator[dict[str, Any]]:
-        for i, turn in enumerate(t.turns):
-            yield {
-                "row": turn.row,
-                "turn": i,
-                "kind": turn.kind,
-                "author": turn.author,
-                "tokens": math.nan if turn.ids is None else len(turn.ids),
-                "text": turn.text,
-                "calls": [c.name for c in turn.tool_calls],
-                "logprob": math.nan if turn.logprobs is None else math.fsum(turn.logprobs),
-                "reward": math.nan if turn.reward is None else turn.reward,
-                "stop": turn.stop,
-                "seconds": turn.seconds,
-            }
-
-    @staticmethod
-    def _token_rows(t: Trajectory) -> Iterator[dict[str, Any]]:
-        for row in t.rows:
-            views = (
-                row.ids,
-                row.token_texts,
-                row.action_mask,
-                row.logprobs,
-                row.entropies,
-                row.versions,
-                row.turn_index,
-            )
-            for position, (i, piece, mask, logprob, entropy, version, turn) in enumerate(zip(*views, strict=True)):
-                yield {
-                    "row": row.index,
-                    "position": position,
-                    "turn": int(turn),
-                    "author": t.turns[int(turn)].author,
-                    "id": int(i),
-                    "text": piece,
-                    "mask": bool(mask),
-                    "logprob": float(logprob),
-                    "entropy": float(entropy),
-                    "version": int(version),
-                }
-
-    # --- rescoring and comparison ---
+        return pd.DataFrame(
+            [{"trajectory": t.id, "task": t.task.id, "chain": t.chain} | record for t in self for record in records(t)]
+        )
 
     @pending_call
-    async def rescore(self, reward: Any) -> Rollout:
+    async def rescore(self, reward: Any, *, success: SuccessRule = None) -> Rollout:
         """Score the same trajectories with another reward, without sampling.
 
+        Args:
+            reward: as for `Agent`.
+            success: as for `Agent`.
+
         Raises:
-            SettingsError: if the reward requires a sandbox or environment. Those of the chains have been released, and
-                a fresh one is not in the same state.
+            SettingsError: if the reward requires a sandbox or environment, because those of the chains are released.
         """
         rewards = RewardSet(reward)
+        check_success_rule(success)
         if rewards.sandbox_types:
             asking = next(r.name for r in rewards if r.sandbox_types)
             raise SettingsError(
                 f"the reward {asking!r} requires a {rewards.sandbox_types[0].__name__}, but those of the chains are "
                 f"released; roll out again with this reward, or await {asking}.try_(trajectory) in a fresh sandbox"
             )
-        rewards.check([group.task for group in self.groups])
-        groups = []
-        for group in self.groups:
-            scored = []
-            for t in group.trajectories:
-                if t.stop in UNSCORED_STOPS:
-                    scored.append(t)
-                    continue
-                async with Context(t.task, trajectory_id=t.id) as context:
-                    score = await rewards.score(t, context)
-                turns = with_turn_rewards(t.turns, score.turn_rewards)
-                scored.append(
-                    t.replace(reward=score.reward, metrics=dict(score.metrics), error=score.error, turns=turns)
-                )
-            groups.append(Group(group.id, tuple(scored)))
-        return Rollout(tuple(groups), self.seconds, self.not_run)
+        rewards.check(self.tasks)
+
+        async def rescored(t: Trajectory) -> Trajectory:
+            if t.stop in UNSCORED_STOPS:
+                return t
+            async with Context(t.task, trajectory_id=t.id) as context:
+                score = await rewards.score(t, context)
+            turns = with_turn_rewards(t.turns, score.turn_rewards)
+            t = t.replace(reward=score.reward, metrics=dict(score.metrics), error=score.error, turns=turns)
+            return record_success(t, success)
+
+        groups = [Group(group.id, tuple([await rescored(t) for t in group])) for group in self.groups]
+        return dataclasses.replace(self, groups=tuple(groups))
 
     def diff(self, other: Rollout) -> RolloutDiff:
-        """Compare with another rollout of the same tasks, chain by chain.
-
-        Raises:
-            SettingsError: if the rollouts have no task in common.
-        """
+        """Compare with a later rollout of the same tasks, chain by chain."""
         mine, theirs = self._by_chain(), other._by_chain()
         both = [key for key in mine if key in theirs]
         if not both:
@@ -229,61 +195,137 @@ class Rollout(Displayable):
 
     def _by_chain(self) -> dict[tuple[str, int, str], Trajectory]:
         """Index the trajectories by task id, occurrence of the task (tasks may repeat), and position in the group."""
-        seen: dict[str, int] = {}
+        seen: Counter[str] = Counter()
         out: dict[tuple[str, int, str], Trajectory] = {}
         for group in self.groups:
-            count = seen[group.task.id] = seen.get(group.task.id, 0) + 1
-            out |= {(t.task.id, count, t.id.removeprefix(t.group)): t for t in group}
+            seen[group.task.id] += 1
+            out |= {(t.task.id, seen[t.task.id], t.id.removeprefix(t.group)): t for t in group}
         return out
 
-    # --- disk ---
-
     def save(self, path: str | Path) -> Path:
-        """Write the rollout to a .jsonl file, atomically.
-
-        Raises:
-            RunError: if a trajectory has fields that JSON cannot represent; names the trajectory.
-        """
+        """Write the rollout to a .jsonl file, atomically. All fields of tasks must be representable in JSON."""
         rollout_io.write(Path(path), self.trajectories, self.seconds, self.not_run)
         return Path(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Rollout:
-        """Read a file written by `save`.
-
-        Raises:
-            RunError: if the file cannot be read; names the file and line.
-        """
+        """Read a file written by `save`."""
         return cls.from_trajectories(*rollout_io.read(Path(path)))
 
     def __repr__(self) -> str:
-        n = self.summary()
-        success = f", success {n['success']:.3f}" if "success" in n else ", unscored"
-        missing = f", {len(self.not_run)} not run" if self.not_run else ""
-        return f"Rollout({len(self.groups)} tasks, {len(self)} chains{success}{missing})"
+        parts = [f"{len(self.groups)} tasks, {len(self)} chains"]
+        if (success := self.summary().get("success")) is not None:
+            parts.append(f"success {success:.3f}" + (f" ({self.success_hint})" if self.success_hint else ""))
+        if self.unscored_reason:
+            parts.append(self.unscored_reason)
+        if self.not_run:
+            parts.append(f"{len(self.not_run)} not run")
+        return f"Rollout({', '.join(parts)})"
+
+
+def warn_about_success(records: Sequence[Mapping[str, float]]) -> None:
+    """Warn, at the fifth record of a training run, if rewards varied but no chain could succeed; see `success_hint`."""
+    highest = [record["reward_max"] for record in records if "reward_max" in record]
+    if len(records) == 5 and highest and not any(record.get("success") for record in records):
+        hint = _success_hint(max(highest))
+        warnings.warn(f"no chain of the first {len(records)} steps counts as a success: {hint}", stacklevel=4)
+
+
+def _success_hint(highest: float) -> str:
+    return f"rewards reach {highest:.3g}, success needs 1: set Agent(success=)"
+
+
+def _trajectory_records(t: Trajectory) -> Iterator[dict[str, Any]]:
+    yield {
+        "reward": math.nan if t.reward is None else t.reward,
+        "success": t.success,
+        "stop": t.stop,
+        "final": t.final,
+        "turns": len(t.actions),
+        "calls": len(t.tool_calls),
+        "failed_calls": sum(1 for c in t.tool_calls if c.result is not None and not c.result.ok),
+        "rows": len(t.rows),
+        "tokens": sum(map(len, t.rows)) if t.exact else math.nan,
+        "action_tokens": sum(int(row.action_mask.sum()) for row in t.rows) if t.exact else math.nan,
+        "seconds": t.seconds,
+        "error": str(t.error) if t.error else None,
+        "dropped": t.dropped,
+        **{f"metric_{name}": value for name, value in t.metrics.items()},
+    }
+
+
+def _turn_records(t: Trajectory) -> Iterator[dict[str, Any]]:
+    for i, turn in enumerate(t.turns):
+        yield {
+            "row": turn.row,
+            "turn": i,
+            "kind": turn.kind,
+            "author": turn.author,
+            "tokens": math.nan if turn.ids is None else len(turn.ids),
+            "text": turn.text,
+            "calls": [c.name for c in turn.tool_calls],
+            "logprob": math.nan if turn.logprobs is None else math.fsum(turn.logprobs),
+            "reward": math.nan if turn.reward is None else turn.reward,
+            "stop": turn.stop,
+            "seconds": turn.seconds,
+        }
+
+
+def _token_records(t: Trajectory) -> Iterator[dict[str, Any]]:
+    for row in t.rows:
+        for position, text in enumerate(row.token_texts):
+            turn = int(row.turn_index[position])
+            yield {
+                "row": row.index,
+                "position": position,
+                "turn": turn,
+                "author": t.turns[turn].author,
+                "id": int(row.ids[position]),
+                "text": text,
+                "mask": bool(row.action_mask[position]),
+                "logprob": float(row.logprobs[position]),
+                "entropy": float(row.entropies[position]),
+                "version": int(row.versions[position]),
+            }
 
 
 @dataclass(frozen=True)
 class RolloutDiff(Displayable):
     """Comparison of two rollouts, as pairs (before, after) of the same task and chain."""
 
-    pairs: tuple[tuple[Trajectory, Trajectory], ...] = field(repr=False)
+    pairs: tuple[Pair, ...] = field(repr=False)
+
+    @cached_property
+    def scored(self) -> tuple[Pair, ...]:
+        """Pairs in which both chains are scored. All counts and rates refer to them."""
+        return tuple(p for p in self.pairs if p[0].success is not None and p[1].success is not None)
 
     @property
-    def gained(self) -> tuple[tuple[Trajectory, Trajectory], ...]:
+    def gained(self) -> tuple[Pair, ...]:
         """Pairs that succeed after but not before."""
-        return tuple(p for p in self.pairs if p[1].success and not p[0].success)
+        return tuple(p for p in self.scored if p[1].success and not p[0].success)
 
     @property
-    def lost(self) -> tuple[tuple[Trajectory, Trajectory], ...]:
-        return tuple(p for p in self.pairs if p[0].success and not p[1].success)
+    def lost(self) -> tuple[Pair, ...]:
+        return tuple(p for p in self.scored if p[0].success and not p[1].success)
 
     @property
     def success(self) -> tuple[float, float]:
-        """Success rates before and after, over the pairs in which both are scored."""
-        scored = [p for p in self.pairs if p[0].success is not None and p[1].success is not None]
-        n = max(1, len(scored))
-        return sum(bool(a.success) for a, _ in scored) / n, sum(bool(b.success) for _, b in scored) / n
+        """Success rates before and after; NaN without scored pairs."""
+        n = len(self.scored) or math.nan
+        return sum(bool(a.success) for a, _ in self.scored) / n, sum(bool(b.success) for _, b in self.scored) / n
+
+    @cached_property
+    def p_value(self) -> float:
+        """Two-sided p value of the hypothesis that success before and after differ by chance only.
+
+        It is exact: with one chain per task it is McNemar's test, otherwise a test that flips the signs of the
+        differences of whole tasks, because chains of one task are not independent.
+        """
+        by_task: Counter[str] = Counter()
+        for a, b in self.scored:
+            by_task[a.task.id] += bool(b.success) - bool(a.success)
+        return sign_flip_test(list(by_task.values()))
 
     def to_frame(self) -> pd.DataFrame:
         import pandas as pd
@@ -315,7 +357,9 @@ class RolloutDiff(Displayable):
 
     def __repr__(self) -> str:
         before, after = self.success
+        unscored = len(self.pairs) - len(self.scored)
         return (
-            f"RolloutDiff({len(self.pairs)} pairs: success {before:.3f} -> {after:.3f}, "
+            f"RolloutDiff({len(self.pairs)} pairs{f', {unscored} unscored' if unscored else ''}: "
+            f"success {before:.3f} -> {after:.3f}, p = {self.p_value:.2g}, "
             f"{len(self.gained)} gained, {len(self.lost)} lost)"
         )

@@ -49,32 +49,22 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 def _non_default_fields(record: Any, leave: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the fields that differ from their defaults."""
-    out = {}
     kind: Any = type(record)
-    for name, default in _defaults(kind):
-        value = getattr(record, name)
-        # Compare types too, so that 0 and False count as different.
-        if value is not default and (type(value) is not type(default) or value != default) and name not in leave:
-            out[name] = value
-    return out
+    values = ((name, getattr(record, name), default) for name, default in _defaults(kind) if name not in leave)
+    # Types are compared too, so that 0 and False count as different.
+    return {name: value for name, value, default in values if type(value) is not type(default) or value != default}
 
 
 def _failure_to_json(failure: Failure) -> dict[str, str]:
     return {"where": failure.where, "type": failure.type, "message": failure.message, "traceback": failure.traceback}
 
 
-def _result_to_json(result: ToolResult) -> dict[str, Any]:
-    out = _non_default_fields(result)
-    if result.error is not None:
-        out["error"] = _failure_to_json(result.error)
-    return {"observation": result.observation} | out
-
-
 def _call_to_json(call: ToolCall) -> dict[str, Any]:
     out = {"id": call.id, "name": call.name, "arguments": call.arguments} | _non_default_fields(call, ("rerunner",))
     if call.result is not None:
-        out["result"] = _result_to_json(call.result)
+        out["result"] = {"observation": call.result.observation} | _non_default_fields(call.result)
+        if call.result.error is not None:
+            out["result"]["error"] = _failure_to_json(call.result.error)
     return out
 
 
@@ -152,19 +142,13 @@ def atomic_write(path: Path) -> Iterator[Any]:
 
 
 def write(path: Path, trajectories: Sequence[Trajectory], seconds: float, not_run: Mapping[str, str]) -> None:
-    """Write a rollout; see `Rollout.save`."""
     token_texts: dict[int, str] = {}
     for t in trajectories:
         for turn in t.turns:
             if turn.ids is not None and turn.token_texts is not None:
                 token_texts.update(zip(turn.ids, turn.token_texts, strict=True))
-    several = any(turn.row for t in trajectories for turn in t.turns)
-    header = {
-        "format": _FORMAT,
-        "version": _VERSION if several else 1,
-        "seconds": seconds,
-        "pieces": token_texts,
-    }
+    version = _VERSION if any(turn.row for t in trajectories for turn in t.turns) else 1
+    header = {"format": _FORMAT, "version": version, "seconds": seconds, "pieces": token_texts}
     if not_run:
         header["not_run"] = dict(not_run)
     with atomic_write(path) as file:

@@ -20,6 +20,7 @@ from agentfly_kit.agent.progress import ChainHooks, ChainKey, Progress, RolloutE
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings, task_list
 from agentfly_kit.errors import NotAwaited, RewardError, SettingsError
+from agentfly_kit.success import record_success
 from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory
 
 _rollouts = itertools.count(1)
@@ -326,7 +327,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
                 self._done[t.id] = t.replace(reward=None, error=t.error or failure)
             else:
                 total = None if own is None else own + number
-                self._done[t.id] = t.replace(reward=total, metrics={**t.metrics, "group_reward": number})
+                t = t.replace(reward=total, metrics={**t.metrics, "group_reward": number})
+                self._done[t.id] = record_success(t, self.agent.success)
 
 
 def _plan(

@@ -15,6 +15,7 @@ from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.pool.environment import is_environment, reset_arguments
 from agentfly_kit.rewards import RewardSet
+from agentfly_kit.success import SuccessRule, check_success_rule
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.types import Group, Message, Sampling, Task, Trajectory
 
@@ -52,6 +53,11 @@ class AgentSettings(Displayable):
         tools: Tools or plain functions; stored as a `ToolSet`.
         reward: A reward, a list of rewards (combined as their weighted sum), or None to leave chains unscored. Stored
             as a `RewardSet`.
+        success: Which scored chains count as a success: those with at least this reward (a number); those whose metric
+            of this name is at least 1 (a string: the name of a reward, or of a number that it returns); those for which
+            a function of the scored `Trajectory` returns True. The result is recorded as the metric "success", and a
+            chain without the named metric becomes unscored. With None, a chain whose rewards return the metric
+            "success" succeeds if it is not 0, and any other chain if its reward is at least 1.
         system: System message placed before the messages of each task, or None.
         max_turns: Maximum number of actions per chain.
         max_tokens: Maximum number of sampled tokens per chain, or None for no limit. `Sampling.max_tokens` limits one
@@ -87,6 +93,7 @@ class AgentSettings(Displayable):
     chat: Chat
     tools: Any = ()
     reward: Any = None
+    success: SuccessRule = None
     system: str | None = None
     max_turns: int = 8
     max_tokens: int | None = None
@@ -128,6 +135,7 @@ class AgentSettings(Displayable):
             raise SettingsError(f"timeout must be above 0 seconds, or None for no limit, got {self.timeout!r}")
         for name, parameters in _HOOKS.items():
             _check_hook(name, getattr(self, name), parameters)
+        check_success_rule(self.success)
         tools = self.tools if isinstance(self.tools, ToolSet) else ToolSet(self.tools)
         reward = RewardSet(self.reward)
         pools = (self.pools,) if hasattr(self.pools, "acquire") else tuple(self.pools)

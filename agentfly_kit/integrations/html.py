@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from agentfly_kit.evaluation import Evaluation
     from agentfly_kit.policy.policy import Policy
     from agentfly_kit.pool.pool import Pool
+    from agentfly_kit.ppo.stats import Stats
     from agentfly_kit.rewards import Reward, RewardSet, Score
     from agentfly_kit.tasks import Tasks
     from agentfly_kit.tools.tool import Tool, ToolSet
     from agentfly_kit.trainer.loop import TrainRun
     from agentfly_kit.trainer.run_dir import Run
-    from agentfly_kit.types import Distribution, Group, Stats, Task, ToolCall, Trajectory
+    from agentfly_kit.types import Distribution, Group, Task, ToolCall, Trajectory
 
 # --- parts -----------------------------------------------------------------------------------------
 

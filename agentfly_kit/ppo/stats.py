@@ -5,16 +5,95 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from agentfly_kit import losses
+from agentfly_kit._display import Displayable
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
 from agentfly_kit.ppo.inputs import StepInputs, is_clipped, score
+
+
+@dataclass(frozen=True)
+class Stats(Displayable):
+    """Statistics of one `ppo_step`; means over action tokens unless documented otherwise.
+
+    Attributes:
+        loss: Total loss, the mean over updates.
+        policy_loss: Policy loss, the mean over updates.
+        approx_kl: Mean of k3(new, old) in nats per token, from the forward passes of the last epoch. Rows without
+            signal are skipped (see `dropped_groups`) and not part of the mean; with `target_kl` all rows run, and the
+            mean is over all action tokens.
+        clip_fraction: Fraction of action tokens whose clip binds, given the sign of the advantage, in the last epoch.
+        entropy: Exact entropy at the sampling temperature, in nats per token.
+        grad_norm: Gradient norm before clipping, mean over updates.
+        value_loss: Value loss, the mean over updates; NaN without one.
+        kl_reference: KL to the reference policy, by the requested estimator, in nats per token.
+        explained_variance: Share of the variance of the returns that the values explain; NaN without values.
+        ratio_max: 1 plus the largest deviation of a probability ratio from 1.
+        effective_sample_size: Effective fraction of tokens or rows after weighting by `correction=`.
+        sampler_gap: Largest |engine logprob - trainer logprob| before the first update: over at most eight rows of the
+            batch with old_logprobs="auto", over all rows with "recompute"; NaN with "engine".
+        reward_mean: Mean reward of the trajectories in the batch.
+        reward_std: Standard deviation of their rewards.
+        advantage_mean: Mean advantage of the action tokens.
+        unscored: Fraction of trajectories without a reward.
+        truncated: Share of trajectories that a limit cut off.
+        updates: Number of optimizer steps.
+        rows: Number of rows in the batch.
+        tokens: Action tokens trained on per epoch.
+        dropped_groups: Groups skipped because their gradient is exactly zero.
+        dropped: Number of excluded trajectories by reason: unscored, truncated, or the reason given by a filter.
+        stopped_early: Whether `target_kl` ended the step.
+        lr: Learning rate of the policy.
+        seconds: Wall-clock time of the step.
+        phases: Seconds per phase: old, forward, backward, optimizer.
+        detail: With detail=True, (B, T) float32 arrays on the rows of the batch: logprobs before and after, ratio, ...
+        batch: With detail=True: the batch.
+    """
+
+    loss: float
+    policy_loss: float
+    approx_kl: float
+    clip_fraction: float
+    entropy: float
+    grad_norm: float
+    value_loss: float = math.nan
+    kl_reference: float = math.nan
+    explained_variance: float = math.nan
+    ratio_max: float = math.nan
+    effective_sample_size: float = math.nan
+    sampler_gap: float = math.nan
+    reward_mean: float = math.nan
+    reward_std: float = math.nan
+    advantage_mean: float = math.nan
+    unscored: float = 0.0
+    truncated: float = 0.0
+    updates: int = 0
+    rows: int = 0
+    tokens: int = 0
+    dropped_groups: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    stopped_early: bool = False
+    lr: float = math.nan
+    seconds: float = field(default=0.0, compare=False)
+    phases: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
+    detail: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+    batch: Any = field(default=None, compare=False, repr=False)
+
+    def scalars(self) -> dict[str, float]:
+        """Return the scalar fields in JSON-serializable form, without NaN values."""
+        out: dict[str, float] = {}
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, bool | int | float) and not (isinstance(value, float) and math.isnan(value)):
+                out[name] = value
+        return out
 
 
 class RunningStats:

@@ -36,8 +36,7 @@ from agentfly_kit.ppo.inputs import (
     score,
     token_weights,
 )
-from agentfly_kit.ppo.stats import PhaseTimer, RunningStats, explained_variance, token_detail
-from agentfly_kit.types import Stats
+from agentfly_kit.ppo.stats import PhaseTimer, RunningStats, Stats, explained_variance, token_detail
 
 _DEFAULTS = PPOConfig()
 

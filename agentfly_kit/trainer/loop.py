@@ -26,7 +26,7 @@ from agentfly_kit import losses, seeds
 from agentfly_kit._async.pending_call import Handle, run_in_thread, wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.agent.rollout import Rollout, warn_about_success
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import task_list
 from agentfly_kit.batch.batch import drop_counts
@@ -41,6 +41,7 @@ from agentfly_kit.errors import (
 from agentfly_kit.evaluation import Evaluation, evaluate
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import adamw, ppo_step_async
+from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trainer import checkpoint
 from agentfly_kit.trainer.batch_builder import BatchBuilder
 from agentfly_kit.trainer.checkpoint import LoopState
@@ -49,7 +50,7 @@ from agentfly_kit.trainer.distributed import WorkerGroup
 from agentfly_kit.trainer.fingerprint import fingerprint
 from agentfly_kit.trainer.rollouts import RolloutSampler
 from agentfly_kit.trainer.run_dir import Run, detect_collapse, last_success
-from agentfly_kit.types import Stats, Task
+from agentfly_kit.types import Task
 
 # Statistics of the update that are recorded if they are finite.
 _RECORDED_STATS = (
@@ -398,8 +399,9 @@ class TrainRun(Handle["TrainRun"], Displayable):
         return TrainStep(index + 1, record, stats, rollout, evaluation)
 
     def _warn(self, index: int, rollout: Rollout, record: dict[str, float]) -> None:
-        """Warn if many chains were unscored, or the mean reward collapsed."""
+        """Warn if no chain can succeed, many chains were unscored, or the mean reward collapsed."""
         config = self.config
+        warn_about_success([*self.run.records, record])
         if record.get("unscored", 0.0) > 0.05:
             why = next((str(t.error) for t in rollout.trajectories if t.error), "")
             warnings.warn(

@@ -1,4 +1,4 @@
-"""Rollouts and runs on disk: what was written is read, and no failure in between loses what was there."""
+"""Rollouts: saved files, frames, rescoring and comparison. Run folders: no failure loses recorded data."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ MESSAGES = ({"role": "user", "content": "?"},)
 
 
 def nasty(half: bool = True) -> Rollout:
-    """One of everything that a record may hold; `half` a surrogate pair among it."""
+    """Return a rollout with every kind of field; with `half`, texts contain a lone surrogate."""
     text = 'été 🎉 "quoted" \\ \n\r\x00\x85\u2028\u2029 </script> ' + "\ud800 half a pair" * half
     task = Task(
         text, ({"role": "user", "content": text, "extra": [1, {"a": None}]},), {"answer": text, "n": 0, "x": []}
@@ -93,16 +94,17 @@ def same(a: Rollout, b: Rollout) -> None:
 
 
 @pytest.mark.parametrize("half", [True, False])
-def test_what_was_saved_is_loaded(tmp_path: Path, half: bool) -> None:
+def test_a_saved_rollout_is_loaded_unchanged(tmp_path: Path, half: bool) -> None:
     rollout = nasty(half)
     back = Rollout.load(rollout.save(tmp_path / "deep" / "er" / "r.jsonl"))
     same(rollout, back)
     assert back.seconds == 1.5
     assert back.trajectories[0].turns[-1].path == back.trajectories[0].turns
     assert not list((tmp_path / "deep" / "er").glob(".*"))
+    assert Rollout.load(Rollout().save(tmp_path / "empty.jsonl")) == Rollout()
 
 
-async def test_real_chains_come_back_whole(tmp_path: Path) -> None:
+async def test_real_chains_are_loaded_unchanged(tmp_path: Path) -> None:
     one = await agent(max_turns=2).rollout(tasks(4), group_size=3)
     two = await played([call("1+1"), "<tool_call>{</tool_call>", "5"], max_turns=2).rollout(tasks(2))
     for rollout in (one, two):
@@ -113,11 +115,7 @@ async def test_real_chains_come_back_whole(tmp_path: Path) -> None:
             assert x.logprobs.tobytes() == y.logprobs.tobytes()
 
 
-def test_an_empty_rollout(tmp_path: Path) -> None:
-    assert Rollout.load(Rollout().save(tmp_path / "r.jsonl")) == Rollout()
-
-
-def test_numpy_becomes_plain_and_what_json_lacks_is_refused_by_name(tmp_path: Path) -> None:
+def test_numpy_values_are_converted_and_other_types_rejected(tmp_path: Path) -> None:
     def one(value: Any) -> Rollout:
         return Rollout.from_trajectories([Trajectory("g/0", Task("t", MESSAGES, {"x": value}), "g", 0, (), "answered")])
 
@@ -141,13 +139,13 @@ def test_numpy_becomes_plain_and_what_json_lacks_is_refused_by_name(tmp_path: Pa
         (b'{"format": "agentfly_kit.rollout", "version": 99}\n', r"newer version \(99 > 2\); upgrade"),
     ],
 )
-def test_files_that_are_not_ours(tmp_path: Path, content: bytes, says: str) -> None:
+def test_other_files_are_rejected(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "r.jsonl").write_bytes(content)
     with pytest.raises(RunError, match=says):
         Rollout.load(tmp_path / "r.jsonl")
 
 
-def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+def test_a_damaged_line_is_named_with_its_number(tmp_path: Path) -> None:
     path = nasty(False).save(tmp_path / "r.jsonl")
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, broken in ((3, lines[2][:40]), (2, "{}"), (4, '{"turns": 3}'), (5, "[1]")):
@@ -158,54 +156,28 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         Rollout.load(tmp_path / "none.jsonl")
 
 
-class Full:
-    """A disk that is full from the nth write on."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, at: int = 0) -> None:
-        real = getattr(os, name)
-        self.calls = 0
-
-        def failing(*args: Any, **options: Any) -> Any:
-            self.calls += 1
-            if self.calls > at:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return real(*args, **options)
-
-        monkeypatch.setattr(os, name, failing)
-
-
 @pytest.mark.parametrize("name", ["fsync", "replace"])
-def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def failing(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     path = nasty().save(tmp_path / "r.jsonl")
     before = path.read_bytes()
-    Full(monkeypatch, name)
-    with pytest.raises(
-        RunError, match=r"r\.jsonl could not be written \(.*No space left.*\); an existing file is unchanged"
-    ):
-        Rollout().save(path)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["r.jsonl"]
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="could not be written"):
-        Rollout().save(tmp_path / "file" / "r.jsonl")
+        Rollout().save(path / "r.jsonl")  # the folder is a file
 
-
-def test_an_error_in_the_middle_of_a_file_leaves_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_text("old")
-
-    def work() -> None:
+    def interrupted_write() -> None:
         with atomic_write(path) as file:
             file.write("new")
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        work()
-    assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["f"]
+        interrupted_write()
+    monkeypatch.setattr(os, name, failing)
+    with pytest.raises(RunError, match=r"r\.jsonl could not be written \(.*No space left.*an existing file is"):
+        Rollout().save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["r.jsonl"]
 
 
 # --- frames, scores, differences -----------------------------------------------------------------
@@ -226,7 +198,7 @@ async def test_frames_have_nan_where_nothing_was_sampled() -> None:
         rollout.to_frame("rows")  # type: ignore[arg-type]
 
 
-async def test_rescore_samples_nothing_and_scores_all_but_our_failures() -> None:
+async def test_rescore_scores_all_chains_except_failed_ones() -> None:
     @reward
     def length(final: str | None) -> float:
         return float(len(final or ""))
@@ -246,7 +218,7 @@ class Board:
     async def close(self) -> None: ...
 
 
-async def test_rescore_refuses_a_reward_that_looks_into_what_was_given_back() -> None:
+async def test_rescore_rejects_a_reward_that_requires_a_sandbox() -> None:
     @reward
     def won(board: Board) -> float:
         return 1.0
@@ -268,6 +240,12 @@ async def test_diff_pairs_each_chain_with_itself() -> None:
     assert diff.lost == ()
     assert all(a.task.id == b.task.id and a.chain == b.chain for a, b in diff.pairs)
     assert len(diff.to_frame()) == 6
+    assert diff.p_value == 0.25, "three tasks, whatever the number of chains"
+    assert "success 0.000 -> 1.000, p = 0.25, 6 gained, 0 lost" in repr(diff)
+    first, *others = after
+    unscored = before.diff(Rollout.from_trajectories([first.replace(reward=None), *others]))
+    assert (unscored.success, len(unscored.gained)) == ((0.0, 1.0), 5)
+    assert repr(unscored).startswith("RolloutDiff(6 pairs, 1 unscored: ")
     twice = await wrong.rollout([some[0], some[0], some[1]])
     assert len(twice.diff(await right.rollout([some[0], some[0], some[1]])).pairs) == 3
     assert len(twice.diff(after).pairs) == 2
@@ -275,15 +253,42 @@ async def test_diff_pairs_each_chain_with_itself() -> None:
         before.diff(Rollout())
 
 
+async def test_unscored_chains_are_named_and_can_run_again() -> None:
+    def broken(final: str | None) -> float:
+        return {"5": 1.0}[final or ""]
+
+    def length(final: str | None) -> float | None:
+        return None if final == "55" else broken(final)
+
+    some = tasks(4)
+    rollout = await played(lambda task, turn: ["5", "6", "7", "55"][some.index(task)], reward=length).rollout(some)
+    assert [t.task for t in rollout.failed] == some[1:] == list(rollout.failed.tasks)
+    assert "success 1.000, 3 unscored (most often reward length: KeyError: '6')" in repr(rollout)
+    again = await played(["5"], reward=length).rollout(rollout.failed.tasks)
+    assert [t.reward for t in again] == [1.0] * 3 and len(again.failed) == 0
+    none = await played(["6"], reward=broken).rollout(some)
+    for text in (repr(none), none._repr_html_().replace("&#x27;", "'")):
+        assert "Rollout(4 tasks, 4 chains, 4 unscored (reward broken: KeyError: '6'))" in text
+    assert "unscored (no reward)" in repr(await played(["6"], reward=None).rollout(some))
+    assert len(Rollout((*none.groups, *none.groups)).tasks) == 4
+
+
+async def test_drop_reasons_keep_the_chains_that_did_not_run() -> None:
+    rollout = dataclasses.replace(await played(["5"]).rollout(tasks(1)), not_run={"x": "run_turns"})
+    reason = SimpleNamespace(trajectory=rollout.trajectories[0].id, row=None, reason="short")
+    marked = rollout.with_drop_reasons([reason])
+    assert (marked.trajectories[0].dropped, marked.not_run) == ("short", rollout.not_run)
+
+
 # --- a run ---------------------------------------------------------------------------------------
 
 PRINT: dict[str, Any] = {"config": {"lr": 0.1, "steps": 3}, "reward": {"f": {"source": "def f():\n    return 1\n"}}}
 
 
-def test_a_run_is_begun_continued_or_refused(tmp_path: Path) -> None:
+def test_a_run_is_created_continued_or_rejected(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     assert not run.check(PRINT, resume=True)
-    assert not (tmp_path / "run").exists(), "to look changes nothing"
+    assert not (tmp_path / "run").exists(), "check must not create the folder"
     assert not run.claim(PRINT, resume=True)
     run.append({"step": 1, "loss": 0.5})
     again = Run(tmp_path / "run")
@@ -303,17 +308,22 @@ def test_a_run_is_begun_continued_or_refused(tmp_path: Path) -> None:
     assert not Run(tmp_path / "run").claim(other, resume=False)
     assert Run(tmp_path / "run").records == []
     assert Run(tmp_path / "run").claim(other, resume=True)
+    Run(tmp_path / "numpy").claim({"lr": np.float32(0.5)}, resume=True)
+    assert Run(tmp_path / "numpy").claim({"lr": 0.5}, resume=True)
 
 
-def test_numbers_of_numpy_in_a_fingerprint(tmp_path: Path) -> None:
-    Run(tmp_path / "r").claim({"lr": np.float32(0.5)}, resume=True)
-    assert Run(tmp_path / "r").claim({"lr": 0.5}, resume=True)
+def test_what_is_not_json_is_not_recorded(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="the run's fingerprint cannot be saved as JSON"):
         Run(tmp_path / "s").claim({"lr": object()}, resume=True)
     assert not (tmp_path / "s").exists()
+    run = Run(tmp_path / "r")
+    run.claim(PRINT, resume=True)
+    with pytest.raises(RunError, match="step 1 cannot be saved as JSON"):
+        run.append({"step": 1, "loss": math.nan})
+    assert run.records == []
 
 
-def test_a_folder_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_contents_is_not_changed(tmp_path: Path) -> None:
     folder = tmp_path / "docs"
     (folder / "rollouts").mkdir(parents=True)
     (folder / "rollouts" / "mine.txt").write_text("precious")
@@ -328,6 +338,14 @@ def test_a_folder_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_damaged_and_newer_runs(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("x")
+    for path in (tmp_path / "f", tmp_path / "f" / "g"):
+        with pytest.raises(RunError):
+            Run(path).claim(PRINT, resume=True)
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / ".run.json.123.tmp").write_text("{")  # left by an interrupted `claim`
+    assert not Run(tmp_path / "cut").claim(PRINT, resume=True)
+    assert not list((tmp_path / "cut").glob(".*"))
     run = Run(tmp_path / "r")
     run.claim(PRINT, resume=True)
     about = json.loads((tmp_path / "r" / "run.json").read_text())
@@ -339,24 +357,13 @@ def test_damaged_and_newer_runs(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"run\.json is damaged .*resume=False to start over"):
         Run(tmp_path / "r").claim(PRINT, resume=True)
     assert not Run(tmp_path / "r").claim(PRINT, resume=False)
-
-
-def test_a_folder_where_only_our_own_begin_was_cut_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r" / ".run.json.123.tmp").write_text("{")
-    assert not Run(tmp_path / "r").claim(PRINT, resume=True)
-    assert not list((tmp_path / "r").glob(".*"))
-
-
-def test_a_path_that_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "f").write_text("x")
-    for path in (tmp_path / "f", tmp_path / "f" / "g"):
-        with pytest.raises(RunError):
-            Run(path).claim(PRINT, resume=True)
+    (tmp_path / "r" / "steps.jsonl").write_text('{"step":1}\n{"st\n{"step":3}\n')
+    with pytest.raises(RunError, match=r"steps\.jsonl:2 is damaged"):
+        _ = Run(tmp_path / "r").records
 
 
 @pytest.mark.parametrize("cut", [1, 5, None])
-def test_a_last_line_that_was_cut_is_left_out_and_written_over(tmp_path: Path, cut: int | None) -> None:
+def test_an_incomplete_last_line_is_overwritten(tmp_path: Path, cut: int | None) -> None:
     run = Run(tmp_path / "r")
     run.claim(PRINT, resume=True)
     run.append({"step": 1})
@@ -371,34 +378,9 @@ def test_a_last_line_that_was_cut_is_left_out_and_written_over(tmp_path: Path, c
     again.truncate(kept)
     again.append({"step": 9})
     assert [r["step"] for r in Run(tmp_path / "r").records] == [*([1, 2, 2][:kept]), 9]
-
-
-def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
-    run = Run(tmp_path / "r")
-    run.claim(PRINT, resume=True)
-    (tmp_path / "r" / "steps.jsonl").write_text('{"step":1}\n{"st\n{"step":3}\n')
-    with pytest.raises(RunError, match=r"steps\.jsonl:2 is damaged"):
-        _ = Run(tmp_path / "r").records
-
-
-def test_truncate(tmp_path: Path) -> None:
-    run = Run(tmp_path / "r")
-    run.claim(PRINT, resume=True)
-    for i in range(4):
-        run.append({"step": i})
-    run.truncate(2)
-    assert [r["step"] for r in run.records] == [0, 1]
-    assert [r["step"] for r in Run(tmp_path / "r").records] == [0, 1]
-    run.truncate(0)
-    assert Run(tmp_path / "r").records == []
-
-
-def test_a_step_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path / "r")
-    run.claim(PRINT, resume=True)
-    with pytest.raises(RunError, match="step 1 cannot be saved as JSON"):
-        run.append({"step": 1, "loss": math.nan})
-    assert run.records == []
+    for steps in (1, 0):
+        again.truncate(steps)
+        assert [r["step"] for r in again.records] == [r["step"] for r in Run(tmp_path / "r").records] == [1][:steps]
 
 
 def test_listeners(tmp_path: Path) -> None:
@@ -444,7 +426,7 @@ OPERATIONS: list[tuple[Any, str]] = [
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException, work: Callable[[], None]) -> bool:
-    """Do `work`, in which the `at`th operation on files and all after it raise. Whether there were so many."""
+    """Run `work` with all file operations from the `at`th on raising. Return whether there were that many."""
     calls = 0
     with monkeypatch.context() as patch:
         for module, name in OPERATIONS:
@@ -469,7 +451,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException, 
 
 @pytest.mark.parametrize("error", [Killed(), OSError(errno.ENOSPC, "full")], ids=["killed", "full"])
 @pytest.mark.parametrize("first", [True, False])
-def test_a_checkpoint_that_is_cut_anywhere_leaves_the_old_or_the_new_one(
+def test_an_interrupted_checkpoint_leaves_the_old_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, first: bool
 ) -> None:
     at = 0
@@ -491,7 +473,7 @@ def test_a_checkpoint_that_is_cut_anywhere_leaves_the_old_or_the_new_one(
     assert at > 5
 
 
-def test_a_checkpoint_that_fails_inside_keeps_the_last_one(tmp_path: Path) -> None:
+def test_a_failed_checkpoint_keeps_the_last_one(tmp_path: Path) -> None:
     run = Run(tmp_path / "r")
     run.claim(PRINT, resume=True)
     save(run, "one")
@@ -502,9 +484,7 @@ def test_a_checkpoint_that_fails_inside_keeps_the_last_one(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_begin_that_is_cut_anywhere_can_be_done_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
-) -> None:
+def test_an_interrupted_claim_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
     at = 0
     while True:
         at += 1
@@ -530,6 +510,7 @@ def test_reprs(tmp_path: Path) -> None:
     run.claim(PRINT, resume=True)
     run.append({"step": 1, "success": 0.25})
     assert repr(run).endswith("r', 1 steps, success 0.250)")
-    assert repr(nasty()) == "Rollout(3 tasks, 4 chains, success 0.000)"
+    assert repr(nasty()).startswith("Rollout(3 tasks, 4 chains, success 0.000 (rewards reach 0, success needs 1")
+    assert "\n" not in repr(nasty()) and "\r" not in repr(nasty())
     assert "<script" not in nasty()._repr_html_()
     nasty().rescore(None).close()

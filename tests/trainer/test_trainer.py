@@ -81,6 +81,7 @@ async def test_budgets_limit_an_iteration() -> None:
     assert len(step.rollout) + len(step.rollout.not_run) == 12
 
 
+@pytest.mark.filterwarnings("ignore:no chain of the first 5 steps")
 async def test_it_learns(tmp_path: Path) -> None:
     policy = fresh()
     config = TrainConfig(steps=8, tasks_per_step=8, group_size=8, minibatch=32, epochs=2, lr=1e-3, lr_end=None)

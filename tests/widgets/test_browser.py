@@ -31,7 +31,8 @@ def records() -> None:
     import torch
 
     from agentfly_kit import widgets as w  # noqa: F401  (for the cells)
-    from agentfly_kit.types import Stats, Task, Trajectory, Turn
+    from agentfly_kit.ppo.stats import Stats
+    from agentfly_kit.types import Task, Trajectory, Turn
 
     vocabulary: dict = {}
 

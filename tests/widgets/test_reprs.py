@@ -1,4 +1,4 @@
-"""What a notebook shows of every public object: a stable repr, and HTML in which no text of a model is HTML."""
+"""Notebook display of all public objects: a stable repr, and HTML in which all text is escaped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVIL = "<script>alert(1)</script>\u202e\ud800\x00"
 
 
 def page(thing: Any) -> Page:
-    """Its HTML as an untrusted notebook keeps it; its repr has no address, so that outputs do not change."""
+    """Parse the HTML of an object, after checking its size, tags and colours. The repr must contain no address."""
     assert not re.search(r"0x[0-9a-f]{6,}", repr(thing)), repr(thing)
     text = thing._repr_html_()
     assert len(text.encode("utf-8")) < 100_000
@@ -62,14 +62,14 @@ def evil_trajectory() -> Trajectory:
     ],
     ids=["trajectory", "task", "call", "group", "rollout", "diff"],
 )
-def test_what_a_model_wrote_is_text(of: Callable[[Trajectory], Any]) -> None:
+def test_text_of_a_model_is_escaped(of: Callable[[Trajectory], Any]) -> None:
     found = page(of(evil_trajectory()))
     assert "<script>alert(1)</script>" in found.text
     assert "\u202e" not in found.text
     assert "‹U+D800›" in found.text
 
 
-async def test_settings_and_handles(tmp_path: Path) -> None:
+async def test_agents_tools_and_handles(tmp_path: Path) -> None:
     agent = agents.agent(engine=agents.Played([agents.call(), "42"]), chat=agents.chat(), system=EVIL[:-2])
     assert "calculator" in page(agent).text
     assert "max_turns" in page(agent).text
@@ -113,8 +113,7 @@ async def test_a_training_run_shows_its_last_steps(tmp_path: Path) -> None:
     page(af.Run(tmp_path / "run"))
 
 
-def test_what_a_batch_left_out_is_text_and_its_stats_are_short() -> None:
-    """Why a trajectory was left out is said by a function of the user's, who may quote the model."""
+def test_drop_reasons_are_escaped_and_stats_are_short() -> None:
     good = Turn("action", "policy", (2,), True, logprobs=(-0.5,), entropies=(0.1,), versions=(0,), text="x")
     task = af.Task("t", ({"role": "user", "content": "?"},))
     prompt = Turn("prompt", "task", (1,), text="?")
@@ -131,7 +130,7 @@ def test_what_a_batch_left_out_is_text_and_its_stats_are_short() -> None:
     assert "–" in _html.table(("a",), [[math.nan]]), "missing is a dash"
 
 
-def test_what_a_person_named_or_wrote_is_text_too(tmp_path: Path) -> None:
+def test_names_and_docstrings_are_escaped(tmp_path: Path) -> None:
     def shout(text: str) -> str:
         return text
 
@@ -179,7 +178,7 @@ def test_numbers_and_names_may_be_anything(of: Callable[[Path], Any], tmp_path: 
     assert len(found.text) < 5_000
 
 
-async def test_a_diff_says_which_chain_flipped_and_where() -> None:
+async def test_a_diff_shows_which_chains_changed_and_where() -> None:
     tasks = agents.tasks(3)
     answers = {task.id: task.fields["answer"] for task in tasks}
     before = await agents.played(["0"]).rollout(tasks)

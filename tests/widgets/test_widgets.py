@@ -31,7 +31,8 @@ from paths import TESTS
 
 from agentfly_kit import widgets as w
 from agentfly_kit.errors import AlignmentError
-from agentfly_kit.types import Stats, Task, Trajectory, Turn
+from agentfly_kit.ppo.stats import Stats
+from agentfly_kit.types import Task, Trajectory, Turn
 
 JS = TESTS / "widgets_js"
 NASTY = (
@@ -1001,6 +1002,29 @@ def test_train_view_with_odd_numbers() -> None:
     check_static(view)
     one = w.TrainView(FakeRun(1))
     check_static(one)
+
+
+def test_metrics_of_rewards_are_charted_and_the_others_listed() -> None:
+    run = FakeRun()
+    names = ["exact", *(f"m{i}" for i in range(8)), NASTY[0]]
+    run.step()
+    for step in range(3):
+        run.step(metric_success=0.5, **{f"metric_{name}": step / 4 for name in names})
+    view = w.TrainView(run)
+    charted = [p["label"] for p in view._about["panels"] if p["key"].startswith("metric_")]
+    assert charted == names[:6]
+    assert [row[0] for row in view._about["metrics"]] == ["success", *names[6:]]
+    assert view._about["metrics"][1][2:] == ["0", "0.5"]
+    columns = view._buffers["runs"][0]["columns"]
+    np.testing.assert_array_equal(unpack(columns["metric_exact"]), np.float32([math.nan, 0, 0.25, 0.5]))
+    assert "metric_m7" not in columns and view.to_frame()["metric_m7"][4] == 0.5
+    sent(view)
+    page = check_static(view)
+    assert "exact" in page.text and "m7" in page.text
+    both = w.TrainView(run, FakeRun(2), metrics=["m7"], names=["a", "b"])
+    assert [p["label"] for p in both._about["panels"] if p["key"].startswith("metric_")] == ["m7"]
+    assert ["exact", "b", "–", "–"] in both._about["metrics"]
+    check_static(both)
 
 
 def test_a_picked_step_is_one_of_the_run() -> None:
