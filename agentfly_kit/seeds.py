@@ -5,6 +5,7 @@ Results depend only on the arguments, never on earlier draws, so concurrency and
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ def derive(seed: int, *parts: str | int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+# Most parts recur: the run seed, the purpose, the task. Typed, because 1 and True are different parts.
+@functools.lru_cache(maxsize=4096, typed=True)
 def _encode_part(part: str | int) -> bytes:
     # Type and length are hashed too, so that ("ab", "c") differs from ("a", "bc"), and (1,) from ("1",). A NumPy
     # integer equals the Python integer.
