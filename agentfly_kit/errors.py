@@ -33,23 +33,23 @@ class HostError(AgentFlyError):
 
 
 class ToolError(AgentFlyError):
-    """Error raised inside a tool, whose text becomes the observation. The chain continues."""
+    """Raised in a tool: the text becomes the observation, and the chain continues."""
 
 
 class ToolSchemaError(AgentFlyError, TypeError):
-    """Tool signature or docstring that cannot be converted to a schema. Names the function and the parameter."""
+    """Raised for a tool whose signature or docstring cannot be converted to a schema. Names function and parameter."""
 
 
 class RewardError(AgentFlyError, TypeError):
-    """Invalid signature or return value of a reward. Names the function and the argument."""
+    """Raised for an invalid signature or return value of a reward. Names function and argument."""
 
 
 class TaskError(AgentFlyError, ValueError):
-    """Invalid task or task file. Names the file and line, or the position and field."""
+    """Raised for an invalid task or task file. Names file and line, or position and field."""
 
 
 class SettingsError(AgentFlyError, ValueError):
-    """Invalid value of an option, or a conflict between options."""
+    """Raised for an invalid value of an option, or options that contradict each other."""
 
 
 def check_choice(name: str, value: object, choices: Any) -> None:
@@ -95,18 +95,18 @@ def _check_keywords(function: F, name: str) -> F:
 
 
 class NotAwaited(AgentFlyError, AttributeError):
-    """Result used before it was awaited. Names the call."""
+    """Raised when a result is used before it was awaited. Names the call."""
 
 
 # --- text and tokens -----------------------------------------------------------------------------
 
 
 class ChatTemplateError(AgentFlyError):
-    """Chat template that lacks a property required for exact token ids. Names the property."""
+    """Raised when a chat template lacks a property required for exact token ids. Names the property."""
 
 
 class AlignmentError(AgentFlyError, ValueError):
-    """Per-token values whose length differs from that of the ids, or a row that differs from the sampled tokens."""
+    """Raised when per-token values differ in length from the ids, or a row differs from the sampled tokens."""
 
 
 def check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
@@ -119,19 +119,19 @@ def check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
 
 
 class PolicyError(AgentFlyError):
-    """Incomplete or incompatible policy folder. Names the file."""
+    """Raised for an incomplete or incompatible policy folder. Names the file."""
 
 
 class EngineError(HostError):
-    """Engine that failed, is closed, or does not support the requested operation."""
+    """Raised when an engine fails, is closed, or does not support an operation."""
 
 
 class BatchError(AgentFlyError, ValueError):
-    """Trajectories that cannot form a batch: no scored row, several temperatures, or ids without logprobs."""
+    """Raised when trajectories cannot form a batch."""
 
 
 class EmptyBatch(BatchError):
-    """Batch without trajectories to train on. `dropped` lists the excluded ones with their reasons."""
+    """Raised when no trajectory is left to train on. `dropped` lists the excluded ones with their reasons."""
 
     def __init__(self, message: str, dropped: tuple[Any, ...] = ()) -> None:
         super().__init__(message)
@@ -139,26 +139,26 @@ class EmptyBatch(BatchError):
 
 
 class TrainingError(AgentFlyError):
-    """Diverged step or training loop that cannot continue. The message names the last good checkpoint."""
+    """Raised when a step diverges or training cannot continue. Names the last good checkpoint."""
 
 
 class RunMismatch(AgentFlyError):
-    """Run folder with a run of different settings. The message shows the difference."""
+    """Raised when a run folder holds a run with other settings. Lists the differences."""
 
 
 class RunError(AgentFlyError):
-    """Run folder that cannot be read or written. Names the file."""
+    """Raised when a run folder cannot be read or written. Names the file."""
 
 
 # --- sandboxes -----------------------------------------------------------------------------------
 
 
 class SandboxError(HostError):
-    """Sandbox that did not start or died because of the host, not because of the code inside it."""
+    """Raised when a sandbox does not start, or ends because of the host and not of the code inside it."""
 
 
 class IsolationError(SandboxError):
-    """Requested isolation level that this machine does not support."""
+    """Raised when this machine does not support the requested isolation level."""
 
 
 class IsolationWarning(UserWarning):
@@ -166,16 +166,16 @@ class IsolationWarning(UserWarning):
 
 
 class LeaseRevoked(SandboxError):
-    """Sandbox reclaimed by the pool: held too long, or ended by the user. The message gives the reason."""
+    """Raised when the pool has reclaimed a sandbox: it was held too long, or ended by the user. Gives the reason."""
 
 
 class RemotePoolError(SandboxError):
-    """Remote pool that does not respond, rejected the client, or has ended the lease. Names the address."""
+    """Raised when a remote pool does not respond, rejects the client, or has ended the lease. Names the address."""
 
 
 class PoolTimeout(HostError, TimeoutError):
-    """No sandbox became free before the timeout. The message lists the current leases."""
+    """Raised when no sandbox becomes free before the timeout. Lists the current leases."""
 
 
 class PoolClosed(HostError):
-    """Pool that is closed. Also raised in tasks that are waiting for a sandbox when it closes."""
+    """Raised by a closed pool, also in tasks that wait for a sandbox when it closes."""

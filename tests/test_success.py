@@ -17,7 +17,9 @@ from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.rewards import reward
 from agentfly_kit.success import pass_at_k, sign_flip_test, success_interval
+from agentfly_kit.trainer.distributed import WorkerGroup
 from agentfly_kit.trainer.fingerprint import fingerprint
+from agentfly_kit.trainer.rollouts import RolloutSampler
 from agentfly_kit.types import Trajectory
 
 # --- the rule ------------------------------------------------------------------------------------
@@ -102,7 +104,10 @@ def test_a_rule_of_another_kind_is_rejected(rule: Any) -> None:
 
 def test_the_rule_is_part_of_a_run_only_if_it_is_set() -> None:
     def found(**settings: Any) -> dict[str, Any]:
-        return fingerprint(agent(**settings), tasks(1), af.TrainConfig(steps=1), "start")["agent"]
+        sampler = RolloutSampler(
+            agent(**settings), af.tiny.policy("calculator"), tasks(1), af.TrainConfig(steps=1), WorkerGroup(None)
+        )
+        return fingerprint(sampler, "start")["agent"]
 
     assert "success" not in found()
     assert len({repr(found(success=rule)) for rule in (None, 0.5, "exact", long_answer)}) == 4

@@ -410,7 +410,7 @@ class Opener(View):
 
 
 class _Listener:
-    """The callback that a record calls. Only the record keeps it: `end` may refer to the record, the view must not."""
+    """Callback registered with a record. Only the record refers to it, so `end` may refer to the record, but not the view."""
 
     def __init__(self, view: LiveView, throttle: Throttle) -> None:
         self.view = weakref.ref(view)

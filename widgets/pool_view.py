@@ -51,7 +51,7 @@ class Sandboxes:
         """Return a data frame with one row per sandbox.
 
         Its columns are sandbox, state, seconds (in this state, NaN if unknown), owner, turn, leases (so far), and hand
-        (taken on the page).
+        (True if it was leased with the button Take).
         """
         import pandas as pd
 
@@ -70,11 +70,11 @@ class PoolView(LiveView):
     The view updates at most 10 times per second. `view.counts` holds the numbers last sent; `view.refresh()` sends an
     update now; `view.close()` ends the view. `view.selection` holds the sandboxes selected in the browser with their
     owners; `view.select(3, 4)` selects them from Python; `view.to_frame()` lists all sandboxes; `view.to_code()`
-    returns the view and its selection as code for a cell.
+    returns code for a cell that makes the view with its selection.
 
-    On the page, the button Take leases a sandbox, which cells can then use as `view.held[number]`, and Give back
-    releases it; its owner is shown as "by hand". Reset and Close act on any sandbox of a pool that has `recycle`: a
-    chain that holds the sandbox loses it and is not scored. A sandbox taken on the page is reset in place.
+    The button Take leases a sandbox, which cells can then use as `view.held[number]`, until Give back releases it; its
+    owner is shown as "by hand". Reset and Close work on any sandbox if the pool has a method `recycle`. A chain that
+    holds the sandbox loses it and is not scored. A sandbox leased with Take is reset in place.
     """
 
     stem: ClassVar[str] = "pool_view"

@@ -88,9 +88,10 @@ class BudgetUsage:
 
 @dataclass
 class TokenReservation:
-    """Tokens granted to one action, and after it the number `used`; if that is left None, the action does not count.
+    """Tokens granted to one action.
 
-    `stop` is the stop reason if no action may start; `limited_by` that of the budget that granted less than requested.
+    Set `used` to the number of sampled tokens when the action has finished; if it stays None, the action does not
+    count. `stop` is the stop reason if no action may start, and `limited_by` that of the budget that reduced the grant.
     """
 
     tokens: int

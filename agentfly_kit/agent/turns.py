@@ -110,7 +110,7 @@ def append_text(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
 
 
 def next_row(agent: AgentSettings, before: Turn, messages: Sequence[Message], author: str) -> Turn:
-    """Return the prompt of a new row, after the turn `before`."""
+    """Return the prompt turn that starts a new row after the turn `before`."""
     return prompt_turn(agent, messages, author, parent=before, row=before.row + 1, label=label(agent, before.actions))
 
 

@@ -335,10 +335,10 @@ class Chat:
     # --- comparison with re-encoding ---
 
     def drift(self, trajectory: Trajectory | Row) -> Drift:
-        """Compare a row with its messages rendered and encoded again, and return the first difference.
+        """Render and tokenize the messages of a row again, and return the first difference from its ids.
 
-        Rows are never encoded again, so drift does no harm here. It shows which tokens a framework would train on
-        instead if it stored messages and encoded them again.
+        This package never tokenizes rows again, so drift is harmless here. It shows which tokens a framework that
+        stores messages and tokenizes them for training would train on instead.
 
         Raises:
             AlignmentError: for a trajectory with several rows; pass one of them, such as `trajectory.rows[0]`.

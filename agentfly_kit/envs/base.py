@@ -198,7 +198,7 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
 
 
 class EnvironmentReward(Reward[..., Any]):
-    """The reward of an environment. `leased` are the sandbox classes that it requests from the context itself."""
+    """The reward of an environment. `leased` lists the sandbox classes that it leases with `context.sandbox`."""
 
     leased: tuple[type, ...] = ()
 

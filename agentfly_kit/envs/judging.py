@@ -114,10 +114,10 @@ class Ranking:
         scores: Score per answer, in the order given. Pairwise: the fraction of the other answers that it beats, a tie
             counting half. Listwise: 1 for the first rank, 0 for the last. None if no comparison of the answer could be
             parsed.
-        comparisons: Number of questions with a verdict.
-        failed: Number of questions without a verdict.
+        comparisons: Number of calls of the judge that gave a verdict.
+        failed: Number of calls without a verdict.
         inconsistent: Number of pairs whose verdict depended on the order in which they were shown; they count as ties.
-        why: Reason of the first failure.
+        why: Reason for the first failure.
     """
 
     scores: tuple[float | None, ...]

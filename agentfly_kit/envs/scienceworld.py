@@ -127,7 +127,7 @@ def _drain(output: IO[bytes]) -> None:
 
 
 def _client(wanted: Any, process: subprocess.Popen[bytes]) -> Any:
-    """Create a py4j client that, when Java has ended, neither retries nor logs a traceback."""
+    """Create a py4j client that neither retries nor logs a traceback once the Java process has exited."""
     from py4j.java_gateway import GatewayClient, is_fatal_error
     from py4j.protocol import Py4JNetworkError
 

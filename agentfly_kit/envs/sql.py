@@ -287,7 +287,7 @@ SCHEMAS = {
 
 @dataclass(frozen=True)
 class World:
-    """One database of a schema."""
+    """A database: a schema, filled with generated rows."""
 
     schema: Schema
     rows: tuple[tuple[Any, ...], ...]

@@ -334,7 +334,7 @@ class LanguageModel:
 
     @cached_property
     def _sharing_obstacle(self) -> str:
-        """Reason why rows cannot share prefixes; empty if a trial gives the same states for a tree as for its rows."""
+        """Reason why rows cannot share prefixes; "" if a trial gives the same hidden states with and without sharing."""
         decoder = with_short_windows(self.decoder)
         reason = unsupported_attention(decoder)
         # Three rows of 10, 9 and 8 tokens: the first two share 4 tokens, the last two 7.

@@ -302,7 +302,7 @@ def _raise_if_cancelled(
 
 
 def _kl_reference(totals: RunningStats, inputs: StepInputs, config: PPOConfig) -> float:
-    """Return the mean KL to the reference policy, also if it is part of the reward; NaN without one."""
+    """Return the mean KL to the reference policy, even if it is part of the reward; NaN if there is no reference."""
     if config.kl_coef == 0:
         return math.nan
     if config.kl_in == "loss":

@@ -1,4 +1,4 @@
-"""Functions whose arguments are injected: what an annotation requests, and the base classes of tools and rewards."""
+"""Injection of arguments: what a parameter requests by its annotation, and the base class of tools and rewards."""
 
 from __future__ import annotations
 
@@ -202,9 +202,9 @@ class InjectedFunction(Generic[P, R]):
     async def _inject(
         self, context: Context, fields: Mapping[str, Any], **values: Any
     ) -> AsyncIterator[dict[str, Any]]:
-        """Async context manager that returns the injected arguments and gives exclusive use of their sandboxes.
+        """Async context manager that yields the injected arguments and holds exclusive access to their sandboxes.
 
-        `values` are further values by source.
+        `values` are injected in addition, by the name of their source.
         """
         self.check([context.task])
         values["context"] = context

@@ -233,8 +233,6 @@ def _to_result(value: Any) -> ToolResult:
         return ToolResult(value.ok, value.text, truncated=value.truncated)
     if not isinstance(value, ToolResult):
         return ToolResult(True, _to_text(value))
-    if not isinstance(value.observation, str):
-        raise TypeError(f"the observation of a ToolResult must be a string, got {value.observation!r}")
     reward: Any = value.reward
     if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
         raise TypeError(f"the reward of a ToolResult must be a finite number or None, got {reward!r}")
@@ -283,7 +281,7 @@ def _fit_result(result: ToolResult, max_chars: int | None) -> ToolResult:
 class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
     """Immutable collection of the tools of one agent, indexed by position or name. Plain functions become tools.
 
-    `schemas` are passed to the chat template, in order. Names must be unique, and methods must have an instance.
+    `schemas` are passed to the chat template, in order. Names must be unique, and methods must be bound to an instance.
     """
 
     def __init__(self, tools: Iterable[Tool[..., Any] | Callable[..., Any]] = ()) -> None:

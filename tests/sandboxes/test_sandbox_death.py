@@ -78,7 +78,9 @@ async def test_files_that_are_lost_with_the_sandbox_are_reported(level: str, mon
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("open('lost', 'w').close()")
         assert sandbox.pid is not None
-        monkeypatch.setattr("agentfly_kit.sandboxes.call.CONTROL_SECONDS", 0.0)
+        command = sandbox._command
+        monkeypatch.setattr(sandbox, "_command", lambda op, *more: op == "kill" or command(op, *more))
+        monkeypatch.setattr("agentfly_kit.sandboxes.call.CONTROL_SECONDS", 0.1)
         result = await sandbox.run(IGNORES_INTERRUPTS, timeout=0.1)
         monkeypatch.undo()
         assert (result.limit, result.died, result.files_lost) == ("time", True, True)

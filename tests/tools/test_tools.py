@@ -460,7 +460,6 @@ CIRCULAR.append(CIRCULAR)
         (calculator.function, "TypeError: a tool returned a function, which has no string representation"),
         (CIRCULAR, "ValueError: Circular reference"),
         (Unspeakable(), "RuntimeError: no words"),
-        (ToolResult(True, 5), "TypeError: the observation of a ToolResult must be a string, got 5"),  # type: ignore[arg-type]
         (ToolResult(True, "", reward=float("nan")), "TypeError: the reward of a ToolResult must be a finite number or"),
         (ToolResult(True, "", reward="1"), "TypeError: the reward of a ToolResult must be a finite number or None"),  # type: ignore[arg-type]
     ],

@@ -65,7 +65,7 @@ Whole = tuple[str, list[dict[str, float]]]
 def uninterrupted(config: TrainConfig = SMALL) -> Whole:
     """Return the weights and records of a run that was not interrupted."""
     policy = learner()
-    run = asyncio.run(start(None, policy, config)._run_to_end())
+    run = asyncio.run(start(None, policy, config))
     return policy.fingerprint(), numbers(run)
 
 

@@ -381,7 +381,7 @@ class VLLMEngine(Engine):
         await host.sleep()
 
     async def wake(self) -> None:
-        """Take the GPU memory back and sample with the previous weights. Has no effect if the engine is awake."""
+        """Reallocate the GPU memory and restore the previous weights. Has no effect if the engine is awake."""
         host = await self._ready()
         await host.wake()
 

@@ -129,7 +129,7 @@ def _record(name: str, module: str) -> type:
 
 
 def turn(value: object) -> int | str | None:
-    """Convert a lease's `turn` to a value that can be sent: other types than int and str become strings."""
+    """Convert a lease's `turn` to a value that can be sent: types other than int and str become strings."""
     return value if value is None or isinstance(value, int | str) else str(value)
 
 

@@ -102,7 +102,7 @@ class Container:
 
     @property
     def inner_mounts(self) -> dict[str, str]:
-        """Mapping from path inside to "ro" or "rw"."""
+        """ "ro" or "rw" for each path that is mounted inside the container."""
         return dict(map(_path_and_mode, self.mounts.values()))
 
     def limit_mechanisms(self, limits: Limits) -> dict[str, str]:

@@ -87,7 +87,7 @@ class Relay(Zygote):
             except BlockingIOError:
                 return
             except OSError:
-                self.outbox.clear()  # the host has disconnected; the end of the input will be noticed
+                self.outbox.clear()  # the host has disconnected, and the read loop ends at the end of its input
                 return
             del self.outbox[:sent]
 
