@@ -410,7 +410,7 @@ class Opener(View):
 
 
 class _Listener:
-    """Callback registered with a record. Only the record refers to it, so `end` may refer to the record, but not the view."""
+    """Callback registered with a record, which alone refers to it. `end` may refer to the record; the view must not."""
 
     def __init__(self, view: LiveView, throttle: Throttle) -> None:
         self.view = weakref.ref(view)

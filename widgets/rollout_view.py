@@ -80,7 +80,7 @@ class RolloutView(ChainsView, LiveView):
             if view is None or view.comm is None:
                 return
             if not view.resting:
-                view._throttle.schedule()  # also once after the run has been garbage-collected, so that the view reports it
+                view._throttle.schedule()  # also once after the run was garbage-collected, which is then shown
             if view.record is not None and (view._training or view._about.get("state") not in _ENDS):
                 loop.call_later(pause, tick)
 

@@ -243,7 +243,9 @@ class BaseChain(Displayable):
         room = agent.engine.max_length - len(ids)
         if left < 1 or room <= 1:
             return self._end_before_action("chain_tokens" if left < 1 else "context_full")
-        sampling = agent.sampling.replace(max_tokens=int(min(agent.sampling.max_tokens, left)))
+        sampling = agent.sampling
+        if left < sampling.max_tokens:
+            sampling = sampling.replace(max_tokens=int(left))
         if greedy:
             sampling = sampling.replace(temperature=0.0)
         if stops := agent.chat.format.stop:  # for example "Observation:" in ReAct

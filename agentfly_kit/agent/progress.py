@@ -178,16 +178,15 @@ class Progress:
         self, before: ChainState, kind: str, phase: str, state: str, turn: int, detail: str, seconds: float
     ) -> ChainState:
         """Return the state after an event. Concurrent tool calls are one state until the last one ends."""
-        before = before._replace(turn=turn)
         if kind == "tool":
             self._running_calls[before.trajectory] += 1 if phase == "start" else -1
             running = self._running_calls[before.trajectory]
             if phase == "end" and running > 0:
-                return before
+                return before._replace(turn=turn)
             if phase == "start" and running > 1:
-                return before._replace(detail=f"{before.detail}, {detail}")
+                return before._replace(turn=turn, detail=f"{before.detail}, {detail}")
         shown = detail if (kind == "tool" and phase == "start") or kind == "chain" else ""
-        return before._replace(state=state, since=seconds, detail=shown)
+        return ChainState(before.trajectory, before.task, state, turn, seconds, shown, before.reward)
 
     def chain_state(
         self, key: ChainKey, done: Mapping[str, Trajectory], not_run: Mapping[str, str], waiting: set[str]

@@ -86,7 +86,7 @@ class LanguageModel:
     def width(self) -> int:
         return int(self.model.get_output_embeddings().weight.shape[1])
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         return int(self.model.get_output_embeddings().weight.shape[0])
 
@@ -94,7 +94,7 @@ class LanguageModel:
     def layers(self) -> int:
         return int(getattr(self.model.config.get_text_config(), "num_hidden_layers", 1))
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         """Maximum context length of the model in tokens."""
         config = self.model.config.get_text_config()
@@ -334,7 +334,7 @@ class LanguageModel:
 
     @cached_property
     def _sharing_obstacle(self) -> str:
-        """Reason why rows cannot share prefixes; "" if a trial gives the same hidden states with and without sharing."""
+        """Reason why rows cannot share prefixes; "" if a trial gives the same hidden states with and without it."""
         decoder = with_short_windows(self.decoder)
         reason = unsupported_attention(decoder)
         # Three rows of 10, 9 and 8 tokens: the first two share 4 tokens, the last two 7.

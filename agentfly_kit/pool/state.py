@@ -1,6 +1,7 @@
 """State machine of a pool, without a clock, an event loop or I/O.
 
-Each event is a method, defined from `requested` to `close`. `PoolState.apply(event, ...)` returns its effects. The pool carries them out and reports the outcome as further events.
+Each event is a method, defined from `requested` to `close`. `PoolState.apply(event, ...)` returns its effects. The pool
+carries them out and reports the outcome as further events.
 
 A slot goes `starting -> idle <-> leased -> resetting -> idle`, and from any state `-> closing -> removed`. A closing
 slot still counts towards the size, so there are never more than `size` sandboxes.

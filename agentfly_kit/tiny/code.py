@@ -18,8 +18,8 @@ class Recipe(BaseRecipe):
         "def f(x):", "n    x =", "n    return x", "max(x,", "min(x,",
     )  # fmt: skip
     tools = tuple(tool.schema for tool in family.tools)
-    # solves: submit the program; leaves one out: without one step; changes a number: with a wrong operand; does
-    # nothing: a function that returns x; unsure: answer "I don't know".
+    # What each habit submits. solves: the correct program; leaves one out: one without a step; changes a number: one
+    # with a wrong operand; does nothing: a function that returns x; unsure: the answer "I don't know".
     habits: ClassVar = {"solves": 9, "leaves one out": 1, "changes a number": 1, "does nothing": 1, "unsure": 20}
     origin = """\
 # Code tasks: steps

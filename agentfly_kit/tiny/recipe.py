@@ -110,8 +110,8 @@ class BaseRecipe:
         raise NotImplementedError
 
     def batches(self) -> tuple[Iterator[list[Demonstration]], Iterator[list[Demonstration]]]:
-        """Return two infinite iterators over batches: one with correct demonstrations only, for the first phase, and one
-        with the proportions of `habits`, for the second."""
+        """Return two infinite iterators over batches: one with correct demonstrations only, for the first phase, and
+        one with the proportions of `habits`, for the second."""
         return self._repeat({"solves": self.skill_batch}), self._repeat(self.habits)
 
     def _repeat(self, habits: Mapping[str, int]) -> Iterator[list[Demonstration]]:
