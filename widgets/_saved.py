@@ -57,6 +57,7 @@ def freeze(path: str | os.PathLike[str]) -> int:
             data = output.get("data", {})
             if WIDGET_MIME in data and "text/html" in data:
                 del data[WIDGET_MIME]
+                output.get("metadata", {}).pop("agentfly_kit", None)  # the id of a view that no longer exists
                 changed += 1
     if changed:
         left = any(WIDGET_MIME in o.get("data", {}) for cell in notebook.cells for o in cell.get("outputs", ()))
