@@ -171,7 +171,7 @@ def test_coverage(p: float, count: int, spread: float | None) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
     covered = []
-    for _ in range(400):
+    for _ in range(150):
         rates = [p] * 25
         if spread is not None:
             rates = [rng.betavariate(p * spread, (1 - p) * spread) if spread else rng.random() < p for _ in rates]

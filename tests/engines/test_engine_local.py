@@ -661,6 +661,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.real
 def test_the_interpreter_can_exit_while_an_idle_thread_exits() -> None:
     script = LEAVING.format(tests=[str(TESTS), str(Path(__file__).parent)])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=480)

@@ -44,7 +44,13 @@ async def episode(name: str, **options: Any) -> tuple[Any, Context, list[af.Pool
     return await context.sandbox(of.family.environment), context, agent.pools
 
 
-@pytest.mark.parametrize("name", INSTALLED)
+# These families run each answer in a sandbox, which takes seconds.
+SLOW = ("reasoning_gym", "math", "code")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.real) if name in SLOW else name for name in INSTALLED]
+)
 async def test_every_answer_is_scored(name: str) -> None:
     _, context, pools = await episode(name)
     reward = af.envs.reward(getattr(af.envs, name).family.environment)

@@ -75,6 +75,7 @@ def child(folder: Path) -> None:
     accelerator.end_training()
 
 
+@pytest.mark.real
 def test_two_processes_compute_the_step_of_one(tmp_path: Path) -> None:
     alone = run()
     ranks = run_two(Path(__file__).resolve(), tmp_path)

@@ -93,6 +93,7 @@ def _pictures(saved: Any) -> dict[str, str]:
 
 
 @needs_browser
+@pytest.mark.real
 @browser.both
 def test_a_saved_notebook_shows_finished_pictures_without_a_kernel(notebook: Any) -> None:
     nb = notebook(*CELLS)
@@ -153,6 +154,7 @@ def test_views_are_live_again_after_the_page_was_reloaded(notebook: Any) -> None
     nb.wait_python("view.is_open", True)
 
 
+@pytest.mark.real
 def test_a_notebook_executed_without_a_browser_holds_finished_pictures(tmp_path: Path) -> None:
     path = tmp_path / "run.ipynb"
     browser.write(path, [textwrap.dedent(cell).strip() for cell in CELLS])
