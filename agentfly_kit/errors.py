@@ -139,7 +139,7 @@ class EmptyBatch(BatchError):
 
 
 class TrainingError(AgentFlyError):
-    """Raised when a step diverges or training cannot continue. The message describes the kept state."""
+    """Raised when a step diverges or training cannot continue. The message names the kept steps and weights."""
 
 
 class RunMismatch(AgentFlyError):

@@ -30,7 +30,7 @@ _INJECTED_NAMES = {
 
 @dataclass(frozen=True)
 class Score(Displayable):
-    """Score of one trajectory by one reward or a set of rewards. Scoring took `seconds`.
+    """Score of one trajectory by the reward `name` or a set of rewards. Scoring took `seconds`.
 
     Attributes:
         reward: The score, or None if unscored.

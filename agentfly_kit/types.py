@@ -280,7 +280,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Distribution(Displayable):
-    """Next-token distribution. Tokens are sorted by decreasing probability; `logprobs` and `entropy` are in nats."""
+    """Next-token distribution: `ids`, `texts` and `logprobs` by decreasing probability, and `entropy` in nats."""
 
     ids: tuple[int, ...]
     texts: tuple[str, ...]
@@ -754,7 +754,7 @@ class Trajectory(Displayable):
 
 @dataclass(frozen=True)
 class Group(Displayable):
-    """Trajectories of one task in one rollout, whose rewards are compared. `id` is unique within a run."""
+    """The `trajectories` of one task in one rollout, whose rewards are compared. `id` is unique within a run."""
 
     id: str
     trajectories: tuple[Trajectory, ...]

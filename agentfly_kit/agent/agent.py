@@ -73,12 +73,12 @@ class Agent(AgentSettings):
             max_concurrency: maximum number of chains that run concurrently.
             budget: limits shared by all chains, or None.
             group_budget: limits shared by the chains of each group, or None.
-            index: rollout index, from which all seeds are derived. The same `index` and `purpose` give the same
+            index: index of the rollout; all seeds depend on it. The same `index` and `purpose` give the same
                 trajectories if the engine is deterministic.
-            purpose: name, from which all seeds are derived.
+            purpose: name of the purpose, such as "evaluate"; all seeds depend on it.
             progress: show a progress bar.
-            share: (i, n) runs every n-th task, starting with the i-th, as one of n processes. It does not affect
-                names or seeds.
+            share: (i, n) runs every n-th task, starting with task i, if the rollout is distributed over n processes.
+                Ids and seeds are the same as in a single process.
         """
         return RolloutHandle(
             self, tasks, group_size, max_concurrency, budget, group_budget, index, purpose, progress, share

@@ -1,4 +1,4 @@
-"""Identities of the chains of a rollout, hooks between chain and rollout, and progress events."""
+"""Chain identities, the hooks through which a rollout controls its chains, and progress events."""
 
 from __future__ import annotations
 

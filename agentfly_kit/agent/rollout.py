@@ -73,7 +73,7 @@ class Rollout(Displayable):
         return cls(tuple(Group(name, tuple(ts)) for name, ts in by.items()), seconds, dict(not_run or {}))
 
     def with_drop_reasons(self, dropped: Iterable[Any]) -> Rollout:
-        """Return a copy in which each trajectory excluded from a batch has its reason, given `batch.dropped`."""
+        """Return a copy in which the trajectories in `dropped` (that is, `batch.dropped`) have their drop reasons."""
         why = {d.trajectory: d.reason for d in dropped if d.row is None}
         groups = (
             Group(g.id, tuple(t.replace(dropped=why[t.id]) if t.id in why else t for t in g)) for g in self.groups

@@ -19,7 +19,7 @@ from agentfly_kit.success import SuccessRule, check_success_rule
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.types import Group, Message, Sampling, Task, Trajectory
 
-# Settings that must be at least 1, each with whether it may be None.
+# Settings that must be at least 1. The value is True if the setting may also be None.
 _COUNTS = {
     "max_turns": False,
     "max_invalid_calls": False,

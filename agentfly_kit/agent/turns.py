@@ -51,7 +51,7 @@ def parse_action(
     if found:
         at, stop = min(found)
         parsed = read(full_text[:at], tools)
-        if parsed.unclosed:  # the stop string is the closing tag of the call
+        if parsed.unclosed:  # the stop string may be the closing tag of the call
             parsed = read(full_text[: at + len(stop)], tools)
     elif ids is None:
         parsed = read(full_text, tools)
