@@ -49,7 +49,7 @@ class Tasks(Displayable, Sequence[Task]):
 
     @property
     def splits(self) -> dict[str, int]:
-        """Number of tasks per named split."""
+        """Number of tasks per split, by name of the split."""
         return dict(Counter(split for split in self._splits if split is not None))
 
     def split(self, name: str) -> Tasks:

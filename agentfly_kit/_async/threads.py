@@ -70,7 +70,7 @@ class _State:
         self.active = 0
         # Time at which a call was last taken from the queue; infinity if a thread is about to take a call.
         self.taken_at = 0.0
-        # Event loops with a scheduled `_check_progress`.
+        # Event loops in which `_check_progress` is scheduled.
         self.watched_by: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
         # Queues that wake idle threads, which are reused because starting a thread costs more than most calls.
         self.idle: list[SimpleQueue[Callable[[], None]]] = []

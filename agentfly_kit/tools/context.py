@@ -142,7 +142,7 @@ class Context:
         return lease
 
     async def _reset_environment(self, sandbox_type: type, environment: Any) -> None:
-        """Start an episode by resetting the environment for the task."""
+        """Start a new episode by resetting the environment for the task of the chain."""
         given = environments.reset_arguments(sandbox_type, self.task, self.fields)
         outcome = await functions.call_user_function(environment.reset, given)
         if (error := outcome.error) is not None:

@@ -168,7 +168,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
                     timeout=self.timeout,
                     convert=lambda value: _fit_result(_to_result(value), self.max_chars),
                 )
-        except Exception as raised:  # raised by a pool, a missing field or the validator of an argument type
+        except Exception as raised:  # raised by a pool or an argument validator, or for a missing task field
             outcome = functions.Outcome(error=raised)
         error, seconds = outcome.error, outcome.seconds
         if outcome.timed_out:

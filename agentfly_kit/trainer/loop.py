@@ -221,12 +221,12 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self.resume()
 
     def pause(self) -> None:
-        """Pause the running chains immediately, and the loop after the current iteration."""
+        """Pause the running chains before their next action or tool call, and the loop after the current iteration."""
         self._unpaused.clear()
         self._sampler.pause()
 
     def resume(self) -> None:
-        """Continue after `pause`."""
+        """Resume the run after `pause`."""
         self._unpaused.set()
         self._sampler.resume()
 
@@ -477,7 +477,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         end = config.lr if config.lr_end is None else config.lr_end
         share = index / max(1, config.steps - 1)
         now = config.lr + (end - config.lr) * share
-        # The rate of the value head is a fixed multiple of the policy's.
+        # The learning rate of the value head is a fixed multiple of the learning rate of the policy.
         return [now * group.setdefault("scale", group["lr"] / config.lr) for group in self._optimizer.param_groups]
 
     def _make_record(

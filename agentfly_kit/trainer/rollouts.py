@@ -61,7 +61,7 @@ class RolloutSampler:
             self.handle.pause()
 
     def resume(self) -> None:
-        """Continue after `pause`."""
+        """Resume the chains after `pause`."""
         self._paused = False
         if self.handle is not None:
             self.handle.resume()
