@@ -183,7 +183,7 @@ class Sampling:
         top_p: Sample from the most probable tokens whose probabilities sum up to at least this value, in (0, 1].
         top_k: Sample from the `top_k` most probable tokens; 0 disables top-k.
         min_p: Sample from tokens with at least `min_p` times the probability of the most probable token, in [0, 1].
-        stop: Strings that end an action. All sampled tokens are kept; the parser removes the stop string from the text.
+        stop: Strings that end an action. All sampled tokens are kept; the parser cuts the text before the string.
     """
 
     temperature: float = 1.0
