@@ -7,10 +7,9 @@ from typing import Any
 
 
 class Displayable:
-    """Base of classes that a notebook shows as HTML.
+    """Base class of objects that are displayed as HTML in notebooks.
 
-    The HTML of all classes is made in `agentfly_kit.integrations.html`, imported when an object is first displayed, so
-    that records and stages are free of markup.
+    The HTML is created in `agentfly_kit.integrations.html`, which is imported when an object is first displayed.
     """
 
     __slots__ = ()
@@ -22,9 +21,9 @@ class Displayable:
 
 
 def user_traceback(error: BaseException) -> list[str]:
-    """Return the traceback of an error as IPython shows it, with the frames of the user's code only.
+    """Return the traceback of an error in the format of IPython, with only the frames of user code.
 
-    `%xmode Verbose` shows all frames, as do programs outside of IPython.
+    With `%xmode Verbose`, all frames are included.
     """
     import asyncio
     import types

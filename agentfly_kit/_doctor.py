@@ -17,8 +17,8 @@ class Finding:
     """One row of the report.
 
     Attributes:
-        ok: False if something that the tutorials need is missing; None if something optional is.
-        advice: Command to run if something is missing or could be improved.
+        ok: False if a requirement of the tutorials is missing, None if an optional part is missing, otherwise True.
+        advice: Command that installs or improves the part, or "".
     """
 
     what: str
@@ -51,7 +51,7 @@ class Diagnosis(Displayable):
 
 
 def doctor() -> Diagnosis:
-    """Check the kernel, widgets, engines, sandboxes, threads and data of this machine.
+    """Check the notebook kernel, widgets, engines, sandboxes, threads and data on this machine.
 
     Returns:
         A table of findings, with a command for each missing part.

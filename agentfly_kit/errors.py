@@ -1,7 +1,7 @@
 """Exceptions and warnings of the package.
 
-Every message states the requirement, the given value and the remedy. `ToolError` is the only class that users raise:
-its text is shown to the model.
+Every message states the requirement, the given value and the remedy. Users raise only `ToolError`, whose text is shown
+to the model.
 """
 
 from __future__ import annotations
@@ -19,55 +19,55 @@ class AgentFlyError(Exception):
     """Base class of all exceptions of this package."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return the traceback that IPython shows: without the frames of this package."""
+        """Return the traceback that IPython shows, without the frames of this package."""
         from agentfly_kit._display import user_traceback
 
         return user_traceback(self)
 
 
 class HostError(AgentFlyError):
-    """Failure of a pool, sandbox or engine, which the model did not cause; it leaves the chain unscored."""
+    """Base class of failures of pools, sandboxes and engines. They leave the chain unscored."""
 
 
 # --- user code and settings ----------------------------------------------------------------------
 
 
 class ToolError(AgentFlyError):
-    """Raised in a tool: the text becomes the observation, and the chain continues."""
+    """Raised by user code in a tool. The text becomes the observation, and the chain continues."""
 
 
 class ToolSchemaError(AgentFlyError, TypeError):
-    """Raised for a tool whose signature or docstring cannot be converted to a schema. Names function and parameter."""
+    """Raised for a tool whose signature or docstring cannot be converted to a schema."""
 
 
 class RewardError(AgentFlyError, TypeError):
-    """Raised for an invalid signature or return value of a reward. Names function and argument."""
+    """Raised for an invalid signature or return value of a reward."""
 
 
 class TaskError(AgentFlyError, ValueError):
-    """Raised for an invalid task or task file. Names file and line, or position and field."""
+    """Raised for an invalid task or task file. The message names the location."""
 
 
 class SettingsError(AgentFlyError, ValueError):
-    """Raised for an invalid value of an option, or options that contradict each other."""
+    """Raised for an invalid option, or for options that contradict each other."""
 
 
 def check_choice(name: str, value: object, choices: Any) -> None:
-    """Raise SettingsError if `value` is not one of the values of the Literal type `choices`."""
+    """Raise SettingsError if `value` is not in the Literal type `choices`."""
     if value not in get_args(choices):
         raise SettingsError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}")
 
 
 def suggest_keyword(wrong: str, names: Iterable[str]) -> str:
-    """Return "; did you mean 'size'?" for the name closest to `wrong`, or "" if none is close."""
+    """Return a hint such as "; did you mean 'size'?" with the name closest to `wrong`, or "" if there is none."""
     close = difflib.get_close_matches(wrong, names, 1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def checks_keywords(target: F) -> F:
-    """Decorate a function or class whose calls with an unknown keyword raise a TypeError that names the closest one.
+    """Decorate a function or class so that an unknown keyword raises a TypeError that suggests the closest keyword.
 
-    Help and completion show the signature of the target. A target with **kwargs is not checked.
+    The signature of `target` is preserved. If `target` accepts **kwargs, its keywords are not checked.
     """
     if isinstance(target, type):
         target.__init__ = _check_keywords(target.__init__, target.__name__)  # type: ignore[misc]
@@ -95,18 +95,18 @@ def _check_keywords(function: F, name: str) -> F:
 
 
 class NotAwaited(AgentFlyError, AttributeError):
-    """Raised when a result is used before it was awaited. Names the call."""
+    """Raised when the result of an async call is used without `await`."""
 
 
 # --- text and tokens -----------------------------------------------------------------------------
 
 
 class ChatTemplateError(AgentFlyError):
-    """Raised when a chat template lacks a property required for exact token ids. Names the property."""
+    """Raised when a chat template lacks a property required for exact token ids. The message names the property."""
 
 
 class AlignmentError(AgentFlyError, ValueError):
-    """Raised when per-token values differ in length from the ids, or a row differs from the sampled tokens."""
+    """Raised when per-token values do not match the token ids, or a row does not match the sampled tokens."""
 
 
 def check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
@@ -119,7 +119,7 @@ def check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
 
 
 class PolicyError(AgentFlyError):
-    """Raised for an incomplete or incompatible policy folder. Names the file."""
+    """Raised for an incomplete or incompatible policy folder. The message names the file."""
 
 
 class EngineError(HostError):
@@ -131,7 +131,7 @@ class BatchError(AgentFlyError, ValueError):
 
 
 class EmptyBatch(BatchError):
-    """Raised when no trajectory is left to train on. `dropped` lists the excluded ones with their reasons."""
+    """Raised when no trajectory is left to train on. `dropped` lists the excluded trajectories with reasons."""
 
     def __init__(self, message: str, dropped: tuple[Any, ...] = ()) -> None:
         super().__init__(message)
@@ -139,22 +139,22 @@ class EmptyBatch(BatchError):
 
 
 class TrainingError(AgentFlyError):
-    """Raised when a step diverges or training cannot continue. Names the last good checkpoint."""
+    """Raised when a step diverges or training cannot continue. The message names the kept steps and weights."""
 
 
 class RunMismatch(AgentFlyError):
-    """Raised when a run folder holds a run with other settings. Lists the differences."""
+    """Raised when a run folder holds a run with other settings. The message lists the differences."""
 
 
 class RunError(AgentFlyError):
-    """Raised when a run folder cannot be read or written. Names the file."""
+    """Raised when a run folder cannot be read or written. The message names the file."""
 
 
 # --- sandboxes -----------------------------------------------------------------------------------
 
 
 class SandboxError(HostError):
-    """Raised when a sandbox does not start, or ends because of the host and not of the code inside it."""
+    """Raised when a sandbox does not start, or fails because of the host rather than the code that it runs."""
 
 
 class IsolationError(SandboxError):
@@ -162,20 +162,20 @@ class IsolationError(SandboxError):
 
 
 class IsolationWarning(UserWarning):
-    """Sandboxes run below isolation level "strict", because this machine supports no stronger one. Shown once."""
+    """Issued once if sandboxes run below isolation level "strict" because this machine does not support it."""
 
 
 class LeaseRevoked(SandboxError):
-    """Raised when the pool has reclaimed a sandbox: it was held too long, or ended by the user. Gives the reason."""
+    """Raised when the pool has revoked a lease, because it lasted too long or the user ended it."""
 
 
 class RemotePoolError(SandboxError):
-    """Raised when a remote pool does not respond, rejects the client, or has ended the lease. Names the address."""
+    """Raised when a remote pool does not respond, rejects the client, or has ended the lease."""
 
 
 class PoolTimeout(HostError, TimeoutError):
-    """Raised when no sandbox becomes free before the timeout. Lists the current leases."""
+    """Raised when no sandbox becomes free before the timeout. The message lists the current leases."""
 
 
 class PoolClosed(HostError):
-    """Raised by a closed pool, also in tasks that wait for a sandbox when it closes."""
+    """Raised by a closed pool. Tasks that are waiting for a sandbox when the pool closes also receive it."""

@@ -20,21 +20,22 @@ from agentfly_kit.types import Sampling, Task, Trajectory
 
 @dataclass(frozen=True)
 class Evaluation(Displayable):
-    """Results of an evaluation, as means over tasks. Success is that of `Trajectory.success`.
+    """Results of an evaluation. Success is defined by `Trajectory.success`.
 
     Attributes:
         success: Success rate of the scored chains of a task, averaged over tasks.
-        low, high: Ends of the 95 % confidence interval of `success`: Clopper-Pearson, with an effective number of
-            samples if tasks have several, because chains of one task are not independent.
-        pass_at_k: Unbiased estimate of the probability that one of k chains solves a task, for k = 1, 2, 4, ... and
-            `samples`, over tasks with at least k scored chains; without a k for which there is no such task.
+        low, high: Bounds of the 95 % confidence interval of `success`. With several samples per task, an effective
+            number of samples is used, because chains of one task are not independent; see `success_interval`.
+        pass_at_k: Unbiased estimate of the probability that at least one of k chains solves a task, for k = 1, 2, 4,
+            ..., `samples`. Averaged over tasks with at least k scored chains; k is omitted if there are none.
         tasks_at_k: Number of tasks with at least k scored chains.
         reward: Mean reward of the scored chains.
-        tasks, samples: Number of tasks with a scored chain, and of chains per task.
-        turns, calls, tokens: Means per chain: actions, tool calls, sampled tokens (NaN for text-only engines).
-        unscored, truncated: Shares of chains without a reward, and of those that a limit cut off.
-        greedy: Whether the most probable tokens were taken instead of samples.
-        metrics: Means of the metrics of the rewards over the scored chains that have them.
+        tasks, samples: Number of tasks with a scored chain, and number of chains per task.
+        turns, calls, tokens: Mean numbers of actions, tool calls and sampled tokens per chain. `tokens` is NaN for
+            text-only engines.
+        unscored, truncated: Fraction of chains without a reward, and fraction of chains truncated by a limit.
+        greedy: Whether the most probable tokens were chosen instead of sampling.
+        metrics: Mean of each metric over the scored chains that have it.
         seconds: Wall-clock time of the rollouts.
         rollout: The chains.
     """
@@ -58,14 +59,14 @@ class Evaluation(Displayable):
     rollout: Rollout = field(repr=False, compare=False)
 
     def summary(self) -> dict[str, float]:
-        """Return the numbers of the evaluation without NaN values; `tasks@k` only if tasks are excluded."""
+        """Return the numbers of the evaluation, except NaN. `tasks@k` is included only if tasks were excluded."""
         names = ("success", "low", "high", "reward", "turns", "calls", "tokens", "unscored", "truncated")
         numbers = {n: v for n in names if not math.isnan(v := getattr(self, n))}
         numbers |= {f"pass@{k}": value for k, value in self.pass_at_k.items()}
         return numbers | {f"tasks@{k}": n for k, n in self.tasks_at_k.items() if n < self.tasks}
 
     def diff(self, other: Evaluation) -> RolloutDiff:
-        """Compare with a later evaluation of the same tasks, with a paired test; see `Rollout.diff`."""
+        """Compare this evaluation with a later one of the same tasks by a paired test; see `Rollout.diff`."""
         return self.rollout.diff(other.rollout)
 
     def __repr__(self) -> str:
@@ -99,23 +100,23 @@ async def evaluate(
 ) -> Evaluation:
     """Roll out `samples` chains of each task for each seed, and summarise their rewards.
 
-    A chain succeeds by the rule of `Agent(success=)`: by default if its metric "success" is not 0, or, without such a
-    metric, if its reward is at least 1.
+    `Agent(success=)` defines whether a chain succeeds. By default, it succeeds if its metric "success" is not 0, or,
+    without such a metric, if its reward is at least 1.
 
     Args:
-        agent: the agent to evaluate; it needs a reward.
+        agent: the agent to evaluate, which must have a reward.
         tasks: the tasks.
         samples: number of chains per task and seed.
         sampling: replaces the sampling parameters of the agent.
-        seeds: distinct seeds of the rollouts; evaluation seeds never coincide with those of training rollouts.
+        seeds: distinct seeds, one rollout for each. Evaluation never uses the same seeds as training rollouts.
         max_concurrency: maximum number of chains that run concurrently.
-        greedy: take the most probable token instead of sampling. Greedy and sampled results are not comparable.
-        budget: limit shared by all chains of a seed. Chains that it prevents from starting are listed in
-            `evaluation.rollout.not_run` and do not count.
-        group_budget: limit shared by the chains of one task and seed.
+        greedy: choose the most probable token instead of sampling. Greedy and sampled results are not comparable.
+        budget: limits shared by all chains of a seed. Chains that could not start because of the budget are listed in
+            `evaluation.rollout.not_run` and are not evaluated.
+        group_budget: limits shared by the chains of one task and seed.
 
     Raises:
-        SettingsError: if the agent has no reward, no chain was scored, or `seeds` is empty or has repetitions.
+        SettingsError: if the agent has no reward, no chain was scored, or `seeds` is empty or has duplicates.
     """
     given = task_list(tasks)
     if not agent.reward and agent.group_reward is None:
@@ -125,7 +126,7 @@ async def evaluate(
     if greedy:
         sampling = (sampling or agent.sampling).replace(temperature=0.0)
     if sampling is not None:
-        # A shallow copy, which shares the last run and the warnings already shown with the original agent.
+        # A shallow copy shares `last_run` and the warnings already issued with the original agent.
         agent = dataclasses.replace(agent, sampling=sampling)
     found: list[Trajectory] = []
     not_run: dict[str, str] = {}
@@ -149,7 +150,7 @@ async def evaluate(
 
 
 def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evaluation:
-    """Compute the `Evaluation` of a finished rollout with `samples` chains per task, at least one of them scored."""
+    """Compute the `Evaluation` of a rollout with `samples` chains per task. At least one chain must be scored."""
     by_task: dict[str, list[bool]] = {}
     measured: dict[str, list[float]] = {}
     for t in rollout.trajectories:

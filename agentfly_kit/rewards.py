@@ -21,7 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Per: TypeAlias = Literal["trajectory", "turn"]
 
-# Parameter names with injected values, by kind of reward. All other names refer to task fields.
+# Parameter names with injected values, by value of `per`. All other names refer to task fields.
 _INJECTED_NAMES = {
     "trajectory": ("final", "trajectory", "context"),
     "turn": ("final", "trajectory", "context", "turn", "observation"),
@@ -30,13 +30,13 @@ _INJECTED_NAMES = {
 
 @dataclass(frozen=True)
 class Score(Displayable):
-    """Score of one trajectory by the reward `name` or by a set of rewards, which took `seconds`.
+    """Score of one trajectory by the reward `name` or a set of rewards. Scoring took `seconds`.
 
     Attributes:
-        reward: None if unscored.
-        metrics: Value of each reward under its own name, and further returned numbers under theirs.
-        error: First failure, if any reward failed.
-        turn_rewards: Sum of the `per="turn"` rewards of each action, by index in `trajectory.turns`.
+        reward: The score, or None if unscored.
+        metrics: Value of each reward, and additional numbers that the rewards returned, by name.
+        error: Failure of the first reward that failed, or None.
+        turn_rewards: Weighted sum of the `per="turn"` rewards of each action, by index in `trajectory.turns`.
         extras: Returned values that are not numbers, by name.
         arguments: Injected values by parameter name.
     """
@@ -62,7 +62,7 @@ class Score(Displayable):
 
 
 class Reward(Displayable, InjectedFunction[P, R]):
-    """Function that scores a chain, created by `@reward`. Calling it calls the function."""
+    """Function that scores a chain, created by `@reward`. A reward can also be called like the original function."""
 
     kind = "reward"
     error_type = RewardError
@@ -100,12 +100,12 @@ class Reward(Displayable, InjectedFunction[P, R]):
     async def try_(
         self, trajectory: Trajectory, /, *, turn: Turn | int | None = None, pool: PoolLike | None = None
     ) -> Score:
-        """Score one trajectory interactively, without weighting, and record the injected arguments.
+        """Score one trajectory interactively. The score is unweighted and includes the injected arguments.
 
         Args:
             trajectory: the trajectory to score.
-            turn: for a reward per turn, the action or its index in `trajectory.turns`; the last action by default.
-            pool: pool of a required sandbox, or None to start one. It is never that of the chain, which is released.
+            turn: with `per="turn"`, the action or its index in `trajectory.turns`; the last action by default.
+            pool: pool of the required sandbox, or None to start a new sandbox. The chain's sandbox was released.
         """
         if self.per == "turn":
             turn = _action_to_score(trajectory, turn)
@@ -115,12 +115,9 @@ class Reward(Displayable, InjectedFunction[P, R]):
             return await self.score(trajectory, context, turn=turn)
 
     async def score(self, trajectory: Trajectory, context: Context, *, turn: Turn | None = None) -> Score:
-        """Return the unweighted score.
-
-        An exception or timeout in the reward gives an unscored `Score`.
-        """
+        """Return the unweighted score. If the reward raises or times out, the result is unscored."""
         arguments: dict[str, Any] = {}
-        # Copied from the task, not from the chain, whose fields a tool may have changed.
+        # Use the fields of the task, because tools may have changed those of the chain.
         fields = Fields(trajectory.task.fields)
         observation = _observation_after(trajectory, turn)
         try:
@@ -133,7 +130,7 @@ class Reward(Displayable, InjectedFunction[P, R]):
                 outcome = await functions.call_user_function(
                     self.function, arguments, timeout=self.timeout, convert=self._split_result
                 )
-        except Exception as error:  # from the pool, or a missing task field
+        except Exception as error:  # raised by a pool, or for a missing task field
             outcome = functions.Outcome(error=error)
         score = Score(None, arguments=arguments, name=self.name, seconds=outcome.seconds)
         if outcome.error is not None:
@@ -181,23 +178,23 @@ def reward(
     name: str | None = None,
     timeout: float | None = 60.0,
 ) -> Reward[P, R] | Callable[[Callable[P, R]], Reward[P, R]]:
-    """Turn a function into a reward: `@reward`, or `@reward(weight=0.5, per="turn")`. It stays callable as before.
+    """Decorate a function as a reward: `@reward`, or `@reward(weight=0.5, per="turn")`. It can still be called.
 
     Arguments are injected by parameter name: `final` (text of the final answer, None if there is none), `trajectory`,
-    `context`, and with per="turn" also `turn` (the action) and `observation` (the turn that follows it, or None). A
+    `context`, and with per="turn" also `turn` (the action) and `observation` (the observation that follows, or None). A
     parameter annotated with a sandbox class receives the sandbox of the chain. All other names refer to task fields.
-    The function returns a number, a bool, None for unscored, or dict(reward=..., anything=...), whose further numbers
-    become metrics; a metric "success" decides whether the chain succeeded (see `Agent(success=)`).
+    The function returns a number, a bool, None for unscored, or dict(reward=..., anything=...). Additional numbers in
+    the dict become metrics. A metric "success" decides whether the chain succeeded (see `Agent(success=)`).
 
     Args:
         function: the function to decorate.
-        weight: factor in the sum of all rewards; with 0 the value is only a metric.
+        weight: factor in the sum of all rewards. With weight 0, the value is only a metric.
         per: "trajectory", or "turn" to score each action.
         name: name in metrics; the function's name by default.
         timeout: limit in seconds for one call of the function, or None. After a timeout the chain is unscored.
 
     Raises:
-        RewardError: names the function and the parameter.
+        RewardError: for an invalid signature or option.
     """
     if function is None:
         return lambda function: Reward(function, weight=weight, per=per, name=name, timeout=timeout)
@@ -208,7 +205,7 @@ class RewardSet(Displayable, FunctionSet[Reward[..., Any]]):
     """Rewards of one agent. The reward of a trajectory is their weighted sum; each value is also a metric.
 
     Args:
-        rewards: a reward or function, several of them, a `RewardSet`, or None.
+        rewards: a reward or function, an iterable of these, or None.
 
     Raises:
         RewardError: if two rewards have the same name.
@@ -224,9 +221,9 @@ class RewardSet(Displayable, FunctionSet[Reward[..., Any]]):
     async def score(self, trajectory: Trajectory, context: Context) -> Score:
         """Run all rewards concurrently and return their weighted sum.
 
-        If a reward with nonzero weight is unscored, so is the sum, but the metrics of the others are kept. A chain that
-        failed or was cancelled is not scored, because the model did not cause that. If all rewards are per turn, the
-        reward of the trajectory itself is 0.0.
+        If a reward with nonzero weight is unscored, the sum is unscored too, but the metrics of the other rewards are
+        kept. Chains that failed or were cancelled are not scored, because the model did not cause this. If all rewards
+        have `per="turn"`, the reward of the trajectory itself is 0.0.
         """
         if trajectory.stop in UNSCORED_STOPS or len(self) == 0:
             return Score(None)
@@ -257,20 +254,20 @@ def _combine_scores(parts: Sequence[tuple[Reward[..., Any], int | None, Score]])
         error = error or part.error
         for key, value in part.metrics.items():
             into = own if key == r.name else others.setdefault(key, {})
-            into[r.name] = into.get(r.name, 0.0) + value  # a reward per turn reports the sum over turns
+            into[r.name] = into.get(r.name, 0.0) + value  # the metric of a per-turn reward is its sum over turns
         extras |= {key: value for key, value in part.extras.items() if index is None}
         if r.weight == 0:
-            continue  # a metric only
+            continue  # only a metric
         if index is None:
             scored = scored and part.reward is not None
             total += r.weight * (part.reward or 0.0)
         elif part.reward is not None:
             turn_rewards[index] = turn_rewards.get(index, 0.0) + r.weight * part.reward
         else:
-            scored = scored and part.error is None  # None credits nothing to the turn; a failure unscores the sum
+            scored = scored and part.error is None  # None adds no turn reward, but after a failure the sum is unscored
     metrics = dict(own)
     for key, by_reward in others.items():
-        # Two rewards may report the same metric, such as "success"; prefix it with the name of the reward.
+        # If several rewards report the same metric, such as "success", prefix it with the name of the reward.
         if len(by_reward) == 1 and key not in metrics:
             metrics[key] = next(iter(by_reward.values()))
         else:

@@ -1,4 +1,4 @@
-"""Counter-based seeds and random numbers: a seed per turn from the seed of the run, and a number per token from that.
+"""Counter-based random numbers: a seed per turn, derived from the seed of the run, and a random number per token.
 
 Results depend only on the arguments, never on earlier draws, so concurrency and order cannot change them.
 """
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 
 def derive(seed: int, *parts: str | int) -> int:
-    """Derive a 63-bit seed from a run seed and named parts (purpose, rollout index, task id, chain, fork path, turn).
+    """Derive a 63-bit seed from a run seed and other parts, such as the purpose, rollout index, task id and turn.
 
-    Different parts give independent seeds; equal parts give the same seed on every machine and Python version.
+    Different parts give independent seeds. Equal parts give the same seed on every machine and Python version.
     """
     digest = hashlib.blake2b(b"".join(map(_encode_part, (seed, *parts))), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-# Most parts recur: the run seed, the purpose, the task. Typed, because 1 and True are different parts.
+# Cached, because most parts are used repeatedly. Typed, because 1 and True are different parts.
 @functools.lru_cache(maxsize=4096, typed=True)
 def _encode_part(part: str | int) -> bytes:
-    # Type and length are hashed too, so that ("ab", "c") differs from ("a", "bc"), and (1,) from ("1",). A NumPy
-    # integer equals the Python integer.
+    # Type and length are hashed too, so that ("ab", "c") differs from ("a", "bc"), and (1,) from ("1",). NumPy integers
+    # are encoded like Python integers.
     text = str(part).encode("utf-8", "surrogatepass")
     return b"%s:%d:%s" % (b"str" if isinstance(part, str) else b"int", len(text), text)
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Return one uniform number in [0, 1) per (seed, counter): the noise of one sampled token per row.
+    """Return one uniform random number in [0, 1) per (seed, counter) pair, used to sample one token per row.
 
     Shapes:  seeds (B,), counters (B,) -> (B,) float64, 53 random bits.
     Source:  the finaliser of SplitMix64 (Steele, Lea, Flood 2014) applied twice.

@@ -1,4 +1,4 @@
-"""Success of chains: the rule that decides it, and the statistics of success rates."""
+"""Success rules of chains, and statistics of success rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from agentfly_kit.errors import RewardError, SettingsError
 from agentfly_kit.types import Failure, Trajectory
 
-# A threshold of the reward, the name of a metric, or a function of the scored trajectory; see `Agent(success=)`.
+# A minimum reward, the name of a metric, or a function of the scored trajectory; see `Agent(success=)`.
 SuccessRule: TypeAlias = float | str | Callable[[Trajectory], bool] | None
 
 
@@ -28,9 +28,9 @@ def check_success_rule(rule: SuccessRule) -> None:
 
 
 def record_success(trajectory: Trajectory, rule: SuccessRule) -> Trajectory:
-    """Record in `metrics["success"]` whether a scored trajectory succeeded; with None, change nothing.
+    """Record in `metrics["success"]` whether a scored trajectory succeeded. If `rule` is None, nothing changes.
 
-    A trajectory to which the rule cannot be applied becomes unscored, with an error.
+    If the rule cannot be applied, the trajectory becomes unscored, with an error.
     """
     if rule is None or trajectory.reward is None:
         return trajectory
@@ -64,16 +64,17 @@ def _succeeded(trajectory: Trajectory, rule: float | str | Callable[[Trajectory]
 def success_interval(outcomes: Sequence[Sequence[bool]], level: float = 0.95) -> tuple[float, float]:
     """Return a confidence interval of the success rate over tasks.
 
-    With one sample per task this is the Clopper-Pearson interval. With several, the number of samples is divided by the
-    design effect, estimated from the variance between tasks and corrected for its degrees of freedom. Every task counts
-    as at least one sample and at most as many as it has, so the interval has a width also if all chains agree.
+    With one sample per task, this is the Clopper-Pearson interval. With several samples per task, the number of samples
+    is divided by the design effect, estimated from the variance between tasks and corrected for its degrees of freedom.
+    The effective number of samples lies between the number of tasks and the number of samples, so the interval has a
+    positive width even if all chains agree.
 
     Args:
-        outcomes: for each task, whether each of its scored chains succeeded; at least one task and chain per task.
-        level: probability with which such intervals contain the true rate.
+        outcomes: for each task, whether each scored chain succeeded. At least one task, and one chain per task.
+        level: confidence level.
 
     Returns:
-        The two ends, from 0 to 1.
+        The lower and upper bounds, in [0, 1].
 
     Source:  Clopper and Pearson, Biometrika 26 (1934); Korn and Graubard, Survey Methodology 24 (1998).
     """
@@ -95,17 +96,17 @@ def success_interval(outcomes: Sequence[Sequence[bool]], level: float = 0.95) ->
 
 
 def sign_flip_test(differences: Sequence[int]) -> float:
-    """Return the two-sided p value of the hypothesis that every difference is as likely as its negative. Exact.
+    """Return the exact two-sided p value of the hypothesis that every difference is as likely as its negative.
 
-    For differences of -1, 0 and 1 this is McNemar's exact test.
+    If all differences are -1, 0 or 1, this is McNemar's exact test.
 
     Args:
-        differences: for each task, successes after minus successes before.
+        differences: for each task, the number of successes after minus the number before.
 
     Source:  Fisher, The Design of Experiments (1935).
     """
     total = abs(sum(differences))
-    # probability[i] is that of the sum i - reach over all choices of signs.
+    # probability[i] is the probability of the sum i - reach under random signs.
     probability, reach = np.ones(1), 0
     for size in (abs(d) for d in differences if d):
         gap = np.zeros(2 * size)
@@ -118,7 +119,7 @@ def sign_flip_test(differences: Sequence[int]) -> float:
 def pass_at_k(samples: int, successes: int, k: int) -> float:
     """Return the probability that at least one of k chains drawn without replacement from `samples` succeeded.
 
-    It estimates the probability that one of k new chains succeeds, without bias.
+    This is an unbiased estimate of the probability that at least one of k new chains succeeds.
 
     Source:  Chen et al., arXiv 2107.03374.
     """
@@ -126,10 +127,10 @@ def pass_at_k(samples: int, successes: int, k: int) -> float:
 
 
 def _beta_cdf(x: float, a: float, b: float) -> float:
-    """Return the regularized incomplete beta function I_x(a, b), by the continued fraction of DLMF 8.17.22."""
+    """Return the regularized incomplete beta function I_x(a, b), using the continued fraction DLMF 8.17.22."""
     if not 0 < x < 1:
         return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):  # the fraction converges fast below this point
+    if x > (a + 1) / (a + b + 2):  # the continued fraction converges quickly below this point
         return 1 - _beta_cdf(1 - x, b, a)
     fraction = 1.0
     for m in range(20 + 2 * math.isqrt(int(a + b)), 0, -1):
@@ -153,6 +154,6 @@ def _beta_quantile(probability: float, a: float, b: float) -> float:
 
 
 def _t_quantile(level: float, degrees: int) -> float:
-    """Return t with P(|T| < t) = level, for Student's T."""
+    """Return t such that P(|T| < t) = level for Student's t distribution."""
     x = _beta_quantile(1 - level, degrees / 2, 0.5)
     return math.sqrt(degrees * (1 - x) / x)

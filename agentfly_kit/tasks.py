@@ -1,4 +1,4 @@
-"""Collections of tasks, loaded from files, data frames or lists, with splits that share no content.
+"""Collections of tasks, loaded from files, data frames or lists, with disjoint splits.
 
 Each row is one task: `messages` (or a string in `question`, `prompt` or `input`), an optional `id` and an optional
 `split`. All other columns become task fields, which rewards and tools can request by name.
@@ -24,11 +24,11 @@ _SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class Tasks(Displayable, Sequence[Task]):
-    """Immutable sequence of tasks, each optionally in a split. Slices and splits are `Tasks` too.
+    """Immutable sequence of tasks, each of which may belong to a split. Slices and splits are `Tasks` too.
 
     Args:
         tasks: the tasks, with unique ids.
-        splits: name of the split of each task, or None for a task without one.
+        splits: name of the split of each task, or None for tasks without a split.
         name: name used in error messages and `repr`.
 
     Raises:
@@ -49,7 +49,7 @@ class Tasks(Displayable, Sequence[Task]):
 
     @property
     def splits(self) -> dict[str, int]:
-        """Number of tasks per named split."""
+        """Number of tasks per split, by name of the split."""
         return dict(Counter(split for split in self._splits if split is not None))
 
     def split(self, name: str) -> Tasks:
@@ -77,7 +77,7 @@ class Tasks(Displayable, Sequence[Task]):
         """The split "test".
 
         Raises:
-            TaskError: if there is none, so that no evaluation runs on training tasks by accident.
+            TaskError: if there is no such split. This prevents evaluation on training tasks by accident.
         """
         return self.split("test")
 
@@ -93,7 +93,7 @@ class Tasks(Displayable, Sequence[Task]):
         return _digest(*(f"{task.id} {split} {_canonical_content(task)}" for task, split in rows))
 
     def sample(self, n: int, seed: int = 0) -> Tasks:
-        """Draw `n` tasks without replacement, deterministically for a seed.
+        """Draw `n` tasks without replacement. The result is deterministic for a given seed.
 
         Raises:
             TaskError: if `n` is not between 0 and the number of tasks.
@@ -137,13 +137,13 @@ class Tasks(Displayable, Sequence[Task]):
 
 
 def load_tasks(name_or_path: str | Path, *, drop_answer: bool = False) -> Tasks:
-    """Load a task set of the package by name, or a file or folder by path.
+    """Load a bundled task set by name, or a file or folder by path.
 
     Args:
         name_or_path: a bare name such as "calculator", or the path of a .jsonl file, a .parquet file, a .json file (a
             list of rows, or {"train": [...], "test": [...]}), or a folder with one such file per split (train.jsonl,
             test.jsonl). "./calculator" is a path; "calculator" is a name.
-        drop_answer: as in `tasks_from`.
+        drop_answer: see `tasks_from`.
 
     Raises:
         TaskError: if the tasks cannot be loaded; the message names the file and line.
@@ -175,7 +175,7 @@ def load_tasks(name_or_path: str | Path, *, drop_answer: bool = False) -> Tasks:
 
 
 def _data() -> Any:
-    """Folder of the bundled task sets: agentfly_kit._data if installed, data/ next to the package in a checkout."""
+    """Return the folder of bundled task sets: agentfly_kit._data if installed, or data/ in a checkout."""
     from importlib import resources
 
     try:
@@ -186,7 +186,7 @@ def _data() -> Any:
 
 def _shipped_names() -> list[str]:
     root = _data()
-    # Folders without train.jsonl hold source material of environment families.
+    # Folders without train.jsonl are not task sets.
     return sorted(d.name for d in root.iterdir() if d.joinpath("train.jsonl").is_file()) if root.is_dir() else []
 
 
@@ -213,7 +213,7 @@ def _read_rows(file: Any) -> list[tuple[str, Any]]:
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise TaskError(f"{file.name}:{line}: not UTF-8; save the file as UTF-8") from None
-    # Not splitlines(), which also splits at characters that are valid inside JSON strings.
+    # Do not use splitlines(), which also splits at characters that are valid in JSON strings.
     parts = text.split("\n") if file.name.endswith(".jsonl") else [text]
     values = []
     for number, part in enumerate(parts, 1):
@@ -228,7 +228,7 @@ def _read_rows(file: Any) -> list[tuple[str, Any]]:
 
 
 def _locate(rows: Any, name: str) -> list[tuple[str, Any]]:
-    """Return (location, row) for each row of a collection of rows, or of a mapping from splits to such collections."""
+    """Return (location, row) for each row in a collection of rows, or in a mapping from splits to collections."""
     if isinstance(rows, Mapping):
         return [
             (f"{name}, {split} row {i}", _with_split(row, str(split)))
@@ -243,7 +243,7 @@ def _with_split(row: Any, split: str) -> Any:
 
 
 def _iterable_rows(rows: Any, name: str) -> Iterable[Any]:
-    if hasattr(rows, "notna"):  # a DataFrame, in which a missing value is NaN, NaT or NA; a task field uses None
+    if hasattr(rows, "notna"):  # a DataFrame, whose missing values (NaN, NaT, NA) become None
         records: list[Any] = rows.astype(object).where(rows.notna(), None).to_dict("records")
         return records
     if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
@@ -262,14 +262,14 @@ def tasks_from(rows: Any, *, test: float | None = None, drop_answer: bool = Fals
 
     Args:
         rows: a list of dicts, a DataFrame, a `datasets` Dataset or DatasetDict, or {"train": [...], "test": [...]}.
-        test: fraction of tasks to put into the split "test". The choice depends on the content of the tasks only, not
-            on their order or ids.
-        drop_answer: if messages end with the assistant's, remove that message and store its text in the field
-            "answer". Such messages are otherwise rejected, because the answer would be part of the prompt.
+        test: fraction of tasks to put into the split "test". The selection depends only on the content of the tasks,
+            not on their order or ids.
+        drop_answer: if the last message is from the assistant, remove it and store its text in the field "answer".
+            Without this option, such rows are rejected, because the answer would be part of the prompt.
         name: name used in error messages and `repr`.
 
     Raises:
-        TaskError: for an invalid row, which the message names.
+        TaskError: if a row is invalid.
     """
     tasks = _build_tasks(_locate(rows, name), name, drop_answer)
     if test is None:
@@ -283,7 +283,7 @@ def tasks_from(rows: Any, *, test: float | None = None, drop_answer: bool = Fals
 
 
 def _held_out(tasks: Tasks, share: float) -> Tasks:
-    """Hold out the tasks with the lowest content hashes. Tasks of equal content stay in the same split."""
+    """Hold out the tasks with the lowest content hashes. Tasks with equal content stay in the same split."""
     by_content: dict[str, list[int]] = {}
     for i, task in enumerate(tasks):
         by_content.setdefault(_digest("split", _canonical_content(task)), []).append(i)
@@ -326,7 +326,7 @@ def _build_tasks(rows: Iterable[tuple[str, Any]], name: str, drop_answer: bool) 
 
 
 def _build_task(location: str, row: Any, drop_answer: bool) -> tuple[Task, str | None, bool]:
-    """Return (task, split, True if the id was derived from the content)."""
+    """Return the task of a row, its split, and whether its id was derived from the content."""
     if isinstance(row, Task):
         return row, None, False
     if not isinstance(row, Mapping):
@@ -354,7 +354,7 @@ def _build_task(location: str, row: Any, drop_answer: bool) -> tuple[Task, str |
         question = [{"role": "user", "content": question}]
     if not isinstance(question, list):
         raise TaskError(f"{location}: {column!r} must be a string or a list of messages, got {question!r:.60}")
-    # Parquet gives all messages the same keys and fills absent ones with None.
+    # Rows from Parquet have the same keys in all messages; absent values are None.
     question = [{k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m for m in question]
     where = f"{location}, {column!r}" if id is None else f"{location}, {column!r} of task {str(id)!r}"
     messages = normalize_messages(question, where, TaskError, answered=drop_answer)
@@ -400,7 +400,7 @@ def _check_disjoint(tasks: Tasks, name: str) -> None:
 
 
 def _canonical_content(task: Task) -> str:
-    """Serialize messages and fields to canonical JSON, ignoring the id."""
+    """Serialize the messages and fields of a task, but not its id, to canonical JSON."""
     try:
         return json.dumps([task.messages, task.fields], sort_keys=True, ensure_ascii=False, default=_to_jsonable)
     except TypeError as error:

@@ -38,30 +38,30 @@ StopReason: TypeAlias = Literal[
     "chain_tool_calls",  # the next tool call would exceed Agent.max_tool_calls
     "context_full",  # the next prompt exceeds the model's context length
     "invalid_call",  # several consecutive tool calls were malformed or named an unknown tool
-    "timeout",  # the chain's wall-clock limit, Agent.timeout
-    "group_tokens",  # the group's shared budget, `group_budget=`, was exhausted: tokens, turns, tool calls or seconds
+    "timeout",  # the chain exceeded its wall-clock limit, Agent.timeout
+    "group_tokens",  # the group's shared budget, `group_budget=`, was exhausted (as for the next three)
     "group_turns",
     "group_tool_calls",
     "group_seconds",
-    "run_tokens",  # the rollout's shared budget, `budget=`, was exhausted
+    "run_tokens",  # the rollout's shared budget, `budget=`, was exhausted (as for the next three)
     "run_turns",
     "run_tool_calls",
     "run_seconds",
     "cancelled",  # cancelled by the user or by another asyncio task
-    "error",  # failure of the host, pool, server or code, not of the model; see `Trajectory.error`
+    "error",  # a failure that the model did not cause; see `Trajectory.error`
 ]
 
-# Stop reasons of budgets that several chains share.
+# Stop reasons of shared budgets.
 BUDGET_STOPS = frozenset(
     f"{of}_{what}" for of in ("group", "run") for what in ("tokens", "turns", "tool_calls", "seconds")
 )
 
-# Stop reasons that truncate a chain before it has finished.
+# Stop reasons of chains that were truncated by a limit.
 TRUNCATED_STOPS: frozenset[str] = BUDGET_STOPS | {
     "max_turns", "turn_tokens", "chain_tokens", "chain_tool_calls", "context_full", "timeout",
 }  # fmt: skip
 
-# Stop reasons after which no reward is computed, because the model did not cause them.
+# Stop reasons that the model did not cause, after which no reward is computed.
 UNSCORED_STOPS: frozenset[str] = frozenset({"cancelled", "error"})
 
 
@@ -86,9 +86,9 @@ def normalize_messages(
 ) -> tuple[Message, ...]:
     """Copy messages such that every content is a string and every call has an id and a dict of arguments.
 
-    Text parts are joined without a separator, which is how chat templates that accept parts render them. Content that
-    is not text and malformed calls raise `error`, and so does a last message of the assistant, unless `answered`.
-    `where` names the messages in errors.
+    Text parts are joined without a separator, as in chat templates that accept parts. Malformed calls and content other
+    than text raise `error`, as does a last message from the assistant unless `answered` is True. Error messages begin
+    with `where`.
     """
     out: list[Message] = []
     if not isinstance(messages, Iterable) or not (given := tuple(messages)):
@@ -149,11 +149,11 @@ class Task(Displayable):
 
     Attributes:
         id: Name of the task, unique within a set of tasks.
-        messages: The messages that open the chain; at least one. Text parts of a content are joined to one string.
+        messages: Initial messages of the chain, at least one. Content given as text parts is joined to one string.
         fields: Named values that rewards and tools can request.
 
     Raises:
-        TaskError: if `id` is empty, a message has no role or no text as content, or the last is the assistant's.
+        TaskError: if `id` is empty, a message lacks a role or text content, or the last message is from the assistant.
     """
 
     id: str
@@ -175,15 +175,15 @@ class Task(Displayable):
 class Sampling:
     """Sampling parameters of one action.
 
-    Recorded logprobs are those after temperature and before any truncation (top-p, top-k, min-p).
+    Recorded logprobs are computed after temperature scaling and before truncation (top-p, top-k, min-p).
 
     Args:
-        temperature: Divisor of the logits, at least 0. 0 always takes the most probable token (greedy).
+        temperature: Divisor of the logits, at least 0. With 0, the most probable token is always chosen (greedy).
         max_tokens: Maximum number of tokens per action; `Agent(max_tokens=)` limits the whole chain.
         top_p: Sample from the most probable tokens whose probabilities sum up to at least this value, in (0, 1].
-        top_k: Sample from this number of most probable tokens; 0 disables top-k.
-        min_p: Sample from tokens with at least this fraction, in [0, 1], of the probability of the most probable one.
-        stop: Strings that end an action. The last sampled token is kept whole; only the parser truncates the text.
+        top_k: Sample from the `top_k` most probable tokens; 0 disables top-k.
+        min_p: Sample from tokens with at least `min_p` times the probability of the most probable token, in [0, 1].
+        stop: Strings that end an action. All sampled tokens are kept; the parser cuts the text before the string.
     """
 
     temperature: float = 1.0
@@ -226,14 +226,14 @@ class Sampling:
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """Context of a sampling request, for text-only and scripted engines and as the key of the KV cache.
+    """Context of a sampling request. Text-only and scripted engines use it, and `session` is the key of the KV cache.
 
     Attributes:
         task: The task of the chain.
         turn: Index of the action in its chain.
         session: Id of the chain. `engine.release(session)` frees the KV cache kept under this key.
         messages: The conversation so far.
-        tools: The schemas of the tools that the model may call.
+        tools: JSON schemas of the tools that the model may call.
     """
 
     task: Task
@@ -245,18 +245,18 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sampled action. Ids are never trimmed: a sampled stop token is kept as the last id.
+    """One sampled action. Ids are never trimmed, so a sampled stop token is the last id.
 
     Attributes:
-        ids: None for text-only engines.
-        logprobs: After temperature and before truncation, in nats; None if the engine does not report them.
+        ids: Token ids; None for text-only engines.
+        logprobs: Logprobs after temperature and before truncation, in nats; None if the engine does not report them.
         entropies: Exact entropy of the distribution that `logprobs` refers to, in nats per token.
-        stop: Why sampling ended: at a stop token ("stop"), at `Sampling.max_tokens` ("length"), at a text of
-            `Sampling.stop` ("string"), or because the request was aborted ("abort").
+        stop: Why sampling ended: a stop token ("stop"), the limit `Sampling.max_tokens` ("length"), a string from
+            `Sampling.stop` ("string"), or an aborted request ("abort").
         versions: Version of the policy that sampled each token.
-        kept_mass: Probability mass left by top-p, top-k and min-p at each token; None without truncation.
-        text: Set only by text-only engines.
-        calls: Tool calls, if the server has already parsed them out of `text`.
+        kept_mass: Probability mass kept by top-p, top-k and min-p at each token; None without truncation.
+        text: Sampled text; set only by text-only engines.
+        calls: Tool calls, if the server has parsed them.
         seconds: Duration of the request.
     """
 
@@ -280,7 +280,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Distribution(Displayable):
-    """Next-token distribution: `ids`, `texts` and `logprobs`, most probable first, and its `entropy`, in nats."""
+    """Next-token distribution: `ids`, `texts` and `logprobs` by decreasing probability, and `entropy` in nats."""
 
     ids: tuple[int, ...]
     texts: tuple[str, ...]
@@ -302,7 +302,7 @@ class Failure:
 
     Attributes:
         where: Component that failed: "tool calculator", "reward exact", "engine", "pool", ...
-        host: True if the exception was a `HostError`, which the model did not cause. Not saved to disk.
+        host: Whether the exception was a `HostError`, which the model did not cause. Not saved to disk.
     """
 
     where: str
@@ -331,8 +331,8 @@ class ToolResult:
 
     Attributes:
         ok: Whether the call succeeded.
-        observation: Exactly the text shown to the model.
-        error: Unexpected failure. None if the call succeeded or the tool raised `ToolError`.
+        observation: The exact text shown to the model.
+        error: Unexpected failure; None if the call succeeded or the tool raised `ToolError`.
         truncated: Whether the observation was shortened.
         reward: Turn reward given by the tool.
         done, env_done: True if the tool, or the environment, ends the chain.
@@ -365,15 +365,15 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class ToolCall(Displayable):
-    """One tool call written by the model. `result` is set after it has run; `error` if it could not be parsed.
+    """One tool call written by the model.
 
     Attributes:
-        id: Name of the call, which its result refers to.
-        name, arguments: Name and arguments of the tool.
-        result: None before the call ran.
-        error: Parse error, which is shown to the model; `name` may then be empty.
-        raw: The text from which the call was parsed, where the format keeps it.
-        rerunner: Function of the call that `rerun` uses, set by a running chain. Not saved to disk.
+        id: Id of the call, which is repeated in the message with the result.
+        name, arguments: Name of the tool, and arguments of the call.
+        result: Result of the call; None before the call has run.
+        error: Parse error, which is shown to the model, or None. After a parse error, `name` may be empty.
+        raw: Text from which the call was parsed, if the chat format keeps it.
+        rerunner: Function that `rerun` calls with this call, set by a running chain. Not saved to disk.
     """
 
     id: str
@@ -385,9 +385,9 @@ class ToolCall(Displayable):
     rerunner: Any = field(default=None, repr=False, compare=False)
 
     def rerun(self) -> Any:
-        """Call the tool again with the same arguments, on a temporary sandbox lease; awaitable.
+        """Return an awaitable that reruns the tool with the same arguments on a temporary sandbox lease.
 
-        Exceptions of the tool propagate. A call that was loaded from disk raises EngineError.
+        Exceptions of the tool propagate. Calls that were loaded from disk raise EngineError.
         """
         if self.rerunner is None:
             raise EngineError(
@@ -407,26 +407,26 @@ class ToolCall(Displayable):
 
 @dataclass(frozen=True)
 class Turn:
-    """Node of the tree of turns: tokens by one author, and the turn before them. A chain is the path from root to leaf.
+    """Tokens by one author, linked to the preceding turn. Turns form a tree; a chain is a path from root to leaf.
 
-    `sampled` is set when the tokens are made: True if and only if the policy sampled every id of the turn.
+    `sampled` is True if and only if the policy sampled every id of the turn. It is set when the turn is created.
 
     Attributes:
         kind: "prompt", "action", "observation" or "forced".
         author: "task" (prompt), "policy", "script", "person", "tool", "hook", or the name of a role.
-        ids: None for text-only engines.
-        logprobs, entropies, kept_mass, versions: Of each id, as in `Sample`; a sampled turn has logprobs and versions.
-        text: Decoded ids, for display and parsing; never encoded again.
+        ids: Token ids; None for text-only engines.
+        logprobs, entropies, kept_mass, versions: Values per id; see `Sample`. Sampled turns have logprobs and versions.
+        text: Decoded ids, for display and parsing. The text is never re-encoded.
         token_texts: Text of each token, for token views.
         messages: Content of the turn as chat messages, for rewards, text-only engines and display.
-        tool_calls: Calls written by an action; on the following observation, the same calls with their results.
+        tool_calls: Tool calls of an action. The following observation has the same calls with their results.
         stop: Stop reason of the engine for an action: stop, length, string or abort.
         reward: Turn reward, credited to the last preceding action token.
-        seed: Seed with which the turn was sampled, if it was.
+        seed: Seed with which the turn was sampled; None if it was not sampled.
         seconds: Duration of the turn.
         label: Position in the chain, for display: "turn 3 of 6".
-        parent: The turn that it follows; None for the first one.
-        row: Index of the row of the chain that holds this turn. Compaction or a re-rendered history starts a new row.
+        parent: The preceding turn; None for the first turn of the chain.
+        row: Index of the row that contains this turn. Compaction or a re-rendered history starts a new row.
     """
 
     kind: TurnKind
@@ -470,11 +470,11 @@ class Turn:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens; 0 for a text-only engine."""
+        """Number of tokens; 0 with text-only engines."""
         return len(self.ids or ())
 
     def if_sampled(self, values: Sequence[float] | None, missing: float) -> Sequence[float]:
-        """Return per-token values of a sampled turn, and `missing` for each token without one."""
+        """Return `values` if the turn was sampled and they are given, else `missing` for each token."""
         return values if self.sampled and values is not None else [missing] * self.num_tokens
 
     @property
@@ -484,7 +484,7 @@ class Turn:
 
     @property
     def completes_action(self) -> bool:
-        """True if the turn completes an assistant message. A forced beginning does not: its continuation does."""
+        """True if the turn completes an assistant message. A forced beginning is completed by its continuation."""
         return self.kind in ("action", "forced") and bool(self.messages)
 
     @property
@@ -501,15 +501,15 @@ class Turn:
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence of token ids, exactly as exchanged with the engine; the unit on which an update computes logprobs.
+    """One sequence of token ids, exactly as exchanged with the engine. Training computes logprobs per row.
 
     `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and `turn_index` concatenate the values of
-    its turns; each has shape (T,).
+    all turns of the row; each has shape (T,).
 
     Attributes:
         trajectory, index: Id of the trajectory, and index in its `rows`.
-        turns, start: The turns of the row, and the index of the first of them in `trajectory.turns`.
-        tools: The schemas that were in the prompt.
+        turns, start: Turns of the row, and index of the first of these turns in `trajectory.turns`.
+        tools: JSON schemas of the tools in the prompt.
     """
 
     trajectory: str
@@ -528,7 +528,7 @@ class Row:
         return all(turn.ids is not None for turn in self.turns)
 
     def _concatenate(self, values: Callable[[int, Turn], Iterable[Any]], dtype: str) -> npt.NDArray[Any]:
-        """Return the values of all tokens as a read-only array (T,), from `values(index of a turn, turn)`."""
+        """Return a read-only array (T,) that concatenates `values(i, turn)` for each turn of the row with index i."""
         import numpy as np
 
         self._require_ids()
@@ -554,14 +554,14 @@ class Row:
         return self._concatenate(lambda _, turn: [turn.sampled] * turn.num_tokens, "bool")
 
     def sampled_by(self, *authors: str) -> npt.NDArray[np.bool_]:
-        """Return the mask of tokens that the policy sampled as one of these authors (roles); by default all."""
+        """Return the mask of tokens that the policy sampled as any of these authors (roles); all authors by default."""
         if not authors:
             return self.action_mask
         return self._concatenate(lambda _, turn: [turn.sampled and turn.author in authors] * turn.num_tokens, "bool")
 
     @cached_property
     def logprobs(self) -> npt.NDArray[np.float32]:
-        """Logprobs of the sampling policy in nats; NaN where the mask is 0."""
+        """Logprobs under the sampling policy in nats; NaN where the mask is 0."""
         return self._concatenate(lambda _, turn: turn.if_sampled(turn.logprobs, math.nan), "float32")
 
     @cached_property
@@ -576,12 +576,12 @@ class Row:
 
     @cached_property
     def turn_index(self) -> npt.NDArray[np.int64]:
-        """Index in `trajectory.turns` of the turn of each token."""
+        """Index of each token's turn in `trajectory.turns`."""
         return self._concatenate(lambda i, turn: [self.start + i] * turn.num_tokens, "int64")
 
     @cached_property
     def kept_mass(self) -> npt.NDArray[np.float32]:
-        """Probability mass kept by top-p, top-k and min-p; NaN where the mask is 0 or nothing was cut."""
+        """Probability mass kept by top-p, top-k and min-p; NaN where the mask is 0 or sampling was not truncated."""
         return self._concatenate(lambda _, turn: turn.if_sampled(turn.kept_mass, math.nan), "float32")
 
     @cached_property
@@ -602,7 +602,7 @@ class Row:
 
 
 def _single_row_view(name: str) -> Any:
-    """Return a property of `Trajectory`: the property `name` of its single row. Raises if it has several."""
+    """Return a property of `Trajectory` that reads `name` from its only row, or raises if there are several rows."""
 
     def view(trajectory: Trajectory) -> Any:
         return getattr(trajectory._only_row(name), name)
@@ -614,23 +614,23 @@ def _single_row_view(name: str) -> Any:
 class Trajectory(Displayable):
     """One finished chain: its task, every token with its author, and its reward.
 
-    `rows` holds its token sequences: a single one, unless compaction or a re-rendered history started another. `ids`,
-    `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and `turn_index` are those of the single row, each
-    of shape (T,); with several rows they raise `AlignmentError`, and `rows` must be used instead.
+    `rows` contains the token sequences. There is only one, unless compaction or a re-rendered history started a new
+    row. `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and `turn_index`, each of shape (T,),
+    are read from the only row. If there are several rows, they raise `AlignmentError`; use `rows` instead.
 
     Attributes:
-        id: Unique within a run; the key that joins rows, data frames and widgets.
+        id: Id of the trajectory, unique within a run.
         task: The task of the chain.
-        group, chain: Id shared by all chains of one task in one rollout, and index in this group.
+        group, chain: Id of the group (all chains of one task in one rollout), and index of the chain in the group.
         turns: Turns of all rows, in order.
-        stop: Stop reason: why the chain ended.
-        reward: None means unscored, which is excluded from every mean; it never counts as 0.0.
+        stop: Reason why the chain ended; see `StopReason`.
+        reward: Reward, or None if unscored. Unscored trajectories are excluded from every mean.
         metrics: Numbers that the rewards reported, by name.
-        error: The failure, for a chain that ended with an error or could not be scored.
-        seed, sampling: Seed of the chain, and how its actions were sampled.
+        error: Failure that ended the chain or left it unscored, or None.
+        seed, sampling: Seed of the chain, and sampling parameters of its actions.
         seconds: Wall-clock time of the chain.
-        tools: Tool schemas in the prompt.
-        dropped: Reason why a training step excluded the trajectory; None if it was used, or not yet part of a step.
+        tools: JSON schemas of the tools in the prompt.
+        dropped: Reason why a training step excluded the trajectory, or None.
     """
 
     id: str
@@ -650,7 +650,7 @@ class Trajectory(Displayable):
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Token sequences of the trajectory in the order of their creation; at least one."""
+        """Token sequences of the trajectory in the order of creation; at least one."""
         starts = [i for i, turn in enumerate(self.turns) if i == 0 or turn.row != self.turns[i - 1].row]
         if [self.turns[i].row for i in starts] != list(range(len(starts))):
             raise AlignmentError(
@@ -689,12 +689,12 @@ class Trajectory(Displayable):
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """All tool calls that ran or were rejected, in order, with their results."""
+        """All tool calls that were run or rejected, in order, with their results."""
         return tuple(call for turn in self.turns if turn.kind == "observation" for call in turn.tool_calls)
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Messages of all turns in order, including those repeated in the prompt of a later row."""
+        """Messages of all turns in order, including messages repeated in the prompts of later rows."""
         return tuple(message for turn in self.turns for message in turn.messages)
 
     @property
@@ -713,9 +713,9 @@ class Trajectory(Displayable):
 
     @property
     def success(self) -> bool | None:
-        """Whether `metrics["success"]` is not 0, or, without that metric, whether the reward is at least 1.
+        """Whether the chain succeeded; None if unscored.
 
-        None if unscored. `Agent(success=)` and rewards record the metric.
+        True if `metrics["success"]` is not 0, or, without this metric, if the reward is at least 1.
         """
         if self.reward is None:
             return None
@@ -725,7 +725,7 @@ class Trajectory(Displayable):
         return replace(self, **changes)
 
     def explain(self) -> str:
-        """Describe in one or two sentences what happened and how it was scored."""
+        """Return a short description of the chain and its score."""
         calls = self.tool_calls
         did = f"{len(self.actions)} action{'s' * (len(self.actions) != 1)}"
         if calls:
@@ -754,7 +754,7 @@ class Trajectory(Displayable):
 
 @dataclass(frozen=True)
 class Group(Displayable):
-    """The `trajectories` of one task in one rollout, among which rewards are compared; `id` is unique within a run."""
+    """The `trajectories` of one task in one rollout, whose rewards are compared. `id` is unique within a run."""
 
     id: str
     trajectories: tuple[Trajectory, ...]

@@ -1,1 +1,1 @@
-"""Helpers for asyncio, threads, signals and garbage collection, used by the other packages."""
+"""Internal helpers for asyncio, threads, interrupts and garbage collection."""

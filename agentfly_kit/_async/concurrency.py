@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ConcurrencyLimit:
-    """Limit on concurrent operations per event loop: `async with limit.slot(): ...`. None means unlimited."""
+    """Limit on concurrent operations per event loop; None means no limit. Use as `async with limit.slot(): ...`."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
@@ -26,7 +26,7 @@ class ConcurrencyLimit:
 
 
 class ConcurrencyLimits:
-    """Concurrency limits of an agent. Time spent waiting for a slot counts only towards the chain's own timeout."""
+    """Concurrency limits of an agent. Time spent waiting for a slot counts only towards the timeout of the chain."""
 
     def __init__(self, requests: int | None = None, tools: int | None = None, rewards: int | None = None) -> None:
         self.requests, self.tools, self.rewards = map(ConcurrencyLimit, (requests, tools, rewards))

@@ -1,4 +1,4 @@
-"""Results of other threads, delivered to the event loops that await them."""
+"""Thread-safe delivery of results to event loops."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import weakref
 from typing import Any
 
 _Results = list[tuple[asyncio.Future[Any], Any]]
-# Results that their event loop was woken for and has not taken yet.
+# Results that wait for delivery by event loops that have already been woken.
 _pending: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Results] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that runs in this thread, or None."""
+    """Return the event loop that is running in this thread, or None."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -23,10 +23,10 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def deliver(future: asyncio.Future[Any], result: Any) -> bool:
-    """Set the result, or exception, of a future from any thread, unless it is already done.
+    """Set the result or exception of a future from any thread, unless the future is already done.
 
-    Results that arrive before the event loop of the future runs are delivered by the same wake-up. Returns False if
-    that loop is closed.
+    Several results that arrive before the event loop runs share one wake-up. Returns False if the future's event loop
+    is closed.
     """
     loop = future.get_loop()
     if loop.is_closed():
@@ -42,7 +42,7 @@ def deliver(future: asyncio.Future[Any], result: Any) -> bool:
         _pending[loop] = [(future, result)]
     try:
         loop.call_soon_threadsafe(_set_pending, loop)
-    except RuntimeError:  # closed in the meantime
+    except RuntimeError:  # the event loop was closed in the meantime
         return False
     return True
 

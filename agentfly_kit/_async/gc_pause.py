@@ -1,7 +1,7 @@
 """Less frequent garbage collection while many chains run.
 
-Thousands of waiting chains keep hundreds of thousands of objects alive. With Python's thresholds, visiting them took a
-quarter of the time of a chain, and full collections, which also visit the objects of torch, nearly half.
+Thousands of waiting chains keep hundreds of thousands of objects alive. With Python's default thresholds, traversing
+them took a quarter of a chain's time, and full collections, which also traverse the objects of torch, nearly half.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import gc
 import threading
 from collections.abc import Iterator
 
-# Allocations per running chain before the young generation is collected: about those of a chain of three turns.
+# Threshold of the young generation per running chain: about the number of allocations of a chain with three turns.
 _OBJECTS_PER_CHAIN = 250
-# Number of collections of the middle generation between two full collections; Python's default is 10.
+# Number of collections of the middle generation per full collection; Python's default is 10.
 _FULL_COLLECTION_INTERVAL = 100
 _lock = threading.Lock()
 _users = 0
@@ -24,9 +24,9 @@ _our_thresholds: tuple[int, int, int] = (0, 0, 0)
 
 @contextlib.contextmanager
 def relaxed_gc(chains: int) -> Iterator[None]:
-    """Raise the thresholds in proportion to the number of running chains, summed over overlapping calls.
+    """Raise the collection thresholds in proportion to the number of running chains, summed over overlapping calls.
 
-    Thresholds that other code sets in the meantime are kept, and a disabled collector stays disabled.
+    If other code changes the thresholds in the meantime, its values are kept. A disabled collector stays disabled.
     """
     _change(1, chains)
     try:

@@ -1,8 +1,8 @@
 """Prompt handling of interrupts while a notebook cell awaits.
 
 When an awaiting cell is interrupted, Jupyter's kernel (ipykernel 7.4) adds a callback to the event loop's queue without
-waking the loop. If nothing else happens in the loop, for instance while the cell waits for a sandbox, the cell would
-continue until its timeout.
+waking the loop. If the loop is otherwise idle, for example while the cell waits for a sandbox, the interrupt would have
+no effect until the wait ends.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import threading
 from collections.abc import Iterator
 
 _WAKE_INTERVAL = 0.2
-# Event loop of the main thread, the only one that is interrupted, and its number of users.
+# Event loop of the main thread, which receives interrupts, and number of active `keep_interruptible` blocks.
 _waiting: tuple[asyncio.AbstractEventLoop, int] | None = None
 
 
 @contextlib.contextmanager
 def keep_interruptible() -> Iterator[None]:
-    """Wake the running event loop a few times per second, so that interrupts are handled; calls may overlap."""
+    """Wake the running event loop a few times per second, so that interrupts are handled. Calls may overlap."""
     global _waiting
     loop = asyncio.get_running_loop()
     if threading.current_thread() is not threading.main_thread():

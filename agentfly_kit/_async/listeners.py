@@ -1,4 +1,4 @@
-"""Subscription of callbacks to the events of an object."""
+"""Callbacks that are subscribed to the events of an object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Event = TypeVar("Event")
 
 
 class Listeners(Generic[Event]):
-    """Callbacks that receive every event of one object, which is not referenced, only named in warnings.
+    """Callbacks that receive every event of one object. `source` is the name of the object in warnings.
 
     If a callback raises, the others are still called; the first exception of each callback is reported as a warning.
     """
@@ -26,7 +26,7 @@ class Listeners(Generic[Event]):
         return bool(self._callbacks)
 
     def subscribe(self, callback: Callable[[Event], object]) -> Callable[[], None]:
-        """Register a callback and return a function that removes it again. Removing twice has no effect."""
+        """Register a callback, and return a function that unregisters it. Unregistering twice has no effect."""
         self._callbacks.append(callback)
 
         def unsubscribe() -> None:

@@ -1,7 +1,7 @@
 """Coroutines that report a forgotten `await`, and helpers for tasks, threads and warnings.
 
 The public `async` functions are decorated with `@pending_call`. Without `await`, `chain.step()` on the last line of a
-notebook cell displays what to type, and access to an attribute of the result raises `NotAwaited`.
+notebook cell displays a hint to add it, and accessing an attribute of the result raises `NotAwaited`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class PendingCall(Coroutine[Any, Any, T], Generic[T]):
         if self._coroutine is None:
             if self._start is None:
                 raise RuntimeError(f"{self._name} was already awaited; call it again to run it again")
-            # Create the coroutine only now: if `await` is forgotten, Python does not add a second warning to ours.
+            # Create the coroutine only now. Otherwise Python would add its own warning if `await` is forgotten.
             start, self._start = self._start, None
             self._coroutine = start()
         return self._coroutine
 
     def __await__(self) -> Generator[Any, Any, T]:
-        # Check here, because two awaits would otherwise silently share one coroutine.
+        # Without this check, two awaits would silently share one coroutine.
         if self._start is None and self._coroutine is not None:
             raise RuntimeError(f"{self._name} was already awaited; call it again to run it again")
         return self._running().__await__()
@@ -72,7 +72,7 @@ class PendingCall(Coroutine[Any, Any, T], Generic[T]):
 
 
 class Handle(Coroutine[Any, Any, T], Generic[T]):
-    """Base class of handles, which may be awaited repeatedly, or passed to `asyncio.run` or `asyncio.create_task`.
+    """Base class of handles, which can be awaited repeatedly or passed to `asyncio.run` or `asyncio.create_task`.
 
     Subclasses implement `_wait`.
     """
@@ -83,7 +83,7 @@ class Handle(Coroutine[Any, Any, T], Generic[T]):
     def __await__(self) -> Generator[Any, Any, T]:
         return self._wait().__await__()
 
-    # Methods that an asyncio task calls to run a coroutine. Each task runs its own `_wait`.
+    # An asyncio task calls the following methods to run a coroutine. Each task runs its own `_wait`.
 
     @functools.cached_property
     def _waits(self) -> weakref.WeakKeyDictionary[asyncio.Task[Any], Coroutine[Any, Any, T]]:
@@ -103,17 +103,17 @@ class Handle(Coroutine[Any, Any, T], Generic[T]):
         return self._wait_of_task().throw(typ if val is None else val)
 
     def close(self) -> None:
-        """Do nothing: tasks close their own awaits."""
+        """Do nothing, because each task closes its own coroutine."""
 
 
 def cancelling() -> bool:
-    """Return True if the current task itself was cancelled, rather than something that it awaits."""
+    """Return True if the current task was cancelled, rather than something that the task awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def wait_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Wait until all tasks are done, and only then raise a CancelledError received in the meantime."""
+    """Wait until all tasks are done. If the caller is cancelled meanwhile, raise CancelledError afterwards."""
     cancelled: asyncio.CancelledError | None = None
     while unfinished := [task for task in tasks if not task.done()]:
         try:
@@ -125,7 +125,7 @@ async def wait_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def run_in_thread(function: Callable[..., T], *args: object, on_cancel: Callable[[], None] | None = None) -> T:
-    """Run a function in a thread. If cancelled, call `on_cancel` and wait until the function has returned."""
+    """Run a function in a thread. On cancellation, call `on_cancel` and wait until the function has returned."""
     task = asyncio.ensure_future(asyncio.to_thread(function, *args))
     try:
         return await asyncio.shield(task)
@@ -139,7 +139,7 @@ async def run_in_thread(function: Callable[..., T], *args: object, on_cancel: Ca
 
 
 def warn_or_log(text: str) -> None:
-    """Issue a warning about a user's callback; if warnings are errors, log it instead, so that the chain continues."""
+    """Issue a warning. If warnings are turned into errors, log the text instead, so that the chain continues."""
     try:
         warnings.warn(text, stacklevel=3)
     except Warning:
@@ -147,10 +147,10 @@ def warn_or_log(text: str) -> None:
 
 
 def pending_call(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, PendingCall[T]]:
-    """Decorate an `async def` function to return a `PendingCall`, preserving the types of arguments and result."""
+    """Decorate an `async def` function so that it returns a `PendingCall`. Argument and result types are preserved."""
     name = f"{function.__qualname__.split('.<locals>.')[-1]}(...)"
     head, _, tail = name.partition(".")
-    # Show methods as they are called: chain.step(...) instead of BaseChain.step(...).
+    # Display chain.step(...) instead of BaseChain.step(...).
     display_name = f"{head.removeprefix('Base').lower()}.{tail}" if tail else name
 
     @checks_keywords

@@ -1,8 +1,8 @@
 """Run sync functions off the event loop.
 
-Calls wait in one queue. As long as they are fast, a single thread runs them one after another: a thread per call costs
-more than most calls, and 64 chains that each call a calculator would wake 64 threads that compete for the GIL. When no
-call has been taken from the queue for `_STALL_SECONDS`, each waiting call gets another thread.
+Calls wait in one queue. As long as they are fast, a single thread runs them sequentially, because a thread per call
+costs more than most calls, and many threads would compete for the GIL. When no call has been taken from the queue for
+`_STALL_SECONDS`, each waiting call gets its own thread.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .delivery import deliver
 
 T = TypeVar("T")
 
-# Time in seconds without progress after which waiting calls get threads of their own.
+# Time in seconds without progress after which each waiting call gets its own thread.
 _STALL_SECONDS = 0.002
-# Time in seconds after which an idle thread ends.
+# Time in seconds after which an idle thread exits.
 _IDLE_SECONDS = 2.0
-# Seconds to wait for threads at interpreter exit, and how often this is repeated while they compute.
+# Seconds to wait for threads at interpreter exit, and maximum number of repetitions while threads compute.
 _STOP_SECONDS, _STOP_ATTEMPTS = 0.25, 40
 
 
@@ -39,9 +39,9 @@ class CallTimeout(Exception):
 
 
 class _Call:
-    """A call and the future for the pair of its value and exception.
+    """A call, and a future whose result is the pair of its return value and exception.
 
-    A future rejects StopIteration as its exception, and SystemExit would stop the event loop.
+    The exception is not set on the future, which rejects StopIteration, and SystemExit would stop the event loop.
     """
 
     __slots__ = ("context", "future", "work")
@@ -61,19 +61,18 @@ class _Call:
 
 
 class _State:
-    """Waiting calls and threads; access requires `lock`, except for `threads`."""
+    """Waiting calls and threads. Access to all attributes except `threads` requires `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.waiting: deque[_Call] = deque()
-        # Number of threads that take calls from the queue, including those that are in the middle of a call.
+        # Number of threads that are running a call or about to take one from the queue.
         self.active = 0
-        # When a call was last taken from the queue, or infinity if a thread is about to take one.
+        # Time at which a call was last taken from the queue; infinity if a thread is about to take a call.
         self.taken_at = 0.0
-        # Event loops with a scheduled `_check_progress`.
+        # Event loops in which `_check_progress` is scheduled.
         self.watched_by: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
-        # Queues through which idle threads are woken. Threads are reused, because starting one costs more than most
-        # calls.
+        # Queues that wake idle threads, which are reused because starting a thread costs more than most calls.
         self.idle: list[SimpleQueue[Callable[[], None]]] = []
         self.threads: set[threading.Thread] = set()
         self.shutting_down = False
@@ -88,7 +87,7 @@ _count = itertools.count(1)
 
 
 def _after_fork() -> None:
-    """Reset the state in a forked child, which has none of the threads and may have inherited a locked lock."""
+    """Reset the state in a forked child, which has no threads and may have inherited a locked lock."""
     global _state
     _state = _State()
 
@@ -97,10 +96,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 async def run_off_loop(work: Callable[[], T], timeout: float | None) -> tuple[T | None, BaseException | None]:
-    """Run `work()` on another thread and return its value and its exception, one of which is None.
+    """Run `work()` on another thread. Return (value, None), or (None, exception) if it raises.
 
-    Raises CallTimeout after `timeout` seconds (None for no limit). The thread then continues to run, also after the
-    caller was cancelled.
+    Raises CallTimeout after `timeout` seconds (None for no limit). After a timeout or a cancellation of the caller, the
+    thread continues to run.
     """
     loop = asyncio.get_running_loop()
     call = _Call(work)
@@ -121,7 +120,7 @@ async def run_off_loop(work: Callable[[], T], timeout: float | None) -> tuple[T 
 
 
 def _check_progress(loop: asyncio.AbstractEventLoop) -> None:
-    """Start a thread for each waiting call if the running calls take long. Repeated while calls wait."""
+    """Start a thread for each waiting call if the running calls are slow. Reschedules itself while calls wait."""
     with _state.lock:
         if _state.waiting and _state.is_stalled:
             _start_threads(len(_state.waiting))
@@ -133,7 +132,7 @@ def _check_progress(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _start_threads(count: int) -> None:
-    """Wake idle threads, or start new ones, to take calls from the queue. Requires the lock."""
+    """Wake idle threads or start new threads to run waiting calls. The caller must hold the lock."""
     _state.taken_at = float("inf")
     _state.active += count
     for _ in range(count):
@@ -162,7 +161,7 @@ def _run_thread(queue: SimpleQueue[Callable[[], None]]) -> None:
                     if queue in _state.idle:
                         _state.idle.remove(queue)
                         return
-                continue  # removed from `idle` just now, so a job is about to arrive
+                continue  # no longer in `idle`, so a job is about to arrive
             job()
             with _state.lock:
                 if _state.shutting_down:
@@ -180,13 +179,13 @@ def _run_waiting_calls() -> None:
                 return
             call = _state.waiting.popleft()
             _state.taken_at = time.perf_counter()
-        if not call.future.done():  # not cancelled or timed out while it was queued
+        if not call.future.done():  # not cancelled or timed out while queued
             call.run()
-        del call  # so that a next call that never returns does not keep this one's objects alive
+        del call  # release its objects, even if the next call never returns
 
 
 def _stop_threads() -> None:
-    """Stop all computing threads at interpreter exit: one that returns from C++ code later would abort the process."""
+    """Stop computing threads at interpreter exit. A thread that returns from C++ code later would abort the process."""
     with _state.lock:
         _state.shutting_down = True
         while _state.idle:
@@ -200,4 +199,4 @@ def _stop_threads() -> None:
             thread.join(max(0.0, until - time.monotonic()))
         left = [thread for thread in left if thread.is_alive()]
         if not left or time.process_time() - spent < 0.02 * _STOP_SECONDS:
-            return  # the remaining threads are waiting, not computing
+            return  # the remaining threads are only waiting

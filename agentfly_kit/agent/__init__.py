@@ -1,1 +1,1 @@
-"""The agent and its chains: sampling trajectories, the rollout that holds them, and the shared budget."""
+"""Agents, their chains and rollouts, and the budgets that chains share."""

@@ -1,4 +1,4 @@
-"""`Agent`: its settings, and the chains and rollouts made from them."""
+"""`Agent`: settings from which chains and rollouts are created."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentfly_kit.types import Task, Trajectory
 
 @checks_keywords
 class Agent(AgentSettings):
-    # `af.Agent?` shows all settings. An agent also makes chains to step interactively, and rollouts.
+    # Lets `af.Agent?` show all settings.
     __doc__ = AgentSettings.__doc__
 
     def replace(self, **changes: Any) -> Agent:
@@ -30,7 +30,7 @@ class Agent(AgentSettings):
 
     @property
     def last_run(self) -> RolloutHandle:
-        """Handle of the last rollout started. After an interrupt, `last_run.partial` holds the finished chains."""
+        """Handle of the most recently started rollout. After an interrupt, its `partial` holds the finished chains."""
         if not self._last_handle:
             raise SettingsError("this agent has started no rollout yet; await agent.rollout(tasks)")
         handle: RolloutHandle = self._last_handle[0]
@@ -39,11 +39,11 @@ class Agent(AgentSettings):
     def chain(self, task: Task | Trajectory) -> Chain:
         """Create a chain to step interactively.
 
-        The chain keeps the sandboxes that it uses until `chain.finish()` or `chain.close()`, or until the pool revokes
-        them (`max_lease`, `pool.recycle`).
+        The chain keeps its sandboxes until `chain.finish()` or `chain.close()` is called, or until the pool revokes the
+        leases (`max_lease`, `pool.recycle`).
 
         Args:
-            task: the task of the chain. A trajectory is continued from its end; see `Chain.from_trajectory`.
+            task: a task, or a trajectory to continue from its end; see `Chain.from_trajectory`.
         """
         if isinstance(task, Trajectory):
             self.check_tasks([task.task])
@@ -68,17 +68,17 @@ class Agent(AgentSettings):
         """Run `group_size` chains of each task concurrently. The rollout starts when the returned handle is awaited.
 
         Args:
-            tasks: the tasks, or a single one.
+            tasks: the tasks, or a single task.
             group_size: number of chains per task.
             max_concurrency: maximum number of chains that run concurrently.
-            budget: shared limits of all chains, or None.
-            group_budget: shared limits of the chains of each group, or None.
-            index: part of every seed. The same `index` and `purpose` give the same trajectories if the engine is
-                deterministic.
-            purpose: part of every seed.
+            budget: limits shared by all chains, or None.
+            group_budget: limits shared by the chains of each group, or None.
+            index: index of the rollout; all seeds depend on it. The same `index` and `purpose` give the same
+                trajectories if the engine is deterministic.
+            purpose: name of the purpose, such as "evaluate"; all seeds depend on it.
             progress: show a progress bar.
-            share: (i, n) runs every n-th task, starting with the i-th, as one of n processes. Names and seeds do not
-                depend on it.
+            share: (i, n) runs every n-th task, starting with task i, if the rollout is distributed over n processes.
+                Ids and seeds are the same as in a single process.
         """
         return RolloutHandle(
             self, tasks, group_size, max_concurrency, budget, group_budget, index, purpose, progress, share

@@ -1,4 +1,4 @@
-"""Limits of chains: budgets that several share, the accounting of their use, and the resulting stop reasons."""
+"""Budgets shared by several chains, the accounting of their use, and the resulting stop reasons."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Budget:
     """Limits shared by several chains; None means no limit. Pass to `agent.rollout(tasks, budget=, group_budget=)`.
 
     Limits of a single chain are arguments of the agent: `max_tokens`, `max_turns`, `max_tool_calls`, `timeout`.
-    The limits on tokens, turns and tool calls are never exceeded. A chain that would exceed one is truncated, with a
-    stop reason such as `run_tokens` or `group_tool_calls`, and scored. Chains that have not started by then are listed
-    in `rollout.not_run`. Which chains these are depends on timing if several run concurrently; it is deterministic with
+    The limits on tokens, turns and tool calls are never exceeded. A chain that would exceed a limit is truncated, with
+    a stop reason such as `run_tokens` or `group_tool_calls`, and scored. Chains that have not started when a limit is
+    reached are listed in `rollout.not_run`. The selection of truncated and unstarted chains is deterministic only with
     `max_concurrency=1` and without `seconds`.
 
     Args:
-        tokens: Number of sampled tokens. Each running action reserves its maximum length. When too few tokens remain
-            for another, it waits until some are released, or until no other action is running; then it receives the
-            remainder.
+        tokens: Number of sampled tokens. Each running action reserves its maximum length. When too few tokens remain,
+            the next action waits until enough tokens are released, or until no other action is running. In the latter
+            case, it receives the remaining tokens.
         turns: Number of actions.
         tool_calls: Number of calls that reach a tool. Malformed calls and calls of unknown tools do not count.
-        seconds: Seconds since the start of the rollout, or of the first chain of the group. Running chains are then
-            cancelled.
+        seconds: Time limit in seconds, counted from the start of the rollout or of the first chain of the group.
+            Chains that are still running at the limit are cancelled.
 
     Raises:
         SettingsError: if a limit is not positive.
@@ -59,19 +59,19 @@ class BudgetUsage:
         self.tokens = self.turns = self.tool_calls = 0
         # Deadline on the clock of the event loop; set by `start`.
         self.deadline: float | None = None
-        # Tokens reserved by running actions, and the number of these actions.
+        # Number of tokens reserved by running actions, and number of running actions.
         self.reserved = 0
         self.running = 0
-        # Set when a reservation is released, and then replaced.
+        # Event that is set when a reservation is released, and then replaced by a new one.
         self.released = asyncio.Event()
 
     def start(self) -> None:
-        """Start the clock with the first chain. Idempotent."""
+        """Start the time limit. Only the first call has an effect."""
         if self.deadline is None and self.budget.seconds is not None:
             self.deadline = asyncio.get_running_loop().time() + self.budget.seconds
 
     def exhausted(self, limits: Sequence[str] = ("tokens", "turns", "tool_calls")) -> str | None:
-        """Return the stop reason of the first of these limits that is used up, or of the time limit; None if none."""
+        """Return the stop reason of the first exhausted limit, including the time limit, or None."""
         for name in limits:
             limit = getattr(self.budget, name)
             if limit is not None and getattr(self, name) >= limit:
@@ -82,7 +82,7 @@ class BudgetUsage:
 
     @property
     def tokens_left(self) -> int | None:
-        """Tokens that are neither used nor reserved; None if there is no limit."""
+        """Number of tokens that are neither used nor reserved; None if there is no limit."""
         return None if self.budget.tokens is None else self.budget.tokens - self.tokens - self.reserved
 
 
@@ -90,8 +90,9 @@ class BudgetUsage:
 class TokenReservation:
     """Tokens granted to one action.
 
-    Set `used` to the number of sampled tokens when the action has finished; if it stays None, the action does not
-    count. `stop` is the stop reason if no action may start, and `limited_by` that of the budget that reduced the grant.
+    Set `used` to the number of sampled tokens when the action has finished; an action with `used=None` is not counted.
+    `stop` is the stop reason if no action may start. `limited_by` is the stop reason of the budget that reduced the
+    number of granted tokens.
     """
 
     tokens: int
@@ -102,15 +103,15 @@ class TokenReservation:
 
 @asynccontextmanager
 async def reserve_tokens(usages: Sequence[BudgetUsage], wanted: int) -> AsyncIterator[TokenReservation]:
-    """Reserve up to `wanted` tokens of all budgets for one action, which may sample at most `reservation.tokens`."""
+    """Reserve up to `wanted` tokens from every budget for one action; yield the reservation with the granted number."""
     reservation = TokenReservation(wanted)
     while True:
-        # Used up tool calls do not matter here: an action that answers needs none.
+        # Exhausted tool calls do not prevent an action, which may answer without calling a tool.
         reservation.stop = next((stop for usage in usages if (stop := usage.exhausted(("tokens", "turns")))), None)
         if reservation.stop is not None:
             yield reservation
             return
-        # Wait while too few tokens are left and a running action may release some.
+        # Wait while too few tokens are left and a running action may still release tokens.
         short = [u for u in usages if u.tokens_left is not None and u.tokens_left < wanted and u.running > 0]
         if not short:
             break
@@ -138,7 +139,7 @@ async def reserve_tokens(usages: Sequence[BudgetUsage], wanted: int) -> AsyncIte
 def refuse_calls(
     agent: AgentSettings, action: Turn, calls: Sequence[ToolCall], usages: Sequence[BudgetUsage]
 ) -> tuple[dict[int, ToolResult], str | None]:
-    """Return results for the calls that exceed a limit, by position, and the stop reason (None if all may run)."""
+    """Return failed results for calls over a limit, by position, and the stop reason (None if all calls may run)."""
     valid = [i for i, call in enumerate(calls) if _reaches_tool(agent, call)]
     granted, stop = len(valid), None
     limits: list[tuple[int, str]] = []
@@ -160,10 +161,10 @@ def refuse_calls(
 
 
 def stop_after_action(agent: AgentSettings, turn: Turn, limit: int, limited_by: str | None) -> str | None:
-    """Return the stop reason of a chain that ends with this action, else None.
+    """Return the stop reason if the chain ends with this action, else None.
 
-    `limit` is the maximum number of tokens that was requested, `limited_by` the stop reason of the shared budget that
-    set it, if one did.
+    `limit` is the maximum number of tokens that was requested from the engine. `limited_by` is the stop reason of the
+    shared budget that determined `limit`, or None.
     """
     if turn.stop == "abort":
         return "cancelled"
@@ -178,7 +179,7 @@ def stop_after_action(agent: AgentSettings, turn: Turn, limit: int, limited_by: 
 def stop_after_calls(
     agent: AgentSettings, action: Turn, results: Sequence[ToolResult], over_limit: str | None
 ) -> str | None:
-    """Return the stop reason of a chain that ends with the results of an action's calls, else None."""
+    """Return the stop reason if the chain ends with the results of these tool calls, else None."""
     if any(result.env_done for result in results):
         return "env_done"
     if any(result.done for result in results):
@@ -191,7 +192,7 @@ def stop_after_calls(
 
 
 def action_tokens(leaf: Turn) -> int:
-    """Return the number of tokens of the actions up to and including `leaf`."""
+    """Return the number of tokens in all actions up to and including `leaf`."""
     return sum(turn.num_tokens for turn in leaf.path if turn.kind == "action")
 
 
@@ -200,7 +201,7 @@ def _reaches_tool(agent: AgentSettings, call: ToolCall) -> bool:
 
 
 def _invalid_streak(agent: AgentSettings, action: Turn) -> int:
-    """Return the number of latest consecutive actions whose tool calls were all malformed or unknown."""
+    """Return the number of consecutive actions, up to `action`, whose tool calls were all malformed or unknown."""
     actions = [turn for turn in reversed(action.path) if turn.completes_action]
     invalid = (turn.tool_calls and not any(_reaches_tool(agent, c) for c in turn.tool_calls) for turn in actions)
     return sum(1 for _ in itertools.takewhile(bool, invalid))

@@ -1,7 +1,7 @@
-"""`BaseChain`: one trajectory in progress: sampling actions, running their tool calls, recording turns, scoring.
+"""`BaseChain`: one trajectory in progress. It samples actions, runs tool calls, records turns and scores the result.
 
-Turns form a tree; a chain is the path from the root to one leaf. Which tokens are trained (mask 1) is decided in
-`_action_turn`, when they are sampled: no other function makes turns with `sampled=True`.
+Turns form a tree; a chain is the path from the root to one leaf. `_action_turn` decides which tokens are trained (mask
+1) when they are sampled. No other function creates turns with `sampled=True`.
 """
 
 from __future__ import annotations
@@ -63,24 +63,24 @@ from agentfly_kit.types import (
 
 _sessions = itertools.count()  # numbers of KV cache sessions; never part of a seed
 
-# Stop reasons after which a call is still accepted, besides "answered".
+# Stop reasons, besides "answered", after which these methods may still be called.
 _CONTINUES_AFTER = {"observe": ("turn_tokens",), "compact": ("turn_tokens", "context_full")}
-# Calls that do not continue the chain, and are accepted after any stop reason.
+# Methods that do not continue the chain; they may be called after any stop reason.
 _ACCEPTED_ALWAYS = ("rewind", "fork", "finish", "distribution")
 
 
 class BaseChain(Displayable):
-    """One trajectory in progress; users see its subclass `Chain`.
+    """Base class of `Chain`, which represents one trajectory in progress.
 
     Attributes:
-        turn: the current leaf; `chain.turns` is the path to it.
+        turn: the current leaf: the last of `chain.turns`.
         author: author recorded for sampled turns; by default the agent's name.
-        stop, error: why the chain ended; None while it is running.
-        busy: whether a call is running.
-        has_sampled: whether the engine was asked for a sample.
-        closed: whether the chain is finished or abandoned, and its sandboxes are released.
+        stop, error: stop reason and failure of an ended chain, or None.
+        busy: whether a method of the chain is running.
+        has_sampled: whether a sample was requested from the engine.
+        closed: whether the chain was finished or abandoned and its sandboxes were released.
         trajectory: the result of `finish`, or None.
-        seed_key: key from which the seeds are derived: its own, or that of the chain that it repeats.
+        seed_key: key from which the seeds are derived. A chain that repeats another chain has the same key.
     """
 
     def __init__(
@@ -108,18 +108,18 @@ class BaseChain(Displayable):
         )
         self._listeners: Listeners[BaseChain] = Listeners(self.id)
         self._session = f"{self.id}#{next(_sessions)}"
-        # True once `before_chain` has run, or if there is none.
+        # True once `before_chain` has run, or if the agent has no such hook.
         self._prepared = agent.before_chain is None
         self.has_sampled = False
-        # Number of events whose start was reported, but not yet their end.
+        # Number of events whose start, but not yet their end, has been reported.
         self._open_reports = 0
         self._started_at = time.perf_counter()
         self.turn = prompt_turn(agent, agent.opening(task), "task")
 
     def subscribe(self, callback: Callable[[Any], object]) -> Callable[[], None]:
-        """Call `callback` with the chain after each change of its state, and return a function that unsubscribes.
+        """Call `callback` with the chain after each state change. Return a function that unsubscribes.
 
-        The callback runs synchronously, in the thread that makes the change. Schedule work there instead of doing it.
+        The callback runs synchronously in the thread that makes the change, so it should schedule long work elsewhere.
         """
         return self._listeners.subscribe(callback)
 
@@ -132,7 +132,7 @@ class BaseChain(Displayable):
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All token ids of the current row: the input of the next engine call."""
+        """All token ids of the current row, which are the input of the next engine call."""
         return tuple(itertools.chain.from_iterable(turn.ids or () for turn in self.turn.row_path))
 
     @property
@@ -142,7 +142,7 @@ class BaseChain(Displayable):
 
     @property
     def pending_calls(self) -> tuple[ToolCall, ...]:
-        """The tool calls of the last action that have not run."""
+        """The tool calls of the last action, if they have not run yet."""
         return self.turn.tool_calls if self.turn.kind in ("action", "forced") else ()
 
     @property
@@ -161,19 +161,19 @@ class BaseChain(Displayable):
     # --- recording turns ---
 
     def _append(self, turn: Turn, stop: str | None = None) -> Turn:
-        """Make a turn the leaf, and set the stop reason if it ends the chain."""
+        """Append a turn, which becomes the leaf. If `stop` is given, the chain ends with this stop reason."""
         self.turn, self.stop = turn, stop
         self._listeners.notify(self)
         return turn
 
     def _append_observation(self, turn: Turn) -> Turn:
-        """Encode and append an observation that an action follows; see `encode_observation`."""
+        """Append an observation that an action can follow, with token ids; see `encode_observation`."""
         encoded, leaf = encode_observation(self.agent, turn)
         self._append(leaf)
         return encoded
 
     def _drop_observation_ids(self) -> None:
-        """Remove the ids of an observation at the end of a row, which no engine saw."""
+        """If the row ends with an observation, remove its token ids, because no engine has received them."""
         if self.turn.kind == "observation" and self.agent.exact:
             fields = text_fields(self.agent, self.turn.messages)
             self._append(dataclasses.replace(self.turn, **fields), self.stop)
@@ -191,9 +191,9 @@ class BaseChain(Displayable):
 
     @pending_call
     async def prepare(self) -> Turn:
-        """Call the agent's `before_chain` hook, which completes the prompt, and return the last turn.
+        """Call the agent's `before_chain` hook, which may extend the prompt, and return the last turn.
 
-        The first sample does this too. Call it to see the prompt before sampling, or before `force`.
+        The first `sample` does this automatically. Call `prepare` to inspect the prompt before `sample` or `force`.
         """
         with self._exclusive("prepare"):
             return await self._prepare()
@@ -219,7 +219,7 @@ class BaseChain(Displayable):
 
     @pending_call
     async def sample(self, greedy: bool = False) -> Turn:
-        """Sample one action from the policy and append it. `act` then runs the tools that it calls.
+        """Sample one action from the policy and append it. Its tool calls are run by `act`.
 
         Args:
             greedy: take the most probable token at each position.
@@ -270,15 +270,16 @@ class BaseChain(Displayable):
         return turn
 
     def _action_turn(self, sample: Sample, sampling: Sampling, seed: int) -> Turn:
-        """Return the turn of a sampled action, with the engine's token ids as they are.
+        """Return the turn of a sampled action, with the unchanged token ids from the engine.
 
-        Its tokens are trained (`sampled`) if and only if a policy sampled them and the engine reported their logprobs.
+        The turn is trained (`sampled=True`) if and only if a policy sampled its tokens and the engine reported their
+        logprobs.
         """
         engine, chat, tools = self.agent.engine, self.agent.chat, self.agent.tools.schemas
         if sample.ids is not None:
             tokens = token_fields(self.agent, sample.ids)
         elif self.agent.exact:
-            # A scripted engine returns text. Encoding it is safe, because no policy sampled these tokens.
+            # A scripted engine returns text, which can be encoded here because no policy sampled its tokens.
             tokens = token_fields(self.agent, (*chat.encode(sample.text or ""), chat.stop_ids[0]))
         else:
             tokens = text_fields(self.agent, [{"content": sample.text or ""}])
@@ -287,7 +288,7 @@ class BaseChain(Displayable):
             raise AlignmentError(f"{type(engine).__name__} must return logprobs, because it declares logprobs='yes'")
         kept_mass = sample.kept_mass
         if kept_mass is None and sampling.greedy and sample.logprobs is not None:
-            kept_mass = tuple(math.exp(lp) for lp in sample.logprobs)  # greedy sampling truncates to one token
+            kept_mass = tuple(math.exp(lp) for lp in sample.logprobs)  # greedy decoding keeps only one token
         if sample.calls is not None:
             message, calls = assistant_message(Parsed(sample.text or "", sample.calls))
         else:
@@ -316,7 +317,7 @@ class BaseChain(Displayable):
 
     @pending_call
     async def act(self) -> Turn:
-        """Run the tools that the last action called, concurrently, and append their results as an observation."""
+        """Run the tool calls of the last action concurrently, and append their results as an observation."""
         with self._exclusive("act"):
             if not self.pending_calls:
                 raise SettingsError(
@@ -350,37 +351,37 @@ class BaseChain(Displayable):
         )
         self.error = self._host_failure(results)
         stop = "error" if self.error is not None else stop_after_calls(self.agent, self.turn, results, over_limit)
-        # The row contains only tokens that an engine saw, so the last observation of a chain is not encoded.
+        # A row contains only tokens that an engine received, so the last observation of a chain is not encoded.
         return self._append_observation(turn) if stop is None else self._append(turn, stop)
 
     def _host_failure(self, results: Sequence[ToolResult]) -> Failure | None:
-        """Return the failure of the host (pool, sandbox, engine) during a call, which the model did not cause."""
+        """Return the failure of a pool, sandbox or engine during the calls, or None."""
         for result in results:
             if result.error is not None and result.error.host:
                 return result.error
         try:
             self.context.check()
-        except LeaseRevoked as error:  # in a tool that requested its sandbox from the context itself
+        except LeaseRevoked as error:  # raised in a tool that called `context.sandbox`
             return Failure.from_exception("pool", error)
         return None
 
     @pending_call
     async def step(self, greedy: bool = False) -> Turn:
-        """Sample an action, run the tools that it calls, and return the last turn."""
+        """Sample an action, run its tool calls, and return the last turn."""
         turn = await self.sample(greedy)
         return await self.act() if self.stop is None and self.pending_calls else turn
 
     # --- finishing ---
 
     def snapshot(self) -> Trajectory:
-        """Return the chain so far as an unscored trajectory, to inspect its tokens and mask."""
+        """Return the unfinished chain as an unscored trajectory, for example to inspect its tokens and mask."""
         return self._make_trajectory(self.stop or "cancelled", Score(None))
 
     @pending_call
     async def finish(self) -> Trajectory:
         """Score the chain, release its sandboxes and return the trajectory.
 
-        A chain that has not ended is not scored; its stop reason becomes "cancelled".
+        A chain that has not ended is left unscored, with the stop reason "cancelled".
         """
         if self.trajectory is not None:
             return self.trajectory
@@ -399,7 +400,7 @@ class BaseChain(Displayable):
             finally:
                 await self.close()
             trajectory = self._make_trajectory(self.stop or "", score)
-            if self.agent.group_reward is None:  # otherwise the rollout completes the reward and decides the success
+            if self.agent.group_reward is None:  # otherwise recorded after the group reward is added
                 trajectory = record_success(trajectory, self.agent.success)
             self.trajectory, self.error = trajectory, trajectory.error
             return self.trajectory
@@ -433,7 +434,7 @@ class BaseChain(Displayable):
 
     @contextmanager
     def _exclusive(self, call: str) -> Iterator[None]:
-        """Refuse a call that the chain's state forbids, and concurrent calls, which would corrupt its history."""
+        """Raise if the chain's state does not allow the call, or if another call is running."""
         if self.busy:
             raise SettingsError(f"chain.{call}: another call on this chain is still running; await it first")
         if self.closed:
@@ -456,7 +457,7 @@ class BaseChain(Displayable):
     def _reporting(
         self, kind: str, state: str, turn: int, detail: str = "", call: str = ""
     ) -> Iterator[SimpleNamespace]:
-        """Report the start of an event and, even after an error, its end with the detail set inside the block."""
+        """Report the start of an event on entry and its end on exit, even on an error. The block may set `detail`."""
         event = SimpleNamespace(detail=detail)
         self._open_reports += 1
         self.hooks.report(self.id, kind, "start", state, turn, detail, call)
@@ -472,7 +473,7 @@ class BaseChain(Displayable):
 
 
 async def call_hook(hook: Callable[..., Any] | None, *given: Any) -> Any:
-    """Call a sync or async hook of the agent, if there is one."""
+    """Call a sync or async hook of the agent and return its result; do nothing if `hook` is None."""
     if hook is None:
         return None
     result = hook(*given)

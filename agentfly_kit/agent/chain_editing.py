@@ -1,4 +1,4 @@
-"""`Chain`: a `BaseChain` that can be run to its end, edited, rewound and forked."""
+"""`Chain`: adds running to the end, editing, rewinding and forking to `BaseChain`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Chain(BaseChain):
     """One trajectory in progress. Create it with `agent.chain(task)`. Methods that add a turn return it.
 
     Attributes:
-        origin: the trajectory that the chain continues, if made by `agent.chain(trajectory)`.
-        origin_key: the key that then determines its seeds.
+        origin: the continued trajectory, if created by `agent.chain(trajectory)`; otherwise None.
+        origin_key: the key from which the seeds of `origin` are derived; otherwise None.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Chain(BaseChain):
     def from_trajectory(cls, agent: AgentSettings, trajectory: Trajectory) -> Chain:
         """Create a chain with the turns of a trajectory, positioned at its end, to rewind, fork or continue it.
 
-        Where its seeds can be derived again, sampling a turn again gives the same tokens with an unchanged agent.
+        If the agent is unchanged and the trajectory's seeds can be rederived, resampling a turn gives the same tokens.
 
         Raises:
-            SettingsError: if the agent writes another prompt, or the trajectory called tools in a sandbox.
+            SettingsError: if the agent's prompt differs from the trajectory's, or the trajectory used a sandbox.
         """
         group, number = trajectory.group, trajectory.chain
         fork = trajectory.id.removeprefix(f"{group}/{number}")
@@ -72,7 +72,7 @@ class Chain(BaseChain):
         assert leaf is not None
         chain.turn, chain.stop, chain.error = leaf, trajectory.stop, trajectory.error
         chain.origin = trajectory
-        # The key is parsed from the group's name, and used only if it reproduces the trajectory's seed.
+        # Parse the key from the group's id, and use it only if it reproduces the trajectory's seed.
         purpose, _, rollout = group.partition(":")[0].rpartition("-")
         if rollout.isdigit():
             key = ChainKey(purpose, int(rollout), group, number, fork)
@@ -85,9 +85,10 @@ class Chain(BaseChain):
 
     @pending_call
     async def run(self) -> Trajectory:
-        """Run the chain to its end, with the hooks of the agent and within its time limits, and score it.
+        """Run the chain to its end and score it. The hooks and time limits of the agent apply.
 
-        Errors of the engine, the tools or the host are not raised: they end the chain unscored, with `error` set.
+        Errors of the engine, the tools or the host are not raised. They end the chain, which is then unscored, with
+        `error` set.
         """
         state, detail = "cancelled", ""
         self.hooks.report(self.id, "chain", "start", "waiting", self.actions)
@@ -98,14 +99,14 @@ class Chain(BaseChain):
             try:
                 if not self.never_started:
                     await call_hook(self.agent.after_chain, self, trajectory)
-            except Exception as error:  # the trajectory is finished: an error of this hook does not change it
+            except Exception as error:  # the trajectory is already finished, so an error of this hook is only reported
                 warn_or_log(f"after_chain raised {type(error).__name__}: {error}")
             return trajectory
         finally:
             self.hooks.report(self.id, "chain", "end", state, self.actions, detail)
 
     async def _run_to_end(self) -> None:
-        # The earliest deadline: that of the chain, or of a budget that it shares.
+        # Use the earliest of the deadlines of the chain and its shared budgets.
         deadlines = [(usage.deadline, f"{usage.name}_seconds") for usage in self.hooks.usages]
         if self.agent.timeout is not None:
             deadlines.append((asyncio.get_running_loop().time() + self.agent.timeout, "timeout"))
@@ -119,21 +120,21 @@ class Chain(BaseChain):
             if cancelling():
                 await self.close()
                 raise
-            # Not a cancellation of this task: something that it awaited was cancelled.
+            # Something that this task awaited was cancelled, not the task itself.
             self._end("error", Failure.from_exception("chain", error))
         except Exception as error:
             if limit.expired():
                 self._end(stop)
-            else:  # includes a TimeoutError from elsewhere, such as a server: an error, not the chain's time limit
+            else:  # for example, a TimeoutError of a server, which is not the chain's time limit
                 where = "engine" if isinstance(error, EngineError) else "chain"
                 self._end("error", Failure.from_exception(where, error))
 
     async def _advance(self) -> None:
-        """Run one step, including the agent's hooks."""
+        """Run one step of the chain, including the agent's hooks."""
         agent = self.agent
         await self.prepare()
         await call_hook(agent.before_turn, self)
-        # Do not sample if the hook has written the action itself.
+        # Do not sample if the hook has forced an action.
         if self.stop is None and not self.pending_calls:
             await self.sample()
             if self._compacting_can_help():
@@ -148,7 +149,7 @@ class Chain(BaseChain):
                 await self.hooks.spawn(self, count)
 
     def _compacting_can_help(self) -> bool:
-        """Return True if the context is full and the row holds more than its prompt."""
+        """Return True if the context is full and the row contains more than its prompt."""
         return self.stop == "context_full" and len(self.turn.row_path) > 1
 
     async def _finish_anyway(self) -> Trajectory:
@@ -157,13 +158,13 @@ class Chain(BaseChain):
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and cancelling():
                 raise
-            # For example, a pool was closed while in use. The trajectory is kept, with the error.
+            # Keep the trajectory with the error, for example if a pool was closed while in use.
             self._end("error", Failure.from_exception("chain", error))
             return self.snapshot()
 
     @pending_call
     async def distribution(self, top: int = 20) -> Distribution:
-        """Return the `top` most probable next tokens. The chain does not change."""
+        """Return the `top` most probable next tokens, without changing the chain."""
         agent = self.agent
         with self._exclusive("distribution"):
             await self._prepare()
@@ -174,15 +175,15 @@ class Chain(BaseChain):
     # --- writing turns ---
 
     def force(self, content: str | Sequence[int], *, end: bool = True, author: str = "person") -> Turn:
-        """Write an action, or the beginning of one, in place of the model. Its tokens have mask 0.
+        """Append a given action, or the beginning of an action, instead of sampling it. Its tokens have mask 0.
 
         Args:
             content: text or token ids.
-            end: end the action here. If False, the next sample continues it.
+            end: whether `content` ends the action. If False, the next sample continues the action.
             author: author of the turn.
 
         Raises:
-            SettingsError: if the last action is complete, or if `content` is empty or has ids outside the vocabulary.
+            SettingsError: if the last action is complete, or `content` is empty or contains ids outside the vocabulary.
         """
         with self._exclusive("force"):
             self._check_prepared("force")
@@ -217,13 +218,13 @@ class Chain(BaseChain):
             return self._append(turn, "answered" if end and not turn.tool_calls else None)
 
     def observe(self, text: str, *, author: str = "person") -> Turn:
-        """Append `text` as the observation of the last action: the result of each of its calls, or a user message.
+        """Append `text` as the observation of the last action.
 
-        The text becomes a user message if the action called no tool. If the leaf is already an observation, the text
-        is added to it as a user message.
+        The text becomes the result of each tool call of the action, or a user message if the action called no tool. If
+        the leaf is already an observation, the text is added as a user message.
 
         Raises:
-            SettingsError: if there is no action to answer, or `text` is not a string.
+            SettingsError: if the chain has no action yet, or `text` is not a string.
         """
         with self._exclusive("observe"):
             if not isinstance(text, str):
@@ -242,13 +243,13 @@ class Chain(BaseChain):
     def compact(self, content: str | Sequence[Message], *, author: str = "hook") -> Turn:
         """Close the current row and continue in a new one with a shorter context. Return the new prompt.
 
-        All rows are kept, and their sampled tokens are trained (`trajectory.rows`). An observation after the last
-        action loses its token ids, because no engine saw them. A chain that has answered or was truncated (stop
-        "context_full" or "turn_tokens") continues; if no action is left, it ends with stop "max_turns" instead.
+        All rows are kept in `trajectory.rows`, and their sampled tokens are trained. An observation after the last
+        action loses its token ids, because no engine has received them. A chain that has answered or was truncated
+        ("context_full" or "turn_tokens") continues, or ends with "max_turns" if that limit is reached.
 
         Args:
-            content: a string is appended to the last of the messages of the first prompt; messages replace the whole
-                prompt, including the system message. Both keep the tool schemas.
+            content: a string, which is appended to the last message of the first prompt, or messages, which replace
+                the whole prompt, including the system message. The tool schemas are kept in both cases.
             author: author of the new prompt.
 
         Raises:
@@ -256,7 +257,7 @@ class Chain(BaseChain):
         """
         with self._exclusive("compact"):
             self._check_prepared("compact")
-            # Calls of a truncated action never run, so they may be left pending.
+            # The calls of a truncated action never run, so they may be pending.
             if self.pending_calls and self.stop not in ("context_full", "turn_tokens"):
                 raise SettingsError(
                     "the last action called tools that have not run; await chain.act(), or chain.observe()"
@@ -281,16 +282,16 @@ class Chain(BaseChain):
     # --- going back and forking ---
 
     def rewind(self, to: Turn | int) -> Turn:
-        """Go back to an earlier turn and drop the turns after it from this chain.
+        """Go back to an earlier turn and remove all later turns from this chain.
 
-        If that turn is an observation that ended the chain, it is encoded now, because an action can follow it.
+        An observation that ended the chain has no token ids. They are added, because an action can now follow.
 
         Args:
             to: the turn, or its index in `chain.turns`.
 
         Raises:
-            SettingsError: if the turn is not on this chain's path, or if the chain holds a sandbox or tool state,
-                which cannot be rewound.
+            SettingsError: if the turn is not in `chain.turns`, or if the chain holds a sandbox or tool state, which
+                cannot be rewound.
         """
         with self._exclusive("rewind"):
             path = self.turns
@@ -304,22 +305,22 @@ class Chain(BaseChain):
             self.error = None
             stop = None
             if target.completes_action:
-                # A truncated turn is not an answer, and its calls are not run.
+                # A truncated action is not an answer, and its tool calls are not run.
                 stop = "turn_tokens" if target.stop == "length" else None if target.tool_calls else "answered"
             self._append(target, stop)
             if target.kind == "observation" and target.ids == ():
-                self._append_observation(target)  # it ended the chain or its row, so it was never encoded
+                self._append_observation(target)  # it was not encoded, because it ended the chain or its row
             return self.turn
 
     @pending_call
     async def fork(self, *, same_seeds: bool = False) -> Chain:
-        """Return a new chain that shares the turns so far and continues independently, in forks of the sandboxes.
+        """Return a new chain with the same turns, which continues independently in forks of the sandboxes.
 
         Args:
-            same_seeds: sample with the seeds of this chain. Otherwise the fork has its own seeds.
+            same_seeds: whether the fork samples with the seeds of this chain instead of its own.
 
         Raises:
-            SandboxError: if a sandbox or the tools' state cannot be forked; the message names it.
+            SandboxError: if a sandbox or the state of the tools cannot be forked.
         """
         with self._exclusive("fork"):
             key = dataclasses.replace(self.key, fork=f"{self.key.fork}.{next(self._fork_numbers)}")

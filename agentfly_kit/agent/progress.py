@@ -1,4 +1,4 @@
-"""Identity of the chains of a rollout, their connections to it, and its progress: events and current states."""
+"""Chain identities, the hooks through which a rollout controls its chains, and progress events."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ChainKey:
         return f"{self.group}/{self.chain}{self.fork}"
 
     def seed(self, run_seed: int, task: str, turn: int) -> int:
-        """Return the seed of the action with index `turn`, for a task id and the agent's seed."""
+        """Return the seed of the action with index `turn`; `task` is the id of the task."""
         return seeds.derive(run_seed, self.purpose, self.rollout, task, self.group, self.chain, self.fork, turn)
 
 
-# Receiver of the progress events of chains: (trajectory, kind, phase, state, turn, detail, call); see `RolloutEvent`.
+# Called with each progress event as (trajectory, kind, phase, state, turn, detail, call); see `RolloutEvent`.
 Report = Callable[..., None]
 
 
@@ -47,36 +47,36 @@ async def _open() -> None:
 
 @dataclass(frozen=True)
 class ChainHooks:
-    """Connections of a chain to its rollout. The defaults are those of a chain that is stepped interactively."""
+    """Callbacks and budgets through which a rollout controls a chain. The defaults are for interactive chains."""
 
     # Called with every progress event.
     report: Report = _ignore
-    # Awaited before each action and before its tool calls; a paused rollout waits there.
+    # Awaited before each action and before its tool calls; blocks while the rollout is paused.
     gate: Callable[[], Awaitable[object]] = _open
     # Called with the chain and the number of forks that `after_observation` returned.
     spawn: Callable[[Any, int], Awaitable[None]] | None = None
     usages: tuple[BudgetUsage, ...] = ()
-    # Name of the rollout; a pool serves rollouts in turn.
+    # Name of the rollout, so that a pool can alternate between rollouts.
     run: str = ""
 
 
 @dataclass(frozen=True)
 class RolloutEvent:
-    """Change of state of a chain. Every "start" has a matching "end", even after a failure or cancellation.
+    """State change of a chain. Every "start" has a matching "end", even after a failure or cancellation.
 
-    The events of one chain nest; its first and last event have kind "chain".
+    The events of one chain are nested; the first and last event have kind "chain".
 
     Attributes:
-        sequence: Number of the event within the rollout, without gaps.
+        sequence: Consecutive number of the event within the rollout.
         kind: "chain", "turn", "tool" or "reward".
         phase: "start" or "end".
         trajectory: Id of the chain.
-        task: Id of its task.
-        turn: Index of the action; of a chain or a reward, the number of actions so far.
-        state: State of the chain after the event: waiting, sampling, tool, scoring; done, failed, cancelled.
+        task: Id of the task.
+        turn: Index of the action; for kinds "chain" and "reward", the number of actions so far.
+        state: State of the chain after the event: waiting, sampling, tool, scoring, done, failed or cancelled.
         time: Seconds since the start of the rollout.
         detail: Text (end of a turn), tool name (tool), stop reason (end of a chain), or description of a failure.
-        call: Id of the call, for tool events. The calls of one action run concurrently.
+        call: Id of the tool call, for events of kind "tool". The calls of one action run concurrently.
     """
 
     sequence: int
@@ -97,11 +97,11 @@ class ChainState(NamedTuple):
     Attributes:
         trajectory: Id of the trajectory.
         task: Id of the task.
-        state: queued, waiting, sampling, sandbox (waiting for one), tool, scoring; done, failed, cancelled.
-        turn: Number of actions taken when this state began.
+        state: queued, waiting, sampling, sandbox (waiting for a sandbox), tool, scoring, done, failed or cancelled.
+        turn: Number of actions at the beginning of this state.
         since: Seconds from the start of the rollout to the beginning of this state.
         detail: Names of the running tools, or the stop reason.
-        reward: Reward of the finished chain; None if it is unfinished or unscored.
+        reward: Reward of the chain; None if it is unfinished or unscored.
     """
 
     trajectory: str
@@ -118,7 +118,7 @@ class RolloutSnapshot:
     """State of a rollout at one moment.
 
     Attributes:
-        state: not started, running, paused, stopping; done, stopped, failed.
+        state: not started, running, paused, stopping, done, stopped or failed.
         seconds: Time since the start of the rollout, or its duration if it has ended.
         chains: State of each chain, in the order of the tasks.
     """
@@ -154,7 +154,7 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start, or from the start to the end; 0 before the start."""
+        """Seconds since the start of the rollout, or its duration if it has ended; 0 before the start."""
         if self._started_at is None:
             return 0.0
         return (self._ended_at or time.perf_counter()) - self._started_at
@@ -164,7 +164,7 @@ class Progress:
     ) -> None:
         """Update the state of a chain and notify the listeners; see `RolloutEvent` for the arguments."""
         before = self._states.get(trajectory)
-        if before is None:  # a fork that a hook made and runs itself
+        if before is None:  # a fork that was created and run by a hook
             return
         seconds = self.seconds
         self._states[trajectory] = self._next_state(before, kind, phase, state, turn, detail, seconds)
@@ -177,7 +177,7 @@ class Progress:
     def _next_state(
         self, before: ChainState, kind: str, phase: str, state: str, turn: int, detail: str, seconds: float
     ) -> ChainState:
-        """Return the state after an event. Concurrent tool calls are one state until the last one ends."""
+        """Return the state after an event. The state "tool" lasts until all concurrent tool calls have ended."""
         if kind == "tool":
             self._running_calls[before.trajectory] += 1 if phase == "start" else -1
             running = self._running_calls[before.trajectory]

@@ -1,4 +1,4 @@
-"""Rollouts: summary statistics, data frames, rescoring and comparison. `rollout_io.py` stores them."""
+"""Rollouts: summary statistics, data frames, rescoring and comparison."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Pair: TypeAlias = tuple[Trajectory, Trajectory]
 
 @dataclass(frozen=True)
 class Rollout(Displayable):
-    """Finished chains grouped by task, in the order of the tasks.
+    """Finished chains, grouped by task in the order of the tasks.
 
     Attributes:
         groups: One group per task.
@@ -48,12 +48,12 @@ class Rollout(Displayable):
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """The tasks of the chains, without repetitions."""
+        """The distinct tasks of the chains."""
         return tuple({group.task.id: group.task for group in self.groups}.values())
 
     @property
     def failed(self) -> Rollout:
-        """The unscored chains; `await agent.rollout(rollout.failed.tasks)` runs their tasks again."""
+        """The unscored chains. `await agent.rollout(rollout.failed.tasks)` reruns their tasks."""
         return Rollout.from_trajectories((t for t in self if t.reward is None), self.seconds)
 
     def __len__(self) -> int:
@@ -66,14 +66,14 @@ class Rollout(Displayable):
     def from_trajectories(
         cls, trajectories: Iterable[Trajectory], seconds: float = 0.0, not_run: Mapping[str, str] | None = None
     ) -> Rollout:
-        """Group trajectories by their `group`, keeping the order in which groups first appear."""
+        """Create a rollout by grouping trajectories by their `group`, in order of first appearance."""
         by: dict[str, list[Trajectory]] = {}
         for t in trajectories:
             by.setdefault(t.group, []).append(t)
         return cls(tuple(Group(name, tuple(ts)) for name, ts in by.items()), seconds, dict(not_run or {}))
 
     def with_drop_reasons(self, dropped: Iterable[Any]) -> Rollout:
-        """Return a copy with the reasons of the trajectories that a batch excluded, given as `batch.dropped`."""
+        """Return a copy in which the trajectories in `dropped` (that is, `batch.dropped`) have their drop reasons."""
         why = {d.trajectory: d.reason for d in dropped if d.row is None}
         groups = (
             Group(g.id, tuple(t.replace(dropped=why[t.id]) if t.id in why else t for t in g)) for g in self.groups
@@ -81,9 +81,9 @@ class Rollout(Displayable):
         return dataclasses.replace(self, groups=tuple(groups)) if why else self
 
     def summary(self) -> dict[str, float]:
-        """Return mean success and reward of the scored trajectories, and means and fractions over all.
+        """Return the mean success and reward of the scored trajectories, and statistics of all trajectories.
 
-        `reward_max` is included only if the rewards vary but none counts as a success; see `success_hint`.
+        `reward_max` is included only if the rewards vary but no trajectory can succeed; see `success_hint`.
         """
         ts = self.trajectories
         scored = [t for t in ts if t.reward is not None]
@@ -110,7 +110,7 @@ class Rollout(Displayable):
 
     @property
     def success_hint(self) -> str | None:
-        """How to set success, if the rewards vary but stay below 1 and no reward or setting defines success."""
+        """Advice on `Agent(success=)` if the rewards vary but stay below 1 and success is undefined, or None."""
         rewards = [t.reward for t in self if t.reward is not None]
         if (
             not rewards
@@ -138,7 +138,7 @@ class Rollout(Displayable):
     def to_frame(self, kind: Literal["trajectories", "turns", "tokens"] = "trajectories") -> pd.DataFrame:
         """Return a data frame with one line per trajectory, turn or token. Missing numbers are NaN, never 0.
 
-        Column "row" is the index of the row of the trajectory, and "position" that of a token in its row.
+        Column "row" is the index in `trajectory.rows`, and "position" is the index of a token in that row.
 
         Args:
             kind: "trajectories", "turns" or "tokens".
@@ -157,11 +157,11 @@ class Rollout(Displayable):
         """Score the same trajectories with another reward, without sampling.
 
         Args:
-            reward: as for `Agent`.
-            success: as for `Agent`.
+            reward: see `Agent(reward=)`.
+            success: see `Agent(success=)`.
 
         Raises:
-            SettingsError: if the reward requires a sandbox or environment, because those of the chains are released.
+            SettingsError: if the reward requires a sandbox or environment, because the chains have released theirs.
         """
         rewards = RewardSet(reward)
         check_success_rule(success)
@@ -194,7 +194,7 @@ class Rollout(Displayable):
         return RolloutDiff(tuple((mine[key], theirs[key]) for key in both))
 
     def _by_chain(self) -> dict[tuple[str, int, str], Trajectory]:
-        """Index the trajectories by task id, occurrence of the task (tasks may repeat), and position in the group."""
+        """Index the trajectories by task id, occurrence of a repeated task, and position in the group."""
         seen: Counter[str] = Counter()
         out: dict[tuple[str, int, str], Trajectory] = {}
         for group in self.groups:
@@ -203,7 +203,7 @@ class Rollout(Displayable):
         return out
 
     def save(self, path: str | Path) -> Path:
-        """Write the rollout to a .jsonl file, atomically. All fields of tasks must be representable in JSON."""
+        """Write the rollout to a .jsonl file atomically. All task fields must be representable in JSON."""
         rollout_io.write(Path(path), self.trajectories, self.seconds, self.not_run)
         return Path(path)
 
@@ -224,7 +224,7 @@ class Rollout(Displayable):
 
 
 def warn_about_success(records: Sequence[Mapping[str, float]]) -> None:
-    """Warn, at the fifth record of a training run, if rewards varied but no chain could succeed; see `success_hint`."""
+    """Warn at the fifth training record if rewards varied but no chain could succeed; see `Rollout.success_hint`."""
     highest = [record["reward_max"] for record in records if "reward_max" in record]
     if len(records) == 5 and highest and not any(record.get("success") for record in records):
         hint = _success_hint(max(highest))
@@ -291,18 +291,18 @@ def _token_records(t: Trajectory) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class RolloutDiff(Displayable):
-    """Comparison of two rollouts, as pairs (before, after) of the same task and chain."""
+    """Comparison of two rollouts by pairs of trajectories (before, after) of the same task and chain index."""
 
     pairs: tuple[Pair, ...] = field(repr=False)
 
     @cached_property
     def scored(self) -> tuple[Pair, ...]:
-        """Pairs in which both chains are scored. All counts and rates refer to them."""
+        """Pairs in which both chains are scored. All counts and rates are computed from these pairs."""
         return tuple(p for p in self.pairs if p[0].success is not None and p[1].success is not None)
 
     @property
     def gained(self) -> tuple[Pair, ...]:
-        """Pairs that succeed after but not before."""
+        """Pairs whose chain failed before and succeeded after."""
         return tuple(p for p in self.scored if p[1].success and not p[0].success)
 
     @property
@@ -319,8 +319,8 @@ class RolloutDiff(Displayable):
     def p_value(self) -> float:
         """Two-sided p value of the hypothesis that success before and after differ by chance only.
 
-        It is exact: with one chain per task it is McNemar's test, otherwise a test that flips the signs of the
-        differences of whole tasks, because chains of one task are not independent.
+        The test is exact: McNemar's test with one chain per task, and otherwise a sign-flip test on the differences per
+        task, because chains of one task are not independent.
         """
         by_task: Counter[str] = Counter()
         for a, b in self.scored:
@@ -349,7 +349,7 @@ class RolloutDiff(Displayable):
 
     @staticmethod
     def first_difference(a: Trajectory, b: Trajectory) -> int | None:
-        """Return the index of the first turn whose text differs; None if all are equal."""
+        """Return the index of the first turn whose text differs, or None if there is no difference."""
         for i, (x, y) in enumerate(zip(a.turns, b.turns, strict=False)):
             if x.text != y.text:
                 return i

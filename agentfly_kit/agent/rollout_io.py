@@ -1,6 +1,6 @@
-"""Saved rollouts: JSONL with a header and then one trajectory per line, written atomically.
+"""Reading and writing of rollouts as JSONL files: a header, followed by one trajectory per line.
 
-Only fields that differ from their defaults are written. The text of each token is written once, in the header.
+Only fields that differ from their defaults are written. The text of each token id is written once, in the header.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from agentfly_kit.errors import RunError
 from agentfly_kit.types import Failure, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
 
 _FORMAT = "agentfly_kit.rollout"
-# Version 2 adds trajectories with several rows; rollouts with single rows only are still written as version 1.
+# Version 2 adds trajectories with several rows. Rollouts without such trajectories are written as version 1.
 _VERSION = 2
 
 
 def _json_fallback(value: Any) -> Any:
-    """Convert NumPy scalars and arrays to numbers and lists; raise TypeError for all other types."""
+    """Convert NumPy scalars and arrays to numbers and lists; raise TypeError for any other type."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__}")
@@ -51,7 +51,7 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
 def _non_default_fields(record: Any, leave: Sequence[str] = ()) -> dict[str, Any]:
     kind: Any = type(record)
     values = ((name, getattr(record, name), default) for name, default in _defaults(kind) if name not in leave)
-    # Types are compared too, so that 0 and False count as different.
+    # Compare types too, because 0 == False.
     return {name: value for name, value, default in values if type(value) is not type(default) or value != default}
 
 
@@ -72,7 +72,7 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
     out = _non_default_fields(turn, ("parent", "token_texts", "tool_calls"))
     out = {"place" if name == "label" else name: value for name, value in out.items()}
     if turn.ids is not None and turn.token_texts is None:
-        out["pieces"] = None  # mark the absence: the header may hold texts of the same ids from other turns
+        out["pieces"] = None  # the header may have texts for the same ids from other turns
     if turn.tool_calls:
         out["tool_calls"] = [_call_to_json(call) for call in turn.tool_calls]
     return out
@@ -121,7 +121,7 @@ def _trajectory_from_json(data: dict[str, Any], token_texts: dict[int, str]) -> 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Any]:
-    """Write a text file atomically: under a temporary name, which is then renamed.
+    """Write a text file atomically, by writing to a temporary file and renaming it.
 
     Raises:
         RunError: if the file cannot be written; an existing file is left unchanged.
@@ -158,7 +158,7 @@ def write(path: Path, trajectories: Sequence[Trajectory], seconds: float, not_ru
 
 
 def read(path: Path) -> tuple[list[Trajectory], float, dict[str, str]]:
-    """Return the trajectories of a saved rollout, its seconds, and the chains that did not run; see `Rollout.load`."""
+    """Return the trajectories of a saved rollout, its duration in seconds, and its `not_run`; see `Rollout.load`."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""`RolloutHandle`: many chains, run concurrently and independently, with pausing and stopping."""
+"""`RolloutHandle`: runs many chains concurrently, and can be paused and stopped."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _rollouts = itertools.count(1)
 
 
 class RolloutHandle(Handle[Rollout], Displayable):
-    """Handle of a rollout. `await` it for the `Rollout`, or iterate with `async for` over trajectories as they finish.
+    """Handle of a rollout. Await it to get the `Rollout`, or use `async for` to get trajectories as they finish.
 
-    The rollout starts when its handle is awaited. Up to `max_concurrency` chains run concurrently, and the trajectories
-    are returned in the order of the tasks. See `Agent.rollout` for the arguments.
+    The rollout starts when its handle is awaited or iterated. Up to `max_concurrency` chains run concurrently. The
+    `Rollout` keeps the order of the tasks. See `Agent.rollout` for the arguments.
 
     Attributes:
         partial: The chains that have finished so far, as a `Rollout`.
@@ -67,8 +67,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
                 )
         agent.check_tasks(given)
         if agent.exact:
-            # Render the first prompt, so that a template that rejects every task raises here. A template error of a
-            # later task is recorded in that task's trajectories.
+            # Render the first prompt here, so that a template that rejects every task raises. If a template rejects a
+            # later task, the error is recorded in that task's trajectories.
             agent.chat.prompt(agent.opening(given[0]), agent.tools.schemas)
         self.agent = agent
         self.group_size = group_size
@@ -84,7 +84,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         self._run_usage = None if budget is None else BudgetUsage(budget, "run")
         groups = {key.group for _, key in self._planned}
         self._group_usages = {} if group_budget is None else {g: BudgetUsage(group_budget, "group") for g in groups}
-        # Chains that have not started: task, key, and the chain itself if it is a fork.
+        # Task and key of each chain that has not started, and the chain itself if it is a fork.
         self._queue: deque[tuple[Task, ChainKey, Chain | None]] = deque()
         self._workers: list[asyncio.Task[None]] = []
         self._running_workers = 0
@@ -110,7 +110,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         return Rollout.from_trajectories(done, self._progress.seconds, not_run)
 
     def snapshot(self) -> RolloutSnapshot:
-        """Return the current state of every chain. Cheap enough to call several times per second."""
+        """Return the current state of every chain. This is cheap enough to call several times per second."""
         waiting = {owner for pool in self.agent.pools if hasattr(pool, "snapshot") for owner in pool.snapshot().waiters}
         chains = [self._progress.chain_state(key, self._done, self._not_run, waiting) for _, key in self._planned]
         return RolloutSnapshot(self._state(), self._progress.seconds, tuple(chains))
@@ -125,11 +125,11 @@ class RolloutHandle(Handle[Rollout], Displayable):
         return "done" if self._task.exception() is None else "failed"
 
     def subscribe(self, callback: Callable[[RolloutEvent], object]) -> Callable[[], None]:
-        """Call `callback` on the event loop with every event, in order, and return a function that unsubscribes."""
+        """Call `callback` with every event, in order, on the event loop. Return a function that unsubscribes."""
         return self._progress.listeners.subscribe(callback)
 
     def pause(self) -> None:
-        """Pause every chain before its next action or tool call. Running ones finish."""
+        """Pause every chain before its next action or tool call. Running actions and calls are completed."""
         self._unpaused.clear()
 
     def resume(self) -> None:
@@ -137,7 +137,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         self._unpaused.set()
 
     def stop(self) -> None:
-        """Cancel the unfinished chains. Awaiting the handle then returns the finished ones."""
+        """Cancel the unfinished chains. Awaiting the handle then returns the finished chains."""
         self._stopping = True
         if self._task is not None:
             self._task.cancel()
@@ -224,16 +224,16 @@ class RolloutHandle(Handle[Rollout], Displayable):
         try:
             for _ in range(self.total):
                 self._add_worker()
-            # One after another, because asyncio.wait would scan all workers each time one finishes. Forks may add some.
+            # Await workers one by one: asyncio.wait would scan all of them whenever one finishes. Forks add workers.
             for worker in self._workers:
                 await worker
-        except GeneratorExit:  # collected after its event loop was closed, so nothing can be cancelled or awaited
+        except GeneratorExit:  # garbage-collected after its event loop was closed: nothing can be cancelled or awaited
             self._workers.clear()
             self._queue.clear()
             raise
         finally:
-            # Wait for the workers, because one cancelled while releasing a sandbox completes the release first.
-            # Close the forks that never ran, because they hold forked sandboxes.
+            # Wait for the workers, because a worker cancelled while it releases a sandbox first completes the release.
+            # Close the forks that have not run, because they hold forked sandboxes.
             closing = [asyncio.ensure_future(fork.close()) for _, _, fork in self._queue if fork is not None]
             for worker in self._workers:
                 worker.cancel()
@@ -245,7 +245,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
                     self._bar.close()
 
     def _add_worker(self) -> None:
-        """Start another worker, if there is work for it."""
+        """Start another worker if chains are queued and the limits on concurrency allow it."""
         # More chains than the engine has slots would evict each other's KV cache, which is slower and changes the last
         # bits of the logprobs.
         slots = getattr(self.agent.engine, "slots", self.max_concurrency)
@@ -263,7 +263,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
             self._running_workers -= 1
 
     async def _run_chain(self, task: Task, key: ChainKey, fork: Chain | None) -> None:
-        """Run a chain, or record the budget that prevents it from starting."""
+        """Run a chain, or record the stop reason of the budget that prevents it from starting."""
         usages = tuple(u for u in (self._group_usages.get(key.group), self._run_usage) if u is not None)
         for usage in usages:
             usage.start()
@@ -281,14 +281,14 @@ class RolloutHandle(Handle[Rollout], Displayable):
                 else:
                     self._finished(trajectory)
         elif fork is not None:
-            await fork.close()  # it holds forked sandboxes
+            await fork.close()  # release its forked sandboxes
         if stop is not None:
             self._not_run[key.id] = stop
         if self._bar is not None:
             self._bar.update()
 
     async def _spawn(self, chain: Chain, count: int) -> None:
-        """Fork a chain, and queue the forks after it and its earlier forks."""
+        """Fork a chain `count` times, and queue the forks after the chain and its earlier forks."""
         for _ in range(count):
             fork = await chain.fork()
             key = fork.key
@@ -310,7 +310,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         self._notify_readers(trajectory)
 
     async def _add_group_reward(self, group: Group) -> None:
-        """Add the result of `group_reward` to the rewards of a group. If it raises, the group is unscored."""
+        """Add the result of `group_reward` to the rewards of a group. If the hook raises, the group is unscored."""
         numbers: list[float | None] = [None] * len(group)
         failure = Failure("group_reward", "RewardError", "it gave None")
         try:
@@ -341,7 +341,7 @@ def _plan(
         count = seen[task.id] = seen.get(task.id, 0) + 1
         if number % share[1] != share[0]:
             continue
-        # A task that occurs twice makes two groups with different seeds.
+        # Each occurrence of a repeated task is a separate group with different seeds.
         group = f"{purpose}-{index}:{task.id}" + (f"~{count}" if count > 1 else "")
         planned += [(task, ChainKey(purpose, index, group, chain)) for chain in range(group_size)]
     return planned
@@ -362,7 +362,7 @@ async def _wait_and_forget(tasks: Sequence[asyncio.Future[Any]]) -> None:
     finally:
         for task in tasks:
             if task.done() and not task.cancelled():
-                task.exception()  # mark as retrieved; the first error is raised to the awaiting task
+                task.exception()  # mark as retrieved, because only the first exception is raised
 
 
 def _progress_bar(total: int) -> Any:

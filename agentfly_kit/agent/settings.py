@@ -1,4 +1,4 @@
-"""`AgentSettings`: the settings that a chain reads: engine, chat format, tools, rewards, limits and hooks."""
+"""`AgentSettings`: engine, chat format, tools, rewards, limits and hooks of an agent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentfly_kit.success import SuccessRule, check_success_rule
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.types import Group, Message, Sampling, Task, Trajectory
 
-# Settings that must be at least 1, and whether they may be None.
+# Settings that must be at least 1. The value is True if the setting may also be None.
 _COUNTS = {
     "max_turns": False,
     "max_invalid_calls": False,
@@ -30,7 +30,7 @@ _COUNTS = {
     "max_concurrent_rewards": True,
 }
 
-# Parameters with which each hook is called.
+# Parameter names of each hook.
 _HOOKS = {
     "before_chain": ("chain",),
     "before_turn": ("chain",),
@@ -49,44 +49,44 @@ class AgentSettings(Displayable):
 
     Args:
         engine: Engine that samples the actions.
-        chat: Converts between messages and token ids, for the model behind the engine.
+        chat: `Chat` that converts between messages and token ids of the model.
         tools: Tools or plain functions; stored as a `ToolSet`.
         reward: A reward, a list of rewards (combined as their weighted sum), or None to leave chains unscored. Stored
             as a `RewardSet`.
-        success: Which scored chains count as a success: those with at least this reward (a number); those whose metric
-            of this name is at least 1 (a string: the name of a reward, or of a number that it returns); those for which
-            a function of the scored `Trajectory` returns True. The result is recorded as the metric "success", and a
-            chain without the named metric becomes unscored. With None, a chain whose rewards return the metric
-            "success" succeeds if it is not 0, and any other chain if its reward is at least 1.
+        success: Rule that decides whether a scored chain succeeds. A number is the minimum reward. A string is the name
+            of a metric (a reward, or a number that a reward returns) that must be at least 1; a chain without this
+            metric becomes unscored. A function receives the scored `Trajectory` and returns a bool. The result is
+            recorded as the metric "success". With None, a chain succeeds if the metric "success" that its rewards
+            return is not 0, or, without such a metric, if its reward is at least 1.
         system: System message placed before the messages of each task, or None.
         max_turns: Maximum number of actions per chain.
         max_tokens: Maximum number of sampled tokens per chain, or None for no limit. `Sampling.max_tokens` limits one
             action.
         max_tool_calls: Maximum number of tool calls per chain, or None for no limit. Malformed and unknown calls are
             not counted. Calls over the limit are not run.
-        max_invalid_calls: Number of consecutive actions with only malformed or unknown tool calls that ends a chain.
-        timeout: Time limit per chain in seconds, including waiting, or None for no limit.
+        max_invalid_calls: Number of consecutive actions with only malformed or unknown calls after which a chain ends.
+        timeout: Time limit per chain in seconds, including waiting times, or None for no limit.
         sampling: Sampling settings of each action.
-        pools: One pool or several, which lend the sandboxes that the tools and the reward request.
+        pools: A pool or a list of pools, from which tools and rewards get their sandboxes.
         max_concurrent_requests: Maximum number of concurrent engine requests over all chains of this agent, or None for
             no limit.
         max_concurrent_tools: Maximum number of concurrent tool calls, or None for no limit. A waiting call keeps its
-            sandbox; its timeout starts when it runs.
+            sandbox; its timeout starts when the call runs.
         max_concurrent_rewards: Maximum number of concurrent reward calls, or None for no limit.
         seed: Seed from which the seeds of all chains are derived.
         name: Author recorded for sampled turns.
-        before_chain: Called with the chain before its first action, also for a chain that is stepped interactively. The
-            string or messages that it returns are appended to the prompt, for example the first view of an environment.
-        before_turn: Called with the chain before each action of a rollout. It may write the action with
+        before_chain: Called with the chain before its first action, even if the chain is stepped interactively. Returns
+            a string or messages to append to the prompt, for example the first view of an environment, or None.
+        before_turn: Called with the chain before each action in a rollout. The hook may write the action with
             `chain.force(text, author="hook")`, or start a new row with `chain.compact(summary)`.
-        after_observation: Called with the chain after each tool result of a rollout that an action follows. Returns the
-            number of forks to run from there.
+        after_observation: Called with the chain after each observation in a rollout, unless the observation ends the
+            chain. Returns the number of forks to run from this turn, or None.
         on_context_full: Called with the chain, in a rollout, if the context has no room for the next action or has
-            truncated the last one. If it calls `chain.compact(...)`, the chain continues; otherwise it ends with
-            "context_full".
+            truncated the last action. If the hook calls `chain.compact(...)`, the chain continues; otherwise the chain
+            ends with "context_full".
         after_chain: Called with each finished chain of a rollout and its trajectory.
         group_reward: Called with each group after all chains of a rollout have ended, for rewards that compare chains.
-            Returns one number per chain, in order, which is added to its reward; None leaves the chain unscored.
+            Returns one number per chain, in order, to add to its reward, or None to leave the chain unscored.
     """
 
     engine: Engine
@@ -113,11 +113,11 @@ class AgentSettings(Displayable):
     on_context_full: Callable[[Any], Any] | None = None
     after_chain: Callable[[Any, Trajectory], Any] | None = None
     group_reward: Callable[[Group], Any] | None = None
-    # Limits that all chains of the agent share; made from the settings above unless given.
+    # Concurrency limits shared by all chains of the agent; created from the settings above unless given.
     _concurrency: Any = field(default=None, repr=False)
-    # Handle of the last rollout started; the runner sets it.
+    # Handle of the most recently started rollout, set by the runner.
     _last_handle: list[Any] = field(default_factory=list, repr=False)
-    # Names of the redefined tools and rewards that were already reported.
+    # Names of the redefined tools and rewards about which a warning was issued.
     _warned: list[str] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ class AgentSettings(Displayable):
         return task.messages if self.system is None else ({"role": "system", "content": self.system}, *task.messages)
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
-        """Check that tools, rewards and environments fit the tasks, and warn once about each redefined function.
+        """Check that the tasks have all required fields, and warn once about each redefined tool or reward.
 
         Raises:
             TaskError: if a task lacks a field that a tool, a reward or the `reset` of an environment requires.
@@ -199,7 +199,7 @@ def _check_hook(name: str, hook: Any, parameters: Sequence[str]) -> None:
 
 
 def task_list(tasks: Any) -> list[Task]:
-    """Return tasks, or a single task, as a list. Raise `TaskError` if there is none, or one is not a `Task`."""
+    """Return one or several tasks as a list. Raise `TaskError` if there are none, or any is not a `Task`."""
     single = isinstance(tasks, Task | str) or not isinstance(tasks, Iterable)
     given: list[Any] = [tasks] if single else list(tasks)
     if not given:

@@ -1,4 +1,4 @@
-"""Turns of a chain: their fields, the messages and calls parsed from actions, prompts, observations and rows."""
+"""Creation of turns: parsing of actions, and encoding of prompts and observations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def token_fields(agent: AgentSettings, ids: Sequence[int]) -> dict[str, Any]:
 
 
 def text_fields(agent: AgentSettings, messages: Sequence[Message]) -> dict[str, Any]:
-    """Return the same fields of a turn without ids: no engine saw it, or the engine is text-only."""
+    """Return the fields of `token_fields` for a turn without ids, for example with a text-only engine."""
     text = "\n".join(message["content"] for message in messages)
     return {"ids": () if agent.exact else None, "text": text, "token_texts": None}
 
@@ -40,10 +40,10 @@ def parse_action(
 ) -> tuple[Message, tuple[ToolCall, ...]]:
     """Return the assistant message of an action and its calls.
 
-    `forced` are the token ids of the forced beginning of the action, which is parsed together with `ids`, or with
-    `text` if the engine returned no ids. If one of the strings `stops` ended the action, the message is cut before it.
+    `forced` holds the token ids of the forced beginning of the action, which is parsed together with `ids`, or with
+    `text` if the engine returned no ids. If one of the strings `stops` ended the action, the message ends before it.
     """
-    # `chat.read` prepends the tag that the prompt leaves open; a text-only engine's prompt may end differently.
+    # `chat.read` prepends the tag that the prompt leaves open. The prompt of a text-only engine may leave none open.
     read = chat.format.parse if ids is None else chat.read
     beginning = chat.text(forced)
     full_text = beginning + (text or "") if ids is None else chat.text((*forced, *ids))
@@ -51,7 +51,7 @@ def parse_action(
     if found:
         at, stop = min(found)
         parsed = read(full_text[:at], tools)
-        if parsed.unclosed:  # the stop string itself closes the call
+        if parsed.unclosed:  # the stop string may be the closing tag of the call
             parsed = read(full_text[: at + len(stop)], tools)
     elif ids is None:
         parsed = read(full_text, tools)
@@ -61,13 +61,13 @@ def parse_action(
 
 
 def assistant_message(parsed: Parsed) -> tuple[Message, tuple[ToolCall, ...]]:
-    """Return the message and the calls of a parsed action. An unclosed call becomes a call with an error."""
+    """Return the message and the tool calls of a parsed action. An unclosed call becomes a call with an error."""
     message: Message = {"role": "assistant", "content": parsed.content}
     if parsed.thinking is not None:
         message["thinking"] = parsed.thinking
     calls = parsed.calls
     if parsed.unclosed:
-        # The error is the call's result if the model ended its turn; a truncated turn ends the chain anyway.
+        # The model receives the error as the result of the call, unless the turn was truncated, which ends the chain.
         broken = ToolCall(f"call-{len(calls)}", "", {}, error=parsed.complaint or "the tool call was not closed")
         calls = (*calls, broken)
     if calls:
@@ -93,29 +93,29 @@ def forced_beginning(turn: Turn) -> tuple[int, ...]:
 
 
 def prompt_turn(agent: AgentSettings, messages: Sequence[Message], author: str, **fields: Any) -> Turn:
-    """Return the first turn of a row."""
+    """Return a prompt turn, which starts a new row of the chain."""
     messages = normalize_messages(messages, "prompt")
     if agent.exact:
         fields |= token_fields(agent, agent.chat.prompt(messages, agent.tools.schemas))
-    else:  # the server applies its own template, so the token ids are unknown
+    else:  # the server applies its own chat template, so the token ids are unknown
         fields |= text_fields(agent, messages)
     return Turn(kind="prompt", author=author, messages=messages, **fields)
 
 
 def append_text(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
-    """Return the messages with the text appended to the last one."""
+    """Return the messages with `text` appended to the content of the last message."""
     *before, last = messages
     content = last["content"]
     return (*before, {**last, "content": f"{content}\n\n{text}" if content else text})
 
 
 def next_row(agent: AgentSettings, before: Turn, messages: Sequence[Message], author: str) -> Turn:
-    """Return the prompt turn that starts a new row after the turn `before`."""
+    """Return the prompt turn that starts a new row of the chain after the turn `before`."""
     return prompt_turn(agent, messages, author, parent=before, row=before.row + 1, label=label(agent, before.actions))
 
 
 def result_message(call: ToolCall) -> Message:
-    """Return the message that gives the model the result of a call."""
+    """Return the chat message with the result of a tool call."""
     content = call.result.observation if call.result is not None else ""
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
 
@@ -128,7 +128,7 @@ def observation_turn(
     calls: Sequence[ToolCall] = (),
     **fields: Any,
 ) -> Turn:
-    """Return an observation after the turn `before`, without token ids; `encode_observation` adds them."""
+    """Return an observation turn with parent `before` and without token ids; `encode_observation` adds the ids."""
     return Turn(
         kind="observation",
         author=author,
@@ -143,10 +143,10 @@ def observation_turn(
 
 
 def encode_observation(agent: AgentSettings, turn: Turn) -> tuple[Turn, Turn]:
-    """Return an observation that an action follows with its token ids, and the leaf to continue from.
+    """Add token ids to an observation. Return the observation and the turn from which the chain continues.
 
-    If rendering the history again would change earlier token ids, the observation gets no ids, and the leaf is a new
-    row that starts with the re-rendered prompt. Otherwise the leaf is the observation.
+    The chain usually continues from the observation. If re-rendering the history would change earlier token ids, the
+    observation gets no ids, and the chain continues from a new row that starts with the re-rendered prompt.
     """
     if not agent.exact:
         return turn, turn
@@ -167,7 +167,7 @@ def encode_observation(agent: AgentSettings, turn: Turn) -> tuple[Turn, Turn]:
 
 
 def with_turn_rewards(turns: Sequence[Turn], rewards: dict[int, float]) -> tuple[Turn, ...]:
-    """Replace the rewards of actions, by the index of the turn. Rewards given by tools, on observations, are kept."""
+    """Replace the rewards of actions by those in `rewards` (by turn index). Tool rewards on observations are kept."""
     out: list[Turn] = []
     for i, turn in enumerate(turns):
         reward = rewards.get(i) if turn.kind == "action" else turn.reward

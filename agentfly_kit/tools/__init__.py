@@ -1,1 +1,1 @@
-"""Tools: the decorator, JSON schemas, calls with their context, and the ready-made tools of `af.toolbox`."""
+"""Tools: the `@tool` decorator, JSON schemas, contexts of calls, and the built-in tools of `af.toolbox`."""

@@ -1,7 +1,7 @@
-"""Built-in tools: one that runs code per kind of sandbox, and six that work on files.
+"""Built-in tools: `python`, `shell` and `sql` run code, and six others work on files.
 
 Use as `Agent(tools=[af.toolbox.python])` or `Agent(tools=af.toolbox.code)`, with a pool of the sandbox class that each
-tool requires. They use only the public API: copy one to change its descriptions.
+tool requires. Built-in tools use only the public API, so a copy with other descriptions works as well.
 """
 
 from __future__ import annotations
@@ -112,5 +112,5 @@ async def undo_edit(sandbox: FileSandbox) -> str:
 # Tools that read and edit files; they require a pool of FileSandbox.
 files = (read_file, write_file, edit_file, list_files, search_files, undo_edit)
 
-# Tools that edit a repository and run its tests; all seven share one FileSandbox and its folder.
+# Tools that edit a repository and run its tests. All of them use the same FileSandbox.
 code = (*files, shell)

@@ -1,7 +1,7 @@
-"""`Context`: what tools and rewards can access of their chain (task, turn, state and sandboxes).
+"""`Context`: gives tools and rewards access to the task, turn, state and sandboxes of their chain.
 
-Pools belong to the agent, and a chain closes its context. Only `temporary_context`, used for single calls, creates and
-closes pools itself.
+The pools belong to the agent, and each chain closes its own context. Only `temporary_context`, used for single calls,
+creates and closes pools.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ S = TypeVar("S")
 
 
 class PoolLike(Protocol):
-    """Protocol of the pools of a context: the part of `Pool` that it uses. A lease has `sandbox`, `turn`, `revoked`."""
+    """Protocol of the pools of a `Context`. A lease must have the attributes `sandbox`, `turn` and `revoked`."""
 
     @property
     def sandbox_type(self) -> type: ...
@@ -34,7 +34,7 @@ class PoolLike(Protocol):
 
 
 class Fields(Mapping[str, Any]):
-    """A chain's own copy of the fields of its task, so that changes do not affect other chains of the task.
+    """Copy of the task fields for one chain, so that changes do not affect other chains of the same task.
 
     Each field is copied on first access. Values that cannot be copied are shared.
     """
@@ -63,16 +63,16 @@ class Fields(Mapping[str, Any]):
 
 
 class Context:
-    """The task, state and sandboxes of one chain, for its tools and rewards. Its first lease binds it to an event loop.
+    """Task, state and sandboxes of one chain. The first lease binds the context to an event loop.
 
     Args:
         task: task of the chain.
         trajectory_id: id of the chain's trajectory; the task's id by default.
-        turn: current turn. The chain updates it.
-        seed: seed of the current turn. The chain updates it.
-        pools: pools that lend the sandboxes.
+        turn: current turn, updated by the chain.
+        seed: seed of the current turn, updated by the chain.
+        pools: pools from which sandboxes are leased.
         concurrency: limits on concurrent tools and rewards.
-        run: name of the rollout that the chain belongs to. A pool serves rollouts in turn.
+        run: name of the rollout, so that a pool can alternate between rollouts.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class Context:
         self._close_lock = asyncio.Lock()
 
     async def sandbox(self, sandbox_type: type[S]) -> S:
-        """Return the chain's sandbox of this class. It is leased on first use and kept until the context is closed.
+        """Return the chain's sandbox of this class, which is leased on first use and kept until the context is closed.
 
         Raises:
             SettingsError: if not exactly one pool matches the class; see `pool`.
             SandboxError: if the context is closed, no sandbox can be started, or resetting an environment fails.
-            PoolTimeout, PoolClosed, LeaseRevoked: from the pool.
+            PoolTimeout, PoolClosed, LeaseRevoked: if the pool raises them.
         """
         pool = self.pool(sandbox_type)
         if self._closed:
@@ -119,12 +119,12 @@ class Context:
         if pool not in self._leases:
             self._leases[pool] = asyncio.ensure_future(self._acquire(pool))
         acquiring = self._leases[pool]
-        # Wait without awaiting the task itself, so that cancelling one call does not cancel the lease for other calls.
+        # Do not await the task directly: cancelling one call would cancel the lease for all calls.
         await asyncio.wait([acquiring])
         if acquiring.cancelled():
             raise SandboxError(f"the chain {self.trajectory_id!r} ended while it waited for a {sandbox_type.__name__}")
         if acquiring.exception() is not None and self._leases.get(pool) is acquiring:
-            del self._leases[pool]  # let the next request try again
+            del self._leases[pool]  # let the next request retry
         lease = acquiring.result()
         self.check()
         if lease.turn != self.turn:
@@ -142,7 +142,7 @@ class Context:
         return lease
 
     async def _reset_environment(self, sandbox_type: type, environment: Any) -> None:
-        """Start an episode by resetting the environment for the task."""
+        """Start a new episode by resetting the environment for the task of the chain."""
         given = environments.reset_arguments(sandbox_type, self.task, self.fields)
         outcome = await functions.call_user_function(environment.reset, given)
         if (error := outcome.error) is not None:
@@ -152,9 +152,9 @@ class Context:
 
     @asynccontextmanager
     async def using(self, sandbox_type: type[S]) -> AsyncIterator[S]:
-        """Async context manager that gives exclusive use of the sandbox for one call.
+        """Async context manager that yields the sandbox of this class, for exclusive use by one call.
 
-        Calls of one turn that share a sandbox run one after another, in the order in which the model wrote them.
+        Calls of one turn that use the same sandbox run sequentially, in the order in which the model wrote them.
         """
         async with self._locks.setdefault(self.pool(sandbox_type), asyncio.Lock()):
             yield await self.sandbox(sandbox_type)
@@ -169,7 +169,7 @@ class Context:
                 )
 
     def pool(self, sandbox_type: type) -> PoolLike:
-        """Return the pool of this sandbox class, or else the pool of a subclass. Exactly one must match."""
+        """Return the only pool of this sandbox class, or, if there is none, the only pool of a subclass."""
         exact = [pool for pool in self.pools if pool.sandbox_type is sandbox_type]
         found = exact or [pool for pool in self.pools if issubclass(pool.sandbox_type, sandbox_type)]
         if len(found) == 1:
@@ -189,7 +189,7 @@ class Context:
         """Return a context for a new chain, with copies of `state` and `fields` and forks of the held sandboxes.
 
         Raises:
-            SandboxError: if a held sandbox has no `fork`, or `state` cannot be copied; then nothing is leased.
+            SandboxError: if a held sandbox has no `fork`, or `state` cannot be copied. Nothing is leased in this case.
         """
         for sandbox_type, sandbox in self.held.items():
             if not callable(getattr(sandbox, "fork", None)):
@@ -226,7 +226,7 @@ class Context:
         return twin
 
     async def close(self) -> None:
-        """Release every lease, even if cancelled meanwhile. A second call waits for the first."""
+        """Release every lease, even if this call is cancelled. Concurrent calls wait for each other."""
         self._closed = True
         failed: list[BaseException] = []
         async with self._close_lock:
@@ -261,7 +261,7 @@ def _is_held(lease: asyncio.Task[Any]) -> bool:
 
 
 class SingleSandboxPool:
-    """A pool that lends one existing sandbox any number of times and leaves closing it to the caller."""
+    """Pool that leases an existing sandbox any number of times. The caller must close the sandbox."""
 
     revoked = ""
 
@@ -280,7 +280,7 @@ class SingleSandboxPool:
 async def temporary_context(
     task: Task, sandbox_types: Sequence[type], *pools: PoolLike | None
 ) -> AsyncIterator[Context]:
-    """Create a context for a single call, with a temporary pool for each sandbox class that `pools` lack."""
+    """Create a context for a single call, with a temporary pool for each sandbox class that has no pool in `pools`."""
     given = [pool for pool in pools if pool is not None]
     own: list[Any] = []
     for sandbox_type in sandbox_types:

@@ -1,4 +1,4 @@
-"""User functions (tools and rewards): source code, fingerprints, and calls that do not block the event loop."""
+"""Source code, fingerprints and non-blocking calls of user functions (tools and rewards)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from agentfly_kit.types import Failure
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one call: a value, or an error whose traceback starts in the function.
+    """Outcome of one call: a value, or an error whose traceback starts in the called function.
 
     Attributes:
         value: The return value, or None after an error.
-        error: The exception, or None. After a timeout, a TimeoutError "took longer than 5 s and was cancelled"
-            (coroutine) or "... abandoned" (thread, which cannot be stopped).
-        timed_out: True after a timeout.
+        error: The exception, or None. After a timeout, a TimeoutError "took longer than 5 s and was cancelled" for a
+            coroutine, or "... abandoned" for a thread, which cannot be stopped.
+        timed_out: Whether the call exceeded its timeout.
         seconds: Duration of the call.
     """
 
@@ -55,17 +55,17 @@ async def call_user_function(
     """Call a user function and return its outcome instead of raising its exceptions.
 
     A coroutine function runs on the event loop and is cancelled after the timeout. Any other function runs in a daemon
-    thread (_async/threads.py), which does not block other chains or process exit; after the timeout it is abandoned.
+    thread, which blocks neither other chains nor process exit, and is abandoned after the timeout.
 
     Args:
         function: the function.
         arguments: keyword arguments.
         timeout: limit in seconds, or None.
-        convert: applied to the return value; its exceptions count as those of the call.
+        convert: function applied to the return value. Its exceptions are treated like those of `function`.
 
     Raises:
         CancelledError: if the caller was cancelled.
-        KeyboardInterrupt: always propagates.
+        KeyboardInterrupt: if the function raises it.
     """
     start = time.perf_counter()
     value: Any = None
@@ -94,7 +94,7 @@ async def call_user_function(
     except asyncio.CancelledError as cancelled:
         if cancelling():
             raise
-        error = cancelled  # something that the function awaited was cancelled, not the caller
+        error = cancelled  # the caller was not cancelled, only something that the function awaited
     except threads.CallTimeout as expired:
         error, timed_out = expired, "abandoned"
     except (Exception, SystemExit) as raised:
@@ -110,7 +110,7 @@ async def call_user_function(
 
 
 def _trim_traceback(error: BaseException, function: Callable[..., Any]) -> BaseException:
-    """Remove the frames of this package, above the user function, from the traceback."""
+    """Remove the frames that precede the user function from the traceback."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:
@@ -119,7 +119,7 @@ def _trim_traceback(error: BaseException, function: Callable[..., Any]) -> BaseE
 
 
 def failure_from(where: str, error: BaseException) -> Failure:
-    """`Failure.from_exception`, also for exceptions whose `__str__` fails."""
+    """Like `Failure.from_exception`, but also handles exceptions whose `__str__` raises."""
     try:
         return Failure.from_exception(where, error)
     except Exception as worse:
@@ -129,14 +129,14 @@ def failure_from(where: str, error: BaseException) -> Failure:
 # --- source and fingerprint ----------------------------------------------------------------------
 
 
-_sources: dict[int, str] = {}  # source by id of a code object, as it was when the code was first seen
+_sources: dict[int, str] = {}  # source by id of the code object, as read when the code object was first seen
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """Return the source of the code that the function runs, also from notebook cells, or a hash of the bytecode.
+    """Return the source code of a function, including one from a notebook cell, or a hash of its bytecode.
 
-    The source is read once per code object: the file may change while the old code still runs. Autoreload replaces the
-    code object of a function.
+    The source is read once per code object, because the file may change while the old code still runs. Autoreload
+    replaces the code object of a function.
     """
     plain = inspect.unwrap(function)
     code = getattr(plain, "__code__", None)
@@ -155,7 +155,7 @@ def _read_source(function: Callable[..., Any], code: pytypes.CodeType) -> str:
     source = textwrap.dedent(inspect.getsource(function))
     if code.co_name == "<lambda>" or re.search(rf"^(async\s+)?def\s+{code.co_name}\b", source, re.MULTILINE):
         return source
-    # The line number is not that of the file: autoreload compiled this function alone, or the file has changed.
+    # The line number does not match the file, because autoreload compiled only this function or the file changed.
     lines = linecache.getlines(code.co_filename)
     node: Any = ast.parse("".join(lines))
     outer = [part for part in function.__qualname__.split(".")[:-1] if part != "<locals>"]
@@ -166,16 +166,16 @@ def _read_source(function: Callable[..., Any], code: pytypes.CodeType) -> str:
 
 
 def fingerprint(function: Callable[..., Any], *more: str) -> str:
-    """Return a hash (16 hex digits) of the source, referenced constants, and called functions of the user.
+    """Return a hash (16 hex digits) of the source, the referenced constants, and the referenced user functions.
 
-    Functions of the same module are included, and those of other modules that are not installed packages. Of other
-    values only immutable ones count (numbers, strings, tuples): lists, dicts and objects may be state.
+    User functions are those of the same module, and of modules that are not installed packages. Of other values, only
+    immutable ones (numbers, strings, tuples) are included, because lists, dicts and objects may hold state.
     """
     return _digest(source_of(function), *more, *_referenced_values(function, set()))
 
 
 def current_definition(function: Callable[..., Any]) -> Any:
-    """Return the object now bound to the name of the function; None if unknown (for a local function)."""
+    """Return the object to which the function's name currently refers, or None if unknown, as for local functions."""
     plain = inspect.unwrap(function)
     value: Any = None
     for i, part in enumerate(plain.__qualname__.split(".")):
@@ -215,7 +215,7 @@ def _referenced_values(function: Callable[..., Any], seen: set[int]) -> list[str
 
 
 def _names_read(code: pytypes.CodeType) -> tuple[set[str], set[str]]:
-    """Return the global and closure names that the code reads, and its attribute names."""
+    """Return the names of the globals and closure variables that the code reads, and of the attributes it accesses."""
     outer, attributes = set(code.co_freevars), set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -233,13 +233,13 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def _is_users(module: str | None, file: str | None) -> bool:
-    """Return True for a module that belongs neither to an installed package nor to this one."""
+    """Return True if the module is user code: not the standard library, an installed package or this package."""
     top = (module or "").partition(".")[0]
     return file is not None and not file.startswith((*_INSTALLED, "<")) and top != "agentfly_kit"
 
 
 def _stable_repr(value: Any) -> str | None:
-    """Return a representation that is equal in all processes, or None for mutable values."""
+    """Return a string that is the same in every process, or None for mutable values."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes) or value is Ellipsis:
         return repr(value)
     if isinstance(value, tuple | frozenset):
@@ -265,7 +265,7 @@ def _digest(*texts: str) -> str:
 
 
 def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the resolved annotations with `Annotated` metadata. Local names are looked up in the calling frames.
+    """Return the resolved annotations, including `Annotated` metadata. Local names are resolved in the calling frames.
 
     Raises:
         NameError: if a name is not found.
@@ -273,7 +273,7 @@ def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function, include_extras=True)
     except NameError:
-        # String annotations of a function defined inside another function or a class body, which is being executed.
+        # Resolve string annotations of a function defined in a function or class body that is still being executed.
         local: dict[str, Any] = {}
         frame: pytypes.FrameType | None = sys._getframe()
         while frame is not None:

@@ -1,4 +1,4 @@
-"""Injection of arguments: what a parameter requests by its annotation, and the base class of tools and rewards."""
+"""Argument injection based on annotations, and the base class of tools and rewards."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Injection:
-    """Source of an injected value: "sandbox", "context", "field" of the task, or the name of a value of rewards."""
+    """Source of an injected value: "sandbox", "context", "field" (a task field), or a name such as "trajectory"."""
 
     source: str
     sandbox_type: type = object
 
 
-# `facts: FromTask[dict]` injects the task's field of that name. The model does not see the parameter.
+# `facts: FromTask[dict]` injects the task field "facts". The parameter is hidden from the model.
 FromTask: TypeAlias = Annotated[T, Injection("field")]
 
-# `browser: FromPool[Browser]` injects a sandbox from the pool of that class. It is needed only for a class that is not
-# recognized as a sandbox because it lacks `run` or `close`.
+# `browser: FromPool[Browser]` injects a sandbox from the pool of `Browser`. It is needed only for classes that are not
+# recognized as sandboxes because they lack `run` or `close`.
 FromPool: TypeAlias = Annotated[T, Injection("sandbox")]
 
 
 def injection(annotation: Any) -> Injection | None:
-    """Return the injection that an annotation requests, or None if it requests none."""
+    """Return the injection requested by an annotation, or None if there is none."""
     if typing.get_origin(annotation) is Annotated:
         inner = annotation.__origin__
         for extra in annotation.__metadata__:
@@ -58,13 +58,13 @@ def injection(annotation: Any) -> Injection | None:
 
 
 class InjectedFunction(Generic[P, R]):
-    """User function with injected arguments. Base class of `Tool` and `Reward`. Calling it calls the function.
+    """User function with injected arguments. Base class of `Tool` and `Reward`. Instances are called like the function.
 
     Attributes:
         function: The decorated function.
         name: Name of the tool or reward.
         timeout: Limit in seconds for one call of the function, or None.
-        task_fields: Task fields that the function requires (parameters without a default).
+        task_fields: Names of the required task fields (parameters without a default).
     """
 
     kind: ClassVar[str]
@@ -81,8 +81,8 @@ class InjectedFunction(Generic[P, R]):
     ) -> None:
         """Analyze the function.
 
-        All parameters are injected if `injected_names` is given (names besides those of task fields), else only those
-        whose annotation requests it.
+        If `injected_names` is given, all parameters are injected, and names not in `injected_names` refer to task
+        fields. Otherwise, only parameters whose annotation requests an injection are injected.
         """
         shown = getattr(function, "__qualname__", repr(function))
         if isinstance(function, InjectedFunction):
@@ -99,7 +99,7 @@ class InjectedFunction(Generic[P, R]):
         self.function = function
         self.name: str = name if name is not None else function.__name__
         self.timeout = timeout
-        functions.source_of(function)  # read the source now, because its file may change later
+        functions.source_of(function)  # read the source now, because the file may change later
         self._injected_names = injected_names or ()
         if timeout is not None and not timeout > 0:
             raise self._error(f"timeout must be above 0 seconds, or None for no limit, got {timeout!r}")
@@ -114,7 +114,7 @@ class InjectedFunction(Generic[P, R]):
         parameters = list(inspect.signature(function).parameters.values())
         outer = function.__qualname__.rpartition(".")[0]  # "", "Class", "maker.<locals>" or "maker.<locals>.Class"
         self._method = bool(parameters) and parameters[0].name == "self" and outer != "" and not outer.endswith(">")
-        # All parameters with resolved annotations, and the injected ones.
+        # All parameters, with resolved annotations, and the injections of the injected parameters.
         self._parameters: dict[str, inspect.Parameter] = {}
         self._hidden: dict[str, Injection] = {}
         for p in parameters[1:] if self._method else parameters:
@@ -129,7 +129,7 @@ class InjectedFunction(Generic[P, R]):
                 injected = Injection(p.name if p.name in injected_names else "field")
             if injected is not None:
                 self._hidden[p.name] = injected
-        # The whole trajectory is in `final` or `trajectory`; other frameworks use these names.
+        # Names that other frameworks use for the values of `final` and `trajectory`.
         for name in ("completion", "completions"):
             if self._injected_names and name in self._hidden and not set(self._injected_names) & set(self._hidden):
                 raise self._error(f"parameter {name!r} cannot be injected{self._injectable()}")
@@ -143,7 +143,7 @@ class InjectedFunction(Generic[P, R]):
         return self.error_type(f"{self.name}: {text}")
 
     def _injectable(self) -> str:
-        """Return the end of an error message that lists the parameters of a reward; "" for a tool."""
+        """Return the end of an error message, which lists the possible parameters of a reward; "" for a tool."""
         if not self._injected_names:
             return ""
         return f"; parameters can be {', '.join(self._injected_names)}, a sandbox, or a field of the task"
@@ -151,7 +151,7 @@ class InjectedFunction(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         function = self._bound()
         if inspect.iscoroutinefunction(function):
-            # Like a coroutine, but a missing await raises a clear error.
+            # A PendingCall is like a coroutine, but a missing await gives a clear error.
             return typing.cast(R, PendingCall(f"{self.name}(...)", lambda: function(*args, **kwargs)))
         return function(*args, **kwargs)
 
@@ -159,26 +159,26 @@ class InjectedFunction(Generic[P, R]):
         return self.function
 
     def _settings(self) -> str:
-        """Return the settings that belong to the fingerprint, besides the source code."""
+        """Return the settings that are part of the fingerprint."""
         raise NotImplementedError
 
     @property
     def source(self) -> str:
-        """Source code of the function, as it runs now."""
+        """Source code that the function currently runs."""
         return functions.source_of(self.function)
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the source code, the constants and functions that it uses, and the settings."""
+        """Hash of the source code, the constants and functions it uses, and the settings."""
         return functions.fingerprint(self.function, self._settings())
 
     @property
     def sandbox_types(self) -> tuple[type, ...]:
-        """Sandbox classes that the function requires, and for which the agent needs pools."""
+        """Sandbox classes that the function requires. The agent needs a pool for each of them."""
         return tuple(dict.fromkeys(i.sandbox_type for i in self._hidden.values() if i.source == "sandbox"))
 
     def redefined(self) -> bool:
-        """Return True if a later notebook cell has redefined the function with different source code."""
+        """Return True if the function was later redefined with different source code, for example in a notebook."""
         now = functions.current_definition(self.function)
         return (
             isinstance(now, InjectedFunction)
@@ -187,7 +187,7 @@ class InjectedFunction(Generic[P, R]):
         )
 
     def check(self, tasks: Iterable[Task]) -> None:
-        """Raise `TaskError` for the first task that lacks a field which the function requires."""
+        """Raise `TaskError` for the first task that lacks a required field."""
         for task in tasks:
             for name in self.task_fields:
                 if name not in task.fields:
@@ -204,13 +204,13 @@ class InjectedFunction(Generic[P, R]):
     ) -> AsyncIterator[dict[str, Any]]:
         """Async context manager that yields the injected arguments and holds exclusive access to their sandboxes.
 
-        `values` are injected in addition, by the name of their source.
+        `values` holds additional injectable values, by source name.
         """
         self.check([context.task])
         values["context"] = context
         sandbox_types = {n: i.sandbox_type for n, i in self._hidden.items() if i.source == "sandbox"}
         async with AsyncExitStack() as stack:
-            # Leased in a fixed global order, so that two calls that need the same two sandboxes cannot deadlock.
+            # Acquire sandboxes in a fixed global order, so that two calls that need the same sandboxes cannot deadlock.
             sandboxes: dict[str, Any] = {
                 name: await stack.enter_async_context(context.using(sandbox_type))
                 for name, sandbox_type in sorted(sandbox_types.items(), key=lambda item: item[1].__qualname__)
@@ -254,11 +254,11 @@ class FunctionSet(Sequence[F]):
         return tuple(dict.fromkeys(sandbox_type for f in self for sandbox_type in f.sandbox_types))
 
     def redefined(self) -> tuple[str, ...]:
-        """Return the names of functions that a later notebook cell has redefined; this set still runs the old ones."""
+        """Return the names of functions that were redefined later. This set keeps the old definitions."""
         return tuple(f.name for f in self if f.redefined())
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Raise `TaskError` for the first task that lacks a field which one of the functions requires."""
+        """Raise `TaskError` for the first task that lacks a field required by any of the functions."""
         for function in self:
             function.check(tasks)
 

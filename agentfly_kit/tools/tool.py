@@ -1,6 +1,6 @@
-"""Tools: functions with a schema that the model can call, and sets of tools that execute its calls.
+"""Tools: functions with a schema that the model can call, and sets of tools that run these calls.
 
-There is no registry: an agent keeps the tool objects it was given, even if a later notebook cell reuses their names.
+There is no registry. An agent keeps its tool objects even if a later notebook cell reuses their names.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _NOT_GIVEN: Any = object()
 
 
 class Tool(Displayable, InjectedFunction[P, R]):
-    """Function that the model can call, created by `@tool`. Calling it calls the function.
+    """Function that the model can call, created by `@tool`. A tool can also be called like the original function.
 
-    `schema` is what the model sees; it omits hidden parameters. `try_` runs one call as the model would see it.
-    `fingerprint` changes with the source code, the constants it uses, and the schema.
+    `schema` describes the tool to the model, without hidden parameters. `try_` returns the result that the model would
+    see. `fingerprint` changes with the source code, the constants and functions it uses, and the schema.
     """
 
     kind = "tool"
@@ -74,7 +74,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
     # --- methods ---
 
     def __get__(self, instance: Any, owner: type | None = None) -> Tool[..., R]:
-        """Bind a tool created from a method to the instance on which it is accessed, as for methods."""
+        """Bind a tool created from a method to `instance`, as for ordinary methods."""
         if instance is None or not self._method:
             return self
         bound = copy.copy(self)
@@ -87,7 +87,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         return self.function
 
     def require_instance(self) -> None:
-        """Raise `ToolSchemaError` for a tool created from a method that was accessed on the class."""
+        """Raise `ToolSchemaError` if the tool is a method that is not bound to an instance."""
         if self._method and self._instance is None:
             owner = self.__qualname__.rpartition(".")[0].rpartition(".")[2]
             raise ToolSchemaError(
@@ -99,7 +99,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Copy of the JSON schema: {"type": "function", "function": {"name", "description", "parameters"}}."""
+        """Copy of the tool's JSON schema: {"type": "function", "function": {"name", "description", "parameters"}}."""
         parameters = copy.deepcopy(self._arguments.schema)
         return {
             "type": "function",
@@ -122,14 +122,14 @@ class Tool(Displayable, InjectedFunction[P, R]):
     ) -> ToolResult:
         """Run one call interactively and return its result as the model would see it.
 
-        Arguments are validated, the sandbox lease is temporary, and failures become text. If the tool itself has an
-        argument named `task` or `pool`, the value is passed to the tool.
+        Arguments are validated, sandboxes are leased temporarily, and failures become text. If the tool has a visible
+        parameter named `task` or `pool`, the value is passed to the tool.
 
         Args:
-            *positional: visible arguments by position.
+            *positional: arguments of visible parameters, by position.
             task: task that provides the fields for `FromTask` parameters.
-            pool: pool that provides the sandbox; without it, a sandbox is started for this call and then closed.
-            **arguments: visible arguments by name.
+            pool: pool that provides the sandbox. By default, a sandbox is started for this call and then closed.
+            **arguments: arguments of visible parameters, by name.
         """
         visible = list(self._arguments.parameters)
         if len(positional) > len(visible):
@@ -151,16 +151,16 @@ class Tool(Displayable, InjectedFunction[P, R]):
             return await self.invoke(arguments, context)
 
     async def invoke(self, arguments: Mapping[str, Any], context: Context, *, raising: bool = False) -> ToolResult:
-        """Run one call and return its result. Exceptions of the tool become failed results, or propagate if `raising`.
+        """Run one call and return its result. Exceptions become failed results, or propagate if `raising` is True.
 
-        Cancellation, KeyboardInterrupt, and ToolSchemaError for a method without an instance always propagate.
+        Cancellation, KeyboardInterrupt, and ToolSchemaError for an unbound method always propagate.
         """
         self.require_instance()
         try:
             values, problem = self._arguments.validate(arguments)
             if problem:
                 return _fit_result(ToolResult(False, problem), self.max_chars)
-            # The slot is acquired after the sandboxes, so that waiting for a sandbox does not occupy a slot.
+            # Acquire the slot after the sandboxes, so that a call does not occupy a slot while it waits for a sandbox.
             async with self._inject(context, context.fields) as injected, context.concurrency.tools.slot():
                 outcome = await functions.call_user_function(
                     self._bound(),
@@ -168,7 +168,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
                     timeout=self.timeout,
                     convert=lambda value: _fit_result(_to_result(value), self.max_chars),
                 )
-        except Exception as raised:  # from the pool, the task or a validator of an argument type, not from the function
+        except Exception as raised:  # raised by a pool or an argument validator, or for a missing task field
             outcome = functions.Outcome(error=raised)
         error, seconds = outcome.error, outcome.seconds
         if outcome.timed_out:
@@ -180,7 +180,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
             raise error
         if isinstance(error, ToolError):
             return _fit_result(ToolResult(False, str(error), seconds=seconds), self.max_chars)
-        # No details for the model: it cannot fix the tool, and a traceback may leak the answer.
+        # Hide the details from the model, which cannot fix the tool. A traceback may also leak the answer.
         failure = functions.failure_from(f"tool {self.name}", error)
         return ToolResult(False, f"{self.name} failed.", failure, seconds)
 
@@ -199,14 +199,14 @@ def tool(
     timeout: float | None = 60.0,
     max_chars: int | None = 8192,
 ) -> Tool[P, R] | Callable[[Callable[P, R]], Tool[P, R]]:
-    """Turn a function into a tool: `@tool`, or `@tool(name=..., timeout=...)`. It stays callable as before.
+    """Decorate a function as a tool: `@tool`, or `@tool(name=..., timeout=...)`. The function can still be called.
 
     Every parameter needs a type and a description, in the docstring or as `Annotated[int, "..."]`. Parameters annotated
-    with a sandbox class (leased for the chain), `FromTask[...]` (a task field) or `Context` are injected, and hidden
+    with a sandbox class (leased for the chain), `FromTask[...]` (a task field) or `Context` are injected and hidden
     from the model.
 
-    A sync function runs in a thread, a coroutine function on the event loop. A method becomes a tool of its instance,
-    which all chains share; keep the state of a chain in `context.state` or in a sandbox.
+    A sync function runs in a thread, and a coroutine function on the event loop. A method becomes a tool bound to its
+    instance, which all chains share, so keep the state of a chain in `context.state` or in a sandbox.
 
     Args:
         function: the function to decorate.
@@ -215,7 +215,7 @@ def tool(
         max_chars: maximum length of the observation in characters, or None.
 
     Raises:
-        ToolSchemaError: if no schema can be made; the message names the function and the parameter.
+        ToolSchemaError: if no schema can be generated. The message names the function and the parameter.
     """
 
     def decorate(function: Callable[P, R]) -> Tool[P, R]:
@@ -228,7 +228,7 @@ def tool(
 
 
 def _to_result(value: Any) -> ToolResult:
-    """Convert a return value to a result: strings unchanged, None as "", everything else as compact JSON."""
+    """Convert a return value to a result: strings stay unchanged, None becomes "", other values become compact JSON."""
     if isinstance(value, SandboxResult):
         return ToolResult(value.ok, value.text, truncated=value.truncated)
     if not isinstance(value, ToolResult):
@@ -247,12 +247,12 @@ def _to_text(value: Any) -> str:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value).decode("utf-8", "replace")
     plain = to_jsonable_python(value, inf_nan_mode="constants", bytes_mode="utf8", fallback=_json_fallback)
-    # Dates, paths and enum members are single strings: shown without quotes, like a returned str.
+    # Dates, paths and enum members become strings, which are shown without quotes like any returned string.
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
 
 
 def _json_fallback(value: Any) -> Any:
-    """Convert arrays to lists and other objects to strings, but not if the string would contain a memory address."""
+    """Convert arrays to lists and other objects to strings. Raise TypeError if the string contains a memory address."""
     if callable(tolist := getattr(value, "tolist", None)):
         return tolist()
     text = str(value)
@@ -265,7 +265,7 @@ def _json_fallback(value: Any) -> Any:
 
 
 def _fit_result(result: ToolResult, max_chars: int | None) -> ToolResult:
-    """Shorten the observation to `max_chars`, and replace lone surrogates, which cannot be tokenized."""
+    """Truncate the observation to `max_chars` characters, and replace lone surrogates, which cannot be tokenized."""
     text = result.observation
     if not text.isascii():
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -281,7 +281,7 @@ def _fit_result(result: ToolResult, max_chars: int | None) -> ToolResult:
 class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
     """Immutable collection of the tools of one agent, indexed by position or name. Plain functions become tools.
 
-    `schemas` are passed to the chat template, in order. Names must be unique, and methods must be bound to an instance.
+    `schemas` is passed to the chat template. Names must be unique, and methods must be bound to an instance.
     """
 
     def __init__(self, tools: Iterable[Tool[..., Any] | Callable[..., Any]] = ()) -> None:
@@ -293,7 +293,7 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
         self.schemas: tuple[dict[str, Any], ...] = tuple(t.schema for t in self)
 
     async def call(self, call: ToolCall, context: Context) -> ToolResult:
-        """Run one call of the model. Malformed calls and unknown names give failed results, not exceptions."""
+        """Run one call of the model. Malformed calls and unknown tools give failed results instead of exceptions."""
         if call.error is not None:
             return ToolResult(False, call.error)
         if call.name not in self._by_name:
@@ -311,13 +311,13 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
     ) -> tuple[ToolCall, ...]:
         """Run the calls of one turn concurrently, and return them with their results.
 
-        Calls that share a sandbox run in the order written, so that their effects are deterministic.
+        Calls that share a sandbox run sequentially in the given order, so that their effects are deterministic.
 
         Args:
-            calls: the calls, in the order written.
+            calls: the calls, in the order in which the model wrote them.
             context: context of the chain.
-            around: returns a context manager that is entered when a call starts and exited when it ends or fails.
-            refused: results of calls that must not run, by position.
+            around: function that returns a context manager in which each call runs.
+            refused: results of the calls that must not run, by position in `calls`.
         """
 
         async def one(position: int, call: ToolCall) -> ToolResult:
@@ -339,7 +339,7 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
 
     def _rerunner(self, call: ToolCall, context: Context) -> Rerun | None:
         known = self._by_name.get(call.name) if call.error is None else None
-        # Weak references: a trajectory kept in a notebook must not keep the sandboxes of an unused pool alive.
+        # Use weak references, so that a stored trajectory does not keep the sandboxes of an unused pool alive.
         return None if known is None else Rerun(known, context.task, tuple(map(weakref.ref, context.pools)))
 
     def __repr__(self) -> str:
@@ -348,7 +348,7 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
 
 @dataclass(frozen=True)
 class Rerun:
-    """Callable that runs the same tool again on a temporary sandbox lease. Pickles as None."""
+    """Callable that reruns a tool call with a temporary sandbox lease. It is pickled as None."""
 
     tool: Tool[..., Any]
     task: Task

@@ -1,4 +1,4 @@
-"""Conversion of a rollout into the batch of a step: collation, filters and advantages."""
+"""Conversion of a rollout into a training batch: collation, filters and advantages."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from agentfly_kit.trainer.config import TOKEN_ESTIMATORS, TURN_ESTIMATORS, Train
 
 
 class BatchBuilder:
-    """Builds batches according to the settings of a run."""
+    """Builds training batches according to the settings of a run."""
 
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
         self.policy, self.config = policy, config
         self.reference: Policy | None = None
 
     def build(self, rollout: Rollout, kl_coef: float) -> Batch:
-        """Build the batch of a rollout; `kl_coef` is the current coefficient of a KL penalty in the reward."""
+        """Build the batch of a rollout. `kl_coef` is the current coefficient of the KL penalty in the reward."""
         config, name = self.config, self.config.advantage
         estimator: Any
         kl_in_reward = config.kl_coef > 0 and config.kl_in == "reward"
@@ -55,7 +55,7 @@ class BatchBuilder:
             adv = estimator(rewards, batch.mask, whiten=config.whiten, trajectory_index=index, **options)
             return batch.replace(advantages=adv)
 
-        # GAE needs values from before the update and, for truncated chains, the value of the state they ended in.
+        # GAE needs the values before the update and, for truncated chains, the value of the last state.
         values = self.policy.score(batch, {"value"}, micro_tokens=config.micro_tokens)["value"]
         bootstrap = None
         if config.truncated == "bootstrap" and bool(batch.truncated.any()):
@@ -75,7 +75,7 @@ class BatchBuilder:
         return batch.replace(advantages=adv, returns=returns, values=values)
 
     def _turn_estimator(self, rollout: Rollout, name: str) -> Callable[..., Tensor]:
-        """Return a function of rewards and groups that passes the turn data of the rollout to the estimator."""
+        """Return a function of rewards and groups that calls the estimator with the turn data of the rollout."""
 
         def estimator(rewards: Tensor, groups: Tensor) -> Tensor:
             turns = turn_data(rollout, rewards=[None if math.isnan(r) else r for r in rewards.tolist()])
@@ -88,7 +88,7 @@ class BatchBuilder:
         return estimator
 
     def _collate(self, rollout: Rollout, advantages: Any, truncated: TruncationMode | None = None) -> Batch:
-        """Collate with the settings of the run; `truncated` overrides the setting of that name."""
+        """Collate a rollout with the settings of the run. `truncated`, if given, overrides `config.truncated`."""
         config = self.config
         return collate(
             rollout,
@@ -102,21 +102,21 @@ class BatchBuilder:
         )
 
     def _with_reference_logprobs(self, batch: Batch) -> Batch:
-        """Add the logprobs of the reference policy if the KL is part of the reward."""
+        """Add the logprobs of the reference policy if the KL penalty is part of the reward."""
         if self.reference is None or self.config.kl_in != "reward":
             return batch
         scored = self.reference.score(batch, {"logprob"}, micro_tokens=self.config.micro_tokens)
         return batch.replace(ref_logprobs=scored["logprob"])
 
     def _shaped_outcome_batch(self, rollout: Rollout, estimator: Callable[..., Tensor], kl_coef: float) -> Batch:
-        """Apply an outcome estimator to rewards from which the KL penalty of the whole chain was subtracted."""
-        # Masked rows of truncated chains still count in the mean of their group, so their KL is needed too.
+        """Apply an outcome estimator to rewards minus the KL penalty of the whole chain."""
+        # Masked rows of truncated chains still count in the group mean, so their KL penalty is needed too.
         keep: TruncationMode = "score" if self.config.truncated == "mask" else self.config.truncated
         every = self._with_reference_logprobs(self._collate(rollout, None, keep))
         penalty = (every.token_rewards - shaped_rewards(every, kl_coef)).nansum(1)
         shaped: dict[str, float] = {}
         for t, reward, p in zip(every.trajectories, every.rewards.tolist(), penalty.tolist(), strict=True):
-            shaped[t.id] = shaped.get(t.id, reward) - p  # sum the penalties of all rows of a chain
+            shaped[t.id] = shaped.get(t.id, reward) - p  # subtract the penalties of all rows of a chain
         rewards = torch.tensor([shaped.get(t.id, math.nan) for t in rollout.trajectories])
         names: dict[str, int] = {}
         groups = torch.tensor([names.setdefault(t.group, len(names)) for t in rollout.trajectories])
@@ -127,7 +127,7 @@ class BatchBuilder:
 
 
 def _checked(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return an estimator that raises a BatchError if the function fails or returns a wrong shape."""
+    """Wrap an estimator so that it raises BatchError if the function fails or returns a wrong shape."""
     inner = getattr(estimator, "func", estimator)
     name = getattr(inner, "__name__", type(inner).__name__)
 

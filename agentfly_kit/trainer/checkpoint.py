@@ -1,4 +1,4 @@
-"""Checkpoints: weights, optimizer state, and the rollout that was prefetched."""
+"""Checkpoints: weights, optimizer state, and the prefetched rollout."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class LoopState:
-    """State of the training loop in a checkpoint, besides weights and optimizer."""
+    """State of the training loop in a checkpoint, in addition to the weights and the optimizer state."""
 
     steps: int  # number of completed iterations
     kl_coef: float
-    prefetched: Rollout | None = None  # chains of the next iteration, if they were sampled already
+    prefetched: Rollout | None = None  # chains of the next iteration, if already sampled
 
 
 def save(run: Run, policy: Policy, optimizer: torch.optim.Optimizer, loop: LoopState) -> None:
-    """Write a checkpoint, without prefetched chains whose tasks cannot be saved as JSON."""
+    """Write a checkpoint. Prefetched chains are omitted if their tasks cannot be saved as JSON."""
     state = {
         "version": _VERSION,
         "steps": loop.steps,
@@ -43,12 +43,12 @@ def save(run: Run, policy: Policy, optimizer: torch.optim.Optimizer, loop: LoopS
             except RunError as error:
                 if isinstance(error.__cause__, OSError):
                     raise
-                # The tasks are not JSON-serializable. A resumed run samples these chains again.
+                # The tasks are not JSON-serializable, so a resumed run must resample these chains.
                 (folder / "ahead.jsonl").unlink(missing_ok=True)
 
 
 def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> LoopState:
-    """Load the weights and the optimizer state of a checkpoint, and return the remaining state of the loop."""
+    """Load the weights and optimizer state of a checkpoint, and return the state of the training loop."""
     file = checkpoint / "state.pt"
     try:
         run.verify(checkpoint)
@@ -73,7 +73,7 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
 
 
 def save_reference(run: Run, reference: Policy) -> None:
-    """Save the reference policy of a run before its first checkpoint, without which the file is never read."""
+    """Save the reference policy of a run. Call this before the first checkpoint is written."""
     file = run.path / "reference.pt"
     try:
         with file.open("wb") as out:
@@ -85,7 +85,7 @@ def save_reference(run: Run, reference: Policy) -> None:
 
 
 def load_reference(run: Run, policy: Policy) -> Policy:
-    """Load the frozen reference policy of a run. For a policy with an adapter it is the base model, without a file."""
+    """Load the frozen reference policy of a run. For a policy with an adapter, this is the base model."""
     reference = policy.reference()
     if policy.has_adapter:
         return reference

@@ -22,9 +22,9 @@ from agentfly_kit.types import Task
 OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl")
 TURN_ESTIMATORS = ("gigpo", "arpo")
 TOKEN_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-# Estimators whose advantage is 0 for a chain that is alone in its group.
+# Estimators for which the only chain of a group has advantage 0.
 GROUP_ESTIMATORS = (*OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, "reinforce_plus_plus_baseline")
-# Settings that only some estimators read.
+# Settings that are used only by some estimators, with the names of these estimators.
 _READ_BY = {
     "gamma": ("gae", "reinforce_plus_plus", "gigpo"),
     "lam": ("gae",),
@@ -39,59 +39,60 @@ _READ_BY = {
 class TrainConfig(PPOConfig):
     """Settings of a training run. An iteration is one rollout and one `ppo_step`; an update is one optimizer step.
 
-    Takes all settings of `PPOConfig`, with other defaults for `epochs`, `minibatch` and `max_lag`. The reference of the
-    KL penalty is the policy as it was before the first iteration; for a policy with an adapter, it is the base model.
+    Includes all settings of `PPOConfig`, with different defaults for `epochs`, `minibatch` and `max_lag`. The reference
+    policy of the KL penalty is the policy before the first iteration, or the base model if the policy has an adapter.
 
     Args:
         steps: Number of iterations of the run.
         tasks_per_step: Number of tasks sampled in each iteration.
         group_size: Number of chains sampled for each task; together they form a group.
         advantage: Advantage estimator: "grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl", "gigpo", "arpo", "gae",
-            "reinforce_plus_plus" or "reinforce_plus_plus_baseline", or that function of `af.advantages`; or another
-            function that maps rewards (N,) and groups (N,) to advantages of shape (N,), or (N, K) for one advantage per
-            sampled turn (see `turn_data`). "gae" requires a policy with a value head.
+            "reinforce_plus_plus", "reinforce_plus_plus_baseline", or the function with one of these names in
+            `af.advantages`. Any other function must map rewards (N,) and groups (N,) to advantages of shape (N,), or
+            (N, K) for one advantage per sampled turn (see `turn_data`). "gae" requires a policy with a value head.
         advantage_per: How outcome estimators count a chain that has several rows: as one member of its group
-            ("trajectory"), or as one member for each of its rows ("row").
-        authors: Authors whose tokens are trained, when the policy samples on behalf of several roles; None for all.
+            ("trajectory"), or as one member per row ("row").
+        authors: Authors whose tokens are trained, if the policy samples for several roles; None for all authors.
         gamma: Discount factor of the rewards, for "gae", "reinforce_plus_plus" and "gigpo".
         lam: Lambda of generalized advantage estimation, for "gae".
         whiten: Whether to normalize token-level advantages to mean 0 and standard deviation 1 over the sampled tokens
             of the batch, for "gae", "reinforce_plus_plus" and "reinforce_plus_plus_baseline".
-        difficulty: Name of a task field, or a function of a task, that gives its difficulty as a number. Each pass over
-            the tasks then goes from low to high difficulty; tasks of equal difficulty are shuffled. None shuffles all.
-        lr: Learning rate of the first iteration. That of a value head is ten times as high.
+        difficulty: Name of a task field, or function of a task, that gives its difficulty as a number. Each pass over
+            the tasks is sorted by increasing difficulty, and tasks of equal difficulty are shuffled. None shuffles all
+            tasks.
+        lr: Learning rate of the first iteration. The learning rate of a value head is ten times as high.
         lr_end: Learning rate of the last iteration; the rate changes linearly in between. None keeps `lr` throughout.
-        kl_target: Target KL to the reference policy, in nats per token. The coefficient then starts at `kl_coef` and is
+        kl_target: Target KL to the reference policy, in nats per token. The KL coefficient starts at `kl_coef` and is
             adapted after each iteration; see `af.losses.adaptive_kl_coef`. None keeps the coefficient fixed.
         kl_horizon: Number of trajectories over which `kl_target` adapts the coefficient.
-        max_kl: Limit of the approximate KL, in nats per token, above which an iteration counts as diverged: the run
-            ends with a TrainingError, the iteration is not recorded, and the policy gets back the weights of the last
-            checkpoint. None sets no limit. Without `difficulty`, the run also warns once when the mean reward has
-            stayed below half of its best value for 3 steps in a row.
-        overlap: 1 samples the chains of the next iteration while the current one updates the weights, so that they come
-            from the weights before the update (one step off-policy); a `LocalEngine` then samples from a copy of the
-            policy, and old_logprobs="auto" means "engine" without a `correction` and "recompute" with one. 0 alternates
-            sampling and updating.
-        filters: Functions such as those in `af.filters`, which give the reason to exclude a chain, or None. An excluded
-            chain is treated as unscored.
-        refill: Maximum number of times per iteration that further tasks are sampled to replace groups of which
-            `filters` left nothing, until `tasks_per_step` groups remain (dynamic sampling of DAPO).
-        truncated: How to treat chains that a limit cut off: "score" trains on them like any other; "mask" excludes
-            their rows after the advantages were computed; "penalty" first subtracts `truncated_penalty` from their
-            reward; "bootstrap", with advantage="gae", adds the value of the state in which they were cut.
-        truncated_penalty: Amount that truncated="penalty" subtracts, in units of reward.
+        max_kl: Maximum approximate KL of an iteration, in nats per token. If it is exceeded, the run ends with a
+            TrainingError, the iteration is not recorded, and the weights of the last checkpoint are restored. None sets
+            no limit. Without `difficulty`, a warning is also issued once when the mean reward has stayed below half of
+            its best value for 3 consecutive steps.
+        overlap: If 1, sample the chains of the next iteration during the update of the current iteration, with the
+            weights before the update (one step off-policy). A `LocalEngine` then samples from a copy of the policy, and
+            old_logprobs="auto" means "recompute" if `correction` is set, otherwise "engine". If 0, sampling and updates
+            alternate.
+        filters: Functions, such as those in `af.filters`, that return the reason to exclude a chain, or None. Excluded
+            chains are treated as unscored.
+        refill: Maximum number of times per iteration that additional tasks are sampled to replace groups without any
+            remaining chain, until `tasks_per_step` groups remain (dynamic sampling, as in DAPO).
+        truncated: How to treat chains that were truncated by a limit. "score" trains on them like on any other chain;
+            "mask" excludes their rows after computing advantages; "penalty" subtracts `truncated_penalty` from their
+            reward; "bootstrap", with advantage="gae", adds the value of the last state.
+        truncated_penalty: Amount subtracted from the reward with truncated="penalty".
         max_concurrency: Maximum number of chains that run at the same time, in training and in evaluation.
-        budget: Limit that the chains of an iteration share. Chains that it prevents from starting are not trained on.
-        group_budget: Limit that the chains of one group share.
-        evaluate_every: Number of iterations between evaluations on the `eval_tasks=` of `af.train`; the last iteration
-            is evaluated as well. 0 never evaluates.
-        checkpoint_every: Number of iterations between checkpoints; the last iteration writes one as well.
+        budget: Limits shared by the chains of an iteration. Chains that could not start are not trained on.
+        group_budget: Limits shared by the chains of each group.
+        evaluate_every: Number of iterations between evaluations on the `eval_tasks=` of `af.train`. The last iteration
+            is always evaluated. 0 disables evaluation.
+        checkpoint_every: Number of iterations between checkpoints. The last iteration always writes a checkpoint.
         save_rollouts: Whether to save every training rollout in the folder of the run.
         seed: Seed of the order of the tasks and of the minibatches. Chains are seeded by `Agent.seed`.
 
     Raises:
-        SettingsError: If a value is invalid, settings contradict each other, or a setting other than its default has no
-            effect.
+        SettingsError: If a value is invalid, settings contradict each other, or a setting that was changed from its
+            default has no effect.
     """
 
     epochs: int = 2
@@ -172,7 +173,7 @@ class TrainConfig(PPOConfig):
             )
 
     def _check_advantage(self) -> None:
-        """Check that `advantage` names an estimator of `train` or can be called with rewards and groups."""
+        """Check that `advantage` is the name of a supported estimator, or a function of rewards and groups."""
         given: Any = self.advantage
         inner = given.func if isinstance(given, functools.partial) else given
         name = getattr(inner, "__name__", str(inner))
@@ -196,7 +197,7 @@ class TrainConfig(PPOConfig):
             return
 
     def _check_effects(self) -> None:
-        """Raise for a setting that was changed from its default without an effect."""
+        """Raise if a setting that was changed from its default has no effect."""
         conditions = {
             "kl_horizon": ("with kl_target", self.kl_target is not None),
             "truncated_penalty": ("with truncated='penalty'", self.truncated == "penalty"),
@@ -211,6 +212,6 @@ class TrainConfig(PPOConfig):
                 raise SettingsError(f"{name} has an effect only {where}; leave it at {default!r}, got {value!r}")
 
 
-# `TrainConfig?` in a notebook shows this docstring: add the settings that are inherited.
+# Add the inherited settings to the docstring, which `TrainConfig?` shows in a notebook.
 _inherited = (inspect.getdoc(PPOConfig) or "").split("Args:\n")[1].split("\nRaises:")[0]
 TrainConfig.__doc__ = f"{inspect.getdoc(TrainConfig)}\n\nSettings of each step:\n\nArgs:\n{_inherited}"

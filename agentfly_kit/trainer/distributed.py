@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 class WorkerGroup:
-    """The processes of a training run: those of an accelerate.Accelerator, or with None this process alone.
+    """The processes of an accelerate.Accelerator, or only the current process if `accelerator` is None.
 
-    All processes must call its methods in the same order.
+    All processes must call the methods in the same order.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -35,7 +35,7 @@ class WorkerGroup:
         return parts
 
     async def all_gather_or_raise(self, value: T | None, error: Exception | None = None) -> list[T]:
-        """Collect a value from every process, in order of rank. If any process passes an error, all raise."""
+        """Collect a value from every process, in order of rank. If any process passes an error, all processes raise."""
         failed = await self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
@@ -46,7 +46,7 @@ class WorkerGroup:
         return parts
 
     async def run_on_main(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a function in a thread of the main process; return its result, or raise, in every process."""
+        """Run a function in a thread of the main process. Every process returns its result, or raises if it fails."""
         if self.is_single:
             return await run_in_thread(function, *args)
         value: T | None = None

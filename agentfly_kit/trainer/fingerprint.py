@@ -1,4 +1,4 @@
-"""Fingerprints of training runs: settings, tasks, source code of functions, and starting weights."""
+"""Fingerprints of training runs, from settings, tasks, source code of functions, and initial weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentfly_kit.trainer.rollouts import RolloutSampler
 
 
 def _as_json(value: Any) -> Any:
-    """Convert a setting to JSON; a function to its source and fingerprint, a partial function also to its arguments."""
+    """Convert a setting to JSON. A function is represented by its source code, fingerprint and partial arguments."""
     if isinstance(value, functools.partial):
         filled = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in sorted(value.keywords.items()))]
         return {"function": _as_json(value.func), "with": filled}
@@ -26,12 +26,12 @@ def _as_json(value: Any) -> Any:
     return value
 
 
-# after_chain is not included, because it only observes.
+# Hooks in the fingerprint. `after_chain` is omitted, because it does not affect training.
 _HOOKS = ("before_chain", "before_turn", "after_observation", "on_context_full", "group_reward")
 
 
 def fingerprint(sampler: RolloutSampler, start: str) -> dict[str, Any]:
-    """Return the fingerprint of a run as JSON. `start` is the fingerprint of the starting weights."""
+    """Return the fingerprint of a run as JSON. `start` is the fingerprint of the initial weights."""
     agent, config = sampler.agent, sampler.config
     return {
         "config": {f.name: _as_json(getattr(config, f.name)) for f in dataclasses.fields(config)},

@@ -1,7 +1,7 @@
-"""The training loop: sample a rollout, compute advantages, update the policy, record, repeat.
+"""The training loop: sample a rollout, compute advantages, update the policy, and record metrics.
 
-Each iteration ends with a line in `steps.jsonl` and, every `checkpoint_every` iterations, with a checkpoint. If the
-loop is interrupted or crashes, the same call continues from the last checkpoint.
+Each iteration appends a line to `steps.jsonl`. A checkpoint is written every `checkpoint_every` iterations. If the loop
+is interrupted or crashes, the same call continues from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from agentfly_kit.trainer.rollouts import RolloutSampler
 from agentfly_kit.trainer.run_dir import Run, detect_collapse, last_success
 from agentfly_kit.types import Task
 
-# Statistics of the update that are recorded if they are finite.
+# Statistics of the update to record, if finite.
 _RECORDED_STATS = (
     "loss", "policy_loss", "value_loss", "approx_kl", "clip_fraction", "entropy", "grad_norm", "lr", "updates",
     "explained_variance", "kl_reference", "effective_sample_size", "ratio_max", "sampler_gap", "dropped_groups",
     "advantage_mean", "reward_std",
 )  # fmt: skip
-# Maximum numbers of drop reasons and of metrics in a record; a filter could otherwise add one column per chain.
+# Maximum numbers of drop reasons and metrics per record, because a filter might return a new reason per chain.
 _MAX_REASONS, _MAX_METRICS = 16, 32
 
 
@@ -69,10 +69,10 @@ class TrainStep:
     Attributes:
         step: Number of the iteration, starting at 1.
         record: Metrics of the iteration, as written to the folder of the run.
-        stats: Statistics of the update; None if nothing was left to train on, or if the step was replayed.
+        stats: Statistics of the update; None if there was nothing to train on or the step was replayed.
         rollout: Chains of the iteration; None if the step was replayed.
-        evaluation: Evaluation after the iteration, if there was one.
-        replayed: Whether the step was read from the folder of the run instead of executed.
+        evaluation: Evaluation after the iteration, or None.
+        replayed: Whether the step was read from the folder of the run instead of being executed.
     """
 
     step: int
@@ -84,7 +84,7 @@ class TrainStep:
 
     @property
     def success(self) -> float:
-        """Success rate of the sampled chains of this step; NaN if none was scored."""
+        """Success rate of the sampled chains of this step; NaN if no chain was scored."""
         return self.record.get("success", math.nan)
 
     def __repr__(self) -> str:
@@ -113,24 +113,23 @@ def train(
         policy: Policy to train, from its current weights.
         tasks: Training tasks.
         config: Settings; None uses the defaults of `TrainConfig`.
-        run: Folder of the run. If it holds an unfinished run with the same config, tasks, tools, reward and starting
-            policy, that run continues; a finished one replays its recorded steps and loads its final weights. None
-            creates a temporary folder.
-        eval_tasks: Tasks that are evaluated every `config.evaluate_every` iterations; requires that setting.
+        run: Folder of the run. If it contains an unfinished run with the same config, tasks, tools, reward and initial
+            policy, that run continues. If that run is finished, its recorded steps are replayed and its final weights
+            are loaded. None creates a temporary folder.
+        eval_tasks: Tasks to evaluate every `config.evaluate_every` iterations, which must not be 0.
         resume: False discards the contents of the folder and starts from scratch.
-        progress: Whether to show a progress bar with rate and remaining time. For curves, display
-            `widgets.TrainView(run)` before the `await`.
-        accelerator: An accelerate.Accelerator with several processes, each of which makes the same call. The tasks of
-            an iteration and the rows of an update are distributed over the processes. The folder must be visible to
-            all. Steps, records and weights equal those of a single process up to the order of summation.
+        progress: Whether to show a progress bar. For curves, display `widgets.TrainView(run)` before awaiting the run.
+        accelerator: An accelerate.Accelerator with several processes, which all make the same call. The tasks of an
+            iteration and the rows of an update are distributed over the processes. All processes must have access to
+            the folder. Results equal those of a single process up to the order of summation.
 
     Returns:
-        The handle of the run. Each record has the means of the metrics of the scored chains as `metric_<name>`, and
-        those of an evaluation as `eval_metric_<name>`.
+        The handle of the run. In each record, `metric_<name>` is the mean of a metric over the scored chains, and
+        `eval_metric_<name>` is its mean in the evaluation.
 
     Raises:
-        RunMismatch: If the folder holds a different run, or, at the `await`, if functions have changed since.
-        RunError: If the folder holds something other than a run, or is damaged.
+        RunMismatch: If the folder contains a different run, or if functions were changed before the run is awaited.
+        RunError: If the folder is damaged or contains something other than a run.
         SettingsError: If the settings do not fit the agent, the policy, the tasks or the accelerator.
         TaskError: If there are no tasks.
     """
@@ -141,8 +140,8 @@ def train(
 class TrainRun(Handle["TrainRun"], Displayable):
     """Handle of a training run.
 
-    After an interrupt or a `break`, awaiting or iterating the same handle, or calling `train` again, continues the run.
-    `stop()`, `pause()` and `resume()` control it, and `subscribe()` reports the record of each new step.
+    After an interrupt or a `break`, await or iterate the same handle, or call `train` again, to continue the run.
+    `stop()`, `pause()` and `resume()` control the run, and `subscribe()` registers callbacks for new records.
 
     Attributes:
         run: Folder of the run.
@@ -171,7 +170,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
             resume = False
         self.run = Run(run)
         self._start_over = not resume
-        # The fingerprint includes the weights with which this policy first began the run.
+        # The fingerprint includes the weights that this policy had when it first began the run.
         key = str(self.path.resolve())
         if self._start_over:
             self.policy.run_fingerprints.pop(key, None)
@@ -183,9 +182,9 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 stacklevel=4,
             )
         self._optimizer: torch.optim.Optimizer | None = None
-        # Number of completed iterations, current KL coefficient, and chains sampled during the previous update.
+        # Number of completed iterations, current KL coefficient, and prefetched chains.
         self._state = LoopState(0, self.config.kl_coef)
-        # Number of steps that this handle has yielded; they are not replayed when iteration continues.
+        # Number of steps yielded by this handle, which are not replayed when iteration continues.
         self._steps_yielded = 0
         self._prepared = False
         self._iterating = False
@@ -193,7 +192,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self._unpaused.set()
 
     def _check_identity(self) -> bool:
-        """Return whether the folder holds this run, or raise RunMismatch if it holds another."""
+        """Return whether the folder contains this run. Raise RunMismatch if it contains another run."""
         self.fingerprint = fingerprint(self._sampler, self._start)
         return self.run.check(self.fingerprint, resume=not self._start_over)
 
@@ -217,17 +216,17 @@ class TrainRun(Handle["TrainRun"], Displayable):
         return self.run.subscribe(callback)
 
     def stop(self) -> None:
-        """Stop after the current iteration, which resumes if it is paused."""
+        """Stop after the current iteration. A paused iteration is resumed first."""
         self.stopping = True
         self.resume()
 
     def pause(self) -> None:
-        """Pause the running chains, and the loop after the current iteration."""
+        """Pause the running chains before their next action or tool call, and the loop after the current iteration."""
         self._unpaused.clear()
         self._sampler.pause()
 
     def resume(self) -> None:
-        """Continue after `pause`."""
+        """Resume the run after `pause`."""
         self._unpaused.set()
         self._sampler.resume()
 
@@ -253,12 +252,12 @@ class TrainRun(Handle["TrainRun"], Displayable):
         return self
 
     def _update_bar(self, step: TrainStep | None) -> None:
-        """Advance the progress bar to a step; None closes it."""
+        """Advance the progress bar to a step, or close it if `step` is None."""
         if step is not None and self._progress:
             if self._bar is None:
                 from tqdm.auto import tqdm
 
-                # Start at the first executed step: replayed steps take no time and would distort the rate.
+                # Start at the first executed step, because replayed steps would distort the rate.
                 self._bar = tqdm(total=self.total, initial=step.step - 1, desc="training", unit="step")
             self._bar.set_postfix(success=f"{step.success:.3f}", refresh=False)
             self._bar.update(step.step - self._bar.n)
@@ -267,7 +266,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
             self._bar = None
 
     def __aiter__(self) -> TrainRun:
-        self._check_identity()  # functions may have changed since the call of `train`
+        self._check_identity()  # functions may have changed since `train` was called
         return self
 
     async def __anext__(self) -> TrainStep:
@@ -289,7 +288,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 try:
                     step = await self._iterate(self._state.steps)
                 except BaseException:
-                    # The iteration may have been interrupted between updates. Continue from the checkpoint next time.
+                    # The iteration may have been interrupted between updates, so reload the checkpoint next time.
                     self._prepared = False
                     self._update_bar(None)
                     raise
@@ -300,7 +299,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
             self._iterating = False
 
     async def _prepare(self) -> None:
-        """Claim the folder, and load the checkpoint or write the first one."""
+        """Claim the folder, and load the last checkpoint or write the first checkpoint."""
         policy, config, workers = self.policy, self.config, self._workers
         known = await workers.run_on_main(
             lambda: self.run.claim(self.fingerprint, resume=not self._start_over, start_version=policy.version)
@@ -330,7 +329,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 self._batch_builder.reference = reference = policy.reference()
                 if not policy.has_adapter:
                     await workers.run_on_main(checkpoint.save_reference, self.run, reference)
-            # Save a checkpoint before the first update, so that an interrupt during it can be recovered from.
+            # Save a checkpoint before the first update, to recover from an interrupt during the update.
             self._state = LoopState(0, config.kl_coef)
             await workers.run_on_main(checkpoint.save, self.run, policy, self._optimizer, self._state)
         await workers.run_on_main(self.run.truncate, self._state.steps)
@@ -361,7 +360,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 prefetching.cancel()
                 await wait_all([prefetching])
                 if not prefetching.cancelled():
-                    prefetching.exception()  # mark as retrieved: the original exception propagates
+                    prefetching.exception()  # mark as retrieved, because the original exception propagates
 
         evaluation = None
         if config.evaluate_every and ((index + 1) % config.evaluate_every == 0 or index + 1 == self.total):
@@ -392,7 +391,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
             await self._workers.run_on_main(self._persist, state, rollout, record)
             if not self._workers.is_main:
                 self.run.records.append(record)
-        finally:  # if interrupted after the record was written, the step still counts
+        finally:  # notify even if interrupted, provided that the record was written
             if record in self.run.records[-1:]:
                 self.run.notify(record)
         self._state = state
@@ -421,9 +420,9 @@ class TrainRun(Handle["TrainRun"], Displayable):
     async def _update(self, index: int, rollout: Rollout) -> tuple[Stats | None, Rollout, float]:
         """Build the batch of an iteration and update the policy.
 
-        Returns the statistics of the update (None if nothing was left to train on), the rollout with the reasons of the
-        dropped chains, and the largest age of a sampled token, in updates. If the update fails, the chains are saved,
-        and after a TrainingError the last checkpoint is loaded.
+        Returns the statistics of the update (None if there was nothing to train on), the rollout with drop reasons, and
+        the maximum age of a sampled token in updates. If the update fails, the chains are saved. After a TrainingError,
+        the last checkpoint is loaded as well.
         """
         config, policy = self.config, self.policy
         assert self._optimizer is not None
@@ -465,26 +464,26 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 await run_in_thread(checkpoint.load, self.run, found, policy, self._optimizer)
                 kept += "; the policy has the weights of its last checkpoint"
             if self._workers.is_main:
-                with contextlib.suppress(RunError):  # tasks that JSON cannot represent, or a full disk
+                with contextlib.suppress(RunError):  # the tasks are not JSON-serializable, or the disk is full
                     saved = rollout.save(self.run.rollout_path(f"step-{index + 1:05d}-failed"))
                     kept += f"; the chains of this step are in {saved}"
             raise type(error)(f"step {index + 1}: {error} ({kept})") from error
         return stats, rollout, lag
 
     def _learning_rates(self, index: int) -> list[float]:
-        """Return the learning rate of each parameter group in an iteration: linear from `lr` to `lr_end`."""
+        """Return the learning rate of each parameter group, which changes linearly from `lr` to `lr_end`."""
         assert self._optimizer is not None
         config = self.config
         end = config.lr if config.lr_end is None else config.lr_end
         share = index / max(1, config.steps - 1)
         now = config.lr + (end - config.lr) * share
-        # The rate of the value head is a fixed multiple of the policy's.
+        # The learning rate of the value head is a fixed multiple of the learning rate of the policy.
         return [now * group.setdefault("scale", group["lr"] / config.lr) for group in self._optimizer.param_groups]
 
     def _make_record(
         self, index: int, rollout: Rollout, stats: Stats | None, evaluation: Evaluation | None
     ) -> dict[str, float]:
-        """Collect the metrics of an iteration, leaving out statistics of the update that are not finite."""
+        """Collect the metrics of an iteration, without statistics of the update that are not finite."""
         record: dict[str, float] = {"step": index + 1}
         record |= {k: v for k, v in rollout.summary().items() if k != "seconds"}
         numbers = {"updates": 0} if stats is None else stats.scalars()
@@ -507,8 +506,8 @@ class TrainRun(Handle["TrainRun"], Displayable):
         assert self._optimizer is not None
         if self.config.save_rollouts:
             rollout.save(self.run.rollout_path(f"step-{state.steps:05d}"))
-        # Write the record before the checkpoint: resuming deletes records that the checkpoint does not include, but
-        # could not recover a missing one.
+        # Write the record before the checkpoint: resuming deletes records newer than the checkpoint, but cannot recover
+        # a missing record.
         self.run.append(record)
         if state.steps % self.config.checkpoint_every == 0 or state.steps == self.total:
             checkpoint.save(self.run, self.policy, self._optimizer, state)

@@ -1,4 +1,4 @@
-"""Sampling of the chains of a run: order of the tasks, refills, several processes, prefetching during an update."""
+"""Rollouts of a training run: task order, refills, distribution over processes, and prefetching."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RolloutSampler:
         self.agent, self.policy, self.tasks, self.config, self.workers = agent, policy, tasks, config, workers
         self.task_sampler = TaskSampler(tasks, config.tasks_per_step, config.seed, config.difficulty)
         self.handle: RolloutHandle | None = None
-        # Agent whose engine has its own copy of the weights, which do not change during an update.
+        # Agent whose engine has a copy of the weights that does not change during an update.
         self._prefetch_agent: Agent | None = None
         self._paused = False
 
@@ -55,19 +55,19 @@ class RolloutSampler:
         return digest.hexdigest()
 
     def pause(self) -> None:
-        """Pause the running chains, and those of later rollouts."""
+        """Pause the running chains and the chains of later rollouts."""
         self._paused = True
         if self.handle is not None:
             self.handle.pause()
 
     def resume(self) -> None:
-        """Continue after `pause`."""
+        """Resume the chains after `pause`."""
         self._paused = False
         if self.handle is not None:
             self.handle.resume()
 
     async def sample(self, index: int) -> Rollout:
-        """Sample the chains of an iteration from the current weights."""
+        """Sample the chains of an iteration with the current weights."""
 
         async def sample() -> Rollout:
             await self.agent.engine.update(self.policy)
@@ -76,7 +76,7 @@ class RolloutSampler:
         return await self._gather(sample())
 
     async def _sample(self, index: int, agent: Agent) -> Rollout:
-        """Sample this process's chains of an iteration, including those that replace filtered groups (`refill`)."""
+        """Sample the chains of an iteration for this process, including replacements of filtered groups (`refill`)."""
         rollout = await self._run_rollout(agent, self.task_sampler.sample(index), index, "train")
         for again in range(1, self.config.refill + 1):
             left_out = drop_reasons(rollout.trajectories, self.config.filters)
@@ -94,7 +94,7 @@ class RolloutSampler:
         return rollout
 
     async def _run_rollout(self, agent: Agent, tasks: list[Task], index: int, purpose: str) -> Rollout:
-        """Sample this process's share of the chains."""
+        """Run this process's share of a rollout."""
         config, workers = self.config, self.workers
         self.handle = agent.rollout(
             tasks,
@@ -114,7 +114,7 @@ class RolloutSampler:
             self.handle = None
 
     async def _gather(self, sampling: Awaitable[Rollout]) -> Rollout:
-        """Sample on every process and collect all chains in task order. If one process fails, all raise."""
+        """Collect the chains of all processes, in task order. If any process fails, all processes raise."""
         if self.workers.is_single:
             return await sampling
         mine, failed = None, None
@@ -129,9 +129,9 @@ class RolloutSampler:
         return Rollout(groups, max(part.seconds for part in parts))
 
     async def start_prefetch(self, index: int) -> asyncio.Task[Rollout] | None:
-        """Start sampling the chains of an iteration from the current weights, unaffected by the coming update.
+        """Start sampling the chains of an iteration with the current weights. The next update does not affect them.
 
-        Returns None without overlap, or if there is no such iteration.
+        Returns None if `config.overlap` is 0, or if there is no such iteration.
         """
         if not self.config.overlap or index >= self.config.steps:
             return None
@@ -139,12 +139,12 @@ class RolloutSampler:
         if getattr(agent.engine, "policy", None) is not policy:
             await agent.engine.update(policy)
             return asyncio.create_task(self._sample(index, agent), name=f"agentfly-ahead-{index + 1}")
-        # The engine samples from the weights that are about to change: use one with a copy of them.
+        # The weights of this engine are about to change, so use an engine with a copy of the weights.
         if not isinstance(agent.engine, LocalEngine):
             raise SettingsError(f"overlap=1 needs a LocalEngine if the engine shares the policy, got {agent.engine!r}")
         if self._prefetch_agent is None:
             twin = await run_in_thread(policy.copy)
-            # dataclasses.replace keeps the agent's state, such as its last run and the warnings it has issued.
+            # dataclasses.replace keeps the state of the agent, such as `last_run` and the issued warnings.
             self._prefetch_agent = dataclasses.replace(agent, engine=LocalEngine(twin, slots=agent.engine.slots))
         copied = self._prefetch_agent.engine.policy  # type: ignore[attr-defined]
         await run_in_thread(copied.load_state, policy.state())
@@ -152,7 +152,7 @@ class RolloutSampler:
         return asyncio.create_task(self._sample(index, self._prefetch_agent), name=f"agentfly-ahead-{index + 1}")
 
     async def finish_prefetch(self, index: int, prefetched: asyncio.Task[Rollout]) -> Rollout | None:
-        """Wait for the prefetched chains. If they failed, warn and return None."""
+        """Wait for the prefetched chains. If prefetching failed, warn and return None."""
         try:
             return await self._gather(prefetched)
         except Exception as error:  # keep the completed step
@@ -165,9 +165,9 @@ class RolloutSampler:
 
 
 class TaskSampler:
-    """Selects the tasks of each iteration (`size` of them), as a deterministic function of its index.
+    """Selects the `size` tasks of each iteration as a deterministic function of the iteration index.
 
-    Each pass over all tasks is shuffled, or goes from easy to hard if a `difficulty` is given.
+    Each pass over all tasks is shuffled, or sorted from easy to hard if `difficulty` is given.
     """
 
     def __init__(
@@ -184,12 +184,12 @@ class TaskSampler:
             if place == 0 or not out:
                 generator = torch.Generator().manual_seed(seeds.derive(self._seed, "tasks", turn))
                 order = torch.randperm(count, generator=generator).tolist()
-                order.sort(key=self._difficulties.__getitem__)  # stable: tasks of equal difficulty stay shuffled
+                order.sort(key=self._difficulties.__getitem__)  # stable, so ties stay shuffled
             out.append(self._tasks[order[place]])
         return out
 
     def refill(self, index: int, attempt: int, count: int, used: Sequence[Task]) -> list[Task]:
-        """Return up to `count` further tasks for an iteration, of the same difficulties as the `used` ones."""
+        """Return up to `count` additional tasks for an iteration, with the same difficulties as the tasks in `used`."""
         known = {task.id for task in used}
         levels = {level for task, level in zip(self._tasks, self._difficulties, strict=True) if task.id in known}
         left = [i for i, t in enumerate(self._tasks) if t.id not in known and self._difficulties[i] in levels]

@@ -1,5 +1,5 @@
-"""The folder of a training run: `run.json` (its fingerprint), `steps.jsonl` (a flat JSON object of numbers per step),
-`rollouts/` and `checkpoint/`. If a write is interrupted, readers see the last complete version.
+"""The folder of a training run: `run.json` (its fingerprint), `steps.jsonl` (one flat JSON object per step),
+`rollouts/` and `checkpoint/`. If a write is interrupted, the last complete version remains readable.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from agentfly_kit.errors import RunError, RunMismatch
 
 _FORMAT = "agentfly_kit.run"
 _VERSION = 2
-# Number of consecutive steps of low reward that count as a collapse.
+# Number of consecutive steps with low reward that count as a collapse.
 _LOW_STEPS = 3
 
 
 class Run(Displayable):
-    """Folder to which a training run is written and from which it continues.
+    """Folder of a training run, from which the run can be resumed.
 
-    `records` has one flat dict of numbers per step, and `subscribe(callback)` reports each new one.
+    `records` contains one flat dict of numbers per step, and `subscribe(callback)` reports each new record.
 
     Args:
-        path: The folder. It need not exist.
+        path: The folder, which need not exist.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -44,12 +44,12 @@ class Run(Displayable):
     # --- identity ---
 
     def check(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
-        """Return whether the folder holds a run with this fingerprint that would be continued.
+        """Return whether the folder contains a run with this fingerprint, which would be resumed.
 
         Raises:
-            RunMismatch: If it holds another run and `resume` is True; the message lists the differences.
-            RunError: If it holds something other than a run, or a run that is damaged or was written by an
-                incompatible version.
+            RunMismatch: If the folder contains a different run and `resume` is True. The message lists the differences.
+            RunError: If the folder contains something other than a run, or a run that is damaged or was written by
+                an incompatible version.
         """
         file = self.path / "run.json"
         wanted = json.loads(dump_json(fingerprint, "the run's fingerprint"))
@@ -84,7 +84,7 @@ class Run(Displayable):
         return True
 
     def claim(self, fingerprint: dict[str, Any], *, resume: bool, start_version: int = 0) -> bool:
-        """Claim the folder for a run after a `check`; an existing run that is not continued is deleted."""
+        """Call `check`, then prepare the folder for the run. An existing run that is not resumed is deleted."""
         if self.check(fingerprint, resume=resume):
             return True
         about = {"format": _FORMAT, "version": _VERSION, "start_version": start_version, "fingerprint": fingerprint}
@@ -104,25 +104,25 @@ class Run(Displayable):
 
     @property
     def start_version(self) -> int:
-        """Version of the policy when the run began: the number of updates that had trained it before."""
+        """Version of the policy when the run began, which is the number of earlier updates."""
         try:
             return int(json.loads((self.path / "run.json").read_text(encoding="utf-8"))["start_version"])
         except (OSError, ValueError, LookupError, TypeError):
             return 0
 
     def _unfinished_claims(self) -> set[Path]:
-        """Return temporary files of a `claim` that was killed."""
+        """Return the temporary files left by a process that was killed during `claim`."""
         return set(self.path.glob(".run.json.*.tmp"))
 
     def invalidate(self) -> None:
-        """Discard the cached records, because another process has written new ones."""
+        """Discard the cached records. Call this after another process has written new records."""
         self._records = None
 
     # --- steps ---
 
     @property
     def records(self) -> list[dict[str, float]]:
-        """Records of the steps, oldest first, without a last line that a crash cut off."""
+        """Records of the steps, oldest first. A last line that is incomplete after a crash is ignored."""
         if self._records is None:
             self._records = []
             file = self.path / "steps.jsonl"
@@ -136,7 +136,7 @@ class Run(Displayable):
         return self._records
 
     def append(self, record: dict[str, float]) -> None:
-        """Write the record of a step, without notifying the listeners."""
+        """Append the record of a step to `steps.jsonl`, without calling the callbacks of `subscribe`."""
         line = dump_json(record, f"step {record.get('step')}")
         file = self.path / "steps.jsonl"
         self.records.append(record)
@@ -148,15 +148,15 @@ class Run(Displayable):
             raise RunError(f"{file} could not be written ({error})") from error
 
     def notify(self, record: dict[str, float]) -> None:
-        """Pass a record to the callbacks of `subscribe`. If one raises, warn and continue with the others."""
+        """Call the callbacks of `subscribe` with a record. If a callback raises, warn and continue with the others."""
         self._listeners.notify(record)
 
     def subscribe(self, callback: Callable[[dict[str, float]], object]) -> Callable[[], None]:
-        """Register a callback that receives each new record. Returns a function that removes it."""
+        """Register a callback for new records, and return a function that unregisters it."""
         return self._listeners.subscribe(callback)
 
     def truncate(self, steps: int) -> None:
-        """Delete all records after the first `steps`, which the checkpoint does not include, and an incomplete line."""
+        """Keep the first `steps` records, which the checkpoint includes, and delete the others and incomplete lines."""
         kept = self.records[:steps]
         file = self.path / "steps.jsonl"
         text = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept)
@@ -168,7 +168,7 @@ class Run(Displayable):
     # --- rollouts ---
 
     def rollout_path(self, name: str) -> Path:
-        """Return the file of a saved rollout."""
+        """Return the path of a saved rollout."""
         return self.path / "rollouts" / f"{name}.jsonl"
 
     def rollout(self, step: int) -> Rollout:
@@ -179,7 +179,7 @@ class Run(Displayable):
 
     @property
     def checkpoint(self) -> Path | None:
-        """Newest complete checkpoint, or None. The last two are kept: "checkpoint" and "checkpoint.before"."""
+        """Path of the newest complete checkpoint, or None. The last two checkpoints are kept in the folder."""
         for name in ("checkpoint", "checkpoint.before"):
             if (self.path / name / "done").exists():
                 return self.path / name
@@ -187,7 +187,7 @@ class Run(Displayable):
 
     @contextlib.contextmanager
     def new_checkpoint(self) -> Iterator[Path]:
-        """Yield a folder for a new checkpoint, which replaces the current one when the block completes."""
+        """Yield a folder for a new checkpoint, which replaces the current checkpoint when the block completes."""
         new, current, before = (self.path / n for n in ("checkpoint.new", "checkpoint", "checkpoint.before"))
         try:
             shutil.rmtree(new, ignore_errors=True)
@@ -202,7 +202,7 @@ class Run(Displayable):
                 file.flush()
                 os.fsync(file.fileno())
             _fsync(new)
-            # Keep the previous checkpoint, in case the new one turns out to be damaged.
+            # Keep the previous checkpoint, in case the new checkpoint is damaged.
             if (current / "done").exists():
                 shutil.rmtree(before, ignore_errors=True)
                 os.replace(current, before)
@@ -224,10 +224,10 @@ class Run(Displayable):
                 raise RunError(f"{file} cannot be read (its content is damaged)")
 
     def figure(self, *names: str) -> Any:
-        """Plot recorded metrics with plotly, for a publication. For live curves use `widgets.TrainView`.
+        """Plot recorded metrics with plotly, for publications. For live curves, use `widgets.TrainView`.
 
         Args:
-            names: Metrics to plot. None given: success, reward, approx_kl and entropy, as far as they are recorded.
+            names: Metrics to plot. By default, success, reward, approx_kl and entropy, if they are recorded.
 
         Returns:
             The plotly figure.
@@ -249,18 +249,18 @@ class Run(Displayable):
 
 
 def last_success(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return ", success 0.123" for a repr; an empty string if the last record has no numeric success."""
+    """Return text for a repr, such as ", success 0.123", or "" if the last record has no numeric success."""
     value = records[-1].get("success") if records else None
     return f", success {value:.3f}" if isinstance(value, int | float) else ""
 
 
 def detect_collapse(records: Sequence[dict[str, float]], groups: int) -> str | None:
-    """Describe a reward collapse that the last record completes; return None otherwise, and once it was reported.
+    """Describe a reward collapse that first becomes apparent with the last record; otherwise return None.
 
-    The mean reward has collapsed when it has stayed below half of the best recorded value for 3 consecutive steps.
-    The best value is the mean reward minus two standard errors (`reward_std` divided by the square root of `groups`,
-    the number of groups per step). Only a positive one counts, so that a mean that is negative, or zero up to the noise
-    of one step, is never reported. Steps without a scored trajectory are skipped.
+    The reward has collapsed if the mean reward has stayed below half of the best value for 3 consecutive steps. The
+    best value is the maximum over steps of the mean reward minus two standard errors (`reward_std` divided by the
+    square root of `groups`, the number of groups per step). No collapse is reported unless this value is positive, so
+    that noise around zero is ignored. Steps without a scored trajectory are skipped.
     """
     best, threshold, low = "", 0.0, 0
     for record in records:
@@ -284,7 +284,7 @@ def _digest(path: Path) -> str:
 
 
 def _fsync(path: Path) -> None:
-    """Flush a file or directory to disk. If only the renaming of a file survives a crash, the file is empty."""
+    """Flush a file or directory to disk, so that a crash after a rename does not leave an empty file."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -293,7 +293,7 @@ def _fsync(path: Path) -> None:
 
 
 def _differences(known: Any, wanted: Any, path: str = "") -> list[str]:
-    """Describe each value that differs: its name, the value in the folder and the requested one."""
+    """Describe each difference by its name, the value in the folder, and the requested value."""
     if isinstance(known, dict) and isinstance(wanted, dict):
         out = []
         for key in sorted({*known, *wanted}):
