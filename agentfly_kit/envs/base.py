@@ -1,6 +1,6 @@
-"""Build an agent from an environment class: its tool methods, reward, reset and end of episode.
+"""Build an agent from an environment class that defines tool methods and, optionally, a reward and an end of episode.
 
-An environment is any class whose `reset` takes the task or fields of it; it needs no base class and no registration.
+An environment is any class whose `reset` takes the task or some of its fields. No base class or registration is needed.
 
     class Guess:
         def reset(self, secret):
@@ -22,20 +22,20 @@ An environment is any class whose `reset` takes the task or fields of it; it nee
 
     agent = af.envs.agent(Guess, engine, chat=policy.chat)
 
-check_task(task)    Called for every task before a rollout starts, on an instance that is not started: raise TaskError
-                    for a task that `reset` cannot use. Optional.
+check_task(task)    Called for every task before a rollout starts, on an instance that has not been started. Raise
+                    TaskError for a task that `reset` cannot use. Optional.
 reset(...)          Called before each chain. Must reset all state, because one object serves many chains in turn.
-                    Parameters are filled by name: `task`, `seed`, and fields of the task; `**` takes all fields. The
-                    return value (a string, messages or None) is appended to the task's prompt.
+                    Parameters are filled by name: `task`, `seed`, and fields of the task; `**fields` receives all
+                    fields. The return value (a string, messages or None) is appended to the task's prompt.
 tools               Methods decorated with @af.tool. Sync methods run in a thread, coroutine functions on the loop.
 done                True once the episode is over: the chain then stops with `env_done`. Optional.
-reward(...)         Score of the chain. Parameters are filled by name: `state`, and those of any reward (final,
-                    trajectory, context, a task's field, a sandbox by its class). Optional; agent(reward=mine)
-                    replaces it. `get_reward` is another name for it.
+reward(...)         Score of the chain. Parameters are filled by name: `state`, and everything else that rewards may
+                    request (final, trajectory, context, a task field, a sandbox by its class). Optional;
+                    agent(reward=mine) replaces it. The method may also be named `get_reward`.
 reward_sandboxes    Sandbox classes that `reward` leases itself, with `await context.sandbox(...)`. Optional.
 state               Value that rewards may read. Defaults to a dictionary of the public attributes.
 fork(into)          Copy the state to another instance. Without it, a chain that has started cannot be forked.
-cleanup()           Called after a chain has released the environment: stop whatever is still running. Optional.
+cleanup()           Called after a chain has released the environment, to stop whatever is still running. Optional.
 start, alive, close As for any sandbox class. Optional.
 """
 
@@ -61,14 +61,14 @@ if TYPE_CHECKING:
     from agentfly_kit.agent.chain_editing import Chain
 
 OVER = "The episode is over."
-# Size of the pools created for the sandboxes of tools and rewards, which are leased only briefly.
+# Size of the pools created for sandboxes that tools and rewards request. Each lease is brief.
 _EXTRA_POOL_SIZE = 4
 
 
 class EnvironmentTool(Tool[..., Any]):
     """A tool method of an environment, called on the instance that the chain has leased."""
 
-    # `check_task` of an instance, on the first tool of an agent's environment.
+    # `check_task` method of an environment instance. Set only on the first tool of an agent's environment.
     check_task: Callable[[Task], Any] | None = None
 
     def __init__(self, method: Tool[..., Any], sandbox_type: type) -> None:
@@ -78,7 +78,7 @@ class EnvironmentTool(Tool[..., Any]):
     def check(self, tasks: Iterable[Task]) -> None:
         """Check that the tasks have the fields that the tool requires, and that the environment accepts them.
 
-        Raises:  TaskError for the first that it does not accept.
+        Raises:  TaskError for the first task that is not accepted.
         """
         super().check(tasks)
         if self.check_task is None:
@@ -107,7 +107,7 @@ class EnvironmentTool(Tool[..., Any]):
                 method = Tool.__get__(self, environment)
                 result = await Tool.invoke(method, arguments, context, raising=raising)
                 return replace(result, env_done=True) if environments.episode_is_done(environment) else result
-        except Exception as error:  # the pool, the environment's reset or its `done`
+        except Exception as error:  # raised by the pool, `reset` or `done`
             if raising:
                 raise
             return ToolResult(False, f"{self.name} failed.", functions.failure_from(f"tool {self.name}", error))
@@ -116,7 +116,7 @@ class EnvironmentTool(Tool[..., Any]):
 def check(sandbox_type: Any) -> None:
     """Check that a class is an environment.
 
-    Raises:  SettingsError for an instance, and for a class without a suitable `reset`.
+    Raises:  SettingsError if it is an instance, or a class without a suitable `reset`.
     """
     if not isinstance(sandbox_type, type):
         raise SettingsError(
@@ -164,7 +164,7 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
     names = [p.name for p in parameters]
 
     async def scored(environment: Any, context: Context, trajectory: Any, **more: Any) -> Any:
-        # When a reward is tried on a finished chain, its environment has been released: replay into a fresh one.
+        # The environment of a finished chain has been released. To try a reward on it, replay its calls in a fresh one.
         if context.trajectory_id.startswith("try "):
             await _replay(environment, sandbox_type, context, trajectory)
         ready = {"context": context, "trajectory": trajectory}
@@ -190,7 +190,7 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
     from_pool: Any = FromPool
     signed.__signature__ = inspect.Signature([own, *hidden, *others])
     signed.__annotations__ = {**sandboxes, "environment": from_pool[sandbox_type]}
-    signed.__wrapped__ = method  # the fingerprint is computed from the source of the reward, not of this wrapper
+    signed.__wrapped__ = method  # fingerprint the source of the reward, not of this wrapper
     signed.__qualname__, signed.__module__, signed.__doc__ = method.__qualname__, method.__module__, method.__doc__
     made = EnvironmentReward(scored, name=sandbox_type.__name__.lower())
     made.leased = tuple(getattr(sandbox_type, "reward_sandboxes", ()))
@@ -210,7 +210,7 @@ class EnvironmentReward(Reward[..., Any]):
 def _hints(method: Any) -> dict[str, Any]:
     try:
         return functions.type_hints(method)
-    except Exception:  # a name imported only under TYPE_CHECKING: no parameter can request a sandbox then
+    except Exception:  # a name is imported only under TYPE_CHECKING, so no parameter can request a sandbox
         return {}
 
 
@@ -247,7 +247,7 @@ class ResetHook:
 
 
 class SandboxEnvironment:
-    """Base class of environments that hold one sandbox, `_sandbox`, and start and end with it."""
+    """Base class of environments that wrap one sandbox, `_sandbox`, and share its lifetime."""
 
     _sandbox: Any
 
@@ -289,17 +289,17 @@ def agent(
         sandbox_type: the environment class.
         engine: the engine that samples the actions.
         chat: the chat of the engine's model.
-        tools: further tools besides those of the environment.
+        tools: tools in addition to those of the environment.
         reward: replaces the environment's own reward. To read the environment, it declares a parameter such as
             `world: af.FromPool[Guess]`.
         pool: the pool of environments; by default a new one is created.
-        size: size of the new pool; further chains wait. Small pools are also created for sandboxes that a tool or
-            the reward requests and no given pool provides.
+        size: size of the new pool; chains wait while all instances are leased. Small pools are also created for
+            sandboxes that a tool or the reward requests if no given pool provides them.
         acquire_timeout: how long a chain waits for an environment of the new pool, in seconds.
         options: keyword arguments for the environment class.
         **settings: further arguments of `Agent`: max_turns, sampling, seed, pools, ...
 
-    Raises:  SettingsError for a class that is not an environment, or without a tool.
+    Raises:  SettingsError if the class is not an environment or has no tool.
     """
     own = _tools(sandbox_type)
     pools = settings.pop("pools", ())
@@ -331,4 +331,4 @@ def agent(
     )
 
 
-_tools, _reward = tools, reward  # `agent` has parameters with these names
+_tools, _reward = tools, reward  # `agent` has parameters named `tools` and `reward`

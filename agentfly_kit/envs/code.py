@@ -39,15 +39,14 @@ def code_in(text: str) -> str:
 
 @forward_signature(PythonSandbox, packages=False)
 class Code:
-    """Environment of one programming task: an interpreter for the chain, and the code that it submits.
+    """Environment for one programming task, with an interpreter to try code in.
 
     Args:
         partial: if true, the reward is the fraction of tests that pass; otherwise it is 1 if all pass, else 0.
-        seconds: time limit for one run in the interpreter, for loading a submission, and for each of its tests. All
-            tests of a submission together may take four times as long.
-        **sandbox: settings of the `PythonSandbox` that runs the interpreter. It starts when the chain first uses it.
-            Settings of the grader belong to its pool:
-            agent(..., pools=[af.Pool(af.Grader, size=8, packages=False)]).
+        seconds: time limit for each interpreter run, for loading a submission, and for each test. All tests of a
+            submission together may take four times as long.
+        **sandbox: settings of the `PythonSandbox` that runs the interpreter. The interpreter starts on first use.
+            Settings of the grader belong to its pool: agent(..., pools=[af.Pool(af.Grader, size=8, packages=False)]).
     """
 
     def __init__(self, *, partial: bool = True, seconds: float = 5.0, **sandbox: Any) -> None:
@@ -118,8 +117,8 @@ class Code:
     async def reward(self, final: str | None, grader: Grader) -> dict[str, float]:
         """Return the fraction of tests that pass. Without a submission, grade the last code block of the final text.
 
-        Further metrics: success (all tests pass), submitted (with the tool), loads (the code runs without an error) and
-        runs (number of interpreter calls).
+        Additional metrics: success (all tests pass), submitted (with the tool), loads (the code runs without an error)
+        and runs (number of interpreter calls).
         """
         source = code_in(final or "") if self.submitted is None else self.submitted
         scores = {"reward": 0.0, "success": 0.0, "submitted": float(self.submitted is not None), "loads": 0.0}
@@ -161,8 +160,7 @@ def _built_in_names(code: str) -> tuple[str, ...]:
 
 # (operation, operand). The operand is ignored by operations that take none.
 Step = tuple[str, int]
-# Operation -> line of code. The grammar consists of functions f(x) of integers that apply one to three of these
-# operations in order.
+# Operation -> line of code. A program is a function f(x) of an integer that applies one to three operations in order.
 STEPS = {
     "add": "x = x + {}",
     "subtract": "x = x - {}",
@@ -196,7 +194,7 @@ def value(steps: Sequence[Step], x: int) -> int:
 
 
 def steps_and_inputs(rng: random.Random) -> tuple[list[Step], list[int]]:
-    """Sample one to three steps and four inputs that detect if any one of the steps is left out."""
+    """Sample one to three steps, and four inputs that reveal the omission of any single step."""
     while True:
         steps = [(rng.choice(list(STEPS)), rng.randint(2, 30)) for _ in range(rng.choice((1, 2, 2, 3, 3)))]
         others = [[*steps[:i], *steps[i + 1 :]] for i in range(len(steps))]
@@ -207,14 +205,14 @@ def steps_and_inputs(rng: random.Random) -> tuple[list[Step], list[int]]:
 
 
 def split_of(instruction: str) -> str:
-    """Return the split of an instruction, which is derived from its text, so that the splits are disjoint."""
+    """Derive the split of an instruction from its text, so that the splits are disjoint."""
     return hash_split(f"code split {instruction}")
 
 
 def rows(n: int, split: str, seed: int = 0, kind: Literal["steps", "problems"] = "steps") -> list[dict[str, Any]]:
     """Return rows in MBPP's format: {"id", "question", "code", "test_list", "test_setup_code"}.
 
-    "steps" are generated; "problems" are the shipped ones, written by hand.
+    "steps" tasks are generated; "problems" tasks are shipped and hand-written.
     """
     if kind == "problems":
         return shipped_rows("code_problems", n, split, seed)
@@ -237,7 +235,7 @@ def rows(n: int, split: str, seed: int = 0, kind: Literal["steps", "problems"] =
     return list(found.values())
 
 
-# --- files of others -----------------------------------------------------------------------------
+# --- external files ------------------------------------------------------------------------------
 
 
 def load(path: str | os.PathLike[str], *, shown: int | None = 1) -> Tasks:

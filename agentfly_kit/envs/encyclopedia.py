@@ -43,7 +43,7 @@ MAX_HOPS = 3
 
 @dataclass(frozen=True)
 class Entry:
-    """One article: its title, its kind and its facts, pairs of relation and value."""
+    """One article: its title, its kind, and its facts as (relation, value) pairs."""
 
     title: str
     kind: str
@@ -66,7 +66,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The question in English, which names the last relation first."""
+        """The question in English, with the last relation first."""
         return "What is " + "".join(f"the {relation} of " for relation in reversed(self.relations)) + self.start + "?"
 
 
@@ -106,7 +106,7 @@ def _pairs(first: tuple[str, ...], second: tuple[str, ...], n: int, rng: random.
 
 
 def path(question: Question, world: int = 0) -> list[tuple[str, str, str]]:
-    """Return (title, relation, value) of each hop; the last value is the answer."""
+    """Return (title, relation, value) for each hop; the last value is the answer."""
     steps, title = [], question.start
     for relation in question.relations:
         value = dict(entries(world)[title].facts)[relation]
@@ -119,7 +119,7 @@ def path(question: Question, world: int = 0) -> list[tuple[str, str, str]]:
 def questions(world: int = 0) -> tuple[Question, ...]:
     """Return all questions of one to three hops that visit no entry twice, in random order.
 
-    Lengths alternate, a third each, until the rarest length is used up; the remaining questions follow.
+    Lengths one, two and three alternate until the rarest length is used up; the remaining questions follow.
     """
     by_length: dict[int, list[Question]] = {n: [] for n in range(1, MAX_HOPS + 1)}
     every = entries(world)

@@ -17,8 +17,8 @@ from typing import Any
 _LONGEST = 200
 _DIGITS = 400
 _POWER = 1000
-# Digits to which irrational values are computed and compared: more than twice _DIGITS, so that (1+sqrt(2))^n differs
-# from the nearest integer.
+# Number of digits used to compute and to compare irrational values. Both exceed twice _DIGITS, so that (1+sqrt(2))^n
+# differs from the nearest integer.
 _PRECISION, _COMPARED = 1000, 900
 _CONSTANTS = ("pi", "e")
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -43,7 +43,7 @@ def value(text: str) -> Any:
 
     `^` and `**` both mean power; `sqrt(...)`, `pi` and `e` are supported.
 
-    Raises:  NotArithmetic.
+    Raises:  NotArithmetic for any other text.
     """
     if len(text) > _LONGEST:
         raise NotArithmetic(f"the expression has {len(text)} characters; at most {_LONGEST} are read")
@@ -97,7 +97,7 @@ def _checked(number: Any) -> Any:
 
 
 def _sign(number: Any) -> int:
-    """Return the sign of a real number. SymPy's own properties may search for a proof without a time limit."""
+    """Return the sign of a real number. SymPy's own sign properties may search for a proof indefinitely."""
     if not number.is_Rational:
         number = number.evalf(15, maxn=_PRECISION)
         if abs(number) * 10**_COMPARED < 1:
@@ -134,7 +134,7 @@ def _bracketed(text: str) -> str:
 def same(a: str, b: str) -> bool | None:
     """Return True if two expressions have the same value, such as 2/4 and 1/2 or 8^(1/2) and 2*2^(1/2).
 
-    Rational values are compared exactly, others to 900 digits. None if one of them is not arithmetic.
+    Rational values are compared exactly, others to 900 digits. Returns None if either expression is not arithmetic.
     """
     try:
         one, other = value(a), value(b)

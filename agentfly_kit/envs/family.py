@@ -78,14 +78,14 @@ class Family:
     """Definition of a task family. Users call `tasks`, `agent`, `expert` and `random_agent`.
 
     Args:
-        what: Description in one sentence.
+        what: One-sentence description.
         max_tokens: Maximum tokens per action.
-        size: Number of tasks, in words.
+        size: Number of tasks, as text.
         needs: Modules that must be importable.
         programs: Programs that must be on PATH.
         install: Command that installs `needs` and `programs`.
         splits: Default number of tasks per split.
-        pool_size: Size of the pool of environments of an agent; further chains wait.
+        pool_size: Size of an agent's environment pool; chains wait while all instances are leased.
         acquire_timeout: How long a chain waits for an environment, in seconds.
     """
 
@@ -120,7 +120,7 @@ class Family:
         """Return the tasks of a split. The same seed gives the same tasks.
 
         Args:
-            n: number of tasks per split; by default that of `splits`, or all if there are fewer.
+            n: number of tasks per split; by default the number in `splits`, or all tasks if there are fewer.
             split: "train" or "test"; by default both.
             seed: selects the tasks.
             **options: further arguments of the family's function `rows`.
@@ -152,7 +152,7 @@ class Family:
 
         Args:
             engine: an engine, or a policy, which is then sampled with a `LocalEngine`.
-            chat: the chat of the engine's model; by default that of the policy.
+            chat: the chat of the engine's model; by default the policy's chat.
             **settings: as for `af.envs.agent`; max_turns, size, acquire_timeout and sampling default to the family's
                 values.
 
@@ -176,11 +176,11 @@ class Family:
         return base.agent(self.environment, engine, chat=chat, **settings)
 
     def expert(self, **settings: Any) -> Agent:
-        """Create an agent that solves the tasks with a scripted player: an upper bound on the reward."""
+        """Create an agent whose scripted player solves the tasks. Its reward is an upper bound."""
         return self._played(self.expert_player, settings)
 
     def random_agent(self, **settings: Any) -> Agent:
-        """Create an agent whose scripted player makes random calls and answers: the chance level of the reward."""
+        """Create an agent whose scripted player makes random calls and answers. Its reward is the chance level."""
         return self._played(self.random_player, settings)
 
     def _played(self, player: ScriptedPlayer, settings: dict[str, Any]) -> Agent:
@@ -212,12 +212,12 @@ def first_world(split: str, seed: int) -> int:
 
 
 def hash_split(key: str, share: float = 0.2) -> str:
-    """Return the split that a text belongs to: "test" for the given share of all texts, else "train"."""
+    """Derive a split from a text: "test" for the fraction `share` of all texts, else "train"."""
     return "test" if random.Random(key).random() < share else "train"
 
 
 def shipped_rows(name: str, n: int, split: str, seed: int) -> list[dict[str, Any]]:
-    """Return the first n tasks of a shipped set as rows; a seed other than 0 samples n of them in random order."""
+    """Return the first n tasks of a shipped set as rows, or n random tasks of the set if seed is not 0."""
     shipped = task_sets.load_tasks(name).split(split)
     chosen = shipped[:n] if seed == 0 else shipped.sample(min(n, len(shipped)), seed)
     return [{"id": t.id, "messages": [dict(m) for m in t.messages], **t.fields} for t in chosen]
@@ -235,7 +235,7 @@ def existing_file(path: str | os.PathLike[str], hint: str) -> Path:
 
 
 def int_field(task: Task, name: str, minimum: int = 0) -> int:
-    """Return an integer field of a task. Raise TaskError if it is missing, no integer or less than `minimum`."""
+    """Return an integer field of a task. Raise TaskError if it is missing, not an integer, or less than `minimum`."""
     given = task.fields.get(name)
     if isinstance(given, bool) or not isinstance(given, int) or given < minimum:
         has = f"is {given!r}" if name in task.fields else "is missing"

@@ -1,4 +1,4 @@
-"""Adapters from and to Gymnasium environments. Requires `pip install gymnasium`."""
+"""Adapters to and from Gymnasium environments. Requires `pip install gymnasium`."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def from_gymnasium(
             return ToolResult(True, show(self.observation), reward=float(gain))
 
         def reward(self) -> dict[str, float]:
-            # The rewards of the steps are turn rewards already and must not be counted again.
+            # Step rewards are already counted as turn rewards.
             return {"reward": 0.0, "total": self.total, "success": float(self.total > 0)}
 
         def close(self) -> None:
@@ -181,7 +181,7 @@ def _call(action: str) -> ToolCall | None:
 
 
 class _Loop:
-    """Event loop on a separate thread. Gymnasium is synchronous, and in a notebook the main thread's loop is busy."""
+    """Event loop on a separate thread. Gymnasium is synchronous, and a notebook's main thread already runs a loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

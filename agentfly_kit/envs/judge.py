@@ -28,7 +28,7 @@ __all__ = ["Criterion", "Judge", "Judgement", "Ranking", "Rubric", "scripted"]
 
 # --- scripted judge ------------------------------------------------------------------------------
 
-# Functions (text, argument) -> score from 0 to 1, by the name used in a criterion's field `check`.
+# Name in a criterion's `check` field -> function (text, argument) that returns a score from 0 to 1.
 _CHECKS: dict[str, Callable[[str, Any], float]] = {
     "says": lambda text, word: float(
         re.search(rf"(?<!\w){re.escape(str(word))}(?!\w)", text, re.IGNORECASE) is not None
@@ -48,7 +48,7 @@ def scripted(question: Task, attempt: int) -> str:
     Raises:  SettingsError for a rubric without checks.
     """
     rows = _checked(question)
-    # Like a model, read the answers from the prompt, between the marks.
+    # Read the answers from the prompt, between the delimiters, as a model would.
     shown = str(question.messages[-1]["content"])
     mark = re.findall(r"the mark ([0-9a-f]{16})", str(question.messages[0]["content"]))[0]
     parts = [html.unescape(part.strip("\n")) for part in shown.split(mark)[1::2]][1:]
@@ -66,7 +66,7 @@ def scripted(question: Task, attempt: int) -> str:
 
 
 def _checked(task: Task) -> Sequence[Mapping[str, Any]]:
-    """Return the rubric of a task, or raise SettingsError if a row has no check."""
+    """Return the rubric of a task, or raise SettingsError if a criterion has no check."""
     rows = task.fields.get("rubric")
     if not isinstance(rows, Sequence) or not all(
         isinstance(row, Mapping) and _is_check(row.get("check")) for row in rows
@@ -117,7 +117,7 @@ class Written:
         return f"{len(text.split())} words, {len(text.strip().splitlines())} lines"
 
     async def reward(self, final: str | None, trajectory: Any) -> dict[str, float]:
-        """Return the judge's score from 0 to 1 and the points per criterion. Success means full points; no answer is 0.
+        """Return the judge's score (0 to 1; 0 if unanswered), the points per criterion, and `success` for full points.
 
         Raises:  RewardError, which leaves the chain unscored, if the judge's output cannot be parsed.
         """

@@ -1,10 +1,10 @@
 """LLM as a judge: score an answer with a rubric, or rank several answers to the same task. Works with any engine.
 
-Answers are treated as untrusted data: they are enclosed in marks that they cannot predict and escaped, so that no part
-of them can be parsed as a tag, a turn of the conversation or a verdict. If the judge's output cannot be parsed, the
-question is repeated; after the last attempt the answer is left unscored, with the reason, and never scored 0.
+Answers are treated as untrusted data: they are escaped and enclosed in unpredictable delimiters, so that no part of an
+answer can be parsed as a tag, a chat turn or a verdict. If the judge's output cannot be parsed, the judge is queried
+again. After the last attempt the answer is left unscored, with the reason, rather than scored 0.
 
-Source:  scoring by a rubric and in pairs, and position bias: Zheng et al., "Judging LLM-as-a-judge", arXiv 2306.05685.
+Source:  rubric scoring, pairwise comparison, position bias: Zheng et al., "Judging LLM-as-a-judge", arXiv 2306.05685.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Criterion:
     Args:
         name: Identifier of letters, digits and underscores, which the judge writes next to the points.
         what: Description of an answer that deserves full points.
-        weight: Weight in the mean of all criteria; above 0.
+        weight: Weight in the mean of all criteria; must be positive.
     """
 
     name: str
@@ -96,8 +96,8 @@ class Rubric:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Verdict on one answer: the score from 0 to 1, or None with the reason in `why`; the points per criterion, scaled
-    to 0 to 1; and the judge's outputs, one per attempt.
+    """Verdict on one answer. `score` is from 0 to 1, or None with the reason in `why`. `points` maps each criterion to
+    its points, scaled to 0 to 1. `outputs` contains the judge's output for each attempt.
     """
 
     score: float | None
@@ -111,12 +111,12 @@ class Ranking:
     """Comparison of several answers to one task.
 
     Attributes:
-        scores: Score per answer, in the order given. Pairwise: the fraction of the other answers that it beats, a tie
-            counting half. Listwise: 1 for the first rank, 0 for the last. None if no comparison of the answer could be
-            parsed.
-        comparisons: Number of calls of the judge that gave a verdict.
-        failed: Number of calls without a verdict.
-        inconsistent: Number of pairs whose verdict depended on the order in which they were shown; they count as ties.
+        scores: Score per answer, in the order given. Pairwise: the fraction of the other answers that this answer
+            beats, counting ties as half. Listwise: 1 for the first rank, 0 for the last. None if no verdict on the
+            answer could be parsed.
+        comparisons: Number of judge queries that returned a verdict.
+        failed: Number of judge queries that did not.
+        inconsistent: Number of pairs whose verdict depended on the order of presentation; such pairs count as ties.
         why: Reason for the first failure.
     """
 
@@ -201,7 +201,7 @@ def _last(text: str, tag: str) -> str | None:
     return found[-1] if found else None
 
 
-# Parser of the judge's output: (verdict, ""), or (None, reason).
+# Function that parses the judge's output and returns (verdict, ""), or (None, reason).
 _Reader: TypeAlias = Callable[[str], tuple[Any, str]]
 # (verdict or None, reason if None, outputs of all attempts).
 _Verdict: TypeAlias = tuple[Any, str, tuple[str, ...]]
@@ -223,11 +223,11 @@ class Judge:
         chat: the chat of the engine's model. Optional if the engine has a policy, or takes messages or a task instead
             of token ids.
         rubric: a Rubric, {name: description of full points}, or rows; by default each task's field `rubric`.
-        attempts: maximum number of attempts per question, each with a new seed, until the output can be parsed.
+        attempts: maximum number of attempts per query to get an output that can be parsed; each uses a new seed.
         timeout: time limit per attempt, in seconds.
-        sampling: sampling settings; by default 512 tokens at temperature 1 for engines with exact token ids, else 0.
-        max_chars: longer answers are shortened in the middle.
-        seed: seed of the sampling and of the marks.
+        sampling: sampling settings; by default 512 tokens, at temperature 1 with exact token ids and 0 otherwise.
+        max_chars: answers longer than this are truncated in the middle.
+        seed: seed for the sampling and the delimiters.
 
         judge = af.envs.judge.Judge(af.OpenAIEngine(url, model), rubric={"short": "At most ten words."})
         agent = af.Agent(engine, chat=chat, reward=judge.reward())                 # each answer by itself
@@ -316,16 +316,16 @@ class Judge:
     ) -> Ranking:
         """Rank several answers to one task. Failures of the judge are reported in the Ranking, not raised.
 
-        Every question is asked twice, with the answers in reverse order the second time. If the verdicts on a pair
-        contradict each other, position decided rather than content, and the pair is a tie. Equal answers are shown once
-        and share a score; None (no answer) is not shown and scores 0.
+        Every query is made twice, the second time with the answers in reverse order. If the two verdicts on a pair
+        contradict each other, position decided rather than content, and the pair counts as a tie. Equal answers are
+        shown once and share a score; None (no answer) is not shown and scores 0.
 
         Args:
             task: the task.
-            answers: the answers, None for a missing one.
-            how: "pairwise" asks n * (n - 1) questions, "listwise" two.
+            answers: the answers; None for a missing answer.
+            how: "pairwise" makes n * (n - 1) queries, "listwise" two.
 
-        Raises:  SettingsError for another value of `how`.
+        Raises:  SettingsError for any other value of `how`.
         """
         if how not in ("pairwise", "listwise"):
             raise SettingsError(f"how must be 'pairwise' or 'listwise', got {how!r}")
@@ -348,7 +348,7 @@ class Judge:
         for i, j in places:
             there, back = verdicts[i, j][0], verdicts[j, i][0]
             if there is None or back is None or i > j:
-                continue  # a verdict in one order only may be due to position bias
+                continue  # a verdict from only one order may be due to position bias
             same = there == 1 - back
             inconsistent += not same
             value = there if same else 0.5
@@ -383,7 +383,7 @@ class Judge:
                 continue
             for place, number in enumerate(numbers):
                 placed[order[number - 1]].append(place)
-        if failures:  # a verdict in one order only may be due to position bias
+        if failures:  # a verdict from only one order may be due to position bias
             return Ranking((None,) * n, 2 - len(failures), len(failures), 0, failures[0])
         return Ranking(tuple(1 - sum(p) / len(p) / (n - 1) for p in placed), 2)
 
@@ -420,7 +420,7 @@ class Judge:
     # --- asking
 
     def rubric_of(self, task: Task) -> Rubric:
-        """Return the judge's rubric, or that of the task. Raise SettingsError if there is none or it is invalid."""
+        """Return the judge's rubric, or else the task's. Raise SettingsError if there is none, or if it is invalid."""
         if self.rubric is not None:
             return self.rubric
         if "rubric" not in task.fields:
@@ -433,7 +433,7 @@ class Judge:
         return "\n".join(["Look at:", *(f"- {c.what}" for c in self.rubric_of(task).criteria), "", ""])
 
     def _mark(self, *parts: Any) -> str:
-        """Return a delimiter that occurs in none of the texts, derived from the judge's seed and all of them."""
+        """Return a delimiter that occurs in none of the `parts`, derived from the judge's seed and the parts."""
         texts = [part if isinstance(part, str) else repr(part.messages) for part in parts]
         number = 0
         while True:
@@ -451,7 +451,7 @@ class Judge:
     async def _verdict(
         self, task: Task, answers: Mapping[str, str], instruction: str, read: _Reader, shown: Mapping[str, Any]
     ) -> _Verdict:
-        """Show the task and the titled answers to the judge, until `read` can parse its output."""
+        """Query the judge with the task and the titled answers until `read` can parse its output."""
         mark = self._mark(task, *answers.values())
         conversation = "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in task.messages)
         sections = {"The task was": conversation, **answers}
@@ -472,7 +472,7 @@ class Judge:
                 value, why = read(text)
                 if value is not None:
                     return value, "", tuple(outputs)
-            except Exception as error:  # an error of the engine; CancelledError is not an Exception and passes through
+            except Exception as error:  # an engine error; CancelledError is not an Exception
                 why = f"{type(error).__name__}: {error}"[:500]
         times = f"{self.attempts} attempts" if self.attempts > 1 else "1 attempt"
         return None, f"after {times}: {why}", tuple(outputs)

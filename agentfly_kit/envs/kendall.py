@@ -12,7 +12,7 @@ from typing import Any
 def tau(a: Sequence[Any], b: Sequence[Any]) -> float:
     """Return Kendall's tau-b: (concordant - discordant pairs) / sqrt(untied pairs of a * untied pairs of b).
 
-    Shapes:  two sequences of one length n, each of values that can be ordered.
+    Shapes:  two sequences of equal length n, each with values that can be ordered.
     Units:   -1 to 1; NaN if all values of one sequence are equal.
     Source:  Kendall, "The treatment of ties in ranking problems", Biometrika 33 (1945).
     """

@@ -77,7 +77,7 @@ def question(facts: Store, rng: random.Random) -> Question:
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Generate rows {"id", "question", "answer", "world"}. Each has its own world; the splits share none."""
+    """Generate rows {"id", "question", "answer", "world"}. Each row has its own world. The splits share no world."""
     found = []
     for i in range(n):
         world = first_world(split, seed) + i
@@ -89,7 +89,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 class Lookup:
-    """Environment with the store of facts of one task."""
+    """Environment for one task, with its store of facts."""
 
     def check_task(self, task: Task) -> None:
         """Raise TaskError if the field `world` is not an integer or the answer is not a string."""

@@ -15,7 +15,7 @@ from agentfly_kit.tools.context import Context
 from agentfly_kit.types import Message, Task
 
 _LONGEST = 500
-# math-verify's own time limits need signals, which work only in the main thread; it warns if they are disabled.
+# math-verify's own time limits need signals, which work only in the main thread. Disabling these limits logs a warning.
 _VERIFY = """
 import logging
 from math_verify import parse, verify
@@ -40,9 +40,9 @@ class Math(Calculator):
     async def reward(self, final: str | None, answer: str | float, context: Context) -> float:  # type: ignore[override]
         """Return 1 if the final text is equivalent to the answer, else 0.
 
-        Exact values are compared first, then the strings. If one side is not arithmetic, math-verify decides if it is
-        installed (`pip install "agentfly_kit[envs]"`), for answers of at most 500 characters. It also understands sets,
-        intervals and LaTeX, and runs in a sandbox.
+        Exact values are compared first, then the strings. If either side is not arithmetic and math-verify is installed
+        (`pip install "agentfly_kit[envs]"`), math-verify compares answers of at most 500 characters in a sandbox. It
+        also understands sets, intervals and LaTeX.
         """
         if final is None:
             return 0.0

@@ -52,11 +52,11 @@ class Grid:
         return found
 
     def ways(self, cell: Cell) -> list[str]:
-        """Return the open directions in a fixed order: set order varies between processes and would change the maze."""
+        """Return the open directions in a fixed order. Set order varies between processes and would change the maze."""
         return [way for way in STEPS if way in self.open[cell]]
 
     def toward(self, cell: Cell) -> str:
-        """Return the direction of the shortest path to the exit."""
+        """Return the first direction on the shortest path to the exit."""
         return min(self.ways(cell), key=lambda way: self.away[beside(cell, way)])
 
 
@@ -68,11 +68,11 @@ def beside(cell: Cell, way: str) -> Cell:
 
 
 class Maze:
-    """Environment of one walk through one maze.
+    """Environment for one walk through one maze.
 
     Args:
-        shaped: if true, each step's turn reward is the progress that it makes; the rewards of any walk from start to
-            exit sum to 1, including detours. Otherwise only reaching the exit is rewarded, with 1.
+        shaped: if true, each step's turn reward is its progress toward the exit; the turn rewards of any walk from
+            start to exit sum to 1, even with detours. Otherwise the reward is 1 for reaching the exit.
     """
 
     def __init__(self, shaped: bool = False) -> None:
@@ -113,7 +113,7 @@ class Maze:
         return ToolResult(True, text, reward=nearer if self.shaped else None)
 
     async def reward(self) -> dict[str, float]:
-        """Sparse: 1 on reaching the exit. Shaped: 0 here, since each step was rewarded. `success` is 1 at the exit."""
+        """Return 1 at the exit, else 0; always 0 if `shaped`, as each step was rewarded. `success` is 1 at the exit."""
         return {"reward": 0.0 if self.shaped else float(self.done), "success": float(self.done), "steps": self.steps}
 
     async def fork(self, into: Maze) -> None:

@@ -33,7 +33,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of one line, numbered from 1: `right` is the original, `broken` the mutated line."""
+    """A change to one line. Lines are numbered from 1; `right` is the original line, `broken` the mutated line."""
 
     line: int
     right: str
@@ -45,7 +45,7 @@ class Mutation:
 
 
 def mutations(source: str) -> list[Mutation]:
-    """Return all mutations of a Python source after which it still compiles, in the order of lines.
+    """Return all mutations of a Python source that still compile, in line order.
 
     Raises:  SyntaxError if `source` is not valid Python.
     """
@@ -103,7 +103,7 @@ def _edits(tree: ast.AST, lines: list[str]) -> Iterator[tuple[str, int, int, int
 def _between(
     kind: str, left: ast.expr, right: ast.expr, old: str, new: str, lines: list[str]
 ) -> Iterator[tuple[str, int, int, int, str]]:
-    """Yield the replacement of the operator between two operands that are on one line."""
+    """Yield the edit that replaces the operator between two operands on the same line."""
     if left.end_lineno != right.lineno or left.end_col_offset is None:
         return
     line, start = right.lineno, left.end_col_offset

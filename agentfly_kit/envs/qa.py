@@ -11,7 +11,7 @@ from typing import Any
 from agentfly_kit.errors import SettingsError
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-# Task fields that may contain the reference answers: one string, or a list of equally good ones.
+# Task fields that may contain the reference answers: one string, or a list of equally good strings.
 FIELDS = ("answers", "golden_answers", "answer")
 
 
@@ -31,7 +31,7 @@ def exact_match(response: str, answers: Iterable[str]) -> float:
 
 
 def f1(response: str, answers: Iterable[str]) -> float:
-    """Return the maximum over the answers of the F1 score of words, counted with multiplicity.
+    """Return the highest word-level F1 score over the answers, counting repeated words.
 
     If one side has no words, the score is 1 if both have none, else 0.
     """
@@ -46,7 +46,7 @@ def _f1(response: list[str], answer: list[str]) -> float:
 
 
 def extract_answer(final: str | None) -> str | None:
-    """Return the content of the last <answer> tag in the final text, or the whole text without one; None for None."""
+    """Return the content of the last <answer> tag, or the whole text if there is no tag; None if `final` is None."""
     if final is None:
         return None
     for part in reversed(final.split("</answer>")[:-1]):  # a regular expression would take quadratic time

@@ -1,7 +1,7 @@
 """reasoning_gym: questions and verifiers of the reasoning_gym package, with a calculator tool.
 
-`tasks(n, split, datasets=("chain_sum", "gcd"))` selects from its hundred datasets. Each answer is scored by the
-dataset's own verifier, which may give partial credit.
+`tasks(n, split, datasets=("chain_sum", "gcd"))` selects from the package's hundred datasets. Each answer is scored by
+the dataset's own verifier, which may give partial credit.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ReasoningGym(Calculator):
         question_text: str,
         context: Context,
     ) -> float:
-        """Return the verifier's score of the final text, from 0 to 1; 0 without an answer or for a very long one."""
+        """Return the verifier's score of the final text, from 0 to 1; 0 if there is no answer or it is very long."""
         if final is None or len(final) > _LONGEST:
             return 0.0
         entry = {"question": question_text, "answer": answer, "metadata": metadata}

@@ -1,7 +1,7 @@
-"""repo: repair a bug in a small repository, with file tools and a shell. The reward is that all its tests pass.
+"""repo: repair a bug in a small repository, with file tools and a shell. The reward is 1 if all its tests pass.
 
-Each chain works in its own folder, in a FileSandbox. Grading is independent of that folder: the reward reads the
-program's files from it, and a Grader runs the original tests, including hidden ones, against them in fresh processes.
+Each chain works in its own folder, in a FileSandbox. Grading does not happen in that folder: the reward reads the
+program's files, and a Grader runs the original tests, including hidden ones, against these files in fresh processes.
 Edited tests, a conftest.py or a patched assert therefore have no effect.
 
     tasks = af.envs.repo.tasks()                     # bugs in the included repository `stall`
@@ -9,8 +9,8 @@ Edited tests, a conftest.py or a patched assert therefore have no effect.
 
 A repository is a folder with `tests/test_*.py` (functions test_..., plain asserts) and optionally `hidden/` with tests
 that the chain cannot see. A task has three fields: `repository`, a folder (by default the included one); `bugs`, the
-lines to break before the chain starts; and `failing`, the tests that fail because of them. Instead of the first two it
-may have `files` and `tests`, each {path: text}.
+lines to break before the chain starts; and `failing`, the tests that fail because of them. Instead of `repository` and
+`bugs`, a task may have `files` and `tests`, each {path: text}.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ Texts = dict[str, str]
 
 _HELD_BACK = "hidden/"
 _MOST_FILES, _MOST_BYTES = 500, 2**21
-# Maximum length of a file whose imports are looked at.
+# Maximum length, in characters, of a file that is parsed for imports.
 _LONGEST_SOURCE = 200_000
 
 
 @dataclass(frozen=True)
 class Repository:
-    """A program and its tests, tests/test_*.py and hidden/test_*.py. `files` are all other files."""
+    """A program and its tests, tests/test_*.py and hidden/test_*.py. `files` contains all other files."""
 
     files: Mapping[str, str]
     tests: Mapping[str, str]
@@ -109,9 +109,9 @@ class Repository:
         return found
 
     def reached_by(self, files: Mapping[str, str]) -> frozenset[str]:
-        """Return the paths of the tests that import a file in which `files` differs from the repository.
+        """Return the paths of the tests that import a file whose content in `files` differs from the repository's.
 
-        If files were added or removed, or imports changed, these are all tests.
+        Return all tests if files were added or removed, or imports changed.
         """
         own = {path: text for path, text in self.files.items() if path.endswith(".py")}
         differ = {path for path, text in files.items() if own.get(path) != text}
@@ -254,7 +254,7 @@ async def grade(
     if not cases:
         return {}
     texts = {path: repository.tests[path] for path, _ in cases}
-    # Wrapped in exec, so that the names that it defines are not taken for names of the submission.
+    # Wrap the setup in exec, so that names it defines are not mistaken for names of the submission.
     setup = f"exec({f'files = {texts!r}' + _LOAD!r}, globals())"
     found: Grade = await grader.grade(
         "",
@@ -279,7 +279,7 @@ class Repo(SandboxEnvironment):
     """Environment with a working copy of a repository and the tests of its task.
 
     Args:
-        seconds: time limit of one shell command.
+        seconds: time limit for one shell command.
         **sandbox: settings of `FileSandbox`: isolation, memory_mb, disk_mb, ...
     """
 
@@ -291,7 +291,7 @@ class Repo(SandboxEnvironment):
         self._repository = Repository({}, {})
         self._used = False
         self.done = False
-        # Number of file changes by tools, minus those undone.
+        # Number of file changes made by tools and not undone.
         self.edits = 0
 
     def check_task(self, task: Task) -> None:
@@ -408,7 +408,7 @@ class Repo(SandboxEnvironment):
                 continue
             try:
                 text = await self._sandbox.read(name)
-            except ToolError:  # a link out of the folder, a device, a binary or too long file: not part of the program
+            except ToolError:  # skip links out of the folder, devices, binary and overlong files
                 continue
             size += len(text)
             if len(found) >= _MOST_FILES or size > _MOST_BYTES:
@@ -419,9 +419,9 @@ class Repo(SandboxEnvironment):
     async def reward(self, grader: Grader, failing: Sequence[str] = ()) -> dict[str, float]:
         """Return 1 if all tests pass, including hidden ones, else 0.
 
-        The folder is graded as the chain left it, submitted or not. Further metrics: fixed, the fraction of initially
-        failing tests that pass now; kept, the fraction of the other tests that still pass (tests that were not run
-        count as unchanged: if the bug is not fixed, the remaining ones are skipped); edits; submitted.
+        The folder is graded as the chain left it, submitted or not. Additional metrics: fixed (fraction of initially
+        failing tests that now pass), kept (fraction of the other tests that still pass), edits and submitted. If the
+        bug is not fixed, the remaining tests are skipped and count as unchanged.
         """
         was = self._repository
         now = await self.sources()
@@ -430,13 +430,13 @@ class Repo(SandboxEnvironment):
         only = was.reached_by(now) if first else frozenset(was.tests)
         results = {f"{path}::{name}": f"{path}::{name}" not in first for path, name in was.cases}
         others = {path: text for path, text in was.files.items() if not path.endswith(".py")}
-        # The test files in which tests failed are run first: if the bug is not fixed, the others need not be run.
+        # Run the files of initially failing tests first: if the bug is not fixed, the other files need not be run.
         mended = {name.partition("::")[0] for name in first}
         for paths in (only & mended, only - mended):
             graded = await grade(grader, was, others | now, only=paths)
             results |= {name: why is None for name, why in graded.items()}
             if not all(results[name] for name in first & results.keys()):
-                break  # the reward is 0 already
+                break  # the reward is already 0
         fixed = [passed for name, passed in results.items() if name in first]
         kept = [passed for name, passed in results.items() if name not in first]
         good = all(fixed) and all(kept)
@@ -486,7 +486,7 @@ def _shipped_bugs() -> tuple[dict[str, Any], ...]:
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Generate rows {"id", "question", "bugs", "failing"} with one bug in `stall`, every third with two in two files.
+    """Generate rows {"id", "question", "bugs", "failing"} with one bug in `stall`. Every third has two, in two files.
 
     The splits are disjoint by line: a line that is broken in one split is not broken in the other.
     """
@@ -533,7 +533,7 @@ def _question(bugs: Sequence[Mapping[str, Any]]) -> str:
 async def bugs(
     folder: str | Path | None = None, *, most: int = 3, grader: Grader | None = None, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Generate single-line bugs in a repository that its visible tests detect.
+    """Generate single-line bugs that the repository's visible tests detect.
 
     Takes about a third of a second per bug.
 
@@ -543,7 +543,7 @@ async def bugs(
         grader: runs the tests; by default a temporary one.
         seed: seed of the sampling.
 
-    Returns: rows for `af.tasks_from`, in the order of lines.
+    Returns: rows for `af.tasks_from`, in line order.
     Raises:  SettingsError if a test fails in the unchanged repository.
     """
     whole, place = repository(folder), os.path.abspath(folder or ".")  # noqa: ASYNC240 - it touches no disk
@@ -565,7 +565,7 @@ async def bugs(
                 failing = [name for name, why in results.items() if why is not None]
                 shown = [name for name in failing if not name.startswith(_HELD_BACK)]
                 if not shown:
-                    continue  # no visible test detects it
+                    continue  # no visible test detects this bug
                 row = {"id": f"{path}-{number:03}", **bug, "kind": change.kind, "failing": failing}
                 row["says"] = _failure_line(shown[0], results[shown[0]] or "", whole.tests[shown[0].partition("::")[0]])
                 if folder is not None:

@@ -23,7 +23,7 @@ STOP = frozenset(
 
 
 def words(text: str) -> list[str]:
-    """Tokenize into lower-case words and numbers without stop words and plural s, like Lucene's English analyzer."""
+    """Tokenize into lower-case words and numbers, dropping stop words and plural s, like Lucene's English analyzer."""
     found = (w for w in re.findall(r"\w+", text.lower()) if w not in STOP)
     return [w[:-1] if len(w) > 3 and w.endswith("s") and not w.endswith("ss") else w for w in found]
 
@@ -99,8 +99,8 @@ def _vectors(embed: Embed, texts: list[str]) -> Any:
 def embedding(model: str | Path | Embed, *, max_tokens: int = 256) -> Embed:
     """Return an embedding function: `model` itself if it is callable, else one that uses a transformers model.
 
-    The embedding of a text is then the mean of the model's last hidden states over its tokens, at most `max_tokens`.
-    Nothing is downloaded.
+    A transformers model embeds a text as the mean of the last hidden states of its first `max_tokens` tokens. Nothing
+    is downloaded.
 
     Raises:  SettingsError if the folder does not contain a loadable model.
     """

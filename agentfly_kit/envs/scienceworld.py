@@ -1,8 +1,8 @@
 """scienceworld: thirty kinds of experiment in a house, simulated by the scienceworld package and its Java process.
 
 Each chain needs a Java process, which takes seconds to start and hundreds of megabytes. Keep a few in a pool and let
-chains wait for them. `agent(...)` creates such a pool. With your own,
-`pool=af.Pool(af.envs.scienceworld.ScienceWorld, size=4, min_idle=4)`, several agents share the running processes.
+chains wait for them. `agent(...)` creates such a pool. To share the running processes among agents, pass
+`pool=af.Pool(af.envs.scienceworld.ScienceWorld, size=4, min_idle=4)` to each.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ VARIATIONS: Mapping[str, int] = {
 }
 KINDS = tuple(VARIATIONS)
 INSTALL_JAVA = "apt-get install default-jre-headless (Debian, Ubuntu), or any Java 8 or newer"
-# Default limit of the package on commands per task.
+# Default maximum number of commands per task, as in the scienceworld package.
 STEPS = 100
 # Simplifications of the simulator; "easy" enables all that the kind of task allows.
 SIMPLIFICATIONS = ("openContainers", "openDoors", "noElectricalAction", "selfWateringFlowerPots", "teleportAction")
@@ -96,14 +96,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _launch(jar: str, options: Sequence[str]) -> tuple[int, str, subprocess.Popen[bytes]]:
     """Start the Java process and return its port, its authentication token and the process.
 
-    py4j's launch_gateway leaks the process and its pipes if Java prints no port.
+    Replaces py4j's launch_gateway, which leaks the process and its pipes if Java prints no port.
     """
     from py4j.java_gateway import find_jar_path
 
     process = subprocess.Popen(
         [
-            # The process ends when its standard input is closed, so it does not outlive this one. Clients of the local
-            # port can run arbitrary code, hence the authentication.
+            # The Java process exits when its standard input is closed, so it does not outlive Python. Authentication is
+            # needed because clients of the local port can run arbitrary code.
             "java", "-classpath", os.pathsep.join((find_jar_path(), jar)), *options, "py4j.GatewayServer",
             "--die-on-broken-pipe", "--enable-auth", "0",
         ],
@@ -120,8 +120,8 @@ def _launch(jar: str, options: Sequence[str]) -> tuple[int, str, subprocess.Pope
 
 
 def _drain(output: IO[bytes]) -> None:
-    """Discard the output of the process, which would block once the pipe is full."""
-    with contextlib.suppress(OSError, ValueError):  # closed
+    """Discard the output of the process, which would otherwise block once the pipe is full."""
+    with contextlib.suppress(OSError, ValueError):  # the pipe is closed
         while output.read(65536):
             pass
 
@@ -176,7 +176,7 @@ class Simulator:
             wanted = GatewayParameters(auto_field=True, port=port, auth_token=token)
             self.gateway = JavaGateway(_client(wanted, self.process), gateway_parameters=wanted)
             self.server: Any = self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
-        except ValueError as error:  # it did not print a port
+        except ValueError as error:  # Java did not print a port
             raise SandboxError(
                 "ScienceWorld's `java` ended before it was ready: check that `java -version` is 8 or newer and that "
                 f"memory_mb={memory_mb} is available; to install a newer one: {INSTALL_JAVA}"
@@ -216,20 +216,20 @@ class Simulator:
 
 
 class ScienceWorld:
-    """Environment of one task in a Java process, which is reused from chain to chain.
+    """Environment for one task, simulated by a Java process that is reused across chains.
 
     Args:
         memory_mb: size of the Java heap; the process needs about 100 MB more.
         steps: maximum number of commands per task.
         simplification: "easy", or names of `SIMPLIFICATIONS` separated by commas.
-        gold: let the simulator solve each task first. Takes seconds, for some kinds half a minute.
+        gold: let the simulator solve each task first. Takes seconds, or half a minute for some kinds.
     """
 
     def __init__(self, memory_mb: int = 512, steps: int = STEPS, simplification: str = "", gold: bool = False) -> None:
         check_int("memory_mb", memory_mb, 128)
         check_int("steps", steps, 1)
         names = [] if simplification in ("", "easy") else simplification.split(",")
-        if not set(names) <= set(SIMPLIFICATIONS):  # otherwise the simulator would report it in an observation
+        if not set(names) <= set(SIMPLIFICATIONS):  # the simulator would report this only in an observation
             raise SettingsError(
                 f"simplification must be 'easy' alone, or comma-separated names from {', '.join(SIMPLIFICATIONS)}; got "
                 f"{simplification!r}"
@@ -246,7 +246,7 @@ class ScienceWorld:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the Java process; None before it was started."""
+        """Process id of the Java process; None before it is started."""
         return None if self._simulator is None else int(self._simulator.process.pid)
 
     def kill(self) -> None:
@@ -265,7 +265,7 @@ class ScienceWorld:
         try:
             return await asyncio.to_thread(getattr(simulator, method), *given)
         except Exception as error:
-            await asyncio.sleep(0.05)  # the exit of the process is visible only a moment later
+            await asyncio.sleep(0.05)  # a process exit takes a moment to become visible
             if not simulator.alive:
                 heap = f"; its heap of memory_mb={self.memory_mb} may have been too small"
                 raise SandboxError(f"ScienceWorld's Java process has ended{heap}") from error
@@ -403,7 +403,7 @@ tasks, agent, random_agent = family.tasks, family.agent, family.random_agent
 
 
 def expert(**settings: Any) -> Agent:
-    """Create an agent that follows the simulator's own solutions, of up to 178 commands."""
+    """Create an agent that follows the simulator's own solutions, which have up to 178 commands."""
     if "pool" not in settings:
         settings["options"] = {"gold": True, "steps": 250, **(settings.get("options") or {})}
     return family.expert(**{"max_turns": 250, **settings})

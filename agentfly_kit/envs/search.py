@@ -32,7 +32,7 @@ from agentfly_kit.types import Message, Task
 
 Metric = Literal["em", "f1"]
 
-# Options with which the shipped policy was trained: `agent(af.tiny.policy("search"), options=BRIEF)`.
+# Options used to train the shipped policy: `agent(af.tiny.policy("search"), options=BRIEF)`.
 BRIEF: dict[str, Any] = {"brief": True, "topk": 1}
 
 
@@ -119,9 +119,9 @@ class Search:
         topk: number of documents per search.
         dense: an embedding: a function from strings to vectors, or the folder of a transformers model. By default BM25
             is used.
-        metric: the score that is the reward, "em" or "f1".
+        metric: the score used as the reward, "em" or "f1".
         brief: for small models: show a snippet of each document instead of "Doc 1(Title: ...)" and its text. The
-            snippet is the clause that shares most words with the query, not counting words of the title.
+            snippet is the clause that shares the most words with the query, not counting words of the title.
     """
 
     def __init__(
@@ -183,10 +183,10 @@ class Search:
         return "\n".join(f'Doc {i}(Title: "{d.title}") {d.text}' for i, d in enumerate(found, 1))
 
     def reward(self, final: str | None) -> dict[str, float]:
-        """Score the content of the last <answer> tag, or the whole final text, with `em` and `f1`; no answer is 0.
+        """Score the last <answer> tag, or the whole final text, with `em` and `f1`. A missing answer scores 0.
 
-        Further metrics: `answered`; `searched`, the number of searches; and `found`, the fraction of the needed
-        documents that were shown.
+        Additional metrics: `answered`, `searched` (number of searches) and `found` (fraction of the needed documents
+        that were shown).
         """
         response = qa.extract_answer(final)
         em, f1 = (
@@ -204,7 +204,7 @@ class Search:
 
 
 def snippet(document: Document, query: str) -> str:
-    """Return the clause of the document that shares most words with the query, not counting words of the title.
+    """Return the clause of the document that shares the most words with the query, not counting words of the title.
 
     Return the whole text if no clause shares a word.
     """

@@ -1,9 +1,9 @@
 """sql: questions about a database, answered with queries. Each chain has its own sqlite or DuckDB database.
 
-Observation and reward are those of InterCode: the rows of the last query as a list of tuples, and their agreement with
-the rows of the task's reference query. The built-in tasks have small generated databases; `load` reads the files of
-Spider and InterCode. Your own tasks need the field `gold`, a query, and either `script`, SQL statements, or `database`,
-a sqlite file.
+Observation and reward follow InterCode: the rows of the last query as a list of tuples, and their agreement with the
+rows of the task's reference query. The built-in tasks have small generated databases; `load` reads the files of Spider
+and InterCode. Your own tasks need the field `gold` (a query) and either `script` (SQL statements) or `database` (a
+sqlite file).
 
     af.envs.sql.agent(engine, chat=chat, options={"engine": "duckdb"})
 """
@@ -66,12 +66,12 @@ def score(seen: Rows | str | None, wanted: Rows) -> dict[str, float]:
 
 @forward_signature(SQLSandbox, omit=("max_rows",), max_output=2**20)
 class SQL(SandboxEnvironment):
-    """Environment with a database, which the chain may modify, and the rows of the task's reference query.
+    """Environment with a database that the chain may modify. It stores the expected rows of the task's reference query.
 
     Args:
         engine: "sqlite", or "duckdb" (needs duckdb).
-        seconds: time limit of one query; the model sees an error if it is exceeded.
-        most: maximum number of rows of one query.
+        seconds: time limit for one query; if it is exceeded, the model sees an error.
+        most: maximum number of rows returned by one query.
         **sandbox: further settings of `SQLSandbox`: isolation, memory_mb, disk_mb, ...
     """
 
@@ -160,16 +160,16 @@ class SQL(SandboxEnvironment):
         return "Submitted."
 
     async def reward(self, final: str | None) -> dict[str, float]:
-        """Return `score` of the last observation if it was submitted; a final answer also counts as submission.
+        """Return `score` of the last observation if it was submitted; a final answer also counts as a submission.
 
-        Further metrics: submitted; queries, their number; errors, the number of failed queries.
+        Additional metrics: submitted, queries (number of queries) and errors (number of failed queries).
         """
         submitted = self.done or final is not None
         scored = score(self.observation if submitted else None, self.gold)
         return scored | {"submitted": float(submitted), "queries": len(self.queries), "errors": self.errors}
 
     async def fork(self, into: SQL) -> None:
-        """Copy the database, or raise SandboxError during an open transaction, or if there are temporary tables."""
+        """Copy the database. Raise SandboxError if a transaction is open or there are temporary tables."""
         await self._sandbox.fork(into._sandbox)
         into.queries, into.errors, into.done = list(self.queries), self.errors, self.done
         into.observation, into.gold = self.observation, self.gold
@@ -241,7 +241,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Schema:
-    """Two tables: items with a text column and two numeric columns, and an attribute of each text.
+    """Two tables: one of items with a text column and two numeric columns, the other with an attribute for each text.
 
     `numbers` maps column names to (start, stop, step) of their values, which are all different.
     """
@@ -266,7 +266,7 @@ class Schema:
         return "Tables: " + ", ".join(f"{name}({', '.join(columns)})" for name, columns in self.tables.items())
 
 
-# Schemas by the name in a task's field `db`.
+# Name in a task's `db` field -> schema.
 SCHEMAS = {
     "staff": Schema(
         "staff", "name", NAMES, "team", ("design", "legal", "sales", "support"),
@@ -287,7 +287,7 @@ SCHEMAS = {
 
 @dataclass(frozen=True)
 class World:
-    """A database: a schema, filled with generated rows."""
+    """One database instance: a schema filled with generated rows."""
 
     schema: Schema
     rows: tuple[tuple[Any, ...], ...]
@@ -373,7 +373,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-# --- files of others -----------------------------------------------------------------------------
+# --- external files ------------------------------------------------------------------------------
 
 
 def load(
@@ -381,14 +381,14 @@ def load(
 ) -> Tasks:
     """Load tasks from a file of Spider, BIRD or InterCode, with the databases in a folder.
 
-    Nothing is downloaded; get both from https://yale-lily.github.io/spider or the projects' pages.
+    Nothing is downloaded; get the files from https://yale-lily.github.io/spider or the projects' pages.
 
     Args:
         questions: a JSON list of {"question", "query" or "SQL", "db_id"} (Spider, BIRD), or of {"query", "gold", "db"}
             (InterCode). BIRD's "evidence" is appended to the question, as in its own prompts.
         databases: folder with NAME/NAME.sqlite or NAME.sqlite for each database; by default the folder `database` next
             to the file.
-        schema: put the tables and their columns above each question, as for Spider's agents but not InterCode's.
+        schema: prepend the tables and columns to each question, as for Spider's agents but not InterCode's.
 
     Raises:  TaskError naming the file, the row and what is missing.
     """

@@ -1,4 +1,4 @@
-"""Sandbox for answer checkers of other packages, which may evaluate an answer as code or compute for ever."""
+"""Sandbox for answer checkers from other packages, which may evaluate an answer as code or never terminate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentfly_kit.errors import SandboxError
 from agentfly_kit.sandboxes.python import PythonSandbox
 from agentfly_kit.sandboxes.settings import forward_signature
 
-# Limits of one check. The time limit leaves room for a loaded machine, so the limit of CPU time applies first.
+# Limits per check, in seconds. The wall-clock limit allows for a loaded machine, so the CPU limit applies first.
 _CPU_SECONDS, _SECONDS = 2.0, 60.0
 _CODE = """
 import base64, pickle
@@ -28,7 +28,7 @@ float(score)
 
 @forward_signature(PythonSandbox, memory_mb=1024, cpu_seconds=_CPU_SECONDS)
 class Verifier(PythonSandbox):
-    """A Python interpreter that has imported `module`. Each chain gets a fresh one, which no other answer has touched.
+    """A Python interpreter that has imported `module`. Each chain gets a fresh interpreter.
 
     Args:
         **sandbox: settings of `PythonSandbox`.
@@ -43,9 +43,9 @@ class Verifier(PythonSandbox):
     async def score(self, code: str, data: Any) -> float:
         """Run code that reads `data` and sets `score`, and return the score.
 
-        The score is 0 if the code raises, exceeds a limit, or computes no finite number: the answer caused that.
+        The score is 0 if the answer makes the code raise, exceed a limit, or compute a non-finite number.
 
-        Raises:  SandboxError for a failure of the host, and if a package cannot be imported.
+        Raises:  SandboxError if the host fails or a package cannot be imported.
         """
         encoded = base64.b64encode(pickle.dumps(data)).decode()
         result = await self.run(_CODE.format(data=encoded, code=code), timeout=_SECONDS)

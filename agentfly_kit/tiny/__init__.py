@@ -2,7 +2,7 @@
 
 These policies are starting points for reinforcement learning. The calculator policy can copy an expression into a tool
 call and read the result, but mostly answers "I don't know" or guesses, so that there is something to learn within a
-minute on one core. The tasks and demonstrations of each policy are in the module of its name, as a `Recipe`.
+minute on one core. The tasks and demonstrations of each policy are in the module named after it, as a `Recipe`.
 
     python -m agentfly_kit.tiny tasks --out data/calculator
     python -m agentfly_kit.tiny policy --out data/policies/calculator
@@ -73,7 +73,7 @@ def tokenizer(words: Sequence[str] = ()) -> Any:
     )
     bpe.train_from_iterator(_CORPUS, trainer)
     bpe.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
-    # As in Qwen's tokenizer, tags are not special tokens: servers strip special tokens from text, but must show calls.
+    # Tags are not special tokens, as in Qwen's tokenizer: servers strip special tokens, but must return tool calls.
     bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in tags])
     bpe.add_tokens([AddedToken(text, special=False, normalized=False, single_word=text[0].isalnum()) for text in words])
     made = PreTrainedTokenizerFast(
@@ -191,8 +191,8 @@ def build(
 
     The first phase, "skill", uses only correct demonstrations: a single mixed phase would copy digits poorly, and
     reinforcement learning would plateau early. In the second phase, "shy", three in ten demonstrations are correct and
-    most others answer "I don't know"; see `BaseRecipe.habits`. It hides the skill without destroying it, and
-    reinforcement learning recovers it. Held-out tasks are never shown.
+    most others answer "I don't know"; see `BaseRecipe.habits`. This phase hides the skill without destroying it, and
+    reinforcement learning recovers the skill. Held-out tasks are never shown.
 
     Args:
         name: one of `NAMES`.

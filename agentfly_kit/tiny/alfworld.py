@@ -1,7 +1,7 @@
 """Demonstrations for the `alfworld` policy: small houses, with one token for each word and phrase.
 
 The demonstrator knows only what an agent would observe: it visits the receptacles in the order in which the house lists
-them until it has found the object. The policy is limited to this grammar and does not work in houses of size "full".
+them until it finds the object. The policy is limited to this grammar and does not work in houses of size "full".
 Observations, commands and reward are those of the environment.
 """
 
@@ -35,7 +35,7 @@ _PHRASES = (
     '{"name":"act","arguments":{"command":"', "go to", "open", "take", "move", "use", "heat", "clean", "cool",
     " from", " to", " with", "act", "command", ", admissible_commands",
 )  # fmt: skip
-# First game number of the pretraining; the numbers of the tasks are lower.
+# First game number used for pretraining; tasks use lower numbers.
 _FIRST_GAME = 10_000_000_000
 
 
@@ -44,7 +44,7 @@ class _Search(Walk):
 
     def __init__(self, house: House) -> None:
         super().__init__(house)
-        self._unseen = [place for place in house.inside if place[0] not in OPENABLE]  # nothing is hidden
+        self._unseen = [place for place in house.inside if place[0] not in OPENABLE]  # small houses hide no objects
         self._brought: set[Name] = set()
 
     def run(self, goal: Goal) -> None:
@@ -78,7 +78,7 @@ class _Search(Walk):
         return thing
 
     def _find(self, kind: str) -> Name:
-        """Go to an object of this type that was not brought yet, visiting new receptacles if none was seen."""
+        """Go to an object of this type that is not delivered yet, visiting new receptacles if none has been seen."""
         while True:
             for place, things in self.house.inside.items():
                 for thing in things if place not in self._unseen else ():
@@ -89,14 +89,14 @@ class _Search(Walk):
 
 
 def searched(game: Game, goal: Goal | None = None) -> list[tuple[str, str]]:
-    """Return (command, observation) of a solution that uses only observed information."""
+    """Return the (command, observation) pairs of a solution that uses only observed information."""
     search = _Search(game.house())
     search.run(goal or game.goal)
     return search.steps
 
 
 class Recipe(BaseRecipe):
-    """Recipe of the policy; its examples are games."""
+    """Recipe for the `alfworld` policy. Each example is a game."""
 
     name = "alfworld"
     words = single_tokens(
@@ -107,8 +107,8 @@ class Recipe(BaseRecipe):
         ]
     )
     tools = tuple(tool.schema for tool in alfworld.family.tools)
-    # solves: do the task; careless: bring the object without cleaning, heating or cooling it, then answer "I don't
-    # know"; gives up: give this answer half-way; unsure: give it immediately.
+    # solves: do the task; careless: deliver the object without cleaning, heating or cooling it, then answer "I don't
+    # know"; gives up: answer "I don't know" halfway; unsure: answer "I don't know" immediately.
     habits: ClassVar = {"solves": 9, "careless": 2, "gives up": 2, "unsure": 19}
     origin = """\
 # Household tasks

@@ -27,7 +27,7 @@ class Expression:
         return f"What is {self.text}?"
 
     def shortened(self, rng: random.Random) -> Expression:
-        """Copy the expression carelessly: without the parentheses, or only up to an operator outside of them."""
+        """Return a careless copy: without the parentheses, or only up to an operator outside the parentheses."""
         if "(" in self.text and rng.random() < 0.5:
             text = self.text.replace("(", "").replace(")", "")
         else:
@@ -50,7 +50,7 @@ def expression(rng: random.Random) -> Expression:
 
 
 def _grow(rng: random.Random, operations: int) -> tuple[str, int]:
-    """Sample an expression tree and return its text without redundant parentheses and the precedence of its root."""
+    """Sample an expression. Return its text, without redundant parentheses, and the precedence of its root operator."""
     if operations == 0:
         return str(rng.randint(2, 9) if rng.random() < 0.6 else rng.randint(10, 99)), 3
     left = rng.randrange(operations)
@@ -83,13 +83,13 @@ def tasks(train: int = 2000, test: int = 1024, *, seed: int = 0) -> dict[str, li
 
 
 class Recipe(BaseRecipe):
-    """Recipe of the policy; its examples are expressions."""
+    """Recipe for the `calculator` policy. Each example is an expression."""
 
     name = "calculator"
     tools = tuple(tool.schema for tool in family.tools)
     # solves: copy the whole expression into a call and answer with the result; careless: call with a part of the
-    # expression; forgets: call, then answer "I don't know"; guesses: answer with a random number; unsure: answer
-    # "I don't know". The counts are fixed because with random ones the initial success rate would vary.
+    # expression; forgets: make the call, then answer "I don't know"; guesses: answer with a random number; unsure:
+    # answer "I don't know". Fixed counts keep the initial success rate from varying.
     habits: ClassVar = {"solves": 9, "careless": 1, "forgets": 1, "guesses": 1, "unsure": 20}
     origin = """\
 # Calculator tasks

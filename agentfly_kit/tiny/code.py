@@ -1,4 +1,4 @@
-"""Demonstrations for the pretraining of the `code` policy, with instructions and programs of the environment."""
+"""Demonstrations for pretraining the `code` policy, using the environment's instructions and programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, Demonstration
 
 
 class Recipe(BaseRecipe):
-    """Recipe of the policy; its examples are lists of steps."""
+    """Recipe for the `code` policy. Each example is a list of steps."""
 
     name = "code"
     # A line break in the JSON of a call is a backslash and an n, so some words start with n.
@@ -18,8 +18,8 @@ class Recipe(BaseRecipe):
         "def f(x):", "n    x =", "n    return x", "max(x,", "min(x,",
     )  # fmt: skip
     tools = tuple(tool.schema for tool in family.tools)
-    # What each habit submits. solves: the correct program; leaves one out: one without a step; changes a number: one
-    # with a wrong operand; does nothing: a function that returns x; unsure: the answer "I don't know".
+    # solves: submit the correct program; leaves one out: submit it with one step missing; changes a number: submit it
+    # with one wrong operand; does nothing: submit a function that returns x; unsure: answer "I don't know".
     habits: ClassVar = {"solves": 9, "leaves one out": 1, "changes a number": 1, "does nothing": 1, "unsure": 20}
     origin = """\
 # Code tasks: steps

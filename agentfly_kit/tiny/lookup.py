@@ -1,4 +1,4 @@
-"""Demonstrations for the pretraining of the `lookup` policy, with facts and questions of the environment."""
+"""Demonstrations for pretraining the `lookup` policy, using the environment's facts and questions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import ClassVar
 from agentfly_kit.envs.lookup import CITIES, KEYS, NAMES, PETS, Question, Store, family, question, store
 from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, Demonstration
 
-# First world of the pretraining; the numbers of the tasks are lower.
+# First world number used for pretraining; tasks use lower numbers.
 _FIRST_WORLD = 5_000_000
 
 
 class Recipe(BaseRecipe):
-    """Recipe of the policy; its examples are questions and the facts that answer them."""
+    """Recipe for the `lookup` policy. Each example is a question and the facts that answer it."""
 
     name = "lookup"
     words = ("lookup", "of", "what", *NAMES, *CITIES, *PETS, *KEYS)

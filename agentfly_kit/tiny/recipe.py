@@ -14,7 +14,7 @@ from agentfly_kit.types import ToolCall
 UNSURE = "I don't know"
 END = "<|im_end|>"
 
-# ChatML template. Tools are rendered as their names with the names of their parameters, which keeps prompts short.
+# ChatML template. Tools are rendered as names with parameter names only, which keeps prompts short.
 TEMPLATE = """\
 {%- set lead = messages[0] if messages and messages[0].role == 'system' else none -%}
 {%- if lead or tools -%}
@@ -47,7 +47,7 @@ TEMPLATE = """\
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Token ids of a conversation, as in a trajectory, and the mask of those written by the assistant."""
+    """Token ids of a conversation, as in a trajectory, and a mask of the assistant's tokens."""
 
     ids: tuple[int, ...]
     mask: tuple[bool, ...]
@@ -56,13 +56,13 @@ class Demonstration:
 def single_tokens(words: Iterable[str]) -> tuple[str, ...]:
     """Return the words without repetitions and without words of the chat template.
 
-    If those were added to the tokenizer, text of an environment could contain tokens of the template.
+    If template words were added to the tokenizer, environment text could contain template tokens.
     """
     return tuple(word for word in dict.fromkeys(words) if word not in TEMPLATE)
 
 
 class BaseRecipe:
-    """Base class of the recipes. The recipe of a policy is the class `Recipe` in the module of its name.
+    """Base class of recipes. The recipe for a policy is the class `Recipe` in the module named after the policy.
 
     Demonstrations are written with the policy's own chat, so that their token ids are those of real trajectories.
 
@@ -76,7 +76,7 @@ class BaseRecipe:
         shy_steps: Training steps of the second phase.
         skill_batch: Demonstrations per batch in the first phase.
         parts: Number of parts in which a batch is processed.
-        half: Round the weights to 16 bits and save them so.
+        half: Round the weights to float16 and save them as float16.
     """
 
     name: ClassVar[str]
@@ -102,7 +102,7 @@ class BaseRecipe:
         return {split: family.rows(count, split, seed) for split, count in family.splits.items()}
 
     def sample(self) -> Any:
-        """Sample the subject of one demonstration, such as a question; never one of the test tasks."""
+        """Sample the subject of one demonstration, such as a question. Test tasks are never sampled."""
         raise NotImplementedError
 
     def demonstrate(self, habit: str, example: Any) -> Demonstration:
@@ -110,8 +110,9 @@ class BaseRecipe:
         raise NotImplementedError
 
     def batches(self) -> tuple[Iterator[list[Demonstration]], Iterator[list[Demonstration]]]:
-        """Return two infinite iterators over batches: one with correct demonstrations only, for the first phase, and
-        one with the proportions of `habits`, for the second."""
+        """Return two infinite iterators over batches, one per phase. The first phase uses only correct demonstrations;
+        the second uses the proportions in `habits`.
+        """
         return self._repeat({"solves": self.skill_batch}), self._repeat(self.habits)
 
     def _repeat(self, habits: Mapping[str, int]) -> Iterator[list[Demonstration]]:
@@ -126,7 +127,7 @@ class BaseRecipe:
         Args:
             question: the user's message.
             calls: (tool, arguments, observation) of each action; None if the model does not see the observation.
-            answer: the final answer, or "" without one.
+            answer: the final answer, or "" if there is none.
         """
         parts = [(self.chat.prompt([{"role": "user", "content": question}], self.tools), False)]
         for tool, arguments, observation in calls:

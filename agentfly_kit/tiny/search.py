@@ -1,6 +1,6 @@
-"""Demonstrations for the pretraining of the `search` policy, with the encyclopedia of the environment.
+"""Demonstrations for pretraining the `search` policy, using the environment's encyclopedia.
 
-The task is simplified: a search returns one clause of one document, see `af.envs.search.BRIEF`, and every name is one
+The task is simplified: a search returns one clause of one document (see `af.envs.search.BRIEF`), and every name is one
 or two tokens.
 """
 
@@ -17,12 +17,12 @@ _NAMES = (
     *(*encyclopedia.RIVERS, *encyclopedia.COINS, *encyclopedia.TRADES, *encyclopedia.QUALITIES, *encyclopedia.THINGS),
 )
 _OTHERS = ("What", "the", "is", "of", "Of", "The", *encyclopedia.RELATIONS, *encyclopedia.KINDS)
-# Encyclopedias of the pretraining. They do not include that of the tasks, so that its facts cannot be memorized.
+# Encyclopedias used for pretraining. They exclude the tasks' encyclopedia, so that its facts cannot be memorized.
 _WORLDS = range(1000, 1020)
 
 
 class Recipe(BaseRecipe):
-    """Recipe of the policy; its examples are questions and the number of their encyclopedia."""
+    """Recipe for the `search` policy. Each example is a question and the number of its encyclopedia."""
 
     name = "search"
     words = single_tokens(("search", "query", *_NAMES, *_OTHERS, *(f" {word}" for word in (*_NAMES, *_OTHERS))))

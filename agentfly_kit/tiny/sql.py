@@ -1,4 +1,4 @@
-"""Demonstrations for the pretraining of the `sql` policy, with questions, queries and databases of the environment."""
+"""Demonstrations for pretraining the `sql` policy, using the environment's questions, queries and databases."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, Demonstration, single_t
 
 _KEYWORDS = "SELECT FROM WHERE ORDER GROUP BY DESC LIMIT JOIN USING count sum"
 _ASKED = "Tables What Which How many List is the has have each by first most least over total of"
-# First world of the pretraining; the numbers of the tasks are lower.
+# First world number used for pretraining; tasks use lower numbers.
 _FIRST_WORLD = 5_000_000
 
 
 class Recipe(BaseRecipe):
-    """Recipe of the policy; its examples are databases and a question about each."""
+    """Recipe for the `sql` policy. Each example is a database and a question about it."""
 
     name = "sql"
     words = single_tokens(

@@ -1,6 +1,6 @@
-"""Demonstrations for the pretraining of the `webshop` policy, with the shop, goals and reward of the environment.
+"""Demonstrations for pretraining the `webshop` policy, using the environment's shop, goals and reward.
 
-The task is simpler than WebShop: brief pages of three results, see `af.envs.webshop.BRIEF`, and the fictional
+The task is simpler than WebShop: brief pages of three results (see `af.envs.webshop.BRIEF`) and the fictional
 catalogue, in which every word of titles, options and instructions is one token.
 """
 
@@ -14,12 +14,12 @@ from agentfly_kit.envs.webshop.scoring import likely_nouns, score
 from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, Demonstration, single_tokens
 
 _SHORT = ("search", "keywords", "click", "value", "buy now", "bought", *goods.WORDS)
-# Shops of the pretraining. They do not include that of the tasks.
+# Shops used for pretraining. They exclude the tasks' shop.
 _WORLDS = range(1000, 1012)
 
 
 class Recipe(BaseRecipe):
-    """Recipe of the policy; its examples are the numbers of a shop and of one of its goals."""
+    """Recipe for the `webshop` policy. Each example is a shop number and a goal number."""
 
     name = "webshop"
     words = single_tokens((*_SHORT, *(f" {word}" for word in goods.WORDS)))
@@ -79,7 +79,7 @@ of its goal there. Products of the test are asked for in no task of the training
 
 
 def best(shop: WebShop) -> int:
-    """Return the index of the shown product with the highest reward if all matching options are chosen."""
+    """Return the index of the shown product with the highest reward, assuming that all matching options are chosen."""
     worth = []
     for asin in shop.found[: BRIEF["page_size"]]:
         product = shop.catalogue.products[asin]

@@ -1,8 +1,8 @@
 """alfworld: household tasks in a text world, with the vocabulary, commands, six task types and reward of ALFWorld.
 
-`tasks(n, split, size="full")` generates games and has no requirements. `af.load_tasks("alfworld")` contains small ones,
-which `af.tiny.policy("alfworld")` learns to win. The same agent also plays ALFWorld's own games and any TextWorld game
-if their packages are installed: `tasks_in(folder)`; see official.py.
+`tasks(n, split, size="full")` generates games and needs no other package. `af.load_tasks("alfworld")` returns small
+games, which `af.tiny.policy("alfworld")` learns to win. With the packages listed in official.py, `tasks_in(folder)`
+loads ALFWorld's own games and other TextWorld games for the same agent.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
-# Default limit of the original on commands per game.
+# Default maximum number of commands per game, as in ALFWorld.
 STEPS = 50
 
-# Options with which the shipped policy was trained, in games of the size "small": `agent(af.tiny.policy("alfworld"),
-# options=BRIEF)` on `af.load_tasks("alfworld")`.
+# Options used to train the shipped policy on small games. Use `agent(af.tiny.policy("alfworld"), options=BRIEF)` with
+# `af.load_tasks("alfworld")`.
 BRIEF: dict[str, Any] = {"steps": 16}
 
 
 class ALFWorld:
-    """Environment of one game.
+    """Environment for one game.
 
     Args:
         steps: maximum number of commands per game.
@@ -124,17 +124,17 @@ class ALFWorld:
         return self.world.plan
 
     async def reward(self) -> dict[str, float]:
-        """Return 1 if the goal is met, else 0, with the stages that the chain reached as metrics.
+        """Return 1 if the goal is met, else 0, plus a metric for each stage that the chain reached.
 
-        `found` and `taken` refer to an object of the goal's type. `prepared` means that it is clean, hot or cool as
-        required, that the lamp is on, or that the first of two objects is in its place.
+        `found` and `taken` refer to an object of the goal's type. `prepared` means that this object is clean, hot or
+        cool as required, that the lamp is on, or that the first of two objects is in its place.
         """
         score = float(self.won)
         stages = {} if self.game is None else {name: float(was or self.won) for name, was in self.stages.items()}
         return {"reward": score, "success": score, "steps": self.steps, "invalid": self.invalid, **stages}
 
     async def fork(self, into: ALFWorld) -> None:
-        """Copy the state. A TextWorld game is restarted and its commands are replayed."""
+        """Copy the state to `into`. A TextWorld game is restarted and its commands are replayed."""
         world = self.world
         into.__dict__.update(self.__dict__)
         into.commands = list(self.commands)
@@ -142,7 +142,7 @@ class ALFWorld:
 
 
 def game_of(task: Task) -> Game:
-    """Return the game of a task's fields `game` and `size`, or raise SettingsError or TaskError if they are invalid."""
+    """Return the game given by a task's fields `game` and `size`. Raise SettingsError or TaskError if invalid."""
     if "game" not in task.fields:
         raise SettingsError("it has no field 'game'; use af.envs.alfworld.tasks(), or tasks_in(folder)")
     return games.game(int_field(task, "game"), task.fields.get("size", "full"))
@@ -156,7 +156,7 @@ def rows(n: int, split: str, seed: int = 0, size: Size = "full", kinds: Sequence
         split: "train" or "test".
         seed: selects the games.
         size: "full", or "small" for houses with few receptacles.
-        kinds: task types to include, which alternate.
+        kinds: task types to include; the rows cycle through them.
     """
     if not kinds or not set(kinds) <= set(KINDS):
         raise SettingsError(f"kinds must be one or more of {', '.join(KINDS)}, got {tuple(kinds)!r}")

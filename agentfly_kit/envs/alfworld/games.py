@@ -1,4 +1,4 @@
-"""Generated household games: a house and a goal for each number. Conditions and wording of goals are ALFWorld's."""
+"""Generate household games: a house and a goal for each game number. Goal conditions and wording follow ALFWorld."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Literal, TypeAlias, get_args
 from agentfly_kit.envs.alfworld.house import CLEANABLE, COOLABLE, HEATABLE, HOLDS, LAMPS, OPENABLE, House, Name
 from agentfly_kit.errors import SettingsError
 
-# Size of the room. "small" has four or five receptacles and a few objects, none of them hidden; "full" has seven to
-# thirty receptacles, as in ALFWorld, and objects in closed ones.
+# Size of the room. A "small" room has four or five receptacles and a few objects, none of them hidden. A "full" room
+# has seven to thirty receptacles, as in ALFWorld, and may hide objects in closed receptacles.
 Size: TypeAlias = Literal["small", "full"]
 
 WORDING = {
@@ -34,7 +34,7 @@ TREATED = {
 
 @dataclass(frozen=True)
 class Goal:
-    """The goal of a game. `place` is a type of receptacle, or of lamp in "look_at_obj_in_light"."""
+    """The goal of a game. `place` is a receptacle type, or a lamp type for "look_at_obj_in_light" tasks."""
 
     kind: str
     thing: str
@@ -83,7 +83,7 @@ class Game:
         return f"-= Welcome to TextWorld, ALFRED! =-\n\n{self._house.room()}\n\nYour task is to: {self.goal.text}."
 
 
-# Room -> receptacle -> (minimum, maximum) number of them.
+# Room -> receptacle type -> (minimum, maximum) count.
 _ROOMS: dict[Size, dict[str, dict[str, tuple[int, int]]]] = {
     "full": {
         "kitchen": {
@@ -131,7 +131,7 @@ _LAMP_STANDS = ("desk", "dresser", "shelf", "sidetable")
 
 
 def game(number: int, size: Size = "full") -> Game:
-    """Generate a game by its number, or raise SettingsError for an invalid size. Task types cycle with the number."""
+    """Generate a game by its number, or raise SettingsError for an invalid size. Task types repeat in a cycle."""
     if size not in get_args(Size):
         raise SettingsError(f"size must be {' or '.join(map(repr, get_args(Size)))}, got {size!r}")
     return _game(number, size)
@@ -148,7 +148,7 @@ def _game(number: int, size: Size) -> Game:
 
 
 def _drawn(rng: random.Random, kind: str, size: Size) -> tuple[Goal, House] | None:
-    """Sample a goal and a house, or return None if the sampled room allows no goal of the kind."""
+    """Sample a goal and a house, or return None if the sampled room allows no goal of this kind."""
     rooms = _ROOMS[size]
     if kind in TREATED:
         _, at, treated = TREATED[kind]
@@ -161,7 +161,7 @@ def _drawn(rng: random.Random, kind: str, size: Size) -> tuple[Goal, House] | No
     room = rng.choice(fitting)
     places: list[Name] = []
     for place, (low, high) in rooms[room].items():
-        # In descending order, as in ALFWorld's initial observation.
+        # List receptacle numbers in descending order, as in ALFWorld's initial observation.
         places += [(place, n) for n in range(rng.randint(low, high), 0, -1)]
     kinds = sorted({place for place, _ in places})
     all_things = _THINGS[size][room].split()

@@ -1,7 +1,7 @@
 """State and commands of a household world.
 
-Vocabulary, commands and their conditions are those of ALFWorld's domain (alfred.pddl and alfred.twl2, MIT), without its
-engine. Unlike in ALFWorld, no two receptacles share a location.
+Vocabulary, commands and their conditions follow ALFWorld's domain (alfred.pddl and alfred.twl2, MIT); its engine is not
+used. Unlike in ALFWorld, no two receptacles share a location.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ HOLDS: dict[str, frozenset[str]] = {
     }.items()
 }
 
-# Observation after an unknown command, or one that is not possible in the current state.
+# Observation after a command that is unknown or impossible in the current state.
 NOTHING = "Nothing happens."
 
 HELP = """
@@ -123,7 +123,7 @@ def text(name: Name) -> str:
 
 
 def listed(names: Iterable[Name]) -> str:
-    """Format a list as the original does: "a apple 1, a mug 2, and a mug 1" (always with the article "a")."""
+    """Format a list as ALFWorld does: "a apple 1, a mug 2, and a mug 1" (the article is always "a")."""
     parts = [f"a {text(name)}" for name in names]
     if not parts:
         return "nothing"
@@ -187,7 +187,7 @@ class House:
     # --- doing
 
     def do(self, command: str) -> str:
-        """Execute a command and return the observation: `NOTHING` if it had no effect. `put` is accepted for `move`."""
+        """Execute a command and return the observation, or `NOTHING` if it had no effect. `put` means `move`."""
         command = " ".join(command.lower().split())
         if command == "look":
             if self.here is None:  # as in ALFWorld, only the initial observation lists the room
@@ -242,7 +242,7 @@ class House:
     def _examine(self, name: Name) -> str:
         if name == self.here:
             return self._place(name)
-        # ALFWorld's domain also allows objects in the current receptacle, but its engine does not.
+        # As in ALFWorld's engine, but not its domain file, only the held object can be examined.
         return self._thing(name) if name == self.held else NOTHING
 
     def _use(self, thing: Name) -> str:

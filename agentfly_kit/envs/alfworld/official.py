@@ -1,6 +1,6 @@
-"""Games run by TextWorld: those of ALFWorld (`game.tw-pddl`) and TextWorld's own (`.json`, `.z8`).
+"""Games run by TextWorld: ALFWorld's games (`game.tw-pddl`) and TextWorld's own games (`.json`, `.z8`).
 
-Requires `textworld` and, for `game.tw-pddl`, ALFWorld's planner `fast_downward_textworld`, which is compiled on
+Requires `textworld` and, for `game.tw-pddl`, ALFWorld's planner `fast_downward_textworld`, which is compiled during
 installation. Nothing is downloaded; ALFWorld's command `alfworld-download` fetches its games.
 """
 
@@ -23,7 +23,7 @@ FETCH = (
     "to get the original games, type `pip install alfworld` (compiles for minutes) and `alfworld-download`, and pass "
     "the folder ~/.cache/alfworld/json_2.1.1"
 )
-# Serializes calls of TextWorld, whose parsers keep state in their module.
+# Serializes calls to TextWorld, whose parsers keep module-level state.
 _LOADING = threading.Lock()
 
 
@@ -114,7 +114,7 @@ class Session:
 
     @property
     def plan(self) -> list[str]:
-        """Commands of TextWorld's own policy from the current state, computed in a copy of the game."""
+        """Commands that TextWorld's own policy would execute from the current state, computed on a copy of the game."""
         with _LOADING:
             env = _start(self.file, policy_commands=True)
             state = env.reset()
@@ -145,7 +145,7 @@ class Session:
 
 
 def _start(file: str, **infos: bool) -> Any:
-    """Start a TextWorld environment that reports won, lost and the admissible commands, and further `infos`."""
+    """Start a TextWorld environment that reports `won`, `lost`, the admissible commands and any additional `infos`."""
     import textworld
 
     wanted = textworld.EnvInfos(won=True, lost=True, admissible_commands=True, **infos)
@@ -167,7 +167,7 @@ def _demangled() -> Any:
 
 
 def shown(ids: Sequence[str]) -> dict[str, str]:
-    """Map entity ids to the names that ALFWorld shows: the type and a number, descending in the order of sorted ids."""
+    """Map entity ids to the names that ALFWorld shows: the type and a number. Numbers descend in sorted id order."""
     kinds = {}
     for each in ids:
         kind, bar, _ = each.partition("_bar_")

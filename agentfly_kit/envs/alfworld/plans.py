@@ -1,4 +1,4 @@
-"""Planner with full knowledge: commands that lead from any state of a house to a goal."""
+"""Planner with full knowledge of the house. It finds commands that reach a goal from any state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Walk:
         self.do(f"take {text(thing)} from {text(place)}")
 
     def drop(self) -> None:
-        """Put down the held object: preferably here, else in a receptacle that need not be opened."""
+        """Put down the held object, preferably here, else in a receptacle that does not need to be opened."""
         held = self.house.held
         assert held is not None
         places = [place for place in self.house.inside if held[0] in HOLDS[place[0]]]
@@ -54,7 +54,7 @@ class Walk:
 
 
 def plan(house: House, goal: Goal) -> list[str]:
-    """Return commands that meet the goal from the current state; empty if it is already met. Not always the shortest.
+    """Return commands that reach the goal, or [] if it is already met. The plan is not always the shortest.
 
     Raises:  ValueError if the goal cannot be met in this house.
     """

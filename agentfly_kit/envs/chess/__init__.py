@@ -1,4 +1,4 @@
-"""chess: puzzles against a defender. Includes mates in one and two, and reads Lichess' puzzle files.
+"""chess: puzzles against a defender. Includes mate-in-one and mate-in-two puzzles, and reads Lichess puzzle files.
 
 The rules are implemented here, without python-chess (GPL-3). If `stockfish` is installed, it can play the other side:
 options={"opponent": "stockfish"}.
@@ -26,14 +26,14 @@ from agentfly_kit.types import Message, Task, ToolResult
 
 
 class Chess:
-    """Environment of one puzzle.
+    """Environment for one puzzle.
 
     If the task has the field `mate`, any mate within that number of moves is correct. Otherwise the moves of the
-    solution are, and any move that mates.
+    solution are correct, and so is any move that mates.
 
     Args:
         opponent: "best" plays a reply that avoids immediate mate if there is one; "stockfish" lets the engine choose.
-            In puzzles without `mate` the reply is always that of the solution.
+            In puzzles without `mate`, the reply is always taken from the solution.
         depth: search depth of Stockfish, in plies.
     """
 
@@ -142,9 +142,9 @@ class Chess:
         return f"{self.board.text()}\n{self.board.fen}"
 
     async def reward(self) -> dict[str, float]:
-        """Return 1 for the mate or the complete solution, else 0.
+        """Return 1 if the chain mated or completed the solution, else 0.
 
-        Further metrics: `first`, 1 if the first move was correct; `illegal`, the number of illegal moves tried.
+        Additional metrics: `first` (1 if the first move was correct) and `illegal` (number of illegal moves tried).
         """
         score = float(self.won)
         return {"reward": score, "success": score, "first": float(self.first or self.won), "illegal": self.illegal}
@@ -156,7 +156,7 @@ class Chess:
 
 
 def walk(board: Board, moves: Sequence[str]) -> list[Board]:
-    """Return the positions after each move, or raise SettingsError for a move that is not legal."""
+    """Return the position after each move, or raise SettingsError for an illegal move."""
     found = []
     for text in moves:
         move = board.read(text)
@@ -168,8 +168,9 @@ def walk(board: Board, moves: Sequence[str]) -> list[Board]:
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Return rows with the fields "fen", "solution" and "mate": the included ones, or generated ones if n exceeds their
-    number or seed is not 0."""
+    """Return rows with the fields "fen", "solution" and "mate". Puzzles are generated if seed is not 0 or n exceeds the
+    number of included puzzles.
+    """
     if seed == 0 and n <= puzzles.SIZES[split]:
         return shipped_rows("chess", n, split, seed)
     return list(puzzles.made(n, seed=seed, split=split))

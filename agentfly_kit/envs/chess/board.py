@@ -37,9 +37,9 @@ def _rays(square: int, ways: tuple[tuple[int, int], ...], far: int) -> tuple[tup
 
 
 _RAYS = {kind: [_rays(s, ways, 1 if kind in "NK" else 7) for s in range(64)] for kind, ways in _WAYS.items()}
-# The fields of a FEN after the squares: side to move, castling, en passant square, and the two counts.
+# The fields of a FEN after the squares: side to move, castling, en passant square, and the two move counters.
 _FEN = re.compile(r"[wb] (-|K?Q?k?q?) (-|[a-h][36])( [0-9]{1,5} [0-9]{1,5})?")
-# Square of each rook -> the castling right that is lost when the rook leaves it.
+# Square of each rook -> the castling right that is lost when the rook leaves that square.
 _ROOKS = {0: "Q", 7: "K", 56: "q", 63: "k"}
 
 
@@ -78,10 +78,10 @@ class Board:
     def from_fen(cls, fen: str) -> Board:
         """Parse a FEN.
 
-        Raises:  SettingsError if it is malformed, does not have one king per side, or the side not to move is in check.
+        Raises:  SettingsError if the FEN is malformed, the king count is wrong, or the side not to move is in check.
         """
         parts = fen.split()
-        # Every rank written with one character per square; "." is an empty one.
+        # Ranks with one character per square; "." is an empty square.
         ranks = re.sub(r"[1-8]", lambda digit: "." * int(digit[0]), parts[0] if parts else "").split("/")
         good = _FEN.fullmatch(" ".join(parts[1:])) is not None
         good = good and len(ranks) == 8 and all(re.fullmatch(r"[.pnbrqkPNBRQK]{8}", rank) for rank in ranks)
@@ -116,7 +116,7 @@ class Board:
         return BLACK if self.turn == WHITE else WHITE
 
     def text(self) -> str:
-        """Draw the board with letters, white at the bottom."""
+        """Return a text diagram of the board, with white at the bottom."""
         ranks = [
             f"{rank + 1} " + " ".join(c or "." for c in self.cells[8 * rank : 8 * rank + 8])
             for rank in range(7, -1, -1)
@@ -161,7 +161,7 @@ class Board:
         return not self.check and next(self.legal(), None) is None
 
     def legal(self) -> Iterator[Move]:
-        """Yield the legal moves: those after which the own king is not in check."""
+        """Yield the legal moves: those that do not leave the mover's own king in check."""
         for move in self._moves():
             after = self.push(move)
             if not after.attacked(after.king(self.turn), after.turn):
@@ -272,7 +272,7 @@ class Board:
     def read(self, text: str) -> Move | None:
         """Parse a legal move such as "e7e8q" or "e8=Q+". Return None if no move matches, or more than one."""
         stripped = text.strip()
-        if len(stripped) > 20:  # no move is that long; the expression below takes quadratic time
+        if len(stripped) > 20:  # no move is this long, and the regular expression below takes quadratic time
             return None
         plain = re.sub(r"[+#!?]|\s*e\.p\.$", "", stripped).replace("0-0-0", "O-O-O").replace("0-0", "O-O")
         for move in self.legal():
@@ -290,7 +290,7 @@ class Board:
         return [move for move in self.legal() if self.push(move).mate]
 
     def defence(self) -> Move | None:
-        """Return the first reply that avoids immediate mate, else the first legal move; None without legal moves."""
+        """Return the first reply that avoids immediate mate, else the first legal move, or None if there is none."""
         replies = sorted(self.legal(), key=str)
         return next((reply for reply in replies if not self.push(reply).mates()), replies[0] if replies else None)
 

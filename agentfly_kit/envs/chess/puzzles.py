@@ -25,7 +25,7 @@ def random_position(rng: random.Random) -> Board | None:
     pieces = ["K", "k"]
     pieces += rng.choice(("Q", "QN", "QB", "QR", "RR", "QP", "RRN", "RBN", "QNP", "RRB", "QRB"))
     pieces += ["pnbrq"[min(rng.randrange(5), rng.randrange(5))] for _ in range(rng.randint(1, 5))]
-    # Black kings are mostly placed at the edge, where mates are more likely.
+    # Place the black king mostly at the edge, where mates are more likely.
     edge = [s for s in range(64) if s % 8 in (0, 7) or s // 8 in (0, 7)]
     for piece in pieces:
         home = edge if piece == "k" and rng.random() < 0.8 else range(8, 56) if piece in "pP" else range(64)
@@ -38,7 +38,7 @@ def random_position(rng: random.Random) -> Board | None:
 
 
 def puzzle(rng: random.Random, mate: int) -> tuple[Board, list[Move]]:
-    """Sample a position with exactly one first move that mates in `mate` moves, and the solution with best replies."""
+    """Sample a position in which only one first move mates in `mate` moves. Return the position and its solution."""
     while True:
         board = random_position(rng)
         if board is None:
@@ -59,7 +59,7 @@ def puzzle(rng: random.Random, mate: int) -> tuple[Board, list[Move]]:
 def made(n: int, *, seed: int = 0, split: str = "train") -> Iterator[dict[str, Any]]:
     """Generate n rows {"id", "question", "fen", "solution", "mate"}, alternating mates in one and two.
 
-    The puzzles depend on seed and split. Each takes a tenth of a second to a second.
+    The puzzles depend on seed and split. Each puzzle takes 0.1 to 1 second to generate.
     """
     for i in range(n):
         rng = random.Random(f"chess {split} {seed} {i}")

@@ -1,4 +1,4 @@
-"""Stockfish as an opponent, through UCI. The program is optional (GPL-3; packaged by Debian)."""
+"""Stockfish as an opponent, over the UCI protocol. The program is optional (GPL-3; packaged by Debian)."""
 
 from __future__ import annotations
 

@@ -34,18 +34,18 @@ from agentfly_kit.types import Message, Task
 
 __all__ = ["BRIEF", "Catalogue", "Shop", "WebShop", "WebShopText", "agent", "expert", "family", "random_agent", "tasks"]
 
-# Options with which the shipped policy was pretrained: `agent(af.tiny.policy("webshop"), options=BRIEF)`.
+# Options used to pretrain the shipped policy: `agent(af.tiny.policy("webshop"), options=BRIEF)`.
 BRIEF: dict[str, Any] = {"brief": True, "page_size": 3}
 
 
 class Shop:
-    """Environment of one visit to the shop, without tools; see `WebShop` and `WebShopText`.
+    """Environment for one visit to the shop. The tools are defined in `WebShop` and `WebShopText`.
 
     Args:
         catalogue: a `Catalogue`, or the folder with WebShop's files; by default the fictional one.
         nouns: "words", "spacy", "auto", or a function from a title to its nouns.
         page_size: number of products per page of results.
-        rich: mark buttons on the pages, as WebShop's `text_rich`.
+        rich: mark buttons on the pages, like WebShop's `text_rich`.
         brief: for small models: omit the instruction and navigation from pages, and select results by number.
     """
 
@@ -64,7 +64,7 @@ class Shop:
         self._page_size, self._rich, self._brief = page_size, rich, brief
 
     def check_task(self, task: Task) -> None:
-        """Raise TaskError or SettingsError if the task is not of the shop's catalogue."""
+        """Raise TaskError or SettingsError if the task does not belong to the shop's catalogue."""
         catalogue = _of_task(task, self._given)
         text = catalogue.goal(task.fields["goal"])["instruction_text"]
         if text not in str(task.messages[-1]["content"]):
@@ -207,8 +207,8 @@ class Shop:
     async def reward(self) -> dict[str, float]:
         """Return WebShop's reward for the purchase, from 0 to 1; 0 if nothing was bought.
 
-        Further metrics: `success`, a reward of 1; `found`, the goal's own product was opened; `bought`; and the parts
-        of the reward: fractions of attributes and options, price and type.
+        Additional metrics: `success` (the reward is 1), `found` (the goal's own product was opened), `bought`, and the
+        parts of the reward: fractions of attributes and options, price and type.
         """
         got = self._score()
         return got | {
@@ -223,7 +223,7 @@ class Shop:
 
 
 class WebShop(Shop):
-    """The shop with the tools `search` and `click`. A click on a missing element returns the list of clickable ones."""
+    """The shop with the tools `search` and `click`. Clicking a missing element lists the clickable elements."""
 
     @tool
     def search(self, keywords: str) -> str:
@@ -293,8 +293,8 @@ def rows(n: int, split: str, seed: int = 0, catalogue: Catalogue | None = None) 
     """Return rows {"id", "question", "world", "goal"} with the instruction and the goal's number.
 
     In the fictional catalogue every fifth product belongs to the test split, and no instruction is in both splits. In
-    WebShop's full set of human goals, 0 to 499 are the test split and those from 1,500 the training split, as in the
-    original; in smaller sets a fifth is the test split.
+    WebShop's full set of human goals, goals 0 to 499 form the test split and goals from 1,500 on form the training
+    split, as in the original. In smaller sets, a fifth of the goals form the test split.
     """
     of = Catalogue.invented(seed) if catalogue is None else catalogue
     numbers = _split(of, split, invented=catalogue is None)

@@ -35,7 +35,7 @@ _HELP = (
 
 @dataclass(frozen=True)
 class Product:
-    """A product with the fields that the pages and the reward use. The price is random within a range of prices."""
+    """A product with the fields that the pages and the reward use. `price` is sampled if WebShop gives a range."""
 
     asin: str
     title: str
@@ -50,16 +50,16 @@ class Product:
 
 
 class Catalogue:
-    """Products, goals and a search over them.
+    """Products, goals, and a product search.
 
     Args:
         items: a list of products as in items_shuffle.json.
         attributes: attributes by ASIN, as in items_ins_v2.json.
-        instructions: instructions by ASIN, as in items_human_ins.json; without them the goals are WebShop's synthetic
-            ones.
-        name: name for messages.
+        instructions: instructions by ASIN, as in items_human_ins.json; without them, WebShop's synthetic goals are
+            used.
+        name: name to show in messages.
         seed: seed for prices within ranges and for the goals' price bounds. WebShop itself samples them without a seed,
-            so its bounds differ between runs and from these.
+            so its bounds vary between runs and differ from these.
 
     Raises:  SettingsError for items that do not have WebShop's format.
     """
@@ -86,7 +86,7 @@ class Catalogue:
             raise SettingsError(f"the catalogue {name!r} has no product with an ASIN of at most 10 characters. {_HELP}")
         goals = self._asked(instructions) if instructions else self._synthetic()
         random.Random(seed).shuffle(goals)
-        # Goals, in WebShop's order if the products are. Keys: asin, query, name, product_category,
+        # Goals, in WebShop's order if the products are in that order. Keys: asin, query, name, product_category,
         # instruction_text, attributes, price_upper, goal_options.
         self.goals: tuple[dict[str, Any], ...] = tuple(goals)
 

@@ -27,7 +27,7 @@ ASKED = 5
 
 @dataclass(frozen=True)
 class Group:
-    """Kinds of products that share attributes, options and a range of prices in whole dollars, `cost`."""
+    """Kinds of products that share attributes, options and `cost`, a price range in whole dollars."""
 
     shelf: str
     kinds: tuple[str, ...]
@@ -80,7 +80,7 @@ Files = tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]
 
 
 def make(world: int = 0) -> Files:
-    """Generate (items, attributes by ASIN, instructions by ASIN) of a shop, in the format of WebShop's three files."""
+    """Generate (items, attributes by ASIN, instructions by ASIN) for a shop, in the format of WebShop's three files."""
     rng = random.Random(f"webshop goods {world}")
     items: list[dict[str, Any]] = []
     known: dict[str, Any] = {}

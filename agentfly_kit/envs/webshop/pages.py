@@ -18,7 +18,7 @@ SUBPAGES = ("Description", "Features", "Reviews")
 
 @dataclass(frozen=True)
 class Page:
-    """A page: its strings in order, those that can be clicked, and the option values that were chosen."""
+    """A page: its strings in order, the clickable strings, and the chosen option values."""
 
     parts: tuple[str, ...]
     clicks: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Page:
         return tuple(dict.fromkeys(text.lower() for text in self.clicks))
 
     def text(self, rich: bool = False) -> str:
-        """Return the strings joined by [SEP]; `rich` puts each on a line and marks buttons and selected ones."""
+        """Join the strings with [SEP]; `rich` puts each on its own line and marks buttons and selected options."""
         if not rich:
             return " [SEP] ".join(self.parts)
         marked = []
@@ -68,13 +68,13 @@ def item(instruction: str, product: Product, chosen: Mapping[str, str]) -> Page:
 
 
 def sub(instruction: str, product: Product, name: str) -> Page:
-    """Return a subpage of an item. Reviews are empty, as in WebShop for products without any."""
+    """Return a subpage of an item. Reviews are empty, as in WebShop for products without reviews."""
     texts = {"Description": (product.description,), "Features": product.bullets, "Reviews": ()}
     return Page(("Instruction:", instruction, BACK, PREVIOUS, *texts[name]), (BACK, PREVIOUS))
 
 
 def done(product: Product, options: Mapping[str, str], goal: Mapping[str, Any], reward: float) -> Page:
-    """Return the last page. The episode is over then, so no model reads the score on it."""
+    """Return the last page. No model reads its score, because the episode is over."""
     none = (part for name in ("attrs", "category", "query", "product category") for part in (name, "None"))
     bought = ("Purchased", "asin", product.asin, "options", json.dumps(dict(options)), *none)
     wanted = {"asin": "asin", "options": "goal_options", "attrs": "attributes", "price upper": "price_upper"}
@@ -89,7 +89,7 @@ def done(product: Product, options: Mapping[str, str], goal: Mapping[str, Any], 
 
 
 def brief_results(found: Sequence[Product], number: int) -> Page:
-    """Return a results page with one line per product, which is clicked by its number on the page."""
+    """Return a results page with one line per product, identified by a number to click."""
     buttons = (BACK, *((PREVIOUS,) if number > 1 else ()), NEXT)
     lines = tuple(f"{i} {p.title.lower()} ${p.price:g}" for i, p in enumerate(found, 1))
     return Page(lines or ("nothing found",), (*buttons, *(str(i) for i in range(1, len(found) + 1))))

@@ -27,7 +27,7 @@ Nouns: TypeAlias = Callable[[str], Sequence[str]]
 ALIKE = 85
 MODEL = "en_core_web_sm"
 
-# Colour words that the reward recognizes, in the original's order, which matters to `color_of`.
+# Colour words that the reward recognizes, in WebShop's order, on which `color_of` depends.
 COLORS = tuple(
     "alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel "  # noqa: SIM905
     "camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry "
@@ -55,12 +55,12 @@ class Score:
 def score(product: Product, goal: Mapping[str, Any], options: Iterable[str], nouns: Nouns) -> Score:
     """Score the purchase of `product` with the given option values for `goal`.
 
-    Source: as for the module. As in the original, one chosen option may match several options of the goal.
+    As in WebShop, one chosen option may match several options of the goal.
     """
     attributes = sum(_has(product, wanted) for wanted in goal["attributes"])
     wanted_options = goal["goal_options"]
     chosen = [color_of(value) for value in options]
-    if isinstance(wanted_options, Mapping):  # synthetic goals: pairs of name and value, colours not normalised
+    if isinstance(wanted_options, Mapping):  # synthetic goals have (name, value) pairs with colours not normalised
         wanted_values = [str(pair) for pair in wanted_options.items()]
     else:
         wanted_values = [color_of(value) for value in wanted_options]
@@ -72,7 +72,7 @@ def score(product: Product, goal: Mapping[str, Any], options: Iterable[str], nou
 
 
 def _has(product: Product, wanted: str) -> bool:
-    """Return True if an attribute is similar, or if title, bullets or description contain the exact string."""
+    """Return True if a product attribute is similar to `wanted`, or the title, bullets or description contain it."""
     if any(alike(have, wanted) > ALIKE for have in product.attributes):
         return True
     places = (product.title, " ".join(product.bullets), product.description)
@@ -80,7 +80,7 @@ def _has(product: Product, wanted: str) -> bool:
 
 
 def type_factor(product: Product, goal: Mapping[str, Any], nouns: Nouns) -> float:
-    """Return r_type: 1 for a product of the same type, less if query, category and nouns of the title disagree."""
+    """Return r_type: 1 for a product of the goal's type, less if the query, category and title nouns disagree."""
     have, wanted = nouns(product.title), nouns(goal["name"])
     title = len(set(have) & set(wanted)) / len(wanted) if wanted else 0.2
     shelves = (_levels(product.product_category), _levels(goal["product_category"]))
@@ -102,8 +102,7 @@ def color_of(text: str) -> str:
 
 
 def alike(a: str, b: str) -> int:
-    """Return `token_set_ratio` as thefuzz computes it, 0 to 100: in lower case, without the non-ASCII characters of
-    Latin-1, rounded."""
+    """Return `token_set_ratio` (0 to 100) as in thefuzz: rounded, ignoring case and non-ASCII Latin-1 characters."""
     from rapidfuzz import fuzz, utils
 
     one, two = (utils.default_process(text.translate(_LATIN)) for text in (a, b))
@@ -156,7 +155,7 @@ def missing_tagger() -> bool:
 
 
 def find_nouns(choice: str | Nouns) -> Nouns:
-    """Return the function for "words", "spacy", "auto" (spaCy if installed, else "words"), or the given function.
+    """Return the noun function for "words", "spacy", "auto" (spaCy if installed, else "words"), or the given function.
 
     Raises:  SettingsError for any other choice, and for "spacy" if it is not installed. Nothing is downloaded.
     """
