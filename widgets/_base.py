@@ -41,7 +41,7 @@ SUCCESS_RULE = (
 
 
 def source(stem: str, suffix: str) -> str:
-    """Return the shared source and the widget's source as one text, which must not import other files."""
+    """Return the shared source followed by the widget's source as one module, which cannot import other files."""
     parts = [HERE / f"_shared.{suffix}", HERE / f"{stem}.{suffix}"]
     return "\n".join(path.read_text(encoding="utf-8") for path in parts if path.exists())
 
@@ -117,7 +117,7 @@ def shared_prefix(names: list[str]) -> int:
 
 
 class Throttle:
-    """Rate limiter: call `send` at most once per `seconds`, and always once after the last call of `schedule`.
+    """Rate limiter that calls `send` at most once every `seconds` seconds, and always after the last `schedule` call.
 
     `schedule` may be called from any thread, thousands of times per second. In a thread with a running event loop,
     `send` is called on that loop, where the record is in a consistent state; otherwise a timer thread calls `send`.
@@ -263,7 +263,7 @@ class View(anywidget.AnyWidget):
             self._on_last_page_closed()
 
     def _set_trait(self, name: Any, value: Any) -> None:
-        """Set a trait to the value requested by the page. If it is rejected, keep the old value and show the error."""
+        """Set a trait as requested by the page. If the value is rejected, keep the old value and show the error."""
         if name not in self.settable:
             return
         try:
@@ -295,7 +295,7 @@ class View(anywidget.AnyWidget):
             self._job(result)
 
     def _job(self, work: Awaitable[Any]) -> asyncio.Future[Any]:
-        """Run `work` as a task, keep a reference to the task until it is done, and show its error on the page."""
+        """Run `work` as a task, keep the task alive until it is done, and show any exception on the page."""
         job = asyncio.ensure_future(work)
         self._jobs.add(job)
         job.add_done_callback(self._job_ended)
@@ -386,7 +386,7 @@ def _call(view_ref: Callable[[], Any], method: str) -> None:
 
 
 class Opener(View):
-    """A view that can open another view below itself, and closes the other view when replacing it or when closed."""
+    """A view that can open a second view below itself. The second view is closed when replaced or with the first."""
 
     _below = traitlets.Any(None, allow_none=True).tag(sync=True, **widget_serialization)
 

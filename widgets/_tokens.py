@@ -292,7 +292,7 @@ def rows_of(source: Any) -> list[Row]:
     if is_trajectory(source):
         return _trajectory_rows(source)
     if hasattr(source, "rewind") and callable(source.snapshot):
-        return rows_of(source.snapshot())  # an unfinished chain
+        return rows_of(source.snapshot())  # the chain is unfinished
     items = getattr(source, "trajectories", source)
     if isinstance(items, Iterable) and not isinstance(items, str | bytes | Mapping):
         found = list(items)
@@ -309,7 +309,7 @@ def rows_of(source: Any) -> list[Row]:
 def compare_rows(rows: list[Row], others: list[Row]) -> tuple[list[Row], list[str], dict[int, int]]:
     """Add the values of `others` to the matching tokens of `rows`. Values are missing where the token ids differ.
 
-    Two single rows of different trajectories are both shown, with the length of their common prefix.
+    If `rows` and `others` are single rows of different trajectories, both are shown, with their common prefix length.
 
     Returns:
         The rows to show, notes for the page, and a mapping from row index to the index of the first differing token.

@@ -21,7 +21,7 @@ _TEXT = 12_000
 
 
 class ChainStepper(Opener):
-    """Step a chain in the browser. `ChainStepper(agent, task)` starts a new chain.
+    """View to step a chain in the browser. `ChainStepper(agent, task)` starts a new chain.
 
     The view works on the chain object itself: changes made in the view and in cells are visible in both.
     `to_code()` returns code for a cell that reproduces the chain.
@@ -505,7 +505,7 @@ def code(chain: Any) -> str:
 
 
 def _places(chain: Any) -> list[str]:
-    """Return the names of all forks between the start (or continuation) of the chain and this chain, in order."""
+    """Return the fork names that lead to this chain since its start or continuation, such as "", ".1" and ".1.2"."""
     base, _, rest = chain.key.fork.rpartition("~")
     head = base + "~" if base or chain.key.fork.startswith("~") else ""
     parts = rest.split(".")[1:]

@@ -74,7 +74,7 @@ class PoolView(LiveView):
 
     The Take button leases a sandbox, which cells can then use as `view.held[number]`. Its owner is shown as "by hand".
     The Give back button releases it. Reset and Close work on any sandbox if the pool has a `recycle` method. A chain
-    that holds the sandbox loses it and is not scored. A sandbox leased with Take is reset in place.
+    that holds such a sandbox loses it and is not scored. A sandbox leased with Take is reset in place.
     """
 
     stem: ClassVar[str] = "pool_view"

@@ -35,7 +35,7 @@ KINDS = {
 
 
 class RewardForm(ChainsView):
-    """Compare the recorded rewards of saved trajectories with those of a reward under development.
+    """Form that compares the recorded rewards of saved trajectories with a reward under development.
 
     The trajectories are re-scored whenever the cell that defines the reward is re-run; with `follow=False`, only when
     the button is pressed. Nothing is sampled and the rollout is not changed.
@@ -70,7 +70,7 @@ class RewardForm(ChainsView):
         self.reward = RewardSet(reward)
         if not self.reward:
             raise TypeError("reward must be a function decorated with @af.reward")
-        # Keep the rollout until the page is closed: in `RewardForm(reward, await agent.rollout(...))` no variable does.
+        # Keep the rollout until the page closes: `RewardForm(reward, await agent.rollout(...))` has no variable for it.
         self._kept: Any = _rollout(rollout)
         self.reward.check([group.task for group in self._kept.groups])
         self._picked: str | None = None

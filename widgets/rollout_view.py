@@ -31,15 +31,15 @@ _WINDOW = 20.0
 
 
 class RolloutView(ChainsView, LiveView):
-    """Show a running rollout: one line per chain, counts, rate, time left, and buttons to pause, resume and stop.
+    """View of a running rollout: one line per chain, counts, rate, time left, and buttons to pause, resume and stop.
 
     Pick a finished chain to show its tokens, step it, or convert it to code; `view.selection` holds the picked chain.
     The buttons also work while a cell awaits the run. The view updates at most 10 times per second, regardless of the
     number of chains. `view.counts` holds the counts last sent.
 
     Args:
-        run: The handle returned by `agent.rollout(...)`, before or while it is awaited; or a training run, to
-            show the rollout of the current step.
+        run: The handle returned by `agent.rollout(...)`, before or while it is awaited; or a training run, for which
+            the rollout of the current step is shown.
     """
 
     stem: ClassVar[str] = "rollout_view"
@@ -80,7 +80,7 @@ class RolloutView(ChainsView, LiveView):
             if view is None or view.comm is None:
                 return
             if not view.resting:
-                view._throttle.schedule()  # also once after the run is garbage-collected, to show this
+                view._throttle.schedule()  # runs a last time after the run is garbage-collected, to report it
             if view.record is not None and (view._training or view._about.get("state") not in _ENDS):
                 loop.call_later(pause, tick)
 

@@ -568,7 +568,7 @@ def _svg(panel: dict[str, Any], steps: npt.NDArray[np.int32], runs: Sequence[_So
         body.append(text(left - 4, y(value) + 4, "end", _tick(value, lo, hi)))
     for step, anchor in ((steps[0], "start"), (steps[-1], "end")):
         body.append(text(x(step), height - 6, anchor, str(step)))
-    # Draw at most about 300 points in total, which exceeds the image's width in pixels.
+    # Draw about 300 points in total at most, since more would not be visible at the image's width.
     for k, run in enumerate(runs):
         ink, dash = _INKS[k % len(_INKS)], _DASHES[k % len(_DASHES)]
         stride = max(1, math.ceil(len(run.steps) * len(runs) / 300))
