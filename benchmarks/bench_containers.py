@@ -1,6 +1,6 @@
-"""Benchmark sandboxes in containers and a pool over HTTP. Writes JSON to standard output; times in ms.
+"""Benchmark sandboxes in containers and a pool over HTTP. Writes JSON to standard output, with times in ms.
 
-Baselines on the same engine in the same run, as used by code tools without an attached worker: one `exec` in a running
+The baselines use the same engine in the same run, like code tools without an attached worker: one `exec` in a running
 container per call, and one container per call. Without `--engine`, podman's API service is started on a private socket
 with an image of this machine's Python, as in the tests.
 """
@@ -61,7 +61,7 @@ async def attached(place: Container, rounds: int) -> dict[str, Any]:
 
 
 async def engine_alone(cli: list[str], environment: dict[str, str], rounds: int) -> dict[str, Any]:
-    """Measure with the engine's command-line client, because docker-py's exec and run can hang with podman."""
+    """Measure the baselines with the command-line client, because exec and run of docker-py can hang with podman."""
     box = "agentfly-bench"
 
     async def call(*arguments: str) -> str:
@@ -90,7 +90,7 @@ async def engine_alone(cli: list[str], environment: dict[str, str], rounds: int)
 
 
 async def over_http(rounds: int) -> dict[str, Any]:
-    """Measure server and client in two threads of one process, with a strict sandbox on this machine."""
+    """Measure a pool over HTTP, with server and client in two threads of one process and a strict local sandbox."""
     out: dict[str, Any] = {}
     async with Pool(PythonSandbox, size=1) as near, serve_pool(near) as server:
         async with near.lease() as sandbox:
@@ -109,7 +109,7 @@ async def over_http(rounds: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def engine(url: str | None) -> Iterator[tuple[str, list[str], dict[str, str]]]:
-    """Yield the URL of the container engine, its command and the environment for it."""
+    """Yield the URL of the container engine, its command, and the environment variables for the command."""
     if url:
         yield url, ["docker", "--host", url], dict(os.environ)
         return

@@ -1,8 +1,8 @@
-"""`make bench-envs`: steps per second, lease times and memory of each environment, with and without a pool's reuse.
+"""Benchmark the environments: steps per second, lease times and memory, with and without reuse by a pool.
 
 A step is one action of the random player: a tool call with its observation, or an answer. No model runs. Memory is the
 increase of the process and its children, with one open environment that has served all chains. Families are measured
-one after another, each reported on standard error when done; JSON of all is written to standard output.
+one after another. Each result is reported on standard error; JSON of all results is written to standard output.
 
     make bench-envs ARGS="--families maze scienceworld --tasks 4"
 """
@@ -20,7 +20,7 @@ import agentfly_kit as af
 
 
 def memory() -> float:
-    """Return the memory of this process and all its descendants in MB, with shared pages divided (PSS)."""
+    """Return the memory of this process and all its descendants in MB, as proportional set size (PSS)."""
     pending, total = [os.getpid()], 0
     while pending:
         pid = pending.pop()

@@ -1,18 +1,18 @@
-"""Benchmark how well and how fast a shipped policy learns: several seeds, held-out tasks, CPU seconds.
+"""Benchmark how well and how fast a shipped policy learns, over several seeds, on held-out tasks, in CPU seconds.
 
     make bench-learning            # or: python benchmarks/bench_learning.py --seeds 5 --out learning.json
     python benchmarks/bench_learning.py --family webshop --seeds 3 --algorithms grpo --steps 12
 
-Writes JSON to standard output (and to --out), and one line per run to standard error. "cpu seconds" are those of this
-process, which makes them robust to other load; they exclude evaluation and processes of sandboxes. "to good" means up
-to and including the first iteration in which at least 90 % of the sampled training chains succeed.
+Writes JSON to standard output (and to --out), and one line per run to standard error. "cpu seconds"
+is the CPU time of this process, which other load hardly affects; it excludes evaluation and sandbox processes. "to
+good" means up to and including the first iteration in which at least 90 % of the sampled training chains succeed.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before importing torch: more threads slow such a small model down
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before importing torch; more threads slow down a small model
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
@@ -140,7 +140,7 @@ async def learn(
 
 
 async def measure(agent: Any, held_out: Any, also_greedy: bool = True) -> dict[str, Any]:
-    """Return the success on held-out tasks, sampled and greedy, with 95 % intervals by bootstrap over tasks."""
+    """Return the sampled and greedy success rates on held-out tasks, with 95 % intervals by bootstrap over tasks."""
     sampled = await af.evaluate(agent, held_out)
     greedy = (await af.evaluate(agent, held_out, greedy=True)).success if also_greedy else None
     return {
@@ -154,7 +154,7 @@ async def measure(agent: Any, held_out: Any, also_greedy: bool = True) -> dict[s
 
 
 def summary(family: str, algorithm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize runs over seeds. Runs that never reach a good batch count as infinitely slow in the medians."""
+    """Summarize runs over seeds. In the medians, a run that never reaches a good batch takes infinitely long."""
     after = [run["after"]["sampled"] for run in runs]
     never = float("inf")
     cpu = statistics.median(run["cpu_seconds_to_good"] or never for run in runs)
@@ -185,7 +185,7 @@ def first_good(run: dict[str, Any]) -> float | None:
 
 
 def picture(family: str, runs: list[dict[str, Any]]) -> str:
-    """Plot the success of the training batches by iteration as SVG, one line per run, for docs/learning."""
+    """Return an SVG plot of the success rate of the training batches by iteration, with one line per run."""
     left, right, top, bottom = 46.0, 444.0, 14.0, 190.0
     colours, dashes, marks = ("#3b6fb6", "#c2572b", "#3f8f57"), ("", "6 3", "2 3"), ("___", "---", "...")
     most = max(len(run["batches"]) for run in runs)

@@ -1,7 +1,7 @@
-"""Benchmark time and memory of sandboxes and pools. Writes JSON to standard output; times in ms.
+"""Benchmark time and memory of sandboxes and pools. Writes JSON to standard output, with times in ms.
 
-Baselines in the same run: a plain `python -c`, as used by code tools without a pool, and with --container IMAGE
-sandboxes in containers.
+The baseline in the same run is a plain `python -c`, as used by code tools without a pool. With --container IMAGE,
+sandboxes in containers are measured too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ async def level(name: Any, rounds: int, crowd: int) -> dict[str, Any]:
         megabytes = weight([sandbox, *started]) / 1024 / (len(started) + 1)
         out[f"memory of each of {len(started) + 1} idle, MB (PSS)"] = (
             round(megabytes, 2) or None
-        )  # None for containers, whose processes belong to the engine
+        )  # None for containers, whose processes are children of the engine
         out["idle ones a GB"] = round(1024 / megabytes) if megabytes else None
         for each in started:
             await each.close()
@@ -49,7 +49,7 @@ async def level(name: Any, rounds: int, crowd: int) -> dict[str, Any]:
 
         times: list[float] = []
         bare: list[float] = []
-        for _ in range(max(20, rounds // 2) + 1):  # alternate, so that other load affects both alike
+        for _ in range(max(20, rounds // 2) + 1):  # alternate the variants, so that other load affects both alike
             bare.append(await took(python))
             times.append(await took(start))
             await started.pop().close()
@@ -82,7 +82,7 @@ async def level(name: Any, rounds: int, crowd: int) -> dict[str, Any]:
 
 
 async def crowded(name: str, leases: int, waiters: int, size: int) -> dict[str, Any]:
-    """Measure the order of service and the longest wait with many waiters on few sandboxes."""
+    """Measure the order of service and the longest wait when many waiters share few sandboxes."""
     asked: list[str] = []
     served: list[str] = []
     waits: list[float] = []
@@ -114,7 +114,7 @@ async def crowded(name: str, leases: int, waiters: int, size: int) -> dict[str, 
 
 
 def weight(sandboxes: list[PythonSandbox]) -> int:
-    """Return the total memory of sandboxes in kB."""
+    """Return the total memory of the sandboxes in kB."""
     roots = {sandbox.pid for sandbox in sandboxes}
     pids = {pid for root in roots if root for pid in below(root)}
     return sum(map(pss, pids))
@@ -129,7 +129,7 @@ def below(root: int) -> list[int]:
 
 
 def pss(pid: int) -> int:
-    """Return the proportional set size of a process in kB: shared pages are divided among the sharing processes."""
+    """Return the proportional set size of a process in kB, in which shared pages are divided among the processes."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
             return next((int(line.split()[1]) for line in file if line.startswith("Pss:")), 0)
@@ -138,7 +138,7 @@ def pss(pid: int) -> int:
 
 
 async def python(*options: str) -> None:
-    """Run `python -c`, as a code tool without a pool does."""
+    """Run `python -c`, like a code tool without a pool."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, *options, "-c", "print(1 + 1)", stdout=subprocess.DEVNULL
     )

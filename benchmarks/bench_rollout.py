@@ -1,14 +1,14 @@
-"""Benchmark sampling and orchestration against baselines in one run. Writes JSON to standard output.
+"""Benchmark sampling and orchestration, with baselines in the same run. Writes JSON to standard output.
 
     make bench-rollout            # or: python benchmarks/bench_rollout.py --rounds 9 --out figures.json
 
 engine   Sampled tokens per CPU second of `LocalEngine` (chains as coroutines, exact logprobs and entropies), compared
          with transformers `generate` called once per turn on the whole batch (without logprobs), and with a plain
          decode loop over the same cache; two and five turns, batch size 64. The candidates alternate. Every round does
-         the same work, so the fastest round of each counts; slower ones are due to other load.
-chains   `ScriptedEngine` with 20 ms per turn and 200 ms per tool call: wall time of 64 chains relative to the latencies
+         the same work, so differences between rounds are due to other load, and the fastest round is reported.
+chains   `ScriptedEngine` with 20 ms per turn and 200 ms per tool call: wall time of 64 chains relative to the latency
          of one chain, CPU cost per trajectory with 4,096 chains relative to 64, and memory per waiting chain.
-vllm     If vLLM is installed: the same chains with `VLLMEngine`. Its CPU time includes all its processes.
+vllm     The same chains with `VLLMEngine`, if vLLM is installed. The CPU time includes all processes of vLLM.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def cpu_of_all() -> float:
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # the process has ended in the meantime
+            continue  # the process has exited in the meantime
         pid = int(stat.parent.name)
         parents[pid] = int(fields[1])
         seconds[pid] = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
@@ -147,7 +147,7 @@ def generate(policy: af.Policy, batch: int, turns: int) -> int:
 
 @torch.inference_mode()
 def bare(policy: af.Policy, batch: int, turns: int) -> int:
-    """Decode all rows in lockstep with the same cache and sampling as the engine, without any scheduling."""
+    """Decode all rows in lockstep, with the engine's cache and sampling but without scheduling."""
     cache = KVCache(batch, PROMPT + turns * (NEW + OBSERVATION) + 1)
     decoder = policy.model.get_decoder()
 
@@ -174,7 +174,7 @@ def bare(policy: af.Policy, batch: int, turns: int) -> int:
 
 def engine_figures(rounds: int, batch: int) -> dict[str, Any]:
     policy = af.tiny.policy("calculator")
-    policy.chat.stop_ids = ()  # every turn has the same length
+    policy.chat.stop_ids = ()  # so that all turns have the same length
     runs: dict[str, Callable[[af.Policy, int, int], int]] = {"local": ours, "generate": generate, "bare": bare}
     out: dict[str, Any] = {}
     torch.set_num_threads(1)
@@ -225,7 +225,7 @@ def chain_figures() -> dict[str, Any]:
     numbers = itertools.count()
 
     async def wall(count: int) -> tuple[float, float]:
-        # New questions in every call, so that each must be rendered and encoded, both with 64 chains and with 4,096.
+        # Ask new questions in every call, so that every question must be rendered and encoded.
         asked = [next(numbers) for _ in range(count)]
         tasks = [Task(f"t{i}", ({"role": "user", "content": f"question {i}"},)) for i in asked]
         began, cpu = time.perf_counter(), time.process_time()
@@ -234,7 +234,7 @@ def chain_figures() -> dict[str, Any]:
         return time.perf_counter() - began, time.process_time() - cpu
 
     async def waiting(count: int) -> float:
-        """Return the memory of a waiting chain in bytes, without that of its result."""
+        """Return the memory per waiting chain in bytes, excluding the memory of its result."""
         gate = asyncio.Event()
 
         @af.tool

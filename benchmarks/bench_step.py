@@ -1,16 +1,16 @@
-"""Compare a GRPO iteration with one of TRL's GRPOTrainer: same policy, tasks, tool and settings; CPU seconds.
+"""Compare the CPU time of a GRPO iteration with TRL's GRPOTrainer, for the same policy, tasks, tool and settings.
 
     make bench-step                # or: python benchmarks/bench_step.py --steps 20 --out step.json
-    python benchmarks/bench_step.py --family lookup     # state in an environment; TRL's `environment_factory`
+    python benchmarks/bench_step.py --family lookup     # with an environment (TRL: `environment_factory`)
 
 An iteration consists of 64 episodes (8 tasks with 8 chains each) and one update without KL. Both trainers start from
 the shipped policy and use the same learning rate and the same tasks in the same order. The first --steps iterations are
 timed completely, without setup and imports. TRL uses the tool and the reward as plain functions, and transformers'
-`generate`. The trainers alternate --repeats times. Every repeat does the same work, so the fastest run of each
-iteration counts; slower ones are due to other load. Results are means over the iterations.
+`generate`. The trainers alternate --repeats times. Every repeat does the same work, so differences are due to
+other load, and the fastest repeat of each iteration counts. Results are means over the iterations.
 
-ours              `af.train` as it is: groups without signal are left out of the update
-ours, every row   the same, but with all rows in the update
+ours              `af.train` with default settings: groups without signal are excluded from the update
+ours, every row   `af.train` with all rows in the update
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def exact(final: str | None, answer: str) -> float:
 
 
 class Store:
-    """The environment of the lookup family in TRL's format, with the same facts and texts."""
+    """Environment of the lookup family in TRL's format, with the same facts and texts."""
 
     def __init__(self) -> None:
         self._facts: dict[str, dict[str, str]] = {}
@@ -123,7 +123,7 @@ def ours(family: str, tasks: Any, steps: int, *, every_row: bool) -> dict[str, A
         epochs=1,
         lr=LR,
         lr_end=None,
-        # With a custom loss function, the step cannot skip rows without signal and runs all of them.
+        # With a custom loss function, the training step cannot skip rows without signal.
         loss=(lambda *given: af.losses.ppo(*given)) if every_row else "ppo",
         checkpoint_every=steps,
     )
@@ -141,7 +141,7 @@ def ours(family: str, tasks: Any, steps: int, *, every_row: bool) -> dict[str, A
 
 
 def each(clock: list[float]) -> list[float]:
-    """Return the CPU seconds of each iteration; the first includes the time before it."""
+    """Return the CPU seconds of each iteration. The first includes the time before the first iteration."""
     return [after - before for before, after in itertools.pairwise(clock)]
 
 
@@ -217,7 +217,7 @@ def main() -> None:
             ("ours", lambda: ours(given.family, tasks, given.steps, every_row=False)),
             ("ours, every row", lambda: ours(given.family, tasks, given.steps, every_row=True)),
         ):
-            gc.collect()  # so that no run pays for the garbage of the previous one
+            gc.collect()  # so that the garbage of the previous run is not collected in this run
             runs[name].append(run())
     cost = {
         name: sum(map(min, zip(*(run["cpu"] for run in found), strict=True))) / given.steps

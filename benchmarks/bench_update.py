@@ -1,19 +1,19 @@
-"""Compare the cost of an update with that of a plain supervised step over the same rows, in CPU seconds.
+"""Compare the CPU time of an update with a plain supervised step on the same rows.
 
     make bench-update              # or: python benchmarks/bench_update.py --repeats 9 --out update.json
 
 The rows are a batch of 128 calculator episodes of the shipped policy, in four minibatches of 32 and one epoch. No row
 is dropped, because all advantages are non-zero. Baselines for `ppo_step`:
 
-padded   the usual supervised step: each minibatch padded to its longest row, logits at every position, cross-entropy on
+padded   a plain supervised step: each minibatch padded to its longest row, logits at every position, cross-entropy on
          the same tokens, backward, gradient clipping, AdamW
-sorted   the same after sorting rows by length, in micro-batches with as many padded tokens as those of ppo_step
+sorted   the same step with rows sorted by length, in micro-batches with as many padded tokens as in ppo_step
 
-All variants run alternately in one process, and the fastest repeat of each counts. JSON is written to standard output.
+The variants alternate in one process, and the fastest repeat of each is reported. JSON is written to standard output.
 
-With --memory, measure instead by how much a step of 64 to 4,096 rows raises the peak resident memory, in one process
-each, with the policy's own micro_tokens and without a limit. The step has a single minibatch, so that only the batch
-grows.
+With --memory, measure instead the increase in peak resident memory during a step on 64 to 4,096 rows, with the policy's
+micro_tokens and without a limit. Each measurement uses a new process. The step has a single minibatch, so that only
+the batch grows.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def supervised(policy: Any, optimizer: Any, batch: Any, *, by_length: bool, size
 
 
 def measure(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, Any]]:
-    """Return best and median CPU seconds of each run; they alternate, so that other load affects all alike."""
+    """Return the best and median CPU seconds of each run. The runs alternate, so that other load affects all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     last: dict[str, Any] = {}
     for _ in range(repeats + 1):
@@ -127,7 +127,7 @@ def measure(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[
             seconds[name].append(time.process_time() - began)
     out: dict[str, dict[str, Any]] = {}
     for name, taken in seconds.items():
-        taken = sorted(taken[1:])  # the first run warms up
+        taken = sorted(taken[1:])  # the first repeat is a warm-up
         out[name] = {"best": round(taken[0], 4), "median": round(taken[len(taken) // 2], 4)}
         phases = getattr(last[name], "phases", None)
         if phases:
@@ -138,7 +138,7 @@ def measure(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[
 
 
 def memory(file: str, micro_tokens: int) -> float:
-    """Return by how many MiB a step raises the peak memory of this process, after a warm-up step on a few rows."""
+    """Return the increase in peak memory of this process during a step, in MiB, after a warm-up step on a few rows."""
     with open(file, "rb") as stream:
         few, many = pickle.load(stream)
     policy = af.tiny.policy("calculator")
@@ -150,7 +150,7 @@ def memory(file: str, micro_tokens: int) -> float:
 
 
 def peak() -> float:
-    """Return the peak resident memory in MiB. getrusage is unsuitable: its peak is inherited from the parent."""
+    """Return the peak resident memory in MiB. getrusage would also count the peak of the parent process."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
@@ -158,8 +158,8 @@ def peak() -> float:
 def memories() -> dict[str, dict[str, float]]:
     """Measure the peak memory of steps with growing batches.
 
-    All rows are sampled, because the step would share the computation of copied rows. Sampling raises the peak of this
-    process, so the step runs in another one.
+    Rows are sampled instead of copied, because the step would share the computation of equal rows. Sampling raises the
+    peak of this process, so the step runs in a separate process.
     """
     policy = af.tiny.policy("calculator")
     few = asyncio.run(collect(policy, 64))
@@ -197,10 +197,10 @@ def main() -> None:
     reference = judged.reference()
     returns = torch.where(batch.mask, batch.rewards[:, None].expand(batch.ids.shape), 0.0)
     full = batch.replace(returns=returns, values=torch.zeros_like(returns))
-    # The learning rate is so small that AdamW does the usual work but all repeats see practically the same weights.
+    # With this tiny learning rate, AdamW does the usual work but the weights are practically equal in all repeats.
     mine, theirs = af.adamw(policy, 1e-12), torch.optim.AdamW(policy.model.parameters(), lr=1e-12, fused=True)
     judging = af.adamw(judged, 1e-12)
-    # The batch is sampled once and becomes stale with every repeat, but negligibly at a learning rate of 1e-12.
+    # The batch is sampled once and becomes stale, but negligibly at a learning rate of 1e-12.
     step = {"minibatch": 32, "old_logprobs": "engine", "max_lag": None}
     runs: dict[str, Callable[[], Any]] = {
         "ppo_step": lambda: af.ppo_step(policy, mine, batch, af.PPOConfig(**step)),

@@ -1,7 +1,7 @@
 """Benchmark the widgets: first paint, scrolling, transferred data, the view of a busy pool, and many views.
 
 Uses a real JupyterLab and Chromium, with the requirements of tests/browser.py. Writes JSON to standard output; `met`
-shows for each limit in `BARS` if it is met. Under load, Chromium's counters are more reliable than wall-clock times.
+states whether each limit in `BARS` is met. Under load, Chromium's counters are more reliable than wall-clock times.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def payload(nb: browser.Notebook) -> dict[str, int]:
 
 
 def counters(nb: browser.Notebook) -> Any:
-    """Return a function that returns Chromium's counters since its last call: durations in ms, and counts."""
+    """Return a function that returns the changes in Chromium's counters since its last call (durations in ms)."""
     session = nb.context.new_cdp_session(nb.page)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})  # CPU time, which other load does not affect
     last: dict[str, float] = {}
@@ -133,7 +133,7 @@ def token_view(lab: browser.Lab, rounds: int) -> dict[str, Any]:
         assert nb.errors == [], nb.errors
     return {
         "tokens": tokens, "token_view_paint_ms": round(statistics.median(took)), "each": [round(x) for x in took],
-        # Scroll by one screen and wait for two frames: 33 ms without delays.
+        # Time to scroll by one screen and draw two frames, which takes 33 ms without delays.
         "scroll_ms_median_and_slowest": [[round(x) for x in each] for each in jumps],
         "scroll_chromium": counted[-1], "payload": travels,
     }  # fmt: skip
@@ -212,7 +212,7 @@ def many_views(lab: browser.Lab) -> dict[str, Any]:
         nb.activeCellIndex = 2; nb.activeCell.model.sharedModel.setSource("show(20)");
         await window.jupyterapp.commands.execute('notebook:run-cell'); }"""
     sizes, heaps = [], []
-    for _ in range(10):  # run the same cell again; its earlier views stay alive
+    for _ in range(10):  # re-run the same cell; its earlier views stay alive
         nb.page.evaluate(cell)
         nb.page.wait_for_timeout(700)
         sizes.append(nb.python(rss) - start)
@@ -220,7 +220,7 @@ def many_views(lab: browser.Lab) -> dict[str, Any]:
     out["kernel_mib_a_view"] = round(sizes[-1] / 2**20 / 200, 3)
     out["kernel_mib_after_each_20_views"] = [round(x / 2**20, 1) for x in sizes]
     out["page_mib_after_each_20_views"] = [round(x / 2**20) for x in heaps]
-    out["models_not_waited_for"] = nb.late  # models for which anywidget gave up waiting after two seconds
+    out["models_not_waited_for"] = nb.late  # number of models for which anywidget timed out after two seconds
     nb.close()
     assert nb.errors == [], nb.errors
     return out

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
-    """Return p50 and p99 of times in ms. With fewer than a hundred times, p99 is the maximum."""
+    """Return p50 and p99 in ms. With fewer than a hundred times, p99 is the maximum."""
     ordered = sorted(times)
     return {
         "p50": round(statistics.median(ordered), 3),
@@ -17,12 +17,12 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 async def took(call: Callable[[], Awaitable[object]]) -> float:
-    """Return the duration of an awaited call in ms."""
+    """Await a call and return its duration in ms."""
     began = time.perf_counter()
     await call()
     return (time.perf_counter() - began) * 1e3
 
 
 async def timed(call: Callable[[], Awaitable[object]], count: int) -> dict[str, float]:
-    """Return p50 and p99 of `count` calls in ms, after one warm-up call."""
+    """Return p50 and p99 of the durations of `count` calls in ms, after one warm-up call."""
     return spread([await took(call) for _ in range(count + 1)][1:])

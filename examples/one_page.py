@@ -1,7 +1,7 @@
 """Reinforcement learning of a tool-using language model on one page: rollout, mask, advantages, loss, update.
 
-`agent.rollout`, `af.collate` and `af.ppo_step` do the same with sandboxes, checkpoints and records; here every step is
-written out. Run it from anywhere: python examples/one_page.py (about a minute on one CPU core).
+Every step is written out. `agent.rollout`, `af.collate` and `af.ppo_step` perform the same steps, with sandboxes,
+checkpoints and records. Run `python examples/one_page.py` from any folder (about a minute on one CPU core).
 """
 
 import ast
@@ -41,16 +41,16 @@ TOOLS = af.ToolSet([calculator])
 
 
 async def run_chain(engine: af.LocalEngine, chat: af.Chat, task: af.Task, seed: int) -> dict:
-    """Sample one trajectory: its token ids, which of them the policy sampled, their logprobs, and the reward."""
+    """Sample a trajectory and return its token ids, a mask of the sampled tokens, their logprobs, and the reward."""
     ids = list(chat.prompt(task.messages, TOOLS.schemas))
     mask, logprobs, reward = [False] * len(ids), [0.0] * len(ids), 0.0
     for turn in range(MAX_TURNS):
         action = await engine.sample(ids, af.Sampling(max_tokens=64), seed=1000 * seed + turn)
         ids += action.ids
-        mask += [True] * len(action.ids)  # the only place where a token becomes trainable
+        mask += [True] * len(action.ids)  # only sampled tokens are trained
         logprobs += action.logprobs
         parsed = chat.parse(action.ids, TOOLS.schemas)
-        if not parsed.calls:  # no tool call: this is the answer
+        if not parsed.calls:  # without a tool call, the action is the answer
             reward = float(parsed.content.strip() == task.fields["answer"])
             break
         results = [await TOOLS.call(call, af.Context(task)) for call in parsed.calls]
@@ -63,7 +63,7 @@ async def run_chain(engine: af.LocalEngine, chat: af.Chat, task: af.Task, seed: 
 
 
 def pad(chains: list[dict], name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Stack a field of all chains, (B, T), padded on the right with zeros."""
+    """Stack one field of all chains into a tensor (B, T), padded with zeros on the right."""
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(c[name], dtype=dtype) for c in chains], batch_first=True)
 
 
@@ -74,22 +74,22 @@ async def main() -> list[float]:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE)
     success = []
     for step in range(STEPS):
-        # Rollout: GROUP chains of each task, all at once.
+        # Rollout: GROUP concurrent chains per task.
         chosen = [task for task in tasks[step * TASKS : (step + 1) * TASKS] for _ in range(GROUP)]
         chains = await asyncio.gather(*(run_chain(engine, policy.chat, task, i) for i, task in enumerate(chosen)))
         rewards = torch.tensor([chain["reward"] for chain in chains]).view(TASKS, GROUP)
         success.append(float(rewards.mean()))
         print(f"step {step}: success {success[-1]:.2f}")
 
-        # Advantages: how much better than the other chains of the same task, in standard deviations.
+        # Advantages: the reward relative to the mean of the task's chains, in standard deviations.
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
 
-        # The clipped loss over the sampled tokens. Logits at position t predict the token at position t + 1.
+        # Clipped loss over the sampled tokens. The logits at position t predict the token at position t + 1.
         ids, mask = pad(chains, "ids", torch.long), pad(chains, "mask", torch.bool)
         old = pad(chains, "logprobs", torch.float)
         weight = mask[:, 1:] / mask.sum()
         optimizer.zero_grad()
-        for rows in torch.arange(len(chains)).split(32):  # micro-batches bound the memory and change nothing else
+        for rows in torch.arange(len(chains)).split(32):  # micro-batches limit memory without changing the gradient
             logits = policy.model(input_ids=ids[rows]).logits[:, :-1]
             new = torch.log_softmax(logits, -1).gather(-1, ids[rows, 1:, None]).squeeze(-1)
             ratio = torch.exp(torch.where(mask[rows, 1:], new - old[rows, 1:], 0.0))
@@ -98,7 +98,7 @@ async def main() -> list[float]:
             (loss * weight[rows]).sum().backward()
         torch.nn.utils.clip_grad_norm_(list(policy.parameters()), 1.0)
         optimizer.step()
-        await engine.update(policy)  # from here on sample from the new weights
+        await engine.update(policy)  # sample the next step with the new weights
     return success
 
 

@@ -1,4 +1,4 @@
-"""Agents shared by several test files: on the shipped policy, on scripted texts, and on random tiny models."""
+"""Agents shared by several test files, with the shipped policy, scripted texts or tiny random models."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ Text = Annotated[str, "any"]
 
 
 class Killed(SandboxError):
-    """Failure of the host."""
+    """Raised by `Box` to simulate a failure of the host."""
 
 
 class Box:
-    """Sandbox that returns all texts that it has received since its reset. The text "die" makes it fail."""
+    """Sandbox that returns all texts received since the last reset. The text "die" makes the sandbox fail."""
 
     def __init__(self, **_: Any) -> None:
         self.log: list[str] = []
@@ -103,10 +103,9 @@ def tasks(count: int = 4, seed: int = 0) -> list[Task]:
 def assert_same_gradient(got: torch.Tensor, wanted: torch.Tensor, message: str = "") -> None:
     """Compare two float32 gradients that are equal in exact arithmetic but were summed in different orders.
 
-    An element of a gradient is a sum of products over tokens and over the widths of the layers above it, some 10,000
-    terms in these tests, and the terms may cancel. Its rounding error is therefore of the order of eps * sqrt(10,000)
-    relative to the largest gradients, not to the element itself, so the error is compared with the norm of the whole
-    gradient.
+    A gradient element is a sum over tokens and layer widths. In these tests the sums have about 10,000 terms, which may
+    cancel. The rounding error is therefore of the order of eps * sqrt(10,000) relative to the largest gradients, not to
+    the element itself, so errors are compared with the norm of the whole gradient.
     """
     assert got.dtype == wanted.dtype == torch.float32 and got.shape == wanted.shape
     allowed = 100 * torch.finfo(torch.float32).eps * float(wanted.norm())
@@ -117,7 +116,7 @@ def assert_same_gradient(got: torch.Tensor, wanted: torch.Tensor, message: str =
 def assert_same_update(got: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor) -> None:
     """Compare float32 weights after two updates from `before` that are equal in exact arithmetic.
 
-    The changes differ like gradients, and adding a change to a weight rounds to the last bit of the weight.
+    The changes differ as much as gradients do, and adding a change to a weight rounds to the last bit of the weight.
     """
     eps = torch.finfo(torch.float32).eps
     allowed = eps * (100 * float((wanted - before).norm()) + 2 * float(before.norm()))
@@ -172,7 +171,7 @@ def random_policy(seed: int = 0, *, value_head: bool = False, spread: float = 0.
 
 
 def agent(policy: Policy | None = None, **settings: Any) -> Agent:
-    """Return the calculator agent, on the shipped policy unless another is given."""
+    """Return the calculator agent, with the shipped policy by default."""
     policy = shipped() if policy is None else policy
     settings.setdefault("engine", LocalEngine(policy))
     settings.setdefault("chat", policy.chat)
@@ -195,9 +194,9 @@ def call(expression: str = "1+1", name: str = "calculator") -> str:
 
 
 class Played(Engine):
-    """Play texts as if a policy had sampled them, with ids, logprobs and mask 1, but without running a model.
+    """Engine that plays texts as if a policy had sampled them, with ids, logprobs and mask 1, without running a model.
 
-    A text that ends in "…" is truncated there. `given` and `gave` record the token ids received and returned.
+    A text that ends in "…" is truncated before it. `given` and `gave` record the token ids received and returned.
     """
 
     reproducible = True

@@ -1,7 +1,7 @@
 """A real JupyterLab in a real Chromium, controlled by tests.
 
-All tests share one server and one browser, because starting both takes several seconds, and a new notebook less than
-one. Everything that JupyterLab writes goes to a temporary folder.
+All tests share one server and one browser, because starting them takes several seconds, while opening a notebook takes
+less than a second. JupyterLab writes only to a temporary folder.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def free_port() -> int:
 
 
 class Lab:
-    """The Jupyter server, the browser and its pages. `close()` ends all three."""
+    """The Jupyter server, the browser and its pages. `close()` closes all of them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,7 +83,7 @@ class Lab:
                 "--LabApp.extension_manager=readonly", f"--LabApp.app_settings_dir={settings}",
                 f"--LabApp.user_settings_dir={folder / 'user-settings'}",
                 f"--LabApp.workspaces_dir={folder / 'workspaces'}",
-                # The same server also provides Notebook 7 at /notebooks, if it is installed.
+                # The same server also provides Notebook 7 at /notebooks if Notebook 7 is installed.
                 "--JupyterNotebookApp.expose_app_in_browser=True",
                 f"--JupyterNotebookApp.app_settings_dir={settings}",
                 f"--JupyterNotebookApp.user_settings_dir={folder / 'user-settings'}",
@@ -171,9 +171,9 @@ def write(path: Path, cells: list[str], outputs: dict[int, list[Any]] | None = N
 
 
 class Notebook:
-    """One open notebook. `errors` collects the page's console and script errors; tests assert that it is empty."""
+    """An open notebook. `errors` collects the console and script errors of the page, and must stay empty."""
 
-    # JavaScript that finds the notebook's panel.
+    # JavaScript that defines `panel`, the panel of the notebook.
     _PANEL = """const app = window.jupyterapp; const panel = app.shell.currentWidget;"""
 
     def __init__(self, lab: Lab, path: Path, width: int, height: int, app: str = "lab") -> None:
@@ -197,7 +197,7 @@ class Notebook:
         )
 
     def _raised(self, error: Any) -> None:
-        # Notebook 7.6 sometimes raises these errors itself at startup, before any cell has run.
+        # Notebook 7.6 sometimes raises these errors at startup, before any cell has run.
         its_own = ("(reading 'schema')", "'filebrowser:open-path' not registered")
         if any(text in error.message for text in its_own) and "/static/notebook/" in (error.stack or ""):
             return
@@ -211,7 +211,7 @@ class Notebook:
         self.errors.append(f"page: {error}")
 
     def run(self, *, wait: bool = True) -> None:
-        """Run all cells. Raises AssertionError with the tracebacks if cells raised exceptions."""
+        """Run all cells. Raise AssertionError with the tracebacks if any cell raised an exception."""
         self.page.evaluate(
             """() => { window.ran = false;
             window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => { window.ran = true; }); }"""
@@ -243,7 +243,7 @@ class Notebook:
             raise AssertionError("\n".join(raised))
 
     def _where(self) -> Any:
-        """Return the progress of a run: the kernel's state and each cell's execution count."""
+        """Return the progress of a run: the state of the kernel and the execution count of each cell."""
         return self.page.evaluate(
             f"""() => {{ {self._PANEL} const session = panel.sessionContext; return [
               session.session?.kernel?.status, session.session?.kernel?.connectionStatus, session.pendingInput,
@@ -275,7 +275,7 @@ class Notebook:
         return ast.literal_eval(value["data"]["text/plain"])
 
     def wait_python(self, expression: str, wanted: Any, seconds: float = 10) -> None:
-        """Wait until an expression in the kernel has the wanted value, since a click takes a moment to arrive."""
+        """Wait until an expression in the kernel has the wanted value."""
         until = time.monotonic() + seconds
         while (got := self.python(expression)) != wanted:
             assert time.monotonic() < until, f"{expression} is {got!r}, wanted {wanted!r}"
@@ -294,6 +294,6 @@ class Notebook:
         self.page.evaluate("([name, args]) => { window.jupyterapp.commands.execute(name, args); }", [name, args or {}])
 
     def close(self) -> None:
-        # A kernel that is restarting cannot be shut down; the server ends it later.
+        # A kernel cannot be shut down during a restart; in this case the server shuts it down later.
         self.page.evaluate(f"async () => {{ {self._PANEL} await panel.sessionContext.shutdown().catch(() => {{}}); }}")
         self.context.close()

@@ -1,8 +1,8 @@
-"""Cancel a piece of work at its k-th suspension, in whichever of its tasks that occurs.
+"""Cancel asynchronous work at the k-th suspension of any of its tasks.
 
-The coroutines of all tasks that the event loop creates are wrapped, in order to count how often one of them returns
-control to the loop. At the k-th time, either the task that waits for the whole work is cancelled (as when a user
-interrupts), or the task that suspends (as when `asyncio.run` cancels all tasks at its end).
+The coroutines of all tasks that the event loop creates are wrapped, in order to count how often any of them returns
+control to the loop. At the k-th time, either the task that waits for the whole work is cancelled (like an interrupt by
+the user), or the suspended task (like `asyncio.run`, which cancels all remaining tasks when it returns).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Whom = Literal["waiter", "itself"]
 
 
 class Steps:
-    """Counter of suspensions that cancels a task at a given one."""
+    """Counter of suspensions that cancels a task at a given count."""
 
     def __init__(self, at: int = 0, whom: Whom = "waiter") -> None:
         self.at, self.whom = at, whom
@@ -72,7 +72,7 @@ def counted(steps: Steps) -> Iterator[None]:
 
 
 async def cancel_at(k: int, work: Callable[[], Awaitable[Any]], whom: Whom = "waiter") -> Steps:
-    """Run the work and cancel at its k-th suspension (0: never). It must end, but may raise if it was cancelled."""
+    """Run the work and cancel at the k-th suspension (0: never). The work must end, and may raise if cancelled."""
     steps = Steps(k, whom)
 
     async def main() -> None:
@@ -88,7 +88,7 @@ async def cancel_at(k: int, work: Callable[[], Awaitable[Any]], whom: Whom = "wa
 
 
 def some(total: int, count: int | None) -> list[int]:
-    """Choose suspensions to test: all if `count` is None, else the first and random others, whose seed is printed."""
+    """Choose suspensions to test: all if `count` is None, else the first and some random ones (the seed is printed)."""
     if count is None or count >= total:
         return list(range(1, total + 1))
     seed = dice.seed()
@@ -97,7 +97,7 @@ def some(total: int, count: int | None) -> list[int]:
 
 
 async def settled(what: Callable[[], object], seconds: float = 10.0) -> bool:
-    """Wait for a condition and return True if it holds in time. Work shielded from cancellation may still be ending."""
+    """Wait for a condition, because work shielded from cancellation may still be running. Return True if it holds."""
     end = asyncio.get_running_loop().time() + seconds
     while not what() and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(0.002)
@@ -130,11 +130,11 @@ async def cancelled_lives(
 ) -> int:  # fmt: skip
     """Use leases of a pool of Python sandboxes, and cancel each use after a random number of steps or seconds.
 
-    The cancellations hit acquire, start, run, reset, release and close. The caller checks for leftovers.
+    Cancellations occur in acquire, start, run, reset, release and close. The caller checks for leftovers.
 
     Args:
-        opened: Creates the pool; called again after at most 60 uses.
-        late: Maximum seconds before a use is cancelled.
+        opened: Creates the pool; called for a new pool after at most 60 uses.
+        late: Maximum number of seconds before a use is cancelled.
         emptied: Asserts that the closed pool has no leases and no waiters.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The chat templates in TRL's wheel, each on a small local tokenizer that has the template's control tokens."""
+"""The chat templates in TRL's wheel, each with a small local tokenizer that has the control tokens of the template."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _FOUND = importlib.util.find_spec("trl")
 FOLDER = Path(_FOUND.origin).parent / "chat_templates" if _FOUND is not None and _FOUND.origin else None
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja")) if FOLDER is not None else []
 
-# Spellings of control tokens in these model families: <|x|>, <｜x｜>, <|x>, <x|>, [X], <start_of_x>, </s>, <s>.
+# Spellings of control tokens in the supported model families: <|x|>, <｜x｜>, <|x>, <x|>, [X], <start_of_x>, </s>, <s>.
 _SPECIAL = re.compile(
     r"<\|[^|<>\s{}]{1,40}\|>|<｜[^｜<>]{1,40}｜>|<\|[a-z_\"]{1,20}>|<[a-z_]{1,20}\|>|</?s>|<(?:start|end)_of_\w+>"
     r"|\[/?INST\]|\[gMASK\]|<sop>|<image>|\[(?:TOOL_CALLS|TOOL_RESULTS|/TOOL_RESULTS)\]"
 )
-# These are tokens but not special tokens: they remain in the text that a server returns.
+# Tokens that are not special tokens, and therefore remain in the text that a server returns.
 _PLAIN = re.compile(r"</?(?:think|tool_call|tool_response)>")
 
 
 def tokenizer(template: str) -> Any:
-    """Return the shipped tokenizer with this template, with the template's control tokens added."""
+    """Return the shipped tokenizer with the given template and its control tokens."""
     made = tiny.tokenizer()
     made.chat_template = template
     made.bos_token = "<s>"

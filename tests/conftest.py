@@ -5,8 +5,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-# Set before torch is imported: a second spinning thread makes a tiny model slower, and the distribution of sums over
-# threads changes their last digits.
+# Set before torch is imported. With several threads, a tiny model is slower, and sums differ in their last digits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -21,7 +20,7 @@ import browser
 import hypothesis
 import pytest
 
-# Workers of pytest-xdist and background processes of a shell ignore interrupts. Child processes would inherit this, and
+# Workers of pytest-xdist and background processes of a shell ignore SIGINT. Child processes would inherit this, so that
 # tests could not interrupt them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -55,10 +54,10 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
 
 
 def discard_leftovers() -> None:
-    """End all sandboxes and leases after a failed test, because its traceback keeps them alive.
+    """Close all sandboxes and leases after a failed test, because its traceback keeps them alive.
 
-    Otherwise their processes would fail the tests that check for leftovers, and their leases would fail the test during
-    which they are garbage-collected.
+    Otherwise, leftover processes would fail tests that check for leftovers, and leases would fail the test during which
+    they are garbage-collected.
     """
     if "agentfly_kit.pool.pool" not in sys.modules:
         return
@@ -66,7 +65,7 @@ def discard_leftovers() -> None:
     from agentfly_kit.sandboxes.sandbox import Sandbox
 
     for found in gc.get_objects():
-        if issubclass(type(found), Lease):  # not isinstance, which runs code of proxy objects (`__class__`)
+        if issubclass(type(found), Lease):  # isinstance would run code of proxy objects (`__class__`)
             found.released = True
         elif issubclass(type(found), Sandbox):
             found.kill()
@@ -91,9 +90,9 @@ def lab(server: browser.Lab) -> Iterator[browser.Lab]:
 
 @pytest.fixture
 def notebook(lab: browser.Lab, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Return a function that opens notebooks, and assert at the end that their pages reported no errors.
+    """Yield a function that opens notebooks, and assert after the test that the pages reported no errors.
 
-    `browser.both` runs a test in Notebook 7 as well.
+    Tests marked with `browser.both` also run in Notebook 7.
     """
     opened: list[browser.Notebook] = []
 

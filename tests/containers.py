@@ -1,5 +1,5 @@
-"""A private container engine and an image for tests: podman's API service on its own socket, and an image built from
-this machine's Python. Nothing is downloaded, and running engines are not used."""
+"""A private container engine for tests: podman's API service on a separate socket, with an image built from this
+machine's Python. Nothing is downloaded, and no existing engine is used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PODMAN = "apt-get install --no-install-recommends podman runc"
 
 
 def trouble() -> str:
-    """Return the reason why no engine is available for tests, or an empty string."""
+    """Return the reason why tests cannot use a container engine, or an empty string."""
     for program in ("podman", "runc"):
         if shutil.which(program) is None:
             return f"{program} is not installed: `{PODMAN}`"
@@ -28,13 +28,13 @@ def trouble() -> str:
 
 
 def _libraries(binaries: Iterable[str]) -> set[str]:
-    """Return the paths of the shared libraries that programs and modules load, as ldd resolves them."""
+    """Return the paths of the shared libraries that programs and modules load, as resolved by ldd."""
     said = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False).stdout
     return set(re.findall(r"(?:=> |^\s+)(/\S+) \(0x", said, re.MULTILINE))
 
 
 def build_image(tar: Path) -> None:
-    """Build a root file system of about 40 MB with this machine's Python, its libraries, a shell and little else."""
+    """Build a minimal root file system of about 40 MB with this machine's Python, its libraries and a shell."""
     system = "/usr/bin/python3"
     python = os.path.realpath(system if os.access(system, os.X_OK) else sys.executable)
     ask = "import sysconfig as s; print(s.get_path('stdlib')); print(s.get_config_var('EXT_SUFFIX'))"
@@ -75,12 +75,12 @@ def build_image(tar: Path) -> None:
             image.addfile(entry)
         image.add(standard, standard, filter=keep)
         for path in {python, *programs, *_libraries([python, *modules, *programs])}:
-            folder, name = os.path.split(path)  # resolves the links above, which are links in the image too
+            folder, name = os.path.split(path)  # resolves parent links, which are also links in the image
             image.add(path, os.path.join(os.path.realpath(folder), name), filter=keep)
 
 
 class Podman:
-    """podman's API service with its own store in a folder.
+    """podman's API service with a private store in a folder.
 
     The configuration is written before the first call, because a store created without a driver delays every container
     by 20 s.

@@ -1,4 +1,4 @@
-"""The seed of randomized tests: the same everywhere unless TEST_SEED is set."""
+"""The seed of randomized tests, which is constant unless TEST_SEED is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a test program in two processes that communicate through torch.distributed."""
+"""Run a test program in two processes that communicate through torch.distributed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def run_two(program: Path, folder: Path) -> list[dict[str, Any]]:
-    """Run `python program folder` as two ranks, and return what each saved as <rank>.pt in the folder."""
+    """Run `python program folder` as two ranks, and return the contents of the files <rank>.pt that they saved."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Fields are described where `?`, Shift-Tab and help() find them: in the docstring of their class."""
+"""Fields are described in the docstring of their class, where `?`, Shift-Tab and help() find them."""
 
 import ast
 import dataclasses
@@ -27,7 +27,7 @@ def public_fields(cls: Any) -> set[str]:
 
 
 def described(doc: str) -> list[str]:
-    """The names of the entries of a docstring's `Args:` and `Attributes:` sections."""
+    """Return the names in the `Args:` and `Attributes:` sections of a docstring."""
     entries = [
         line for section in SECTION.findall(doc) for line in re.findall(r"^ {4}(\S[^:\n]*)", section, re.MULTILINE)
     ]
@@ -35,7 +35,7 @@ def described(doc: str) -> list[str]:
 
 
 def test_no_string_literal_stands_below_an_assignment() -> None:
-    """Nothing displays one: a field belongs into its class's docstring, anything else gets a comment above it."""
+    """No tool displays such strings. Describe a field in the class docstring, and anything else in a comment above."""
     wrong = []
     for path in LIBRARY:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -61,14 +61,14 @@ def test_a_public_dataclass_names_each_field_in_its_docstring(name: str) -> None
 
 @pytest.mark.parametrize("name", DATACLASSES)
 def test_a_section_of_a_public_dataclass_names_fields_that_exist(name: str) -> None:
-    """In their order."""
+    """The names must also be in the order of the fields."""
     cls = DATACLASSES[name]
     names = described(inspect.getdoc(cls) or "")
     unknown = [each for each in names if each not in public_fields(cls) and not hasattr(cls, each)]
     assert not unknown, f"{name}: {', '.join(unknown)}"
     inherited = {field for base in cls.__mro__[1:] if dataclasses.is_dataclass(base) for field in public_fields(base)}
     fields = [field.name for field in dataclasses.fields(cls) if field.name in names]
-    fields.sort(key=lambda field: field in inherited)  # inherited ones come last
+    fields.sort(key=lambda field: field in inherited)  # inherited fields come last
     assert [each for each in names if each in fields] == fields
 
 

@@ -1,4 +1,4 @@
-"""The scripts in examples/ run and do what they say."""
+"""The scripts in examples/ run and produce the documented results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The import rule, and what keeps `import agentfly_kit` light. The table is the drawing in docs/architecture.md."""
+"""The import rule, and the cost of `import agentfly_kit`. The table matches the drawing in docs/architecture.md."""
 
 import ast
 import graphlib
@@ -29,7 +29,7 @@ LIBRARY = sorted((ROOT / "agentfly_kit").rglob("*.py")) + sorted((ROOT / "widget
 
 
 def module_name(path: Path) -> str:
-    """agentfly_kit/agent/chain.py -> agentfly_kit.agent.chain; widgets/token.py -> agentfly_kit.widgets.token"""
+    """Convert a path to a module name, such as widgets/token.py to agentfly_kit.widgets.token."""
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     if parts[0] == "widgets":
         parts.insert(0, "agentfly_kit")
@@ -40,7 +40,7 @@ MODULES = {module_name(path): path for path in LIBRARY}
 
 
 def imported(name: str, path: Path) -> Iterator[tuple[int, str]]:
-    """Line and full name of every import, those inside functions and under TYPE_CHECKING included."""
+    """Yield the line and full name of every import, including imports in functions and under TYPE_CHECKING."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -56,17 +56,17 @@ def imported(name: str, path: Path) -> Iterator[tuple[int, str]]:
 
 
 def package_of(name: str) -> str:
-    """The package or module directly below agentfly_kit; "" for agentfly_kit itself."""
+    """Return the package or module directly below agentfly_kit; "" for agentfly_kit itself."""
     return name.split(".")[1] if "." in name else ""
 
 
 def test_imports_point_to_a_lower_layer() -> None:
-    """To a lower layer, or inside one package. Nothing in the library imports the names of agentfly_kit itself."""
+    """Imports within a package are allowed. No module in the library imports names from agentfly_kit itself."""
     wrong = []
     for name, path in MODULES.items():
-        if name == "agentfly_kit":  # it names everything, lazily
+        if name == "agentfly_kit":  # imports all modules lazily
             continue
-        if name == "agentfly_kit._display":  # loads the HTML of everything when an object is displayed
+        if name == "agentfly_kit._display":  # imports the HTML code of other modules when displaying
             continue
         for line, other in imported(name, path):
             if other.split(".")[0] not in ("agentfly_kit", "widgets") or (
@@ -81,7 +81,7 @@ def test_imports_point_to_a_lower_layer() -> None:
 def test_the_modules_of_agent_import_each_other_in_one_direction() -> None:
     modules = {name: path for name, path in MODULES.items() if package_of(name) == "agent"}
     graph = {name: {other for _, other in imported(name, path) if other in modules} for name, path in modules.items()}
-    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError for a cycle, also of imports for types
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError for cycles, even of type imports
 
 
 def test_every_package_has_a_layer() -> None:
@@ -104,7 +104,7 @@ def test_every_module_says_what_it_is_and_none_prints() -> None:
 
 
 def run(code: str, *arguments: str) -> dict[str, list[str]]:
-    """Run in a fresh interpreter; its last line of output is JSON."""
+    """Run code in a new interpreter and return the last line of its output, parsed as JSON."""
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     answer: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
@@ -143,7 +143,7 @@ print(json.dumps({
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_module_hides_a_public_name(seed: int) -> None:
-    """Importing agentfly_kit.x binds `x` on the package: a function of that name is lost, or not, by luck."""
+    """Importing agentfly_kit.x binds `x` on the package, which could hide a public function named `x`."""
     found = run(
         """
 import importlib, json, random, sys
@@ -193,7 +193,7 @@ def test_the_stub_names_what_is_there() -> None:
             named.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             named.add(node.target.id)
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):  # a module under another name
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):  # an alias of a module
             named.add(node.targets[0].id)
     code = "import agentfly_kit as af, json; print(json.dumps({'names': dir(af)}))"
     there = {name for name in run(code)["names"] if not name.startswith("_")}

@@ -1,4 +1,4 @@
-"""What the test suite itself promises: a failing test leaves nothing behind that fails the tests after it."""
+"""A failing test leaves nothing behind that makes later tests fail."""
 
 import os
 import subprocess

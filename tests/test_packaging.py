@@ -1,4 +1,4 @@
-"""What is built is what is in the tree, what four places promise is the same, and it runs from an empty folder."""
+"""The wheel matches the tree, four files agree on requirements, and the package runs from an empty folder."""
 
 import ast
 import json
@@ -24,7 +24,7 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 
 
 def call(*command: str | Path, where: Path, **environment: str) -> str:
-    """Run to success and give its standard output."""
+    """Run a command that must succeed, and return its standard output."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=where,
@@ -39,7 +39,7 @@ def call(*command: str | Path, where: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The wheel built from the tree, and the wheel built from the sdist, in a copy that holds nothing stale."""
+    """Wheels built from the tree and from the sdist, in a copy without stale files."""
     copy = tmp_path_factory.mktemp("build") / "tree"
     copy.mkdir()
     for name in ("pyproject.toml", "LICENSE", "README.md"):
@@ -55,7 +55,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing but the wheel's files in it."""
+    """A folder that contains only the files of the wheel."""
     target = tmp_path_factory.mktemp("installed")
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target)
     call(*pip, wheels["sdist"], where=target)
@@ -104,7 +104,7 @@ def test_the_shipped_things_work_from_an_empty_folder(installed: Path, tmp_path:
 
 @pytest.mark.real
 def test_the_quickstart_runs_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
-    """With only the wheel: not one file of the repository but the notebook."""
+    """Run the notebook with the wheel and no other file of the repository."""
     import nbformat
 
     notebook = nbformat.read(ROOT / "notebooks" / "01_quickstart.ipynb", as_version=4)
@@ -121,14 +121,14 @@ def test_the_quickstart_runs_from_an_empty_folder(installed: Path, tmp_path: Pat
 
 
 def test_the_old_name_of_widgets_is_refused() -> None:
-    """`import widgets` in the repository would make a second copy of every class."""
+    """`import widgets` in the repository would create a second copy of every class."""
     done = subprocess.run([sys.executable, "-c", "import widgets"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
     assert "ImportError" in done.stderr
     assert "agentfly_kit" in done.stderr.splitlines()[-1], done.stderr
 
 
-# ---- four places that promise the same
+# ---- four files that must agree
 
 
 def test_extras_are_the_agreed_words() -> None:
@@ -137,7 +137,7 @@ def test_extras_are_the_agreed_words() -> None:
     )
     (everything,) = EXTRAS["all"]
     assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == set(EXTRAS) - {
-        "all", "vllm", "vllm-cpu", "chess"  # the last is under the GPL: only who asks for it by name gets it
+        "all", "vllm", "vllm-cpu", "chess"  # chess is under the GPL, so it must be requested by name
     }  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def test_readme_commands_are_words_of_the_makefile() -> None:
 
 
 def code(path: Path) -> list[str]:
-    """What a Markdown page shows as code, in line or in a block."""
+    """Return the inline code and code blocks of a Markdown page."""
     text = path.read_text(encoding="utf-8")
     return re.findall(r"```.*?```|`[^`\n]+`", text, flags=re.DOTALL)
 
@@ -184,9 +184,9 @@ def requirement_names(lines: list[str]) -> set[str]:
 
 
 def test_what_is_imported_is_required() -> None:
-    """At the top of a module: the core (in widgets: the core and [lab]). Inside a function: any extra will do."""
-    core = requirement_names(PROJECT["project"]["dependencies"]) | {"pydantic-core"}  # one release with pydantic
-    # TextWorld brings a GPL package and 350 MB: asked for by name (docs/environments.md), refused where it is absent.
+    """Modules import core requirements (in widgets, also [lab]). Functions may import requirements of any extra."""
+    core = requirement_names(PROJECT["project"]["dependencies"]) | {"pydantic-core"}  # released with pydantic
+    # TextWorld is in no extra, because it needs a GPL package and 350 MB; users install it (docs/environments.md).
     anything = core.union(*(requirement_names(lines) for lines in EXTRAS.values())) | {"textworld"}
     distributions = packages_distributions()
     wrong = []
@@ -215,7 +215,7 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert f"## {PROJECT['project']['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-# ---- the install script refuses in a sentence
+# ---- error messages of the install script
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Rewards: injected arguments, return values, and failures, which leave only their own chain unscored."""
+"""Rewards: injected arguments, return values, and failures, which leave only the failing chain unscored."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_injection_by_name() -> None:
 
 
 async def test_without_an_answer_final_is_none() -> None:
-    """Although the last observation holds the right number."""
+    """`final` is None even if the last observation contains the correct number."""
     result = await exact.try_(CUT)
     assert result.arguments["final"] is None
     assert result.reward == 0.0
@@ -104,7 +104,7 @@ async def test_a_turn_reward_sees_the_turn_and_its_observation() -> None:
     assert {(t.text, o and o.text) for t, o in seen} == {("", "5"), ("5", None)}
     assert got.turn_rewards == {1: 1.0, 3: 0.0}
     assert (got.reward, got.metrics) == (0.0, {"each": 1.0})
-    assert (await each.try_(ANSWERED)).reward == 0.0  # the last action
+    assert (await each.try_(ANSWERED)).reward == 0.0  # by default, the last action is scored
     assert (await each.try_(ANSWERED, turn=1)).reward == 1.0
     with pytest.raises(RewardError, match="turn must be an action"):
         await each.try_(ANSWERED, turn=0)
@@ -137,7 +137,7 @@ async def test_the_reward_reads_the_sandbox_that_the_chain_used() -> None:
         assert "closed" not in box.files
         await context.close()
         assert wrote.sandbox_types == (Box,)
-        assert (await wrote.try_(ANSWERED, pool=pool)).reward == 0.0  # a fresh one
+        assert (await wrote.try_(ANSWERED, pool=pool)).reward == 0.0  # uses a fresh sandbox
         assert pool.snapshot().leased == 0
     assert (await wrote.try_(ANSWERED)).reward == 0.0
 
@@ -261,7 +261,7 @@ async def test_a_failure_keeps_the_metrics_of_other_rewards() -> None:
     assert got.reward is None
     assert got.metrics == {"exact": 1.0}
     assert got.error is not None
-    assert got.error.where == "reward raises"  # the first in order, not the first in time
+    assert got.error.where == "reward raises"  # the first by order of the rewards, not by time
 
 
 async def test_a_timeout_leaves_the_chain_unscored() -> None:
@@ -320,7 +320,7 @@ async def test_one_unscored_leaves_the_sum_unscored_unless_its_weight_is_zero() 
     watched = [exact, reward(weight=0)(unknown.function), reward(weight=0)(raises)]
     got = await RewardSet(watched).score(ANSWERED, Context(TASK))
     assert got.reward == 1.0
-    assert got.error is not None  # seen, though it costs nothing
+    assert got.error is not None  # reported even with weight 0
 
 
 async def test_turn_rewards_are_summed_per_turn() -> None:
@@ -384,14 +384,14 @@ def test_a_missing_task_field_is_rejected() -> None:
     RewardSet([exact]).check([TASK])
 
     @reward
-    def turned(turn: Turn) -> int:  # a name of per="turn" only
+    def turned(turn: Turn) -> int:  # `turn` is only available with per="turn"
         return 1
 
     with pytest.raises(TaskError, match="requires the field 'turn'"):
         turned.check([TASK])
 
 
-# --- it stays the function, and shows itself -----------------------------------------------------
+# --- calling and display -------------------------------------------------------------------------
 
 
 async def test_a_reward_is_callable_as_its_function() -> None:
@@ -446,5 +446,5 @@ def test_a_fingerprint_includes_the_settings() -> None:
     settings: list[dict[str, Any]] = [{}, {"weight": 2}, {"per": "turn"}, {"timeout": 9}, {"name": "other"}]
     assert len({reward(**options)(raises).fingerprint for options in settings}) == 5
     assert reward(raises).fingerprint == reward(raises).fingerprint
-    # The module's `exact` has other settings, but the same function: this is not a redefinition.
+    # The same function with other settings is not a redefinition.
     assert RewardSet(reward(weight=0.5)(exact.function)).redefined() == ()

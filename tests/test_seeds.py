@@ -1,4 +1,4 @@
-"""Seeds depend only on their parts, and noise only on its seed and counter."""
+"""Seeds depend only on their parts; noise depends only on the seed and the counter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARTS = st.lists(st.one_of(st.integers(-5, 5), st.text(max_size=4)), max_size=5)
 
 
 def test_seeds_and_noise_are_pinned() -> None:
-    # A later release must repeat a run.
+    # Later releases must reproduce runs, so these values must not change.
     assert seeds.derive(0) == 8781590593397825911
     assert seeds.derive(0, "train", 3, "task-1", 2, "", 1) == 5224084401141151805
     noise = seeds.uniforms(np.array([0, 0, 1, 2**63 - 1], dtype=np.uint64), np.array([0, 1, 0, 7], dtype=np.uint64))
@@ -42,7 +42,7 @@ def test_noise_is_uniform() -> None:
     assert found.max() < 1
     counts = np.histogram(found, bins=20, range=(0, 1))[0]
     chi2 = float(((counts - 5000) ** 2 / 5000).sum())
-    assert chi2 < 43.8  # the 0.1 % point of 19 degrees of freedom; the numbers are fixed, so this never flakes
+    assert chi2 < 43.8  # 0.1 % point for 19 degrees of freedom; seeds are fixed, so this is deterministic
 
 
 def test_noise_of_adjacent_seeds_and_counters_is_uncorrelated() -> None:

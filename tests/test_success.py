@@ -1,4 +1,4 @@
-"""Success: the rule of an agent, confidence intervals, and the paired test."""
+"""Success: the success rule of an agent, confidence intervals, and the paired test."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shaped(final: str | None, answer: str) -> dict[str, float]:
 
 
 def half_right(**settings: Any) -> Any:
-    """Return an agent that answers every second of the `tasks` correctly."""
+    """Return an agent that answers every second task of `tasks` correctly."""
     right = {task.id: i % 2 == 0 for i, task in enumerate(tasks(4))}
     script = lambda task, turn: task.fields["answer"] if right[task.id] else "no"  # noqa: E731
     return played(script, **{"reward": shaped} | settings)
@@ -119,8 +119,8 @@ async def test_rewards_that_vary_without_a_success_name_the_setting() -> None:
     for text in (repr(rollout), rollout._repr_html_()):
         assert "success 0.000 (rewards reach 0.9, success needs 1: set Agent(success=))" in text
     for other in (
-        await half_right(success=0.95).rollout(tasks(4)),  # the setting was chosen
-        await half_right().rollout(tasks(1)),  # one reward does not vary
+        await half_right(success=0.95).rollout(tasks(4)),  # success is set explicitly
+        await half_right().rollout(tasks(1)),  # a single reward does not vary
         await half_right(reward=lambda final: float(final != "no")).rollout(tasks(4)),
     ):
         assert other.success_hint is None and "reward_max" not in other.summary()
@@ -144,7 +144,7 @@ async def test_training_warns_once_that_no_chain_can_succeed() -> None:
 
 @pytest.mark.parametrize(
     ("successes", "samples", "interval"),
-    # Values of the exact binomial interval; for no or only successes the closed form is 1 - (alpha / 2) ** (1 / n).
+    # Exact binomial intervals. With no or only successes, the closed form is 1 - (alpha / 2) ** (1 / n).
     [(8, 8, (0.025 ** (1 / 8), 1.0)), (0, 2, (0.0, 1 - 0.025**0.5)), (3, 20, (0.0321, 0.3789)), (1, 1, (0.025, 1.0))],
 )
 def test_an_interval_of_independent_tasks_is_exact(successes: int, samples: int, interval: tuple[float, float]) -> None:
@@ -166,7 +166,7 @@ def test_more_samples_of_a_task_narrow_the_interval_only_if_they_vary() -> None:
 @pytest.mark.parametrize("p", [0.02, 0.5, 0.98])
 @pytest.mark.parametrize(("count", "spread"), [(1, None), (8, None), (8, 2.0), (8, 0.0)])
 def test_coverage(p: float, count: int, spread: float | None) -> None:
-    """`spread` is the concentration of the success rates of tasks; None for equal tasks, 0 for rates of 0 and 1."""
+    """`spread` is the concentration of the tasks' success rates: None for equal rates, 0 for rates of 0 and 1."""
     seed = 7
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -181,7 +181,7 @@ def test_coverage(p: float, count: int, spread: float | None) -> None:
 
 
 def test_the_sign_flip_test_enumerates_all_signs() -> None:
-    # McNemar's test of 9 gained and 2 lost: twice the binomial tail.
+    # McNemar's test for 9 gained and 2 lost tasks: twice the binomial tail.
     assert sign_flip_test([1] * 9 + [-1] * 2 + [0] * 50) == pytest.approx(2 * (1 + 11 + 55) / 2**11)
     differences = [3, -1, 4, 0, 2]
     sums = [

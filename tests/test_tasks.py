@@ -133,7 +133,7 @@ def test_a_dataframe() -> None:
     frame = pd.DataFrame([*ROWS, {"question": "q", "level": 0}])
     tasks = tasks_from(frame)
     assert tasks[:40] == tasks_from(ROWS)[:40]
-    assert tasks[40].fields == {"answer": None, "level": 0}  # a missing cell, whatever pandas calls it
+    assert tasks[40].fields == {"answer": None, "level": 0}  # a missing cell is None
 
 
 def test_a_dataset_and_a_dict_of_them() -> None:
@@ -221,7 +221,7 @@ def test_errors_name_a_broken_json_or_parquet_file(tmp_path: Path) -> None:
 
 def test_a_byte_order_mark_and_odd_line_ends(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
-    file.write_bytes(b'\xef\xbb\xbf{"question": "a\xe2\x80\xa8b"}\r\n{"question": "c"}')  # U+2028 inside a text
+    file.write_bytes(b'\xef\xbb\xbf{"question": "a\xe2\x80\xa8b"}\r\n{"question": "c"}')  # U+2028 within a string
     assert [t.messages[0]["content"] for t in load_tasks(file)] == ["a\u2028b", "c"]
 
 
@@ -241,7 +241,7 @@ def test_paths_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "load_tasks('./policy.jsonl')"
     )
     shutil.copytree(shipped / "chess", tmp_path / "sums")
-    assert len(load_tasks("sums")) == 40  # a bare name never means a folder
+    assert len(load_tasks("sums")) == 40  # a bare name never refers to a folder
     assert len(load_tasks("./sums")) == 3
     with pytest.raises(
         TaskError, match=r"none.jsonl: no such file; pass a .jsonl, .json or .parquet file, or a task set: 'ch"
@@ -269,7 +269,7 @@ def test_held_out_tasks_share_no_content(questions: list[str], share: float, rng
     rows = [{"question": q} for q in questions]
     try:
         tasks = tasks_from(rows, test=share)
-    except TaskError:  # one content repeated may be too much for either side
+    except TaskError:  # repeated content may not fit either split
         assert len(set(questions)) < len(questions)
         return
     assert not contents(tasks.train) & contents(tasks.test)
@@ -278,7 +278,7 @@ def test_held_out_tasks_share_no_content(questions: list[str], share: float, rng
         assert len(tasks.test) == min(max(1, round(share * len(rows))), len(rows) - 1)
         rng.shuffle(rows)
         shuffled = tasks_from([{"id": f"other {i}", **row} for i, row in enumerate(rows)], test=share)
-        assert contents(shuffled.test) == contents(tasks.test)  # neither order nor ids matter
+        assert contents(shuffled.test) == contents(tasks.test)  # the split depends on neither order nor ids
 
 
 def test_the_split_column() -> None:

@@ -1,4 +1,4 @@
-"""The records: what they refuse, and the per-token views of a trajectory."""
+"""Records: rejected values, and the per-token views of a trajectory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def trajectory(*turns: Turn, **more: Any) -> Trajectory:
     return Trajectory("g/0", TASK, "g", 0, turns, **more)
 
 
-# --- what is refused ---
+# --- rejected values ---
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_text_only_trajectory_has_no_token_views() -> None:
     assert "–" in t._repr_html_()
 
 
-# --- what happened ---
+# --- stop reasons and errors ---
 
 
 @pytest.mark.parametrize(

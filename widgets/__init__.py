@@ -9,7 +9,7 @@ w.TrajectoryView(rollout)   filter, sort and search trajectories, and compare th
 w.RolloutView(run)          live view of a rollout's chains, with pause and stop
 w.TrainView(run)            curves of a training run, live or from its folder
 w.ToolForm(tool)            call a tool and read exactly what the model would read
-w.RewardForm(reward, rollout)    re-score saved trajectories while editing a reward, and list what changed
+w.RewardForm(reward, rollout)    re-score saved trajectories while editing a reward, and list the changes
 w.freeze("mine.ipynb")      keep only the static pictures of a saved notebook, for readers without a kernel
 """
 
@@ -23,7 +23,7 @@ if __name__ == "widgets":
 
 try:
     import anywidget as _anywidget  # noqa: F401
-except ImportError as error:  # pragma: no cover - the test environment has it
+except ImportError as error:  # pragma: no cover - installed in the test environment
     raise ImportError("the widgets need anywidget; type: pip install 'agentfly_kit[lab]'") from error
 
 from ._base import Static, View

@@ -1,7 +1,7 @@
 """Base classes of the widgets: JavaScript sources, static form, lifecycle and rate-limited updates.
 
-A view keeps its numbers as bytes and only a weak reference to the record they came from, so that displaying a rollout
-does not keep it alive.
+A view stores its numbers as bytes and holds only a weak reference to the displayed record, so that displaying a rollout
+does not keep the rollout alive.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from agentfly_kit.integrations.html import escape_control_chars as escape_contro
 from ._saved import update_after_each_cell
 
 HERE = Path(__file__).parent
-# Maximum bytes of a static form, which keeps a notebook with many views under a megabyte.
+# Maximum size of a static form in bytes, so that a notebook with many views stays under a megabyte.
 STATIC_LIMIT = 100_000
-# Least seconds between two updates of the picture that a page saves.
+# Minimum number of seconds between two updates of the picture saved in a notebook.
 _PICTURE_SECONDS = 2.0
-# Tooltip wherever a view shows success.
+# Tooltip shown by all views that display success.
 SUCCESS_RULE = (
     "A chain succeeds if its metric 'success' is not 0; Agent(success=) or a reward records it. Without this metric, "
     "it succeeds if its reward is at least 1."
@@ -41,7 +41,7 @@ SUCCESS_RULE = (
 
 
 def source(stem: str, suffix: str) -> str:
-    """Return the shared source followed by the widget's own: an ES module passed as text cannot import other files."""
+    """Return the shared source followed by the widget's source as one module, which cannot import other files."""
     parts = [HERE / f"_shared.{suffix}", HERE / f"{stem}.{suffix}"]
     return "\n".join(path.read_text(encoding="utf-8") for path in parts if path.exists())
 
@@ -50,9 +50,9 @@ def source(stem: str, suffix: str) -> str:
 
 
 def pack(values: npt.ArrayLike) -> dict[str, bytes]:
-    """Encode numbers as float32 bytes plus a bit mask of those that are present. NaN marks a missing value.
+    """Encode numbers as float32 bytes plus a bit mask of the values present. NaN in the input marks a missing value.
 
-    JSON cannot represent NaN, and a missing number must not turn into 0, so only the mask marks missing values.
+    The mask is needed because JSON cannot represent NaN, and a missing number must not become 0.
     """
     array = np.asarray(values, dtype=np.float32).ravel()
     present = ~np.isnan(array)
@@ -63,7 +63,7 @@ def pack(values: npt.ArrayLike) -> dict[str, bytes]:
 
 
 def number(value: float | None) -> str:
-    """Format a number as all views show it, with a dash for a missing one."""
+    """Format a number for display. A missing number becomes a dash."""
     if value is None or np.isnan(value):
         return "–"
     if np.isinf(value):
@@ -94,21 +94,21 @@ def escape(text: str) -> str:
 
 
 def sendable(text: str) -> str:
-    """Return the text with lone surrogates as escape sequences, so that every JSON and UTF-8 encoder accepts it."""
+    """Replace lone surrogates by escape sequences, so that every JSON and UTF-8 encoder accepts the text."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def json_text(value: Any) -> str:
-    """Return readable JSON: non-ASCII characters are kept unless lone surrogates force everything to be escaped."""
+    """Return readable JSON. Non-ASCII characters are escaped only if the value contains lone surrogates."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if text == sendable(text) else json.dumps(value, default=str)
 
 
 def shared_prefix(names: list[str]) -> int:
-    """Return the length of the common prefix of all names, up to its last ":" or "-", as in "rollout-0:calc-"."""
+    """Return the length of the common prefix of all names, cut after its last ":" or "-", such as "rollout-0:calc-"."""
     if len(names) < 2:
         return 0
-    first, last = min(names), max(names)  # a prefix common to these two is common to all
+    first, last = min(names), max(names)  # the common prefix of min and max is common to all
     n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return max(first.rfind(":", 0, n), first.rfind("-", 0, n)) + 1
 
@@ -117,10 +117,10 @@ def shared_prefix(names: list[str]) -> int:
 
 
 class Throttle:
-    """Call `send` after `schedule`, at most once per `seconds`, and always once more after the last `schedule`.
+    """Rate limiter that calls `send` at most once every `seconds` seconds, and always after the last `schedule` call.
 
     `schedule` may be called from any thread, thousands of times per second. In a thread with a running event loop,
-    `send` is called on that loop, where the record is in a consistent state; elsewhere a timer thread calls it.
+    `send` is called on that loop, where the record is in a consistent state; otherwise a timer thread calls `send`.
     """
 
     def __init__(self, send: Callable[[], None], seconds: float = 0.1) -> None:
@@ -152,7 +152,7 @@ class Throttle:
         timer.start()
 
     def _stuck(self, now: float) -> bool:
-        """Return True if the loop that should make the planned call is closed, stopped or blocked by a cell."""
+        """Return True if the event loop of the planned call is closed, stopped or blocked by a cell."""
         loop = self._loop
         if loop is None or self._planned is None:
             return False
@@ -162,7 +162,7 @@ class Throttle:
         with self._lock:
             if self._closed or self._planned is None:
                 return
-            # Cleared before sending: a change made meanwhile plans another call, so that the last state is sent.
+            # Clear before sending: a change during `send` then plans another call, so the last state is always sent.
             self._planned = None
             self._next = time.monotonic() + self.seconds
         self.sent += 1
@@ -196,10 +196,10 @@ class View(anywidget.AnyWidget):
     Errors raised in a callback are shown on the page through `_notice`.
 
     Attributes:
-        settable: The traits that a page may set.
-        actions: The actions that a page may request with `context.ask(name, value)`. Each calls the method
+        settable: The traits that the browser page may set.
+        actions: The actions that the page may request with `context.ask(name, value)`. An action calls the method
             `_do_<name>(value)`, which may be async.
-        is_open: True while at least one page shows the view. Not synced; set from the messages of the pages.
+        is_open: True while at least one page shows the view. Not synced; derived from the messages of the pages.
     """
 
     stem: ClassVar[str] = ""
@@ -230,7 +230,7 @@ class View(anywidget.AnyWidget):
             self._loop = None
         try:
             self._record: Callable[[], Any] = weakref.ref(record)
-        except TypeError:  # lists and None cannot be referenced weakly, and the view must not keep them alive
+        except TypeError:  # lists and None do not support weak references
             self._record = lambda: None
         super().__init__(**traits)
         self.on_msg(self._on_message)
@@ -263,11 +263,11 @@ class View(anywidget.AnyWidget):
             self._on_last_page_closed()
 
     def _set_trait(self, name: Any, value: Any) -> None:
-        """Set a trait as the page requests. If the value is rejected, restore it and show the error on the page."""
+        """Set a trait as requested by the page. If the value is rejected, keep the old value and show the error."""
         if name not in self.settable:
             return
         try:
-            # An accepted value is not echoed: the page may have changed it again meanwhile.
+            # Do not echo an accepted value: the page may have changed it in the meantime.
             with self._lock_property(**{name: value}):
                 setattr(self, name, value)
         except (ValueError, TypeError, traitlets.TraitError) as error:
@@ -295,7 +295,7 @@ class View(anywidget.AnyWidget):
             self._job(result)
 
     def _job(self, work: Awaitable[Any]) -> asyncio.Future[Any]:
-        """Run `work` concurrently with the cells, keep a reference until it ends, and show its error on the page."""
+        """Run `work` as a task, keep the task alive until it is done, and show any exception on the page."""
         job = asyncio.ensure_future(work)
         self._jobs.add(job)
         job.add_done_callback(self._job_ended)
@@ -318,16 +318,16 @@ class View(anywidget.AnyWidget):
         super().close()
 
     def _on_first_page(self) -> None:
-        """Called when a page opens the view and no other page shows it."""
+        """Called when a page opens the view while no other page shows it."""
 
     def _on_last_page_closed(self) -> None:
-        """Called when the last page is closed. The next one to open calls `_on_first_page` again."""
+        """Called when the last page that shows the view is closed."""
 
     def _static(self) -> str:
         raise NotImplementedError
 
     def freeze(self) -> Static:
-        """Return an unchanging static form of the view, for saved notebooks and printed pages."""
+        """Return the current static form of the view, for saved notebooks and printed pages."""
         return Static(repr(self), self._static())
 
     def __repr__(self) -> str:
@@ -341,7 +341,7 @@ class View(anywidget.AnyWidget):
         if self.comm is None:  # closed
             return {"text/plain": repr(self), "text/html": page}, {}
         live: Any = super()._repr_mimebundle_(**kwargs)
-        # The metadata lets the page find this view's outputs, to save them as pictures: see `keepPictures`.
+        # `keepPictures` finds the outputs of this view by the metadata and saves them as pictures.
         return {**live[0], "text/html": page}, {**live[1], "agentfly_kit": {"view": self.model_id}}
 
     def _repr_html_(self) -> str | None:
@@ -364,14 +364,14 @@ class View(anywidget.AnyWidget):
                 self._picture_throttle.schedule()
 
     def _update_picture(self) -> None:
-        """Bring the picture that is saved in the notebook up to date, if the view has changed."""
+        """Update the picture saved in the notebook if the view has changed."""
         if not self._picture_stale or self.comm is None:
             return
         if self._pages:
             self._picture_stale = False
             self.send({"kind": "picture", "view": self.model_id, "html": self._static()})
         elif not self._seen:
-            # No browser: the notebook runs in nbclient, nbconvert or papermill, which save the outputs themselves.
+            # Without a browser, the notebook runs in nbclient, nbconvert or papermill, which save the outputs.
             from IPython.display import display
 
             self._picture_stale = False
@@ -386,7 +386,7 @@ def _call(view_ref: Callable[[], Any], method: str) -> None:
 
 
 class Opener(View):
-    """A view that can open another view below itself. That view is closed with this one, or when it is replaced."""
+    """A view that can open a second view below itself. The second view is closed when replaced or with the first."""
 
     _below = traitlets.Any(None, allow_none=True).tag(sync=True, **widget_serialization)
 
@@ -410,7 +410,7 @@ class Opener(View):
 
 
 class _Listener:
-    """Callback registered with a record, which alone refers to it. `end` may refer to the record; the view must not."""
+    """Callback registered with a record. Only the record holds a reference to it, so `end` may refer to the record."""
 
     def __init__(self, view: LiveView, throttle: Throttle) -> None:
         self.view = weakref.ref(view)
@@ -427,8 +427,8 @@ class _Listener:
 class LiveView(View):
     """A view of a changing record. `subscribe(callback)` is called once and must return a function to unsubscribe.
 
-    The record holds the listener; the listener refers weakly to the view, and the view refers weakly to both. A view
-    therefore never keeps a pool's sandboxes open. Nothing is sent while all pages that showed the view are closed.
+    The view and the listener registered with the record refer to each other weakly, and the view refers weakly to the
+    record, so a view never keeps a pool's sandboxes open. Updates stop while all pages that showed the view are closed.
     """
 
     def __init__(self, record: Any, subscribe: Callable[[Callable[..., None]], Callable[[], Any]] | None) -> None:
@@ -444,7 +444,7 @@ class LiveView(View):
         listener = _Listener(self, throttle)
         if subscribe is not None:
             listener.end = subscribe(listener)
-        # Runs once: when the view is closed or garbage-collected, or when Python exits.
+        # `_end` runs once: when the view is closed or garbage-collected, or when Python exits.
         self._end = weakref.finalize(self, _end, weakref.ref(listener), throttle)
 
     @property
@@ -454,7 +454,7 @@ class LiveView(View):
 
     @property
     def resting(self) -> bool:
-        """True if the view has been on a page but no page shows it now."""
+        """True if a page has shown the view before but no page shows it now."""
         return self._seen and not self._pages
 
     def refresh(self) -> None:
@@ -465,13 +465,13 @@ class LiveView(View):
         try:
             self.refresh()
         except Exception as error:
-            self._failed(error)  # it would go unnoticed in a timer or loop callback
+            self._failed(error)  # an exception in a timer or loop callback would go unnoticed
 
     def _on_first_page(self) -> None:
         self._refresh_safely()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        self._refresh_safely()  # the cell's output holds the current state, not that of the last update
+        self._refresh_safely()  # so that the cell's output holds the current state
         return super()._repr_mimebundle_(**kwargs)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Base class of views of many chains: a picked chain can be opened as tokens, in the stepper, or as Python code."""
+"""Base class of views of many chains. A picked chain can be shown as tokens, in the stepper, or as Python code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cell_of(id: str, trajectory: Any, source: str, agent: Any) -> str:
 
 
 class ChainsView(Opener):
-    """A view whose chains can be picked: `selection` holds the picked one, `opened` its TokenView or ChainStepper.
+    """A view in which a chain can be picked. `selection` holds this chain, and `opened` its TokenView or ChainStepper.
 
     Subclasses implement `_trajectory(id)`, which may raise LookupError, `_agent_for()` and `_expression()`.
     """
@@ -33,7 +33,7 @@ class ChainsView(Opener):
         {"chain", "chain_tokens", "chain_stepper", "chain_code", "chain_leave"}
     )
 
-    # The picked chain: {"id", "name", "agent"}; empty if none is picked.
+    # The picked chain as {"id", "name", "agent"}; empty if no chain is picked.
     _chain = traitlets.Dict().tag(sync=True)
     _cell = traitlets.Dict().tag(sync=True)
 
@@ -50,7 +50,7 @@ class ChainsView(Opener):
 
     @property
     def selection(self) -> Trajectories:
-        """The chain picked in the browser: call `.to_frame()` or iterate over it. Empty if none is picked."""
+        """The chain picked in the browser, as an iterable with `.to_frame()`. Empty if no chain is picked."""
         id = self._chain.get("id")
         if id is None:
             return Trajectories((), ())
@@ -61,7 +61,7 @@ class ChainsView(Opener):
         return Trajectories((id,), (found,))
 
     def pick(self, trajectory: Any) -> None:
-        """Pick a chain by its trajectory or its id, and show it on the page. None clears the choice."""
+        """Pick a chain by its trajectory or its id, and show it on the page. None clears the selection."""
         if trajectory is None:
             self._show_below(None)
             self._chain = {}
@@ -76,7 +76,7 @@ class ChainsView(Opener):
         self.pick(value)
 
     def _do_chain_tokens(self, value: Any) -> None:
-        """Show the tokens of the picked chain, or of the one with the given id."""
+        """Show the tokens of the picked chain, or of the chain with the given id."""
         if value is not None:
             self.pick(value)
         self._show_below(TokenView(self._trajectory(self._picked_id()), agent=self._agent_for()))

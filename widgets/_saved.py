@@ -10,13 +10,13 @@ from typing import Any
 
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 
-# Views that were displayed, whose pictures are updated after each cell.
+# Displayed views, whose pictures are updated after each cell.
 _displayed: weakref.WeakSet[Any] = weakref.WeakSet()
 _shells: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def update_after_each_cell(view: Any) -> None:
-    """Call `view._update_picture()` after each cell, as long as the view exists."""
+    """Call `view._update_picture()` after each cell for as long as the view exists."""
     _displayed.add(view)
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
@@ -38,9 +38,9 @@ def freeze(path: str | os.PathLike[str]) -> int:
 
     JupyterLab and Notebook 7 save views as pictures by themselves. Notebooks that were executed without a browser
     (`jupyter nbconvert --execute`) or saved by another front end also hold the live form, which JupyterLab prefers:
-    without the kernel it shows "model not found" instead of the picture. This function removes the live form, where
-    there is a picture too, and the saved widget state. A trusted notebook stays trusted. Save and close the notebook
-    first, because an open page would write its own version back.
+    without a kernel, JupyterLab then shows "model not found" instead of the picture. This function removes the saved
+    widget state, and the live form of every output that has a picture. A trusted notebook stays trusted. Save and close
+    the notebook first, because an open page would overwrite the file.
 
     Raises:  FileNotFoundError; nbformat's error for a file that is not a notebook, which is left unchanged.
     """
@@ -57,7 +57,7 @@ def freeze(path: str | os.PathLike[str]) -> int:
             data = output.get("data", {})
             if WIDGET_MIME in data and "text/html" in data:
                 del data[WIDGET_MIME]
-                output.get("metadata", {}).pop("agentfly_kit", None)  # the id of a view that no longer exists
+                output.get("metadata", {}).pop("agentfly_kit", None)  # the view with this id no longer exists
                 changed += 1
     if changed:
         left = any(WIDGET_MIME in o.get("data", {}) for cell in notebook.cells for o in cell.get("outputs", ()))

@@ -1,4 +1,4 @@
-"""The static form of a TokenView: HTML that a notebook shows without a kernel, even if it is not trusted."""
+"""The static form of a TokenView: HTML that is shown without a kernel, even in an untrusted notebook."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 from ._base import count, escape, number, sendable, tag
 from ._tokens import Row, visible
 
-# Translucent, so that the page's text colour stays readable in light and dark themes.
+# Translucent colours, so that text stays readable in light and dark themes.
 _KINDS = {
     "action": "background-color:rgba(40,120,220,0.25)",
     "prompt": "border-bottom:1px dotted #888888",
     "observation": "background-color:rgba(40,160,90,0.14);border-bottom:1px dashed #4a9a6a",
     "forced": "background-color:rgba(200,150,20,0.18);border-bottom:2px dashed #a08020",
 }
-# Rows shown unfolded; the others open on a click, which keeps the page short.
+# Number of rows shown unfolded. The others are folded to keep the page short, and open on a click.
 _OPEN_ROWS = 4
 _BLUE, _ORANGE = "40,120,220", "220,110,30"
 
 
 def page(rows: list[Row], about: dict[str, Any], signal: str, title: str) -> str:
-    """Return HTML with inline styles only, because an untrusted notebook removes style sheets and scripts."""
+    """Return HTML with inline styles only, because untrusted notebooks strip style sheets and scripts."""
     summary = next((each for each in about["signals"] if each["name"] == signal), None)
     out = [
         tag("div", tag("b", escape(title)), escape(f" · {_legend_line(about, summary)}"), style="margin:2px 0 6px"),
@@ -82,10 +82,10 @@ def page(rows: list[Row], about: dict[str, Any], signal: str, title: str) -> str
 def _turn_html(
     row: Row, first: int, last: int, signal: str, summary: dict[str, Any] | None, left: int, kind: str
 ) -> tuple[str, int, int]:
-    """Return one turn's HTML of at most `left` bytes, its size in bytes, and the number of tokens shown."""
+    """Return the HTML of one turn (at most `left` bytes), its size in bytes, and the number of tokens shown."""
     style = _KINDS.get(kind, "")
     if summary is None or not row.mask[first:last].any():
-        # One element for the whole turn, since its tokens have no values.
+        # A turn whose tokens have no values is one HTML element.
         text, n = "", 0
         for i in range(first, last):
             text += escape(_line(row.token_texts[i]))
@@ -122,7 +122,7 @@ def _shade(value: float, summary: dict[str, Any]) -> str:
     if summary["scale"] == "flag":
         return f"background-color:rgba({_ORANGE},0.45);border-bottom:3px solid #c87830" if value > 0 else ""
     share, up = fraction(value, summary)
-    # The underline repeats the information of the tint for readers who cannot see it.
+    # The underline shows the same value as the tint, for readers who cannot distinguish colours.
     line = round(share * 4)
     colour, border = (_BLUE, "solid #2878dc") if up else (_ORANGE, "double #c87830")
     under = f";border-bottom:{line}px {border}" if line else ""
@@ -130,7 +130,7 @@ def _shade(value: float, summary: dict[str, Any]) -> str:
 
 
 def fraction(value: float, summary: Mapping[str, Any]) -> tuple[float, bool]:
-    """Return a value's position on its scale, from 0 to 1, and True if it lies on the upper side."""
+    """Return a value's position on its scale, from 0 to 1, and whether the value lies on the upper side."""
     lo, hi = summary.get("lo", 0.0), summary.get("hi", 1.0)
     if np.isinf(value):
         full = summary["scale"] == "around" or (value > 0) == (summary["scale"] == "up")

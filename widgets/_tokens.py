@@ -1,7 +1,7 @@
 """Extraction of per-token values from trajectories, rollouts, batches and training statistics.
 
-Rows are joined by (trajectory id, token span), never by position, because a batch may order its rows differently than
-the rollout. A span starts where its tokens start in the trajectory.
+Rows are joined by (trajectory id, token span), never by position, because the rows of a batch and of a rollout may be
+ordered differently. Spans are token indices in the trajectory.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ class Signal:
     """Name and display style of a per-token quantity.
 
     Attributes:
-        name: The name by which `TokenView.signal` selects it.
+        name: The value of `TokenView.signal` that selects this signal.
         label: The name shown on the page.
-        scale: "up": a bar from the bottom. "down": a bar from the top, longer for lower values. "around": a bar from
-            `middle`, up or down. "flag": set or not.
+        scale: "up" draws a bar from the bottom; "down" a bar from the top, longer for lower values; "around" a bar up
+            or down from `middle`; "flag" a mark on the tokens for which the signal is set.
         unit: The unit of the values, such as "nats".
         middle: The neutral value of an "around" scale.
         fixed: The range of the scale, if it does not depend on the data.
         says: A short explanation for the legend.
-        telling: The values to list first and to jump to, as the most informative: "high", "low", or "far" from the
-            middle.
+        telling: The most informative values, which are listed first: "high", "low", or "far" (from the middle).
     """
 
     name: str
@@ -102,7 +101,7 @@ def visible(piece: str, limit: int = 120) -> str:
 
     A space becomes ·, a newline ⏎, a tab ⇥, a non-breaking space ⍽. Control characters, zero-width and bidirectional
     marks, private-use characters and lone surrogates become ‹U+XXXX›. A combining mark without a base character is
-    shown on ◌. Characters that look like one of these signs are written as ‹U+XXXX› too, so the result is unambiguous.
+    shown on ◌. Literal occurrences of these signs and similar characters also become ‹U+XXXX›, to avoid ambiguity.
     """
     if not piece:
         return "∅"
@@ -123,7 +122,7 @@ def visible(piece: str, limit: int = 120) -> str:
 
 
 def flags(piece: str) -> int:
-    """Return bit flags of a token's text. 1: looks like a special token; 2: ends its line; 4: only whitespace."""
+    """Return bit flags of a token's text: 1 if it looks like a special token, 2 if it ends a line, 4 if it is blank."""
     return bool(_SPECIAL.fullmatch(piece)) + 2 * ("\n" in piece) + 4 * (not piece.strip() and bool(piece))
 
 
@@ -135,7 +134,7 @@ class Row:
     """Tokens `start` to `start + len(ids)` of one row of a trajectory.
 
     Attributes:
-        id: The trajectory's id, followed by the row's index if it has several rows.
+        id: The trajectory's id, followed by the row's index if the trajectory has several rows.
         task: The task's id.
         chain: The chain's index in its group.
         reward: The trajectory's reward; None if it was not scored.
@@ -166,7 +165,7 @@ class Row:
 
     @property
     def spans(self) -> list[tuple[int, int, int]]:
-        """(turn, first, last + 1) of each turn in order, as indices into this row's tokens."""
+        """One (turn, first, last + 1) per turn, in order. `first` and `last` are indices into this row's tokens."""
         if not len(self.ids):
             return []
         cuts = np.flatnonzero(np.diff(self.turn)) + 1
@@ -179,7 +178,7 @@ class Row:
 
 
 def _array(values: Any, dtype: Any) -> npt.NDArray[Any]:
-    """Convert a tensor, an array or a list to an array without importing torch."""
+    """Convert a tensor, array or list to a NumPy array without importing torch."""
     for name in ("detach", "cpu"):
         values = getattr(values, name)() if hasattr(values, name) else values
     if hasattr(values, "numpy"):
@@ -192,7 +191,7 @@ def is_trajectory(x: Any) -> bool:
 
 
 def _trajectory_rows(t: Any) -> list[Row]:
-    """Return one Row per row of the trajectory. If there are several, their `id` contains the index."""
+    """Return one Row per row of the trajectory. If there are several, the `id` of each ends with its index."""
     if not getattr(t, "exact", True):
         none = np.zeros(0, np.int64)
         return [Row(
@@ -266,7 +265,7 @@ def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
             mask=mask[b, here],
         )  # fmt: skip
         row.signals = {name: values[span] for name, values in whole.signals.items()}
-        # On tokens that are not trained, the tensor's values have no meaning for this step.
+        # The tensor has meaningful values only for trained tokens.
         row.signals.update({k: np.where(row.mask, v[b, here], np.float32(np.nan)) for k, v in arrays.items()})
         rows.append(row)
     return rows
@@ -293,7 +292,7 @@ def rows_of(source: Any) -> list[Row]:
     if is_trajectory(source):
         return _trajectory_rows(source)
     if hasattr(source, "rewind") and callable(source.snapshot):
-        return rows_of(source.snapshot())  # an unfinished chain
+        return rows_of(source.snapshot())  # the chain is unfinished
     items = getattr(source, "trajectories", source)
     if isinstance(items, Iterable) and not isinstance(items, str | bytes | Mapping):
         found = list(items)
@@ -308,12 +307,12 @@ def rows_of(source: Any) -> list[Row]:
 
 
 def compare_rows(rows: list[Row], others: list[Row]) -> tuple[list[Row], list[str], dict[int, int]]:
-    """Add the values of `others` to the matching tokens of `rows`; they are missing where the token ids differ.
+    """Add the values of `others` to the matching tokens of `rows`. Values are missing where the token ids differ.
 
-    If both sides are single rows of different trajectories, both are shown, with the length of their common prefix.
+    If `rows` and `others` are single rows of different trajectories, both are shown, with their common prefix length.
 
     Returns:
-        The rows to show, notes for the page, and the index of the first differing token by row.
+        The rows to show, notes for the page, and a mapping from row index to the index of the first differing token.
     """
     notes: list[str] = []
     if len(rows) == len(others) == 1 and rows[0].id != others[0].id:
@@ -357,12 +356,12 @@ def compare_rows(rows: list[Row], others: list[Row]) -> tuple[list[Row], list[st
 
 
 def some(names: list[str]) -> str:
-    """Format the first three names and the number of the rest."""
+    """Format the first three names and the number of remaining names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def describe(name: str) -> Signal:
-    """Return the Signal with this name, derived from its base signal for comparisons ("… ′", "Δ …")."""
+    """Return the Signal with this name. Comparison signals ("… ′", "Δ …") are derived from their base signal."""
     if name in SIGNALS:
         return SIGNALS[name]
     if name.endswith(" ′"):
@@ -377,7 +376,7 @@ def describe(name: str) -> Signal:
 
 
 def summary(signal: Signal, values: Floats, sampled: npt.NDArray[np.bool_]) -> dict[str, Any]:
-    """Compute the legend's numbers and the range of the scale, so that the page and the static form agree."""
+    """Compute the range of the scale and the numbers of the legend, for both the page and the static form."""
     there = values[~np.isnan(values)]
     finite = there[np.isfinite(there)].astype(np.float64)
     out: dict[str, Any] = {
@@ -388,7 +387,7 @@ def summary(signal: Signal, values: Floats, sampled: npt.NDArray[np.bool_]) -> d
     if len(finite):
         out.update(min=float(finite.min()), max=float(finite.max()), mean=float(finite.mean()))
         # Clip the range at quantiles, so that one extreme token does not make all others look alike. The legend shows
-        # how many values lie outside.
+        # the number of clipped values.
         many = len(finite) >= 200
         low, high = np.quantile(finite, (0.01, 0.99)) if many else (finite.min(), finite.max())
         if signal.fixed is not None:
@@ -396,10 +395,10 @@ def summary(signal: Signal, values: Floats, sampled: npt.NDArray[np.bool_]) -> d
         if signal.scale == "around":
             reach = max(abs(low - signal.middle), abs(high - signal.middle)) or 1.0
             if signal.name == "ratio":
-                reach = min(reach, 1.0)  # a ratio is never below 0, and neither is its scale
+                reach = min(reach, 1.0)  # ratios cannot be negative, so the scale starts at 0 or above
             low, high = signal.middle - reach, signal.middle + reach
         elif signal.fixed is None:
-            # Bars start at 0 where possible; otherwise their height would have no meaning.
+            # Bars start at 0 where possible, so that their lengths can be compared.
             low, high = (min(low, 0.0), max(high, 0.0)) if signal.scale == "down" or low >= 0 else (low, high)
         out.update(lo=float(low), hi=float(high))
         out["outside"] = int(((finite < low) | (finite > high)).sum())
@@ -424,7 +423,7 @@ class Span:
 
 
 class Selection:
-    """The token spans selected in the browser. Iterable; an empty selection is falsy."""
+    """The token spans selected in the browser. Iterable; falsy if empty."""
 
     def __init__(self, spans: Iterable[Span], rows: list[Row]) -> None:
         self.spans = tuple(spans)

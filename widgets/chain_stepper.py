@@ -1,4 +1,4 @@
-"""Interactive stepping of one chain: buttons and keys that call the chain's methods. The only state is the forks."""
+"""Interactive stepping of one chain, with buttons and keys that call the methods of the chain."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _TEXT = 12_000
 
 
 class ChainStepper(Opener):
-    """Step a chain in the browser: `ChainStepper(chain)`, or `ChainStepper(agent, task)` for a new one.
+    """View to step a chain in the browser. `ChainStepper(agent, task)` starts a new chain.
 
-    The view and the notebook's cells work on the same chain object: each shows the changes made by the other.
+    The view works on the chain object itself: changes made in the view and in cells are visible in both.
     `to_code()` returns code for a cell that reproduces the chain.
 
     Args:
         chain: A chain, or an agent if `task` is given.
         task: The task for which the agent starts a new chain.
-        top: Number of candidates for the next token to show; 0 requests none from the engine.
+        top: Number of next-token candidates to show; 0 to request none from the engine.
 
     Attributes:
         chain: The chain shown.
         chains: The initial chain and the forks made in this view.
         trajectory: The result of `finish()`, or None.
-        error: The exception raised by the last click, which the page shows too.
-        selection: The current state of the chain shown: `.to_frame("turns")`, `.to_frame("tokens")`.
-        opened: The TokenView of the chain's tokens shown below, or None.
+        error: The exception raised by the last click, which is also shown on the page.
+        selection: A snapshot of the chain shown, with `.to_frame("turns")` and `.to_frame("tokens")`.
+        opened: The TokenView of the chain opened below this view, or None.
     """
 
     stem: ClassVar[str] = "chain_stepper"
@@ -99,7 +99,7 @@ class ChainStepper(Opener):
 
     @property
     def selection(self) -> Any:
-        """The chain shown, as in the views of many chains: its finished trajectory, or an unscored snapshot."""
+        """The trajectory of the chain shown if the chain is finished, otherwise an unscored snapshot."""
         now = self.trajectory or self.chain.snapshot()
         return Trajectories((now.id,), (now,))
 
@@ -120,7 +120,7 @@ class ChainStepper(Opener):
     _end: Callable[[], Any] | None = None
 
     def _follow(self) -> None:
-        """Subscribe to the chain shown. The chain keeps the listener, which refers weakly to the view."""
+        """Subscribe to the chain shown. The chain holds the listener, which refers weakly to the view."""
         self._unfollow()
         view_ref = weakref.ref(self)
 
@@ -139,11 +139,11 @@ class ChainStepper(Opener):
 
     def _refresh_safely(self) -> None:
         if self._seen and not self._pages:
-            return  # no page is open; the next one to open refreshes
+            return  # no page is open; opening a page refreshes the view
         try:
             self.refresh()
         except Exception as error:
-            self._failed(error)  # it would go unnoticed in a loop callback
+            self._failed(error)  # an exception in a loop callback would go unnoticed
 
     def _on_first_page(self) -> None:
         self.refresh()
@@ -163,7 +163,7 @@ class ChainStepper(Opener):
             self._ask_distribution()
 
     def _ask_distribution(self) -> None:
-        """Request the next-token distribution from the engine directly, so that cells can use the chain meanwhile."""
+        """Request the next-token distribution directly from the engine, so that the chain remains usable in cells."""
         chain = self.chain
         wanted = (chain.turn, self.top) if self.top and _can(chain)["sample"] and not chain.busy else None
         if wanted is None:
@@ -230,7 +230,7 @@ class ChainStepper(Opener):
         self._start("editing", lambda chain: _now(lambda: edit(chain)))
 
     def _do_rewind(self, value: Any) -> None:
-        """Rewind to the turn with this index, or by one turn if it is None."""
+        """Rewind to the turn with index `value`, or by one turn if it is None."""
 
         def back(chain: Any) -> None:
             last = len(chain.turns) - 1
@@ -275,7 +275,7 @@ class ChainStepper(Opener):
         self._code = {"n": self._code.get("n", 0) + 1, "text": sendable(self.to_code())}
 
     def _start(self, what: str, call: Callable[[Any], Awaitable[Any]]) -> None:
-        """Start an operation as a job, since it may outlast the message that requested it. Only one runs at a time."""
+        """Start an operation as a background task. Only one operation runs at a time."""
         if self._doing:
             raise RuntimeError(f"the stepper is busy ({self._doing}); wait or cancel")
         self._doing = what
@@ -299,7 +299,7 @@ class ChainStepper(Opener):
         super()._failed(error)
 
     def close(self) -> None:
-        """Close the view and stop following the chain, which stays open."""
+        """Close the view and unsubscribe from the chain, which stays open."""
         self._unfollow()
         super().close()
 
@@ -308,8 +308,8 @@ class ChainStepper(Opener):
     def to_code(self) -> str:
         """Return code for a cell that reproduces the chain, with the same tokens.
 
-        Sampled turns are sampled again with the same seeds; a comment warns if the engine is not reproducible. Turns
-        that were undone are left out.
+        Sampled turns are re-sampled with the same seeds; a comment warns if the engine is not reproducible. Undone
+        turns are omitted.
         """
         return code(self.chain)
 
@@ -327,7 +327,7 @@ async def _now(call: Callable[[], Any]) -> Any:
 
 
 def _can(chain: Any) -> dict[str, bool]:
-    """Return, for each operation, True if the chain would accept it now."""
+    """Map the name of each operation to whether the chain would accept it now."""
     open = not chain.closed
     calls, stop, leaf = bool(chain.pending_calls), chain.stop, chain.turn
     complete = leaf.kind in ("action", "forced") and bool(leaf.messages)
@@ -429,7 +429,7 @@ def _answer(turn: Any) -> str:
 
 
 def _named(thing: Any) -> str | None:
-    """Return the notebook's variable that holds the object, or its index expression in a list variable, or None."""
+    """Return a notebook expression for the object: a variable, or an element of a list variable; None if not found."""
     names = {k: v for k, v in vars(sys.modules["__main__"]).items() if not k.startswith("_") and k.isidentifier()}
     for name, value in names.items():
         if value is thing:
@@ -465,7 +465,7 @@ def code(chain: Any) -> str:
         lines.append(f"chain = {named}.chain({task})")
     if any(turn.kind == "action" for turn in path) and not agent.engine.reproducible:
         lines.insert(0, "# this engine does not promise the same sample twice")
-    # Each fork has its own seeds: the fork was made before the first action with one of them.
+    # Each fork has its own seeds, so the first action with a fork's seed shows where the fork was made.
     places = _places(chain)
     at, index = 0, sum(1 for turn in path[:first] if turn.kind in ("action", "forced") and turn.messages)
     for turn in path[first:]:
@@ -485,7 +485,7 @@ def code(chain: Any) -> str:
             more = "" if turn.messages else ", end=False"
             more += "" if turn.author == "person" else f", author={turn.author!r}"
             lines.append(f"chain.force({said!r}{more})")
-        elif turn.author == "template":  # the chat re-renders such a history by itself
+        elif turn.author == "template":  # added automatically when the chat re-renders the history
             continue
         elif turn.kind == "prompt":  # a new row that begins with a compacted context
             more = "" if turn.author == "hook" else f", author={turn.author!r}"
@@ -505,7 +505,7 @@ def code(chain: Any) -> str:
 
 
 def _places(chain: Any) -> list[str]:
-    """Return the fork names on the path to this chain: "", ".1", ".1.2". Omit those of a continued trajectory."""
+    """Return the fork names that lead to this chain since its start or continuation, such as "", ".1" and ".1.2"."""
     base, _, rest = chain.key.fork.rpartition("~")
     head = base + "~" if base or chain.key.fork.startswith("~") else ""
     parts = rest.split(".")[1:]
@@ -513,7 +513,7 @@ def _places(chain: Any) -> list[str]:
 
 
 def _seed(chain: Any, fork: str, index: int) -> int:
-    """Return the seed that the chain's ancestor with this fork name used for its action `index`."""
+    """Return the seed of action `index` in the ancestor of the chain with fork name `fork`."""
     key = chain.seed_key
     if fork != chain.key.fork:
         continued = chain.origin_key is not None and fork.endswith("~")
@@ -528,7 +528,7 @@ def _fork(place: str) -> list[str]:
 
 
 def _said(chain: Any, turn: Any) -> str | list[int]:
-    """Return the turn's text if encoding it yields exactly its token ids, else the ids."""
+    """Return the text of the turn if it encodes to exactly the turn's token ids, otherwise the token ids."""
     ids, chat = list(turn.ids or ()), chain.agent.chat
     whole = ids[:-1] if turn.messages and ids and ids[-1] == chat.stop_ids[0] else ids
     text: str = chat.text(whole)

@@ -1,4 +1,4 @@
-"""Live view of a pool's sandboxes: holders, durations, the queue, and buttons to take, release, reset and close them.
+"""Live view of a pool: sandboxes with their owners, the queue, and buttons to take, release, reset or close a sandbox.
 
 The buttons call the pool's own `acquire`, `release` and `recycle`, so the view works with every sandbox class.
 """
@@ -17,7 +17,7 @@ from ._base import LiveView, count, escape, sendable, tag
 from ._tokens import some
 from .chain_stepper import _named
 
-# A sign per state, so that states can be distinguished without colour and without reading their names.
+# One symbol per state, so that states can be distinguished without colour.
 SIGNS = {"leased": "●", "idle": "○", "starting": "◐", "resetting": "◑", "closing": "✕"}
 _TINTS = {
     "leased": "40,120,220",
@@ -31,7 +31,7 @@ _TAKE_SECONDS = 30.0
 
 
 class Sandboxes:
-    """A snapshot of sandboxes of a pool and their leases. Iterable over rows; falsy if empty."""
+    """A snapshot of sandboxes and their leases. Iterating yields one row per sandbox; falsy if empty."""
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self._rows = tuple(rows)
@@ -50,8 +50,8 @@ class Sandboxes:
     def to_frame(self) -> Any:
         """Return a data frame with one row per sandbox.
 
-        Its columns are sandbox, state, seconds (in this state, NaN if unknown), owner, turn, leases (so far), and hand
-        (True if it was leased with the button Take).
+        The columns are sandbox, state, seconds (in this state, NaN if unknown), owner, turn, leases (so far), and hand
+        (True if leased with the Take button).
         """
         import pandas as pd
 
@@ -65,16 +65,16 @@ _COLUMNS = ("sandbox", "state", "seconds", "owner", "turn", "leases", "hand")
 
 
 class PoolView(LiveView):
-    """Show a pool live, with one tile per sandbox or one row per owner, and the queue.
+    """Live view of a pool, with the queue and one tile per sandbox or one row per owner.
 
-    The view updates at most 10 times per second. `view.counts` holds the numbers last sent; `view.refresh()` sends an
-    update now; `view.close()` ends the view. `view.selection` holds the sandboxes selected in the browser with their
-    owners; `view.select(3, 4)` selects them from Python; `view.to_frame()` lists all sandboxes; `view.to_code()`
-    returns code for a cell that makes the view with its selection.
+    The view updates at most 10 times per second; `view.refresh()` sends an update immediately. `view.counts` holds the
+    numbers last sent. `view.selection` holds the sandboxes selected in the browser and their owners;
+    `view.select(3, 4)` selects sandboxes from Python. `view.to_frame()` lists all sandboxes. `view.to_code()` returns
+    code for a cell that recreates the view and its selection.
 
-    The button Take leases a sandbox, which cells can then use as `view.held[number]`, until Give back releases it; its
-    owner is shown as "by hand". Reset and Close work on any sandbox if the pool has a method `recycle`. A chain that
-    holds the sandbox loses it and is not scored. A sandbox leased with Take is reset in place.
+    The Take button leases a sandbox, which cells can then use as `view.held[number]`. Its owner is shown as "by hand".
+    The Give back button releases it. Reset and Close work on any sandbox if the pool has a `recycle` method. A chain
+    that holds such a sandbox loses it and is not scored. A sandbox leased with Take is reset in place.
     """
 
     stem: ClassVar[str] = "pool_view"
@@ -82,7 +82,7 @@ class PoolView(LiveView):
     actions: ClassVar[frozenset[str]] = frozenset({"take", "give_back", "reset", "close", "code"})
 
     _state = traitlets.Dict().tag(sync=True)
-    # Numbers of the selected sandboxes. Those that were closed remain in the list and are ignored.
+    # Numbers of the selected sandboxes. Closed sandboxes remain in the list and are ignored.
     _selected: traitlets.List[Any] = traitlets.List().tag(sync=True)
     _code = traitlets.Dict().tag(sync=True)
 
@@ -91,13 +91,13 @@ class PoolView(LiveView):
             raise TypeError(
                 f"pool must be a Pool (an object with snapshot() and subscribe()), got {type(pool).__name__}"
             )
-        self._taken: dict[int, Any] = {}  # number of the sandbox -> its lease
+        self._taken: dict[int, Any] = {}  # sandbox number -> lease
         super().__init__(pool, pool.subscribe)
         self.refresh()
 
     @property
     def held(self) -> dict[int, Any]:
-        """The sandboxes taken on the page and not yet given back, by number."""
+        """Mapping from number to sandbox, for the sandboxes leased with the Take button and not yet released."""
         self._taken = {number: lease for number, lease in self._taken.items() if not lease.released}
         return {number: lease.sandbox for number, lease in self._taken.items()}
 
@@ -105,7 +105,7 @@ class PoolView(LiveView):
 
     @property
     def selection(self) -> Sandboxes:
-        """Current state of the selected sandboxes that still exist, or their last state if the pool is closed."""
+        """The current state of the selected sandboxes that still exist, or their last state if the pool is closed."""
         chosen = set(self._selected)
         return Sandboxes([row for row in self._rows() if row["sandbox"] in chosen])
 
@@ -114,7 +114,7 @@ class PoolView(LiveView):
         return Sandboxes(self._rows()).to_frame()
 
     def select(self, *sandboxes: int) -> None:
-        """Select sandboxes by their numbers, and show them in the browser. Without arguments, clear the selection."""
+        """Select sandboxes by number and highlight them in the browser. Without arguments, clear the selection."""
         there = [row["sandbox"] for row in self._rows()]
         for number in sandboxes:
             if number not in there:
@@ -139,7 +139,7 @@ class PoolView(LiveView):
         ]  # fmt: skip
 
     def to_code(self) -> str:
-        """Return the view and its selection as code for a cell, with the notebook's own variable for the pool."""
+        """Return code for a cell that recreates the view and its selection."""
         name = (_named(self.record) if self.record is not None else None) or "pool"
         numbers = self.selection.numbers
         chosen = [f"view.select({', '.join(map(str, numbers))})", "view.selection.to_frame()"]
@@ -177,7 +177,7 @@ class PoolView(LiveView):
 
     async def _recycle(self, number: Any, **how: bool) -> None:
         asked = self._pool().recycle(int(number), **how)
-        if inspect.isawaitable(asked):  # a remote pool
+        if inspect.isawaitable(asked):  # the pool is remote
             await asked
 
     def _pool(self) -> Any:
@@ -186,14 +186,14 @@ class PoolView(LiveView):
         return self.record
 
     def close(self) -> None:
-        """Close the view and release the sandboxes taken on the page."""
+        """Close the view and release the sandboxes leased with the Take button."""
         for lease in list(getattr(self, "_taken", {}).values()):
             if not lease.released and self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(asyncio.ensure_future, lease.release())
         super().close()
 
     def refresh(self) -> None:
-        """Send the current state now. If the pool no longer exists, the page keeps the last state and notes this."""
+        """Send the current state now. If the pool no longer exists, the page keeps the last state and says so."""
         pool = self.record
         if pool is None:
             if self._state:

@@ -1,4 +1,4 @@
-"""Re-scoring of saved trajectories while a reward is edited. Shows what changed; `Rollout.rescore` does the scoring."""
+"""Form that re-scores saved trajectories with `Rollout.rescore` while a reward is edited, and shows the changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._base import SUCCESS_RULE, count, escape, number, sendable, shared_prefix,
 from ._chains import ChainsView
 from .chain_stepper import _named
 
-# Maximum rows of the table on the page; `to_frame()` returns all.
+# Maximum number of rows in the table on the page; `to_frame()` returns all rows.
 _ROWS = 200
 _BARS = 10
 
@@ -35,22 +35,22 @@ KINDS = {
 
 
 class RewardForm(ChainsView):
-    """Compare the recorded rewards of saved trajectories with those of a reward under development.
+    """Form that compares the recorded rewards of saved trajectories with a reward under development.
 
-    Whenever the cell that defines the reward runs again, the form re-scores the trajectories; with `follow=False` only
-    the button does. Nothing is sampled and the rollout is not changed.
+    The trajectories are re-scored whenever the cell that defines the reward is re-run; with `follow=False`, only when
+    the button is pressed. Nothing is sampled and the rollout is not changed.
 
-    `await form.score()` does what the button does. `form.rescored` is the rollout with the new rewards,
-    `form.to_frame()` has one row per trajectory, and `form.picked` is the trajectory that was clicked.
+    `await form.score()` is equivalent to pressing the button. `form.rescored` is the rollout with the new rewards,
+    `form.to_frame()` has one row per trajectory, and `form.picked` is the clicked trajectory.
 
     Args:
         reward: A reward, a function, or several of them.
         rollout: A Rollout, its trajectories, or the path of a saved rollout.
-        agent: The agent that produced the trajectories, needed to open one in the stepper.
-        follow: True to re-score whenever the cell that defines the reward has run again.
-        success: Which chains count as a success, as in `Agent(success=)`; by default as set in `agent`.
+        agent: The agent that produced the trajectories, needed to open a trajectory in the stepper.
+        follow: True to re-score whenever the cell that defines the reward is re-run.
+        success: Which chains count as a success, as in `Agent(success=)`; taken from `agent` by default.
 
-    Raises:  TaskError if the reward needs a task field that a task does not have.
+    Raises:  TaskError if a task lacks a field that the reward needs.
     """
 
     stem: ClassVar[str] = "reward_form"
@@ -70,7 +70,7 @@ class RewardForm(ChainsView):
         self.reward = RewardSet(reward)
         if not self.reward:
             raise TypeError("reward must be a function decorated with @af.reward")
-        # Kept until its page closes, because in `RewardForm(reward, await agent.rollout(...))` no variable holds it.
+        # Keep the rollout until the page closes: `RewardForm(reward, await agent.rollout(...))` has no variable for it.
         self._kept: Any = _rollout(rollout)
         self.reward.check([group.task for group in self._kept.groups])
         self._picked: str | None = None
@@ -140,7 +140,7 @@ class RewardForm(ChainsView):
             await asyncio.wait([job])
 
     def _redefined(self) -> None:
-        """Adopt rewards that a later cell redefined, and re-score if there are any."""
+        """Replace rewards that were redefined in a cell, and re-score if there are any."""
         from agentfly_kit.rewards import RewardSet
         from agentfly_kit.tools import function as functions
 
@@ -232,7 +232,7 @@ class RewardForm(ChainsView):
 
     @property
     def picked(self) -> Any:
-        """The trajectory that was clicked, with its recorded reward, or None."""
+        """The clicked trajectory, with its recorded reward, or None."""
         return next((a for a, _ in self._pairs() if a.id == self._picked), None)
 
     def to_frame(self) -> Any:
@@ -311,11 +311,11 @@ def _rollout(source: Any) -> Any:
 
 
 def _after_each_cell(form: RewardForm) -> Callable[[], None]:
-    """Check after each cell whether the form's rewards were redefined. Return a function to stop this.
+    """After each cell, check whether the form's rewards were redefined. Return a function that removes the hook.
 
-    The hook refers weakly to the form.
+    The hook holds only a weak reference to the form.
     """
-    ipython = sys.modules.get("IPython")  # if it is not loaded, there is no shell
+    ipython = sys.modules.get("IPython")  # without IPython there is no shell
     shell = None if ipython is None else ipython.get_ipython()
     if shell is None:
         return lambda: None
@@ -366,8 +366,8 @@ def _summary(ts: Sequence[Any]) -> dict[str, Any]:
 def bars(old: Sequence[float | None], new: Sequence[float | None]) -> list[list[Any]]:
     """Return histogram bars [label, old count, new count].
 
-    There is one bar per distinct value if they are few, else one per range of equal width; unscored trajectories come
-    last.
+    There is one bar per distinct value if there are few values, otherwise one per range of equal width. Unscored
+    trajectories come last.
     """
     there = sorted({float(r) for r in [*old, *new] if r is not None})
     out: list[list[Any]] = []

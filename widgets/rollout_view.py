@@ -1,4 +1,4 @@
-"""Live view of a rollout's chains: which are sampling, waiting for a sandbox, or running a tool."""
+"""Live view of the chains of a rollout and their states, such as sampling, waiting for a sandbox or running a tool."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _TINTS = {
     "cancelled": "128,128,128",
 }  # fmt: skip
 _ENDS = ("done", "stopped", "failed")
-# Seconds over which the rate is averaged.
+# Averaging window of the rate in seconds.
 _WINDOW = 20.0
 
 
 class RolloutView(ChainsView, LiveView):
-    """Show a running rollout: one line per chain, counts, rate, time left, and buttons to pause, resume and stop.
+    """View of a running rollout: one line per chain, counts, rate, time left, and buttons to pause, resume and stop.
 
-    A finished chain can be picked, to open its tokens, step it, or get it as code; `view.selection` holds it. The
-    buttons also work while a cell awaits the run. The view updates at most 10 times per second, whatever the number of
-    chains. `view.counts` holds the counts last sent.
+    Pick a finished chain to show its tokens, step it, or convert it to code; `view.selection` holds the picked chain.
+    The buttons also work while a cell awaits the run. The view updates at most 10 times per second, regardless of the
+    number of chains. `view.counts` holds the counts last sent.
 
     Args:
-        run: The handle returned by `agent.rollout(...)`, before or while it is awaited; or a training run, of which the
-            current step's rollout is shown.
+        run: The handle returned by `agent.rollout(...)`, before or while it is awaited; or a training run, for which
+            the rollout of the current step is shown.
     """
 
     stem: ClassVar[str] = "rollout_view"
@@ -48,7 +48,7 @@ class RolloutView(ChainsView, LiveView):
     _about = traitlets.Dict().tag(sync=True)
     # Trajectory ids; sent again only when they change.
     _names: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    # Distinct texts shown beside the states (tools, stop reasons); the buffers refer to them by index.
+    # Distinct texts shown next to the states (tools, stop reasons), which the buffers refer to by index.
     _details: traitlets.List[Any] = traitlets.List().tag(sync=True)
     _buffers = traitlets.Dict().tag(sync=True)
 
@@ -69,7 +69,7 @@ class RolloutView(ChainsView, LiveView):
         self._tick()
 
     def _tick(self) -> None:
-        """Poll as well: no chain event reports a pause, the end of the rollout, or a training run's next rollout."""
+        """Poll for changes that no chain event reports, such as a pause or the end of the rollout."""
         loop = self._loop
         if loop is None or loop.is_closed():
             return
@@ -80,7 +80,7 @@ class RolloutView(ChainsView, LiveView):
             if view is None or view.comm is None:
                 return
             if not view.resting:
-                view._throttle.schedule()  # also once after the run was garbage-collected, which is then shown
+                view._throttle.schedule()  # runs a last time after the run is garbage-collected, to report it
             if view.record is not None and (view._training or view._about.get("state") not in _ENDS):
                 loop.call_later(pause, tick)
 
@@ -204,7 +204,7 @@ class RolloutView(ChainsView, LiveView):
 
 
 def _rate(a_second: float) -> str:
-    """Format a rate with three significant digits, per second, minute or hour: "5.59 chains a minute"."""
+    """Format a rate per second, minute or hour with three significant digits, such as "5.59 chains a minute"."""
     n, each = a_second, "a second"
     for longer in ("a minute", "an hour"):
         if n < 0.9995:

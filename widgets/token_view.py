@@ -1,4 +1,4 @@
-"""View of the tokens of trajectories, a batch or a training step, coloured by a signal (read by `_tokens.py`)."""
+"""View of the tokens of trajectories, a batch or a training step, coloured by a signal."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from ._tokens import (
 
 
 class TokenView(View):
-    """Show tokens coloured by a signal.
+    """View of tokens coloured by a signal.
 
-    Click, shift-click or drag to select tokens; arrow keys move between them. `view.selection` holds the selection.
+    Click, shift-click or drag to select tokens, or move with the arrow keys. `view.selection` holds the selection.
 
     Args:
-        source: A Trajectory, a sequence of them, a Group, a Rollout, a Batch, or the Stats of a step with detail=True.
+        source: A Trajectory, a sequence of trajectories, a Group, Rollout or Batch, or Stats with detail=True.
         compare: A second source. Its values are joined by (trajectory id, token span) and shown as ′ and Δ.
         signal: The signal that colours the tokens, one of `view.signals`.
-        agent: The agent that produced the trajectories, needed by "step by hand", which opens a chain with the
-            trajectory's turns in a ChainStepper, `view.stepper`.
+        agent: The agent that produced the trajectories, needed by the "step by hand" button. The button opens a chain
+            with the turns of the trajectory in a ChainStepper, `view.stepper`.
 
-    Raises:  TypeError for other sources, ValueError for a signal that the source does not have.
+    Raises:  TypeError for any other source; ValueError if the source does not have the signal.
     """
 
     stem: ClassVar[str] = "token_view"
@@ -47,10 +47,10 @@ class TokenView(View):
     actions: ClassVar[frozenset[str]] = frozenset({"code", "stepper"})
 
     signal = traitlets.Unicode("mask").tag(sync=True)
-    # Rows, turns, distinct token texts and legend numbers. Small: it has entries per turn, not per token.
+    # Rows, turns, distinct token texts and legend numbers. Small, because it has entries per turn, not per token.
     _about = traitlets.Dict().tag(sync=True)
     _buffers = traitlets.Dict().tag(sync=True)
-    # [row, first, last + 1] as indices into the row's tokens.
+    # Selected tokens as [row, first, last + 1], with indices into the tokens of the row.
     _selected: traitlets.List[Any] = traitlets.List().tag(sync=True)
     _code = traitlets.Unicode("").tag(sync=True)
     # Model id of the ChainStepper shown below.
@@ -104,7 +104,7 @@ class TokenView(View):
 
     @property
     def selection(self) -> Selection:
-        """The tokens selected in the browser, as trajectory ids and token spans; `.to_frame()` returns all values."""
+        """The tokens selected in the browser, as trajectory ids and token spans; `.to_frame()` returns their values."""
         spans = []
         for r, first, last in self._selected:
             row = self._rows[r]
@@ -112,7 +112,7 @@ class TokenView(View):
         return Selection(spans, self._rows)
 
     def to_frame(self) -> Any:
-        """Return a data frame with one row per token shown, as `selection.to_frame()` does for the selected ones."""
+        """Return a data frame with one row per token shown, with the columns of `selection.to_frame()`."""
         spans = [Span(row.id, row.start, row.start + len(row.ids)) for row in self._rows if len(row.ids)]
         return Selection(spans, self._rows).to_frame()
 
@@ -122,7 +122,7 @@ class TokenView(View):
         Args:
             trajectory: The trajectory's id.
             start: Index of the first token in the trajectory.
-            stop: Index after the last token; None selects one token.
+            stop: Index after the last token; None to select a single token.
 
         Raises:  ValueError if the view does not show these tokens.
         """
@@ -141,7 +141,7 @@ class TokenView(View):
         self._selected = []
 
     def to_code(self) -> str:
-        """Return the view and its selection as code for a cell, in which `source` stands for the view's source."""
+        """Return code for a cell that recreates the view and its selection. It expects the source in `source`."""
         lines = [f"view = w.TokenView(source, signal={self.signal!r})"]
         spans = list(self.selection)
         for span in spans[:1]:
@@ -174,18 +174,18 @@ class TokenView(View):
 
     @property
     def stepper(self) -> Any:
-        """The ChainStepper shown below, or None."""
+        """The ChainStepper opened below this view, or None."""
         return self._stepper
 
     def close(self) -> None:
-        """Close the view, and the stepper below it."""
+        """Close the view and its stepper."""
         if getattr(self, "_stepper", None) is not None:
             self._stepper.close()
         super().close()
 
     @property
     def trajectories(self) -> tuple[Any, ...]:
-        """The trajectories shown that still exist; the view itself does not keep them alive."""
+        """The displayed trajectories that still exist. The view does not keep trajectories alive."""
         return tuple(t for t in (ref() for ref in self._trajectories) if t is not None)
 
     def __repr__(self) -> str:
@@ -217,7 +217,7 @@ def _payload(rows: list[Row], notes: list[str], parts: dict[int, int]) -> tuple[
     pieces = [vocabulary.setdefault(piece, len(vocabulary)) for row in rows for piece in row.token_texts]
     total = sum(len(row.ids) for row in rows)
     mask = np.concatenate([row.mask for row in rows]) if rows else np.zeros(0, bool)
-    # A value counts as missing only on tokens sampled by this policy; on others the signal does not apply.
+    # Count missing values only on tokens sampled by this policy, because signals do not apply to other tokens.
     names = [*SIGNALS, *dict.fromkeys(name for row in rows for name in row.signals if name not in SIGNALS)]
     summaries, columns = [], {}
     for name in names:

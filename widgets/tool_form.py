@@ -1,4 +1,4 @@
-"""A form that calls a tool as the model would, using only the tool's schema and `invoke`."""
+"""Form that calls a tool in the same way as a model, using only the schema and `invoke` of the tool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN = 60_000
 
 @dataclass(frozen=True)
 class Call:
-    """One call made with a form: its number (from 1), arguments, result, and the equivalent line of Python."""
+    """A call made with a form: its number (from 1), arguments, result, and the equivalent line of Python."""
 
     number: int
     arguments: Any
@@ -67,26 +67,25 @@ class Calls:
 
 
 class ToolForm(Opener):
-    """Call a tool from a form built from its schema, and show exactly the text that the model would see.
+    """Form that is built from a tool's schema, calls the tool, and shows the exact text that a model would see.
 
-    `await form.call(expression="2+3")` does what the button does. `form.result` and `form.results` hold the results.
-    `form.selection` is the call shown: the last one, unless an earlier one was picked. Its `.to_frame()` has one row;
-    `form.to_frame()` has all calls. `form.to_code()` returns the call shown as a line for a cell. `form.fill(...)`
-    fills in the fields.
+    `await form.call(expression="2+3")` is equivalent to pressing the button. `form.fill(...)` only fills in the fields.
+    `form.result` is the last result, and `form.results` holds all of them. `form.selection` is the call shown, by
+    default the last; `form.to_code()` returns it as a line for a cell. `form.to_frame()` lists all calls.
 
     Args:
         tool: A Tool, or a function with type annotations and a docstring.
-        pool: The pool that provides the tool's sandbox. Without one, a sandbox is started for each call and closed
-            afterwards. The form refers weakly to the pool, which is closed when nothing else refers to it.
-        task: The task from which the tool takes its hidden parameters.
-        agent: An agent that has this tool, needed by "In a chain", which starts a chain of the task with the call in
-            the fields and shows it below in a ChainStepper, `form.opened`.
+        pool: The pool that provides the tool's sandbox. Without a pool, a sandbox is started for each call and closed
+            afterwards. The form holds only a weak reference to the pool.
+        task: The task that provides the tool's hidden parameters.
+        agent: An agent that has this tool, needed by the "In a chain" button. The button starts a chain of the task
+            with the call in the fields, and shows the chain in a ChainStepper, `form.opened`.
 
     Attributes:
-        draft: The arguments as the model would write them: a JSON string, which need not be valid.
+        draft: The arguments as a JSON string, as a model would write them; not necessarily valid JSON.
         busy: True while a call runs.
 
-    Raises:  ToolSchemaError for a function that cannot be turned into a tool.
+    Raises:  ToolSchemaError if the function cannot be converted to a tool.
     """
 
     stem: ClassVar[str] = "tool_form"
@@ -98,7 +97,7 @@ class ToolForm(Opener):
     _about = traitlets.Dict().tag(sync=True)
     # The call shown.
     _result = traitlets.Dict().tag(sync=True)
-    # [number, abbreviated arguments, ok] of the calls kept.
+    # One [number, abbreviated arguments, ok] per call kept.
     _calls: traitlets.List[Any] = traitlets.List().tag(sync=True)
 
     def __init__(self, tool: Any, pool: Any = None, task: Any = None, *, agent: Any = None) -> None:
@@ -116,7 +115,7 @@ class ToolForm(Opener):
             raise ValueError(f"agent must have the tool {self.tool.name!r}, got {agent!r}")
         self._pool = weakref.ref(pool) if pool is not None else None
         self._task = task
-        # (arguments, ToolResult) of the last calls, oldest first.
+        # One (arguments, ToolResult) per call kept, oldest first.
         self.results: list[tuple[Any, Any]] = []
         self._made = 0
         self._picked: int | None = None
@@ -127,7 +126,7 @@ class ToolForm(Opener):
     # --- calling ---
 
     async def call(self, **arguments: Any) -> Any:
-        """Call the tool as the model would, show the call, and return the ToolResult."""
+        """Call the tool in the same way as a model, show the call, and return the ToolResult."""
         self.fill(**arguments)
         return await self._invoke(arguments)
 
@@ -230,7 +229,7 @@ class ToolForm(Opener):
     # --- in a chain ---
 
     def _do_chain(self, value: Any) -> None:
-        """Start a chain of the task with this call, and open it in a ChainStepper."""
+        """Start a chain of the form's task with this call, and open the chain in a ChainStepper."""
         from agentfly_kit.types import Task, ToolCall
 
         agent = self._agent
@@ -249,7 +248,7 @@ class ToolForm(Opener):
         return self.results[-1][1] if self.results else None
 
     def to_code(self) -> str:
-        """Return the call shown as a line of code, or before the first call, that of the fields."""
+        """Return the call shown as a line of code. Before the first call, return the call in the fields."""
         for call in self.selection:
             return call.code
         try:

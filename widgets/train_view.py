@@ -1,4 +1,4 @@
-"""Curves of training runs, live or from their folders, drawn from the numbers that the runs recorded."""
+"""View of the recorded curves of training runs, live or read from run folders."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from ._chains import ChainsView
 
 @dataclass(frozen=True)
 class Panel:
-    """One small chart: a line over the steps, and points with intervals at the steps that were evaluated.
+    """Specification of a chart: a line over all steps, and points with intervals at the evaluated steps.
 
     Attributes:
         key: The column of the line.
         label: The chart's title.
-        unit: The unit shown beside the title.
+        unit: The unit shown next to the title.
         points: The column of the evaluation points.
-        low: The column of the lower ends of their intervals.
-        high: The column of the upper ends of their intervals.
-        fixed: A range of the y axis that does not depend on the data.
-        band: The columns of the ends of the line's own interval.
-        extra: True if the chart is shown only when a run recorded it.
-        hint: What the numbers mean, as a tooltip of the title.
+        low: The column of the lower ends of the evaluation intervals.
+        high: The column of the upper ends of the evaluation intervals.
+        fixed: The range of the y axis, if it does not depend on the data.
+        band: The columns of the lower and upper ends of the interval around the line.
+        extra: True to show the chart only if a run recorded the column `key`.
+        hint: Explanation of the numbers, shown as a tooltip of the title.
     """
 
     key: str
@@ -75,18 +75,19 @@ PANELS = (
     Panel("unscored", "unscored", "share", extra=True),
 )  # fmt: skip
 _KEYS = tuple(dict.fromkeys(key for p in PANELS for key in (p.key, p.points, p.low, p.high, *(p.band or ())) if key))
-# Columns of the metrics of rewards begin with this.
+# Prefix of the column names of reward metrics.
 _METRIC = "metric_"
-# Maximum number of metrics with a chart, and of rows in the table of the others.
+# Maximum number of metrics with a chart, and maximum number of rows in the table of other metrics.
 _CHARTED, _LISTED = 6, 100
-# Maximum number of a step's trajectories that are listed; `view.rollout` has all.
+# Maximum number of trajectories listed for a step; `view.rollout` holds all of them.
 _ROWS = 200
 
 
 def read_steps(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the records in a run's folder, oldest first.
 
-    An incomplete last line is a write in progress and is skipped. Any other malformed line raises an error.
+    An incomplete last line is skipped, because the run may still be writing it. Any other malformed line raises an
+    error.
     """
     folder = Path(path)
     file = folder / "steps.jsonl" if folder.is_dir() else folder
@@ -113,9 +114,9 @@ def read_steps(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def columns(records: Sequence[Mapping[str, Any]]) -> tuple[npt.NDArray[np.int32], dict[str, npt.NDArray[np.float32]]]:
-    """Convert records to the steps (N,) and one float32 column (N,) per key.
+    """Convert records to an array of steps (N,) and one float32 column (N,) per key.
 
-    A value that a record lacks is NaN. If a step has several records, the last one counts.
+    Missing values are NaN. If a step has several records, the last one is used.
     """
     by_step = {int(r["step"]): r for r in records}
     order = sorted(by_step)
@@ -154,7 +155,7 @@ def intervals(record: Mapping[str, Any], z: float = 1.96) -> tuple[tuple[float, 
 
 
 class _Source:
-    """One run, given by the path of its folder or by a handle, to which it refers weakly."""
+    """A training run, given by the path of its folder or by a handle, which is held by a weak reference."""
 
     def __init__(self, run: Any, name: str | None) -> None:
         self.path = Path(run) if isinstance(run, str | os.PathLike) else None
@@ -187,7 +188,7 @@ class _Source:
 
     @property
     def control(self) -> dict[str, bool]:
-        """The state of the run's buttons: can (be controlled), paused, stopping."""
+        """Flags for the buttons: `can` (True if the run can be controlled), `paused` and `stopping`."""
         run = self.run()
         can = all(callable(getattr(run, name, None)) for name in ("pause", "resume", "stop"))
         done = self.total is not None and len(self.steps) >= self.total
@@ -199,19 +200,19 @@ class _Source:
 
 
 class TrainView(ChainsView, LiveView):
-    """Plot the curves of one or several runs, live or finished, given by handles of `af.train` or paths of run folders.
+    """Curves of live or finished training runs, given by handles of `af.train` or paths of run folders.
 
-    Point at a chart or use the arrow keys to show all numbers of a step. Enter or a click picks the step, which sets
-    `view.step` and lists its trajectories if the run kept them (`TrainConfig(save_rollouts=True)`); `view.rollout`
-    holds them. `view.selection` is the trajectory that was clicked. Pause and stop act on the first run that supports
-    them, even while a cell awaits it.
+    Point at a chart or use the arrow keys to show all numbers of a step. Press Enter or click to pick a step: this sets
+    `view.step`, and if the run saved its trajectories (`TrainConfig(save_rollouts=True)`), it lists them and sets
+    `view.rollout`. `view.selection` is the clicked trajectory. The pause and stop buttons control the first run that
+    supports them, even while a cell awaits the run.
 
-    The view updates at most 10 times per second. A folder is read when the view is created, when a page opens it, and
-    by `view.refresh()`.
+    The view updates at most 10 times per second. A folder is read when the view is created, when a page opens the view,
+    and by `view.refresh()`.
 
     Args:
         names: One name per run.
-        metrics: Names of metrics of the rewards to chart; the first six by default. A table lists the others.
+        metrics: Names of the reward metrics to chart; the first six by default. A table lists the others.
         agent: The agent used to open a listed trajectory in the stepper; a live run provides its own.
 
     Attributes:
@@ -242,7 +243,7 @@ class TrainView(ChainsView, LiveView):
         given = list(names) if names is not None else [None] * len(runs)
         self._sources = [_Source(each, name) for each, name in zip(runs, given, strict=True)]
         live = [each for each in runs if not isinstance(each, str | os.PathLike) and hasattr(each, "subscribe")]
-        # The trajectories of the step opened last, as a Rollout; None before the first.
+        # Rollout with the trajectories of the step opened last; None before a step is opened.
         self.rollout: Any = None
         self._agent = agent
         self._metrics = metrics
@@ -250,19 +251,19 @@ class TrainView(ChainsView, LiveView):
         self._show()
 
     def refresh(self) -> None:
-        """Re-read the records and send them."""
+        """Re-read the records of all runs and send them to the page."""
         for each in self._sources:
             each.read()
         self._show()
 
     def _show(self) -> None:
-        # All runs share the range of a chart, so that they can be compared.
+        # All runs share the axis range of a chart, so that their curves can be compared.
         all_data = [each.columns for each in self._sources]
         metrics = list(dict.fromkeys(key for data in all_data for key in data if key.startswith(_METRIC)))
         for each in self._sources:
             for key in metrics:
                 each.columns.setdefault(key, np.full(len(each.steps), np.nan, np.float32))
-        chosen = [key for key in metrics if key != f"{_METRIC}success"][:_CHARTED]  # success has a chart of its own
+        chosen = [key for key in metrics if key != f"{_METRIC}success"][:_CHARTED]  # success has a separate chart
         if self._metrics is not None:
             chosen = [key for key in metrics if key.removeprefix(_METRIC) in self._metrics]
         panels = (
@@ -336,7 +337,7 @@ class TrainView(ChainsView, LiveView):
             run: Index of the run.
 
         Returns:
-            The Rollout, also kept as `view.rollout`; None if the run did not keep it.
+            The Rollout, which is also stored in `view.rollout`; None if the run did not save it.
         """
         from agentfly_kit.trainer.run_dir import Run
 
@@ -393,7 +394,7 @@ class TrainView(ChainsView, LiveView):
         return tuple(int(step) for step in self._sources[0].steps)
 
     def to_frame(self) -> Any:
-        """Return a data frame of the numbers drawn, with one row per step; missing values are NaN.
+        """Return a data frame of the plotted numbers, with one row per step. Missing values are NaN.
 
         With several runs the index is (run, step).
         """
@@ -434,7 +435,7 @@ def _range(steps: npt.NDArray[np.int32]) -> str:
 
 
 def _panel(p: Panel, runs: Sequence[Mapping[str, npt.NDArray[np.float32]]]) -> dict[str, Any]:
-    """Describe a chart without its data. The y range is chosen here, so that the static form and the page agree."""
+    """Return the description of a chart without its data, with a y range shared by the static form and the page."""
     band = p.band or ("", "")
     values = [data[key] for data in runs for key in (p.key, p.points, p.low, p.high, *band) if key]
     finite = np.concatenate([v[np.isfinite(v)] for v in values])
@@ -452,14 +453,14 @@ def _domain(
     fixed: tuple[float, float] | None,
     possible: tuple[float, float] = (-math.inf, math.inf),
 ) -> tuple[float, float]:
-    """Choose the ends of a chart's axis. They stay within the range `possible` unless the data exceeds it."""
+    """Choose the lower and upper end of a chart's axis, within the range `possible` unless the data exceeds it."""
     if fixed is not None:
         low, high = fixed
         return (min(low, float(finite.min())), max(high, float(finite.max()))) if len(finite) else fixed
     if not len(finite):
         return 0.0, 1.0
     low, high = float(finite.min()), float(finite.max())
-    # Start at 0 unless the curve is far from it, so that small fluctuations do not look large.
+    # Start the axis at 0 unless the curve is far from 0, so that small fluctuations do not look large.
     if low == high == 0:
         return 0.0, 1.0
     if 0 <= low <= 0.6 * high or 0 < low == high:
@@ -524,7 +525,7 @@ def _page(about: dict[str, Any], runs: Sequence[_Source], title: str) -> str:
 
 _INKS = ("#0b5fa5", "#a8430a", "#17683f", "#74369a", "#57606a", "#b3261e")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 2", "10 4")
-# Marks that distinguish the lines of several runs without colour.
+# Line styles that distinguish runs without colour.
 _MARKS = ("━", "╍", "┅", "╺╸", "┈", "╌")
 
 
@@ -539,7 +540,7 @@ def _last(values: npt.NDArray[np.float32]) -> float:
 
 
 def _svg(panel: dict[str, Any], steps: npt.NDArray[np.int32], runs: Sequence[_Source]) -> str:
-    """Draw a chart as an image, on a white background because an image cannot follow the page's theme."""
+    """Draw a chart as SVG, on a white background because an image cannot follow the page's theme."""
     left, right, top, bottom, width, height = 44, 8, 24, 20, 230, 132
     x0, x1 = float(steps[0]), float(steps[-1])
     lo, hi = panel["lo"], panel["hi"]
@@ -567,7 +568,7 @@ def _svg(panel: dict[str, Any], steps: npt.NDArray[np.int32], runs: Sequence[_So
         body.append(text(left - 4, y(value) + 4, "end", _tick(value, lo, hi)))
     for step, anchor in ((steps[0], "start"), (steps[-1], "end")):
         body.append(text(x(step), height - 6, anchor, str(step)))
-    # At most about 300 points over all lines, more than the image has pixel columns.
+    # Draw about 300 points in total at most, since more would not be visible at the image's width.
     for k, run in enumerate(runs):
         ink, dash = _INKS[k % len(_INKS)], _DASHES[k % len(_DASHES)]
         stride = max(1, math.ceil(len(run.steps) * len(runs) / 300))
@@ -600,7 +601,7 @@ def _svg(panel: dict[str, Any], steps: npt.NDArray[np.int32], runs: Sequence[_So
 def _pieces(
     steps: npt.NDArray[np.int32], columns: Sequence[npt.NDArray[np.float32]], stride: int
 ) -> list[list[tuple[float, ...]]]:
-    """Split every `stride`-th point (step, one value per column) into segments without missing or infinite values."""
+    """Take every `stride`-th point (step, one value per column), and split at missing and infinite values."""
     out: list[list[tuple[float, ...]]] = [[]]
     for point in list(zip(steps.tolist(), *(c.tolist() for c in columns), strict=True))[::stride]:
         if all(math.isfinite(v) for v in point[1:]):
@@ -611,7 +612,7 @@ def _pieces(
 
 
 def _tick(value: float, lo: float, hi: float) -> str:
-    """Format an end of the axis with just enough digits to distinguish the two ends."""
+    """Format an axis label with just enough digits to distinguish the two ends of the axis, `lo` and `hi`."""
     size = hi - lo
     if abs(value) >= 10_000:
         return number(float(f"{value:.3g}"))

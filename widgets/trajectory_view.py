@@ -27,10 +27,10 @@ SIGNS = {"success": "✓", "failed": "✗", "unscored": "–", "dropped": "⌀"}
 
 @dataclass(frozen=True)
 class _Entry:
-    """The parts of a trajectory that the view keeps: references to its texts, and its numbers, but not its tokens.
+    """The parts of a trajectory that the view keeps: its numbers and references to its texts, but not its tokens.
 
     Attributes:
-        keys: One key per turn, equal for equal turns, by which the turns shared by several chains are found.
+        keys: One key per turn. Equal turns have equal keys, which identifies turns shared by several chains.
     """
 
     id: str
@@ -48,12 +48,12 @@ class _Entry:
 
 
 class TrajectoryView(Opener):
-    """Filter, sort and search trajectories, and show the selected ones side by side, turn by turn.
+    """View to filter, sort and search trajectories, and to compare selected trajectories side by side, turn by turn.
 
     Args:
         source: A Rollout, a Group, an Evaluation, a Batch, the Stats of a step, or trajectories.
-        batch: A Batch made from them. Trajectories that it dropped get a badge with the reason.
-        agent: The agent that produced them, needed by "open in the stepper".
+        batch: A Batch made from the trajectories. Trajectories dropped from the batch get a badge with the reason.
+        agent: The agent that produced the trajectories, needed by "open in the stepper".
 
     Attributes:
         selection: The selected trajectories; `select(ids)` sets them from Python.
@@ -71,7 +71,7 @@ class TrajectoryView(Opener):
     # The selected trajectories, turn by turn.
     _detail = traitlets.Dict().tag(sync=True)
     _query = traitlets.Unicode("").tag(sync=True)
-    # Search result: one bit per trajectory.
+    # Search result, with one bit per trajectory.
     _found = traitlets.Dict().tag(sync=True)
     _code = traitlets.Dict().tag(sync=True)
 
@@ -90,13 +90,13 @@ class TrajectoryView(Opener):
 
     @property
     def selection(self) -> Trajectories:
-        """The trajectories selected in the browser, in the order of their selection."""
+        """The trajectories selected in the browser, in order of selection."""
         return Trajectories(
             [self._kept[i].id for i in self._selected], [self._trajectories[i]() for i in self._selected]
         )
 
     def select(self, *trajectories: Any) -> None:
-        """Select trajectories, given as objects or ids, from Python and show them in the browser."""
+        """Select trajectories, given as objects or ids, and show the selection in the browser."""
         found = []
         for t in trajectories:
             id = t if isinstance(t, str) else getattr(t, "id", None)
@@ -168,7 +168,7 @@ class TrajectoryView(Opener):
         return t
 
     def _do_tokens(self, value: Any) -> None:
-        """Show the tokens of one trajectory, or compare those of two."""
+        """Show the tokens of one trajectory, or compare the tokens of two."""
         ts = [self._alive(i) for i in (value if isinstance(value, list) else [value])]
         shown = (ts[0], ts[1]) if len(ts) == 2 else (ts, None)
         self._show_below(TokenView(*shown, agent=self._agent))
@@ -182,7 +182,7 @@ class TrajectoryView(Opener):
         self._code = {"n": self._code.get("n", 0) + 1, "text": sendable(self.to_code(int(value)))}
 
     def to_code(self, i: int) -> str:
-        """Return code for a cell that gets the trajectory at index `i` and continues it as a chain."""
+        """Return code for a cell that retrieves the trajectory at index `i` and continues it as a chain."""
         k = self._kept[i]
         t = self._trajectories[i]()
         source = _named(self.record) if self.record is not None else None
@@ -206,14 +206,14 @@ def _read(source: Any, batch: Any) -> tuple[list[Any], dict[str, str]]:
     if is_trajectory(source):
         items: Any = [source]
     else:
-        if hasattr(source, "detail") and hasattr(source, "batch"):  # the Stats of a step
+        if hasattr(source, "detail") and hasattr(source, "batch"):  # Stats of a training step
             if source.batch is None:
                 raise ValueError("these Stats hold no batch; call ppo_step(..., detail=True), or pass the rollout")
             source = source.batch
         if hasattr(source, "dropped") and batch is None:
             batch = source
-        source = getattr(source, "rollout", None) or source  # an Evaluation, a step of training
-        source = getattr(source, "partial", source)  # the handle of a rollout: its finished trajectories
+        source = getattr(source, "rollout", None) or source  # for an Evaluation or a training step
+        source = getattr(source, "partial", source)  # for a running rollout, the finished trajectories
         items = getattr(source, "trajectories", source)
     try:
         found = list(items)
@@ -267,8 +267,8 @@ def _outcome(k: _Entry, dropped: dict[str, str]) -> str:
 def _tree(paths: list[tuple[int, tuple[Any, ...]]], at: int = 0) -> list[dict[str, Any]]:
     """Build the prefix tree of the chains' turns.
 
-    Each node has its first turn, its last turn + 1, the chains that contain these turns, the chains that end there, and
-    its children.
+    A node stores the first turn, the last turn + 1, the chains that contain these turns, the chains that end at this
+    node, and the child nodes.
     """
     branches: dict[Any, list[tuple[int, tuple[Any, ...]]]] = {}
     out: list[dict[str, Any]] = []
@@ -288,7 +288,7 @@ def _tree(paths: list[tuple[int, tuple[Any, ...]]], at: int = 0) -> list[dict[st
 
 
 def _texts(texts: list[str]) -> dict[str, bytes]:
-    """Concatenate texts, with the byte offsets of their boundaries."""
+    """Encode texts as their concatenation and the byte offsets of the boundaries."""
     data = [text.encode("utf-8", "backslashreplace") for text in texts]
     ends = np.cumsum([0, *(len(d) for d in data)], dtype=np.int64)
     return {"text": b"".join(data), "ends": ends.astype("<i4").tobytes()}
@@ -339,7 +339,7 @@ def _payload(kept: list[_Entry], given: list[Any], dropped: dict[str, str]) -> t
 
 
 def _last(k: _Entry) -> str:
-    """Return the text of the last action on one line."""
+    """Return the text of the last action, as a single line."""
     for turn in reversed(k.turns):
         if turn[0] in ("action", "forced"):
             return " ".join(turn[2].split())

@@ -1,8 +1,8 @@
 """Compute the worked numbers of docs/conventions.md and compare its table of stop reasons with the code.
 
-    python tests/docs/test_conventions_doc.py --write
+Write newly computed numbers into the generated section, between the two markers:
 
-writes newly computed numbers into the generated section, between the two markers.
+    python tests/docs/test_conventions_doc.py --write
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 
 class Side(NamedTuple):
     who: str
-    code: str  # what a reader can type; evaluated here
+    code: str  # code shown to the reader, evaluated by the test
     shown: str = ""  # appended to the numbers
 
 
@@ -34,7 +34,7 @@ class Dispute(NamedTuple):
     words: str
     given: str  # statements shared by all sides
     sides: list[Side]
-    chosen: int | None = 0  # the side that is this kit's
+    chosen: int | None = 0  # index of the side used by this package
 
 
 DISPUTES = [
@@ -293,7 +293,7 @@ DISPUTES = [
 
 
 def mass(mask: Tensor, how: Any, **options: Any) -> Tensor:
-    """Weight of one token of each row."""
+    """Return the weight of one token of each row."""
     x = torch.ones(mask.shape, requires_grad=True)
     (g,) = torch.autograd.grad(losses.aggregate(x, mask, how, **options), x)
     return g.max(1).values

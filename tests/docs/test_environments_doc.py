@@ -1,4 +1,4 @@
-"""docs/environments.md has the table of `af.envs.list()`, and its links lead somewhere."""
+"""docs/environments.md contains the table of `af.envs.list()`, and its links are valid."""
 
 import re
 from typing import Any

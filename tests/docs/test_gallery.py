@@ -1,7 +1,7 @@
-"""The pictures of docs/gallery.md: made here from real rollouts and runs of the shipped policy, to be looked at.
+"""Makes the pictures of docs/gallery.md from real rollouts and training runs of the shipped policy.
 
-They are written to build/gallery; after a change of a view copy them to docs/images/gallery, and README.md's, which is
-build/train-view.png, to docs/images. What a cell shows of the other objects is in build/screenshots.
+The pictures are written to build/gallery. After changing a view, copy them to docs/images/gallery, and copy the picture
+of README.md, build/train-view.png, to docs/images. Pictures of other objects are written to build/screenshots.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ SHOTS = {
 }
 OBJECTS = "for name, thing in objects.items():\n    print(name)\n    display(thing)"
 ONE_RUN = "w.TrainView(runs[0], names=['calculator'])"
-SIZES = {"": (1060, 2400), "-narrow": (520, 3400)}  # a view that is cut is no picture
+SIZES = {"": (1060, 2400), "-narrow": (520, 3400)}  # large enough to show all views completely
 
 
 def names() -> set[str]:
@@ -171,7 +171,7 @@ def test_pictures_for_the_gallery(notebook: Any) -> None:
     nb.wait_python("working.done()", True, 120)
     page.locator(".afk-poolview .afk-tile").nth(1).click()
     page.locator(".afk-tokenview .afk-tokens").first.focus()
-    page.keyboard.press("n")  # the numbers of one token in sight
+    page.keyboard.press("n")  # show the values of one token
     page.get_by_label("Order").select_option("longest")
     page.evaluate("() => document.activeElement.blur()")
 
@@ -192,7 +192,7 @@ def test_pictures_for_the_gallery(notebook: Any) -> None:
                 page.mouse.move(0, 0)
                 page.wait_for_timeout(150)
                 keep(view, MADE / f"{name}{size}-{theme.lower()}.png")
-                # Nothing of a view is wider than the view.
+                # The view does not overflow horizontally.
                 assert view.evaluate("(x) => x.scrollWidth - x.clientWidth") <= 0, (name, size)
             shown = page.locator(".jp-Notebook .jp-Cell").nth(1 + len(SHOTS))
             page.set_viewport_size({"width": width, "height": 6000})

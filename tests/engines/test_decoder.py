@@ -1,4 +1,4 @@
-"""The fused decoder of small models against the model's own modules, and the KV cache."""
+"""The KV cache, and the fused decoder of small models compared with the modules of the model."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def model(family: str, **changes: Any) -> Any:
         torch.manual_seed(3)
         made = AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
         for p in made.parameters():
-            torch.nn.init.normal_(p, std=0.3)  # norms and biases too
+            torch.nn.init.normal_(p, std=0.3)  # including norms and biases
     return made
 
 
-# Models whose layers attend to a part of the context, and what their configs need besides a window.
+# Models whose layers attend to part of the context, with the config options needed besides the window.
 WINDOWED: dict[str, dict[str, Any]] = {
     "mistral": {},
     "mixtral": {"num_local_experts": 4},
@@ -58,7 +58,7 @@ GPT_NEO = {"num_heads": 4, "attention_types": [[["global", "local", "global"], 1
 
 
 def windowed(family: str, window: int, attention: str) -> Any:
-    """A model whose layers have windows (or chunks) of this length, if the family has any."""
+    """Return a model whose layers have windows or chunks of length `window`, if the family supports them."""
     limit = {} if family == "llama" else {"attention_chunk_size" if "llama4" in family else "sliding_window": window}
     attention = "eager" if family == "gpt_oss" else attention
     return model(family, **limit, **WINDOWED.get(family, {}), attn_implementation=attention)
@@ -74,7 +74,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 @torch.inference_mode()
 def both(made: Any, decoder: FusedLlamaDecoder, stamp: object = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states of the same chunks and decode steps, by the modules and by the fused decoder."""
+    """Return the hidden states of the same chunks and decode steps from the modules and from the fused decoder."""
     ids = torch.randint(0, 90, (8, 42), generator=torch.Generator().manual_seed(1))
     outs: list[list[torch.Tensor]] = [[], []]
     for which in (0, 1):
@@ -105,7 +105,7 @@ def test_decode_steps_do_not_depend_on_the_other_rows(heads: int) -> None:
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, 90, (24, 70), generator=generator)
     at = torch.randint(3, 60, (24,), generator=generator)
-    at[:8] %= 40  # eight rows alone see fewer keys than all rows together
+    at[:8] %= 40  # the first eight rows see fewer keys than the others
     seen: list[torch.Tensor] = []
     for count, capacity, rows in (
         (24, 64, range(24)),
@@ -117,7 +117,7 @@ def test_decode_steps_do_not_depend_on_the_other_rows(heads: int) -> None:
         context = torch.arange(64)[None].expand(count, -1)
         with torch.no_grad():
             decoder(cache, ids[order, :64], context, cache.prepare(torch.arange(count), context), 0)
-        far = torch.full((count, 1), capacity - 8)  # one row is long, so every row sees as many keys
+        far = torch.full((count, 1), capacity - 8)  # one long row makes all rows attend over as many keys
         far[:-1] = at[order][:-1, None]
         for positions in (at[order][:, None], far):
             mask = cache.prepare(count, positions)
@@ -135,7 +135,7 @@ def test_decode_steps_do_not_depend_on_the_other_rows(heads: int) -> None:
 @pytest.mark.parametrize("shapes", ["alike", "two kinds of layers"])
 @torch.inference_mode()
 def test_the_cache_returns_what_was_written(shapes: str) -> None:
-    """Random writes, copies, swaps and growth, compared with one list of vectors per layer and slot."""
+    """Compare random writes, copies, swaps and growth with one list of vectors per layer and slot."""
     rng = np.random.default_rng(dice.seed() + 7)
     heads = [2, 2, 2] if shapes == "alike" else [2, 1, 1]
     cache = KVCache(8, 20)
@@ -180,7 +180,7 @@ def test_changed_weights_are_used() -> None:
     decoder = fused(made)
     assert decoder is not None
     before, _ = both(made, decoder, stamp=1)
-    torch._fused_sgd_(  # like a fused optimizer, which does not change torch's version counters
+    torch._fused_sgd_(  # fused optimizers do not change torch's version counters
         [p.data for p in made.parameters()],
         [torch.ones_like(p) for p in made.parameters()],
         [],
@@ -213,7 +213,7 @@ def with_hook() -> Any:
 
 def with_another_scale() -> Any:
     made = model("qwen3")
-    made.get_decoder().layers[1].self_attn.scaling = 0.5  # only the trial notices this
+    made.get_decoder().layers[1].self_attn.scaling = 0.5  # only a test forward pass detects this
     return made
 
 

@@ -1,4 +1,4 @@
-"""The local engine against a plain forward of the whole model: numbers, seeds, caches, failures, threads."""
+"""LocalEngine compared with a plain forward pass of the model: numbers, seeds, caches, failures and threads."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_logprobs_and_entropies_are_those_of_a_full_forward(temperature: f
     policy = endless()
     engine = LocalEngine(policy)
     sampling = Sampling(temperature=temperature, max_tokens=30)
-    # Lengths around every width and capacity at which something is rounded.
+    # Prompt lengths around all widths and capacities at which the engine rounds.
     prompts = [prompt(n, seed=n) for n in (1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65, 100, 129)]
     got = await asyncio.gather(*(engine.sample(p, sampling, i) for i, p in enumerate(prompts)))
     for p, sample in zip(prompts, got, strict=True):
@@ -113,7 +113,7 @@ async def test_greedy_sampling_ignores_the_seed() -> None:
 
 
 def plain_kept(p: list[float], s: Sampling) -> tuple[set[int], float]:
-    """Top-k, then top-p of what is left, then min-p, in plain Python."""
+    """Apply top-k, top-p and min-p in this order, in plain Python; return the kept tokens and their mass."""
     order = sorted(range(len(p)), key=lambda i: -p[i])
     kept = order[: s.top_k] if s.top_k else order
     mass = math.fsum(p[i] for i in kept)
@@ -146,7 +146,7 @@ async def test_truncation_keeps_the_documented_tokens(options: dict[str, Any], t
     got = await engine.sample(prompt(9), s, 11)
     assert got.ids is not None
     assert got.kept_mass is not None
-    check(policy, prompt(9), got, temperature)  # before truncation
+    check(policy, prompt(9), got, temperature)  # logprobs refer to the distribution before truncation
     ids = prompt(9)
     for token, kept in zip(got.ids, got.kept_mass, strict=True):
         with torch.no_grad():
@@ -171,7 +171,7 @@ async def test_sampled_frequencies_match_the_probabilities() -> None:
     left = n * (1 - sum(p[i] for i in common))
     chi2 += (rest - left) ** 2 / left
     freedom = len(common)
-    assert chi2 < freedom + 4 * math.sqrt(2 * freedom)  # the seeds are fixed
+    assert chi2 < freedom + 4 * math.sqrt(2 * freedom)  # seeds are fixed, so this is deterministic
 
 
 async def test_distribution_is_that_of_the_model() -> None:
@@ -195,7 +195,7 @@ async def test_distribution_is_that_of_the_model() -> None:
 @pytest.mark.parametrize("family", [*WINDOWED, "llama"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 async def test_every_kind_of_attention_gives_the_logprobs_of_a_full_forward(family: str, attention: str) -> None:
-    """Contexts exceed the windows during prefill, decoding, a reused history and a copied prefix."""
+    """Test contexts longer than the windows during prefill, decoding, a reused history and a copied prefix."""
     policy = Policy(windowed(family, 16, attention), type(chat())(chat().tokenizer))
     policy.chat.stop_ids = ()
     engine = LocalEngine(policy)
@@ -265,7 +265,7 @@ async def test_the_history_of_a_session_is_reused() -> None:
     assert engine.prefilled == 40
     more = [*ids, *(first.ids or ()), *prompt(6, seed=2)]
     second = await engine.sample(more, Sampling(max_tokens=10), 2, request=request("a", 1))
-    assert engine.prefilled == 40 + 6 + 1  # the last sampled token was never an input
+    assert engine.prefilled == 40 + 6 + 1  # the last sampled token was not yet an input
     check(policy, more, second)
     fresh_engine = await LocalEngine(policy).sample(more, Sampling(max_tokens=10), 2)
     assert fresh_engine.ids == second.ids
@@ -298,7 +298,7 @@ async def test_requests_submitted_together_stay_synchronized(monkeypatch: pytest
 
     monkeypatch.setattr(ContinuousBatch, "_decode", counted)
     monkeypatch.setattr(ContinuousBatch, "_prompt_logits", prompted)
-    # In the end, whole rows would not fit one prefill; only their new tokens count.
+    # The last rows exceed the limit of one prefill, but only their new tokens count.
     rows = [prompt(60 + i % 3, seed=i) for i in range(32)]
     for turn in range(4):
         asked = [
@@ -345,7 +345,7 @@ async def test_a_new_policy_version_invalidates_cached_keys() -> None:
 
 
 def change(policy: Policy, seed: int) -> None:
-    """Change the weights and the version, as an update does."""
+    """Change the weights and the version, like an update."""
     generator = torch.Generator().manual_seed(seed)
     with policy.lock, torch.no_grad():
         for p in policy.model.parameters():
@@ -360,7 +360,7 @@ async def test_loaded_weights_invalidate_cached_keys() -> None:
     await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("a"))
     policy.load_state(other.state())
     check(other, ids, await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("b")))
-    with torch.no_grad():  # a change that the policy does not know of
+    with torch.no_grad():  # a change without a new version
         policy.model.get_input_embeddings().weight.mul_(1.1)
     check(policy, ids, await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("c")))
 
@@ -395,7 +395,7 @@ async def test_prefixes_are_not_copied_from_rows_with_old_keys() -> None:
     assert set(mixed.versions or ()) == {0, 1}
 
 
-# --- ends ----------------------------------------------------------------------------------------
+# --- stop conditions -----------------------------------------------------------------------------
 
 
 async def test_a_stop_token_is_kept_and_counted() -> None:
@@ -533,7 +533,7 @@ async def test_a_failure_fails_all_requests_and_the_engine_recovers(when: str, m
     assert failed, "at least one request was running"
     assert all("LocalEngine failed while sampling: RuntimeError: out of memory" in str(e) for e in failed)
     assert all(isinstance(g, EngineError | Sample) for g in got)
-    for _ in range(3):  # also with an earlier session
+    for _ in range(3):  # including requests of a session that failed
         again = await asyncio.wait_for(engine.sample(prompt(8), Sampling(max_tokens=12), 5, request=request("0")), 20)
         assert (again.ids, again.logprobs) == (wanted.ids, wanted.logprobs)
 
@@ -605,7 +605,7 @@ async def test_an_idle_engine_has_no_thread_and_can_be_collected(monkeypatch: py
             break
         await asyncio.sleep(0.01)
     assert engine._thread is None
-    assert len((await engine.sample(prompt(4), Sampling(max_tokens=2), 0)).ids or ()) == 2  # the thread starts again
+    assert len((await engine.sample(prompt(4), Sampling(max_tokens=2), 0)).ids or ()) == 2  # the thread is restarted
     gone = weakref.ref(engine)
     del engine
     for _ in range(200):
@@ -678,7 +678,7 @@ async def test_only_float32_on_a_cpu_is_reproducible() -> None:
 
 
 async def test_uninitialized_memory_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch fills allocated memory with NaN here, which masking would not remove."""
+    """Make torch fill allocated memory with NaN, which masking would not remove."""
     monkeypatch.setattr(slot_table, "_CAPACITY_STEP", 32)  # so that the cache grows more than once
     policy = endless()
 
@@ -694,7 +694,7 @@ async def test_uninitialized_memory_is_never_read(monkeypatch: pytest.MonkeyPatc
         return got
 
     plain = await sampled()
-    torch.use_deterministic_algorithms(True)  # with it, fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)  # enables fill_uninitialized_memory
     try:
         assert bool(torch.empty(3).isnan().all())
         poisoned = await sampled()
@@ -705,7 +705,7 @@ async def test_uninitialized_memory_is_never_read(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_model_is_tried_only_while_its_weights_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """During an update, the trial would compare results of different weights."""
+    """During an update, the test forward passes would compare results of different weights."""
     policy = endless()
     locked: list[bool] = []
     build = FusedLlamaDecoder.try_build

@@ -1,7 +1,7 @@
-"""The engine for servers: what it sends, what it makes of the answers, and what it does when a server fails.
+"""OpenAIEngine: requests, responses and server failures.
 
-The server here is real HTTP on loopback with written answers, for what no good server does on demand. That tokens of a
-real vLLM server are exact is tested beside the vLLM engine.
+The tests use an HTTP server on loopback with scripted responses, because a real server does not fail on demand. The
+exact tokens of a real vLLM server are tested in test_engine_vllm.py.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ Answer = tuple[int, Any, dict[str, str]]
 
 
 class Server:
-    """`answer(path, body)` says what comes back; `got` is what was asked, in order."""
+    """HTTP server that responds with `answer(path, body)` and records the requests in `got`."""
 
     def __init__(self) -> None:
         self.got: list[tuple[str, dict[str, Any]]] = []
@@ -50,7 +50,7 @@ class Server:
                 except Slow as slow:
                     self.hang(slow.seconds)
                     return
-                except EOFError:  # gone in the middle of its answer
+                except EOFError:  # disconnect in the middle of the response
                     self.close_connection = True
                     self.send_response(200)
                     self.send_header("Content-Length", "1000")
@@ -73,7 +73,7 @@ class Server:
             do_GET = do_POST
 
             def hang(self, seconds: float) -> None:
-                """Say nothing, and notice when the client goes away."""
+                """Send no response, and set `closed` if the client disconnects."""
                 self.close_connection = True
                 self.connection.settimeout(seconds)
                 try:
@@ -159,7 +159,7 @@ async def test_a_server_of_text_calls_tools_and_is_scored(server: Server) -> Non
 
 
 async def test_a_judge_asks_a_server_and_reads_what_it_says(server: Server) -> None:
-    """The second attempt can be read; what is judged is shown between marks and never as a message of its own."""
+    """The first output cannot be parsed, so the judge retries. The judged text is never a separate message."""
     server.answer = lambda path, body: chat("Good!" if len(server.got) == 1 else "<scores>short: 7</scores>")
     model = engine(server)
     judge = Judge(model, rubric={"short": "It is short."}, attempts=2)
@@ -188,7 +188,7 @@ async def test_arguments_that_nobody_can_read_are_told_to_the_model(server: Serv
     trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
     assert trajectory.final == "sorry"
     assert "not valid JSON" in server.got[1][1]["messages"][-1]["content"]
-    # No call was declared, so its result cannot be told as a tool's.
+    # No call was declared, so the result cannot be a tool message.
     assert server.got[1][1]["messages"][-1]["role"] == "user"
     await model.close()
 
@@ -331,7 +331,7 @@ def test_one_engine_serves_several_event_loops(server: Server) -> None:
 
 
 def completions(body: dict[str, Any], *, warm: bool = True, ids: bool = True) -> Any:
-    """As vLLM's server answers: two tokens of a fixed distribution."""
+    """Return a response in the format of vLLM's server, with two tokens from a fixed distribution."""
     scale = body["temperature"] if warm else 1.0
     said = agents.chat().encode("42") + agents.chat().stop_ids[:1]
     said = said[: body["max_tokens"]]

@@ -1,4 +1,4 @@
-"""The scripted engine: what it replays, and that its tokens are not trained."""
+"""ScriptedEngine: replaying texts, which are never trained."""
 
 from __future__ import annotations
 

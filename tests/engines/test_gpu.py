@@ -1,7 +1,6 @@
-"""What only a CUDA device can show: `make test-gpu`. Without one each test here says "no CUDA device".
+"""Tests that need a CUDA device, run by `make test-gpu`. Without a device they are skipped ("no CUDA device").
 
-`AGENTFLY_GPU_TESTS_ON=cpu make test-gpu` runs the same functions on the CPU, which shows that they are written rightly,
-and nothing of CUDA.
+`AGENTFLY_GPU_TESTS_ON=cpu make test-gpu` runs the same functions on the CPU. This checks the test code, but not CUDA.
 """
 
 import importlib.util
@@ -45,7 +44,7 @@ def policy_on(dtype: torch.dtype, device: torch.device = DEVICE) -> Policy:
 
 
 def nudged(policy: Policy, seed: int) -> Policy:
-    """Other weights, in every tensor, under the next version; what it samples is far from what it was."""
+    """Change the weights of every tensor so much that the samples differ, increment the version, return the policy."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in policy.model.parameters():
@@ -62,7 +61,7 @@ async def batch_of(engine: Engine, policy: Policy) -> Batch:
 
 
 def gaps(policy: Policy, batch: Batch) -> torch.Tensor:
-    """|logprob of the engine - logprob of the policy's own full forward|, in nats, one a sampled token."""
+    """Return |engine logprob - logprob of a full forward pass of the policy| per sampled token, in nats."""
     return (policy.score(batch, {"logprob"})["logprob"] - batch.logprobs)[batch.mask].abs()
 
 
@@ -183,7 +182,7 @@ async def test_it_sleeps_wakes_and_takes_weights(engine: VLLMEngine) -> None:
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     await engine.sleep()
-    assert torch.cuda.mem_get_info()[0] >= free + (200 << 20)  # the memory of its keys and values
+    assert torch.cuda.mem_get_info()[0] >= free + (200 << 20)  # the memory of the KV cache is free
     with pytest.raises(EngineError, match="is asleep"):
         await engine.update(policy)
     await engine.wake()

@@ -1,4 +1,4 @@
-"""Weights on their way into another process: laid out, written, read, put together, held still until they are sent."""
+"""Weight transfer to another process: layout, writing, reading, assembly, and locking until the weights are sent."""
 
 import asyncio
 import copy
@@ -36,7 +36,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool,
 
 
 class Receiver:
-    """The worker's half without vLLM: what `agentfly_receive` is called with, put together."""
+    """Worker side without vLLM: assembles tensors from the arguments of `agentfly_receive`."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -48,7 +48,7 @@ class Receiver:
         self, method: str, handle: dict[str, Any], slices: list[TensorSlice], number: int, last: bool
     ) -> Any:
         assert method == "agentfly_receive"
-        handle, slices = json.loads(json.dumps([handle, slices]))  # plain types: a server gets them so
+        handle, slices = json.loads(json.dumps([handle, slices]))  # a server receives plain JSON types
         self.folder = Path(handle["path"]).parent
         self.calls.append((number, last))
         self.tensors |= dict(self._unpacking.read(slices, open_buffer(handle)))
@@ -56,7 +56,7 @@ class Receiver:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit: NaN is NaN."""
+    """Return True if the tensors are bitwise equal, so that NaN equals NaN."""
     whole = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*whole)
 
@@ -98,7 +98,7 @@ def test_whatever_the_chunk_the_same_bytes_come_out(seed: int) -> None:
         come = dict(unpacking.read(slices, buffer))
         assert all(tensors[name].nbytes <= limit or number for name in come)
         got |= come
-        buffer.fill_(255)  # the next chunk is written over it
+        buffer.fill_(255)  # the next chunk overwrites the buffer
     assert got.keys() == tensors.keys() and not unpacking.unfinished
     assert all(same(got[name], tensor) for name, tensor in tensors.items())
     names = [name for chunk in chunks for name, *_ in chunk]
@@ -113,10 +113,10 @@ def test_a_chunk_too_small_for_anything_is_refused() -> None:
 def test_pieces_out_of_order_are_refused() -> None:
     buffer = torch.zeros(64, dtype=torch.uint8)
     for slices in (
-        [["a", "float32", [32], 64, 0, 64]],  # its first half has not come
+        [["a", "float32", [32], 64, 0, 64]],  # the first half is missing
         [["a", "float32", [32], 0, 0, 64], ["a", "float32", [32], 0, 0, 64]],
-        [["a", "float32", [4], 0, 60, 16]],  # not in the buffer
-        [["a", "float32", [4], 0, 0, 32]],  # more than it has
+        [["a", "float32", [4], 0, 60, 16]],  # exceeds the buffer
+        [["a", "float32", [4], 0, 0, 32]],  # exceeds the tensor
     ):
         with pytest.raises(ValueError, match="the next slice covers"):
             list(ChunkReader().read(slices, buffer))
@@ -126,9 +126,9 @@ def test_weights_leave_merged_once_and_without_the_value_head() -> None:
     plain = agents.fresh(value_head=True)
     found = weight_sources(plain)
     names = [name for name, _, _ in found]
-    assert "lm_head.weight" not in names and "model.embed_tokens.weight" in names  # tied: one tensor
+    assert "lm_head.weight" not in names and "model.embed_tokens.weight" in names  # tied weights are sent once
     assert set(names) == set(plain.model.state_dict()) - {"lm_head.weight"}
-    # Tensors without elements all lie at address 0, and are not the same for that.
+    # Empty tensors all have address 0, but are not tied.
     plain.model.register_buffer("nothing", torch.empty(0))
     plain.model.register_buffer("nothing_more", torch.empty(0))
     assert {"nothing", "nothing_more"} <= {name for name, _, _ in weight_sources(plain)}
@@ -139,7 +139,7 @@ def test_weights_leave_merged_once_and_without_the_value_head() -> None:
     [
         {},
         {"use_dora": True},
-        {"target_modules": ["q_proj", "embed_tokens"]},  # tied: merged with the whole model
+        {"target_modules": ["q_proj", "embed_tokens"]},  # tied weights need the whole model to be merged
         {"modules_to_save": ["norm"]},
     ],
     ids=str,
@@ -194,7 +194,7 @@ async def test_a_delivery_is_whole_and_leaves_nothing(limit: int, make: Callable
     assert receiver.calls == [(i, i == count - 1) for i in range(count)] and (
         count > 9 if limit == 4096 else count == 1
     )
-    # The weights stand still until the last of them is written, and no longer.
+    # The policy is locked until the last chunk is written, and free afterwards.
     assert free == [False] * (count - 1) + [True]
 
 
@@ -279,7 +279,7 @@ def test_why_not_over_cuda_ipc() -> None:
 
 
 def test_torch_rebuilds_cuda_memory_from_what_is_sent() -> None:
-    """A torch with other arguments must be noticed without a GPU, too."""
+    """A torch version with other arguments must be detected even without a GPU."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     ours = {"tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device"}

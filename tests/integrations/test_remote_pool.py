@@ -1,4 +1,4 @@
-"""A pool over HTTP: real servers and clients on loopback, in one process and in two, with answers lost on the way."""
+"""A pool over HTTP: real servers and clients on loopback, in one process and in two, with lost responses."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ TOKEN = "a token of the tests"
 
 
 def call(code: str) -> str:
-    """The text of a call of a tool that takes code."""
+    """Return the text of a tool call whose argument is code."""
     return f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': code}})}</tool_call>"
 
 
 class Notes:
-    """A kind that keeps what it is told, and counts how often."""
+    """Sandbox that stores the texts received and counts the calls."""
 
     runs = 0
     ended = 0
@@ -95,7 +95,7 @@ def nothing_left() -> Iterator[None]:
     Notes.runs = Notes.ended = 0
     yield
     if links():
-        gc.collect()  # a failed test keeps its pools in the traceback
+        gc.collect()  # the traceback of a failed test keeps its pools alive
     assert not links(), "a thread was left"
 
 
@@ -304,7 +304,7 @@ async def test_closing_wakes_and_gives_back(server: PoolServer, pool: Pool[Notes
 
 
 def test_one_loop_after_another_and_a_cell_that_computes():
-    """The heart beats in a thread of its own: a loop that stands still, or ends, loses nothing."""
+    """Heartbeats are sent from a separate thread, so a blocked or closed event loop does not lose leases."""
 
     async def serve() -> None:
         async with Pool(Notes, size=1) as pool, serve_pool(pool, token=TOKEN, heartbeat=0.4) as server:
@@ -334,13 +334,13 @@ def test_one_loop_after_another_and_a_cell_that_computes():
         lease = asyncio.run(far.acquire(timeout=5.0))
         assert asyncio.run(lease.sandbox.run("y")) == ["y"]
         asyncio.run(lease.release())
-        far._finalizer()  # as at its collection: it says good-bye
+        far._finalizer()  # as when the client is garbage-collected; tells the server
     finally:
         done.set()
         thread.join()
 
 
-# --- who may -------------------------------------------------------------------------------------
+# --- authorization -------------------------------------------------------------------------------
 
 
 async def test_a_wrong_token_is_refused_and_told_nothing(server: PoolServer):
@@ -460,7 +460,7 @@ def test_tls_with_a_certificate_of_its_own(tmp_path: Path):
 
 
 class LossyProxy:
-    """Passes bytes on between clients and a server; loses some answers: it hangs up in their place."""
+    """Proxy that forwards bytes between clients and a server, and loses some responses by disconnecting."""
 
     def __init__(self, port: int, chance: random.Random, loss: float) -> None:
         self.to, self.chance, self.loss, self.lost = port, chance, loss, 0
@@ -522,12 +522,12 @@ async def test_what_a_client_never_heard_of_goes_back(pool: Pool[Notes]):
             assert told["lease"] == again["lease"], "the same name, the same lease"
             assert pool.snapshot().leased == 1
             end = time.monotonic() + 10
-            while pool.snapshot().leased:  # it beats, and does not name the lease: the answer was lost
+            while pool.snapshot().leased:  # heartbeats without the lease: the client never received it
                 await post("beat", leases={}, requests=[])
                 assert time.monotonic() < end
                 await asyncio.sleep(0.05)
             assert "ended" in (await post("release", lease=told["lease"])).get("error", {"message": "ended"})["message"]
-            await until(lambda: server.clients == {})  # it has fallen silent
+            await until(lambda: server.clients == {})  # no more heartbeats arrive
 
 
 SERVER = """
@@ -789,7 +789,7 @@ async def test_pools_lists_those_that_are_elsewhere(server: PoolServer, pool: Po
     assert remote not in af.pools()
 
 
-# --- by hand -------------------------------------------------------------------------------------
+# --- manual leases -------------------------------------------------------------------------------
 
 
 async def test_recycled_by_hand_from_afar(server: PoolServer, pool: Pool[Notes]):

@@ -1,4 +1,4 @@
-"""TRL: equal tokens and losses, and its trainers on rows, agents and tools of the kit."""
+"""TRL: equal tokens and losses, and TRL's trainers with the rows, agents and tools of this package."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_sampled_rows_are_sft_rows_unchanged() -> None:
 
 
 async def test_demonstrations_get_labels() -> None:
-    """The action mask of an expert's tokens is 0, because no policy sampled them."""
+    """The action mask of demonstrations is 0, because no policy sampled their tokens."""
     (t,) = (await agents.scripted([agents.call("2+3"), "5"]).rollout(agents.tasks(1))).trajectories
     assert not t.action_mask.any()
     (row,) = bridge.sft_dataset([t])
@@ -154,8 +154,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_ppo_config_reproduces_the_loss_of_trl(name: str, tmp_path: Path) -> None:
-    """Loss and gradient of TRL's own function, on the same batch, to 1e-6."""
-    policy = Policy.load(agents.random_policy(3).save(tmp_path / "policy"))  # TRL loads its reference from there
+    """The loss on the same batch agrees with TRL's to 1e-6, and the gradient to 1e-4 (relative)."""
+    policy = Policy.load(agents.random_policy(3).save(tmp_path / "policy"))  # TRL loads its reference policy from here
     args = config(tmp_path, **SETTINGS[name])
     trainer = grpo_trainer(policy, args)
     batch = collate(trajectories(policy, 12), bridge.advantage(args))
@@ -177,7 +177,7 @@ def test_advantages_equal_those_of_trl(tmp_path: Path) -> None:
     rewards = torch.tensor([0.001, 0.0, 0.0, 0.001, 1.0, 0.0, 0.5, 1.0])
     groups = [0] * 4 + [1] * 4
     got = bridge.advantage(config(tmp_path))(rewards, groups)
-    grid = rewards.view(2, 4)  # as _generate_and_score_completions writes it
+    grid = rewards.view(2, 4)  # the formula in _generate_and_score_completions
     wanted = (grid - grid.mean(1, keepdim=True)) / (grid.std(1, keepdim=True) + 1e-4)
     torch.testing.assert_close(got, wanted.flatten())
     assert bridge.advantage(config(tmp_path, scale_rewards="none")) is advantages.dr_grpo
@@ -226,7 +226,7 @@ def test_grpo_trainer_trains_on_chains_of_an_agent(tmp_path: Path) -> None:
     logged = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert len(logged) == 3
     for inputs in seen:
-        # Tool results are in the completion, and are not trained on.
+        # Tool results are part of the completion but are not trained.
         assert (inputs["tool_mask"] * inputs["completion_mask"]).sum() < inputs["completion_mask"].sum()
 
 
@@ -240,7 +240,7 @@ def test_chains_are_returned_in_the_order_of_the_prompts() -> None:
 
 
 def test_an_unscored_chain_has_no_gradient() -> None:
-    """TRL would count it as 0; it gets the mean of its group, and no token of it is trained."""
+    """TRL would use reward 0. Here the chain gets the mean of its group, and none of its tokens is trained."""
 
     @reward
     def broken(answer: str, final: str | None, trajectory: Any) -> float:

@@ -1,4 +1,4 @@
-"""What a reader without a kernel sees: saved notebooks, trusted and not, and the tutorials' pages with the network off."""
+"""Saved notebooks without a kernel, trusted and untrusted, and the HTML pages of the tutorials without a network."""
 
 # ruff: noqa: E501  (what runs in the page)
 from __future__ import annotations
@@ -32,7 +32,7 @@ VIEWS = (
 
 
 def trust(lab: browser.Lab, *paths: Path) -> None:
-    """As `jupyter trust` does it, in the server's own data folder."""
+    """Trust notebooks like `jupyter trust`, in the data folder of the server."""
     own = {f"JUPYTER_{name}_DIR": str(lab.folder / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
     subprocess.run(
         [sys.executable, "-m", "nbformat.sign", *map(str, paths)],
@@ -47,11 +47,11 @@ def test_a_saved_tour_shows_its_pictures(lab: browser.Lab, trusted: bool) -> Non
     name = f"tour-{'trusted' if trusted else 'untrusted'}"
     path = lab.root / f"{name}.ipynb"
     copy = nbformat.read(TOUR, as_version=4)
-    copy.metadata["copy"] = name  # trust is in what a notebook holds: two with the same content would both have it
+    copy.metadata["copy"] = name  # trust depends on the content, so copies must differ
     nbformat.write(copy, path)
     if trusted:
         trust(lab, path)
-    # Its kernel has run nothing, and is ended before anything is looked at.
+    # Shut down the kernel, which has run nothing, before the checks.
     nb = browser.Notebook(lab, path, 1280, 1400)
     page = nb.page
     page.evaluate(f"async () => {{ {nb._PANEL} await panel.sessionContext.shutdown(); }}")
@@ -71,7 +71,7 @@ def test_a_saved_tour_shows_its_pictures(lab: browser.Lab, trusted: bool) -> Non
     for complaint in ("Error displaying widget", "model not found", "Loading widget"):
         assert complaint not in body
     assert all(box["height"] > 20 for box in (each.bounding_box() or {"height": 0} for each in shown.all()))
-    # The colours of tokens and the drawn curves are there in both.
+    # Token colours and curves appear in trusted and untrusted notebooks.
     assert shown.locator("span[style*='background-color']").count() > 20
     images = shown.locator("img")
     assert images.count() > 4
@@ -82,20 +82,20 @@ def test_a_saved_tour_shows_its_pictures(lab: browser.Lab, trusted: bool) -> Non
     shown.first.scroll_into_view_if_needed()
     page.screenshot(path=PICTURES / f"{name}.png")
     page.context.close()
-    # JupyterLab says so itself of a kernel that is ended while its debugger is asked; everything else counts.
+    # JupyterLab reports this error if a kernel is shut down during a debugger request. No other error is allowed.
     assert [error for error in nb.errors if "Could not restore the debugger state" not in error] == []
 
 
 @pytest.mark.parametrize("trusted", [True, False], ids=["trusted", "untrusted"])
 def test_every_saved_tutorial_shows_what_it_put_out(lab: browser.Lab, trusted: bool) -> None:
-    """One after the other in one page, each with its kernel ended before anything is looked at."""
+    """Open the notebooks one after another in one page, and shut down each kernel before the checks."""
     nb = lab.open(f"beside-{trusted}", ["1"])
     page = nb.page
     copies = {}
     for path in NOTEBOOKS:
         name = f"{path.stem}-{'trusted' if trusted else 'untrusted'}.ipynb"
         copies[name] = copy = nbformat.read(path, as_version=4)
-        copy.metadata["copy"] = name  # trust is in what a notebook holds
+        copy.metadata["copy"] = name  # trust depends on the content
         nbformat.write(copy, lab.root / name)
     if trusted:
         trust(lab, *(lab.root / name for name in copies))
@@ -114,7 +114,7 @@ def test_every_saved_tutorial_shows_what_it_put_out(lab: browser.Lab, trusted: b
         )
         written = any("text/html" in o.get("data", {}) for cell in cells for o in cell.outputs)
         assert all(trusts) if trusted else not written or not all(trusts), name
-        # Of several forms JupyterLab shows the first that it may: HTML before text, also where it is not trusted.
+        # JupyterLab shows the HTML form of an output rather than its text, even in untrusted notebooks.
         wanted = sum("text/html" in o.get("data", {}) for cell in cells for o in cell.outputs)
         there = f"""() => {{ {nb._PANEL} return panel.node.querySelectorAll('.jp-RenderedHTMLCommon.jp-OutputArea-output').length; }}"""
         page.wait_for_function(f"(n) => ({there})() === n", arg=wanted)
@@ -148,7 +148,7 @@ def test_the_page_of_a_tutorial_is_whole_without_a_network(lab: browser.Lab, pat
     page.wait_for_load_state("load")
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
     assert errors == []
-    # Every cell stands there with what it put out, and every picture is drawn.
+    # All cells are shown with their outputs, and all pictures are drawn.
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert page.locator(".jp-CodeCell").count() == len(cells)
     outputs = [o for cell in cells for o in cell.outputs]

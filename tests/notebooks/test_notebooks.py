@@ -1,4 +1,4 @@
-"""Every notebook runs top to bottom and is fit to be read without a kernel; so is the page that `make demo` leaves."""
+"""Every notebook runs from top to bottom and is readable without a kernel; so is the page written by `make demo`."""
 
 import importlib.machinery
 import importlib.util
@@ -18,7 +18,7 @@ import pytest
 from paths import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FIRST = {path for path in NOTEBOOKS if path.name < "02"}  # these are run by `make test`, all by `make test-real`
+FIRST = {path for path in NOTEBOOKS if path.name < "02"}  # run by `make test`; `make test-real` runs all notebooks
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -28,7 +28,7 @@ def by_name(path: Path) -> str:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
 def test_fit_to_read(path: Path) -> None:
-    """What a visitor without a kernel sees is all there, and nothing asks for one."""
+    """All outputs are readable without a kernel, and no output needs one."""
     assert path.stat().st_size < 1_000_000
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
@@ -53,7 +53,7 @@ def test_the_quickstart_is_short() -> None:
 
 
 def with_answers(notebook: Any) -> Any:
-    """Each Python block of a folded answer as a cell behind its exercise."""
+    """Return the notebook with every Python block of a folded answer as a cell after its exercise."""
     cells = []
     for cell in notebook.cells:
         cells.append(cell)
@@ -76,7 +76,7 @@ def with_answers(notebook: Any) -> Any:
     ],
 )
 def test_there_are_exercises_and_their_answers_are_run(name: str, answers: int, broken: int) -> None:
-    """So that the test below cannot pass for want of anything to run. What breaks is asserted in the next cell."""
+    """Ensures that the next test has answers to run. Answers that raise are checked by the cell after them."""
     notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
     before = len(notebook.cells)
     told = [i for i, cell in enumerate(notebook.cells) if cell.source.startswith("## Break it")]
@@ -89,9 +89,9 @@ def test_there_are_exercises_and_their_answers_are_run(name: str, answers: int, 
     "path", [pytest.param(path, marks=[] if path in FIRST else [pytest.mark.real]) for path in NOTEBOOKS], ids=by_name
 )
 def test_runs_top_to_bottom(path: Path, tmp_path: Path) -> None:
-    """nbval in an empty folder: a cell that raises fails, and so does a changed text under NBVAL_CHECK_OUTPUT.
+    """Run nbval in an empty folder. Cells that raise fail, and so do changed outputs under NBVAL_CHECK_OUTPUT.
 
-    The folded answers of exercises run where they stand.
+    Folded answers run after their exercises.
     """
     nbformat.write(with_answers(nbformat.read(path, as_version=4)), tmp_path / path.name)
     nbval = ("--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=600", "-p", "no:cacheprovider", "--color=no")
@@ -109,7 +109,7 @@ def test_runs_top_to_bottom(path: Path, tmp_path: Path) -> None:
 
 
 class Requests(HTMLParser):
-    """Everything in a page that would make a browser load something or run something."""
+    """Parser that collects everything in a page that makes a browser load or run something."""
 
     LOADS = ("src", "srcset", "poster", "background", "data", "action", "formaction")
 
@@ -175,7 +175,7 @@ def demo(notebook: Path, out: Path) -> "subprocess.CompletedProcess[str]":
 
 
 def gone(pid: int) -> bool:
-    """Whether the process ends within some seconds (a zombie has ended)."""
+    """Return True if the process exits within some seconds. A zombie counts as exited."""
     for _ in range(100):
         try:
             os.kill(pid, 0)
@@ -201,7 +201,7 @@ def test_demo_shows_progress_and_leaves_a_whole_page(tmp_path: Path) -> None:
         "display(HTML('<script>document.write(1)</script>'))",
         "'success: 0.24 -> 0.95'",
     )
-    for _ in range(2):  # the second time into the same folder, which is its own
+    for _ in range(2):  # the second run overwrites the output of the first
         done = demo(notebook, tmp_path / "out")
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == "success: 0.24 -> 0.95"
@@ -225,7 +225,7 @@ def test_a_page_of_what_is_committed_asks_for_nothing(path: Path) -> None:
 
 
 def test_the_scan_finds_what_nbconvert_puts_in() -> None:
-    """The scan of the two tests above is worth something: it objects to nbconvert's own page."""
+    """The scan used by the tests of pages must find the external requests in a page made by nbconvert."""
     from nbconvert import HTMLExporter
 
     html, _ = HTMLExporter().from_notebook_node(nbformat.v4.new_notebook())

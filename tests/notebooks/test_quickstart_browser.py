@@ -1,4 +1,4 @@
-"""The quickstart as a person lives it: run it in a real JupyterLab, interrupt the training, run the cell again."""
+"""The quickstart in a real JupyterLab: run the notebook, interrupt the training, and re-run the cell."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def steps(file: Path) -> list[int]:
 def test_an_interrupted_training_cell_goes_on_when_it_is_run_again(lab: browser.Lab) -> None:
     sources = [cell.source for cell in nbformat.read(QUICKSTART, as_version=4).cells if cell.cell_type == "code"]
     train = next(i for i, source in enumerate(sources) if "af.train(" in source)
-    # The cells before the training, then the training cell; what it leaves behind is asked of the kernel.
+    # Run only the cells up to and including the training cell, and query the results in the kernel.
     page = lab.open("quickstart", [*(s for s in sources[:train] if "TokenView" not in s), sources[train]])
     file = lab.root / "runs" / "quickstart" / "steps.jsonl"
     try:
@@ -50,7 +50,7 @@ def test_an_interrupted_training_cell_goes_on_when_it_is_run_again(lab: browser.
             page.finish(60)
         done = len(steps(file))
         assert 4 <= done < 24
-        # Nothing is left running behind the interrupted cell.
+        # No training continues after the interrupt.
         time.sleep(1.5)
         assert len(steps(file)) == done
         assert (
@@ -67,7 +67,7 @@ def test_an_interrupted_training_cell_goes_on_when_it_is_run_again(lab: browser.
         assert page.python("steps[-1].success > 0.8")
         PICTURES.mkdir(parents=True, exist_ok=True)
         page.page.screenshot(path=PICTURES / "quickstart-after-interrupt.png")
-        # A third time: finished, so it replays.
+        # A third run replays all steps, because training has finished.
         began = time.monotonic()
         page.page.evaluate(
             """() => { window.ran = false; const app = window.jupyterapp;

@@ -1,4 +1,4 @@
-"""The views in a real JupyterLab: what is drawn, what a click does in Python, and what moves while a cell awaits."""
+"""Views in a real JupyterLab: rendering, clicks that reach Python, and updates while a cell awaits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 PICTURES = ROOT / "build" / "screenshots"
 
 
-# --- records, made in the notebook's own kernel ---------------------------------------------------
+# --- records, made in the notebook's kernel -------------------------------------------------------
 
 
 def records() -> None:
-    """The first cell of every notebook here: this function's body."""
+    """The body of this function is the first cell of every notebook in this file."""
     import asyncio
     import math
     import re
@@ -139,12 +139,12 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
     nb.wait_python("view.is_open", True)
     n = nb.python("len(ts[0].ids)")
     tokens = page.locator(".afk-lines .afk-tok")
-    # A row is drawn when it comes near.
+    # Rows are drawn when they are scrolled near the visible area.
     page.locator(".afk-tokens").evaluate("(x) => x.scrollTo(0, x.scrollHeight)")
     page.wait_for_function(
         "(n) => document.querySelectorAll('.afk-lines .afk-tok').length === n", arg=nb.python("view.tokens")
     )
-    # What is shown is Python's text, and HTML in a tool's output is text.
+    # HTML in a tool's output is shown as text.
     assert page.evaluate("() => document.querySelectorAll('.afk-tokenview script').length") == 0
     assert "<script>alert(1)</script>" in "".join(tokens.all_inner_texts()[:n])
     page.locator(".afk-tokens").evaluate("(x) => x.scrollTo(0, 0)")
@@ -153,7 +153,7 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
         "0 prompt", "1 action", "2 observation", "3 action", "4 observation", "5 forced", "6 action",
     ]  # fmt: skip
 
-    # A click, a shift-click and a drag are spans of the trajectory in Python.
+    # A click, a shift-click and a drag select spans of the trajectory in Python.
     first = nb.python("int(ts[0].action_mask.argmax())")
     tokens.nth(first).click()
     nb.wait_python("[(s.trajectory, s.start, s.stop) for s in view.selection]", [("calc-7/0", first, first + 1)])
@@ -167,14 +167,14 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
     assert page.locator(".afk-lines .afk-sel").count() == 4
     assert nb.python("len(view.selection.to_frame())") == 4
 
-    # The card shows the numbers that Python holds.
+    # The hover card shows the values from Python.
     tokens.nth(first).hover()
     ratio = page.locator(".afk-numbers .afk-on b").inner_text()
     assert ratio == nb.python(f"w._base.number(float(view._rows[0].signals['ratio'][{first}]))")
     tokens.nth(0).hover()
     assert page.locator(".afk-numbers .afk-on b").inner_text() == "–"
 
-    # Keys walk and select, and the notebook does not take them.
+    # Keys move and select in the view, and do not reach the notebook.
     cell = "() => window.jupyterapp.shell.currentWidget.content.activeCellIndex"
     active = page.evaluate(cell)
     tokens.nth(first).click()
@@ -189,7 +189,7 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
     assert page.evaluate(cell) == active
     assert page.evaluate("() => window.jupyterapp.shell.currentWidget.content.widgets.length") == 2
 
-    # The signal is one trait on both sides; the most telling token is reached by a button.
+    # The signal is synced with Python, and a button jumps to the most telling token.
     page.get_by_label("Signal", exact=True).select_option("clipped")
     nb.wait_python("view.signal", "clipped")
     page.get_by_role("button", name="Next clipped").click()
@@ -216,7 +216,7 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
     page.wait_for_selector(".afk-lines .afk-trained")
     assert page.locator(".afk-lines .afk-sel").count() == 2
 
-    # Seen twice, left once, left twice.
+    # Display the view twice, then close the two outputs one after the other.
     nb.execute("view.unobserve_all(); from IPython.display import display")
     nb.command("notebook:clear-all-cell-outputs")
     nb.wait_python("view.is_open", False)
@@ -231,7 +231,7 @@ def test_token_view_of_5000_tokens_and_a_lost_kernel(notebook: Any) -> None:
     page.wait_for_selector(".afk-lines .afk-tok")
     n = nb.python("view.tokens")
     assert n > 5000
-    assert page.locator(".afk-lines .afk-tok").count() < 4000  # the rest is made when it comes near
+    assert page.locator(".afk-lines .afk-tok").count() < 4000  # other tokens are created when scrolled near
     page.locator(".afk-tokens").evaluate("(x) => x.scrollTo(0, x.scrollHeight)")
     page.wait_for_function("(n) => [...document.querySelectorAll('.afk-tok')].some((x) => x.i === n - 1)", arg=n)
     page.locator(".afk-tokens").focus()
@@ -256,7 +256,7 @@ def test_token_view_of_5000_tokens_and_a_lost_kernel(notebook: Any) -> None:
 
 
 def watch(nb: browser.Notebook, selector: str) -> None:
-    """Keep every text that an element shows while the cells still run."""
+    """Record every text that an element shows while the cells run."""
     nb.page.evaluate(
         """(selector) => { window.seen = []; const node = document.querySelector(selector);
         new MutationObserver(() => { if (!window.ran) window.seen.push(node.textContent); })
@@ -297,11 +297,11 @@ def test_pool_view_is_live_during_an_await(notebook: Any) -> None:
     owners = {
         f"chain-{i}" for i in range(24) if any(f"chain-{i}" in text for text in page.evaluate("() => window.seen"))
     }
-    assert len(owners) >= 12  # followed through several changes of hands
+    assert len(owners) >= 12  # the view showed several changes of owners
     assert nb.python("rate") <= 11
     page.wait_for_function("() => document.querySelectorAll('.afk-tile.afk-s-idle').length === 4")
     assert nb.python("view.counts['idle'], view._notice") == (4, "")
-    # What is selected by mouse or keys is a frame in Python, and the view a cell.
+    # A selection by mouse or keys is available as a frame in Python, and the view as code.
     tiles = page.locator(".afk-poolview .afk-tile")
     tiles.nth(1).click()
     nb.wait_python("view.selection.numbers", (2,))
@@ -341,7 +341,7 @@ def test_train_view_is_live_during_an_await(notebook: Any) -> None:
     page.wait_for_function("() => document.querySelectorAll('.afk-trainview .afk-line').length > 5")
     watch(nb, ".afk-trainview .afk-bar")
     assert not page.evaluate("() => window.ran")
-    # A click reaches Python while the cell still awaits.
+    # A click reaches Python while the cell awaits.
     page.locator(".afk-chart svg").first.click(position={"x": 60, "y": 40})
     page.wait_for_selector("text=view.step")
     nb.finish()
@@ -350,7 +350,7 @@ def test_train_view_is_live_during_an_await(notebook: Any) -> None:
     page.get_by_role("button", name="Clear").click()
     nb.wait_python("view.step", None)
     page.wait_for_selector("text=step 24 of 24")
-    assert page.locator(".afk-point").count() == 1 + 6  # the key, and one in four steps
+    assert page.locator(".afk-point").count() == 1 + 6  # one in the legend, and one per four steps
     page.locator(".afk-charts").focus()
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
@@ -360,11 +360,11 @@ def test_train_view_is_live_during_an_await(notebook: Any) -> None:
     assert shown == nb.python("w._base.number(float(view.to_frame()['approx_kl'][2]))")
 
 
-# --- saved notebooks, and pictures ----------------------------------------------------------------
+# --- saved notebooks and pictures -----------------------------------------------------------------
 
 
 def test_the_static_form_survives_an_untrusted_notebook(notebook: Any) -> None:
-    """A notebook that somebody sent: not trusted, no kernel state, the widget-view type taken out."""
+    """An untrusted notebook without kernel state, from which the widget-view type has been removed."""
     from test_widgets import FakeRun, trajectory
 
     from agentfly_kit import widgets as w
@@ -449,7 +449,7 @@ def test_pool_view_by_hand_with_keys_while_a_cell_awaits(notebook: Any) -> None:
 @pytest.mark.real
 @pytest.mark.parametrize("width", [1280, 620])
 def test_pictures(notebook: Any, width: int) -> None:
-    """Light and dark, wide and narrow: for the gallery, and to be looked at."""
+    """Save screenshots in light and dark themes, for the gallery and for inspection."""
     nb = notebook(
         RECORDS,
         "ts = [trajectory(i) for i in range(3)]\nstats = step(ts)\ntokens = w.TokenView(stats)\ntokens",

@@ -1,4 +1,4 @@
-"""Every view for people who do not see it, or use no mouse: axe-core in light and dark, wide and narrow; keys alone."""
+"""Accessibility of all views: axe-core in light and dark themes and two widths, and use by keyboard alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ AXE = Path(str(__import__("axe_playwright_python").__path__[0])) / "axe.min.js"
 
 
 def complaints(page: Any) -> list[str]:
-    """What axe-core says of our elements: WCAG 2.2 A and AA, and its best practices."""
+    """Return the violations that axe-core finds in our elements: WCAG 2.2 A and AA, and best practices."""
     found = page.evaluate(
         """async () => (await axe.run({ include: [['.afk']] }, {
           runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice'],
@@ -95,7 +95,7 @@ def test_everything_is_reached_by_tab_and_left_again(notebook: Any) -> None:
     nb.finish(300)
     page = nb.page
     page.wait_for_function("() => document.querySelectorAll('.afk').length >= 8")
-    page.wait_for_timeout(1500)  # what is live has come to rest
+    page.wait_for_timeout(1500)  # wait until live updates have settled
     kinds = {view.get_attribute("class").split()[1] for view in page.locator(".afk").all()}
     assert len(kinds) == 8, kinds
     for view in page.locator(".afk").all():

@@ -1,4 +1,4 @@
-"""Bad input and bad moments, every view on a real page: nothing of a model is run, and no page complains."""
+"""Hostile input and bad timing for every view on a real page: no model output is executed and no page errors occur."""
 
 # ruff: noqa: E501  (cells of a notebook)
 from __future__ import annotations
@@ -111,7 +111,7 @@ INSIDE = """() => [window.hacked ?? null, [...document.querySelectorAll('.afk sc
 
 
 def press_everything(page: Any, root: str = ".afk") -> int:
-    """Every button that can be pressed, once, and every list taken to its last entry."""
+    """Press every enabled button once, set every list to its last entry, and return the number of actions."""
     return int(
         page.evaluate(
             """async (root) => { let n = 0; const pause = () => new Promise((f) => setTimeout(f, 30));
@@ -139,12 +139,12 @@ def test_what_a_model_or_a_tool_wrote_is_never_run(notebook: Any) -> None:
     page.wait_for_timeout(1000)
     assert page.evaluate(INSIDE) == [None, []]
     page.evaluate("() => document.querySelectorAll('.afk-tokens').forEach((x) => x.scrollTo(0, x.scrollHeight))")
-    page.get_by_text("This engine gave text only").first.wait_for()  # a row is drawn when it comes near
+    page.get_by_text("This engine gave text only").first.wait_for()  # rows are drawn when scrolled near
     words = page.locator(".jp-Notebook").inner_text()
     assert words.count("<script>window.hacked = 1</script>") > 20
     assert "it never acted" in words
     assert "share their first 0 tokens" in words
-    # An advantage that is not a number is missing; it is neither 0 nor drawn.
+    # An advantage of NaN counts as missing: it is neither 0 nor drawn.
     lost = page.locator(".afk-tokenview").nth(1)
     assert (
         "no token has a finite advantage" in lost.inner_text() or "missing" in lost.locator(".afk-legend").inner_text()
@@ -193,12 +193,12 @@ def test_opened_twice_closed_amid_updates_and_after_a_restart(notebook: Any) -> 
     page = nb.page
     page.wait_for_function("() => document.querySelectorAll('.afk').length === 16")
     nb.wait_python("[len(v._pages) for v in all]", [2] * 8)
-    # What is chosen in one is chosen in its twin.
+    # A selection in one output also appears in the other output of the same view.
     page.locator(".afk-tokenview").first.locator(".afk-tok").nth(30).click()
     page.wait_for_function(
         "() => [...document.querySelectorAll('.afk-tokenview')].every((x) => x.querySelector('.afk-sel'))"
     )
-    # One of the two goes while everything moves: the other goes on.
+    # If one of two outputs is closed during updates, the other output continues.
     page.evaluate(
         """() => { const nb = window.jupyterapp.shell.currentWidget.content; nb.activeCellIndex = 2;
         return window.jupyterapp.commands.execute('notebook:clear-cell-output'); }"""
@@ -207,10 +207,10 @@ def test_opened_twice_closed_amid_updates_and_after_a_restart(notebook: Any) -> 
     nb.wait_python("[len(v._pages) for v in all]", [1] * 8)
     before = page.locator(".afk-trainview .afk-chartkey, .afk-trainview .afk-bar").first.inner_text()
     page.wait_for_function("(was) => document.querySelector('.afk-trainview .afk-bar').innerText !== was", arg=before)
-    # Closed in Python while updates are on their way: the page keeps its last picture and stays quiet.
+    # A view closed in Python during updates keeps its last picture and reports no error.
     nb.execute("for v in (all[3], all[4], all[5]):\n    v.close()")
     page.wait_for_timeout(500)
-    # The kernel goes: every view that is left says so, and no button breaks anything.
+    # After a kernel restart, every remaining view says so, and no button raises an error.
     nb.command("kernelmenu:restart")
     page.locator(".jp-Dialog .jp-mod-accept").click()
     page.wait_for_selector(".afk-stale", state="visible")

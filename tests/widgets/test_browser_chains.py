@@ -1,4 +1,4 @@
-"""The stepper, the list of trajectories and the lanes of a rollout in a real JupyterLab."""
+"""ChainStepper, TrajectoryView and RolloutView in a real JupyterLab."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_a_chain_is_stepped_by_mouse_and_keys_while_a_cell_awaits(notebook: Any)
     nb.run(wait=False)
     page = nb.page
     view = page.locator(".afk-stepper")
-    view.locator(".afk-turn2").first.wait_for(timeout=90_000)  # the imports, on a busy machine
-    # What comes next, as the engine says it.
+    view.locator(".afk-turn2").first.wait_for(timeout=90_000)  # imports are slow on a busy machine
+    # The candidates for the next token, from the engine.
     view.locator(".afk-next").first.wait_for()
     assert view.locator(".afk-next").count() == 20
     assert not page.evaluate("() => window.ran")
@@ -78,20 +78,20 @@ def test_a_chain_is_stepped_by_mouse_and_keys_while_a_cell_awaits(notebook: Any)
     view.locator(".afk-tabs button").nth(1).wait_for()
     page.keyboard.press("r")
     view.locator(".afk-turn2.afk-observation").wait_for()
-    view.locator(".afk-next").first.click()  # a bar writes its token and leaves the action open
+    view.locator(".afk-next").first.click()  # clicking a candidate adds the token and leaves the action open
     view.get_by_text("open: the policy goes on").wait_for()
     page.keyboard.press("g")
     view.get_by_text("stopped: answered").wait_for()
-    assert not page.evaluate("() => window.ran")  # all that while the cell awaits
+    assert not page.evaluate("() => window.ran")  # the cell still awaits
     page.keyboard.press("f")
     view.locator(".afk-result").get_by_text("reward", exact=False).first.wait_for()
     nb.finish()
     assert nb.python("[t.kind for t in view.chain.turns]") == ["prompt", "forced", "observation", "forced", "action"]
     assert nb.python("view.trajectory.reward") == 0.0
-    # The first chain stayed where it was, and is the one that the cell holds.
+    # The first chain is unchanged, and is the chain object of the cell.
     assert nb.python("view.chains[0] is chain, len(chain.turns), view._notice") == (True, 2, "")
 
-    # The code of the fork makes the same chain again.
+    # The code of the fork reproduces the chain.
     view.get_by_role("button", name="As code").click()
     code = view.locator(".afk-code").input_value()
     assert code.splitlines()[0] == "chain = agent.chain(task)"
@@ -100,19 +100,19 @@ def test_a_chain_is_stepped_by_mouse_and_keys_while_a_cell_awaits(notebook: Any)
     assert nb.python("[t.ids for t in chain.turns] == [t.ids for t in wanted.turns]")
     view.get_by_role("button", name="Close").click()
 
-    # Its tokens, below.
+    # Open the tokens of the chain.
     view.get_by_role("button", name="Tokens").click()
     view.locator(".afk-tokenview .afk-tok").first.wait_for()
     assert nb.python("view.opened.tokens == len(view.chain.ids) == len(view.selection.to_frame('tokens'))")
 
-    # What Python does is seen; what goes wrong is said.
+    # The view shows changes made in Python, and errors.
     view.locator(".afk-tabs button").first.click()
     page.wait_for_function("() => document.querySelectorAll('.afk-turn2').length === 2")
     nb.execute("kept.rewind(0); kept.force('by the cell')")
     view.get_by_text("by the cell").first.wait_for()
     nb.execute("view._handle_custom_msg({'kind': 'do', 'page': 'p', 'name': 'act', 'value': None}, [])")
     page.locator(".afk-notice", has_text="there is nothing to run").wait_for()
-    # A key pressed in the view is the view's.
+    # A key pressed in the view does not reach the notebook.
     cells = "() => window.jupyterapp.shell.currentWidget.content.widgets.length"
     before = page.evaluate(cells)
     view.locator(".afk-turns").focus()
@@ -138,7 +138,7 @@ def test_a_stepper_shown_twice_and_after_a_restart(notebook: Any) -> None:
     page.locator(".jp-Dialog .jp-mod-accept").click()
     page.locator(".afk-stale").first.wait_for()
     assert "kernel restarted" in page.locator(".afk-stale").first.inner_text()
-    views.nth(0).get_by_role("button", name="Undo").click()  # does nothing, and breaks nothing
+    views.nth(0).get_by_role("button", name="Undo").click()  # has no effect and raises no error
 
 
 # --- trajectories ----------------------------------------------------------------------------------
@@ -167,13 +167,13 @@ def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Shift+ArrowDown")
     nb.wait_python("len(view.selection.to_frame())", 2)
-    # HTML of a tool or a model is text.
+    # HTML from a tool or a model is shown as text.
     assert view.get_by_text("<script>window.hacked").count() > 0
     assert page.evaluate(
         "() => [window.hacked, document.querySelectorAll('.afk-trajectoryview script, .afk-trajectoryview img').length]"
     ) == [None, 0]
 
-    # Search asks Python; filters and sorting are the page's.
+    # Search runs in Python; filters and sorting run on the page.
     view.get_by_role("searchbox").fill(nb.python("rollout.groups[1].task.id"))
     page.wait_for_function("() => document.querySelectorAll('.afk-trajectoryview .afk-item').length === 3")
     assert view.get_by_text("3 of 12 shown").count() == 1
@@ -185,7 +185,7 @@ def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
     view.get_by_label("Task").select_option(label=nb.python("rollout.trajectories[3].task.id"))
     assert view.locator(".afk-item").count() == 3
 
-    # Down to the tokens, and on by hand.
+    # Open the tokens, and then the stepper.
     rows.first.click()
     id = nb.python("view.selection.ids[0]")
     view.get_by_role("button", name=f"Tokens of {id}").click()
@@ -225,7 +225,7 @@ def test_5000_trajectories_are_smooth(notebook: Any) -> None:
     rows = page.locator(".afk-trajectoryview .afk-item")
     rows.first.wait_for()
     assert rows.count() < 60
-    # The list is built in one go, so building it is no longer than the longest task of the page.
+    # The list is built in a single task, so the longest task of the page bounds the time to build it.
     print(f"5,000 on the page: longest task {page.evaluate('() => window.longest'):.0f} ms")
     took, slowest = page.evaluate(
         """async () => {
@@ -303,7 +303,7 @@ def test_a_rollout_is_watched_paused_and_stopped_during_one_await(notebook: Any)
 @pytest.mark.real
 @pytest.mark.parametrize("width", [1280, 620])
 def test_pictures(notebook: Any, width: int) -> None:
-    """Light and dark, wide and narrow: for the gallery, and to be looked at."""
+    """Save screenshots in light and dark themes, for the gallery and for inspection."""
     nb = notebook(
         MANY
         + """
@@ -391,7 +391,7 @@ def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
     page.wait_for_selector(".afk-column")
     page.wait_for_selector(".afk-next")
     page.wait_for_selector(".afk-rolloutview .afk-r-done")
-    # With all that opens below a view: tokens, in which some are selected, code, and the stepper.
+    # Include everything that opens below a view: tokens with a selection, code, and the stepper.
     nb.execute(
         """
 many._do_tokens(0)

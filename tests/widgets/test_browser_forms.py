@@ -1,4 +1,4 @@
-"""The forms in a real JupyterLab: typing, calling, re-running the cell of a reward."""
+"""Forms in a real JupyterLab: typing, calling tools, and re-running the cell that defines a reward."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_tool_is_called_from_its_form_while_a_cell_awaits(notebook: Any) -> No
     assert "✓ ok" in form.locator(".afk-answer").inner_text()
     assert "null" not in form.locator(".afk-answer").inner_text()
     assert not page.evaluate("() => window.ran")  # the cell still awaits
-    # A slow call is cancelled by its button; one that is ours shows its traceback.
+    # A slow call can be cancelled with a button; a bug in the tool shows its traceback.
     form.get_by_label("give wait").check()
     form.get_by_label("wait", exact=True).fill("60")
     form.get_by_role("button", name="Call", exact=True).click()
@@ -78,7 +78,7 @@ def test_a_tool_is_called_from_its_form_while_a_cell_awaits(notebook: Any) -> No
     form.locator("text=failed on our side").wait_for()
     assert form.locator(".afk-seen").inner_text() == "weather failed."
     assert "ZeroDivisionError: ours" in form.locator("summary").first.inner_text()
-    # As JSON: what a model could write, wrong too.
+    # JSON arguments may be invalid, as a model could write them.
     form.get_by_role("button", name="JSON").click()
     assert '"days": 2.50' in form.get_by_label("arguments as JSON").input_value()
     form.get_by_label("arguments as JSON").fill('{"places": "x"}')
@@ -90,13 +90,13 @@ def test_a_tool_is_called_from_its_form_while_a_cell_awaits(notebook: Any) -> No
     assert not page.evaluate("() => window.ran")
     form.get_by_label("arguments as JSON").fill('{"places": [], "note": "open"}')
     form.get_by_role("button", name="Call", exact=True).click()
-    nb.finish(30)  # what the tool did let the cell go on
+    nb.finish(30)  # the tool call let the cell continue
     assert nb.python("len(form.results)") == 4
-    # An earlier call is picked: its result is in sight again, and in the selection.
+    # Picking an earlier call shows its result and selects it.
     form.get_by_label("Which call").select_option(value="1")
     nb.wait_python("form.selection.to_frame()[['call', 'ok']].values.tolist()", [[1, True]])
     page.wait_for_function("() => document.querySelector('.afk-seen').innerText.includes('Rome <i>')")
-    # From Python into the fields.
+    # Fill in the fields from Python.
     nb.execute("form.fill(places=[{'city': 'Bern', 'metres': 5}], exact=True)")
     form.get_by_role("button", name="Fields").click()
     page.wait_for_function("() => document.querySelector('[aria-label=\"places, item 1: city\"]')?.value === 'Bern'")
@@ -134,7 +134,7 @@ def test_a_reward_is_edited_and_scored_again(notebook: Any) -> None:
     form.locator("text=what changed (5)").wait_for(state="attached")
     assert form.locator("tbody tr td.afk-k-gained").count() == 5
     assert "0 → 0.4167" in form.locator(".afk-scores").inner_text()
-    # The cell of the reward is edited and run again: the form follows.
+    # After the cell that defines the reward is edited and re-run, the form re-scores.
     page.evaluate(
         """async () => { const nb = window.jupyterapp.shell.currentWidget.content;
         nb.activeCellIndex = 1;

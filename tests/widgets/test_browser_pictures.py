@@ -1,4 +1,4 @@
-"""The pictures of views in a notebook that was saved: reopened without a kernel, and reloaded with one."""
+"""Pictures of views in a saved notebook, reopened without a kernel and reloaded with a kernel."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ CELLS = (
     "w.TrajectoryView(rollout)",
     "rescored = await rewards.score()",
 )
-# What the picture of a finished view shows, and the picture of its beginning does not.
+# Text in the picture of a finished view that is not in the picture of the initial view.
 FINISHED = {
     "RolloutView": "16 of 16 chains",
     "TrainView": "2 steps",
@@ -80,7 +80,7 @@ def _save(nb: Any) -> Any:
 
 
 def _pictures(saved: Any) -> dict[str, str]:
-    """Return the HTML of the views in a notebook, by class. Fail if an output has the live form too."""
+    """Return the HTML of the views in a notebook, by class. Fail if an output also has the live form."""
     found = {}
     for cell in saved.cells:
         for output in cell.get("outputs", ()):
@@ -107,7 +107,7 @@ def test_a_saved_notebook_shows_finished_pictures_without_a_kernel(notebook: Any
         assert text in pictures[name], name
     assert nb.page.locator(".afk").count() == len(WIDGETS), "saving changed the open page"
 
-    # The next day: another kernel, which knows none of the views.
+    # Open the notebook with a new kernel, in which the views do not exist.
     page = nb.page
     page.evaluate(f"async () => {{ {nb._PANEL} await panel.sessionContext.shutdown(); }}")
     page.reload()

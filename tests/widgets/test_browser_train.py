@@ -1,4 +1,4 @@
-"""A real training run and its view: buttons that work while the cell awaits, steps that open, runs side by side."""
+"""TrainView of a real training run: buttons while the cell awaits, opening a step, and several runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_run_is_steered_from_its_view(notebook: Any) -> None:
     assert key.inner_text() == before  # "mine 7 steps other 3 steps"
     view.get_by_role("button", name="Resume").click()
     page.wait_for_function("(text) => document.querySelector('.afk-chartkey').innerText !== text", arg=before)
-    # Open a step of the running run, and its tokens, while the cell awaits.
+    # Open a step of the active run and its tokens while the cell awaits.
     view.locator(".afk-charts").focus()
     for key in ("Home", "ArrowRight", "Enter"):
         page.keyboard.press(key)
@@ -68,6 +68,6 @@ def test_a_run_is_steered_from_its_view(notebook: Any) -> None:
     assert nb.python("view.opened.trajectories[0].id == view._list['rows'][2][0]")
     assert child.count() == 1
     page.evaluate(AXE.read_text(encoding="utf-8"))
-    assert complaints(page) == []  # of the list of a step, and of tokens below it
+    assert complaints(page) == []  # in the list of a step and the tokens opened below
     view.get_by_role("button", name="Clear", exact=True).first.click()
     page.wait_for_function("() => !document.querySelector('.afk-child .afk-tokenview')")

@@ -1,4 +1,4 @@
-"""The stepper without a browser: it drives the chain that the cell holds, and its code makes the same chain again."""
+"""ChainStepper without a browser: it changes the chain object of the cell, and its code reproduces the chain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _closed() -> Iterator[None]:
 
 
 def click(view: Any, name: str, value: Any = None) -> None:
-    """As the page says it."""
+    """Send the message that the page sends for a click."""
     view._handle_custom_msg({"kind": "do", "page": "p", "name": name, "value": value}, [])
 
 
@@ -62,7 +62,7 @@ async def press(view: Any, name: str, value: Any = None) -> None:
 
 
 async def again(code: str, **names: Any) -> Chain:
-    """Run a cell of code; the chain that it leaves."""
+    """Run code as a cell and return its `chain`."""
     names |= {"af": af}
     lines = "".join(f"    {line}\n" for line in code.splitlines())
     exec(f"async def cell():\n{lines}    return chain\n", names)
@@ -120,7 +120,7 @@ async def test_what_a_cell_does_is_seen_while_a_page_is_open() -> None:
     assert abs(sum(view._distribution["probabilities"]) - 1) < 0.2
     chain.rewind(0)
     await until(lambda: len(view._state["turns"]) == 1)
-    # It is told, and asks nobody: an idle chain makes it send nothing. A page that was left is sent nothing either.
+    # The view does not poll: it sends nothing while the chain is idle or while no page is open.
     sent = view._throttle.sent
     await asyncio.sleep(0.4)
     assert view._throttle.sent == sent
@@ -138,7 +138,7 @@ async def test_a_forgotten_view_leaves_its_chain() -> None:
     chain = agents.agent().chain(agents.tasks()[0])
     view = w.ChainStepper(chain)
     await press(view, "fork")
-    assert (bool(chain._listeners), bool(view.chain._listeners)) == (False, True)  # the one in sight alone
+    assert (bool(chain._listeners), bool(view.chain._listeners)) == (False, True)  # only on the displayed chain
     await press(view, "switch", 0)
     assert (bool(chain._listeners), bool(view.chains[1]._listeners)) == (True, False)
     view.close()
@@ -207,7 +207,7 @@ async def test_a_click_while_something_runs_is_refused_and_a_cancel_ends_it() ->
     assert len(chain.turns) == 1
     click(view, "sample")
     await asyncio.sleep(0.01)
-    view.close()  # ends what it had started
+    view.close()  # cancels the pending operation
     await asyncio.sleep(0.01)
     assert chain.busy is False
 
@@ -265,7 +265,7 @@ async def test_a_trajectory_is_stepped_further_and_comes_out_the_same() -> None:
     await chain.step()
     while chain.stop is None:
         await chain.step()
-    # The same seeds at the same places.
+    # The continued chain uses the same seeds as the original.
     assert [t.ids for t in chain.turns] == [t.ids for t in trajectory.turns]
     assert (await chain.finish()).reward == trajectory.reward
     view = w.ChainStepper(agent, trajectory)
@@ -277,7 +277,7 @@ async def test_a_trajectory_is_stepped_further_and_comes_out_the_same() -> None:
 
 
 class Box:
-    """A sandbox that does nothing."""
+    """Sandbox without any behaviour."""
 
     async def start(self) -> None: ...
 

@@ -25,7 +25,7 @@ EVIL = "<script>alert(1)</script>\u202e\ud800\x00"
 
 
 def page(thing: Any) -> Page:
-    """Parse the HTML of an object, after checking its size, tags and colours. The repr must contain no address."""
+    """Parse the HTML of an object after checking its size, tags and colours, and that its repr contains no address."""
     assert not re.search(r"0x[0-9a-f]{6,}", repr(thing)), repr(thing)
     text = thing._repr_html_()
     assert len(text.encode("utf-8")) < 100_000
@@ -33,7 +33,7 @@ def page(thing: Any) -> Page:
     found = Page(text)
     assert found.tags <= TAGS, found.tags - TAGS
     assert found.attributes <= {"style", "title", "open"}
-    # Colours that are not half-transparent would be unreadable in one of the two themes.
+    # Opaque colours would be unreadable in one of the two themes.
     for colour in re.findall(r"(?:color|background(?:-color)?):\s*(#[0-9a-f]+|rgba?\([^)]*\))", text):
         assert len(colour) in (5, 9) or colour.startswith("rgba"), colour
     return found
@@ -192,7 +192,7 @@ async def test_a_diff_shows_which_chains_changed_and_where() -> None:
     assert tasks[1].id not in text
     assert "no chain changed its outcome" in page(before.diff(before)).text
     assert "Reward 0" in before.trajectories[0].explain()
-    assert repr(answers[tasks[0].id]) in before.trajectories[0].explain()  # what was wanted
+    assert repr(answers[tasks[0].id]) in before.trajectories[0].explain()  # the expected answer
 
 
 @pytest.mark.parametrize("text", NASTY, ids=range(len(NASTY)))

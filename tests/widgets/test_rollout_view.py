@@ -1,4 +1,4 @@
-"""The view of a running rollout without a browser: what the chains do, at most ten times a second, and its buttons."""
+"""RolloutView without a browser: states of the chains, update rate, and buttons."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_rate_has_the_digits_that_people_read(a_second: float, said: str) -> N
 async def test_a_run_that_is_gone_and_what_is_none() -> None:
     run = agents.scripted(["42"]).rollout(agents.tasks(1))
     view = w.RolloutView(run)
-    gc.disable()  # nothing of the view's goes round to the run: Python's collector may come late, or never
+    gc.disable()  # the view must not be part of a reference cycle with the run
     try:
         del run
         await until(lambda: view._about["gone"] is True)

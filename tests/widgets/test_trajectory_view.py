@@ -1,4 +1,4 @@
-"""The view of many trajectories without a browser: what is sent, searched, selected and opened."""
+"""TrajectoryView without a browser: sending, searching, selecting and opening."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_what_a_batch_left_out_says_why() -> None:
     assert text_at(view._buffers["why"], 0) == batch.dropped[0].reason
     assert "disk full" in view._detail["columns"][0]["error"]
     assert batch.dropped[0].reason[:40] in check_static(view).text
-    assert w.TrajectoryView(batch)._about["n"] == 5  # those that it holds
+    assert w.TrajectoryView(batch)._about["n"] == 5  # the trajectories in the batch
 
 
 async def test_forks_are_a_tree_of_shared_turns() -> None:
@@ -114,7 +114,7 @@ async def test_forks_are_a_tree_of_shared_turns() -> None:
     tree = view._detail["tree"]
     assert [(n["from"], n["to"], n["of"]) for n in tree] == [(0, 3, [0, 1, 2])]
     below = tree[0]["then"]
-    # The second action and its result are of the first and the third chain; the first ends with them.
+    # The first and third chain share the second action and its result; the first chain ends there.
     assert [(n["from"], n["to"], n["of"], n["ends"]) for n in below] == [(3, 5, [0, 2], [0]), (3, 4, [1], [1])]
     assert [n["of"] for n in below[0]["then"]] == [[2]]
 
@@ -164,7 +164,7 @@ async def test_it_keeps_no_rollout_alive_and_says_so() -> None:
     click(view, "tokens", 0)
     await settle(view)
     assert "keep the rollout in a variable" in view._notice
-    put(view, "_selected", [1])  # what it says stays
+    put(view, "_selected", [1])  # the view still has its texts
     assert len(view._detail["columns"][0]["turns"]) == 4
 
 
@@ -178,7 +178,7 @@ def test_5000_trajectories_stay_small() -> None:
     state = sent(view)
     size = sum(len(b) for b in _leaves(state["_buffers"]))
     assert size < 2_000_000
-    assert len(json.dumps(state["_about"])) < 120_000  # names of groups; no number a trajectory
+    assert len(json.dumps(state["_about"])) < 120_000  # contains group names, but no values per trajectory
     put(view, "_selected", list(range(5000)))
     assert len(view._detail["columns"]) == 12
     assert view._detail["of"] == 5000
@@ -197,7 +197,7 @@ def _leaves(x: Any) -> Iterator[bytes]:
 
 
 def nasty() -> list[Trajectory]:
-    """Odd ones: nasty texts everywhere, no action, one token, no turn, NaN and infinite numbers."""
+    """Return edge cases: hostile texts, no action, one token, no turn, NaN and infinite values."""
     out = []
     for i, text in enumerate(NASTY):
         result = ToolResult(False, text, error=Failure("tool", "E", text, text))

@@ -1,4 +1,4 @@
-"""The views without a browser: what they read, what they send, what they show when there is no kernel."""
+"""Views without a browser: reading sources, sending state, and the static form."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NASTY = (
 
 @pytest.fixture(autouse=True)
 def _closed() -> Iterator[None]:
-    """ipywidgets keeps every widget until it is closed."""
+    """Close all widgets after a test, because ipywidgets keeps widgets alive until they are closed."""
     yield
     for view in list(ipywidget._instances.values()):
         view.close()
@@ -79,7 +79,7 @@ def trajectory(id: str = "t-0", actions: int = 2, width: int = 5, seed: int = 0,
 
 
 def batch_of(trajectories: list[Trajectory], **more: Any) -> SimpleNamespace:
-    """As collate gives it, in the order that is asked for, with padding."""
+    """Return a padded batch like that of `collate`, with the rows in the given order."""
     import torch
 
     width = max(len(t.ids) for t in trajectories) + 3
@@ -116,7 +116,7 @@ def unpack(packed: dict[str, bytes]) -> np.ndarray:
 
 
 class Page(html.parser.HTMLParser):
-    """What is in a static form: tags, attributes and text."""
+    """Parser that collects the tags, attributes and text of a static form."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Page(html.parser.HTMLParser):
 
 
 def check_static(view: w.View) -> Page:
-    """Only what an untrusted notebook keeps, and not too much of it."""
+    """Check that a static form is small and contains only HTML that untrusted notebooks keep; return it parsed."""
     text = view.freeze()._repr_html_()
     assert len(text.encode()) <= STATIC_LIMIT
     page = Page(text)
@@ -161,7 +161,7 @@ def check_static(view: w.View) -> Page:
 
 
 def sent(view: w.View) -> dict[str, Any]:
-    """The state as it goes to the page; fails where JSON or UTF-8 would."""
+    """Return the state as it is sent to the page. Fail if it cannot be encoded as JSON or UTF-8."""
     state = view.get_state()
     kept = {k: v for k, v in state.items() if k not in ("_buffers", "_esm", "_css", "layout")}
     json.dumps(kept, allow_nan=False, ensure_ascii=False).encode("utf-8")
@@ -179,7 +179,7 @@ def test_missing_is_a_bit_and_not_a_number() -> None:
 
 
 def test_a_rule_of_a_widget_says_nothing_of_another() -> None:
-    """The page holds the CSS of all of them at once: what two share stands in _shared.css, and only there."""
+    """A page loads the CSS of all widgets, so rules shared by two widgets must be in _shared.css."""
     here = Path(w.__file__).parent
     stems = [path.stem for path in here.glob("[!_]*.css")]
     words = {stem: (here / f"{stem}.js").read_text() + (here / f"{stem}.css").read_text() for stem in stems}
@@ -302,7 +302,7 @@ async def test_what_a_page_asks_for_runs_on_the_loop_of_the_cell() -> None:
 
     def ask(name: str, value: Any = None) -> None:
         content = {"kind": "do", "page": "a", "name": name, "value": value}
-        thread = threading.Thread(target=view._on_message, args=(view, content, []))  # as a kernel's subshell does
+        thread = threading.Thread(target=view._on_message, args=(view, content, []))  # like a kernel subshell
         thread.start()
         thread.join()
 
@@ -362,7 +362,7 @@ def test_nothing_in_a_token_becomes_html() -> None:
         assert "<b>id</b>" in page.text
 
 
-# --- what a TokenView reads ----------------------------------------------------------------------
+# --- sources of a TokenView ----------------------------------------------------------------------
 
 
 def test_rows_are_joined_by_trajectory_and_span_not_by_position() -> None:
@@ -373,8 +373,8 @@ def test_rows_are_joined_by_trajectory_and_span_not_by_position() -> None:
     frame = view.selection.to_frame()
     assert list(frame["trajectory"]) == ["t-0", "t-0"]
     np.testing.assert_allclose(frame["logprob"], ts[0].logprobs[5:7])
-    assert list(frame["advantage"]) == [105.0, 106.0]  # row 1 of the source ...
-    assert list(frame["advantage ′"]) == [5.0, 6.0]  # ... is row 0 of the other
+    assert list(frame["advantage"]) == [105.0, 106.0]  # row 1 of the source
+    assert list(frame["advantage ′"]) == [5.0, 6.0]  # row 0 of the other source
     assert list(frame["Δ advantage"]) == [-100.0, -100.0]
 
 
@@ -584,11 +584,11 @@ def test_5000_tokens_stay_small() -> None:
     assert view.tokens > 5000
     assert "Left out of this static form:" in page.text
     about = json.dumps(view._about)
-    assert len(about) < 60_000  # grows with turns and with different pieces, not with tokens
+    assert len(about) < 60_000  # grows with turns and distinct pieces, not with tokens
     assert took < 3
 
 
-# --- how often -----------------------------------------------------------------------------------
+# --- update rate ---------------------------------------------------------------------------------
 
 
 async def test_throttle_sends_ten_a_second_and_the_last_state() -> None:
@@ -600,7 +600,7 @@ async def test_throttle_sends_ten_a_second_and_the_last_state() -> None:
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.15)
     assert seen[-1] == 399
-    assert len(seen) <= 1 + 399 * 0.1 / 0.05  # even when every sleep took far longer than it should
+    assert len(seen) <= 1 + 399 * 0.1 / 0.05  # even if every sleep took far longer than requested
     assert len(seen) < 200
 
 
@@ -638,7 +638,7 @@ def test_throttle_outlives_its_loop() -> None:
     async def once() -> None:
         throttle.schedule()
         await asyncio.sleep(0.02)
-        throttle.schedule()  # planned on a loop that ends before it is due
+        throttle.schedule()  # planned on a loop that closes before the call is due
 
     asyncio.run(once())
     before = len(seen)
@@ -872,7 +872,7 @@ async def test_pool_view_selection_is_a_frame() -> None:
         assert view.to_code().splitlines()[-1] == "view.to_frame()"
         leases = [await pool.acquire("calc-1/0"), await pool.acquire("a person")]
         leases[0].turn = 2
-        # As a click says it; a sandbox that ended meanwhile is no error.
+        # Selecting a sandbox that no longer exists by a click is not an error.
         view._on_message(view, {"kind": "set", "page": "a", "name": "_selected", "value": [leases[0].id, 99]}, [])
         assert view.selection.numbers == (leases[0].id,)
         frame = view.selection.to_frame()
@@ -941,7 +941,7 @@ def test_train_view_follows_a_run() -> None:
     assert "No step is recorded yet" in check_static(view).text
     for _ in range(5):
         run.step(eval_success=0.5, eval_low=0.4, eval_high=0.6)
-    view._repr_mimebundle_()  # shown again, it does not wait for its next update
+    view._repr_mimebundle_()  # displaying the view refreshes it immediately
     assert view.steps == (1, 2, 3, 4, 5)
     run.step(eval_success=0.5, eval_low=0.4, eval_high=0.6)
     _until(lambda: len(view.steps) == 6)
@@ -968,7 +968,7 @@ def test_train_view_of_a_folder(tmp_path: Path) -> None:
     for path in (tmp_path, str(tmp_path), tmp_path / "steps.jsonl"):
         view = w.TrainView(path)
         assert view.steps == (1, 2, 3, 4)
-        assert view.to_frame()["success"][4] == np.float32(0.9)  # written again after a resume: the last counts
+        assert view.to_frame()["success"][4] == np.float32(0.9)  # after a resume, the last record of a step is used
         assert math.isnan(view.to_frame()["reward"][4])
     (tmp_path / "steps.jsonl").write_text("\n".join([lines[0], "broken", lines[1]]))
     with pytest.raises(ValueError, match="line 2"):
@@ -1039,14 +1039,14 @@ def test_a_picked_step_is_one_of_the_run() -> None:
 @pytest.mark.parametrize(
     ("key", "values", "axis"),
     [
-        ("truncated", [0.0, 0.0, 0.0], (0.0, 1.0)),  # a share of nothing: no chart of a share goes below 0
+        ("truncated", [0.0, 0.0, 0.0], (0.0, 1.0)),  # the axis of a fraction does not go below 0
         ("clip_fraction", [0.0, 0.0, 0.0], (0.0, 1.0)),
         ("loss", [0.0, 0.0, 0.0], (0.0, 1.0)),
         ("clip_fraction", [0.5, 1.0, 0.98], (0.0, 1.0)),
         ("clip_fraction", [0.97, 1.0, 0.98], (0.9688, 1.0)),
         ("turns", [2.0, 2.0, 2.0], (0.0, 2.08)),
         ("loss", [-1.0, -1.0, -1.0], (-1.04, 0.0)),
-        ("truncated", [1.5, 1.5, 1.5], (0.0, 1.5)),  # what cannot be is drawn all the same
+        ("truncated", [1.5, 1.5, 1.5], (0.0, 1.5)),  # impossible values are drawn too
     ],
 )
 def test_the_axis_of_a_chart(key: str, values: list[float], axis: tuple[float, float]) -> None:
@@ -1074,15 +1074,15 @@ def test_several_runs_share_their_charts(tmp_path: Path) -> None:
     assert repr(view) == "TrainView(3 runs, 20 steps)"
     frame = view.to_frame()
     assert list(frame.loc["<b>saved</b>"].index) == [4, 5, 6, 7, 8]
-    assert math.isnan(frame.loc[("long", 1), "success_low"])  # it does not say of how many chains
+    assert math.isnan(frame.loc[("long", 1), "success_low"])  # the record lacks the number of chains
     assert frame.loc[("<b>saved</b>", 4), "success_low"] == pytest.approx(0.3808, abs=1e-3)  # Wilson, 32 of 64
     panel = {p["key"]: p for p in view._about["panels"]}
-    assert panel["reward"]["hi"] >= 1.2  # the range is that of all runs
+    assert panel["reward"]["hi"] >= 1.2  # all runs share the range
     assert "seconds_update" in panel
     assert "kl_reference" not in panel
     short.step()
     _until(lambda: len(view.to_frame().loc["short"]) == 4)
-    view.step = 11  # known to one of them
+    view.step = 11  # a step of only one run
     sent(view)
     assert "<b>saved</b>" in check_static(view).text
     with pytest.raises(ValueError, match="one entry per run"):
@@ -1160,11 +1160,11 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
     assert len(view.selection) == 0
     assert "not one of" in view._list["note"]
     assert view.rollout is None
-    assert shown.comm is None  # closed with the list that it belonged to
+    assert shown.comm is None  # closed together with the list
     view.refresh()
     low, high = view.to_frame().loc[1, ["success_low", "success_high"]]
     assert 0 <= low <= view.to_frame().loc[1, "success"] <= high <= 1
-    folder = w.TrainView(tmp_path / "run")  # as another day: only its folder
+    folder = w.TrainView(tmp_path / "run")  # without a handle, from the folder only
     assert folder._about["control"]["can"] is False
     assert len(await folder.open_step(1)) == 4
     folder.pick(folder.rollout.trajectories[0])
@@ -1185,7 +1185,7 @@ def test_a_saved_notebook_keeps_its_pictures_alone(tmp_path: Path, monkeypatch: 
     import nbformat
     from nbformat.sign import NotebookNotary
 
-    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))  # where trust is kept
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))  # folder of the trust database
     view, other = w.TokenView(trajectory()), {WIDGET_MIME: {"model_id": "x"}, "text/plain": "Slider()"}
     both = view._repr_mimebundle_()[0]
     new = nbformat.v4.new_output
@@ -1203,7 +1203,7 @@ def test_a_saved_notebook_keeps_its_pictures_alone(tmp_path: Path, monkeypatch: 
     before = file.read_bytes()
     assert w.freeze(file) == 0
     assert file.read_bytes() == before
-    # A widget without a picture stays as it is, with its state; one that nobody trusted is not trusted afterwards.
+    # A widget without a picture is unchanged and keeps its state; an untrusted notebook stays untrusted.
     notebook.cells.append(nbformat.v4.new_code_cell("slider # mine", outputs=[new("display_data", data=other)]))
     nbformat.write(notebook, file)
     assert w.freeze(file) == 1
@@ -1230,7 +1230,7 @@ def test_a_frame_of_all_tokens_and_of_those_selected_agree() -> None:
 
 
 async def test_every_view_hands_its_selection_and_its_code_to_a_cell() -> None:
-    """What a person can expect of any view, whatever it shows."""
+    """All views have the same interface for their selection and code."""
     import agents
 
     from agentfly_kit.pool.pool import Pool

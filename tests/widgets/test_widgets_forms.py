@@ -1,4 +1,4 @@
-"""The forms without a browser: what they call, what they score, what they show."""
+"""Forms without a browser: calling tools, scoring rewards, and showing the results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def weather(
 
 
 async def ask(view: w.View, name: str, value: Any = None) -> None:
-    """What a click does, and its end."""
+    """Send a click and wait until its action is done."""
     view._on_message(view, {"kind": "do", "page": "a", "name": name, "value": value}, [])
     await asyncio.sleep(0)
     while view._jobs:
@@ -236,7 +236,7 @@ def test_what_is_no_tool() -> None:
 
 
 def saved(n: int = 12, nasty: bool = False) -> af.Rollout:
-    """Chains whose answer is right for every third task; one was cut, one failed."""
+    """Return chains with a correct answer for every third task; one is truncated and one failed."""
     out = []
     for i in range(n):
         text = NASTY[i % len(NASTY)] if nasty else f"it is {i if i % 3 == 0 else -1}"
@@ -275,7 +275,7 @@ async def test_a_reward_form_shows_what_flipped() -> None:
     assert form._about["old"]["mean"] == "0"
     assert form._about["new"] == {"mean": "0.3636", "success": "0.3636", "scored": 11, "unscored": 1}
     assert [row[0] for row in form._about["rows"][:4]] == gained
-    assert [t.reward for t in rollout.trajectories if t.reward] == []  # the rollout is as it was
+    assert [t.reward for t in rollout.trajectories if t.reward] == []  # the rollout is unchanged
     await ask(form, "look", gained[1])
     assert form.picked is rollout.trajectories[3]
     assert "Reward 1" in form._detail["new"]
@@ -302,9 +302,9 @@ async def test_a_reward_that_is_defined_again_is_scored_again() -> None:
     await form.score()
     assert form._about["new"]["mean"] == "0.25"
     form._redefined()
-    assert not form._jobs  # the same reward: nothing to do
+    assert not form._jobs  # the reward is unchanged
     exec(source.format("1.0"), cell)
-    form._redefined()  # as the hook does when a cell has run
+    form._redefined()  # called by the hook after each cell
     await asyncio.wait(form._jobs)
     assert form._about["new"]["mean"] == "1"
     assert form._about["last"]["mean"] == "0.25"
@@ -312,7 +312,7 @@ async def test_a_reward_that_is_defined_again_is_scored_again() -> None:
     form._on_message(form, {"kind": "open", "page": "a"}, [])
     form._on_message(form, {"kind": "close", "page": "a"}, [])
     exec(source.format("0.5"), cell)
-    form._redefined()  # nobody looks at it
+    form._redefined()  # no page is open
     assert not form._jobs
 
 
@@ -353,7 +353,7 @@ async def test_what_a_reward_form_keeps(tmp_path: Any) -> None:
     del rollout
     form.rescored = None
     gc.collect()
-    assert form.record is None  # its page is gone, and with it the rollout
+    assert form.record is None  # the rollout is released with the last page
     with pytest.raises(RuntimeError, match="the rollout no longer exists"):
         await form.score()
     for wrong in (7, ["x"], None):
