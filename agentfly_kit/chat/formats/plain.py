@@ -103,7 +103,7 @@ def _is_inside_input(text: str, at: int) -> bool:
 def _react_call(
     text: str, action: re.Match[str], id: str, tools: Sequence[dict[str, Any]]
 ) -> tuple[ToolCall | None, int]:
-    """Parse the call of an Action line. Return it, or None if it is incomplete, and its end."""
+    """Parse the call of an Action line. Return it (None if incomplete) and its end position."""
     name, blank = action.group(1).strip(" \t"), _BLANK_LINES.match(text, action.end())
     given = _INPUT.match(text, blank.end()) if blank else None
     at = given.end() if given else action.end()
