@@ -119,7 +119,7 @@ class Batch(Displayable):
         `ppo_step` calls this, because batches may be modified after `collate`.
 
         Raises:
-            AlignmentError: If a tensor does not match the others in shape or holds invalid values. The message names it.
+            AlignmentError: If a tensor has the wrong shape or holds invalid values. The message names it.
         """
         shape = (len(self), self.ids.shape[1])
         for name in (*_ROW_FIELDS, *_PADDING):

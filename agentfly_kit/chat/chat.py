@@ -71,7 +71,7 @@ class Chat:
             raise SettingsError(f'history must be "exact", "append" or "rerender", got {history!r}')
         self.tokenizer = tokenizer
         self.history = history
-        # Control tokens: special tokens, and added tokens that the template uses. Message text must never encode to them.
+        # Control tokens: special tokens, and added tokens that the template uses. Text must never encode to them.
         added = {str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         texts = {t for t in added if t.strip() and t in str(source)} | {t for t in tokenizer.all_special_tokens if t}
         self._controls = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
@@ -398,8 +398,8 @@ class Drift(Displayable):
 
     Attributes:
         cause: "template": the template renders different text. "re-tokenisation": the same text is split into
-            different tokens. "other": the tokens do not decode to valid text, or the template rejects the conversation. "none":
-            no drift.
+            different tokens. "other": the tokens do not decode to valid text, or the template rejects the
+            conversation. "none": no drift.
         index: Index of the first differing token in the row; the length of the row if there is none.
         tokens: Number of tokens of the row.
         turn: Kind and index of the turn that contains the token.
