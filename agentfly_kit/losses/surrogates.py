@@ -228,7 +228,7 @@ def clip_cov(
     """`ppo` without the loss of a few random tokens that reduce entropy most.
 
     Candidates are tokens whose clip does not bind and whose covariance of advantage and logprob is between `low` and
-    `high`. A fraction `share` of all action tokens, at least one, is drawn from them. Pass a whole minibatch and a new seed.
+    `high`. At least one of them is drawn, up to `share` of all action tokens. Pass a whole minibatch and a new seed.
 
     Shapes:  (B, T) each -> (B, T).
     Source:  The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617 (Clip-Cov).
@@ -255,7 +255,7 @@ def kl_cov(
 ) -> Tensor:
     """-ratio A, plus coef |log ratio| on the tokens with the highest covariance of advantage and logprob.
 
-    The penalty applies to a fraction `share` of all action tokens, at least one. There is no clip. Pass a whole minibatch.
+    The penalty applies to a share of all action tokens, at least one. There is no clip. Pass a whole minibatch.
 
     Shapes:  (B, T) each -> (B, T).
     Source:  arXiv 2505.22617 (KL-Cov); the penalty |log ratio| follows its code.

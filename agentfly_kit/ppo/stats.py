@@ -151,12 +151,12 @@ def token_detail(
 ) -> dict[str, Any]:
     """Compare every token before and after the step: float32 arrays (B, T) by name, NaN where the mask is 0.
 
-    `entropy` is the entropy before the step, (B, T). "weight", "kl_reference", "value" and "return" are included if available.
+    `entropy`, (B, T), is from before the step. "weight", "kl_reference", "value" and "return" are included if available.
     """
     batch, old = inputs.batch, inputs.old_logprobs
     after = score(policy, batch, "logprob", config)
 
-    # A token is clipped if the policy loss at the new logprobs, with weight 1 per token, has zero gradient at that token.
+    # A token is clipped if the policy loss at the new logprobs, with weight 1 per token, has zero gradient there.
     micro = inputs.select(torch.arange(len(batch)), batch.mask.float(), torch.device("cpu"))
     logprobs = after[micro.positions].requires_grad_()
     gradient = torch.autograd.grad(loss(logprobs, micro).sum(), logprobs)[0]

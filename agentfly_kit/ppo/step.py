@@ -65,7 +65,7 @@ def ppo_step(
         config: Settings of the step; a `TrainConfig` works too.
         reference: Frozen reference policy for the KL; not used if the batch has `ref_logprobs`.
         seed: Seed for the order of trajectories in each epoch.
-        accelerator: An accelerate.Accelerator with several processes, which share the rows of each minibatch. Each process
+        accelerator: Accelerator (of accelerate) whose processes share the rows of each minibatch. Each process
             must have the same policy and pass the same batch (see `gather`). Sharded models are not supported.
         detail: Whether to store per-token arrays of the step, (B, T), in `stats.detail`.
         cancel: Event that cancels the step at the next micro-batch (with several processes: at the next update). The
