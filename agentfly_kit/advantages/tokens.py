@@ -75,7 +75,7 @@ def gae(
 
     trajectory_index: rows of one trajectory, in the given order, form one episode: the value after the last action
     token of a row is the value at the first action token of the next row, even with observations="step". By
-    default every row is an episode, and a compacted row ends with value 0, unless `bootstrap` gives the value of its end.
+    default every row is an episode, and a compacted row ends with value 0, unless `bootstrap` gives its end value.
 
     Shapes:  token_rewards, values, mask (B, T) or (T,); turns (B, T) ids, read at action tokens; bootstrap (B,), the
              value of the state in which a row was truncated, 0 for a row that ended (with trajectory_index, only the

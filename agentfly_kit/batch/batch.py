@@ -29,7 +29,7 @@ _PADDING |= dict.fromkeys(("logprobs", "entropies", *_MASKED_FIELDS), math.nan)
 class Dropped:
     """Record of a trajectory, or one of its rows, that is excluded from every loss term and denominator."""
 
-    trajectory: str  # its id
+    trajectory: str  # trajectory id
     reason: str
     row: int | None = None  # index of the excluded row; None if all rows are excluded
     filtered: bool = False  # True if a filter excluded it, False if it cannot be trained on

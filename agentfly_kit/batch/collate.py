@@ -56,7 +56,7 @@ def collate(
             per="trajectory", (N, K) gives one advantage per sampled turn, as computed by `gigpo` and `arpo`; see
             `turn_data`. None leaves all advantages NaN, to be set later.
         per: "trajectory" takes one advantage per trajectory and assigns it to all of its rows. "row" (verl) passes
-            every row to the function as if it were a trajectory of its own: N is then the number of rows, each with the
+            every row to the function as if it were a separate trajectory: N is then the number of rows, each with the
             reward of its trajectory.
         authors: Authors whose tokens are trained on, if this policy sampled them. None trains on all sampled tokens.
             Turn rewards earned by other authors are ignored.
@@ -66,8 +66,8 @@ def collate(
             `advantages.gae(bootstrap=)`; see `Policy.bootstrap_values`.
         penalty: Amount that truncated="penalty" subtracts, in units of reward.
         allow_truncated_sampling: Whether to accept rows sampled under top-p, top-k or min-p. By default they are
-            rejected, because the probability ratio of the update would be off by the kept mass. True records that mass
-            for `PPOConfig(correction=)`.
+            rejected, because their probability ratios would be off by the factor of the kept mass. True records that
+            mass for `PPOConfig(correction=)`.
         filters: Filters that exclude further trajectories; see `af.filters`. A filtered trajectory is treated as
             unscored and is not included in any mean.
 
@@ -94,8 +94,8 @@ def collate(
         given = [t.replace(reward=t.reward - penalty) if t.truncated and t.reward is not None else t for t in given]
     given = [t.replace(reward=None) if t.id in filtered else t for t in given]
 
-    # The estimator receives one reward per unit: a trajectory or, with per="row", a row with trained tokens (a
-    # trajectory without any is then one unit).
+    # The estimator receives one reward per unit. A unit is a trajectory or, with per="row", a row with trained tokens
+    # (a trajectory without trained tokens is then one unit).
     names = _author_names(authors, given)
     rows: list[_TrainedRow] = []
     dropped: list[Dropped] = []
@@ -213,7 +213,7 @@ def _unusable_reason(
         if writers and not names:
             return f"actions written by {' and '.join(sorted(writers))}, not sampled by a policy"
         return _not_sampled(names)
-    # Only greedy or truncated sampling records a kept mass, so such turns were not sampled with these settings.
+    # Only greedy or truncated sampling records a kept mass; under other settings, a kept mass means greedy sampling.
     sampled = [turn for turn in t.turns if turn.sampled]
     if t.sampling.greedy or (not t.sampling.truncates and any(turn.kept_mass is not None for turn in sampled)):
         raise BatchError(

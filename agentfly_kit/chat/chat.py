@@ -139,8 +139,8 @@ class Chat:
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:
         """Return the ids of the initial messages and tool schemas, with the generation prompt.
 
-        If the template does not render tools, or renders them in a different format, the instructions of the format
-        are added to the system message.
+        If the template does not render tools, or renders them in a different format, the format's instructions are
+        added to the system message.
 
         Raises:
             ChatTemplateError: if there are tools, but their results cannot be appended exactly, or if the template
@@ -190,7 +190,7 @@ class Chat:
         return self.template.append_violation(kind)
 
     def needs_rerender(self, messages: Sequence[Message]) -> bool:
-        """Return True if history="rerender", and `messages` cannot be appended exactly."""
+        """Return True if history="rerender" and `messages` cannot be appended exactly."""
         return self.history == "rerender" and any(map(self.append_violation, _following_roles(messages)))
 
     def _require_append(self, following: FollowingRole) -> None:
@@ -228,7 +228,7 @@ class Chat:
     def _prepare(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> tuple[list[Message], Sequence[dict[str, Any]]]:
-        """Return the messages and tool schemas to render, with the instructions of the format if necessary."""
+        """Return the messages and tool schemas to render, with the format's instructions if necessary."""
         adapted, shown = self._adapt_messages(messages), self._visible_tools(tools)
         if not tools or shown:
             return adapted, shown
@@ -444,7 +444,7 @@ class ChatReport(Displayable):
         generation_prompt: Text before the first token of the assistant; some templates open or close thinking here.
         boundary: Text between the last character of an action and the first character of a tool result.
         thinking: Earlier thinking in rendered history: "kept", "kept until a user speaks", "dropped" or "unknown".
-        whitespace: Outer whitespace of answers in rendered history: "kept" or "trimmed". Rows keep it as sampled.
+        whitespace: Surrounding whitespace of answers in rendered history: "kept" or "trimmed". Rows keep it as sampled.
     """
 
     name: str
@@ -477,7 +477,7 @@ def check(tokenizer: Any, **settings: Any) -> ChatReport:
         A report, shown as a table in notebooks.
 
     Raises:
-        ChatTemplateError: only if no `Chat` can be created.
+        ChatTemplateError: if no `Chat` can be created.
     """
     chat = tokenizer if isinstance(tokenizer, Chat) else Chat(tokenizer, **settings)
     template = chat.template

@@ -407,7 +407,7 @@ class Template:
         return text[: -len(self.answer_tail)] if self.answer_tail and text.endswith(self.answer_tail) else text
 
     def whitespace_kept(self) -> bool:
-        """Return True if outer whitespace of an answer is kept in rendered history."""
+        """Return True if whitespace around an answer is kept in rendered history."""
         return " qzanswerzq \n" in self._probe(_USER, self._answer_message(" qzanswerzq \n"))
 
     def opening(self) -> str:

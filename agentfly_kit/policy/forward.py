@@ -52,7 +52,7 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """Separate value model: a copy of the policy's decoder with a value head, so that value loss leaves the policy alone."""
+    """Separate value model: a copy of the policy's decoder with a value head. Its loss does not affect the policy."""
 
     def __init__(self, trunk: Any, width: int) -> None:
         super().__init__()

@@ -52,8 +52,8 @@ class PPOConfig:
             mask), such as functools.partial(af.losses.cispo, bounds="upper"). A custom function gets the rows of one
             micro-batch, (B, T) each and 0 where the mask is 0, and returns the loss of each token, (B, T), which
             `aggregate` reduces. `af.losses.clip_cov` and `kl_cov` are rejected; they need the whole minibatch.
-        aggregate: How per-token losses are reduced to one number: a mode of `af.losses.aggregate`, or a dict of the
-            mode under "how" and its options, such as {"how": "fixed", "denominator": 512.0}. Sequence means and
+        aggregate: How per-token losses are reduced to one number: a mode of `af.losses.aggregate`, or a dict with
+            the mode under "how" and its options, such as {"how": "fixed", "denominator": 512.0}. Sequence means and
             sequence losses treat each row as a sequence, even if a trajectory has several.
         clip: Clip range of the probability ratio below 1. None is the default of the loss (0.2 for "ppo"). This and the
             next two settings are rejected if `loss` is a function; bind them with functools.partial.

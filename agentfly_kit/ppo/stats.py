@@ -32,7 +32,7 @@ class Stats(Displayable):
         clip_fraction: Fraction of action tokens whose clip binds, given the sign of the advantage, in the last epoch.
         entropy: Exact entropy at the sampling temperature, in nats per token.
         grad_norm: Gradient norm before clipping, mean over updates.
-        value_loss: Value loss, the mean over updates; NaN if there is none.
+        value_loss: Value loss, the mean over updates; NaN without a value loss.
         kl_reference: KL to the reference policy, estimated with `kl_kind`, in nats per token.
         explained_variance: Share of the variance of the returns that the values explain; NaN without values.
         ratio_max: 1 plus the largest deviation of a probability ratio from 1.
@@ -97,7 +97,7 @@ class Stats(Displayable):
 
 
 class RunningStats:
-    """Sums over micro-batches, and the maximum of "ratio". They stay on the device until they are read."""
+    """Sums of statistics over micro-batches, and the maximum of "ratio". They stay on the device until read."""
 
     NAMES = ("loss", "policy_loss", "value_loss", "kl_reference", "entropy", "tokens", "approx_kl", "clipped", "ratio")
 
@@ -151,7 +151,7 @@ def token_detail(
 ) -> dict[str, Any]:
     """Compare every token before and after the step: float32 arrays (B, T) by name, NaN where the mask is 0.
 
-    `entropy`, (B, T), is from before the step. "weight", "kl_reference", "value" and "return" are included if available.
+    `entropy` (B, T) is from before the step. "weight", "kl_reference", "value" and "return" are included if available.
     """
     batch, old = inputs.batch, inputs.old_logprobs
     after = score(policy, batch, "logprob", config)

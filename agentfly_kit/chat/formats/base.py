@@ -21,7 +21,7 @@ class Parsed:
     """Parsed text of one action.
 
     Attributes:
-        content: Text outside of calls and thinking, without outer whitespace.
+        content: Text outside of calls and thinking, without surrounding whitespace.
         calls: Calls in the order written. A malformed call has `.error`, which is shown to the model.
         thinking: Text inside thinking tags; None if there are no tags, "" if they are empty.
         complaint: Error message for the model if the text ends inside a tool call, else "". The unfinished call
@@ -211,7 +211,7 @@ def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, di
     key = next((key for key in keys if key in body), None)
     if key is None:
         others = [key for key in body if key not in ("name", "id", "type")]
-        # Tools without arguments are often called without the key; any other key is a misspelling of it.
+        # Tools without arguments are often called without the key; any other key is treated as a misspelling.
         return name, {}, f'has no "{keys[0]}" (it has {", ".join(map(short_repr, others[:3]))})' if others else ""
     arguments = body[key]
     if not isinstance(arguments, dict):

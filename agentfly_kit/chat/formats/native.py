@@ -272,7 +272,7 @@ def _read_function(text: str, start: int, tools: Sequence[dict[str, Any]]) -> tu
 
 @functools.lru_cache(maxsize=1)
 def _last_value_end(text: str) -> int:
-    """Return the position of the last closing tag that ends a value, or -1. Searches beyond it are pointless."""
+    """Return the position of the last closing tag that ends a value, so that no search for one runs in vain; or -1."""
     return max((end.start() for end in _VALUE_END.finditer(text)), default=-1)
 
 

@@ -116,7 +116,7 @@ class SlotTable:
         slot.request, slot.last_used = None, self.tick
 
     def use_weights(self, number: int) -> None:
-        """Empty idle slots whose keys were computed with older weights. Running rows keep theirs until their turn ends."""
+        """Empty idle slots with keys of older weights. Running rows keep their keys until their turn ends."""
         self.weights = number
         for i in range(self.active, len(self._slots)):
             if self._slots[i].weights != number:
@@ -125,7 +125,7 @@ class SlotTable:
     def admit(self, request: Request, waiting: int, *, empty: bool) -> tuple[int, int] | None:
         """Return a slot and how many of the request's ids the slot already holds; None if all slots are running.
 
-        Slots are allocated together for all `waiting` requests. If `empty`, no common prefix is sought, because the
+        Slots are allocated together for all `waiting` requests. If `empty`, no common prefix is looked up, because the
         caller will copy the whole prompt.
         """
         own = self.session_slot.get(request.session)
@@ -153,7 +153,7 @@ class SlotTable:
         return own, common
 
     def held_history(self, request: Request) -> int:
-        """Return the length of the session's history in its slot, or 0 if the request does not continue that history."""
+        """Return the length of the session's history in its slot, or 0 if the request does not continue it."""
         own = self.session_slot.get(request.session)
         if own is None or self._slots[own].weights != self.weights:
             return 0

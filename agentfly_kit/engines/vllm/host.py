@@ -379,7 +379,7 @@ class Host:
     # --- shutdown ---
 
     def stop(self) -> None:
-        """Stop vLLM's processes and the host's thread, and wait for them. May be called from any thread."""
+        """Stop vLLM's processes and the host's thread, and wait for them. Callable from any thread."""
         with self._stopping:
             if self._thread.is_alive() and threading.current_thread() is not self._thread:
                 with contextlib.suppress(RuntimeError):

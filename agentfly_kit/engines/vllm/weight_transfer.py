@@ -372,7 +372,7 @@ class BufferNotOpened(Exception):
 class Delivery:
     """Async context manager that transfers a policy's weights to the workers of an engine.
 
-    It holds `policy.lock` until the last chunk is written. On exit it releases the buffer and, in any case, the lock.
+    It holds `policy.lock` until the last chunk is written. On exit it releases the buffer and always the lock.
     `send` passes each chunk to a function `call`: `await call("agentfly_receive", handle, slices, number, last)`
     returns one result per worker when the workers no longer need the chunk, either None or the reason why the worker
     could not open the buffer.
