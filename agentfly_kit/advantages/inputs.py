@@ -45,7 +45,7 @@ def as_bool_mask(mask: Any, like: Tensor) -> Tensor:
 
 
 def require_finite(x: Tensor, where: Tensor, name: str, why: str) -> Tensor:
-    """Return x, with 0 where `where` is False. Raise ValueError if another element is not finite."""
+    """Return x, with 0 where `where` is False. Raise ValueError if any other element is not finite."""
     bad = where & ~torch.isfinite(x)
     if bool(bad.any()):
         place = bad.nonzero()[0].tolist()

@@ -213,7 +213,7 @@ def _unusable_reason(
         if writers and not names:
             return f"actions written by {' and '.join(sorted(writers))}, not sampled by a policy"
         return _not_sampled(names)
-    # Only greedy or truncated sampling records a kept mass; under other settings, a kept mass means greedy sampling.
+    # Only greedy or truncated sampling records a kept mass, so without truncation a kept mass means greedy sampling.
     sampled = [turn for turn in t.turns if turn.sampled]
     if t.sampling.greedy or (not t.sampling.truncates and any(turn.kept_mass is not None for turn in sampled)):
         raise BatchError(

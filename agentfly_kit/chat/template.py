@@ -377,7 +377,7 @@ class Template:
     # --- start and end of an action ---
 
     def stops(self) -> tuple[str, ...]:
-        """Return the control tokens that end an action: that of an answer, then that of a call if different.
+        """Return the control tokens that end an action: the one for answers, then the one for calls if different.
 
         In a template without an end-of-turn token, the tag of the next role ends the action. Tokens that also occur
         inside an action, for example between thinking and answer, are excluded.

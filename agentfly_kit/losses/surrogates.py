@@ -81,7 +81,7 @@ def gspo(
     clip: float = 3e-4,
     clip_high: float | None = 4e-4,
 ) -> Tensor:
-    """PPO's clip on the ratio of the whole row, the geometric mean of its tokens' ratios.
+    """PPO's clip, applied to the ratio of the whole row (the geometric mean of its tokens' ratios).
 
     This is the GSPO-token form: each token has the value of the row's ratio but its own gradient, so that advantages
     may differ per token. With one advantage per row and "seq_mean_token_mean" it equals GSPO.
@@ -255,7 +255,7 @@ def kl_cov(
 ) -> Tensor:
     """-ratio A, plus coef |log ratio| on the tokens with the highest covariance of advantage and logprob.
 
-    The penalty applies to a share of all action tokens, at least one. There is no clip. Pass a whole minibatch.
+    The penalty applies to a fraction `share` of action tokens, at least one. There is no clip. Pass a whole minibatch.
 
     Shapes:  (B, T) each -> (B, T).
     Source:  arXiv 2505.22617 (KL-Cov); the penalty |log ratio| follows its code.

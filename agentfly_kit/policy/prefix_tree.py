@@ -38,7 +38,7 @@ def build_prefix_trees(ids: Tensor, lengths: list[int], *, scale: float, max_tok
     texts = [array[i, :n] for i, n in enumerate(lengths)]
     max_tokens = min(max_tokens, _MAX_TREE_TOKENS)
     trees: list[PrefixTree] = []
-    # In lexicographic order, the row with the longest common prefix is the previous. Big-endian bytes sort like ids.
+    # In lexicographic order, the row with the longest common prefix is the previous one. Big-endian bytes sort alike.
     for i in sorted(range(len(lengths)), key=lambda i: texts[i].astype(">i8").tobytes()):
         n = lengths[i]
         if trees:
@@ -122,7 +122,7 @@ def split_by_token_budget(lengths: Tensor, micro_tokens: int, launch_overhead: i
 
 
 def _cheapest_ends(sizes: list[int], limits: list[int], launch_overhead: int) -> list[int]:
-    """Return, for each row, the end of the cheapest micro-batch that begins there, by dynamic programming."""
+    """Return, for each row, the end of the micro-batch that begins there in the cheapest split (dynamic programming)."""
     cost = [0.0] * (len(sizes) + 1)  # least total cost of the rows from each row on
     ends = [0] * len(sizes)
     for a in range(len(sizes) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""Data parallelism within a PPO step: rows are distributed by token count, gradients and statistics are summed."""
+"""Data parallelism within a PPO step: rows are distributed by token count; gradients and statistics are summed."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from agentfly_kit.policy.policy import Policy
 CachedForward: TypeAlias = Callable[[KVCache, Tensor, Tensor, Tensor, object], Tensor]
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
-# Maximum number of parameters for fusing. The fused weights are a copy, and for larger models the savings are negligible.
+# Maximum number of parameters for fusing. Fused weights are a copy, and larger models would hardly benefit.
 _MAX_PARAMETERS = 1 << 24
 
 

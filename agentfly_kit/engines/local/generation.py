@@ -213,7 +213,7 @@ class ContinuousBatch:
         return self._cached_forward(cache, tokens, positions, mask, (self._weights.last, self.policy.version))
 
     def _check_model(self) -> None:
-        """Select the forward pass if the model has been replaced, for example by adding an adapter."""
+        """Select the forward pass if the model is new or was replaced, for example by adding an adapter."""
         if self._model is not self.policy.model:
             self._cached_forward = cached_forward(self.policy)
             self._model = self.policy.model

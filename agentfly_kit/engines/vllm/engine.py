@@ -1,4 +1,4 @@
-"""An engine that samples with vLLM: AsyncLLM on a separate thread, its core in child processes.
+"""An engine that samples with vLLM: AsyncLLM runs on a separate thread, its core in child processes.
 
 Prompts are passed as token ids, and samples are returned as ids with logprobs. The weights of a `Policy` are loaded
 without a restart. vLLM is imported when the engine starts, not before.

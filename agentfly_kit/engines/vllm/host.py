@@ -1,4 +1,4 @@
-"""A running vLLM instance: AsyncLLM on a thread with its own event loop, its core in child processes."""
+"""A running vLLM instance: AsyncLLM runs on a thread with its own event loop, its core in child processes."""
 
 from __future__ import annotations
 
