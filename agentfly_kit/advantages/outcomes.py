@@ -107,8 +107,7 @@ def gpg(
     """Reward minus group mean, rescaled to compensate for trajectories without gradient. Its loss is `reinforce`.
 
     A group whose rewards are all equal adds nothing to the sum but stays in the denominator; the factor is the number
-    of scored trajectories divided by the number of those in other groups. verl divides by the number of non-zero
-    *rewards* instead.
+    of scored trajectories over the number of those in other groups. verl counts non-zero *rewards* for the latter.
 
     Shapes:  rewards (N,), groups (N,) -> (N,).
     Units:   reward, times a factor of at least 1.
@@ -203,7 +202,7 @@ def maxrl(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") ->
 
     Shapes:  rewards (N,), groups (N,) -> (N,). A group of zeros gives zeros.
     Units:   group means.
-    Raises:  ValueError if a reward is infinite or negative, because it represents a success rate. NaN means unscored.
+    Raises:  ValueError if a reward is infinite or negative; rewards stand for success rates. NaN means unscored.
     Source:  MaxRL, arXiv 2602.02710, Algorithm 1.
     """
     g = GroupedRewards.from_rewards(rewards, groups)

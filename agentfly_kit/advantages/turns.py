@@ -130,7 +130,7 @@ def arpo(
     advantage of a row is multiplied by its weight times the number of leaves of the group, which removes nearly all of
     this bias; see "Forked chains" in docs/conventions.md. Without forks all three equal `grpo`.
 
-    Shapes:  rewards, groups (N,), one entry per leaf; turn_ids as in `branch_weights` -> (N, K), K the maximum path length.
+    Shapes:  rewards, groups (N,), one entry per leaf; turn_ids as in `branch_weights` -> (N, K), K the tree depth.
     Units:   group standard deviations (reward, with std=None).
     Raises:  ValueError if a reward is infinite, or for `turn_ids` that do not form a tree. NaN means unscored.
     Source:  ARPO, arXiv 2507.19849, 3.2; inverse_branching is specific to this package.
