@@ -153,7 +153,7 @@ def cispo(
     *,
     bounds: Bounds = "both",
 ) -> Tensor:
-    """-sg(clipped ratio) A log p, with sg for stop-gradient: the ratio is only a weight, so every token keeps its gradient.
+    """-sg(clipped ratio) A log p (sg: stop-gradient). The ratio is only a weight, so each token has a gradient.
 
     bounds="both" (verl, SkyRL) clips the weight to (1 - clip, 1 + clip_high); "upper" (TRL) only limits it to
     1 + clip_high and ignores `clip`. TRL's `epsilon_high` is the limit itself, so epsilon_high=5 equals clip_high=4.
