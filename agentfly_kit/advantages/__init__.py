@@ -4,8 +4,8 @@ Pure functions without model, config object or gradient, independent of the loss
 of any float type; half precision is computed and returned in float32.
 
 Conventions of all estimators: a reward that is NaN (or None in a list) is unscored, is excluded from every mean and
-has advantage 0; an infinite one raises ValueError. Values where the mask is 0 are never read, so inserting observation
-tokens does not change the advantage of any action; a token reward other than 0 there raises ValueError, because it
+has advantage 0; infinity raises ValueError. Values where the mask is 0 are never read, so inserting observation
+tokens does not change the advantage of any action; a nonzero token reward there raises ValueError, because it
 would be lost. Axes: N trajectories (or rows), K rewards, B rows, T tokens.
 """
 

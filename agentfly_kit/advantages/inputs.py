@@ -45,7 +45,7 @@ def as_bool_mask(mask: Any, like: Tensor) -> Tensor:
 
 
 def require_finite(x: Tensor, where: Tensor, name: str, why: str) -> Tensor:
-    """Return x, with 0 outside `where`. Raise ValueError with the first index inside that is not finite."""
+    """Return x, with 0 where `where` is False. Raise ValueError if any other element is not finite."""
     bad = where & ~torch.isfinite(x)
     if bool(bad.any()):
         place = bad.nonzero()[0].tolist()
@@ -74,7 +74,7 @@ def group_index(groups: Groups, n: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupedRewards:
-    """Rewards with their groups. Methods return a statistic of the scored members of its group for each row."""
+    """Rewards with their groups. For each row, methods return a statistic of the scored rows in its group."""
 
     reward: Tensor  # (N,), 0 where unscored
     scored: Tensor  # (N,) bool
@@ -114,7 +114,7 @@ class GroupedRewards:
     def minus_weighted_mean(self, weights: Tensor) -> Tensor:
         """Return reward minus the weighted mean of the group. If all weights are 0, they are treated as equal.
 
-        It is exactly 0 in flat groups: dividing a rounding error of the mean by a std of its size would amplify it.
+        The result is exactly 0 in flat groups, because dividing by their std would amplify rounding errors.
         """
         none = self.group_sum(weights) <= 0
         w = torch.where(none, 1.0, weights)
@@ -128,7 +128,7 @@ class GroupedRewards:
         return self.singleton(self.centred() / self.std(std, eps), singleton)
 
     def std(self, kind: Std, eps: float) -> Tensor:
-        """Return std + eps, or 1 for `kind=None`."""
+        """Return the group std plus eps, or 1 if `kind` is None."""
         check_choice("std", kind, Std)
         if kind is None:
             return torch.ones_like(self.reward)
@@ -137,7 +137,7 @@ class GroupedRewards:
         return torch.sqrt(variance) + eps
 
     def singleton(self, advantages: Tensor, rule: Singleton) -> Tensor:
-        """Set the advantage of rows that are alone in their group: 0, or the reward itself."""
+        """Set the advantage of rows that are alone in their group to 0 or to their reward, according to `rule`."""
         check_choice("singleton", rule, Singleton)
         return torch.where(self.count == 1, self.reward if rule == "raw" else 0.0, advantages)
 
@@ -152,7 +152,7 @@ class EpisodeRows:
         self.index = group_index(range(rows) if trajectory_index is None else trajectory_index, rows, device)
         trajectories = self.index.tolist()
         counters: dict[int, Iterator[int]] = defaultdict(itertools.count)
-        positions = [next(counters[i]) for i in trajectories]  # of each row in its trajectory
+        positions = [next(counters[i]) for i in trajectories]  # index of each row in its trajectory
         last_rows = {i: row for row, i in enumerate(trajectories)}
         self._position = torch.tensor(positions, dtype=torch.long, device=device)
         self._max_rows = max(positions, default=0) + 1
@@ -180,7 +180,7 @@ class TokenRewards:
 
     reward: Tensor  # (B, T)
     mask: Tensor  # (B, T) bool
-    is_1d: bool  # given as (T,)
+    is_1d: bool  # True if given as (T,)
     rows: EpisodeRows
 
     @classmethod
@@ -205,7 +205,7 @@ class TokenRewards:
         return cls(torch.where(scored, r, 0.0), m & scored, is_1d, rows)
 
     def align(self, x: Any, name: str) -> Tensor:
-        """Convert other values of the tokens to (B, T)."""
+        """Convert other per-token values to shape (B, T)."""
         given: Tensor = torch.atleast_2d(as_floats(x, name, self.reward))
         check_shape(name, given, self.reward.shape)
         return given
@@ -226,7 +226,7 @@ def whitened(x: Tensor, mask: Tensor, std: Std, eps: float, what: str) -> Tensor
         return torch.zeros_like(x)
     kept = x[mask]
     if bool((kept == kept[0]).all()):
-        return torch.zeros_like(x)  # as in a flat group: do not divide rounding errors by each other
+        return torch.zeros_like(x)  # all values are equal: do not divide rounding errors by each other
     mean = kept.mean()
     scale = 1.0 if std is None else kept.std(unbiased=std == "sample") + eps
     return torch.where(mask, (torch.where(mask, x, 0.0) - mean) / scale, 0.0)

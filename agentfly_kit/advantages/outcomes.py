@@ -32,9 +32,9 @@ def grpo(
 
     Shapes:  rewards (N,), groups (N,) ints or strings -> (N,).
     Units:   reward in; group standard deviations out (reward, with std=None).
-    Raises:  ValueError if a reward is infinite. NaN is unscored: left out, advantage 0.
-    Source:  DeepSeekMath, arXiv 2402.03300, 4.1.2. It leaves open which std (see `std`) and the advantage in a group of
-             one (see `singleton`). A group whose rewards are all equal gives exactly 0.
+    Raises:  ValueError if a reward is infinite. NaN means unscored: excluded, advantage 0.
+    Source:  DeepSeekMath, arXiv 2402.03300, 4.1.2. The paper does not specify the kind of std (see `std`) or the
+             advantage in a group of one (see `singleton`). A group whose rewards are all equal gives exactly 0.
     """
     return GroupedRewards.from_rewards(rewards, groups).grpo(std, singleton, eps)
 
@@ -44,7 +44,7 @@ def dr_grpo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") 
 
     Shapes:  rewards (N,), groups (N,) -> (N,).
     Units:   reward.
-    Raises:  ValueError if a reward is infinite. NaN is unscored.
+    Raises:  ValueError if a reward is infinite. NaN means unscored.
     Source:  Understanding R1-Zero-Like Training, arXiv 2503.20783, 3.2. It also requires the aggregation "fixed".
     """
     return grpo(rewards, groups, std=None, singleton=singleton)
@@ -55,8 +55,8 @@ def rloo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> 
 
     Shapes:  rewards (N,), groups (N,) -> (N,).
     Units:   reward.
-    Raises:  ValueError if a reward is infinite. NaN is unscored.
-    Source:  Back to Basics, arXiv 2402.14740. A trajectory alone in its group has no others: see `singleton`.
+    Raises:  ValueError if a reward is infinite. NaN means unscored.
+    Source:  Back to Basics, arXiv 2402.14740. For a trajectory alone in its group, see `singleton`.
     """
     g = GroupedRewards.from_rewards(rewards, groups)
     # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1), which keeps a flat group at exactly 0.
@@ -68,7 +68,7 @@ def remax(rewards: Numbers, groups: Groups | None = None, *, baselines: Numbers)
 
     Shapes:  rewards (N,), baselines (N,) -> (N,). groups is unused; it exists for a uniform signature.
     Units:   reward.
-    Raises:  ValueError if a reward or a baseline is infinite. NaN in either is unscored.
+    Raises:  ValueError if a reward or a baseline is infinite. NaN in either means unscored.
     Source:  ReMax, arXiv 2310.10505.
     """
     r = as_floats(rewards, "rewards")
@@ -106,12 +106,12 @@ def gpg(
 ) -> Tensor:
     """Reward minus group mean, rescaled to compensate for trajectories without gradient. Its loss is `reinforce`.
 
-    A group whose rewards are all equal adds nothing to the sum but stays in the denominator; the factor is scored
-    trajectories / those in other groups. verl counts non-zero *rewards* there instead.
+    A group whose rewards are all equal adds nothing to the sum but stays in the denominator; the factor is the number
+    of scored trajectories over the number of those in other groups. verl counts non-zero *rewards* for the latter.
 
     Shapes:  rewards (N,), groups (N,) -> (N,).
-    Units:   reward, times at least 1.
-    Raises:  ValueError if a reward is infinite. NaN is unscored.
+    Units:   reward, times a factor of at least 1.
+    Raises:  ValueError if a reward is infinite. NaN means unscored.
     Source:  GPG, arXiv 2504.02546, "accurate gradient estimation"; its F_norm is `std`, by default none.
     """
     g = GroupedRewards.from_rewards(rewards, groups)
@@ -131,13 +131,14 @@ def grpo_passk(
 ) -> Tensor:
     """Contribution of a trajectory to the *best* reward among k.
 
-    The mean, over the k-subsets of its group that contain it, of the best reward with it minus the best without it.
+    In each k-subset that contains the trajectory, the best reward drops by some amount without it. The contribution is
+    the mean of these amounts.
     k=None means the whole group (verl), as does a k larger than the group. With std=None, the mean over trajectories
     times k is an unbiased gradient of the expected best of k.
 
     Shapes:  rewards (N,), groups (N,) -> (N,), never negative.
     Units:   group standard deviations (reward, with std=None).
-    Raises:  SettingsError for k < 2; k = 1 is `grpo`. ValueError if a reward is infinite. NaN is unscored.
+    Raises:  SettingsError for k < 2; k = 1 is `grpo`. ValueError if a reward is infinite. NaN means unscored.
     Source:  k = group: arXiv 2503.19595; any k: PKPO, arXiv 2505.15201 (leave one out of each subset).
     """
     if k is not None and k < 2:
@@ -152,7 +153,7 @@ def grpo_passk(
         size = n if k is None else min(k, n)
         rows = rows[torch.argsort(g.reward[rows], stable=True)]
         best = g.reward[rows].tolist()
-        # In sorted order, subsets with the i-th as best have the j-th as second in C(j, size - 2) ways.
+        # In ascending order, C(j, size - 2) of the subsets whose best is the i-th have the j-th as second best.
         ways = [comb(j, size - 2) / comb(n - 1, size - 1) for j in range(n)]
         lead = [sum(ways[j] * (best[i] - best[j]) for j in range(i)) for i in range(n)]
         out[rows] = torch.tensor(lead, dtype=out.dtype, device=out.device)
@@ -201,7 +202,7 @@ def maxrl(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") ->
 
     Shapes:  rewards (N,), groups (N,) -> (N,). A group of zeros gives zeros.
     Units:   group means.
-    Raises:  ValueError if a reward is infinite or negative, because it represents a success rate. NaN is unscored.
+    Raises:  ValueError if a reward is infinite or negative; rewards stand for success rates. NaN means unscored.
     Source:  MaxRL, arXiv 2602.02710, Algorithm 1.
     """
     g = GroupedRewards.from_rewards(rewards, groups)
@@ -222,7 +223,7 @@ def trajectory_level(
 ) -> Tensor:
     """One advantage per *trajectory*, shared by all of its rows.
 
-    Estimated per row, a trajectory with many rows would pull the mean of its group towards its own reward.
+    With one advantage per row, a trajectory with many rows would pull the mean of its group towards its own reward.
 
     Shapes:  rewards, groups, trajectory_index (N,), one entry per row -> (N,).
     Units:   those of the estimator, which receives `options`.
@@ -232,7 +233,7 @@ def trajectory_level(
     r = as_floats(rewards, "rewards")
     group = group_index(groups, len(r), r.device)
     rows = EpisodeRows(trajectory_index, len(r), r.device)
-    last = rows.last_rows[rows.index]  # last row of the trajectory of each row
+    last = rows.last_rows[rows.index]  # last row of each row's trajectory
     same_reward = (r == r[last]) | (r.isnan() & r[last].isnan())
     if bool((wrong := ~same_reward | (group != group[last])).any()):
         i = int(wrong.nonzero()[0])

@@ -26,7 +26,7 @@ from agentfly_kit.errors import SettingsError, check_choice, check_shape
 
 
 def _gae_recursion(reward: Tensor, value: Tensor, steps: Tensor, discount: Tensor, lam: float, last: Tensor) -> Tensor:
-    """Run the GAE recursion over `steps`; `discount` is that to the next step, `last` the value after the last step."""
+    """Run the GAE recursion over `steps`; `discount` applies up to the next step; `last` is the final value."""
     adv = torch.zeros_like(reward)
     next_value, carry = last, torch.zeros_like(last)
     for t in range(reward.shape[1] - 1, -1, -1):
@@ -46,7 +46,7 @@ def _discounts(steps: Tensor, gamma: float, over_gaps: bool, like: Tensor) -> Te
     columns = torch.arange(width, device=steps.device)
     at_or_after = torch.where(steps, columns, width).flip(1).cummin(1).values.flip(1)
     after = torch.nn.functional.pad(at_or_after[:, 1:], (0, 1), value=width)
-    # Nothing is sampled after the last step, so what follows it does not lengthen its gap.
+    # No step follows the last one, so later observation tokens add no discount.
     return like.new_tensor(gamma) ** torch.where(after < width, after - columns, 1)
 
 
@@ -65,25 +65,25 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation. Returns (advantages, returns), not whitened, 0 where masked.
 
-    A step is an action token or, with `turns`, a whole turn: its reward is the sum of its token rewards, its value that
-    at its first action token, and all its action tokens share its advantage and return.
+    A step is an action token or, with `turns`, a whole turn: its reward is the sum of its token rewards, its value is
+    the one at its first action token, and all its action tokens share its advantage and return.
 
-    observations="skip" (verl) skips tokens with mask 0: the value after the last token of an action is that of the next
+    observations="skip" (verl) skips tokens with mask 0: the value after the last token of an action is that at the next
     *action* token. "step" (SkyRL, TRL PPO, torchtune) makes every token between the first and last action token of a
     row a time step, so values must be finite there too. discount_observations=True (slime) also skips, but discounts by
     the distance in tokens.
 
     trajectory_index: rows of one trajectory, in the given order, form one episode: the value after the last action
-    token of a row is that of the first one of the next row, also with observations="step". With None every row is an
-    episode of its own, and a compacted row ends with value 0, unless `bootstrap` gives the value of its end.
+    token of a row is the value at the first action token of the next row, even with observations="step". By
+    default every row is an episode, and a compacted row ends with value 0, unless `bootstrap` gives its end value.
 
     Shapes:  token_rewards, values, mask (B, T) or (T,); turns (B, T) ids, read at action tokens; bootstrap (B,), the
-             value of the state in which a row was truncated, 0 for a row that ended (with trajectory_index, that
-             of a trajectory's last row is read); trajectory_index (B,).
+             value of the state in which a row was truncated, 0 for a row that ended (with trajectory_index, only the
+             entry of a trajectory's last row is read); trajectory_index (B,).
     Units:   reward.
     Raises:  ValueError for an infinite reward, a required value that is not finite, a turn id that reappears after
-             another. A row with a NaN reward at an action token is unscored, and so is its trajectory: all 0.
-    Source:  arXiv 1506.02438, eq. 16; turns: the same recursion with a turn for a step.
+             another. A row with a NaN reward at an action token is unscored, as is its trajectory: all 0.
+    Source:  arXiv 1506.02438, eq. 16; turns: the same recursion with turns as steps.
     """
     check_choice("observations", observations, Observations)
     if turns is not None and (observations == "step" or discount_observations):
@@ -100,7 +100,7 @@ def gae(
     # Positions that are steps of the recursion.
     steps, why = tok.mask, "at every action token"
     if turns is not None:
-        # A turn is one step, at its first token; `first` is the index of that token for each token of the turn.
+        # A turn is one step, at its first token; `first` maps each token of the turn to the index of that token.
         steps, first = _turn_starts(tok, turns)
         r = torch.zeros_like(r).scatter_add(1, first, r)
         why = "at the first action token of every turn"
@@ -123,7 +123,7 @@ def _turn_starts(tok: TokenRewards, turns: Any) -> tuple[Tensor, Tensor]:
     """Return where turns start, (B, T) bool, and the index of the start of each token's turn, (B, T)."""
     ids = torch.atleast_2d(torch.as_tensor(turns)).to(tok.mask.device)
     check_shape("turns", ids, tok.mask.shape)
-    # A turn starts at an action token whose turn is not that of the action token before it.
+    # A turn starts at an action token whose turn differs from that of the previous action token.
     columns = torch.arange(ids.shape[1], device=ids.device)
     actions = torch.where(tok.mask, columns, -1)
     before = torch.cat([torch.full_like(actions[:, :1], -1), actions[:, :-1]], 1).cummax(1).values
@@ -153,15 +153,15 @@ def reinforce_plus_plus(
     eps: float = 1e-6,
     trajectory_index: Groups | None = None,
 ) -> Tensor:
-    """Discounted reward still to come at each action token, whitened over the batch unless whiten=False.
+    """Discounted reward to go at each action token, whitened over the batch unless whiten=False.
 
     The return is carried *through* observation tokens and, with `trajectory_index`, through the rows of a trajectory.
-    Restarted there, as by verl and SkyRL, it would punish the first turn of a trajectory that succeeded in its second.
+    verl and SkyRL restart it there, which punishes the first turn of a trajectory that succeeds in its second turn.
 
     Shapes:  token_rewards, mask (B, T) or (T,) -> the same; trajectory_index (B,).
     Units:   reward, or standard deviations over action tokens when whitened.
-    Raises:  ValueError for an infinite reward. A row with a NaN reward at an action token is unscored, with its
-             trajectory: left out of the mean and std, all 0.
+    Raises:  ValueError for an infinite reward. A row with a NaN reward at an action token is unscored, as is its
+             trajectory: excluded from the mean and std, all 0.
     Source:  REINFORCE++, arXiv 2501.03262; its KL penalty belongs in token_rewards.
     """
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
@@ -184,11 +184,11 @@ def reinforce_plus_plus_baseline(
 ) -> Tensor:
     """Reward of the row minus the mean of its group, on every action token, whitened over the batch.
 
-    With `trajectory_index`, rewards are summed over the rows of a trajectory, which count once in their group.
+    With `trajectory_index`, rewards are summed over the rows of a trajectory, which counts once in its group.
 
     Shapes:  token_rewards, mask (B, T), groups, trajectory_index (B,) -> (B, T).
     Units:   as in `reinforce_plus_plus`.
-    Raises:  ValueError for an infinite reward. A row with a NaN reward is unscored, with its trajectory.
+    Raises:  ValueError for an infinite reward. A row with a NaN reward is unscored, as is its trajectory.
     Source:  REINFORCE++, arXiv 2501.03262, the variant with a group baseline and global normalisation.
     """
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
@@ -215,9 +215,9 @@ def optimal_token_baseline(
     """Reward to go minus a separate baseline for each token position.
 
     The baseline is the mean reward to go of the group at that position, with each row weighted by its accumulated
-    squared norm of the gradient of its logprobs in the logits: the running sum over action tokens of
-    1 - 2 p(token) + sum p^2. Positions count action tokens, over all rows of a trajectory. If only one row of a group
-    is that long, see `singleton`: 0, or the plain reward to go (verl).
+    squared gradient norm with respect to the logits: the running sum over action tokens of
+    1 - 2 p(token) + sum p^2. Positions count action tokens, over all rows of a trajectory. Where only one row of a
+    group reaches a position, `singleton` selects 0 or the plain reward to go (verl).
 
     Shapes:  token_rewards, mask, logprobs, sum_squared_probs (B, T), groups, trajectory_index (B,) -> (B, T).
     Units:   reward.
@@ -250,8 +250,8 @@ def whiten(advantages: Numbers, mask: Any, *, std: Std = "sample", eps: float = 
 
     Shapes:  advantages, mask (B, T) -> (B, T).
     Units:   standard deviations over action tokens.
-    Raises:  ValueError if an advantage at an action token is not finite. Without action tokens: zeros and a warning. If
-             all advantages are equal: exactly 0.
+    Raises:  ValueError if an advantage at an action token is not finite. Returns zeros with a warning if there are no
+             action tokens, and exact zeros if all advantages are equal.
     Source:  as in most PPO code; studied in arXiv 2006.05990 ("per minibatch advantage normalization").
     """
     a = as_floats(advantages, "advantages")

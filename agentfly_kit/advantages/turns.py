@@ -46,13 +46,13 @@ def gigpo(
 ) -> Tensor:
     """GRPO over trajectories plus `weight` times GRPO over the turns that started in the same state.
 
-    The return of a turn is the discounted reward from that turn on. It is compared with the turns of all trajectories
-    of the group whose state (any hashable object: an observation, a page) is equal.
+    The return of a turn is the discounted reward from that turn on. It is compared with all turns of the group
+    that started in an equal state (any hashable object, such as an observation).
 
     Shapes:  rewards (N,), groups (N,); turn_rewards, states: N lists, one entry per turn -> (N, K), K the maximum
              number of turns, padded with 0. turn_rewards includes the outcome, on the turn that earned it.
     Units:   group standard deviations (reward, with std=None).
-    Raises:  ValueError if a reward is infinite. A trajectory with a NaN reward, or one on a turn, is unscored.
+    Raises:  ValueError if a reward is infinite. A trajectory with a NaN outcome or turn reward is unscored.
     Source:  GiGPO, arXiv 2505.10978; std=None is its F_norm = 1.
     """
     r = as_floats(rewards, "rewards")
@@ -82,7 +82,7 @@ def gigpo(
 
 
 def branch_weights(turn_ids: Sequence[Sequence[Hashable]], groups: Groups) -> Tensor:
-    """Return the weight of each leaf of a tree of turns: the product of 1 / branches along its path.
+    """Return the weight of each leaf of a tree of turns: the product of 1 / (number of branches) along its path.
 
     The weights of a group sum to 1. The weighted mean over leaves is unbiased, unlike the plain mean, in which a chain
     that was forked often has too many leaves. (It is unbiased if the number of branches at a turn is fixed before they
@@ -125,14 +125,14 @@ def arpo(
     """Advantages of the turns of forked chains: one row per leaf, with shared turns repeated in every row.
 
     soft: GRPO over the leaves, the same on all turns of a row. hard: a turn shared by several leaves has the mean of
-    their advantages; with a token mean or sum and inside the clip, the gradient equals that of soft. Both are biased
+    their advantages; with a token mean or sum and no active clip, the gradient equals that of soft. Both are biased
     towards chains that were forked often. inverse_branching: mean and std are weighted by `branch_weights`, and the
     advantage of a row is multiplied by its weight times the number of leaves of the group, which removes nearly all of
     this bias; see "Forked chains" in docs/conventions.md. Without forks all three equal `grpo`.
 
-    Shapes:  rewards, groups (N,), one entry per leaf; turn_ids as in `branch_weights` -> (N, K), K the longest path.
+    Shapes:  rewards, groups (N,), one entry per leaf; turn_ids as in `branch_weights` -> (N, K), K the tree depth.
     Units:   group standard deviations (reward, with std=None).
-    Raises:  ValueError if a reward is infinite, or for `turn_ids` that are not a tree. NaN is unscored.
+    Raises:  ValueError if a reward is infinite, or for `turn_ids` that do not form a tree. NaN means unscored.
     Source:  ARPO, arXiv 2507.19849, 3.2; inverse_branching is specific to this package.
     """
     check_choice("attribution", attribution, Attribution)

@@ -1,4 +1,4 @@
-"""The batch: rows of trajectories as tensors, and the record of what was left out of it."""
+"""The batch: rows of trajectories as tensors, and a record of what was excluded from it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _PADDING |= dict.fromkeys(("logprobs", "entropies", *_MASKED_FIELDS), math.nan)
 class Dropped:
     """Record of a trajectory, or one of its rows, that is excluded from every loss term and denominator."""
 
-    trajectory: str  # its id
+    trajectory: str  # trajectory id
     reason: str
     row: int | None = None  # index of the excluded row; None if all rows are excluded
-    filtered: bool = False  # excluded by one of `filters`, not because it cannot be trained on
+    filtered: bool = False  # True if a filter excluded it, False if it cannot be trained on
 
 
 def drop_counts(dropped: Iterable[Dropped]) -> dict[str, int]:
@@ -46,7 +46,7 @@ def drop_counts(dropped: Iterable[Dropped]) -> dict[str, int]:
 
 @dataclass(frozen=True, eq=False)
 class Batch(Displayable):
-    """B rows, padded on the right to T tokens. The rows of a trajectory are in the order in which they were made.
+    """B rows, padded on the right to T tokens. The rows of a trajectory are in the order in which they were created.
 
     Attributes:
         trajectories: The trajectory of each row.
@@ -56,8 +56,8 @@ class Batch(Displayable):
         logprobs: (B, T) float32: logprobs recorded by the engine, in nats; NaN where the mask is 0.
         entropies: (B, T) float32: entropies recorded by the engine, in nats; NaN where it recorded none.
         advantages: (B, T) float32: advantages; NaN where the mask is 0.
-        token_rewards: (B, T) float32: each reward at the last action token it applies to, the trajectory's reward in
-            its last row; 0 at other action tokens, NaN where the mask is 0.
+        token_rewards: (B, T) float32: turn rewards at the last token of the turn that earned them, the trajectory's
+            reward at its last action token; 0 at other action tokens, NaN where the mask is 0.
         rewards: (B,) float32: reward of the trajectory, the same in all of its rows.
         groups: (B,) int64: index of the group.
         trajectory_index: (B,) int64: index of the trajectory in the batch.
@@ -68,11 +68,11 @@ class Batch(Displayable):
         truncated: (B,) bool: True for the last row of a trajectory that a limit cut off.
         returns: (B, T): targets of the value loss.
         values: (B, T): values before the update.
-        kept_mass: (B, T): probability mass kept by top-p, top-k or min-p; None if nothing was sampled under them.
+        kept_mass: (B, T): probability mass kept by top-p, top-k or min-p; None if none of them was used.
         ref_logprobs: (B, T): logprobs under the reference policy.
         dropped: Trajectories and rows that were excluded, with reasons.
         num_given: Number of trajectories passed to `collate`, including dropped ones.
-        flagged: Fractions of these trajectories that were unscored and that were truncated.
+        flagged: Fraction of the given trajectories that are unscored, and fraction that are truncated.
     """
 
     trajectories: tuple[Trajectory, ...] = field(repr=False)
@@ -104,7 +104,7 @@ class Batch(Displayable):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The rows of the trajectories that the tensors were made from."""
+        """The trajectory rows from which the tensors were created."""
         pairs = zip(self.trajectories, self.row_index.tolist(), strict=True)
         return tuple(t.rows[i] for t, i in pairs)
 
@@ -119,7 +119,7 @@ class Batch(Displayable):
         `ppo_step` calls this, because batches may be modified after `collate`.
 
         Raises:
-            AlignmentError: If a tensor does not match the others in shape or holds invalid values; it names the first.
+            AlignmentError: If a tensor has the wrong shape or holds invalid values. The message names it.
         """
         shape = (len(self), self.ids.shape[1])
         for name in (*_ROW_FIELDS, *_PADDING):
@@ -129,7 +129,7 @@ class Batch(Displayable):
         for name in ("mask", "attention"):
             if getattr(self, name).dtype != torch.bool:
                 raise AlignmentError(f"{name} must be a bool tensor, got {getattr(self, name).dtype}")
-        # Values that would make a loss wrong without an error.
+        # Reject values that would make a loss wrong without raising an error.
         column = torch.arange(shape[1])
         for requirement, violated in (
             ("mask must be False on padding", self.mask & (column >= self.lengths[:, None])),
@@ -144,7 +144,7 @@ class Batch(Displayable):
                 raise AlignmentError(f"{requirement}; the first violation is at {violated.nonzero()[0].tolist()}")
 
     def replace(self, **changes: Any) -> Batch:
-        """Return a copy of the batch with other tensors.
+        """Return a copy of the batch with some tensors replaced.
 
         Per-token tensors such as advantages are converted to float32 and set to NaN where the mask is 0.
 

@@ -32,7 +32,7 @@ class _TrainedRow:
     token_rewards: npt.NDArray[np.float32]
     trajectory_index: int
     is_last: bool  # whether it is the last row of its trajectory in the batch
-    unit: int  # index of its reward in the input of the estimator
+    unit: int  # index of the row's reward in the estimator's input
 
 
 @checks_keywords
@@ -52,24 +52,24 @@ def collate(
     Args:
         rollout: A rollout, a trajectory, or an iterable of trajectories.
         advantages: A function (rewards (N,), groups (N,)) -> (N,), such as `advantages.grpo`, called on all N
-            trajectories with NaN for unscored ones; or a tensor (N,), or (B, T) on the rows that are kept. With
-            per="trajectory" also (N, K): one advantage per sampled turn, as computed by `gigpo` and `arpo`; see
+            trajectories with NaN for unscored ones; or a tensor (N,), or (B, T) for the kept rows. With
+            per="trajectory", (N, K) gives one advantage per sampled turn, as computed by `gigpo` and `arpo`; see
             `turn_data`. None leaves all advantages NaN, to be set later.
         per: "trajectory" takes one advantage per trajectory and assigns it to all of its rows. "row" (verl) passes
-            every row to the function as if it were a trajectory of its own: N is then the number of rows, each with the
+            every row to the function as if it were a separate trajectory: N is then the number of rows, each with the
             reward of its trajectory.
-        authors: Authors whose tokens are trained, among the tokens that this policy sampled. None trains all of them. A
-            turn reward earned by another author is left out.
-        truncated: How to treat trajectories that a limit cut off. "score" trains on them. "mask" leaves their rows out
-            after the advantages were computed. "penalty" first subtracts `penalty` from their reward. "bootstrap" is
-            the same as "score", for estimators that receive the value of the state in which they were cut:
-            `advantages.gae(bootstrap=)`, see `Policy.bootstrap_values`.
+        authors: Authors whose tokens are trained on, if this policy sampled them. None trains on all sampled tokens.
+            Turn rewards earned by other authors are ignored.
+        truncated: How to treat trajectories that a limit cut off. "score" trains on them. "mask" excludes their rows
+            after the advantages have been computed. "penalty" first subtracts `penalty` from their reward. "bootstrap"
+            is the same as "score", for estimators that receive the value of the state at the cut, such as
+            `advantages.gae(bootstrap=)`; see `Policy.bootstrap_values`.
         penalty: Amount that truncated="penalty" subtracts, in units of reward.
         allow_truncated_sampling: Whether to accept rows sampled under top-p, top-k or min-p. By default they are
-            rejected, because the probability ratio of the update would be off by the kept mass. True records that mass
-            for `PPOConfig(correction=)`.
-        filters: Further reasons to leave trajectories out, see `af.filters`. A filtered trajectory is treated as
-            unscored and counts in no mean.
+            rejected, because their probability ratios would be off by the factor of the kept mass. True records that
+            mass for `PPOConfig(correction=)`.
+        filters: Filters that exclude further trajectories; see `af.filters`. A filtered trajectory is treated as
+            unscored and is not included in any mean.
 
     Returns:
         The batch.
@@ -94,8 +94,8 @@ def collate(
         given = [t.replace(reward=t.reward - penalty) if t.truncated and t.reward is not None else t for t in given]
     given = [t.replace(reward=None) if t.id in filtered else t for t in given]
 
-    # The estimator receives one reward per unit: a trajectory or, with per="row", a row with trained tokens (a
-    # trajectory without any is then one unit).
+    # The estimator receives one reward per unit. A unit is a trajectory or, with per="row", a row with trained tokens
+    # (a trajectory without trained tokens is then one unit).
     names = _author_names(authors, given)
     rows: list[_TrainedRow] = []
     dropped: list[Dropped] = []
@@ -121,7 +121,7 @@ def collate(
         remedy = "; to imitate them, use af.trl.sft_dataset(rollout)" if "actions written by" in reasons else ""
         raise EmptyBatch(f"none of {len(given)} trajectories can be trained on: {reasons}{remedy}", tuple(dropped))
 
-    # Pad the rows on the right. In NumPy, because assigning to a slice of a tensor takes ten times as long.
+    # Pad the rows on the right with NumPy, because assigning to tensor slices takes ten times as long.
     lengths = torch.tensor([len(r.row) for r in rows])
     shape = (len(rows), int(lengths.max()))
     ids = np.zeros(shape, dtype=np.int64)
@@ -200,7 +200,7 @@ def _not_sampled(names: tuple[str, ...]) -> str:
 def _unusable_reason(
     t: Trajectory, names: tuple[str, ...], truncated: TruncationMode, allow_truncated_sampling: bool
 ) -> str | None:
-    """Return why a trajectory is left out of the batch, or None if it is kept. The arguments are those of `collate`."""
+    """Return why a trajectory is excluded from the batch, or None if it is kept. Arguments are as in `collate`."""
     if not t.exact:
         raise BatchError(f"trajectory {t.id!r} must have token ids to be trained on, but its engine gives text only")
     if t.reward is None:
@@ -213,7 +213,7 @@ def _unusable_reason(
         if writers and not names:
             return f"actions written by {' and '.join(sorted(writers))}, not sampled by a policy"
         return _not_sampled(names)
-    # Only greedy or truncated sampling records a kept mass, so such turns were not sampled with these settings.
+    # Only greedy or truncated sampling records a kept mass, so without truncation a kept mass means greedy sampling.
     sampled = [turn for turn in t.turns if turn.sampled]
     if t.sampling.greedy or (not t.sampling.truncates and any(turn.kept_mass is not None for turn in sampled)):
         raise BatchError(
@@ -234,8 +234,8 @@ def _unusable_reason(
 def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.float32]]:
     """Return the token rewards of each row, (T,): 0 at trained tokens without a reward, NaN where the mask is 0.
 
-    The reward of a turn goes to the last token of the turn that earned it (`credited_turn`), and is left out if that
-    token is not trained. The reward of the trajectory goes to its last trained token.
+    The reward of a turn goes to the last token of the turn that earned it (`credited_turn`), and is ignored if that
+    token is not trained on. The reward of the trajectory goes to its last trained token.
     """
     assert t.reward is not None
     out = [np.where(mask, np.float32(0), np.float32(np.nan)) for mask in masks]
@@ -255,7 +255,7 @@ def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[np
 
 
 def _advantages_per_token(batch: Batch, values: Tensor, units: list[int], num_units: int, per: AdvantagePer) -> Tensor:
-    """Expand advantages (num_units,), (num_units, K) or (B, T) to tokens, (B, T); `units` is the unit of each row."""
+    """Expand advantages (num_units,), (num_units, K) or (B, T) to tokens, (B, T); `units` maps rows to units."""
     if values.shape == batch.ids.shape:
         return values
     if values.ndim == 2 and len(values) == num_units and per == "trajectory":
@@ -278,7 +278,7 @@ def _turn_advantages_per_token(batch: Batch, values: Tensor, units: list[int]) -
                 f"advantages must have a column per sampled turn, got {tuple(values.shape)}, and trajectory {t.id!r} "
                 f"has {len(turns)} sampled turns; see `turn_data`"
             )
-        # Column of each sampled token. Other tokens get any column: their advantage is masked.
+        # Column of each sampled token. Other tokens get an arbitrary one, as their advantage is masked.
         columns = np.searchsorted(turns, row.turn_index, side="right") - 1
         out[i, : len(row)] = values[unit][torch.from_numpy(columns)]
     return out

@@ -1,8 +1,8 @@
 """Filters that exclude scored trajectories from training.
 
-A filter is a function that returns a reason (a string), or None to keep its argument: `def f(trajectory)` is called for
-each trajectory, `def f(group)` for each group, whose trajectories are excluded together. An excluded trajectory is
-treated as unscored. To exclude only its tokens from the loss, as DAPO does with overlong answers, use
+A filter is a function that returns the reason for exclusion (a string), or None to keep its argument. It is called for
+each trajectory if defined as `def f(trajectory)`, or for each entire group if defined as `def f(group)`. An excluded
+trajectory is treated as unscored. To exclude only its tokens from the loss, as DAPO does with overlong answers, use
 `collate(truncated="mask")`.
 """
 
@@ -35,7 +35,7 @@ def overlong(tokens: int | None = None) -> Filter:
     """Create a filter that excludes long trajectories.
 
     Args:
-        tokens: Largest number of sampled tokens to keep. None excludes trajectories that a limit cut off instead.
+        tokens: Maximum number of sampled tokens. None instead excludes trajectories that were cut off by a limit.
 
     Raises:
         SettingsError: If `tokens` is below 1.
@@ -55,8 +55,7 @@ def tool_errors(share: float = 0.0) -> Filter:
     """Create a filter that excludes trajectories in which too many tool calls failed.
 
     Args:
-        share: Largest fraction of failed calls to keep, at least 0 and below 1. 0 excludes a trajectory with any failed
-            call.
+        share: Maximum fraction of failed calls, at least 0 and below 1. 0 excludes any trajectory with a failed call.
 
     Raises:
         SettingsError: If `share` is out of range.
@@ -98,10 +97,10 @@ def drop_reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) 
         filters: The filters. Each is applied to all scored trajectories, including those excluded by others.
 
     Returns:
-        The reason of each excluded trajectory, by trajectory id: that of the first filter that excludes it.
+        The reason for each excluded trajectory, by trajectory id, from the first filter that excludes it.
 
     Raises:
-        SettingsError: If a filter is invalid or returns anything but a nonempty string or None; it names the filter.
+        SettingsError: If a filter is invalid or returns anything but a nonempty string or None. The message names it.
     """
     scored = [t for t in trajectories if t.reward is not None]
     groups: dict[str, list[Trajectory]] = {}

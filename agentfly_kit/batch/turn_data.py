@@ -48,7 +48,7 @@ def sampled_turn_indices(trajectory: Trajectory) -> tuple[int, ...]:
 
 
 def credited_turn(trajectory: Trajectory, index: int) -> int:
-    """Return the index of the turn that earned the reward of turn `index`: the last sampled turn up to it."""
+    """Return the index of the turn that earned the reward of turn `index`: the last sampled turn at or before it."""
     for i in range(index, -1, -1):
         if trajectory.turns[i].sampled and trajectory.turns[i].ids:
             return i
@@ -78,13 +78,13 @@ def turn_data(
     Args:
         rollout: A rollout, a trajectory, or an iterable of trajectories.
         state: Function (trajectory, index in trajectory.turns of a sampled turn) -> any hashable object. Turns of a
-            group with equal states are compared. The default is the turn before it: the prompt, then each observation.
+            group with equal states are compared. The default is the preceding turn: the prompt or an observation.
         rewards: (N,) rewards to use instead of those of the trajectories, such as the ones that `collate` passes to an
             estimator.
 
     Raises:
         AlignmentError: If the number of rewards differs from the number of trajectories.
-        BatchError: If a turn has a reward, but no turn was sampled up to it.
+        BatchError: If a turn has a reward, but neither it nor any earlier turn was sampled.
     """
     trajectories = as_trajectories(rollout)
     outcomes = [t.reward for t in trajectories] if rewards is None else list(rewards)
@@ -115,7 +115,7 @@ def _rewards_by_turn(t: Trajectory, sampled: tuple[int, ...], outcome: float | N
 def _turn_ids(trajectories: list[Trajectory], sampled: list[tuple[int, ...]]) -> tuple[tuple[Hashable, ...], ...]:
     """Assign an id to each sampled turn, derived from the first trajectory that contains the turn.
 
-    The last turn of a trajectory is never shared: a fork that sampled the same turns again is another leaf.
+    The last turn of a trajectory is never shared: a fork that happens to sample the same turns is a separate leaf.
     """
     out: list[tuple[Hashable, ...]] = []
     forks: dict[tuple[str, int], list[int]] = {}
@@ -123,7 +123,7 @@ def _turn_ids(trajectories: list[Trajectory], sampled: list[tuple[int, ...]]) ->
         ids: list[Hashable] = [(n, i) for i in at]
         longest = 0
         for other in forks.setdefault((t.group, t.chain), []):
-            # The number of leading turns that both have, then the number of sampled ones among them.
+            # Count the leading turns that both trajectories have, then the sampled ones among them.
             pairs = zip(trajectories[other].turns, t.turns, strict=False)
             turns = next((i for i, (a, b) in enumerate(pairs) if not _is_same_turn(a, b)), len(t.turns))
             shared = min(sum(i < turns for i in at), len(at) - 1, len(sampled[other]) - 1)

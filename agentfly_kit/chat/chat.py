@@ -1,7 +1,7 @@
-"""Conversion between messages and token ids with the chat template of a tokenizer. History is never encoded again.
+"""Conversion between messages and token ids with a tokenizer's chat template. History is never re-encoded.
 
-The prompt is rendered once, and everything later is appended, after a check that this gives the same text as rendering
-the whole conversation (`template.py`).
+The prompt is rendered once, and everything later is appended. A check ensures that appending gives the same text as
+rendering the whole conversation (`template.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Chat", "ChatReport", "Drift", "check"]
 History: TypeAlias = Literal["exact", "append", "rerender"]
 Cause: TypeAlias = Literal["none", "template", "re-tokenisation", "other"]
 
-# Entries per cache of encoded messages and decoded ids, many of which the chains of a group share.
+# Size of each cache of encoded messages or decoded ids. The chains of a group share many entries.
 _CACHE_SIZE = 1024
 
 
@@ -34,14 +34,14 @@ class Chat:
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        format: name of a format, a `formats.Format`, or "auto": the format that parses calls as the template renders
-            them, or "hermes" if there is none.
-        history: behaviour if the template renders earlier messages differently once others follow (typically without
-            earlier thinking). "exact" raises an error. "append" appends anyway, so the model sees a history that its
-            template would not render. "rerender" renders the whole history again and starts a new row
+        format: name of a format, a `formats.Format`, or "auto". "auto" selects the format that parses calls rendered
+            by the template, or "hermes" if there is none.
+        history: what to do if the template renders earlier messages differently after new ones (typically without
+            their thinking). "exact" raises an error. "append" appends anyway, so the model sees a history that its
+            template would not render. "rerender" re-renders the whole history and starts a new row
             (`trajectory.rows`), in which earlier sampled tokens have mask 0. In all three cases training uses exactly
             the sampled tokens in exactly the context in which they were sampled.
-        stop: additional strings, of one token each, that end an action, such as those of a generation config.
+        stop: additional single-token strings that end an action, such as those in a generation config.
         options: variables for the template, such as {"enable_thinking": False}.
 
     Raises:
@@ -71,12 +71,12 @@ class Chat:
             raise SettingsError(f'history must be "exact", "append" or "rerender", got {history!r}')
         self.tokenizer = tokenizer
         self.history = history
-        # Control tokens: special tokens, and added tokens that the template uses. Other text must not encode to them.
+        # Control tokens: special tokens, and added tokens that the template uses. Text must never encode to them.
         added = {str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         texts = {t for t in added if t.strip() and t in str(source)} | {t for t in tokenizer.all_special_tokens if t}
         self._controls = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
         self.template = Template(tokenizer, options or {}, self._controls)
-        # Format that parses calls as this template renders them; None if no format does.
+        # Format that parses calls rendered by this template; None if there is none.
         self.detected_format = formats.detect_format(self.template.written_call)
         self.format = formats.get((self.detected_format or "hermes") if format == "auto" else format)
         opening = self.template.opening()
@@ -90,7 +90,7 @@ class Chat:
     # --- text and ids ---
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode a string. Special tokens in it are recognized, and none are added.
+        """Encode a string. Special tokens in the string are recognized; no others are added.
 
         Raises:
             SettingsError: if the string contains a lone surrogate.
@@ -106,7 +106,7 @@ class Chat:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def text(self, ids: Sequence[int]) -> str:
-        """Decode ids, including special tokens. The text is for display and parsing, and never encoded again."""
+        """Decode ids, including special tokens. The text is only displayed and parsed, never re-encoded."""
         return self._decode(tuple(ids))
 
     def _decode_ids(self, ids: tuple[int, ...]) -> str:
@@ -131,7 +131,7 @@ class Chat:
         """Render messages with the template; `generate` adds the generation prompt.
 
         Raises:
-            ChatTemplateError: with the error message of the template.
+            ChatTemplateError: if the template raises an error, whose message is kept.
         """
         messages = normalize_messages(messages, "messages", answered=True)
         return self.template.render(self._adapt_messages(messages), tools, generate=generate)
@@ -139,13 +139,13 @@ class Chat:
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:
         """Return the ids of the initial messages and tool schemas, with the generation prompt.
 
-        If the template does not render tools, or renders them in a different format, the instructions of the format
-        are added to the system message.
+        If the template does not render tools, or renders them in a different format, the format's instructions are
+        added to the system message.
 
         Raises:
             ChatTemplateError: if there are tools, but their results cannot be appended exactly, or if the template
-                drops, repeats or moves a message. Under history="rerender" it may drop the text of assistant messages.
-            SettingsError: for content that is not text, or messages that end with the assistant's.
+                drops, repeats or moves a message (except the text of assistant messages under history="rerender").
+            SettingsError: for content that is not text, or if the last message is from the assistant.
         """
         messages = normalize_messages(messages, "prompt")
         if tools:
@@ -167,12 +167,12 @@ class Chat:
         Args:
             messages: tool results or user messages.
             tools: tool schemas of the prompt.
-            after: ids of the action. If they end with the end-of-turn token of the template, it is not repeated;
-                otherwise (truncated, or another stop token) it is included here, where it has mask 0.
+            after: ids of the action. If they do not end with the template's end-of-turn token (after truncation or
+                another stop token), the returned ids include that token, which has mask 0.
 
         Raises:
-            ChatTemplateError: if the template drops one of the messages, or renders earlier messages differently when
-                these follow and `history` is "exact".
+            ChatTemplateError: if the template drops one of `messages`, or if `history` is "exact" and the template
+                renders earlier messages differently when `messages` follow.
             SettingsError: if `messages` is empty, or for content that is not text.
         """
         messages = normalize_messages(messages, "observation")
@@ -185,12 +185,12 @@ class Chat:
         return ids
 
     def append_violation(self, following: FollowingRole) -> str:
-        """Return "" if tool results or user messages can be appended without changing earlier text, else the reason."""
+        """Return why tool results or user messages cannot be appended without changing earlier text; "" if they can."""
         kind = "user" if following == "tool" and self._results_as_user else following
         return self.template.append_violation(kind)
 
     def needs_rerender(self, messages: Sequence[Message]) -> bool:
-        """Return True if history="rerender", and `messages` cannot be appended exactly."""
+        """Return True if history="rerender" and `messages` cannot be appended exactly."""
         return self.history == "rerender" and any(map(self.append_violation, _following_roles(messages)))
 
     def _require_append(self, following: FollowingRole) -> None:
@@ -222,17 +222,17 @@ class Chat:
         return adapted
 
     def _visible_tools(self, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """Return the schemas to pass to the template: none if it would ignore them or use a different format."""
+        """Return the schemas to pass to the template: none if the template ignores them or uses a different format."""
         return tools if tools and self.format.native and self.template.shows_tools else ()
 
     def _prepare(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> tuple[list[Message], Sequence[dict[str, Any]]]:
-        """Return the messages and tool schemas to render, with the instructions of the format if necessary."""
+        """Return the messages and tool schemas to render, with the format's instructions if necessary."""
         adapted, shown = self._adapt_messages(messages), self._visible_tools(tools)
         if not tools or shown:
             return adapted, shown
-        # In the system message, or in the first message if the template has no system role.
+        # Instructions go into the system message, or the first message if the template has no system role.
         text, first = self.format.instructions(tools), adapted[0]
         if first["role"] == "system":
             adapted[0] = {**first, "content": f"{first['content']}\n\n{text}"}
@@ -245,7 +245,7 @@ class Chat:
     def _encode_messages(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, after_action: bool
     ) -> tuple[int, ...]:
-        """Render and encode a prompt, or the messages after an action, from a cache because rendering is slow."""
+        """Render and encode a prompt or the messages after an action. Results are cached, because rendering is slow."""
         key = f"{after_action} {list(messages)!r} {tools!r}"
         if key not in self._render_cache:
             if len(self._render_cache) >= _CACHE_SIZE:
@@ -259,7 +259,7 @@ class Chat:
     def _encode_safely(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], after_action: bool
     ) -> tuple[int, ...]:
-        """Render and encode messages. Text of users and tools, such as <|im_end|>, never becomes a control token."""
+        """Render and encode messages. User and tool text such as <|im_end|> never becomes a control token."""
         controls: list[str] = []
         mark = unused_marker("qzcontrol", messages)
 
@@ -335,9 +335,9 @@ class Chat:
     # --- comparison with re-encoding ---
 
     def drift(self, trajectory: Trajectory | Row) -> Drift:
-        """Render and tokenize the messages of a row again, and return the first difference from its ids.
+        """Re-render and re-tokenize a row's messages, and return the first difference from the row's token ids.
 
-        This package never tokenizes rows again, so drift is harmless here. It shows which tokens a framework that
+        This package never re-tokenizes rows, so drift is harmless here. It shows which tokens a framework that
         stores messages and tokenizes them for training would train on instead.
 
         Raises:
@@ -360,7 +360,7 @@ class Chat:
         again = self.encode(again_text)
         again_texts = self.token_texts(again)
         index = common_prefix_length(ids, again)
-        if index == len(ids):  # ids after the end of the row are no drift, because a row ends with an action
+        if index == len(ids):  # ids after the end of the row are not drift, because a row ends with an action
             return Drift("none", index, len(ids))
         begin = len("".join(token_texts[:index]))
         end = begin + max(len(token_texts[index]), len("".join(again_texts[index : index + 1])))
@@ -387,24 +387,24 @@ class Chat:
 
 
 def _following_roles(messages: Sequence[Message]) -> list[FollowingRole]:
-    """Return the kinds of these messages, in order and without duplicates."""
+    """Return the roles of the messages, in order and without duplicates."""
     roles: list[FollowingRole] = ["tool" if message["role"] == "tool" else "user" for message in messages]
     return list(dict.fromkeys(roles))
 
 
 @dataclass(frozen=True)
 class Drift(Displayable):
-    """First token at which a row differs from its re-encoded text. True if there is one.
+    """First token at which a row differs from its re-encoded text. Truthy if they differ.
 
     Attributes:
-        cause: "template": the template renders different text. "re-tokenisation": the same text is split into other
-            tokens. "other": the tokens do not decode to valid text, or the template rejects the conversation. "none":
-            no drift.
+        cause: "template": the template renders different text. "re-tokenisation": the same text is split into
+            different tokens. "other": the tokens do not decode to valid text, or the template rejects the
+            conversation. "none": no drift.
         index: Index of the first differing token in the row; the length of the row if there is none.
         tokens: Number of tokens of the row.
-        turn: Kind and index of the turn of that token.
-        row_tokens: Up to six tokens of the row from there on.
-        encoded_tokens: Up to six tokens of the re-encoded text from there on.
+        turn: Kind and index of the turn that contains the token.
+        row_tokens: Up to six tokens of the row, starting at `index`.
+        encoded_tokens: Up to six tokens of the re-encoded text, starting at `index`.
         before: Common text just before the difference.
         why: Explanation of the cause.
     """
@@ -438,13 +438,13 @@ class ChatReport(Displayable):
         user_messages: "exact", or the reason why a user message after an answer cannot be appended.
         tool_role: Role in which tool results are rendered.
         tools: True if the template renders tool schemas; otherwise the prompt contains the instructions of the format.
-        format: Format that parses calls as the template renders them; "" if none does.
+        format: Format that parses calls rendered by the template; "" if there is none.
         stop: Token that ends an answer.
         stops: All tokens that end an action.
         generation_prompt: Text before the first token of the assistant; some templates open or close thinking here.
-        boundary: Text between the last character of an action and the first of a tool result.
+        boundary: Text between the last character of an action and the first character of a tool result.
         thinking: Earlier thinking in rendered history: "kept", "kept until a user speaks", "dropped" or "unknown".
-        whitespace: Outer whitespace of answers in rendered history: "kept" or "trimmed". Rows keep it as sampled.
+        whitespace: Surrounding whitespace of answers in rendered history: "kept" or "trimmed". Rows keep it as sampled.
     """
 
     name: str
@@ -477,7 +477,7 @@ def check(tokenizer: Any, **settings: Any) -> ChatReport:
         A report, shown as a table in notebooks.
 
     Raises:
-        ChatTemplateError: only if no `Chat` can be created.
+        ChatTemplateError: if no `Chat` can be created.
     """
     chat = tokenizer if isinstance(tokenizer, Chat) else Chat(tokenizer, **settings)
     template = chat.template

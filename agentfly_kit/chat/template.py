@@ -1,4 +1,4 @@
-"""Analysis of chat templates at the level of text, including the check that conversations can grow by appending.
+"""Text-level analysis of chat templates, including the check that conversations can grow by appending.
 
 All properties are determined by rendering probe messages with marker strings, never by reading the source of the
 template.
@@ -25,7 +25,7 @@ _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "probe0", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
 }
-# Shapes in which templates accept tool calls: the content beside them, and arguments as a dict or as JSON.
+# Shapes in which templates accept tool calls: different message contents, and arguments as a dict or as JSON.
 _CALL_SHAPES: tuple[dict[str, Any], ...] = tuple(
     {"content": content, "json": as_json} for as_json in (False, True) for content in ("", None)
 )
@@ -59,13 +59,13 @@ class Template:
                 self.tool_role = "user"
         except ChatTemplateError:
             self.tool_role = "user"
-        # Key of a message for thinking, or "tags" in its text. Rendered nowhere, history with thinking is never exact.
+        # Message key for thinking, or "tags" in the text. If neither is rendered, history with thinking is never exact.
         self.thinking: str = next(filter(self._takes_thinking, _THINKING), "tags")
 
     # --- rendering ---
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generate: bool) -> str:
-        """Render messages; `generate` adds the generation prompt. An error of the template is a ChatTemplateError."""
+        """Render messages; `generate` adds the generation prompt. Template errors are raised as ChatTemplateError."""
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -146,7 +146,7 @@ class Template:
     def _call_message(
         self, results: Sequence[Message], arguments: Mapping[str, Any], thought: str | None = None
     ) -> Message:
-        """Return an assistant message with one call for each of these tool results, all with the same arguments."""
+        """Return an assistant message with one call per tool result, all with the same arguments."""
         calls = [
             {
                 "id": result.get("tool_call_id", f"call-{i}"),
@@ -184,9 +184,9 @@ class Template:
     def require_visible(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, after_action: bool, answers: bool
     ) -> None:
-        """Raise a ChatTemplateError if a message is dropped, repeated or moved, with marks in place of the contents.
+        """Raise a ChatTemplateError if a message is dropped, repeated or moved. Markers replace the contents.
 
-        `answers` includes the text of assistant messages. Their tool calls must be rendered in any case.
+        If `answers` is True, the text of assistant messages is also checked; their tool calls always are.
         """
         ids: dict[Any, str] = {}
         marked: list[Message] = []
@@ -228,10 +228,10 @@ class Template:
     # --- text after an action ---
 
     def text_after_action(self, following: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the text from the end of an action to the start of the next, including the messages `following`.
+        """Return the text between an action and the next one, including the messages `following`.
 
-        It starts with the end-of-turn text of the template. Tool results are rendered after calls with matching names
-        and ids, because many templates look them up; if the template does not accept calls, after plain text.
+        The text starts with the template's end-of-turn text. Tool results are rendered after calls with matching names
+        and ids, because many templates look them up, or after plain text if the template does not accept calls.
         """
         mark = unused_marker("qzsaidzq", following)
         results = list(itertools.takewhile(lambda message: message.get("role") == "tool", following))
@@ -261,7 +261,7 @@ class Template:
     def _call_closing(self, action: Message, mark: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the text (brackets, tags) that closes a call after its last argument; None if the call is rejected.
 
-        The end-of-turn text is excluded. It is the one that also ends answers, or a separate control token such as
+        The end-of-turn text is excluded. It is the text that also ends answers, or a separate control token such as
         `<|call|>`.
         """
         key = json.dumps([action, [t.get("function", {}).get("name") for t in tools]], default=str).replace(mark, "")
@@ -284,7 +284,7 @@ class Template:
     # --- check that appending is exact ---
 
     def append_violation(self, kind: FollowingRole) -> str:
-        """Return "" if messages of this kind can follow actions without changing earlier text, else the reason.
+        """Return why messages of this kind cannot follow actions without changing earlier text; "" if they can.
 
         Growing conversations of up to four actions are rendered, with one and two tool results, with and without
         thinking (as far as the generation prompt allows both), system message and tool schemas, and with user messages
@@ -377,10 +377,10 @@ class Template:
     # --- start and end of an action ---
 
     def stops(self) -> tuple[str, ...]:
-        """Return the control tokens that end an action: first that of an answer, then that of a call if it differs.
+        """Return the control tokens that end an action: the one for answers, then the one for calls if different.
 
         In a template without an end-of-turn token, the tag of the next role ends the action. Tokens that also occur
-        inside an action, as between thinking and answer, are excluded.
+        inside an action, for example between thinking and answer, are excluded.
         """
         tails = [self.answer_tail]
         for following in ({"role": "user", "content": "?"}, _tool_result("?")):
@@ -407,7 +407,7 @@ class Template:
         return text[: -len(self.answer_tail)] if self.answer_tail and text.endswith(self.answer_tail) else text
 
     def whitespace_kept(self) -> bool:
-        """Return True if outer whitespace of an answer is kept in rendered history."""
+        """Return True if whitespace around an answer is kept in rendered history."""
         return " qzanswerzq \n" in self._probe(_USER, self._answer_message(" qzanswerzq \n"))
 
     def opening(self) -> str:

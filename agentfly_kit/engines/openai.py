@@ -24,7 +24,7 @@ from agentfly_kit.errors import ChatTemplateError, EngineError
 from agentfly_kit.types import Message, Sample, Sampling, ToolCall, TurnRequest
 
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-# Upper limit in seconds of the wait before a retry, including a server's Retry-After.
+# Maximum wait before a retry in seconds, even if the server's Retry-After is longer.
 _MAX_RETRY_WAIT = 30.0
 _SERVE_COMMAND = (
     "python -m vllm.entrypoints.openai.api_server --model <folder> --logprobs-mode processed_logprobs "
@@ -196,7 +196,7 @@ class OpenAIEngine(Engine):
             return None
 
     async def _request_or_empty(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the response, empty if the server does not support the request."""
+        """Send a request and return the response; empty if the server does not support the request."""
         try:
             return await self._request(method, path, body)
         except _Refused as error:
@@ -325,13 +325,13 @@ class OpenAIEngine(Engine):
     # --- weights ---
 
     async def update(self, policy: Any) -> None:
-        """Load a policy's weights into a vLLM server on this machine, which must have been started with support for it.
+        """Load a policy's weights into a vLLM server on this machine, which must be started with support for it.
 
         After an interrupted update, for instance a cancelled one, the engine does not sample until an update succeeds.
 
         Raises:
-            EngineError: If the server cannot load new weights; the message contains the command that starts one that
-                can.
+            EngineError: If the server cannot load new weights; the message contains a command that starts a
+                suitable server.
         """
         from agentfly_kit.engines.vllm.weight_transfer import BufferNotOpened, Delivery
 
@@ -349,7 +349,7 @@ class OpenAIEngine(Engine):
             return answers
 
         try:
-            # A single chunk: a request whose response was lost is repeated, so it must be idempotent.
+            # Send a single chunk, because requests whose response is lost are repeated and must be idempotent.
             async with Delivery(policy, "shm", sys.maxsize) as delivery:
                 try:
                     await self._request("POST", f"{root}/pause?mode=keep&clear_cache=false")
@@ -467,8 +467,8 @@ class _Refused(EngineError):
 def _wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Convert messages to the format of the API, in which arguments are JSON strings and results follow their calls.
 
-    The API requires a matching call for each result. A result for a call that could not be parsed has none, and is
-    sent as a user message.
+    The API requires a matching call for each result. A result for a call that could not be parsed has no
+    matching call and is sent as a user message.
     """
     out: list[dict[str, Any]] = []
     open_calls: set[str] = set()

@@ -74,7 +74,7 @@ def kl_full(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> Tensor:
 def adaptive_kl_coef(coef: float, kl: float, *, target: float, steps: float, horizon: float = 10_000) -> float:
     """Return the next KL coefficient, slowly increased if the KL is above its target and decreased if below.
 
-    coef (1 + clip(kl / target - 1, -0.2, 0.2) steps / horizon). For a fixed coefficient, do not call this.
+    The result is coef (1 + clip(kl / target - 1, -0.2, 0.2) steps / horizon).
 
     Units:   kl and target in nats per token, steps and horizon in trajectories.
     Raises:  SettingsError unless target and horizon are above 0.

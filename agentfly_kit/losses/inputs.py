@@ -18,7 +18,7 @@ def check_nonnegative(name: str, given: float | None) -> None:
 
 
 def upper_clip(clip: float, clip_high: float | None, dual_clip: float | None = None) -> float:
-    """Return the upper clip: clip_high, or clip if that is None."""
+    """Return `clip_high`, or `clip` if `clip_high` is None."""
     check_nonnegative("clip", clip)
     check_nonnegative("clip_high", clip_high)
     if dual_clip is not None and not dual_clip > 1:
@@ -34,7 +34,7 @@ def as_bool_mask(mask: Tensor | None, like: Tensor) -> Tensor:
 
 
 def masked(x: Tensor, mask: Tensor, name: str) -> Tensor:
-    """Return x at action tokens and 0 elsewhere, in float32 or wider. (B,) or (B, 1) is one number per row."""
+    """Return x at action tokens and 0 elsewhere, in float32 or wider. Shape (B,) or (B, 1) means one number per row."""
     if mask.ndim == 2 and tuple(x.shape) in ((len(mask),), (len(mask), 1)):
         x = x.reshape(-1, 1).expand(mask.shape)
     check_shape(name, x, mask.shape)

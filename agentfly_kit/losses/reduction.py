@@ -32,11 +32,11 @@ def aggregate(
 ) -> Tensor:
     """Reduce per-token losses to a scalar. The mode determines the weight of each token.
 
-    token_mean           sum / action tokens: long rows weigh more.
-    seq_mean_token_mean  mean over rows of each row's mean: rows weigh equal.
+    token_mean           sum / number of action tokens: long rows weigh more.
+    seq_mean_token_mean  mean over rows of each row's mean: all rows weigh the same.
     seq_mean_token_sum   mean over rows of each row's sum.
-    fixed                sum / (rows x denominator), the denominator a configured number of tokens per row (Dr.GRPO).
-    trajectory_mean      each trajectory's tokens over its own action tokens, then over the number of trajectories.
+    fixed                sum / (rows x denominator), where denominator is a fixed number of tokens per row (Dr.GRPO).
+    trajectory_mean      mean over trajectories of each trajectory's mean over action tokens.
 
     No denominator depends on padding. The result is linear in the losses: to split a minibatch into micro-batches,
     compute its gradient, the weight of each token, over the whole minibatch, and add up the weighted losses.

@@ -26,7 +26,7 @@ def ppo(
     """Clipped surrogate: -min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A).
 
     clip_high=None means `clip`; a larger value gives clip-higher (DAPO). dual_clip=c (> 1) bounds the loss of tokens
-    with a negative advantage by c |A|; otherwise it is unbounded there.
+    with a negative advantage by c |A|; by default it is unbounded.
 
     Shapes:  (B, T) each; advantages also (B,), one per row -> (B, T).
     Units:   those of the advantage.
@@ -81,7 +81,7 @@ def gspo(
     clip: float = 3e-4,
     clip_high: float | None = 4e-4,
 ) -> Tensor:
-    """PPO's clip on the ratio of the whole row, the geometric mean of its tokens' ratios.
+    """PPO's clip, applied to the ratio of the whole row (the geometric mean of its tokens' ratios).
 
     This is the GSPO-token form: each token has the value of the row's ratio but its own gradient, so that advantages
     may differ per token. With one advantage per row and "seq_mean_token_mean" it equals GSPO.
@@ -103,7 +103,7 @@ def gmpo(
     clip: float = 0.4,
     clip_high: float | None = None,
 ) -> Tensor:
-    """Geometric mean of the row's ratios, each clipped on its own: to (e^-clip, e^clip_high), in log space.
+    """Geometric mean of the row's ratios, each clipped separately to (e^-clip, e^clip_high) in log space.
 
     Each action token has the loss of its row, so "seq_mean_token_mean" gives the published objective. The advantage of
     a row is the mean over its tokens.
@@ -133,7 +133,7 @@ def sapo(
     The slope in the ratio is 1 on policy and decays on both sides. tau_negative replaces tau where A <= 0.
 
     Shapes:  (B, T) each -> (B, T).
-    Raises:  SettingsError if a tau is not above 0.
+    Raises:  SettingsError if tau or tau_negative is not above 0.
     Source:  SAPO, arXiv 2511.20347.
     """
     if not (tau > 0 and tau_negative > 0):
@@ -153,10 +153,10 @@ def cispo(
     *,
     bounds: Bounds = "both",
 ) -> Tensor:
-    """-sg(clipped ratio) A log p: the ratio is only a weight, so that no token loses its gradient.
+    """-sg(clipped ratio) A log p (sg: stop-gradient). The ratio is only a weight, so each token has a gradient.
 
     bounds="both" (verl, SkyRL) clips the weight to (1 - clip, 1 + clip_high); "upper" (TRL) only limits it to
-    1 + clip_high and ignores `clip`. In TRL, `epsilon_high` is the limit itself: 5 there is clip_high=4 here.
+    1 + clip_high and ignores `clip`. TRL's `epsilon_high` is the limit itself, so epsilon_high=5 equals clip_high=4.
 
     Shapes:  (B, T) each -> (B, T).
     Source:  MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. The paper sets no lower bound in its runs.
@@ -228,7 +228,7 @@ def clip_cov(
     """`ppo` without the loss of a few random tokens that reduce entropy most.
 
     Candidates are tokens whose clip does not bind and whose covariance of advantage and logprob is between `low` and
-    `high`. `share` of all action tokens are drawn from them, at least one. Pass a whole minibatch and a new seed.
+    `high`. At least one of them is drawn, up to `share` of all action tokens. Pass a whole minibatch and a new seed.
 
     Shapes:  (B, T) each -> (B, T).
     Source:  The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617 (Clip-Cov).
@@ -255,7 +255,7 @@ def kl_cov(
 ) -> Tensor:
     """-ratio A, plus coef |log ratio| on the tokens with the highest covariance of advantage and logprob.
 
-    These are `share` of all action tokens, at least one. There is no clip. Pass a whole minibatch.
+    The penalty applies to a fraction `share` of action tokens, at least one. There is no clip. Pass a whole minibatch.
 
     Shapes:  (B, T) each -> (B, T).
     Source:  arXiv 2505.22617 (KL-Cov); the penalty |log ratio| follows its code.
@@ -268,7 +268,7 @@ def kl_cov(
 
 
 def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None) -> Tensor:
-    """Half the squared error to the return; with `clip`, at least that of the value limited to old_values ± clip.
+    """Half the squared error to the return; with `clip`, at least the error of the value clamped to old_values ± clip.
 
     Shapes:  (B, T) each -> (B, T). old_values may be None without `clip`.
     Units:   reward squared.

@@ -1,4 +1,4 @@
-"""Forward passes of a decoder under an explicit attention mask, restricted in each layer to the window of the layer."""
+"""Forward passes of a decoder under an explicit attention mask, further restricted by each layer's window."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RESTRICTED_BY = {
 }
 # Settings that contain "window" but do not restrict attention beyond `layer_types` and `sliding_window`.
 _HARMLESS = {"sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
-# Length of every window in a trial. Windows are shortened so that a trial of a few tokens exceeds them.
+# Window length in test passes; short, so that a few tokens exceed it.
 _TRIAL_WINDOW = 3
 
 
@@ -26,8 +26,8 @@ def masked_states(
 ) -> Tensor:
     """Return the last hidden states, (R, C, d), of a decoder under an attention mask.
 
-    `ids` and `positions` within their rows have shape (R, C), `key_positions` (1 or R, S). Tokens attend to the keys
-    that are `allowed`, (R, 1, C, S), and within the window of the layer. `cache` is a transformers cache.
+    `ids` and `positions` (within each row) have shape (R, C), `key_positions` has shape (1 or R, S). Tokens attend to
+    keys that are `allowed`, (R, 1, C, S), and within the layer's window. `cache` is a transformers cache.
     """
     config = decoder.config
     masks = {}
@@ -40,7 +40,7 @@ def masked_states(
             dtype = next(decoder.parameters()).dtype
             mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
         masks[kind] = mask
-    # Models without layer types take one mask; the others one per type, unless all layers have full attention.
+    # Models without layer types take one mask; others take one per type, unless all layers have full attention.
     mapped = getattr(config, "layer_types", None) and masks.keys() != {"full_attention"}
     out = decoder(
         input_ids=ids,

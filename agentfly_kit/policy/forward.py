@@ -52,7 +52,7 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """Separate value model: a copy of the policy's decoder with a value head, so that the policy has no value loss."""
+    """Separate value model: a copy of the policy's decoder with a value head. Its loss does not affect the policy."""
 
     def __init__(self, trunk: Any, width: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class LanguageModel:
         """Maximum context length of the model in tokens."""
         config = self.model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
-        # Beyond the original length, longrope rotates all tokens of a batch differently, including those before it.
+        # Beyond the original length, longrope rotates all tokens of a batch differently, even earlier ones.
         limit = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
         return int(limit or getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
@@ -142,7 +142,7 @@ class LanguageModel:
 
     @cached_property
     def _has_plain_head(self) -> bool:
-        """True if a trial shows that the model's logits are the product of hidden states and output matrix."""
+        """True if a test pass shows that the model's logits are the product of hidden states and output matrix."""
         with torch.no_grad():
             ids = torch.arange(4, device=self.device)[None] % self.vocab_size
             expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
@@ -204,7 +204,7 @@ class LanguageModel:
         return None, rows * (ids.shape[1] - 1) + cols - 1
 
     def _values(self, ids: Tensor, packed: PackedTrees | None, place: Tensor, states: Tensor | None) -> Tensor:
-        """Compute the values at the indices `place`, (N,), from `states` (N, d); a separate critic computes its own."""
+        """Compute the values at the indices `place`, (N,), from `states` (N, d); a separate critic ignores them."""
         head = self.value_head
         if head is None:
             raise PolicyError("values need a value head; load the policy with value_head=True")
@@ -222,11 +222,11 @@ class LanguageModel:
 
         Args:
             batch: The batch.
-            want: Scores to compute, out of "logprob", "entropy", "value" and "hidden".
+            want: Scores to compute: any of "logprob", "entropy", "value" and "hidden".
             micro_tokens: Upper limit of the tokens per forward pass; `self.micro_tokens` if None.
 
         Returns:
-            The scores by name, float32: (B, T) with NaN where the mask is 0; "hidden" is (B, T, d) with 0 there.
+            The scores by name, float32: (B, T) with NaN where the mask is 0; "hidden" is (B, T, d), with 0 for NaN.
 
         Raises:
             SettingsError: If `want` is empty or contains an unknown name.
@@ -246,7 +246,7 @@ class LanguageModel:
                 if not bool(mask.any()):
                     continue
                 inputs = batch.ids[rows, :width].to(self.device), mask.to(self.device)
-                if wanted == {"value"} and isinstance(self.value_head, Critic):  # needs no pass of the policy
+                if wanted == {"value"} and isinstance(self.value_head, Critic):  # no forward pass of the policy
                     got = {"value": self._values(inputs[0], *self._locate_states(*inputs), None)}
                 else:
                     entropy, value = "entropy" in wanted, "value" in wanted
@@ -259,7 +259,7 @@ class LanguageModel:
     @torch.no_grad()
     def bootstrap_values(self, batch: Any, *, micro_tokens: int | None = None) -> Tensor:
         """Return V after each row's last token, (B,): the expected remaining return of a truncated trajectory."""
-        # The value after the last token is that of one more token, whatever it is.
+        # The value after the last token is the value at one additional token, whatever its id.
         mask = torch.arange(batch.ids.shape[1] + 1) == batch.lengths[:, None]
         longer = SimpleNamespace(
             ids=nn.functional.pad(batch.ids, (0, 1)),
@@ -334,7 +334,7 @@ class LanguageModel:
 
     @cached_property
     def _sharing_obstacle(self) -> str:
-        """Reason why rows cannot share prefixes; "" if a trial gives the same hidden states with and without it."""
+        """Reason why rows cannot share prefixes; "" if a test pass gives the same states with and without sharing."""
         decoder = with_short_windows(self.decoder)
         reason = unsupported_attention(decoder)
         # Three rows of 10, 9 and 8 tokens: the first two share 4 tokens, the last two 7.
@@ -378,7 +378,7 @@ def _context_lengths(mask: Tensor) -> list[int]:
 
 
 def warn_if_bfloat16_is_slow(device: torch.device) -> None:
-    """Warn once if `device` is a CPU without instructions for bfloat16, on which it is emulated."""
+    """Warn once if `device` is a CPU that only emulates bfloat16."""
     if device.type == "cpu":
         _warn_on_emulated_bfloat16()
 
@@ -395,7 +395,7 @@ def _warn_on_emulated_bfloat16() -> None:
         )
 
 
-# Users of the limit of one thread, and the number of threads from before.
+# State of `single_torch_thread`: number of users, and the number of threads before the first.
 _thread_limit = SimpleNamespace(lock=threading.Lock(), users=0, threads_before=0)
 
 

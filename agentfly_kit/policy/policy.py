@@ -30,7 +30,7 @@ class Policy(Displayable, LanguageModel):
     Args:
         model: Causal language model with the interface of transformers.
         chat: Tokenizer, chat template and tool-call format of the model.
-        value_head: True adds a value head on the policy's own trunk, "separate" one on a copy of it (see `Critic`).
+        value_head: True adds a value head on the policy's own trunk, "separate" adds one on a copy (see `Critic`).
         version: Number of optimizer steps taken so far.
     """
 
@@ -87,7 +87,7 @@ class Policy(Displayable, LanguageModel):
             lora: Rank, or options of `peft.LoraConfig`. The weights are frozen and an adapter on all linear layers is
                 trained; `reference()` then returns the frozen base. Not needed for a folder that contains an adapter.
             device: Device of the model; by default CUDA if available, else the CPU.
-            dtype: Torch dtype or its name; "auto" is that of the files.
+            dtype: Torch dtype or its name; "auto" uses the dtype of the files.
             format: Format of tool calls; see `Chat`.
             history: Handling of chat templates that rewrite earlier turns; see `Chat`.
 
@@ -185,8 +185,8 @@ class Policy(Displayable, LanguageModel):
     def reference(self) -> Policy:
         """Return a frozen reference policy for a KL penalty.
 
-        For a policy with an adapter this is its base model. It shares the weights, disables the adapter while scoring,
-        and supports only `score`. Otherwise it is a frozen copy without a value head.
+        For a policy with an adapter, the reference is the base model: it shares the weights, disables the adapter while
+        scoring, and supports only `score`. Otherwise, the reference is a frozen copy without a value head.
         """
         if self.has_adapter:
             return _FrozenBase(self)
@@ -213,7 +213,7 @@ class Policy(Displayable, LanguageModel):
             yield from self.value_head.parameters()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the weights by name; those of the value head have the prefix `value_head.`.
+        """Return the weights by name; value-head weights have the prefix `value_head.`.
 
         The tensors are not copied. For a policy with an adapter, only the trainable weights are included.
         """

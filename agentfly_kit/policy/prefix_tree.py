@@ -1,8 +1,8 @@
 """Prefix sharing: rows with a common prefix are packed into a tree, so that each shared token is computed once.
 
 The model runs a tree as one sequence: tokens in depth-first order, position ids counted within each row, and an
-attention mask that lets each token attend only to itself and its ancestors. States and gradients are those of separate
-rows.
+attention mask that lets each token attend only to itself and its ancestors. States and gradients equal those of rows
+computed separately.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _common_prefix(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
 
 @dataclass(frozen=True)
 class PackedTrees:
-    """P trees padded on the right to W tokens, and the index of each token of the B rows in them."""
+    """P trees padded on the right to W tokens, and where they contain each token of the B rows."""
 
     ids: Tensor  # (P, W)
     positions: Tensor  # (P, W): position of each token within its rows
@@ -112,7 +112,7 @@ def split_by_token_budget(lengths: Tensor, micro_tokens: int, launch_overhead: i
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     sizes = [max(n, 1) for n in lengths[order].tolist()]
-    # Row after the longest micro-batch that begins at each row.
+    # For each row, the end of the longest micro-batch that begins there.
     limits = [min(len(sizes), a + max(1, micro_tokens // size)) for a, size in enumerate(sizes)]
     ends = limits if launch_overhead <= 0 else _cheapest_ends(sizes, limits, launch_overhead)
     cuts = [0]
@@ -122,7 +122,7 @@ def split_by_token_budget(lengths: Tensor, micro_tokens: int, launch_overhead: i
 
 
 def _cheapest_ends(sizes: list[int], limits: list[int], launch_overhead: int) -> list[int]:
-    """Return the end of the micro-batch that begins at each row in the cheapest division, by dynamic programming."""
+    """Find the cheapest split by dynamic programming. Return the end of the micro-batch that begins at each row."""
     cost = [0.0] * (len(sizes) + 1)  # least total cost of the rows from each row on
     ends = [0] * len(sizes)
     for a in range(len(sizes) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""One PPO step on a batch. `step` contains the algorithm, `config` its settings, `inputs` what it computes first."""
+"""One PPO step on a batch. `step` contains the algorithm, `config` its settings, `inputs` the values computed first."""
 
 from agentfly_kit.ppo.config import PPOConfig
 from agentfly_kit.ppo.distributed import gather

@@ -18,7 +18,7 @@ from agentfly_kit.errors import SettingsError, checks_keywords
 if TYPE_CHECKING:
     from agentfly_kit.ppo.inputs import MicroBatch
 
-# Each is a function in losses/surrogates.py.
+# Policy losses; each is a function in losses/surrogates.py.
 LossName = Literal["ppo", "reinforce", "gspo", "gmpo", "sapo", "cispo", "dppo"]
 # Losses whose value at a token depends on the whole row. The others need only the sampled tokens.
 _ROW_WISE = ("gspo", "gmpo")
@@ -29,7 +29,7 @@ Correction: TypeAlias = Literal["token", "sequence"] | Mapping[str, Any]
 
 
 def check_choice(config: Any, name: str, *choices: object) -> None:
-    """Raise a SettingsError if a setting is none of the choices."""
+    """Raise a SettingsError if a setting is not one of the choices."""
     if (value := getattr(config, name)) not in choices:
         raise SettingsError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
@@ -52,8 +52,8 @@ class PPOConfig:
             mask), such as functools.partial(af.losses.cispo, bounds="upper"). A custom function gets the rows of one
             micro-batch, (B, T) each and 0 where the mask is 0, and returns the loss of each token, (B, T), which
             `aggregate` reduces. `af.losses.clip_cov` and `kl_cov` are rejected; they need the whole minibatch.
-        aggregate: How per-token losses are reduced to one number: a mode of `af.losses.aggregate`, or a dict of the
-            mode under "how" and its options, such as {"how": "fixed", "denominator": 512.0}. Sequence means and
+        aggregate: How per-token losses are reduced to one number: a mode of `af.losses.aggregate`, or a dict with
+            the mode under "how" and its options, such as {"how": "fixed", "denominator": 512.0}. Sequence means and
             sequence losses treat each row as a sequence, even if a trajectory has several.
         clip: Clip range of the probability ratio below 1. None is the default of the loss (0.2 for "ppo"). This and the
             next two settings are rejected if `loss` is a function; bind them with functools.partial.
@@ -80,7 +80,7 @@ class PPOConfig:
             exceeds it, the step ends before the next minibatch. None sets no limit.
         old_logprobs: Logprobs in the denominator of the probability ratio. "engine" uses those of the sampler,
             "recompute" those of the policy before the first update. "auto" uses those of the sampler if all tokens come
-            from the current policy version and agree with the policy's to 1e-4 in up to eight rows, including the
+            from the current policy version and match the policy's within 1e-4 in up to eight rows, including the
             longest; otherwise it recomputes. The largest difference over the compared rows is `stats.sampler_gap`.
         correction: Importance weights p_old / p_sampler of the tokens: "token", "sequence", or a dict of options of
             `af.losses.importance_weights`, such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. For tokens
@@ -168,7 +168,7 @@ class PolicyLoss:
 
     @classmethod
     def resolve(cls, loss: str | Callable[..., Tensor], **clips: float | None) -> PolicyLoss:
-        """Look up a loss by name and bind its clip options, of which None is the default of the loss."""
+        """Look up a loss by name and bind its clip options; None selects the loss's default."""
         options = {name: value for name, value in clips.items() if value is not None}
         names = get_args(LossName)
         if callable(loss):

@@ -1,4 +1,4 @@
-"""Data parallelism within a PPO step: rows are distributed by token count, gradients and statistics are summed."""
+"""Data parallelism within a PPO step: rows are distributed by token count; gradients and statistics are summed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DistributedStep:
         self.is_single = accelerator is None or accelerator.num_processes == 1
 
     def check_same_batch(self, batch: Batch) -> None:
-        """Check that every process passed the same batch, by the number of rows and the sums of ids and advantages."""
+        """Check that every process passed the same batch, by comparing row counts and sums of ids and advantages."""
         if self.is_single:
             return
         seen = [float(len(batch)), float(batch.ids.sum()), float(batch.advantages.nansum())]

@@ -18,7 +18,7 @@ from agentfly_kit.errors import BatchError, SettingsError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PPOConfig
 
-# Largest difference, in nats, between the engine's logprobs and the policy's at which the engine's are used.
+# Largest difference, in nats, between engine and policy logprobs for which the engine's are used.
 _EXACT_GAP = 1e-4
 # Number of rows in which the engine's logprobs are compared with the policy's before the first update.
 _PROBE_ROWS = 8
@@ -49,7 +49,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """A batch, and what the step computes for its tokens before the first update, (B, T) each."""
+    """A batch, and per-token values (B, T) that the step computes before the first update."""
 
     batch: Batch
     old_logprobs: Tensor  # denominator of the probability ratio
@@ -69,7 +69,7 @@ class StepInputs:
         return cls(batch, old_logprobs, ref_logprobs, weights, gap, sample_size)
 
     def select(self, rows: Tensor, token_weight: Tensor, device: torch.device) -> MicroBatch:
-        """Return the given rows as a micro-batch on `device`, without columns that are padding in all of them."""
+        """Return the given rows as a micro-batch on `device`, without columns that are padding in all rows."""
         batch = self.batch
         width = int(batch.lengths[rows].max())
         mask = batch.mask[rows, :width]
@@ -103,7 +103,7 @@ def is_clipped(gradient: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def precision(policy: Policy, config: PPOConfig) -> AbstractContextManager[Any]:
-    """Return the context in which the model runs."""
+    """Return the autocast context in which the model runs."""
     if config.autocast is None:
         return contextlib.nullcontext()
     return torch.autocast(policy.device.type, dtype=torch.bfloat16)
@@ -116,7 +116,7 @@ def score(policy: Policy, batch: Any, what: Any, config: PPOConfig) -> Tensor:
 
 
 def check_optimizer(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the optimizer has parameters, but none of this policy: it would leave all weights unchanged."""
+    """Raise if the optimizer has parameters but none of them belong to this policy, so no weight would change."""
     own = {id(parameter) for parameter in policy.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise SettingsError(
@@ -136,7 +136,7 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
         )
     if bool(torch.isinf(advantages).any()):
         raise BatchError("advantages must be finite; check the rewards and values that they were computed from")
-    # A tokenizer of a larger vocabulary is recognized by an id, another one by the texts of the first ids.
+    # A tokenizer with a larger vocabulary is detected by its ids, any other by the texts of the first ids.
     largest = int(batch.ids.max())
     if largest >= policy.vocab_size:
         raise BatchError(
@@ -183,7 +183,7 @@ def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> l
 def token_weights(batch: Batch, rows: Tensor, config: PPOConfig) -> Tensor:
     """Return the weight of each token's loss in the loss of a minibatch: (B, T), 0 outside of `rows`.
 
-    Every aggregate is linear in the per-token losses, so the weights are its gradient.
+    Every aggregate is linear in the per-token losses, so its gradient gives the weights.
     """
     options = config.aggregate_options()
     index = batch.trajectory_index[rows] if options["how"] == "trajectory_mean" else None

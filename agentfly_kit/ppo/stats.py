@@ -32,15 +32,15 @@ class Stats(Displayable):
         clip_fraction: Fraction of action tokens whose clip binds, given the sign of the advantage, in the last epoch.
         entropy: Exact entropy at the sampling temperature, in nats per token.
         grad_norm: Gradient norm before clipping, mean over updates.
-        value_loss: Value loss, the mean over updates; NaN without one.
-        kl_reference: KL to the reference policy, by the requested estimator, in nats per token.
+        value_loss: Value loss, the mean over updates; NaN without a value loss.
+        kl_reference: KL to the reference policy, estimated with `kl_kind`, in nats per token.
         explained_variance: Share of the variance of the returns that the values explain; NaN without values.
         ratio_max: 1 plus the largest deviation of a probability ratio from 1.
         effective_sample_size: Effective fraction of tokens or rows after weighting by `correction=`.
-        sampler_gap: Largest |engine logprob - trainer logprob| before the first update: over at most eight rows of the
-            batch with old_logprobs="auto", over all rows with "recompute"; NaN with "engine".
+        sampler_gap: Largest |engine logprob - trainer logprob| before the first update. Compares at most eight rows
+            with old_logprobs="auto" and all rows with "recompute"; NaN with "engine".
         reward_mean: Mean reward of the trajectories in the batch.
-        reward_std: Standard deviation of their rewards.
+        reward_std: Standard deviation of the rewards of the trajectories in the batch.
         advantage_mean: Mean advantage of the action tokens.
         unscored: Fraction of trajectories without a reward.
         truncated: Share of trajectories that a limit cut off.
@@ -54,7 +54,7 @@ class Stats(Displayable):
         seconds: Wall-clock time of the step.
         phases: Seconds per phase: old, forward, backward, optimizer.
         detail: With detail=True, (B, T) float32 arrays on the rows of the batch: logprobs before and after, ratio, ...
-        batch: With detail=True: the batch.
+        batch: The batch, if detail=True.
     """
 
     loss: float
@@ -97,7 +97,7 @@ class Stats(Displayable):
 
 
 class RunningStats:
-    """Sums over micro-batches, and the maximum of "ratio". They stay on the device until they are read."""
+    """Sums of statistics over micro-batches, and the maximum of "ratio". They stay on the device until read."""
 
     NAMES = ("loss", "policy_loss", "value_loss", "kl_reference", "entropy", "tokens", "approx_kl", "clipped", "ratio")
 
@@ -105,7 +105,7 @@ class RunningStats:
         self.values = torch.zeros(len(self.NAMES), dtype=torch.float64)
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Add the statistics of a micro-batch; those that it does not have count as 0."""
+        """Add the statistics of a micro-batch; missing statistics count as 0."""
         first = next(iter(values.values()))
         zero = first.new_zeros((), dtype=torch.float64)
         self.merge(torch.stack([values[name].detach().double() if name in values else zero for name in self.NAMES]))
@@ -151,12 +151,12 @@ def token_detail(
 ) -> dict[str, Any]:
     """Compare every token before and after the step: float32 arrays (B, T) by name, NaN where the mask is 0.
 
-    `entropy` is that before the step, (B, T). "weight", "kl_reference", "value" and "return" are included if available.
+    `entropy` (B, T) is from before the step. "weight", "kl_reference", "value" and "return" are included if available.
     """
     batch, old = inputs.batch, inputs.old_logprobs
     after = score(policy, batch, "logprob", config)
 
-    # A token is clipped if the policy loss at the new logprobs, with weight 1 per token, has no gradient in it.
+    # A token is clipped if the policy loss at the new logprobs, with weight 1 per token, has zero gradient there.
     micro = inputs.select(torch.arange(len(batch)), batch.mask.float(), torch.device("cpu"))
     logprobs = after[micro.positions].requires_grad_()
     gradient = torch.autograd.grad(loss(logprobs, micro).sum(), logprobs)[0]

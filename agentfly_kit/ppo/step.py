@@ -1,6 +1,6 @@
 """One PPO step on a batch: old logprobs, losses, gradients and optimizer updates.
 
-The result does not depend on padding, on the order or the split of a minibatch, or on the number of processes: token
+The result does not depend on padding, on how a minibatch is ordered or split, or on the number of processes: token
 weights are computed over the whole minibatch first. The forward pass returns one logprob, value and entropy per sampled
 token, so no loss has to handle masked positions.
 """
@@ -60,13 +60,13 @@ def ppo_step(
 
     Args:
         policy: Policy to update.
-        optimizer: Its optimizer, such as `af.adamw(policy)`.
+        optimizer: Optimizer of the policy, such as `af.adamw(policy)`.
         batch: Batch with advantages, from `collate`.
         config: Settings of the step; a `TrainConfig` works too.
-        reference: Frozen policy to which the KL is computed; not used if the batch has `ref_logprobs`.
-        seed: Seed of the order of trajectories in each epoch.
-        accelerator: An accelerate.Accelerator with several processes, which share the rows of each minibatch. Each must
-            have the same policy and pass the same batch (see `gather`). Sharded models are not supported.
+        reference: Frozen reference policy for the KL; not used if the batch has `ref_logprobs`.
+        seed: Seed for the order of trajectories in each epoch.
+        accelerator: Accelerator (of accelerate) whose processes share the rows of each minibatch. Each process
+            must have the same policy and pass the same batch (see `gather`). Sharded models are not supported.
         detail: Whether to store per-token arrays of the step, (B, T), in `stats.detail`.
         cancel: Event that cancels the step at the next micro-batch (with several processes: at the next update). The
             weights are then those of the last complete update.
@@ -77,7 +77,7 @@ def ppo_step(
     Raises:
         AlignmentError: If the tensors of the batch do not fit together.
         BatchError: If the batch has no advantages, is stale, or was made with another tokenizer or policy.
-        SettingsError: If the settings do not fit the batch, or the optimizer is that of another policy.
+        SettingsError: If the settings do not fit the batch, or the optimizer belongs to another policy.
         TrainingError: If a gradient is not finite. The weights are then those of the last complete update.
         asyncio.CancelledError: If `cancel` was set.
 
@@ -94,7 +94,7 @@ def ppo_step(
         warn_if_bfloat16_is_slow(policy.device)
     has_values = config.value_coef > 0 and policy.value_head is not None and batch.returns is not None
 
-    # Every process draws the same minibatches from the same seed and runs its share of the rows of each.
+    # Every process draws the same minibatches from the same seed and processes its share of each one's rows.
     generator = torch.Generator().manual_seed(seed)
     schedule = [minibatches(batch, config.minibatch, generator) for _ in range(config.epochs)]
     phases = PhaseTimer()
@@ -246,7 +246,7 @@ def _only_advantage(loss: PolicyLoss, config: PPOConfig, has_values: bool) -> bo
         loss.name != ""
         and not (kl_in_loss or has_values)
         and config.entropy_coef == 0
-        and config.target_kl is None  # it needs the KL of every row
+        and config.target_kl is None  # target_kl needs the KL of every row
     )
 
 

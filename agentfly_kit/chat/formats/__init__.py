@@ -41,7 +41,7 @@ NAMES = tuple(_FORMATS)
 
 
 def get(name: str | Format) -> Format:
-    """Return the format of that name. A `Format` object is returned unchanged.
+    """Return the format with the given name. A `Format` object is returned unchanged.
 
     Raises:
         SettingsError: for an unknown name.
@@ -54,7 +54,7 @@ def get(name: str | Format) -> Format:
 
 
 def detect_format(write: Callable[[str, dict[str, Any]], str]) -> Format | None:
-    """Return the only format that parses a call as a chat template renders it (`write`); None for none or several."""
+    """Return the format that parses calls rendered by a chat template (`write`); None unless exactly one does."""
     name, arguments = "get_weather", {"city": "Paris, in France"}
     text = write(name, arguments)
     found = []

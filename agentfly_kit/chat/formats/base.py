@@ -1,7 +1,7 @@
 """Base classes of tool-call formats, and shared parsing helpers.
 
 Models write the text that is parsed here, so every pattern and loop must be linear in its length: quantifiers are
-possessive (`++`) where whitespace or a name may repeat, and no search runs to the end of the text for each opening tag.
+possessive (`++`) where whitespace or a name may repeat, and no opening tag triggers a search to the end of the text.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Parsed:
     """Parsed text of one action.
 
     Attributes:
-        content: Text outside of calls and thinking, without outer whitespace.
+        content: Text outside of calls and thinking, without surrounding whitespace.
         calls: Calls in the order written. A malformed call has `.error`, which is shown to the model.
-        thinking: Thinking, or None without thinking tags; "" if the tags are empty.
-        complaint: Error message for the model if the text ends inside a tool call, else "". The beginning of such a
-            call is neither a call nor content.
+        thinking: Text inside thinking tags; None if there are no tags, "" if they are empty.
+        complaint: Error message for the model if the text ends inside a tool call, else "". The unfinished call
+            is in neither `calls` nor `content`.
     """
 
     content: str
@@ -91,7 +91,7 @@ class TaggedFormat(Format):
     def read_calls(
         self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
     ) -> tuple[list[ToolCall], int] | None:
-        """Parse the calls after an opening tag; `made` are the calls before it.
+        """Parse the calls after an opening tag; `made` contains the calls before the tag.
 
         Returns:
             The calls and their end in the text, or None if the text ends before a call is closed.
@@ -104,7 +104,7 @@ class TaggedFormat(Format):
         return Parsed(content.strip(), tuple(calls), thinking, complaint)
 
     def _separate(self, text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[ToolCall], str]:
-        """Return the content around the calls, the calls, and the complaint about an unclosed one, or ""."""
+        """Return the content around the calls, the calls, and the error message for an unclosed call ("" if none)."""
         content: list[str] = []
         calls: list[ToolCall] = []
         at = 0
@@ -119,7 +119,7 @@ class TaggedFormat(Format):
 
 
 def make_call(id: str, name: str, arguments: dict[str, Any], problem: str, shape: str, raw: str) -> ToolCall:
-    """Return a call. If there is a problem, it has no arguments and an error that shows the correct form."""
+    """Return a call. If `problem` is not "", the call has no arguments, and its error shows the correct form."""
     if problem:
         return ToolCall(id, name, {}, error=f"the tool call {problem}; write {shape}", raw=raw)
     return ToolCall(id, name, arguments, raw=raw)
@@ -139,10 +139,10 @@ def schemas(tools: Sequence[dict[str, Any]]) -> str:
 
 
 def split_thinking(text: str, opener: int) -> tuple[str | None, str]:
-    """Split leading thinking, in tags, from the rest of an action, whose first call begins at `opener` (-1 for none).
+    """Split an action into leading thinking in tags (None without tags) and the rest.
 
-    A closing tag without an opening one, before any call, ends thinking opened by the prompt. Unclosed thinking extends
-    to the end. Thinking without tags is None.
+    The first call begins at `opener` (-1 if there is none). A closing tag before it that has no opening tag ends
+    thinking opened by the prompt. Unclosed thinking extends to the end of the text.
     """
     if text.lstrip().startswith("<think>"):
         thinking, _, rest = text.lstrip().removeprefix("<think>").partition("</think>")
@@ -160,7 +160,7 @@ def read_json(text: str, start: int) -> tuple[Any, int, str]:
     """Parse the JSON value at `start`. Return (value, end, ""), or (None, start, problem)."""
     while start < len(text) and text[start].isspace():
         start += 1
-    # Parse growing parts of the text: an error of `json` counts the lines of everything that it was given.
+    # Parse growing parts of the text, because a `json` error counts the lines of its entire input.
     size = 1024
     while True:
         part, is_rest = text[start : start + size], start + size >= len(text)
@@ -175,7 +175,7 @@ def read_json(text: str, start: int) -> tuple[Any, int, str]:
                 return None, start, f"is not valid JSON ({error.msg}, character {error.pos})"
         except RecursionError:
             return None, start, "is nested too deeply"
-        except ValueError as error:  # NaN, or an integer with thousands of digits, which the message counts
+        except ValueError as error:  # NaN, or an integer with too many digits, which the message mentions
             if is_rest or "digits" not in str(error):
                 return None, start, f"is not valid JSON ({error})"
 
@@ -211,7 +211,7 @@ def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, di
     key = next((key for key in keys if key in body), None)
     if key is None:
         others = [key for key in body if key not in ("name", "id", "type")]
-        # Tools without arguments are often called without the key; any other key is a misspelling of it.
+        # Tools without arguments are often called without the key; any other key is treated as a misspelling.
         return name, {}, f'has no "{keys[0]}" (it has {", ".join(map(short_repr, others[:3]))})' if others else ""
     arguments = body[key]
     if not isinstance(arguments, dict):

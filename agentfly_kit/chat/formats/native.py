@@ -36,7 +36,7 @@ _LLAMA_TAG = "<|python_tag|>"
 
 _MISTRAL = re.compile(r"\[TOOL_CALLS\]")
 _MISTRAL_NAME = re.compile(r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+([A-Za-z0-9]++)\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
-# Prefix of `name[ARGS]{`, that is, of a truncated call.
+# Any prefix of `name[ARGS]{`, which a truncated call may end with.
 _MISTRAL_NAME_PREFIX = re.compile(r"[^\s\[\]{}\"]++(?:\[[A-Z_]*+\]?)?")
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _MISTRAL_SHAPE = '[TOOL_CALLS][{"name": ..., "arguments": {...}}]'
@@ -72,7 +72,7 @@ class Hermes(Format):
             if kind == "<think>":
                 thought = True
                 end = text.find("</think>", at)
-                # If truncated while thinking, calls inside the thinking do not count.
+                # Calls inside truncated thinking are not parsed.
                 thinking.append(text[at:] if end < 0 else text[at:end])
                 at = len(text) if end < 0 else end + len("</think>")
             elif kind == _OPEN:
@@ -87,9 +87,9 @@ class Hermes(Format):
 
     @staticmethod
     def _read(text: str, start: int, id: str) -> tuple[ToolCall | None, int]:
-        """Parse the call after the tag that ends at `start`. Return it, or None if it is not closed, and its end."""
+        """Parse the call after the tag that ends at `start`. Return it (None if not closed) and its end position."""
         body, end, problem = read_json(text, start)
-        # Searched after the JSON, so that a closing tag inside a string argument is ignored.
+        # Search after the JSON, so that a closing tag inside a string argument is ignored.
         close = text.find(_CLOSE, end)
         if close < 0:
             return None, len(text)
@@ -133,7 +133,7 @@ class Llama3(Format):
             calls.append(call)
             found = _LLAMA_NEXT.match(text, at)
         if not calls and text.lstrip().startswith(_LLAMA_TAG):
-            # Marked as a call, but not a valid one.
+            # The text is marked as a call but is not valid.
             raw = text.lstrip()[len(_LLAMA_TAG) :].strip()
             if not raw or (raw.startswith("{") and is_cut(raw, 0)):
                 return Parsed("", (), thinking, unclosed)
@@ -142,7 +142,7 @@ class Llama3(Format):
         return Parsed(text[at:].strip(), tuple(calls), thinking)
 
     def render_call(self, call: ToolCall) -> str:
-        """Render the call like the template of Llama, but without whitespace."""
+        """Render the call as Llama's template does, but without whitespace."""
         return compact_json({"name": call.name, "parameters": call.arguments})
 
 
@@ -203,7 +203,7 @@ class Mistral(TaggedFormat):
         return content, calls, complaint
 
     def render_call(self, call: ToolCall) -> str:
-        """Render a list of this one call, with its id if that is a valid Mistral id."""
+        """Render a list that contains only this call, with its id if that is a valid Mistral id."""
         body: dict[str, Any] = {"name": call.name, "arguments": call.arguments}
         if _MISTRAL_ID.fullmatch(call.id):
             body["id"] = call.id

@@ -103,7 +103,7 @@ def _is_inside_input(text: str, at: int) -> bool:
 def _react_call(
     text: str, action: re.Match[str], id: str, tools: Sequence[dict[str, Any]]
 ) -> tuple[ToolCall | None, int]:
-    """Parse the call of an Action line. Return it, or None if it is incomplete, and its end."""
+    """Parse the call of an Action line. Return it (None if incomplete) and its end position."""
     name, blank = action.group(1).strip(" \t"), _BLANK_LINES.match(text, action.end())
     given = _INPUT.match(text, blank.end()) if blank else None
     at = given.end() if given else action.end()
@@ -127,7 +127,7 @@ def _react_call(
     elif not (bare := text[at:end].strip()):
         problem = "has an empty input"
     else:
-        # A tool with a single parameter may be given plain text.
+        # The input of a tool with a single parameter may be plain text.
         parameters = list(find_schema(tools, name))
         problem = "" if len(parameters) == 1 else f"input {short_repr(bare)} is no JSON object"
         arguments = {parameters[0]: bare} if not problem else {}
@@ -184,7 +184,7 @@ class FencedCode(TaggedFormat):
 class Tags(TaggedFormat):
     """Format with tags: `<search>a query</search>` calls one tool with one string, and `<answer>` holds the answer.
 
-    `<action>` is used in the same way for environments. A JSON object with "name" and "arguments" inside the tag calls
+    `<action>` does the same for actions in environments. A JSON object with "name" and "arguments" inside the tag calls
     the tool of that name.
 
     Args:

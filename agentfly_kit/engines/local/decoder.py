@@ -1,8 +1,8 @@
 """The forward pass of the engine, which stores the keys and values of the tokens in a `KVCache`.
 
 In a decode step of a few dozen rows, a small model spends more time in Python than in arithmetic. For small Llama-like
-models, `FusedLlamaDecoder` makes a third of the calls. Others (with an adapter or a hook, for instance) use their own
-modules. Either way, a trial compares the result with a plain forward pass first.
+models, `FusedLlamaDecoder` needs a third of the calls. Other models (with an adapter or a hook, for instance) use their
+own modules. In both cases, a test first compares the result with a plain forward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentfly_kit.policy.policy import Policy
 CachedForward: TypeAlias = Callable[[KVCache, Tensor, Tensor, Tensor, object], Tensor]
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
-# Maximum number of parameters. The fused weights are a copy, and for larger models the savings are negligible.
+# Maximum number of parameters for fusing. Fused weights are a copy, and larger models would hardly benefit.
 _MAX_PARAMETERS = 1 << 24
 
 
@@ -32,7 +32,7 @@ def cached_forward(policy: Policy) -> CachedForward:
     """Return the forward pass for a policy's model: fused if supported, else by the model's own modules.
 
     Raises:
-        EngineError: If the model computes other hidden states with a KV cache than without one.
+        EngineError: If the model's hidden states with a KV cache differ from those without one.
     """
     trunk = policy.decoder
     if (fused := FusedLlamaDecoder.try_build(trunk)) is not None:
@@ -59,7 +59,7 @@ def _modules_forward(trunk: Any) -> CachedForward:
 
 @torch.inference_mode()
 def _passes_trial(trunk: Any, forward: CachedForward) -> bool:
-    """Return whether two chunks of prompts and a token after them have the hidden states of a plain forward pass."""
+    """Return whether two prompt chunks and one more token give the same hidden states as a plain forward pass."""
     rows, width = 2, 13
     device = next(trunk.parameters()).device
     ids = (
@@ -80,7 +80,7 @@ class FusedLlamaDecoder:
 
     @classmethod
     def try_build(cls, trunk: Any) -> FusedLlamaDecoder | None:
-        """Return a fused decoder, or None if the model is not supported or fails the trial."""
+        """Return a fused decoder, or None if the model is not supported or its results differ."""
         try:
             if not _is_supported(trunk):
                 return None
@@ -217,7 +217,7 @@ def _is_supported(trunk: Any) -> bool:
     for layer in trunk.layers:
         a, mlp = layer.self_attn, layer.mlp
         without_bias = (a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        # An adapter wraps these modules.
+        # An adapter would wrap these modules, which changes their type.
         if any(type(m) is not nn.Linear for m in (a.q_proj, a.k_proj, a.v_proj, *without_bias)):
             return False
         if any(m.bias is not None for m in without_bias):

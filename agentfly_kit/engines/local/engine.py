@@ -37,8 +37,8 @@ class LocalEngine(Engine):
     No weights are copied: `update` only checks that it is called with the same policy.
 
     Args:
-        policy: The policy. Its model must give the same hidden states with a KV cache as without one, which a trial
-            checks; windows of attention layers are applied exactly.
+        policy: The policy. Its model must give the same hidden states with a KV cache as without one, which is
+            tested; windows of attention layers are applied exactly.
         slots: Number of sequences in the KV cache, running or between two turns; rounded up to a multiple of 8. If all
             slots are taken, a new sequence replaces the least recently used idle one, whose chain must then recompute
             its history.
@@ -152,8 +152,8 @@ class LocalEngine(Engine):
     def _flush_submitted(self) -> None:
         """Move all requests submitted in one event-loop iteration to the inbox together.
 
-        Chains that start together, or that one decode step brought to their next turn, are then prefilled together
-        and stay synchronized.
+        Chains that start together, or reach their next turn in the same decode step, are then prefilled together and
+        stay synchronized.
         """
         if self._submitted:
             with self._wake:

@@ -27,7 +27,7 @@ _PREFILL_MAX_WAIT = 12
 
 
 class ContinuousBatch:
-    """The running requests of an engine. `deliver` gets pairs of a request and its result, which may be an error."""
+    """The running requests of an engine. `deliver` receives (request, result) pairs; a result may be an error."""
 
     def __init__(self, policy: Policy, slots: int, deliver: Callable[[list[tuple[Request, Any]]], None]) -> None:
         self.policy = policy
@@ -48,7 +48,7 @@ class ContinuousBatch:
         return SlotTable(self._limit, self.policy.max_length)
 
     def step(self, released: list[str]) -> None:
-        """Prefill waiting requests if it is their turn, and sample one token for each running row."""
+        """Prefill waiting requests if due, and sample one token for each running row."""
         table = self.table
         table.tick += 1
         for session in released:
@@ -213,7 +213,7 @@ class ContinuousBatch:
         return self._cached_forward(cache, tokens, positions, mask, (self._weights.last, self.policy.version))
 
     def _check_model(self) -> None:
-        """Choose the forward pass when the model is new; adding an adapter, for example, replaces it."""
+        """Select the forward pass if the model is new or was replaced, for example by adding an adapter."""
         if self._model is not self.policy.model:
             self._cached_forward = cached_forward(self.policy)
             self._model = self.policy.model
@@ -265,10 +265,10 @@ class ContinuousBatch:
 
 
 class _WeightMonitor:
-    """Number of the policy's current weights.
+    """Counts changes of the policy's weights.
 
-    Loading weights may restore an old `policy.version`, and a fused optimizer that a user steps directly changes no
-    version counter of torch either, so the first elements of each weight are compared as well.
+    Version counters are not enough: loading weights may restore an old `policy.version`, and a fused optimizer stepped
+    by the user leaves torch's counters unchanged. The first elements of each weight are therefore compared as well.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -278,7 +278,7 @@ class _WeightMonitor:
         self._values: Tensor | None = None
 
     def number(self) -> int:
-        """Return the number of the weights, which is incremented if they differ from those of the previous call."""
+        """Return a number that is incremented if the weights have changed since the previous call."""
         parameters = list(self._policy.model.parameters())
         values = torch.cat([p.detach().flatten()[:8] for p in parameters])
         key = (self._policy.version, sum(p._version for p in parameters))

@@ -36,7 +36,7 @@ class KVCache:
         self._visible = 0
         # Number of leading tokens of every slot that are initialized, with keys and values or with zeros.
         self._initialized = 0
-        # Per number of heads: the positions that the forward pass writes, in a layer's keys as a list of vectors.
+        # For each number of heads, the indices to write to when a layer's keys are viewed as a list of vectors.
         self._write_index: dict[int, Tensor] = {}
 
     # --- forward pass ---
@@ -44,8 +44,8 @@ class KVCache:
     def prepare(self, rows: Tensor | int, positions: Tensor) -> Tensor:
         """Set where the next forward pass writes, and return its causal mask, (R, 1, C, S) bool.
 
-        `rows` is a number n for the first n slots, or slot indices (R,), of which contiguous ones need no copy;
-        `positions` are those of the tokens, (R, C). S covers all positions and is a multiple of 16.
+        `rows` is a number n for the first n slots, or slot indices (R,), which need no copy if contiguous. `positions`
+        contains the position of each token, (R, C). S covers all positions and is a multiple of 16.
         """
         self._visible = min(self.capacity, -(-(int(positions.max()) + 1) // _ALIGNMENT) * _ALIGNMENT)
         if self._visible > self._initialized:
@@ -90,7 +90,7 @@ class KVCache:
         return found[0], found[1]
 
     def get_seq_length(self, *_: object) -> int:
-        """Return 0: transformers models number tokens by it, but the engine passes the positions of all tokens."""
+        """Return 0. Transformers models use the result to number tokens, but the engine passes all positions itself."""
         return 0
 
     # --- copying and resizing ---

@@ -69,7 +69,7 @@ def truncate(p: Tensor, *, top_p: Tensor | None, top_k: Tensor | None, min_p: Te
     if top_p is not None:
         left = torch.where(keep, ordered, torch.zeros_like(p))
         left = left / left.sum(-1, keepdim=True)
-        # Keep the token that reaches top_p, by comparing the mass before each token.
+        # Compare the mass before each token, so that the token that reaches top_p is kept.
         keep &= ((left.cumsum(-1) - left) < top_p[:, None]) | (top_p[:, None] >= 1)
     if min_p is not None:
         keep &= ordered >= min_p[:, None] * ordered[:, :1]

@@ -1,4 +1,4 @@
-"""Requests, and the table of which request and session each slot of the KV cache holds."""
+"""Requests, and a table that maps each KV-cache slot to its request and session."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Slot:
     session: str | None = None
     # Index of the engine step in which the slot was last used.
     last_used: int = 0
-    # Number of the weights that computed the keys and values; see `WeightMonitor`.
+    # Number that identifies the weights that computed the keys and values; see `_WeightMonitor`.
     weights: int = -1
 
 
@@ -78,7 +78,7 @@ class SlotTable:
         self.cache = KVCache(0, 0)
         self.active = 0
         self.session_slot: dict[str | None, int] = {}
-        # Number of the current weights, and index of the current step of the engine.
+        # Number that identifies the current weights, and index of the engine's current step.
         self.weights = -1
         self.tick = 0
         self._slots: list[_Slot] = []
@@ -98,7 +98,7 @@ class SlotTable:
         self._slots[index].request = request
 
     def release(self, session: str) -> None:
-        """Forget a session; its slot may be taken by others."""
+        """Forget a session, so that its slot can be reused."""
         slot = self.session_slot.pop(session, None)
         if slot is not None:
             self._slots[slot].session = None
@@ -116,16 +116,16 @@ class SlotTable:
         slot.request, slot.last_used = None, self.tick
 
     def use_weights(self, number: int) -> None:
-        """Empty the idle slots whose keys older weights computed. Running rows keep theirs until the turn ends."""
+        """Empty idle slots with keys of older weights. Running rows keep their keys until their turn ends."""
         self.weights = number
         for i in range(self.active, len(self._slots)):
             if self._slots[i].weights != number:
                 self.cache.length[i] = 0
 
     def admit(self, request: Request, waiting: int, *, empty: bool) -> tuple[int, int] | None:
-        """Return a slot and the number of the request's ids that it already holds; None if all slots are running.
+        """Return a slot and how many of the request's ids the slot already holds; None if all slots are running.
 
-        Slots are allocated together for all `waiting` requests. If `empty`, no common prefix is searched, because the
+        Slots are allocated together for all `waiting` requests. If `empty`, no common prefix is looked up, because the
         caller will copy the whole prompt.
         """
         own = self.session_slot.get(request.session)
@@ -153,7 +153,7 @@ class SlotTable:
         return own, common
 
     def held_history(self, request: Request) -> int:
-        """Return the length of the history in the slot of the request's session, or 0 if its ids do not continue it."""
+        """Return the length of the session's history in its slot, or 0 if the request does not continue it."""
         own = self.session_slot.get(request.session)
         if own is None or self._slots[own].weights != self.weights:
             return 0
@@ -162,7 +162,7 @@ class SlotTable:
         return held if same else 0
 
     def _grow(self, capacity: int, waiting: int) -> None:
-        """Enlarge the cache to `capacity` tokens per slot and, if none is free, by slots for waiting requests."""
+        """Enlarge the cache to `capacity` tokens per slot, and add slots for waiting requests if none is free."""
         held = self.cache.capacity
         if capacity > held:
             # Allocate more than requested, because growing copies the cache and the next prompt may be slightly longer.

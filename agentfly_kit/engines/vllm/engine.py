@@ -1,4 +1,4 @@
-"""An engine that samples with vLLM: AsyncLLM on a separate thread, its core in child processes.
+"""An engine that samples with vLLM: AsyncLLM runs on a separate thread, its core in child processes.
 
 Prompts are passed as token ids, and samples are returned as ids with logprobs. The weights of a `Policy` are loaded
 without a restart. vLLM is imported when the engine starts, not before.
@@ -140,7 +140,7 @@ class VLLMEngine(Engine):
 
     @property
     def log(self) -> Path | None:
-        """Path of the log of vLLM and its processes; None while it does not run."""
+        """Path of the log of vLLM and its processes; None if vLLM is not running."""
         return self._host.log if self._host is not None else None
 
     def __repr__(self) -> str:
@@ -175,7 +175,7 @@ class VLLMEngine(Engine):
         try:
             await host.wait()
         except asyncio.CancelledError:
-            # No caller waits for the start any more: stop it in the background.
+            # No caller is waiting for the start any more, so stop vLLM in the background.
             if host.abandoned:
                 self._drop(host)
                 threading.Thread(
@@ -204,7 +204,7 @@ class VLLMEngine(Engine):
             if self._finalizer is not None:
                 self._finalizer.detach()
         if host is not None:
-            # Shield it, because an interrupt must not leave processes behind.
+            # Shield the shutdown, because an interrupt must not leave processes behind.
             await asyncio.shield(asyncio.to_thread(host.stop))
 
     def _settings(self) -> dict[str, Any]:
@@ -342,8 +342,8 @@ class VLLMEngine(Engine):
 
         The weights are sent in chunks over the transport set by `weights=`, with an adapter merged into them and
         without the value head. Caches computed with the old weights are discarded. `policy.lock` is held during the
-        transfer. If the call is cancelled before vLLM has received any weights, nothing changes; later, the update
-        continues to its end in the background, and `version` changes when it is complete.
+        transfer. If the call is cancelled before vLLM has received any weights, nothing changes. After that, a
+        cancelled update continues in the background, and `version` changes when the update is complete.
 
         If vLLM fails during an update, its weights are undefined, and the engine does not sample until an update
         succeeds.
@@ -370,9 +370,9 @@ class VLLMEngine(Engine):
     async def sleep(self) -> None:
         """Free the GPU memory for a trainer: wait for running requests, move the weights to host memory, drop caches.
 
-        `await engine.wake()` takes the memory back; send new weights afterwards. Sleeping requires a GPU and
+        `await engine.wake()` reallocates the memory; send new weights afterwards. Sleeping requires a GPU and
         `VLLMEngine(..., enable_sleep_mode=True)`. The package's tests without a GPU verify only that vLLM's methods
-        are called, and that engines which cannot sleep raise an error.
+        are called, and that engines without sleep mode raise an error.
 
         Raises:
             EngineError: If vLLM has no sleep mode on this machine, or `enable_sleep_mode=True` was not given.

@@ -1,4 +1,4 @@
-"""A running vLLM instance: AsyncLLM on a thread with its own event loop, its core in child processes."""
+"""A running vLLM instance: AsyncLLM runs on a thread with its own event loop, its core in child processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHUTDOWN_SECONDS = 1.0
 _HEALTH_CHECK_SECONDS = 0.5
 _TAIL_LINES = 12
 _ERROR = re.compile(r"\b\w+(Error|Exception)\b: \S")
-# Remedies for errors, by words in the error or in the log.
+# Remedies for errors, by words that occur in the error or the log.
 _HINTS = {
     "freeze_support": "protect the script with `if __name__ == '__main__':`, because vLLM's processes import it",
     "head size": "use a model with heads of size 32, 64, 80, 96, 112 or 128",
@@ -97,7 +97,7 @@ class Host:
     # --- from any event loop ---
 
     async def wait(self) -> None:
-        """Wait until vLLM runs; raise its error if the start failed."""
+        """Wait until vLLM is running; raise the error if it failed to start."""
         self._waiting += 1
         try:
             started = asyncio.wrap_future(self._started)
@@ -112,7 +112,7 @@ class Host:
         return self._waiting == 0 and not self._started.done()
 
     async def call(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Run a coroutine on the host's event loop. Cancelling the caller cancels it there.
+        """Run a coroutine on the host's event loop. Cancelling the caller cancels the coroutine.
 
         Raises:
             EngineError: If vLLM fails, or is stopped while the coroutine runs.
@@ -259,7 +259,7 @@ class Host:
             answers: list[str | None] = await self._call_core(llm.collective_rpc(method, args=args))
             return answers
 
-        # The first chunk is written before the pause, which for a small model then lasts only as long as loading.
+        # Write the first chunk before the pause, so that for a small model the pause lasts only as long as loading.
         async with Delivery(policy, transport, self.chunk or CHUNK[transport]) as delivery:
             deliveries.append(delivery)
             self.check_awake()
@@ -277,7 +277,7 @@ class Host:
                     self.update_failure = f"{type(error).__name__}: {error}"
                     self._failed_updates += 1
                     if isinstance(error, asyncio.CancelledError):
-                        raise  # at this point only the shutdown of the host cancels it
+                        raise  # only the host's shutdown cancels at this point
                     with contextlib.suppress(Exception):  # if the core has died, report the original error
                         await self._call_core(llm.collective_rpc("agentfly_abort"))
                         await self._call_core(llm.pause_generation(mode="abort", clear_cache=True))
@@ -371,7 +371,7 @@ class Host:
             lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return ""
-        # The cause is far above the end, because each process reports the failure of the one below it.
+        # The cause is far above the end, because each process reports the failure of its child process.
         named = [line for line in lines[:-_TAIL_LINES] if _ERROR.search(line)]
         shown = [*dict.fromkeys(named[-8:]), *lines[-_TAIL_LINES:]]
         return f"From vLLM's log, {self.log}:\n" + "\n".join(line[:300] for line in shown)
@@ -379,7 +379,7 @@ class Host:
     # --- shutdown ---
 
     def stop(self) -> None:
-        """Stop vLLM's processes and the host's thread, and wait for them. May be called from any thread."""
+        """Stop vLLM's processes and the host's thread, and wait for them. Callable from any thread."""
         with self._stopping:
             if self._thread.is_alive() and threading.current_thread() is not self._thread:
                 with contextlib.suppress(RuntimeError):
@@ -409,9 +409,9 @@ class Host:
 def _environment(folder: Path, log: Path) -> Iterator[None]:
     """Prepare the environment that vLLM's processes inherit, and restore it afterwards.
 
-    vLLM itself sets dozens of environment variables, including LD_PRELOAD; these are removed again as well. In the
-    meantime multiprocessing starts a wrapper script instead of the interpreter. The script redirects output to the log
-    and leaves the notebook's process group, because interrupting a cell signals the whole group and would kill it.
+    vLLM itself sets dozens of environment variables, including LD_PRELOAD; these are removed afterwards too. Until
+    then, multiprocessing starts a wrapper script instead of the interpreter. The script redirects output to the log and
+    leaves the notebook's process group, because interrupting a cell signals the whole group and would kill vLLM.
     """
     before = dict(os.environ)
     script = folder / "python"

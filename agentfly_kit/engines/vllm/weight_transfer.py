@@ -56,7 +56,7 @@ _CUDA_HANDLE_FIELDS = (
 
 
 def weight_sources(policy: Policy) -> list[WeightSource]:
-    """Return the model's weights under their transformers names, without the value head and with tied weights once.
+    """Return the model's weights under their transformers names, without the value head or duplicates of tied weights.
 
     An adapter is merged layer by layer, so that no second model is needed. The caller must hold `policy.lock` while it
     reads the values.
@@ -92,7 +92,7 @@ def weight_sources(policy: Policy) -> list[WeightSource]:
 
 
 def _adapter_layers(model: Any) -> dict[str, Any] | None:
-    """Return the layers with an adapter by path, or None if they cannot be merged independently."""
+    """Return the layers that have an adapter, by path; None if they cannot be merged independently."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
@@ -372,7 +372,7 @@ class BufferNotOpened(Exception):
 class Delivery:
     """Async context manager that transfers a policy's weights to the workers of an engine.
 
-    It holds `policy.lock` until the last chunk is written. On exit it releases the buffer and, in any case, the lock.
+    It holds `policy.lock` until the last chunk is written. On exit it releases the buffer and always the lock.
     `send` passes each chunk to a function `call`: `await call("agentfly_receive", handle, slices, number, last)`
     returns one result per worker when the workers no longer need the chunk, either None or the reason why the worker
     could not open the buffer.

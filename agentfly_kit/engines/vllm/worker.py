@@ -1,7 +1,7 @@
-"""Extension of vLLM's worker process: in-place weight updates, exact logprobs and entropies, and no orphans.
+"""Extension of vLLM's worker process: in-place weight updates, exact logprobs and entropies, and no orphan processes.
 
 vLLM adds `WorkerExtension` to the bases of its worker class and calls the methods by name. The main process does not
-use them, and vLLM is imported only inside functions. Verified with vLLM 0.32 (CPU). `agentfly_prepare` reports which
+call them, and vLLM is imported only inside functions. Verified with vLLM 0.32 (CPU). `agentfly_prepare` reports which
 features a version of vLLM supports, and the engine disables the others.
 """
 
@@ -82,7 +82,7 @@ class WorkerExtension:
 
 
 class _WeightReceiver:
-    """State of a delivery: a layerwise reload of vLLM that starts with the first chunk and ends with the last."""
+    """State of a delivery. A layerwise reload in vLLM starts with the first chunk and ends with the last chunk."""
 
     def __init__(self, model: Any, config: Any, buffer: Any) -> None:
         self._model, self._config, self._buffer = model, config, buffer
@@ -124,7 +124,7 @@ class _WeightReceiver:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self._model, self._config.model_config)
-        # A tied output matrix is repacked as well, and the reload does not update that copy.
+        # A tied output matrix also has a repacked copy, which the reload does not update.
         for module in self._model.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.quant_method.process_weights_after_loading(module)
@@ -142,7 +142,7 @@ class _WeightReceiver:
 
 
 def _exit_with(parent_pid: int) -> None:
-    """Kill this process and the core that started it when the parent process has exited or was killed."""
+    """Kill this process, and the core that started it, once the parent process has exited."""
     if not hasattr(os, "pidfd_open"):
         return
     core = os.getppid()
