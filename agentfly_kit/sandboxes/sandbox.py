@@ -83,7 +83,7 @@ class Sandbox(Startable):
         if not isinstance(isolation, Container):
             levels.check_level(isolation)
         self.limits = Limits(memory_mb, processes, cpu_seconds, disk_mb, network)
-        # The level in use; before `start`, the requested one.
+        # The level in use; before `start`, the requested level.
         self.isolation: str | None = str(isolation) if isinstance(isolation, Container) else isolation
         self.max_output = max_output
         self._requested_isolation = isolation
@@ -181,7 +181,7 @@ class Sandbox(Startable):
     async def reset(self) -> None:
         """Kill all processes inside, empty the folders and set up a new interpreter (about 2 ms).
 
-        Raises:  SandboxError if that fails; the sandbox is then dead.
+        Raises:  SandboxError if the reset fails; the sandbox is then dead.
         """
         async with self._locked():
             if not self.alive:
