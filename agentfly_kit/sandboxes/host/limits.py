@@ -120,7 +120,7 @@ def _own_group(mount: Path, path: str) -> Path:
 
 
 class LimitHits(NamedTuple):
-    """Counters of a sandbox. A process that was killed while `memory` did not change was killed for another group."""
+    """Counters of exceeded limits. If `killed` rises but `memory` does not, another group's memory caused the kill."""
 
     memory: int = 0  # how often the sandbox's own memory limit led to a kill
     killed: int = 0  # processes killed by an out-of-memory killer
