@@ -1,1 +1,1 @@
-"""Bridges to other programs: TRL, and pools in another process or on another machine."""
+"""Integrations: TRL trainers, and sandbox pools in another process or on another machine."""

@@ -1,6 +1,6 @@
-"""HTML of the public objects in notebooks, with inline styles only, readable in light and dark themes.
+"""HTML representations of public objects in notebooks. Inline styles only; readable in light and dark themes.
 
-All text is escaped here and nowhere else, so that the output of models and tools is never interpreted as HTML.
+All text is escaped in this module, so that the output of models and tools is never interpreted as HTML.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Code(str):
 
 
 def escape_control_chars(text: str, limit: int) -> str:
-    """Truncate to `limit` characters, and replace all non-printable characters except newline and tab by code points.
+    """Truncate the text to `limit` characters and show non-printable characters as code points.
 
-    This covers invisible characters, text-direction controls and surrogates, which cannot be encoded.
+    Newlines and tabs are kept. Invisible characters, text-direction controls and lone surrogates are replaced.
     """
     if len(text) > limit:
         text = f"{text[:limit]}… ({len(text):,} characters)"
@@ -57,7 +57,7 @@ def escape(text: Any, limit: int = 400) -> str:
 
 
 def cell(value: Any, limit: int = 400) -> str:
-    """Return a table cell: numbers right-aligned, text left-aligned, and a dash for None and NaN."""
+    """Return a table cell. Numbers are right-aligned, text is left-aligned, and None and NaN are shown as a dash."""
     if value is None or (isinstance(value, float) and value != value):
         return f"<td style='{RIGHT}'>–</td>"
     if isinstance(value, bool):
@@ -80,7 +80,7 @@ def heading(text: Any) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[Any]], limit: int = 400) -> str:
-    """Return a table with headings aligned like their columns; an empty `head` gives a table without headings."""
+    """Return a table whose headings are aligned like their columns. If `head` is empty, there are no headings."""
     cells = [list(row) for row in rows]
     right = [any(_is_number(row[i]) for row in cells if i < len(row)) for i in range(len(head))]
     top = "".join(
@@ -153,7 +153,7 @@ def tool_call(call: ToolCall) -> str:
 
 
 def _tracebacks(calls: Sequence[ToolCall]) -> str:
-    """Collapsed tracebacks of unexpected failures."""
+    """Return collapsible tracebacks of unexpected failures."""
     failed = [(c.name, c.result.error) for c in calls if c.result is not None and c.result.error is not None]
     return "".join(
         details(f"{name}: {error}", f"<pre>{escape(error.traceback or str(error), 4000)}</pre>")
@@ -202,7 +202,7 @@ def rollout(rollout: Rollout) -> str:
 
 
 def rollout_diff(diff: RolloutDiff, limit: int = 8) -> str:
-    """Show up to `limit` gained pairs and up to `limit` lost pairs."""
+    """Return HTML showing up to `limit` gained pairs and up to `limit` lost pairs."""
 
     def row(pair: tuple[Trajectory, Trajectory]) -> tuple[Any, ...]:
         before, after = pair
@@ -301,7 +301,7 @@ def rollout_handle(handle: RolloutHandle) -> str:
 
 
 def tool(tool: Tool[..., Any]) -> str:
-    """Visible and hidden parameters."""
+    """Return the HTML of a tool, listing its visible and hidden parameters."""
     parameters = tool.schema["function"]["parameters"]
     properties, required = parameters.get("properties", {}), parameters.get("required", [])
     rows = [
@@ -315,7 +315,7 @@ def tool(tool: Tool[..., Any]) -> str:
 
 
 def _type_name(schema: dict[str, Any]) -> str:
-    """Short name of a JSON schema's type, such as "array of integer"."""
+    """Return a short name of a JSON schema's type, such as "array of integer"."""
     if "enum" in schema:
         return " | ".join(map(repr, schema["enum"]))
     if "anyOf" in schema:
@@ -398,7 +398,7 @@ _KEY_METRICS = (
 
 
 def run(run: Run | TrainRun, limit: int = 6) -> str:
-    """Show the most important metrics of the last `limit` steps."""
+    """Return HTML showing the most important metrics of the last `limit` steps."""
     names = [name for name in _KEY_METRICS if any(name in record for record in run.records)]
     rows = [[record.get(name) for name in names] for record in run.records[-limit:]]
     more = f"<p>the last {limit} of {len(run.records)} steps</p>" if len(run.records) > limit else ""
@@ -422,7 +422,7 @@ _RENDERERS: dict[str, Callable[[Any], str]] = {
 def to_html(value: object) -> str:
     """Return the HTML of a public object. A subclass is shown like its base class.
 
-    The table has names of classes instead of classes, so that displaying a task does not import torch.
+    Classes are looked up by name, so that displaying a task does not import torch.
     """
     for cls in type(value).__mro__:
         if cls.__name__ in _RENDERERS:

@@ -33,18 +33,18 @@ from agentfly_kit.types import Message, Row, Task, Trajectory
 def sft_dataset(rows: Iterable[Any], authors: str | Sequence[str] | None = None) -> Any:
     """Convert rows to a `datasets.Dataset` for SFTTrainer, with the columns "input_ids" and "labels".
 
-    The labels are the ids of action tokens, and -100 elsewhere. SFTTrainer uses such rows unchanged, without rendering
-    a chat template or inferring a mask. Rows without a label are left out.
+    Action tokens are labelled with their ids, all other tokens with -100. SFTTrainer uses such rows unchanged, without
+    rendering a chat template or inferring a mask. Rows without labelled tokens are omitted.
 
     Args:
-        rows: A rollout or trajectories, of which all rows are used; or objects with `ids` and a `mask` of the same
+        rows: A rollout or trajectories (all their rows are used), or objects with `ids` and a `mask` of the same
             length, such as the demonstrations of `tiny`. To imitate successes only, pass
             `[t for t in rollout if t.success]`.
-        authors: Authors whose action tokens are labelled, such as "policy" or "script". None labels the tokens of all
-            actions, whether they were sampled, scripted or forced. Only used for trajectories.
+        authors: Authors whose action tokens are labelled, such as "policy" or "script". None labels all actions,
+            whether sampled, scripted or forced. Only used for trajectories.
 
     Raises:
-        BatchError: If ids and mask of a row have different lengths, or no token of a trajectory or row is labelled.
+        BatchError: If a row's ids and mask have different lengths, or a trajectory or row has no labelled token.
     """
     from datasets import Dataset
 
@@ -80,10 +80,10 @@ def _label_mask(row: Row, authors: Sequence[str] | None) -> list[bool]:
 
 
 def grpo_inputs(batch: Batch, pad: int = 0) -> dict[str, torch.Tensor]:
-    """Convert a batch to the inputs of GRPOTrainer's loss: prompts padded on the left, completions on the right.
+    """Convert a batch to the inputs of GRPOTrainer's loss. Prompts are padded on the left, completions on the right.
 
-    All tokens before a row's first sampled token form its prompt. Each row has a single advantage, that of its action
-    tokens.
+    All tokens before a row's first sampled token form its prompt. The advantage of a row is that of its action tokens,
+    which must be the same for all of them.
 
     Args:
         batch: The batch, with advantages.
@@ -154,7 +154,7 @@ def ppo_config(args: Any) -> PPOConfig:
     `advantage(args)` returns the matching advantage estimator.
 
     Raises:
-        SettingsError: If a setting has no counterpart in `ppo_step`; the message names it.
+        SettingsError: If a setting has no counterpart in `ppo_step`. The message names the setting.
 
     Source:  trl 1.16, GRPOTrainer._compute_loss.
     """
@@ -190,7 +190,7 @@ def ppo_config(args: Any) -> PPOConfig:
     low = args.epsilon
     high = low if args.epsilon_high is None else args.epsilon_high
     if kind == "cispo":
-        # For CISPO, TRL's epsilon_high is the upper limit of the ratio itself, not of its distance from 1.
+        # For CISPO, TRL's epsilon_high bounds the ratio itself, not its distance from 1.
         return config.replace(loss=functools.partial(losses.cispo, clip_high=high - 1, bounds="upper"))
     if kind == "sapo":
         taus = {"tau": args.sapo_temperature_pos, "tau_negative": args.sapo_temperature_neg}
@@ -199,7 +199,7 @@ def ppo_config(args: Any) -> PPOConfig:
 
 
 def advantage(args: Any) -> Callable[..., torch.Tensor]:
-    """Return the advantage estimator of a `trl.GRPOConfig`: GRPO with sample std and eps 1e-4, or without std.
+    """Return the advantage estimator of a `trl.GRPOConfig`: GRPO, divided by the sample std plus 1e-4 or undivided.
 
     Raises:
         SettingsError: If `scale_rewards` has no counterpart.
@@ -217,7 +217,7 @@ def advantage(args: Any) -> Callable[..., torch.Tensor]:
 
 
 def dataset(tasks: Iterable[Task]) -> Any:
-    """Convert tasks to a `datasets.Dataset` with a "prompt" column of messages and a column per common task field.
+    """Convert tasks to a `datasets.Dataset` with a "prompt" column of messages and one column per field of all tasks.
 
     Raises:
         SettingsError: If there are no tasks.
@@ -243,13 +243,13 @@ def rollout_func(agent: Agent, tasks: Iterable[Task]) -> Callable[..., dict[str,
         GRPOTrainer(policy.model, processing_class=policy.chat.tokenizer, train_dataset=af.trl.dataset(tasks),
                     rollout_func=af.trl.rollout_func(agent, tasks), reward_funcs=af.trl.reward_func, args=...)
 
-    Sampled tokens are marked in `env_mask`. The agent's engine must sample from the model that is trained, and
-    `policy.version` follows TRL's optimizer steps. TRL cannot represent unscored trajectories and would count their
-    reward as 0; they get their group's mean reward and an empty mask instead.
+    Sampled tokens are marked in `env_mask`. The agent's engine must sample from the trained model, and `policy.version`
+    follows TRL's optimizer steps. TRL cannot represent unscored trajectories and would count their reward as 0.
+    Therefore they get their group's mean reward and an empty mask.
 
     Args:
         agent: An agent with a reward.
-        tasks: The tasks of the dataset. Each prompt is matched to its task, so that tools and rewards get its fields.
+        tasks: The tasks of the dataset. Tools and rewards get the fields of the task whose prompt is being answered.
 
     Raises:
         SettingsError: If the agent has no reward, or two tasks have the same prompt but different fields. When the
@@ -304,7 +304,7 @@ def _find_task(known: dict[str, Task], prompt: Any) -> Task:
 
 
 def _sample_trajectories(agent: Agent, wanted: list[Task], index: int, training: bool) -> list[Trajectory]:
-    """Sample one trajectory per entry of `wanted`, in its order; repeated tasks form a group."""
+    """Sample one trajectory per entry of `wanted`, in the same order. Repeated tasks form a group."""
     counts = Counter(task.id for task in wanted)
     by_id = {task.id: task for task in wanted}
     found: dict[str, list[Trajectory]] = defaultdict(list)
@@ -337,7 +337,7 @@ def _rollout_columns(chains: list[Trajectory], end: int) -> dict[str, Any]:
         ids = [int(i) for i in t.ids]
         mask = [int(m) for m in t.action_mask]
         logprobs = [0.0 if math.isnan(x) else float(x) for x in t.logprobs.tolist()]
-        if len(ids) == prompt_length:  # failed before the first action; TRL needs at least one token
+        if len(ids) == prompt_length:  # failed before the first action, but TRL needs at least one token
             ids, mask, logprobs = [*ids, end], [*mask, 0], [*logprobs, 0.0]
         group = scored[t.group]
         unscored = t.reward is None
@@ -355,13 +355,13 @@ def _rollout_columns(chains: list[Trajectory], end: int) -> dict[str, Any]:
 def response_template(start: str = "<|im_start|>assistant\n", end: str = "<|im_end|>") -> dict[str, Any]:
     """Return a response template for parsing hermes tool calls; set it as `tokenizer.response_template`.
 
-    It is needed for models for which TRL has no template of its own.
+    Needed for models without a template in TRL.
 
     Args:
         start: Text that begins an assistant message.
         end: Text that ends an assistant message.
 
-    Source:  the format of transformers, as used by trl 1.16 for Qwen3.
+    Source:  the transformers format that trl 1.16 uses for Qwen3.
     """
     escaped = "".join("\\" + c if c in r"\|.*+?()[]{}^$" else c for c in end)
     call = {"type": "function", "function": "{content}"}
@@ -382,7 +382,7 @@ def response_template(start: str = "<|im_start|>assistant\n", end: str = "<|im_e
 
 
 def tools(agent: Agent) -> list[Callable[..., Any]]:
-    """Return the agent's tools for GRPOTrainer's `tools=`; the model gets the same observations as from the agent.
+    """Return the agent's tools for GRPOTrainer's `tools=`. The model gets the same observations as with the agent.
 
     Raises:
         SettingsError: If a tool needs a sandbox, a task field or the context, which TRL does not provide; use

@@ -1,1 +1,1 @@
-"""Pools that lend sandboxes and environments to chains."""
+"""Pools that lease sandboxes and environments to chains."""

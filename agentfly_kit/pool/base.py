@@ -1,4 +1,4 @@
-"""Shared parts of local and remote pools: leases, listeners, and the list of all pools."""
+"""Code shared by local and remote pools: leases, listeners, and the list of all pools."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _numbers = itertools.count(1)
 
 
 def pools() -> list[Any]:
-    """Return all existing pools that are not closed, including remote ones, oldest first."""
+    """Return all open pools, including remote pools, oldest first."""
     return sorted((pool for pool in _POOLS if not pool.closed), key=lambda pool: pool.number)
 
 
@@ -31,14 +31,14 @@ def check_seconds(name: str, value: Any) -> None:
 
 
 class Lease(Generic[S]):
-    """A leased sandbox, held until `await pool.release(lease)`.
+    """A lease of a sandbox, held until `await pool.release(lease)`.
 
     Attributes:
         pool, sandbox, id: The pool, the sandbox and its number.
-        owner, since: Name of the holder, and start of the lease (monotonic seconds).
+        owner, since: Name of the holder, and start time of the lease (monotonic seconds).
         released: True after the lease was released or revoked.
         revoked: Reason why the pool ended the lease early, or "". The sandbox of a revoked lease is closed.
-        turn: The holder's current turn; set it to show the progress in snapshots and events.
+        turn: The holder's current turn. Set this attribute to show progress in snapshots and events.
     """
 
     def __init__(self, pool: BasePool[S], id: int, sandbox: S, owner: str) -> None:
@@ -88,7 +88,7 @@ class BasePool(ABC, Generic[S]):
         self._listeners: Listeners[PoolEvent] = Listeners(f"the pool of {self.name}")
 
     def _register(self) -> None:
-        """Add the pool to `pools()`, as the last step of its construction."""
+        """Add the pool to `pools()`. Called at the end of `__init__`."""
         self.number = next(_numbers)
         _POOLS.add(self)
 
@@ -106,7 +106,7 @@ class BasePool(ABC, Generic[S]):
 
     @abstractmethod
     def _on_lease_collected(self, lease: Lease[S]) -> None:
-        """Called when a lease is garbage-collected without a release, at any point and in any thread."""
+        """Called when a lease is garbage-collected without having been released, at any time and in any thread."""
 
     def _begin_release(self, lease: Lease[S]) -> bool:
         """Mark a lease as released; return False if it already was."""
@@ -119,7 +119,7 @@ class BasePool(ABC, Generic[S]):
     async def lease(self, owner: str = "somebody", timeout: float | None = None, *, run: str = "") -> AsyncIterator[S]:
         """Async context manager that leases a sandbox: `async with pool.lease(owner="me") as sandbox`.
 
-        Arguments and errors are those of `acquire`.
+        Takes the arguments and raises the errors of `acquire`.
         """
         lease = await self.acquire(owner, timeout, run=run)
         try:
@@ -128,9 +128,9 @@ class BasePool(ABC, Generic[S]):
             await self.release(lease)
 
     def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
-        """Call `callback` with every further event, in order, and return a function that unsubscribes.
+        """Call `callback` with every future event, in order. Return a function that unsubscribes it.
 
-        The callback runs synchronously in the thread that made the change (of a remote pool, in its background thread)
+        The callback runs synchronously in the thread that made the change (for a remote pool, in its background thread)
         and must be fast. It may use the pool. If it raises, the pool warns once and continues.
         """
         return self._listeners.subscribe(callback)

@@ -1,4 +1,4 @@
-"""Calling the methods of any object as a sandbox: with a time limit, or without an event loop."""
+"""Calls to the methods of a sandbox, which may be any object, with a time limit or without an event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from .._async.pending_call import warn_or_log
 from ..errors import SandboxError
 
-_CANCEL_GRACE_SECONDS = 1.0  # time limit of a call that was cancelled, after which it is abandoned
+_CANCEL_GRACE_SECONDS = 1.0  # a cancelled call that takes longer to end is abandoned
 
 
 async def maybe_await(value: Any) -> Any:
@@ -20,17 +20,17 @@ async def maybe_await(value: Any) -> Any:
 
 
 async def call(sandbox: object, method: str) -> Any:
-    """Call an optional method of a sandbox, which may be sync or async."""
+    """Call a sync or async method of a sandbox, if the sandbox defines it."""
     bound = getattr(sandbox, method, None)
     return await maybe_await(bound()) if callable(bound) else None
 
 
 async def call_within(seconds: float, name: str, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
-    """Return `await work(*args)`, but cancel it after `seconds`. If it ignores that, abandon it with a warning.
+    """Return `await work(*args)`, but cancel the call after `seconds`. If it does not end, abandon it with a warning.
 
     Raises:
-        SandboxError: if it exceeds the limit, or raises SystemExit or, without having been cancelled,
-            CancelledError. These would otherwise end the process or the calling task.
+        SandboxError: if the call exceeds the time limit, raises SystemExit, or raises CancelledError without having
+            been cancelled. These exceptions would otherwise end the process or the calling task.
     """
 
     async def run() -> Any:
@@ -76,7 +76,7 @@ def is_alive(sandbox: object) -> bool:
 
 
 def kill(sandbox: object) -> None:
-    """Kill a sandbox without an event loop: call its `kill()`, or else run its `close()` in a separate thread."""
+    """Kill a sandbox without an event loop: call `kill()` if defined, otherwise run `close()` in a separate thread."""
     method = getattr(sandbox, "kill", None)
     if callable(method):
         with contextlib.suppress(Exception):
@@ -93,7 +93,7 @@ def _close_in_thread(sandbox: object) -> None:
 
 
 def kill_all(slots: Mapping[int, Any]) -> None:
-    """Kill the sandboxes of all slots, when their pool is closed or garbage-collected, or Python exits."""
+    """Kill the sandboxes of all slots. Called when the pool is closed or garbage-collected, or when Python exits."""
     for slot in list(slots.values()):
         sandbox, slot.sandbox = slot.sandbox, None
         kill(sandbox)

@@ -1,14 +1,14 @@
-"""State changes of a pool and their effects: requests are answered, sandboxes started, reset and closed.
+"""Applies state changes of a pool: answers requests, and starts, resets and closes sandboxes.
 
-Every change of state is made by one synchronous method of `PoolState` (state.py), under a lock that is never held while
-user code runs or anything is awaited; `_dispatch` then carries out the effects. The design follows httpcore's
+Every state change is made by a synchronous method of `PoolState` (state.py) under a lock. The lock is never held while
+user code runs or anything is awaited. `_dispatch` then carries out the effects. The design follows httpcore's
 connection pool.
 
-Each sandbox that is being started, reset or closed has a task, which is not cancelled with the caller that waits for
-it; every method of a sandbox has a time limit, so every task ends. Requests and tasks belong to the event loop that
-made them, and event loops may end: sandboxes of cancelled tasks are killed without a loop, and requests and tasks of
-closed loops are removed by the next `acquire`. Without a running loop (a lease collected in another thread) nothing can
-be started, so a loop of a waiting request is asked to do so.
+Each start, reset or close of a sandbox runs in its own task, which continues even if the waiting caller is cancelled.
+Every sandbox method has a time limit, so every task ends. Requests and tasks belong to the event loop that created
+them, and event loops may be closed. Sandboxes of cancelled tasks are killed without a loop, and the next `acquire`
+removes the requests and tasks of closed loops. A thread without a running loop, such as one that collects a lease,
+cannot start a sandbox. It asks the event loop of a waiting request instead.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class PoolCore(BasePool[S]):
         # Slots whose lease was garbage-collected, possibly by a thread that holds the lock.
         self._dropped: deque[Slot] = deque()
         self._tasks: dict[Slot, asyncio.Task[None]] = {}  # the start, reset or close in progress
-        self._wakeup_loop: asyncio.AbstractEventLoop | None = None  # with a timer for the next lease that expires
-        self._events: deque[PoolEvent] = deque()  # not yet passed to the listeners
+        self._wakeup_loop: asyncio.AbstractEventLoop | None = None  # runs the timer for the next lease expiry
+        self._events: deque[PoolEvent] = deque()  # events not yet passed to the listeners
         self._notifying = threading.Lock()
         self._finalizer = weakref.finalize(self, kill_all, state.slots)
 
@@ -80,7 +80,7 @@ class PoolCore(BasePool[S]):
         if not may_start:
             # Ask the event loop of a waiting request to start the sandboxes that this thread cannot start.
             for future in list(self._state.waiters):
-                with contextlib.suppress(RuntimeError):  # that loop is closed
+                with contextlib.suppress(RuntimeError):  # the loop is closed
                     future.get_loop().call_soon_threadsafe(self._dispatch, self._state.wakeup)
                     break
         self._notify()
@@ -90,11 +90,11 @@ class PoolCore(BasePool[S]):
         answers: list[tuple[asyncio.Future[Slot], Slot | Exception]] = [*effects.grant]
         answers += [(future, _acquire_error(self.name, error)) for future, error in effects.refuse]
         for future, answer in answers:
-            if not deliver(future, answer):  # its event loop is closed
+            if not deliver(future, answer):  # the future's event loop is closed
                 self._dispatch(self._state.cancelled, future)
 
     def _schedule_wakeup(self) -> None:
-        """Set a timer for the next lease that expires, unless there is one. All leases have the same duration."""
+        """Set a timer for the next lease expiry, unless a timer is set. All leases have the same maximum duration."""
         loop = asyncio.get_running_loop()
         with self._lock:
             due = self._state.next_expiry()
@@ -113,7 +113,7 @@ class PoolCore(BasePool[S]):
         loop.call_later(max(0.0, due - time.monotonic()) + 0.01, wake_up)
 
     def _forget_closed_loops(self) -> None:
-        """Cancel requests and kill sandboxes that wait for a closed event loop; nothing else would end them."""
+        """Cancel requests and kill sandboxes whose event loop is closed. Otherwise they would wait forever."""
         with self._lock:
             granted = [slot.ticket for slot in self._state.slots.values() if slot.ticket is not None]
             futures = [*self._state.waiters, *granted]
@@ -133,9 +133,9 @@ class PoolCore(BasePool[S]):
     def _on_lease_collected(self, lease: Lease[S]) -> None:
         slot = self._state.slots.get(lease.id)
         if slot is None:
-            return  # the pool was closed and has removed it
+            return  # already removed because the pool was closed
         self._dropped.append(slot)
-        if not self._lock.locked():  # otherwise this thread may hold it, and kills the sandbox after releasing it
+        if not self._lock.locked():  # if this thread holds the lock, it kills the sandbox after releasing the lock
             self._kill_dropped()
         warnings.warn(f"{lease!r} was dropped without a release", ResourceWarning, stacklevel=3)
 
@@ -144,7 +144,7 @@ class PoolCore(BasePool[S]):
             self._kill_slot(self._dropped.popleft())
 
     def _notify(self) -> None:
-        """Pass queued events to the listeners, in order and without the lock, by one thread at a time."""
+        """Pass queued events to the listeners in order, one thread at a time and without holding the lock."""
         while self._events and self._notifying.acquire(blocking=False):
             try:
                 while self._events:
@@ -155,7 +155,7 @@ class PoolCore(BasePool[S]):
     # --- starting, resetting and closing sandboxes, in separate tasks
 
     def _spawn(self, slot: Slot, work: Coroutine[Any, Any, None]) -> None:
-        """Run the next step of a slot in a task, in place of the previous one, if that has not ended."""
+        """Run the next step of a slot in a task, which replaces the slot's previous task if that is still running."""
         task = asyncio.get_running_loop().create_task(work, name=f"{self.name} {slot.id}")
         self._tasks[slot] = task
 
@@ -163,13 +163,13 @@ class PoolCore(BasePool[S]):
             failed = task.cancelled() or task.exception() is not None
             if self._tasks.get(slot) is task:
                 del self._tasks[slot]
-                if failed:  # cancelled by the shutdown of its event loop
+                if failed:  # cancelled because its event loop is shutting down
                     self._kill_slot(slot)
 
         task.add_done_callback(done)
 
     async def _wait_for_task(self, slot: Slot) -> bool:
-        """Wait for the task of a slot, without cancelling it if the wait is cancelled. Return False if it has none."""
+        """Wait for a slot's task, which continues if the wait is cancelled. Return False if the slot has no task."""
         task = self._tasks.get(slot)
         if task is None or task.get_loop() is not asyncio.get_running_loop():
             return False
@@ -179,7 +179,7 @@ class PoolCore(BasePool[S]):
     async def _start(self, slot: Slot) -> None:
         async def start() -> None:
             await call(sandbox, "start")
-            if slot.sandbox is not sandbox:  # it started after it had been abandoned
+            if slot.sandbox is not sandbox:  # the sandbox was abandoned before it had started
                 await self._close_or_kill(sandbox)
 
         try:
@@ -208,10 +208,10 @@ class PoolCore(BasePool[S]):
             self._dispatch(self._state.was_reset, slot)
 
     async def _reset_sandbox(self, sandbox: S) -> bool:
-        """Reset a sandbox and return whether it is healthy. The next holder resets an environment for its task."""
+        """Reset a sandbox and return whether it is healthy. An environment is instead reset by its next holder."""
         if not is_environment(self.sandbox_type):
             await call(sandbox, "reset")
-        elif inspect.ismethod(getattr(sandbox, "cleanup", None)):  # a method, not a tool of that name
+        elif inspect.ismethod(getattr(sandbox, "cleanup", None)):  # a method, not a tool named "cleanup"
             await call(sandbox, "cleanup")
         if self._healthy is not None:
             return bool(await maybe_await(self._healthy(sandbox)))
@@ -227,7 +227,7 @@ class PoolCore(BasePool[S]):
         self._dispatch(self._state.removed, slot)
 
     async def _close_or_kill(self, sandbox: S) -> None:
-        """Close a sandbox, and kill it if `close` fails or exceeds its time limit. Errors are ignored."""
+        """Close a sandbox, or kill it if `close` fails or exceeds its time limit. Errors are ignored."""
         try:
             await call_within(_CLOSE_SECONDS, f"the close of a {self.name}", call, sandbox, "close")
         except Exception:
@@ -235,7 +235,7 @@ class PoolCore(BasePool[S]):
                 await call(sandbox, "kill")
 
     def _kill_slot(self, slot: Slot) -> None:
-        """Kill a sandbox immediately, for use without an event loop or during its shutdown. Starts no task."""
+        """Kill a sandbox immediately, without starting a task. Works without an event loop and during its shutdown."""
         sandbox, slot.sandbox = slot.sandbox, None
         kill(sandbox)
         self._dispatch(self._state.removed, slot, may_start=False)

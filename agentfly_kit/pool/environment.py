@@ -1,7 +1,7 @@
 """Recognizing environments and preparing their `reset`.
 
-A sandbox class is an environment if its `reset` takes a task or fields of it. A pool lends an environment for one
-episode, which starts by resetting it for the task.
+A sandbox class is an environment if its `reset` takes a task or task fields. A pool leases an environment for one
+episode, which begins by resetting the environment for the task.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agentfly_kit.types import Task
 
 
 def is_environment(sandbox_type: type) -> bool:
-    """Return True if the `reset` of the class requires an argument or accepts `**`; a sandbox's does not."""
+    """Return True if the class is an environment: its `reset` has a required parameter or accepts `**`."""
     return any(
         p.kind is p.VAR_KEYWORD or (p.default is p.empty and p.kind is not p.VAR_POSITIONAL)
         for p in _reset_parameters(sandbox_type)
@@ -24,7 +24,7 @@ def is_environment(sandbox_type: type) -> bool:
 
 
 def _reset_parameters(sandbox_type: type) -> list[inspect.Parameter]:
-    """Return the parameters of `reset` after `self`; none if there is no such method, or it has no signature."""
+    """Return the parameters of `reset` after `self`. Empty if `reset` is not defined or has no signature."""
     method = getattr(sandbox_type, "reset", None)
     if not callable(method):
         return []
@@ -35,9 +35,9 @@ def _reset_parameters(sandbox_type: type) -> list[inspect.Parameter]:
 
 
 def environment_seed(task: Task) -> int:
-    """Return the task's field `seed` if it is an integer, or else a seed derived from the task's id.
+    """Return the task's `seed` field if it is an integer, otherwise a seed derived from the task's id.
 
-    All chains of a task get the same seed, because chains of a group are compared and must start in the same state.
+    All chains of a task get the same seed: they are compared with each other and must start in the same state.
     """
     given = task.fields.get("seed")
     return given if isinstance(given, int) and not isinstance(given, bool) else seeds.derive(0, "environment", task.id)
@@ -46,16 +46,16 @@ def environment_seed(task: Task) -> int:
 def reset_arguments(sandbox_type: type, task: Task, fields: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the keyword arguments of the `reset` of an environment class, injected by parameter name.
 
-    `task` receives the task, `seed` the result of `environment_seed`, any other parameter the field of that name, and
-    `**` all fields that have no parameter of their own.
+    The parameter `task` receives the task, and `seed` the result of `environment_seed`. Any other parameter receives
+    the task field of the same name, and `**` receives all remaining fields.
 
     Args:
         sandbox_type: the environment class.
         task: the task of the chain.
-        fields: the chain's own copy of the fields of the task; by default `task.fields`.
+        fields: the chain's own copy of the task's fields; `task.fields` by default.
 
     Raises:
-        TaskError: if the task lacks a required field, or a parameter accepts no keyword argument.
+        TaskError: if the task lacks a required field, or a parameter cannot be passed by keyword.
     """
     fields = task.fields if fields is None else fields
     arguments: dict[str, Any] = {}
@@ -84,6 +84,6 @@ def reset_arguments(sandbox_type: type, task: Task, fields: Mapping[str, Any] | 
 
 
 def episode_is_done(environment: Any) -> bool:
-    """Return the environment's `done`, which may be an attribute, a property or a method; False if it has none."""
+    """Return the environment's `done` (an attribute, a property or a method), or False if it is not defined."""
     done = getattr(environment, "done", False)
     return bool(done() if callable(done) else done)

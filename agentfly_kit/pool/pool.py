@@ -1,4 +1,4 @@
-"""`Pool`: sandboxes of one class, lent to chains. Its internal part is in core.py."""
+"""`Pool`: sandboxes of one class, leased to chains. The internals are in core.py."""
 
 from __future__ import annotations
 
@@ -22,36 +22,38 @@ S = TypeVar("S")
 
 
 class Pool(Displayable, PoolCore[S]):
-    """Pool of up to `size` sandboxes of one class, which are started on demand.
+    """Pool of up to `size` sandboxes of one class, started on demand.
 
-    Requests are served first come, first served. If several rollouts wait for one pool, they are served in turn, one
-    sandbox each.
+    Requests are served in order of arrival. If several rollouts wait for the same pool, they take turns, one sandbox at
+    a time.
 
     `async with` is optional: the sandboxes are closed when the pool is garbage-collected or Python exits. A pool can be
     used from several event loops, one after another.
 
     Args:
-        sandbox_type: a class with some of `async start()`, `async run(...)`, `async reset()`, `async fork(into)`,
-            `alive`, `async close()`, and `kill()`, which is used when the process exits. Without `reset`, a sandbox is
-            replaced after each lease. If `reset(task, seed)` takes a task, the class is an environment: the next chain
-            resets it for its task, and `cleanup()`, if defined, is called on release.
+        sandbox_type: a class that defines any of `async start()`, `async run(...)`, `async reset()`,
+            `async fork(into)`, `alive`, `async close()` and `kill()` (called when the process exits). Without `reset`,
+            a sandbox is replaced after each lease. If `reset(task, seed)` takes a task, the class is an environment:
+            each chain resets it for its own task, and `cleanup()`, if defined, is called on release.
         size: maximum number of sandboxes.
         min_idle: number of idle sandboxes to keep ready, from the first request on.
         max_uses, max_age: replace a sandbox after this many leases or seconds instead of resetting it.
-        max_lease: maximum duration of a lease in seconds. After that the lease is revoked: the sandbox is closed, the
-            holder's next use of it raises LeaseRevoked, its chain is unscored, and the next request gets a new sandbox.
+        max_lease: maximum duration of a lease in seconds. After that, the lease is revoked: the sandbox is closed, the
+            holder's next use of the sandbox raises LeaseRevoked, the holder's chain is not scored, and the next request
+            gets a new sandbox.
         healthy: `healthy(sandbox)`, sync or async, called after each reset. If it returns false or raises, the sandbox
             is replaced. By default the sandbox's own method `healthy()` is called, if defined.
         max_starting: maximum number of sandboxes that start concurrently, or None for no limit.
         acquire_timeout: default time to wait for a lease, in seconds.
-        start_timeout: time limit in seconds for starting or resetting a sandbox, which is then cancelled and replaced.
-            A `close` may take 5 seconds. A method that ignores its cancellation is abandoned with a warning.
-        options: passed to `sandbox_type` as they are, including None, for example `memory_mb=` of a PythonSandbox,
-            where None means no limit.
+        start_timeout: time limit in seconds for starting or resetting a sandbox. When it is exceeded, the method is
+            cancelled and the sandbox replaced. The time limit of `close` is always 5 seconds. A method that does not
+            end when cancelled is abandoned with a warning.
+        options: keyword arguments of `sandbox_type`, passed unchanged, even if None. For example, `memory_mb=None` of a
+            PythonSandbox means no limit.
 
     Raises:
-        SettingsError: if a setting is invalid, or if `sandbox_type` does not accept an option: it has no such keyword,
-            or its classmethod `validate_options(**options)`, which all classes of this package have, rejects the value.
+        SettingsError: if a setting is invalid, or if `sandbox_type` does not accept an option, because it has no such
+            parameter or because its classmethod `validate_options(**options)`, if defined, rejects the value.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class Pool(Displayable, PoolCore[S]):
         Args:
             owner: name of the holder, shown in snapshots and error messages.
             timeout: maximum time to wait, in seconds; None means the pool's `acquire_timeout`.
-            run: name of the rollout. Runs are served in turn, and the requests of one run first come, first served.
+            run: name of the rollout. Rollouts take turns; requests of the same rollout are served in order of arrival.
 
         Raises:
             PoolTimeout: if no sandbox becomes free in time. The message lists the holders.
@@ -158,7 +160,7 @@ class Pool(Displayable, PoolCore[S]):
                     lease = Lease(self, slot.id, slot.sandbox, owner)
                     slot.lease, slot.ticket = weakref.ref(lease), None
                     break
-            # After the grant the pool was closed or the sandbox died. Request again; a closed pool raises PoolClosed.
+            # The pool was closed, or the sandbox died, after the grant. Retry; a closed pool raises PoolClosed.
         self._schedule_wakeup()
         return lease
 
@@ -174,17 +176,17 @@ class Pool(Displayable, PoolCore[S]):
                 raise PoolTimeout(_timeout_message(self.snapshot(), timeout))
             return future.result()
         except GeneratorExit:
-            # Garbage-collected with its event loop, perhaps while this thread holds the lock. Do not dispatch;
-            # `_forget_closed_loops` will remove the request.
+            # This coroutine was garbage-collected with its event loop, possibly while this thread holds the lock. Do
+            # not dispatch here; `_forget_closed_loops` removes the request.
             raise
         except BaseException:
-            self._dispatch(self._state.cancelled, future)  # it may have been granted just before
+            self._dispatch(self._state.cancelled, future)  # the request may just have been granted
             if future.done() and not future.cancelled():
                 future.exception()  # mark as retrieved
             raise
 
     async def release(self, lease: Lease[S], *, reusable: bool = True) -> None:
-        """Release a lease. The sandbox is reset, or replaced if resetting fails. Idempotent.
+        """Release a lease. Idempotent. The sandbox is reset, or replaced if it cannot be reset.
 
         Args:
             lease: a lease of this pool.
@@ -202,14 +204,14 @@ class Pool(Displayable, PoolCore[S]):
             resettable = callable(getattr(lease.sandbox, "reset", None))
             self._dispatch(self._state.released, slot, reusable and resettable)
         uses = slot.uses
-        # Wait until the sandbox was reset or closed, unless it has been lent again.
+        # Wait until the sandbox has been reset or closed, or has been leased to another holder.
         while slot.uses == uses and await self._wait_for_task(slot):
             pass
 
     def recycle(self, sandbox: int, *, close: bool = False) -> None:
         """Reset or close a sandbox interactively. Repeating the call is harmless.
 
-        If the sandbox is leased, the lease is revoked as with `max_lease`, and the sandbox is closed and replaced.
+        If the sandbox is leased, the lease is revoked as if `max_lease` had passed, and the sandbox is replaced.
 
         Args:
             sandbox: number of the sandbox.
@@ -232,7 +234,7 @@ class Pool(Displayable, PoolCore[S]):
         self._dispatch(self._state.close)
         for slot in list(self._tasks):
             await self._wait_for_task(slot)
-        self._finalizer()  # kill sandboxes whose `close` was scheduled on an event loop that is closed now
+        self._finalizer()  # kill sandboxes whose `close` was scheduled on an event loop that has since been closed
 
 
 def _timeout_message(s: PoolSnapshot, timeout: float) -> str:
@@ -256,7 +258,7 @@ def _timeout_message(s: PoolSnapshot, timeout: float) -> str:
 
 
 def _check_sandbox_type(sandbox_type: Any, options: dict[str, Any]) -> None:
-    """Reject a class with unsuitable methods, and options that it does not accept, before a sandbox is started."""
+    """Raise SettingsError if the class has unsuitable methods or does not accept the options."""
     name = sandbox_type.__name__
     for method in ("alive", "kill"):
         if inspect.iscoroutinefunction(getattr(sandbox_type, method, None)):

@@ -1,4 +1,4 @@
-"""Records that a pool reports: its snapshots and events."""
+"""Snapshots and events of a pool."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class SandboxInfo:
     """A sandbox at one moment.
 
     Attributes:
-        id, state: Number and state.
-        owner, turn: Name of the holder, and its current turn if it has set one.
-        uses: Number of leases so far, including the current one.
-        since: When it entered this state (monotonic seconds).
+        id, state: Number and state of the sandbox.
+        owner, turn: Name of the holder, and the holder's current turn, if set.
+        uses: Number of leases so far, including the current lease.
+        since: Time at which the sandbox entered this state (monotonic seconds).
     """
 
     id: int
@@ -37,14 +37,14 @@ class PoolSnapshot:
 
     Attributes:
         sandbox_type: Name of the sandbox class.
-        isolation: Isolation level in use; before the first start the requested one, None for the best available.
+        isolation: Isolation level in use. Before the first start: the requested level, or None for the best available.
         size: Maximum number of sandboxes.
         dead: Number of sandboxes found dead so far.
         closed: True after the pool was closed.
-        time: When the snapshot was taken (monotonic seconds).
+        time: Time of the snapshot (monotonic seconds).
         waiters: Owners of the waiting requests, in the order in which they will be served.
         sandboxes: All sandboxes.
-        error: Error of the last failed start; None after a successful one.
+        error: Error of the most recent start; None if that start succeeded.
     """
 
     sandbox_type: str
@@ -94,8 +94,8 @@ class PoolEvent:
         sequence: Number of the event, counted from 1 without gaps.
         kind: Kind of the change.
         sandbox: Number of the sandbox, or None if the event concerns a request or the whole pool.
-        owner: Name of the holder or requester, if there is one.
-        time: When it changed (monotonic seconds).
+        owner: Name of the holder or requester, if any.
+        time: Time of the change (monotonic seconds).
         detail: Further information, such as the reason.
     """
 

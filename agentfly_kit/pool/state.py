@@ -1,10 +1,10 @@
 """State machine of a pool, without a clock, an event loop or I/O.
 
-Each event is a method, defined from `requested` to `close`. `PoolState.apply(event, ...)` returns its effects. The pool
-carries them out and reports the outcome as further events.
+Each event is a method of `PoolState`. `PoolState.apply(event, ...)` returns the effects of the event. The pool carries
+them out and reports the outcome as further events.
 
-A slot goes `starting -> idle <-> leased -> resetting -> idle`, and from any state `-> closing -> removed`. A closing
-slot still counts towards the size, so there are never more than `size` sandboxes.
+The states of a slot are `starting -> idle <-> leased -> resetting -> idle`, and any state `-> closing -> removed`.
+A slot that is closing still counts towards the size, so there are never more than `size` sandboxes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 from .records import Change, PoolEvent, SlotState
 
-# After this many consecutive failed starts, no sandbox is started for a time that doubles with each further failure.
+# After this many consecutive failed starts, starts are paused. The pause doubles with each further failure.
 _MAX_FAILURES = 3
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """State of one sandbox, including one that is being started or closed."""
+    """State of one sandbox, which may still be starting or closing."""
 
     id: int
     state: SlotState
@@ -40,7 +40,7 @@ class Slot:
 
 
 class Waiter(NamedTuple):
-    """A request that waits for a sandbox."""
+    """A request waiting for a sandbox."""
 
     owner: str
     run: str
@@ -48,7 +48,7 @@ class Waiter(NamedTuple):
 
 @dataclass(slots=True)
 class Effects:
-    """Actions that the caller of `apply` must take, and the changes to report, in order."""
+    """Actions that the caller of `apply` must carry out, and events to report, in order."""
 
     start: list[Slot] = field(default_factory=list)
     reset: list[Slot] = field(default_factory=list)
@@ -62,9 +62,9 @@ class Effects:
 class PoolState:
     """State of a pool. `alive(slot)` is called before a sandbox is granted; the settings are those of `Pool`.
 
-    Circuit breaker: after three consecutive failed starts, or one permanent failure, no sandbox is started for a
-    second, doubled with each further failure up to a minute. Meanwhile, if there is no other sandbox to serve them,
-    requests are refused with the last error. After any failure, sandboxes are started one at a time until a start
+    Circuit breaker: after three consecutive failed starts, or one permanent failure, starts are paused for a second.
+    The pause doubles with each further failure, up to a minute. During a pause, requests are refused with the last
+    error if no other sandbox can serve them. After any failure, sandboxes are started one at a time until a start
     succeeds.
     """
 
@@ -92,24 +92,24 @@ class PoolState:
         self._alive = alive
         self._max_starting, self._max_uses, self._max_age = max_starting, max_uses, max_age
         self._max_lease = max_lease
-        self._served: dict[str, int] = {}  # run -> number of the last grant to it
+        self._served: dict[str, int] = {}  # run -> number of its last grant
         self._grants = 0
         self._next_slot = 1
         self._was_used = False
-        self._now, self._effects = 0.0, Effects()  # of the event that is being applied
+        self._now, self._effects = 0.0, Effects()  # time and effects of the current event
 
     def count(self, *states: SlotState) -> int:
         """Return the number of slots in any of these states."""
         return sum(slot.state in states for slot in self.slots.values())
 
     def next_expiry(self) -> float:
-        """Return when the oldest lease expires; infinity without a lease."""
+        """Return the time at which the oldest lease expires, or infinity if there are no leases."""
         leased = (slot.since for slot in self.slots.values() if slot.state == "leased")
         return min(leased, default=float("inf")) + self._max_lease
 
     def order(self) -> Iterator[Any]:
         """Yield the waiting tickets in the order in which they will be served."""
-        queues: dict[str, deque[Any]] = {}  # runs in the order of their first waiting request
+        queues: dict[str, deque[Any]] = {}  # runs, ordered by their first waiting request
         for ticket, waiter in self.waiters.items():
             queues.setdefault(waiter.run, deque()).append(ticket)
         runs = deque(sorted(queues, key=lambda run: self._served.get(run, 0)))
@@ -120,10 +120,10 @@ class PoolState:
                 runs.append(run)
 
     def apply(self, event: Callable[..., None], *args: Any, now: float, may_start: bool = True) -> Effects:
-        """Apply one event, then grant idle sandboxes and start missing ones, and return the effects.
+        """Apply one event, grant idle sandboxes, start more if needed, and return the effects.
 
-        An event that does not fit the current state of its slot is outdated and ignored. If not `may_start`, no sandbox
-        is started and no lease expires, for example because there is no event loop.
+        An event that does not fit the current state of its slot is outdated and ignored. If `may_start` is False, for
+        example because there is no event loop, no sandbox is started and no lease expires.
         """
         self._now, self._effects = now, Effects()
         event(*args)
@@ -138,7 +138,7 @@ class PoolState:
     # --- events
 
     def requested(self, ticket: Any, owner: str, run: str = "") -> None:
-        """A sandbox is requested, for a run if it has a name. Waiting runs are served in turn."""
+        """Event: a sandbox was requested, on behalf of a run unless `run` is empty. Waiting runs take turns."""
         if self.closed:
             self._effects.refuse.append((ticket, None))
         else:
@@ -147,7 +147,7 @@ class PoolState:
             self._report("waiting", None, owner)
 
     def cancelled(self, ticket: Any) -> None:
-        """A request was cancelled or timed out. It may have been granted already."""
+        """Event: a request was cancelled or timed out, possibly after it had been granted."""
         waiter = self.waiters.pop(ticket, None)
         if waiter is not None:
             self._report("gave up", None, waiter.owner)
@@ -159,14 +159,14 @@ class PoolState:
                 self._move(slot, "idle")  # not used yet, so no reset is needed
 
     def started(self, slot: Slot) -> None:
-        """A sandbox has started."""
+        """Event: a sandbox has started."""
         if slot.state == "starting":
             self.failures = 0
             self.last_error = None
             self._move(slot, "idle")
 
     def start_failed(self, slot: Slot, error: BaseException, permanent: bool = False) -> None:
-        """A sandbox failed to start. After a permanent failure, another attempt would fail in the same way."""
+        """Event: a sandbox failed to start. `permanent` means that another attempt would fail in the same way."""
         if slot.state == "starting":
             self.failures = max(self.failures + 1, _MAX_FAILURES if permanent else 0)
             self.last_error = error
@@ -177,25 +177,25 @@ class PoolState:
                 self.blocked_until = self._now + min(pause, _LONGEST_PAUSE)
 
     def released(self, slot: Slot, reusable: bool = True) -> None:
-        """A lease was released. The sandbox is closed if it is not `reusable`."""
+        """Event: a lease was released. The sandbox is closed if it is not `reusable`."""
         if slot.state == "leased":
             reason = self._retire_reason(slot) if reusable else ""
             self._move(slot, "closing" if reason or not reusable else "resetting", reason)
 
     def was_reset(self, slot: Slot) -> None:
-        """A sandbox was reset and can be lent again."""
+        """Event: a sandbox was reset and can be leased."""
         if slot.state == "resetting":
             self._move(slot, "idle")
 
     def died(self, slot: Slot, reason: str = "") -> None:
-        """A sandbox was found dead, could not be reset, or failed its health check."""
+        """Event: a sandbox was found dead, could not be reset, or failed its health check."""
         if slot.state != "closing":
             self.dead += 1
             self._report("died", slot.id, slot.owner, reason)
             self._move(slot, "closing")
 
     def removed(self, slot: Slot) -> None:
-        """A sandbox no longer exists: it was closed as requested, or killed."""
+        """Event: a sandbox was closed or killed and no longer exists."""
         if self.slots.pop(slot.id, None) is not None:
             if slot.state != "closing":
                 self.dead += 1
@@ -204,13 +204,13 @@ class PoolState:
             self._report("closed", slot.id)
 
     def turn_changed(self, slot: Slot, turn: object) -> None:
-        """Record the turn that the holder of a lease reports."""
+        """Event: the holder of a lease reported its current turn."""
         if slot.state == "leased":
             slot.turn = turn
             self._report("turn", slot.id, slot.owner, str(turn))
 
     def recycle(self, slot: Slot, close: bool = False) -> None:
-        """A user requests that a sandbox be reset or closed. A leased one is revoked and closed in either case."""
+        """Event: a user asked to reset or close a sandbox. If it is leased, it is closed and the lease is revoked."""
         if slot.state == "leased":
             self._revoke(slot, "ended by hand", f"{'closed' if close else 'reset'} by hand")
         elif close and slot.state != "closing":
@@ -219,10 +219,10 @@ class PoolState:
             self._move(slot, "resetting", "reset by hand")
 
     def wakeup(self) -> None:
-        """Nothing has happened; check for expired leases and waiting requests."""
+        """Event without a change: makes `apply` check for expired leases and waiting requests."""
 
     def close(self) -> None:
-        """The pool is closed."""
+        """Event: the pool is closed."""
         if not self.closed:
             self.closed = True
             self._report("pool closed")
@@ -249,7 +249,7 @@ class PoolState:
             self._effects.close.append(slot)
 
     def _revoke(self, slot: Slot, change: Change, reason: str) -> None:
-        """End a lease and close its sandbox, which cannot be lent again because a call may still use it."""
+        """End a lease and close its sandbox, which cannot be reused because a call may still be running in it."""
         self._effects.revoked.append((slot, reason))
         self._report(change, slot.id, slot.owner, reason)
         self._move(slot, "closing")
@@ -273,7 +273,7 @@ class PoolState:
         self.waiters.clear()
 
     def _grant(self) -> None:
-        """Lend idle sandboxes to waiting requests, the most recently used first."""
+        """Lease idle sandboxes to waiting requests, most recently used first."""
         for slot in sorted((s for s in self.slots.values() if s.state == "idle"), key=lambda s: s.since, reverse=True):
             if not self.waiters:
                 return

@@ -90,11 +90,11 @@ class Watch:
             self.loop.remove_writer(file)
 
     def after(self, seconds: float, call: Callable[[], object]) -> None:
-        """Call a function after some time."""
+        """Call a function after this many seconds."""
         self._timers.append(self.loop.call_later(seconds, call))
 
     def finish(self, message: dict[str, Any] | None) -> None:
-        """End the wait with a message, if it has not ended yet."""
+        """End the wait with a message. No effect if the wait has already ended."""
         if not self.done.done():
             self.done.set_result(message)
 
@@ -150,7 +150,7 @@ class Call(Watch):
             self.loop.add_writer(file, self.send)
             return
         except OSError:
-            self.request = b""  # the interpreter died: the readers will notice
+            self.request = b""  # the interpreter has died; its exit is handled when the sockets are read
         self.loop.remove_writer(file)
 
     def read_reply(self) -> None:
@@ -179,7 +179,7 @@ class Call(Watch):
             self.finish(None)
 
     def read_pipe(self, pipe: int, kept: bytearray) -> bool:
-        """Read one chunk. Return True if there was one."""
+        """Read one chunk of output. Return True if any was available."""
         try:
             data = os.read(pipe, _CHUNK)
         except (BlockingIOError, InterruptedError):
@@ -212,7 +212,7 @@ class Call(Watch):
             self.after(_CPU_POLL_SECONDS, self.check_cpu)
 
     def interrupt(self, limit: Limit) -> None:
-        """Interrupt the code because of a limit, unless that has happened, and kill it after a grace period."""
+        """Interrupt the code because of a limit, unless already interrupted, and kill it after a grace period."""
         if self.limit is None:
             self.limit = limit
             self.sandbox._interrupt()
@@ -240,7 +240,7 @@ class Call(Watch):
             self.stop()
 
     def result(self, reply: dict[str, Any] | None) -> SandboxResult:
-        """Return the result for a reply, or for the end of the interpreter without one."""
+        """Return the result of the call. `reply` is None if the interpreter exited without a reply."""
         sandbox = self.sandbox
         if not sandbox._closed and sandbox.alive:
             for pipe, kept in zip(self.pipes, self.printed, strict=True):

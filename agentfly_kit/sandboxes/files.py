@@ -60,7 +60,7 @@ class FileSandbox(ShellSandbox):
     def validate_remote_options(cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Check the arguments of a remote call: a client must not name files on the server's machine.
 
-        Raises:  SettingsError if it does.
+        Raises:  SettingsError if an argument names such a file.
         """
         if method == "seed" and not all(isinstance(given, Mapping) for given in (*args, *kwargs.values())):
             raise SettingsError("files must be a dict from paths to text or bytes in a remote call of seed()")
@@ -71,7 +71,7 @@ class FileSandbox(ShellSandbox):
         Args:
             files: as for the class: a dict from paths to text or bytes, or a folder of this machine.
 
-        Raises:  SettingsError for invalid `files`; SandboxError if they do not fit.
+        Raises:  SettingsError for invalid `files`; SandboxError if the files do not fit in the sandbox.
         """
         await self._seed(files)
 

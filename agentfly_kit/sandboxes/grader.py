@@ -1,4 +1,4 @@
-"""Run tests against submitted code, in fresh processes that the chain that wrote the code never had access to.
+"""Run tests against submitted code, in fresh processes to which the author of the code never had access.
 
 This is the host's side: it relays requests from the tests (inside/grading_tests.py) to the submission
 (inside/submission.py), and the answers back. The output of whole programs is compared here, on the host.
@@ -155,7 +155,7 @@ class Grader(Startable):
     def validate_remote_options(cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Check the arguments of a remote call: a client must not name files on the server's machine.
 
-        Raises:  SettingsError if it does.
+        Raises:  SettingsError if an argument names such a file.
         """
         if not isinstance(kwargs.get("files") or {}, Mapping):
             raise SettingsError(f"files must be a dict from paths to text or bytes in a remote call of {method}()")
@@ -266,11 +266,11 @@ def _check(source: str, cases: Sequence[object], timeout: float, total: float) -
 
 
 class InvalidTest(Exception):
-    """The test itself is invalid, whatever the submission."""
+    """Raised when a test is invalid regardless of the submission."""
 
 
 class NoAnswer(Exception):
-    """An interpreter did not answer. Carries the error and the limit to report in the verdict."""
+    """Raised when an interpreter did not answer. Holds the error and the limit to report in the verdict."""
 
     def __init__(self, text: str, limit: Limit | None = None) -> None:
         super().__init__(text)
@@ -278,7 +278,7 @@ class NoAnswer(Exception):
 
 
 class _Half(HostedSandbox):
-    """One of a Grader's two interpreters: that of the tests, or that of the submission, which contains no test."""
+    """One of a Grader's two interpreters. One runs the tests; the other runs the submission and contains no test."""
 
     def __init__(self, program: str, **settings: Any) -> None:
         super().__init__(**settings)

@@ -57,13 +57,13 @@ class HostedSandbox(Sandbox):
     # --- calls -----------------------------------------------------------------------------------
 
     async def _call(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any]]:
-        """Call the program under the lock. Return the interpreter's result, and {"answer": ...}, or {} without one."""
+        """Call the program while holding the lock. Return the result and {"answer": ...}, or {} if not answered."""
         check_seconds(timeout=timeout)
         async with self._exclusive():
             return await self._send(name, timeout, **given)
 
     async def _request(self, name: str, timeout: float = 10.0, **given: object) -> Any:
-        """Call the program under the lock and return its answer. Raises ToolError, for a model to read, if it fails."""
+        """Call the program while holding the lock and return its answer. Raises ToolError if the call fails."""
         return _answer(name, timeout, *await self._call(name, timeout, **given))
 
     async def _request_locked(self, name: str, **given: object) -> Any:

@@ -26,8 +26,8 @@ class SandboxResult:
         timed_out: True if the code was interrupted after the timeout; its variables survive unless it also `died`.
         died: True if the interpreter ended and its variables are lost; the next call gets a new one.
         limit: The limit that the code exceeded, if any.
-        files_lost: True if the code ended the whole sandbox, so that its files are lost too. A kill of the interpreter
-            alone keeps them.
+        files_lost: True if the code ended the whole sandbox, so that its files are lost too. Files survive if only the
+            interpreter is killed.
     """
 
     stdout: str = ""

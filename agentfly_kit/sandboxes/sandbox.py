@@ -83,7 +83,7 @@ class Sandbox(Startable):
         if not isinstance(isolation, Container):
             levels.check_level(isolation)
         self.limits = Limits(memory_mb, processes, cpu_seconds, disk_mb, network)
-        # The level in use; before `start`, the requested one.
+        # The level in use; before `start`, the requested level.
         self.isolation: str | None = str(isolation) if isinstance(isolation, Container) else isolation
         self.max_output = max_output
         self._requested_isolation = isolation
@@ -181,7 +181,7 @@ class Sandbox(Startable):
     async def reset(self) -> None:
         """Kill all processes inside, empty the folders and set up a new interpreter (about 2 ms).
 
-        Raises:  SandboxError if that fails; the sandbox is then dead.
+        Raises:  SandboxError if the reset fails; the sandbox is then dead.
         """
         async with self._locked():
             if not self.alive:
@@ -291,10 +291,10 @@ class Sandbox(Startable):
             yield
 
     def _check_not_ended_from_outside(self) -> bool:
-        """Return True if the code ended its own sandbox, with state that a chain relies on; raise if the host did.
+        """Return True if the code ended its own sandbox. Raise SandboxError if it was ended from outside.
 
-        Only isolation="none" permits that. The killer is unknown there, so any end that is not explained by a lack of
-        memory counts as the code's: otherwise a policy could escape a bad reward by killing its sandbox.
+        Code can end its sandbox only with isolation="none". The killer is unknown there, so any end not explained by a
+        lack of memory is attributed to the code: otherwise a policy could escape a bad reward by killing its sandbox.
         """
         handle = self._handle
         if not self._call_count or handle is None or handle.dropped or self._closed:
@@ -344,7 +344,7 @@ class Sandbox(Startable):
             raise
 
     def _interpreter_ended(self, status: int) -> None:
-        """Record the end of the interpreter, which the next call reports unless the running call does."""
+        """Record that the interpreter has exited. Reported by the running call or, if there is none, the next call."""
         self._has_interpreter = False
         self._unreported = SandboxResult(error=death_message(None, status), died=True)
 
@@ -416,7 +416,7 @@ class Sandbox(Startable):
         return None if processes is None else int(processes)
 
     async def _expect(self, op: str, serial: int, timeout: float) -> dict[str, Any]:
-        """Wait for one message from the zygote, skipping those about earlier interpreters."""
+        """Wait for one message from the zygote, skipping messages about earlier interpreters."""
         control = self._control
         if control is None or control.socket.fileno() < 0:
             raise SandboxError("the sandbox has died")

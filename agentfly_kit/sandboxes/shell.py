@@ -103,8 +103,8 @@ class ShellSandbox(HostedSandbox):
         At levels without a private /tmp, the copy has a different path; paths inside files are not adjusted.
         Modification times are kept where the level permits setting them (not at landlock).
 
-        Raises:  SandboxError if a background process is running, which cannot be copied, or if the kernel does not list
-                 processes, so that this is unknown. `into` is then reset.
+        Raises:  SandboxError if a background process is running, because it cannot be copied, or if the kernel does not
+                 list processes, so that none can be ruled out. `into` is then reset.
         """
         async with self._copying(into):
             state = await self._request_locked("dump")

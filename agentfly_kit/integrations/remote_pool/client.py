@@ -1,8 +1,8 @@
 """Client for a pool served by server.py, with the interface of a local pool.
 
 All network traffic goes through one background thread with its own event loop. The pool can therefore be used from
-several notebook event loops in turn, and its heartbeats continue while a cell computes. A request that got no response
-is retried with the same request id, so that no sandbox is leased twice and no code runs twice.
+several notebook event loops in turn, and its heartbeats continue while a notebook cell runs. An unanswered request is
+retried with the same request id, so that no sandbox is leased twice and no code runs twice.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from . import wire
 S = TypeVar("S")
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
-_LONG_POLL_SECONDS = 10.0  # s for which the server may hold a request open before the client repeats it
-_CONNECT_SECONDS = 2.0  # s that `snapshot()` waits for the first connection
+_LONG_POLL_SECONDS = 10.0  # maximum time the server may hold a request open before the client repeats it
+_CONNECT_SECONDS = 2.0  # maximum time `snapshot()` waits for the first connection
 
 
 class RemoteSandbox:
-    """A sandbox of a remote pool. It has the public methods of the sandbox class, all of them as coroutines."""
+    """A sandbox of a remote pool. It has the public methods of the sandbox class, all as coroutines."""
 
     def __init__(
         self, link: _Link, lease: str, sandbox_type: str, methods: frozenset[str], isolation: str | None
@@ -73,15 +73,15 @@ class RemoteSandbox:
 class RemotePool(BasePool[S]):
     """A pool served by `serve_pool`, usable in place of a Pool: `Agent(pools=[RemotePool(url, token=token)])`.
 
-    The pool connects when its first sandbox is leased. `await pool.close()` releases everything it holds. If the client
-    process dies instead, the server takes its sandboxes back when the heartbeats stop.
+    The pool connects when its first sandbox is leased. `await pool.close()` releases all leases. If the client process
+    dies instead, the server reclaims its sandboxes when the heartbeats stop.
 
     Args:
         sandbox_type: The sandbox class that tools request. The server's pool must hold this class or a subclass of it.
             Its sandboxes are represented by RemoteSandbox, which has the same methods.
         acquire_timeout: Seconds to wait for a lease if the caller passes no timeout.
-        patience: Seconds for which requests to an unresponsive server are retried before RemotePoolError is raised.
-        verify: For https: True to verify certificates as usual, or the file of a certificate authority to trust.
+        patience: Seconds for which unanswered requests are retried before RemotePoolError is raised.
+        verify: For https: True verifies certificates as usual; a path names the file of an authority to trust.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class RemotePool(BasePool[S]):
     def snapshot(self) -> PoolSnapshot:
         """Return the last known state of the server's pool, including all its clients.
 
-        It is at most a third of the server's heartbeat interval old.
+        The snapshot is at most a third of the server's heartbeat interval old.
         """
         if not self._link.connected.is_set() and not self.closed:
             self._link.start()
@@ -179,11 +179,11 @@ class RemotePool(BasePool[S]):
     async def release(self, lease: Lease[S], *, reusable: bool = True) -> None:
         """Return a sandbox to the server, which resets it.
 
-        Idempotent. If the server cannot be reached, a warning is logged; it reclaims the sandbox by itself.
+        Idempotent. If the server cannot be reached, a warning is logged, and the server later reclaims the sandbox.
         """
         name = _lease_key(lease)
         if self._begin_release(lease) and self._link.stop_holding(name) and not self.closed:
-            # Not cancelled with the caller, because the server would then keep the lease for a heartbeat interval.
+            # Finish even if the caller is cancelled. Otherwise the server would keep the lease until it times out.
             await self._link.run_and_wait(self._link.release(name, reusable), keep=True)
 
     def _on_turn_changed(self, lease: Lease[S]) -> None:
@@ -200,10 +200,10 @@ class RemotePool(BasePool[S]):
     async def recycle(self, sandbox: int, *, close: bool = False) -> None:
         """Reset or close a sandbox by its number, as `Pool.recycle` does.
 
-        The sandbox must be idle or leased by this pool. A lease on it is revoked.
+        The sandbox must be idle or leased by this pool. If it is leased, the lease is revoked.
 
-        Raises:  SettingsError if there is no such sandbox; RemotePoolError if another client holds it or the server
-                 does not respond.
+        Raises:  SettingsError if there is no such sandbox; RemotePoolError if another client holds the sandbox or the
+                 server does not respond.
         """
         await self._link.run_and_wait(self._link.recycle(sandbox, close))
 
@@ -218,8 +218,8 @@ class RemotePool(BasePool[S]):
 
 
 class _Link:
-    """The background thread with its event loop and connection. Holds no reference to its pool, so that an unused pool
-    can be garbage-collected.
+    """The background thread with its event loop and connection. It holds no reference to the pool, so that an unused
+    pool can be garbage-collected.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class _Link:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: httpx.AsyncClient | None = None
-        self._connecting = asyncio.Lock()  # binds to the thread's loop, the first to use it
+        self._connecting = asyncio.Lock()  # binds to the background thread's loop on first use
         self._nudge = asyncio.Event()
         self._abandoning: set[asyncio.Task[None]] = set()
 
@@ -293,7 +293,7 @@ class _Link:
                 await asyncio.wait_for(self._http.post(f"{self.url}{wire.PATH}/bye", json={"client": self.client}), 3.0)
 
     def stop(self) -> None:
-        """Disconnect from the server and end the thread. May be called from any other thread."""
+        """Disconnect from the server and stop the background thread. May be called from any other thread."""
         with self._lock:
             already, self.stopped = self.stopped, True
         self.held.clear()
@@ -348,9 +348,9 @@ class _Link:
     # --- requests
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
-        """Send a request, retrying until the server responds or `patience` has passed. Return the decoded reply.
+        """Send a request, retrying until the server responds or `patience` seconds pass. Return the decoded reply.
 
-        Raises:  the error that the server reports; RemotePoolError if it does not respond in time.
+        Raises:  the error that the server reports; RemotePoolError if the server does not respond in time.
         """
         deadline, pause = time.monotonic() + self.patience, 0.02
         # json.dumps escapes non-ASCII characters, so that lone surrogates can be sent too.
@@ -412,7 +412,7 @@ class _Link:
         self.wake()
 
     async def connect(self) -> None:
-        """Fetch the server's description if this has not been done yet."""
+        """Fetch the description of the server's pool, unless it has been fetched already."""
         async with self._connecting:
             if not self.connected.is_set():
                 await self.fetch_info()
@@ -422,7 +422,7 @@ class _Link:
         return await self.post_and_poll("acquire", owner=owner[:1000], run=run[:1000], timeout=timeout)
 
     async def post_and_poll(self, path: str, **body: Any) -> dict[str, Any]:
-        """Repeat a request until the server has its result. If the caller is cancelled, cancel it on the server."""
+        """Repeat a request until the server returns a result. If the caller is cancelled, cancel the request there."""
         request = secrets.token_hex(16)
         self.waiting.add(request)
         try:
@@ -440,12 +440,12 @@ class _Link:
             self.waiting.discard(request)
 
     async def _abandon(self, request: str) -> None:
-        """Cancel a request on the server. If that fails, the server cancels it when the next heartbeat omits it."""
+        """Cancel a request on the server. If that fails, the server cancels it once a heartbeat no longer lists it."""
         with contextlib.suppress(Exception):
             await self.post("abandon", request=request)
 
     def stop_holding(self, lease: str) -> bool:
-        """Forget a lease; return False if it had already ended."""
+        """Forget a lease. Return False if the lease had already ended."""
         return self.held.pop(lease, self) is not self
 
     def release_unclaimed(self, reply: dict[str, Any]) -> None:
@@ -455,7 +455,7 @@ class _Link:
         try:
             await self.post("release", lease=lease, reusable=reusable)
         except RemotePoolError as error:
-            _log.warning("a lease was not released: %s", error)  # the server reclaims it when heartbeats omit it
+            _log.warning("a lease was not released: %s", error)  # reclaimed once heartbeats no longer list it
 
     async def recycle(self, sandbox: int, close: bool) -> None:
         await self.connect()
@@ -491,9 +491,9 @@ class _Link:
     # --- heartbeat
 
     async def _beat(self) -> None:
-        """Report the leases held, receive changes, and sleep until the next heartbeat is due."""
+        """Send a heartbeat with the leases held, process the reply, and sleep until the next heartbeat is due."""
         self._nudge.clear()
-        # With listeners, the server holds the heartbeat open until there are events, so there is no need to sleep.
+        # If there are listeners, the server holds the heartbeat request open until an event occurs: no sleep is needed.
         rest = self.heartbeat / 4
         try:
             if not self.connected.is_set():
@@ -522,7 +522,7 @@ class _Link:
             if self.listeners:
                 self._deliver_events(wire.decode(reply["events"]), after, reply["sequence"])
                 if after is not None:
-                    return  # no sleep needed: the server already held this request open
+                    return  # no sleep: the server has already held this request open
             else:
                 self.sequence = None
         except Exception as error:  # the next acquire or call reports the error to its caller
@@ -549,7 +549,7 @@ class _Link:
                 request.exception()
 
     def _deliver_events(self, events: list[PoolEvent], after: int | None, sequence: int) -> None:
-        if after is None:  # first heartbeat with listeners: deliver later events only
+        if after is None:  # first heartbeat with listeners: deliver only later events
             self.sequence = sequence
             return
         for event in events:
@@ -562,12 +562,12 @@ def _ssl_context(verify: bool | str) -> bool | ssl.SSLContext:
         return verify
     try:
         return ssl.create_default_context(cafile=verify)
-    except OSError as error:  # also raised for a file that holds no certificate
+    except OSError as error:  # also raised for a file without a certificate
         raise SettingsError(f"verify must be True, False or a file of certificates, got {verify!r}: {error}") from error
 
 
 def _lease_key(lease: Lease[Any]) -> str:
-    """Return the id of a lease at the server."""
+    """Return the id by which the server knows a lease."""
     return str(lease.sandbox._lease)
 
 

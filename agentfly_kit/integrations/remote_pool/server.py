@@ -1,8 +1,8 @@
 """HTTP server for a pool: `async with serve_pool(pool) as server: print(server.url, server.token)`.
 
-Requests can be retried safely: every acquire and call carries an id chosen by the client, and a repeated id is answered
-with the result of the first request. A client must send heartbeats, or it loses its leases. The pool is owned by the
-caller: closing the server ends the leases but keeps the sandboxes.
+Requests can be retried safely: every acquire and call carries an id chosen by the client, and a repeated id returns the
+result of the first request. A client that stops sending heartbeats loses its leases. The pool belongs to the caller:
+closing the server ends all leases but keeps the sandboxes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 _KEPT_CALLS = 32  # results kept per lease in case the client retries
 _KEPT_REQUESTS = 256
 _KEPT_EVENTS = 5000
-_LONGEST_WAIT = 30.0  # s for which a request is held open at most
-_NOT_REMOTE = frozenset({"start", "close", "kill", "validate_remote_options"})  # reserved to the pool and the server
+_LONGEST_WAIT = 30.0  # maximum time in seconds for which a request is held open
+_NOT_REMOTE = frozenset({"start", "close", "kill", "validate_remote_options"})  # clients may not call these
 
 
 # --- requests ------------------------------------------------------------------------------------
@@ -83,9 +83,9 @@ class _Call(_Message):
 
 
 class _Beat(_Message):
-    # The leases that the client holds, each with its turn.
+    # Ids of the leases that the client holds, mapped to the holder's current turn.
     leases: dict[Name, Any] = {}
-    # Ids of the acquire requests that are pending.
+    # Ids of pending acquire requests.
     requests: list[Name] = []
     # Sequence number of the last event received; None if the client has no listeners.
     after: Annotated[int, pydantic.Field(ge=0)] | None = None
@@ -108,7 +108,7 @@ class _HTTPError(Exception):
 
 
 class _Recent(OrderedDict[str, V]):
-    """A dictionary of the most recent entries, which drops the oldest ones."""
+    """A dictionary that keeps only the most recent entries."""
 
     limit = _KEPT_REQUESTS
 
@@ -139,7 +139,7 @@ class _Client:
     requests: _Recent[_Request] = field(default_factory=_Recent)
     given_up: _Recent[None] = field(default_factory=_Recent)
     releasing: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    # Recycle requests that were carried out; a retry is answered without repeating them.
+    # Completed recycle requests; a retried request is answered without recycling a second time.
     recycled: _Recent[None] = field(default_factory=_Recent)
     # Leases revoked by the pool, kept so that the client can be notified.
     ended: _Recent[_HeldLease] = field(default_factory=_Recent)
@@ -149,27 +149,27 @@ class PoolServer:
     """Serve a pool's sandboxes over HTTP to `RemotePool(server.url, token=server.token)`.
 
     Use `server = await serve_pool(pool)` and later `await server.close()`, or `async with serve_pool(pool) as server`.
-    The pool remains usable locally; close it after the server. Requests are answered by the event loop that started the
-    server and wait while a cell of the same process computes, so serve from a separate process.
+    The pool remains usable locally; close it after the server. Requests are handled by the event loop that started the
+    server and are delayed while a notebook cell of the same process runs, so serve from a separate process.
 
-    A client may call every public method of the sandbox class, and recycle a sandbox that is idle or that it holds
-    itself. Methods whose arguments can refer to files or other resources of this machine are checked by the sandbox
-    class's `validate_remote_options(method, args, kwargs)`, a class method that raises for values that are not allowed;
-    FileSandbox and Grader have one.
+    A client may call every public method of the sandbox class, and may recycle a sandbox that is idle or leased by that
+    client. If arguments can refer to files or other resources of this machine, the sandbox class checks them in a class
+    method `validate_remote_options(method, args, kwargs)`, which raises for values that are not allowed; FileSandbox
+    and Grader define it.
 
     Args:
         pool: The pool to serve.
         host: The address to listen on. Any address other than loopback requires both `token` and `tls`.
-        port: The port to listen on; 0 picks a free one.
-        token: The secret that clients must present. None generates one, available as `server.token`; a server always
-            requires a token.
-        tls: The files of the certificate chain and of its key.
+        port: The port to listen on; 0 selects a free port.
+        token: The secret that clients must present. None generates a token, available as `server.token`; a server
+            always requires a token.
+        tls: Paths of the certificate chain and its private key.
         heartbeat: Seconds without a message after which a client loses its leases; their sandboxes are reset.
-        max_body: Maximum size of a request in bytes, including code and files that it uploads.
-        max_leases: Maximum number of sandboxes that one client may hold. Its further requests wait before they enter
-            the pool's queue. None means no limit.
+        max_body: Maximum size of a request in bytes, including uploaded code and files.
+        max_leases: Maximum number of sandboxes that one client may hold. Further requests of that client wait before
+            they enter the pool's queue. None means no limit.
         max_waiting: Maximum number of pending acquire requests per client.
-        max_clients: Maximum number of clients at a time.
+        max_clients: Maximum number of concurrent clients.
 
     Raises:  SettingsError for an address that is not loopback without `token` and `tls`, or an invalid setting.
     """
@@ -203,7 +203,7 @@ class PoolServer:
                 raise SettingsError(f"{name} must be at least 1, got {value}")
         self.pool = pool
         self.host = host
-        # The requested port; once the server runs, the port it listens on.
+        # The requested port; once the server is running, the actual port.
         self.port = port
         self.token = token or secrets.token_urlsafe(24)
         self.heartbeat = heartbeat
@@ -236,7 +236,7 @@ class PoolServer:
         return {name: len(client.leases) for name, client in self._clients.items()}
 
     async def start(self) -> Self:
-        """Start listening. Does nothing if the server already runs.
+        """Start listening. Does nothing if the server is already running.
 
         Raises:  SettingsError if aiohttp is missing; OSError if the TLS files are unusable or the address is not
                  available; RemotePoolError if the server was closed.
@@ -307,7 +307,7 @@ class PoolServer:
         self._ended.set()
 
     async def forever(self) -> None:
-        """Serve until `close` is called or this coroutine is cancelled, as on a machine that only serves sandboxes."""
+        """Serve until `close` is called or this coroutine is cancelled. For machines dedicated to serving sandboxes."""
         await self.start()
         try:
             await self._ended.wait()
@@ -349,7 +349,7 @@ class PoolServer:
 
     def _check(self, header: str) -> None:
         scheme, _, token = header.partition(" ")
-        # The token is compared in constant time, and before the scheme, so that timing reveals nothing about it.
+        # Compare the token first and in constant time, so that timing reveals nothing about the token.
         same = hmac.compare_digest(token.strip().encode(), self.token.encode())
         if not same or scheme.lower() != "bearer":
             raise _HTTPError(401, RemotePoolError("the token is wrong or missing"))
@@ -453,7 +453,7 @@ class PoolServer:
         timeout = self.pool.acquire_timeout if message.timeout is None else message.timeout
         run = (
             f"{message.client} {message.run}" if message.run else ""
-        )  # runs of different clients are distinct even if their names are equal
+        )  # runs of different clients are distinct even if they have the same name
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -541,7 +541,7 @@ class PoolServer:
         return _HTTPError(409, LeaseRevoked(f"the pool took the {held.lease.pool.name}: {held.lease.revoked}"))
 
     def _sibling(self, client: _Client, name: str) -> Any:
-        """Look up another sandbox of the same client that is passed as an argument, such as the target of a fork."""
+        """Return the client's sandbox with a given lease id, for calls that take a sandbox, such as `fork`."""
         if name not in client.leases:
             raise ValueError("an argument is a sandbox whose lease has ended")
         return client.leases[name].lease.sandbox
@@ -588,7 +588,7 @@ class PoolServer:
             held = client.leases.get(name)
             if held is not None and turn is not None and held.lease.turn != wire.turn(turn):
                 held.lease.turn = wire.turn(turn)
-        # Release leases that the client does not know of because the response was lost; it will never release them.
+        # If a response was lost, the client does not know of its lease and will never release it. Release it here.
         for name, held in list(client.leases.items()):
             if name not in message.leases and now - held.since > self.heartbeat:
                 self._return(client, name, True)
@@ -643,7 +643,7 @@ class PoolServer:
             await asyncio.sleep(pause)
             late = loop.time() - began - pause
             if late > pause:
-                # The event loop itself was blocked (by a computing cell), so requests are still waiting to be read.
+                # The event loop was blocked, for example by a notebook cell, so heartbeats may be waiting unread.
                 for client in self._clients.values():
                     client.last_seen += late
                 continue

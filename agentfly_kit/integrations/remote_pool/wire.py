@@ -1,4 +1,4 @@
-"""Serialization between a pool's server and its clients: values as JSON, exceptions by type name.
+"""Serialization between a pool's server and its clients. Values are sent as JSON, exceptions as type names.
 
 No code is ever transferred: a record is decoded only if its class is a dataclass or named tuple from this package or
 from the module of the pool's sandbox class.
@@ -21,7 +21,7 @@ from ... import errors
 
 VERSION = 2
 PATH = f"/v{VERSION}"
-_OWN = ("agentfly_kit.sandboxes.", "agentfly_kit.pool.")  # packages whose records may be named in a message
+_OWN = ("agentfly_kit.sandboxes.", "agentfly_kit.pool.")  # packages whose record classes a message may name
 
 _FROM_STR: dict[type, Callable[[str], Any]] = {
     decimal.Decimal: decimal.Decimal,
@@ -29,7 +29,7 @@ _FROM_STR: dict[type, Callable[[str], Any]] = {
     datetime.time: datetime.time.fromisoformat,
     datetime.datetime: datetime.datetime.fromisoformat,
     uuid.UUID: uuid.UUID,
-}  # parsers of the output of str()
+}  # parse the output of str()
 
 
 def encode(value: Any, handle: Callable[[Any], str | None] = lambda value: None) -> Any:
@@ -74,14 +74,14 @@ def decode(value: Any, module: str = "", handle: Callable[[str], Any] | None = N
     """Restore a value from the output of `encode`.
 
     Args:
-        module: A module besides this package whose records are accepted.
-        handle: Returns the sandbox with a given lease id.
+        module: Another module whose records are accepted, in addition to those of this package.
+        handle: Returns the sandbox that has the given lease id.
 
     Raises:  ValueError for data that `encode` does not produce.
     """
     try:
         return _decode(value, module, handle)
-    except (TypeError, ArithmeticError, ImportError) as error:  # a list as a key, or a number out of range
+    except (TypeError, ArithmeticError, ImportError) as error:  # such as a list as a key, or an out-of-range number
         raise ValueError(f"not an encoded value: {error}") from error
 
 
@@ -129,7 +129,7 @@ def _record(name: str, module: str) -> type:
 
 
 def turn(value: object) -> int | str | None:
-    """Convert a lease's `turn` to a value that can be sent: types other than int and str become strings."""
+    """Convert a lease's `turn` to a value that can be sent. Types other than int, str and None become strings."""
     return value if value is None or isinstance(value, int | str) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Commands that start a zygote at an isolation level, and the host's files that are visible inside."""
+"""Commands that start a sandbox's zygote at an isolation level, and the host files visible inside the sandbox."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def host_python() -> str:
 
 
 def inside_python(packages: bool = True) -> str:
-    """Return `sys.executable` inside: with packages the virtual environment's, so that child processes find them."""
+    """Return `sys.executable` inside the sandbox: with packages, the Python of the virtual environment."""
     if not packages or not sys.executable:
         return host_python()
     folder, name = os.path.split(sys.executable)
@@ -134,7 +134,7 @@ def environment(home: str, path: str = "/usr/local/bin:/usr/bin:/bin") -> dict[s
 
 
 def inside_path(path: str) -> str:
-    """Return the path inside a strict sandbox of a folder of the host's Python.
+    """Convert a path of the host's Python to its path inside a strict sandbox.
 
     A virtual environment below /tmp is mounted elsewhere, because /tmp is the sandbox's own. The interpreter cannot be
     moved, because it finds its library by its path.

@@ -68,7 +68,7 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """Places for control groups. `roots` maps each controller to the folder in which this process can create groups."""
+    """Control group folders. `roots` maps each controller to the folder in which this process can create groups."""
 
     version: str  # "v1" or "v2"
     roots: Mapping[str, Path]
@@ -120,7 +120,7 @@ def _own_group(mount: Path, path: str) -> Path:
 
 
 class LimitHits(NamedTuple):
-    """Counters of a sandbox. A process that was killed while `memory` did not change was killed for another group."""
+    """Counters of exceeded limits. If `killed` rises but `memory` does not, another group's memory caused the kill."""
 
     memory: int = 0  # how often the sandbox's own memory limit led to a kill
     killed: int = 0  # processes killed by an out-of-memory killer
@@ -181,7 +181,7 @@ class Group(Usage):
 
     @property
     def procs_files(self) -> list[str]:
-        """Files to which a process writes 0 to enter the group."""
+        """Files to which a process writes 0 to join the group."""
         return [str(folder / "cgroup.procs") for folder in self.folders.values()]
 
     def enter(self, pid: int) -> None:

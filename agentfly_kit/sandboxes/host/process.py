@@ -59,7 +59,7 @@ class SandboxProcess:
         self.errors: BinaryIO | None = None
         self.data: socket.socket | None = None  # host's ends of the channels to the interpreter
         self.pipes: tuple[int, ...] = ()
-        self.dropped = False  # ended on purpose by this host
+        self.dropped = False  # True if this host ended the sandbox deliberately
         self._lock = threading.Lock()
         self._destroyed = False
 

@@ -47,7 +47,7 @@ def owner_tag() -> str:
 
 
 def is_gone(tag: str) -> bool:
-    """Return True if the tagged process has ended; False for an invalid tag or one from another namespace or boot."""
+    """Return True if the tagged process has exited; False if the tag is invalid or from another namespace or boot."""
     parts = tag.split("-")
     if len(parts) != 4 or not parts[0].isdigit() or not parts[1].isdigit() or parts[1] == "0":
         return False

@@ -76,10 +76,10 @@ def _op(code: int, k: int, jt: int = 0, jf: int = 0) -> bytes:
 def program(
     machine: str | None = None, *, landlock: int | None = None, network: bool = True
 ) -> bytes | None:  # fmt: skip
-    """Return the filter for an architecture (None: this machine's), or None if there is none.
+    """Return the filter for an architecture (None: this machine's), or None if the architecture is not supported.
 
-    With `landlock`, its ABI version, the filter also denies what that version does not cover, and all sockets but, with
-    `network`, internet and netlink sockets.
+    `landlock` is the Landlock ABI version in use, if any. The filter then also denies what that version does not cover,
+    and all sockets, except internet and netlink sockets if `network` is True.
     """
     machine = machine or platform.machine()
     if machine not in _MACHINES or sys.byteorder != "little":

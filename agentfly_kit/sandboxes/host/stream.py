@@ -37,9 +37,9 @@ class ContainerUsage(Usage):
 
 
 class Stream:
-    """Tunnel of a zygote's protocol through an attached connection, on a thread of its own.
+    """Tunnels a zygote's protocol through a connection attached to the container, on a separate thread.
 
-    It receives the channels of the interpreters from the other end of `control`, as a local zygote would.
+    Like a local zygote, it receives the interpreters' channels from the other end of `control`.
     """
 
     def __init__(self, connection: socket.socket, control: socket.socket, usage: ContainerUsage) -> None:

@@ -20,7 +20,7 @@ CALLS: dict[str, Callable[..., Any]] = {}
 
 
 class Refused(Exception):
-    """The request cannot be carried out. The message is for the caller."""
+    """Raised when a request cannot be carried out. The message is shown to the caller."""
 
 
 class RawRepr:

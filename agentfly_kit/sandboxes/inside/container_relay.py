@@ -87,7 +87,7 @@ class Relay(Zygote):
             except BlockingIOError:
                 return
             except OSError:
-                self.outbox.clear()  # the host has disconnected, and the read loop ends at the end of its input
+                self.outbox.clear()  # the host has disconnected; the read loop will see EOF
                 return
             del self.outbox[:sent]
 

@@ -37,7 +37,7 @@ def relative_path(path: str) -> str:
 
 
 def open_parent(inside: str, make: bool = False) -> int:
-    """Open the parent folder of a path and return its descriptor. `make`: create missing folders."""
+    """Open the parent folder of a path and return its descriptor. If `make` is True, create missing folders."""
     try:
         here = os.open(work_folder(), OPEN_FOLDER)
     except OSError as error:
@@ -212,7 +212,7 @@ def edit(path: str, old: str, new: str) -> str:
 
 
 def closest_match(old: str, text: str) -> str:
-    """Return a hint to the text probably meant: the same text with different whitespace, else the most similar line."""
+    """Return a hint: the same text with different whitespace, or else the line most similar to `old`."""
     lines = text.splitlines()
     wanted = [line.strip() for line in old.strip("\r\n").splitlines()]
     bare = [line.strip() for line in lines]

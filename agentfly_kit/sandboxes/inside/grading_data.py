@@ -43,7 +43,7 @@ def pack(value: Any, keep: Callable[[Any], Any]) -> Any:
 
 
 def unpack(value: Any, found: Callable[[Any], Any]) -> Any:
-    """Decode a value encoded by `pack`. `found` returns the object for a reference made by `keep`."""
+    """Decode a value encoded by `pack`. `found` returns the object for a reference that `keep` produced."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, list):

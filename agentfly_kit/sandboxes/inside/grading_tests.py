@@ -23,7 +23,7 @@ BUILTINS = frozenset([*dir(builtins), "exit", "quit"])
 
 
 class SubmissionError(Exception):
-    """The submission raised an exception that is not a built-in one, or exited."""
+    """Raised when the submission exits or raises an exception that is not built in."""
 
 
 def ask_submission(op: str, on: Any, *args: Any, **named: Any) -> Any:

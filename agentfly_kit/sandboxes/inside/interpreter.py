@@ -27,7 +27,7 @@ else:
 
 
 class CpuLimit(BaseException):
-    """The call exceeded its CPU time."""
+    """Raised when a call exceeds its CPU time limit."""
 
 
 class Interpreter:

@@ -57,7 +57,7 @@ def filter_calls(program: bytes) -> None:
 
 
 def landlock(rules: dict[str, Any]) -> int:
-    """Create a Landlock ruleset that denies all but the given paths that exist, and return its file descriptor."""
+    """Create a Landlock ruleset that allows only the given paths, ignoring missing ones. Return its descriptor."""
     abi = rules["abi"]
     every = 0x1FFF | (0x2000 if abi >= 2 else 0) | (0x4000 if abi >= 3 else 0) | (0x8000 if abi >= 5 else 0)
     words = [every, *([0 if rules["network"] else 3] if abi >= 4 else []), *([3] if abi >= 6 else [])]

@@ -6,7 +6,7 @@ import os
 
 
 def is_dead(pid: int) -> bool:
-    """Return True if a process has ended: it does not exist, or is a zombie."""
+    """Return True if a process does not exist or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in "ZX"

@@ -157,7 +157,7 @@ def get_shell() -> Shell:
 
 
 def run(command: str, cpu_seconds: float | None) -> dict[str, Any]:
-    """Run a command: {"exit": exit status or None, "ended": True if the shell has ended}."""
+    """Run a command. Return {"exit": exit status or None, "ended": True if the shell has exited}."""
     if "\0" in command:
         raise Refused("a command cannot hold the character NUL")
     began = False
@@ -181,7 +181,7 @@ def run(command: str, cpu_seconds: float | None) -> dict[str, Any]:
 
 
 def dump() -> str | None:
-    """Return commands that restore the shell's directory, variables, functions and options; None if none is running."""
+    """Return commands that restore the shell's directory, variables, functions and options; None without a shell."""
     if Current.shell is None or Current.shell.process.poll() is not None:
         return None
     path = os.path.join(home(), ".agentfly-shell-state")

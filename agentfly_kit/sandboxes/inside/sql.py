@@ -80,7 +80,7 @@ def close_database() -> None:
 
 
 def renew() -> None:
-    """Close and delete the database. The next query opens an empty one, or the file that has replaced it."""
+    """Close and delete the database. The next query opens the file that has replaced it, or an empty database."""
     close_database()
     for end in ("", "-journal", "-wal", "-shm", ".wal"):
         try:

@@ -20,7 +20,7 @@ from .grading_data import dump_json, format_traceback, pack, unpack
 
 
 class Submission:
-    """The submitted module, and its objects that the tests refer to by number."""
+    """The submitted module, and those of its objects to which tests refer by number."""
 
     name = ""
     text = ""

@@ -113,7 +113,7 @@ class Zygote:
         try:
             self.control.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
-            pass  # the host has disconnected; the next read will notice
+            pass  # the host has disconnected; the next read will see EOF
 
     def handle(self, message: dict[str, Any]) -> None:
         op = message["op"]
