@@ -18,7 +18,7 @@ class Finding:
 
     Attributes:
         ok: False if a requirement of the tutorials is missing, None if an optional part is missing, otherwise True.
-        advice: Command that installs or improves the part, or "".
+        advice: Command that installs or upgrades the part, or "" if there is none.
     """
 
     what: str

@@ -371,7 +371,7 @@ class View(anywidget.AnyWidget):
             self._picture_stale = False
             self.send({"kind": "picture", "view": self.model_id, "html": self._static()})
         elif not self._seen:
-            # Without a browser, the notebook runs in nbclient, nbconvert or papermill, which save the outputs.
+            # If there is no browser, nbclient, nbconvert or papermill runs the notebook and saves the outputs.
             from IPython.display import display
 
             self._picture_stale = False

@@ -513,7 +513,7 @@ def _places(chain: Any) -> list[str]:
 
 
 def _seed(chain: Any, fork: str, index: int) -> int:
-    """Return the seed of action `index` in the ancestor of the chain with fork name `fork`."""
+    """Return the seed of action `index` in the chain's ancestor named `fork`."""
     key = chain.seed_key
     if fork != chain.key.fork:
         continued = chain.origin_key is not None and fork.endswith("~")

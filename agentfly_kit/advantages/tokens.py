@@ -26,7 +26,7 @@ from agentfly_kit.errors import SettingsError, check_choice, check_shape
 
 
 def _gae_recursion(reward: Tensor, value: Tensor, steps: Tensor, discount: Tensor, lam: float, last: Tensor) -> Tensor:
-    """Run the GAE recursion over `steps`; `discount` applies up to the next step; `last` is the final value."""
+    """Run the GAE recursion. `discount` is from each step to the next, `last` the value after the final step."""
     adv = torch.zeros_like(reward)
     next_value, carry = last, torch.zeros_like(last)
     for t in range(reward.shape[1] - 1, -1, -1):

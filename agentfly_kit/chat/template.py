@@ -127,7 +127,7 @@ class Template:
         return "qzplainzq" in self._probe({"role": "user", "content": [{"type": "text", "text": "qzplainzq"}]})
 
     def _answer_tail(self) -> str:
-        """Return the text after the last character of an answer at the end of a conversation."""
+        """Return the text that the template appends to an answer at the end of a conversation."""
         text = self.render([_USER, {"role": "assistant", "content": "qzanswerzq"}], generate=False)
         _, mark, tail = text.rpartition("qzanswerzq")
         if not mark:
@@ -328,7 +328,7 @@ class Template:
         return self._grow_plans("uuu", thought) or (self._grow_plans("1u1u", thought) if mixed else "")
 
     def takes_two_calls(self) -> bool:
-        """Return True if the results of two calls in one message are rendered."""
+        """Return True if the template renders the results of two tool calls made in one message."""
         results = [_tool_result("qztold0zq", 0), _tool_result("qztold1zq", 1)]
         action = self._call_message(results, {"x": "qzsaidzq"}) if self.calls else self._answer_message("qzsaidzq")
         text = self._probe(_USER, action, *results, generate=True)

@@ -349,7 +349,7 @@ class OpenAIEngine(Engine):
             return answers
 
         try:
-            # Send a single chunk, because requests whose response is lost are repeated and must be idempotent.
+            # Send everything in one chunk: a request is retried if its response is lost, so it must be idempotent.
             async with Delivery(policy, "shm", sys.maxsize) as delivery:
                 try:
                     await self._request("POST", f"{root}/pause?mode=keep&clear_cache=false")

@@ -44,7 +44,7 @@ def masked(x: Tensor, mask: Tensor, name: str) -> Tensor:
 
 
 def prepare(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the limited log ratio and the advantages, both 0 where masked, and the mask as bool."""
+    """Return the clamped log ratio and the advantages, both 0 where masked, and the mask as a bool tensor."""
     m = as_bool_mask(mask, logprobs)
     d = masked(logprobs, m, "logprobs") - masked(old_logprobs, m, "old_logprobs")
     return d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), masked(advantages, m, "advantages"), m

@@ -43,7 +43,7 @@ class ForwardOutput:
 
 
 class ValueHead(nn.Linear):
-    """Linear map of the trunk's hidden state to V(ids[:t]); initially zero, so first advantages equal the rewards."""
+    """Linear map of the trunk's hidden state to V(ids[:t]); initialized to zero."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1)
@@ -189,7 +189,7 @@ class LanguageModel:
         )
 
     def _locate_states(self, ids: Tensor, mask: Tensor) -> tuple[PackedTrees | None, Tensor]:
-        """Pack the rows into prefix trees (None if they are computed separately), and locate the states at t - 1.
+        """Pack the rows into prefix trees (None if they are computed separately), and locate the states.
 
         The locations, (N,), are indices in the flattened hidden states of the trees, or else of `ids[:, :-1]`.
         """

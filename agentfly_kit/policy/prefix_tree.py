@@ -123,7 +123,7 @@ def split_by_token_budget(lengths: Tensor, micro_tokens: int, launch_overhead: i
 
 def _cheapest_ends(sizes: list[int], limits: list[int], launch_overhead: int) -> list[int]:
     """Find the cheapest split by dynamic programming. Return the end of the micro-batch that begins at each row."""
-    cost = [0.0] * (len(sizes) + 1)  # least total cost of the rows from each row on
+    cost = [0.0] * (len(sizes) + 1)  # cost[i]: minimum total cost of rows i and onward
     ends = [0] * len(sizes)
     for a in range(len(sizes) - 1, -1, -1):
         choices = range(a + 1, limits[a] + 1)

@@ -1,4 +1,4 @@
-"""Statistics of a step: sums over micro-batches, times of its phases, and the report per token."""
+"""Statistics of an optimization step: sums over micro-batches, phase timings, and the per-token report."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
         self.schemas: tuple[dict[str, Any], ...] = tuple(t.schema for t in self)
 
     async def call(self, call: ToolCall, context: Context) -> ToolResult:
-        """Run one call of the model. Malformed calls and unknown tools give failed results instead of exceptions."""
+        """Run one tool call of the model. Malformed calls and unknown tools return a failed result."""
         if call.error is not None:
             return ToolResult(False, call.error)
         if call.name not in self._by_name:

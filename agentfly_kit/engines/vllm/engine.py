@@ -393,7 +393,7 @@ def _policy_json(model: str) -> dict[str, Any]:
 
 
 def _kv_bytes(config: Any, tokens: int) -> int:
-    """Return the bytes needed for the keys and values of `tokens` tokens, limited to 64 MiB to 4 GiB."""
+    """Return the bytes needed for the keys and values of `tokens` tokens, clamped to 64 MiB to 4 GiB."""
     heads = int(getattr(config, "num_key_value_heads", 0) or getattr(config, "num_attention_heads", 0) or 8)
     size = int(getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads)
     token = 2 * int(config.num_hidden_layers) * heads * size * 4

@@ -95,7 +95,7 @@ class Shell:
                 self.seen += data
 
     def stop(self) -> int | None:
-        """Interrupt the command, and kill it if it does not end and is visible. The shell and older jobs survive."""
+        """Interrupt the command; kill it if it does not exit and is visible. The shell and older jobs survive."""
         try:
             os.killpg(self.process.pid, signal.SIGINT)
         except OSError:
@@ -126,7 +126,7 @@ class Shell:
             hard = resource.prlimit(self.process.pid, resource.RLIMIT_CPU)[1]
             resource.prlimit(self.process.pid, resource.RLIMIT_CPU, (int(used + cpu_seconds) + 1, hard))
         except OSError:
-            pass  # the shell has ended or is not visible; the caller notices
+            pass  # the shell has exited, or its process is not visible from here
 
     def end(self) -> int:
         """Kill the shell if it is alive, and return its exit status (128 + n for signal n)."""
