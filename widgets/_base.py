@@ -219,7 +219,7 @@ class View(anywidget.AnyWidget):
         self._pages: set[str] = set()
         self._seen = False
         self._jobs: set[asyncio.Future[Any]] = set()
-        self._display_id: str | None = None
+        self._display_ids: list[str] = []
         # True if the view has changed since its picture was last written to an output or sent to a page.
         self._picture_stale = False
         view = weakref.ref(self)
@@ -350,15 +350,16 @@ class View(anywidget.AnyWidget):
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
-        if self._display_id is None:
-            self._display_id = uuid.uuid4().hex
+        if not self._display_ids:
             update_after_each_cell(self)
+        # One id per output: displaying an id again would replace its earlier outputs.
+        self._display_ids.append(uuid.uuid4().hex)
         self._picture_stale = False
         data, metadata = self._repr_mimebundle_()
-        display(data, metadata=metadata, raw=True, display_id=self._display_id)  # type: ignore[no-untyped-call]
+        display(data, metadata=metadata, raw=True, display_id=self._display_ids[-1])  # type: ignore[no-untyped-call]
 
     def _mark_changed(self, _: Any = None) -> None:
-        if self._display_id is not None:
+        if self._display_ids:
             self._picture_stale = True
             if self._pages:
                 self._picture_throttle.schedule()
@@ -376,7 +377,8 @@ class View(anywidget.AnyWidget):
 
             self._picture_stale = False
             data, metadata = self._repr_mimebundle_()
-            display(data, metadata=metadata, raw=True, display_id=self._display_id, update=True)  # type: ignore[no-untyped-call]
+            for each in self._display_ids:
+                display(data, metadata=metadata, raw=True, display_id=each, update=True)  # type: ignore[no-untyped-call]
 
 
 def _call(view_ref: Callable[[], Any], method: str) -> None:
@@ -421,7 +423,7 @@ class _Listener:
         view = self.view()
         if view is not None and not view.resting:
             self.throttle.schedule()
-            view._picture_stale = view._display_id is not None
+            view._picture_stale = bool(view._display_ids)
 
 
 class LiveView(View):

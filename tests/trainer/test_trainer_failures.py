@@ -148,6 +148,7 @@ BODY = """
 """
 
 
+@pytest.mark.filterwarnings("ignore:the run in .* is complete")  # the last process may have finished it
 @pytest.mark.real  # each process imports for seconds
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_a_run_killed_at_random_moments_continues_to_the_same_bits(overlap: int, tmp_path: Path) -> None:
