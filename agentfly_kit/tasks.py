@@ -1,7 +1,8 @@
 """Collections of tasks, loaded from files, data frames or lists, with disjoint splits.
 
 Each row is one task: `messages` (or a string in `question`, `prompt` or `input`), an optional `id` and an optional
-`split`. All other columns become task fields, which rewards and tools can request by name.
+`split`. All other columns become task fields, which rewards and tools can request by name. If the question or the
+answer is in a column with another name, pass `question=` or `answer=`.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
+from agentfly_kit import task_files
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import TaskError
 from agentfly_kit.types import Task, normalize_messages
 
 _QUESTIONS = ("messages", "question", "prompt", "input")
-_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class Tasks(Displayable, Sequence[Task]):
@@ -136,132 +137,93 @@ class Tasks(Displayable, Sequence[Task]):
 # --- from files ----------------------------------------------------------------------------------
 
 
-def load_tasks(name_or_path: str | Path, *, drop_answer: bool = False) -> Tasks:
-    """Load a bundled task set by name, or a file or folder by path.
+def load_tasks(
+    name_or_path: str | Path,
+    *,
+    question: str | None = None,
+    answer: str | None = None,
+    split: str | None = None,
+    config: str | None = None,
+    drop_answer: bool = False,
+) -> Tasks:
+    """Load a bundled task set by name, a file or folder by path, or a dataset by its Hugging Face hub id.
 
     Args:
-        name_or_path: a bare name such as "calculator", or the path of a .jsonl file, a .parquet file, a .json file (a
-            list of rows, or {"train": [...], "test": [...]}), or a folder with one such file per split (train.jsonl,
-            test.jsonl). "./calculator" is a path; "calculator" is a name.
+        name_or_path: One of
+
+            - the name of a bundled task set, such as "calculator";
+            - the path of a .jsonl file, a .csv file (UTF-8, with a header; all values are text), a .parquet file, a
+              .json file (a list of rows, or {"train": [...], "test": [...]}), or a folder with one such file per split
+              (train.jsonl, test.jsonl). Write "./calculator" for a folder with the name of a task set;
+            - a hub id such as "openai/gsm8k", unless a folder with this path exists. Requires the package `datasets`,
+              which is installed with `agentfly_kit[trl]`.
+        question: see `tasks_from`.
+        answer: see `tasks_from`.
+        split: name of the split to load; all splits by default.
+        config: configuration name of a hub dataset, such as "main".
         drop_answer: see `tasks_from`.
 
     Raises:
         TaskError: if the tasks cannot be loaded; the message names the file and line.
     """
+    columns = _Columns(question, answer, drop_answer)
     text = str(name_or_path)
-    if isinstance(name_or_path, str) and "/" not in text and "\\" not in text and not text.endswith(_SUFFIXES):
-        if text not in _shipped_names():
+    path = Path(name_or_path).expanduser()
+    if isinstance(name_or_path, str) and task_files.is_hub_id(text) and not path.exists():
+        return _build_tasks(task_files.hub_rows(text, config, split), text, columns)
+    if config is not None:
+        raise TaskError(f"config must be None unless a dataset of the hub is loaded, got {config!r} for {text!r}")
+    if (
+        isinstance(name_or_path, str)
+        and "/" not in text
+        and "\\" not in text
+        and not text.endswith(task_files.SUFFIXES)
+    ):
+        if text not in task_files.bundled_names():
             raise TaskError(
-                f"there is no task set {text!r}; available: {_list_of_shipped()}. To load a file, pass its path: "
-                f"load_tasks('./{text}.jsonl')"
+                f"there is no task set {text!r}; available: {task_files.list_of_bundled()}. To load a file, pass its "
+                f"path: load_tasks('./{text}.jsonl')"
             )
-        path = _data() / text
-    else:
-        path = Path(name_or_path).expanduser()
+        path = task_files.bundled_folder() / text
     if path.is_file():
-        return _build_tasks(_read_rows(path), path.name, drop_answer)
-    if not path.is_dir():
+        tasks = _build_tasks(task_files.read_rows(path), path.name, columns)
+    elif not path.is_dir():
         raise TaskError(
-            f"{path}: no such file; pass a .jsonl, .json or .parquet file, or a task set: {_list_of_shipped()}"
+            f"{path}: no such file; pass a {task_files.FILES}, or a task set: {task_files.list_of_bundled()}"
         )
-    files = [file for file in path.iterdir() if file.name.endswith(_SUFFIXES)]
-    if not files:
-        raise TaskError(f"{path} must contain a .jsonl, .json or .parquet file, got none")
-    rows: list[tuple[str, Any]] = []
-    for file in sorted(files, key=lambda file: (not file.name.startswith("train."), file.name)):
-        split = file.name.rpartition(".")[0]
-        rows += [(location, _with_split(row, split)) for location, row in _read_rows(file)]
-    return _build_tasks(rows, path.name, drop_answer)
-
-
-def _data() -> Any:
-    """Return the folder of bundled task sets: agentfly_kit._data if installed, or data/ in a checkout."""
-    from importlib import resources
-
-    try:
-        return resources.files("agentfly_kit._data")
-    except ModuleNotFoundError:
-        return Path(__file__).resolve().parent.parent / "data"
-
-
-def _shipped_names() -> list[str]:
-    root = _data()
-    # Folders without train.jsonl are not task sets.
-    return sorted(d.name for d in root.iterdir() if d.joinpath("train.jsonl").is_file()) if root.is_dir() else []
-
-
-def _list_of_shipped() -> str:
-    return ", ".join(map(repr, _shipped_names())) or "(no task sets are installed)"
-
-
-def _read_rows(file: Any) -> list[tuple[str, Any]]:
-    """Return (location, row) for each row of a file."""
-    if not file.name.endswith(_SUFFIXES):
-        raise TaskError(f"{file.name} must be a .jsonl, .json or .parquet file")
-    if file.name.endswith(".parquet"):
-        import pyarrow.parquet as parquet
-
-        with file.open("rb") as stream:
-            try:
-                table = parquet.read_table(stream)
-            except Exception as error:
-                raise TaskError(f"{file.name} is not a readable parquet file ({error})") from None
-        return _locate(table.to_pylist(), file.name)
-    data = file.read_bytes()
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise TaskError(f"{file.name}:{line}: not UTF-8; save the file as UTF-8") from None
-    # Do not use splitlines(), which also splits at characters that are valid in JSON strings.
-    parts = text.split("\n") if file.name.endswith(".jsonl") else [text]
-    values = []
-    for number, part in enumerate(parts, 1):
-        if not part.strip():
-            continue
-        try:
-            values.append((f"{file.name}:{number}", json.loads(part)))
-        except (ValueError, RecursionError) as error:
-            line = number + getattr(error, "lineno", 1) - 1
-            raise TaskError(f"{file.name}:{line}: not JSON ({getattr(error, 'msg', error)})") from None
-    return values if file.name.endswith(".jsonl") else _locate(values[0][1] if values else [], file.name)
-
-
-def _locate(rows: Any, name: str) -> list[tuple[str, Any]]:
-    """Return (location, row) for each row in a collection of rows, or in a mapping from splits to collections."""
-    if isinstance(rows, Mapping):
-        return [
-            (f"{name}, {split} row {i}", _with_split(row, str(split)))
-            for split, part in rows.items()
-            for i, row in enumerate(_iterable_rows(part, name))
-        ]
-    return [(f"{name}, row {i}", row) for i, row in enumerate(_iterable_rows(rows, name))]
-
-
-def _with_split(row: Any, split: str) -> Any:
-    return {"split": split, **row} if isinstance(row, Mapping) else row
-
-
-def _iterable_rows(rows: Any, name: str) -> Iterable[Any]:
-    if hasattr(rows, "notna"):  # a DataFrame, whose missing values (NaN, NaT, NA) become None
-        records: list[Any] = rows.astype(object).where(rows.notna(), None).to_dict("records")
-        return records
-    if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
-        raise TaskError(
-            f"{name}: rows must be a list of dicts, a DataFrame or a Dataset, or a dict of one of these per split, got "
-            f"{rows!r:.60}; for a file use load_tasks(path)"
+    else:
+        files = [file for file in path.iterdir() if file.name.endswith(task_files.SUFFIXES)]
+        if not files:
+            raise TaskError(f"{path} must contain a {task_files.FILES}, got none")
+        files.sort(key=lambda file: (not file.name.startswith("train."), file.name))
+        rows = (
+            (location, task_files.with_split(row, file.name.rpartition(".")[0]))
+            for file in files
+            for location, row in task_files.read_rows(file)
         )
-    return rows
+        tasks = _build_tasks(rows, path.name, columns)
+    return tasks if split is None else tasks.split(split)
 
 
 # --- from Python objects -------------------------------------------------------------------------
 
 
-def tasks_from(rows: Any, *, test: float | None = None, drop_answer: bool = False, name: str = "tasks") -> Tasks:
+def tasks_from(
+    rows: Any,
+    *,
+    question: str | None = None,
+    answer: str | None = None,
+    test: float | None = None,
+    drop_answer: bool = False,
+    name: str = "tasks",
+) -> Tasks:
     """Create tasks from rows in memory.
 
     Args:
         rows: a list of dicts, a DataFrame, a `datasets` Dataset or DatasetDict, or {"train": [...], "test": [...]}.
+        question: name of the column that contains the question (a string or messages); by default the first non-empty
+            column of `messages`, `question`, `prompt` and `input`.
+        answer: name of the column that becomes the field "answer".
         test: fraction of tasks to put into the split "test". The selection depends only on the content of the tasks,
             not on their order or ids.
         drop_answer: if the last message is from the assistant, remove it and store its text in the field "answer".
@@ -271,7 +233,7 @@ def tasks_from(rows: Any, *, test: float | None = None, drop_answer: bool = Fals
     Raises:
         TaskError: if a row is invalid.
     """
-    tasks = _build_tasks(_locate(rows, name), name, drop_answer)
+    tasks = _build_tasks(task_files.locate_rows(rows, name), name, _Columns(question, answer, drop_answer))
     if test is None:
         return tasks
     if isinstance(test, bool) or not 0 < test < 1:
@@ -303,13 +265,47 @@ def _held_out(tasks: Tasks, share: float) -> Tasks:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _build_tasks(rows: Iterable[tuple[str, Any]], name: str, drop_answer: bool) -> Tasks:
+@dataclass(frozen=True)
+class _Columns:
+    """Arguments of `tasks_from` that determine how columns are used."""
+
+    question: str | None = None
+    answer: str | None = None
+    drop_answer: bool = False
+
+    def take_question(self, values: dict[str, Any], location: str) -> tuple[str, Any]:
+        """Remove the question from `values`, rename the answer column, and return the question's column and value."""
+        have = ", ".join(map(repr, values)) or "none"
+        for option, column in (("question", self.question), ("answer", self.answer)):
+            if column is not None and column not in values:
+                raise TaskError(f"{location}: the column {column!r} ({option}=) is missing; the columns are {have}")
+        if self.answer not in (None, "answer") and "answer" in values:
+            raise TaskError(
+                f"{location}: answer={self.answer!r} needs rows without another column 'answer', got {have}"
+            )
+        column = self.question or next((c for c in _QUESTIONS if values.get(c) not in (None, "", [])), None)
+        if column is None:
+            raise TaskError(
+                f"{location}: a row must have a question in one of the columns {', '.join(_QUESTIONS)}, got columns: "
+                f"{', '.join(values) or 'none'}; name another column with question="
+            )
+        value = values.pop(column)
+        if value in (None, "", []):
+            raise TaskError(f"{location}: the question in column {column!r} must not be empty")
+        if self.answer is not None:
+            if self.answer == column:
+                raise TaskError(f"question and answer must be different columns, got {column!r} for both")
+            values["answer"] = values.pop(self.answer)
+        return column, value
+
+
+def _build_tasks(rows: Iterable[tuple[str, Any]], name: str, columns: _Columns) -> Tasks:
     tasks: list[Task] = []
     splits: list[str | None] = []
     seen: dict[str, str] = {}
     repeats: Counter[str] = Counter()
     for location, row in rows:
-        task, split, derived = _build_task(location, row, drop_answer)
+        task, split, derived = _build_task(location, row, columns)
         if derived:
             # Repeated rows are separate tasks; a numeric suffix keeps their ids unique.
             repeats[task.id] += 1
@@ -325,7 +321,7 @@ def _build_tasks(rows: Iterable[tuple[str, Any]], name: str, drop_answer: bool) 
     return Tasks(tasks, splits, name)
 
 
-def _build_task(location: str, row: Any, drop_answer: bool) -> tuple[Task, str | None, bool]:
+def _build_task(location: str, row: Any, columns: _Columns) -> tuple[Task, str | None, bool]:
     """Return the task of a row, its split, and whether its id was derived from the content."""
     if isinstance(row, Task):
         return row, None, False
@@ -334,13 +330,7 @@ def _build_task(location: str, row: Any, drop_answer: bool) -> tuple[Task, str |
             f"{location}: a row must be an object such as {{'question': ..., 'answer': ...}}, got {row!r:.60}"
         )
     values = {str(key): _to_python(value) for key, value in row.items()}
-    column = next((c for c in _QUESTIONS if values.get(c) not in (None, "", [])), None)
-    if column is None:
-        raise TaskError(
-            f"{location}: a row must have a question in one of the columns {', '.join(_QUESTIONS)}, got columns: "
-            f"{', '.join(values) or 'none'}"
-        )
-    question = values.pop(column)
+    column, question = columns.take_question(values, location)
     id, split = values.pop("id", None), values.pop("split", None)
     if split is not None and not (isinstance(split, str) and split):
         raise TaskError(f"{location}: 'split' must be a name such as 'train' or 'test', got {split!r}")
@@ -357,8 +347,8 @@ def _build_task(location: str, row: Any, drop_answer: bool) -> tuple[Task, str |
     # Rows from Parquet have the same keys in all messages; absent values are None.
     question = [{k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m for m in question]
     where = f"{location}, {column!r}" if id is None else f"{location}, {column!r} of task {str(id)!r}"
-    messages = normalize_messages(question, where, TaskError, answered=drop_answer)
-    if drop_answer and messages[-1]["role"] == "assistant":
+    messages = normalize_messages(question, where, TaskError, answered=columns.drop_answer)
+    if columns.drop_answer and messages[-1]["role"] == "assistant":
         last = messages[-1]
         answer = values.setdefault("answer", last["content"])
         if answer != last["content"] or last.get("tool_calls"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 # One chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}.
 Message: TypeAlias = dict[str, Any]
 
+# The most probable tokens at one position as (id, text, logprob), in descending order of probability.
+Alternatives: TypeAlias = tuple[tuple[int, str, float], ...]
+
 TurnKind: TypeAlias = Literal["prompt", "action", "observation", "forced"]
 
 StopReason: TypeAlias = Literal[
@@ -38,6 +42,7 @@ StopReason: TypeAlias = Literal[
     "chain_tool_calls",  # the next tool call would exceed Agent.max_tool_calls
     "context_full",  # the next prompt exceeds the model's context length
     "invalid_call",  # several consecutive tool calls were malformed or named an unknown tool
+    "harness_failed",  # `Agent.harness` raised an error after the first action; see `Trajectory.error`
     "timeout",  # the chain exceeded its wall-clock limit, Agent.timeout
     "group_tokens",  # the group's shared budget, `group_budget=`, was exhausted (as for the next three)
     "group_turns",
@@ -172,7 +177,7 @@ class Task(Displayable):
 
 @checks_keywords
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Displayable):
     """Sampling parameters of one action.
 
     Recorded logprobs are computed after temperature scaling and before truncation (top-p, top-k, min-p).
@@ -224,8 +229,8 @@ class Sampling:
 # --- output of engines ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TurnRequest:
+@dataclass(frozen=True, repr=False)
+class TurnRequest(Displayable):
     """Context of a sampling request. Text-only and scripted engines use it, and `session` is the key of the KV cache.
 
     Attributes:
@@ -243,8 +248,8 @@ class TurnRequest:
     tools: tuple[dict[str, Any], ...] = ()
 
 
-@dataclass(frozen=True)
-class Sample:
+@dataclass(frozen=True, repr=False)
+class Sample(Displayable):
     """One sampled action. Ids are never trimmed, so a sampled stop token is the last id.
 
     Attributes:
@@ -258,6 +263,8 @@ class Sample:
         text: Sampled text; set only by text-only engines.
         calls: Tool calls, if the server has parsed them.
         seconds: Duration of the request.
+        alternatives: The most probable tokens at each position as (id, logprob), in descending order of probability;
+            None unless the engine records them.
     """
 
     ids: tuple[int, ...] | None
@@ -269,13 +276,14 @@ class Sample:
     text: str | None = None
     calls: tuple[ToolCall, ...] | None = None
     seconds: float = 0.0
+    alternatives: tuple[tuple[tuple[int, float], ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.ids is None:
             if self.text is None:
                 raise EngineError("a Sample must have ids, or text if the engine is text-only; got neither")
             return
-        _check_lengths(self, ("logprobs", "entropies", "versions", "kept_mass"))
+        _check_lengths(self, ("logprobs", "entropies", "versions", "kept_mass", "alternatives"))
 
 
 @dataclass(frozen=True)
@@ -296,8 +304,8 @@ class Distribution(Displayable):
 # --- failures as values --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Failure:
+@dataclass(frozen=True, repr=False)
+class Failure(Displayable):
     """Serializable record of an exception: its `type`, `message` and `traceback`, without stack frames.
 
     Attributes:
@@ -326,7 +334,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class ToolResult:
+class ToolResult(Displayable):
     """Result of one tool call, which took `seconds`.
 
     Attributes:
@@ -406,7 +414,7 @@ class ToolCall(Displayable):
 
 
 @dataclass(frozen=True)
-class Turn:
+class Turn(Displayable):
     """Tokens by one author, linked to the preceding turn. Turns form a tree; a chain is a path from root to leaf.
 
     `sampled` is True if and only if the policy sampled every id of the turn. It is set when the turn is created.
@@ -426,7 +434,9 @@ class Turn:
         seconds: Duration of the turn.
         label: Position in the chain, for display: "turn 3 of 6".
         parent: The preceding turn; None for the first turn of the chain.
-        row: Index of the row that contains this turn. Compaction or a re-rendered history starts a new row.
+        row: Index of the row that contains this turn. A new row starts after compaction, for a re-rendered history, or
+            if a request of a harness does not continue an existing row.
+        alternatives: The most probable tokens at each position, recorded by `LocalEngine(policy, alternatives=5)`.
     """
 
     kind: TurnKind
@@ -448,13 +458,14 @@ class Turn:
     label: str = field(default="", compare=False)
     parent: Turn | None = field(default=None, repr=False, compare=False)
     row: int = 0
+    alternatives: tuple[Alternatives, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.ids is None:
             if self.sampled:
                 raise AlignmentError("a sampled turn must have ids, got ids=None")
             return
-        _check_lengths(self, ("logprobs", "entropies", "kept_mass", "versions", "token_texts"))
+        _check_lengths(self, ("logprobs", "entropies", "kept_mass", "versions", "alternatives", "token_texts"))
         if self.sampled and (self.logprobs is None or self.versions is None):
             raise AlignmentError("a sampled turn must have a logprob and a policy version per id")
 
@@ -500,7 +511,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Displayable):
     """One sequence of token ids, exactly as exchanged with the engine. Training computes logprobs per row.
 
     `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and `turn_index` concatenate the values of
@@ -631,6 +642,7 @@ class Trajectory(Displayable):
         seconds: Wall-clock time of the chain.
         tools: JSON schemas of the tools in the prompt.
         dropped: Reason why a training step excluded the trajectory, or None.
+        note: User's comment, set by `annotate`.
     """
 
     id: str
@@ -647,6 +659,7 @@ class Trajectory(Displayable):
     seconds: float = field(default=0.0, compare=False)
     tools: tuple[dict[str, Any], ...] = ()
     dropped: str | None = None
+    note: str = field(default="", compare=False)
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
@@ -713,7 +726,7 @@ class Trajectory(Displayable):
 
     @property
     def success(self) -> bool | None:
-        """Whether the chain succeeded; None if unscored.
+        """Success of the chain, or None if unscored.
 
         True if `metrics["success"]` is not 0, or, without this metric, if the reward is at least 1.
         """
@@ -723,6 +736,12 @@ class Trajectory(Displayable):
 
     def replace(self, **changes: Any) -> Trajectory:
         return replace(self, **changes)
+
+    def annotate(self, note: str) -> None:
+        """Set `note`, the only mutable attribute. `Rollout.save` and `Rollout.to_frame` include it."""
+        if not isinstance(note, str):
+            raise SettingsError(f"note must be a string, got {note!r:.80}")
+        object.__setattr__(self, "note", note)
 
     def explain(self) -> str:
         """Return a short description of the chain and its score."""
@@ -752,6 +771,16 @@ class Trajectory(Displayable):
         return f"Trajectory({self.id!r}, {len(self.actions)} actions, {tokens}, {reward}, {self.stop})"
 
 
+def get_chain(chains: Any, index: int) -> Trajectory:
+    """Return the trajectory at `index` in a group or rollout. Error messages include the number of chains."""
+    try:
+        found: Trajectory = chains.trajectories[operator.index(index)]
+    except (IndexError, TypeError) as error:
+        what = f"the index of a {type(chains).__name__} must be an integer below its {len(chains)} chains"
+        raise type(error)(f"{what}, got {index!r}") from None
+    return found
+
+
 @dataclass(frozen=True)
 class Group(Displayable):
     """The `trajectories` of one task in one rollout, whose rewards are compared. `id` is unique within a run."""
@@ -772,6 +801,9 @@ class Group(Displayable):
 
     def __iter__(self) -> Iterator[Trajectory]:
         return iter(self.trajectories)
+
+    def __getitem__(self, index: int) -> Trajectory:
+        return get_chain(self, index)
 
     def __repr__(self) -> str:
         scored = [r for r in self.rewards if r is not None]

@@ -142,6 +142,16 @@ class Lab:
         write(path, cells, outputs)
         return Notebook(self, path, *size, app=app)
 
+    def trust(self, *paths: Path) -> None:
+        """Trust notebooks like `jupyter trust`, in the data folder of the server."""
+        own = {f"JUPYTER_{name}_DIR": str(self.folder / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
+        subprocess.run(
+            [sys.executable, "-m", "nbformat.sign", *map(str, paths)],
+            check=True,
+            env={**os.environ, **own},
+            capture_output=True,
+        )
+
     def close(self) -> None:
         atexit.unregister(self.close)
         self.stop_browser()
@@ -292,6 +302,10 @@ class Notebook:
     def command(self, name: str, args: Any = None) -> None:
         """Start a JupyterLab command without waiting for it, because it may open a dialog."""
         self.page.evaluate("([name, args]) => { window.jupyterapp.commands.execute(name, args); }", [name, args or {}])
+
+    def shut_down(self) -> None:
+        """Shut down the kernel. The page stays open."""
+        self.page.evaluate(f"async () => {{ {self._PANEL} await panel.sessionContext.shutdown(); }}")
 
     def close(self) -> None:
         # A kernel cannot be shut down during a restart; in this case the server shuts it down later.

@@ -1,13 +1,20 @@
 """Errors of this package in IPython, and the report of `af.doctor`."""
 
+import os
+import pty
 import re
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
 
+import IPython
+import IPython.display
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit import _doctor
+from agentfly_kit import _display, _doctor
 
 SCRIPT = """
 from IPython.core.interactiveshell import InteractiveShell
@@ -40,3 +47,55 @@ def test_the_doctor_distinguishes_what_is_missing_from_what_is_optional(monkeypa
     assert not af.doctor().ok
     assert {"calculator", "webshop"} <= set(found["policies"].state.split(", "))
     assert re.search(r"^optional +vLLM +not installed", repr(af.doctor()), flags=re.MULTILINE)
+
+
+LOADING = """
+import sys, threading
+from agentfly_kit import _display
+_display._LOADING_DELAY = 0.01
+with _display.loading("a policy"):
+    {body}
+print("done", file=sys.stderr)
+"""
+
+
+def stderr_of(body: str) -> str:
+    """Return what a script writes to a terminal."""
+    terminal, end = pty.openpty()
+    subprocess.run([sys.executable, "-c", LOADING.format(body=body)], stderr=end, timeout=120, check=True)
+    os.close(end)
+    text = os.read(terminal, 10_000).decode()
+    os.close(terminal)
+    return text
+
+
+def test_slow_loading_is_shown_in_a_terminal_and_removed() -> None:
+    slow = "sys.modules['torch'] = None; threading.enumerate()[-1].join()"
+    assert stderr_of(slow) == "\r\x1b[Kloading torch ...\r\x1b[Kdone\r\n"
+    assert stderr_of("threading.enumerate()[-1].join()") == "\r\x1b[Kloading a policy ...\r\x1b[Kdone\r\n"
+
+
+def test_loading_prints_nothing_if_redirected_or_fast() -> None:
+    script = LOADING.format(body="assert threading.active_count() == 1")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert (done.stdout, done.stderr) == ("", "done\n")
+    assert stderr_of("pass").replace("\r\x1b[Kloading a policy ...\r\x1b[K", "") == "done\r\n"
+
+
+def test_slow_loading_is_shown_in_a_notebook_without_an_empty_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    handle = SimpleNamespace(update=lambda data, raw: shown.append(data))
+
+    def display(data: Any, raw: bool, display_id: bool) -> Any:
+        shown.append(data)
+        return handle
+
+    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=None))
+    monkeypatch.setattr(IPython.display, "display", display)
+    monkeypatch.setattr(_display, "_LOADING_DELAY", 0.01)
+    before = threading.active_count()
+    with _display.loading("a <policy>"):
+        while not shown:
+            pass
+    assert shown == [{"text/plain": "loading a <policy> ..."}, {"text/plain": "loaded a <policy>"}]
+    assert threading.active_count() == before

@@ -14,15 +14,17 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     "_display",
     "errors seeds",
-    "types _async",
+    "types _async task_files",
     "chat tasks success batch pool sandboxes advantages losses",
     "tools policy _doctor",
-    "rewards engines ppo",
+    "rewards engines endpoint ppo",
     "agent",
     "evaluation envs",
     "trainer tiny",
     "integrations",
     "widgets",
+    "_demo",
+    "__main__",
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 LIBRARY = sorted((ROOT / "agentfly_kit").rglob("*.py")) + sorted((ROOT / "widgets").rglob("*.py"))
@@ -99,6 +101,7 @@ def test_every_module_says_what_it_is_and_none_prints() -> None:
             f"{path.relative_to(ROOT)}:{node.lineno} prints"
             for node in ast.walk(tree)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+            if path.name not in ("__main__.py", "_demo.py")  # the command line
         ]
     assert not wrong, "\n".join(wrong)
 

@@ -5,9 +5,13 @@ import json
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 import tomllib
+import urllib.request
 import zipfile
 from collections.abc import Callable
 from importlib.metadata import packages_distributions
@@ -18,7 +22,12 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = {"agentfly_kit": "agentfly_kit", "widgets": "agentfly_kit/widgets", "data": "agentfly_kit/_data"}
+FOLDERS = {
+    "agentfly_kit": "agentfly_kit",
+    "widgets": "agentfly_kit/widgets",
+    "data": "agentfly_kit/_data",
+    "notebooks": "agentfly_kit/_course",
+}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 
@@ -42,8 +51,9 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Wheels built from the tree and from the sdist, in a copy without stale files."""
     copy = tmp_path_factory.mktemp("build") / "tree"
     copy.mkdir()
-    for name in ("pyproject.toml", "LICENSE", "README.md"):
-        shutil.copy(ROOT / name, copy)
+    (copy / "docs").mkdir()
+    for name in ("pyproject.toml", "LICENSE", "README.md", "docs/pypi.md"):
+        shutil.copy(ROOT / name, copy / name)
     for name in FOLDERS:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     build = (sys.executable, "-m", "build", "--no-isolation")  # so that no network is needed
@@ -68,7 +78,7 @@ def test_the_wheel_holds_the_tree(origin: str, wheels: dict[str, Path]) -> None:
         f"{inside}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, inside in FOLDERS.items()
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and not {"__pycache__", ".ipynb_checkpoints", "runs"} & set(path.parts)
     }
     with zipfile.ZipFile(wheels[origin]) as wheel:
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
@@ -77,7 +87,7 @@ def test_the_wheel_holds_the_tree(origin: str, wheels: dict[str, Path]) -> None:
 
 
 def test_every_package_is_listed() -> None:
-    found = {"agentfly_kit", "agentfly_kit.widgets", "agentfly_kit._data"}
+    found = {"agentfly_kit", "agentfly_kit.widgets", "agentfly_kit._data", "agentfly_kit._course"}
     for path in (ROOT / "agentfly_kit").rglob("*.py"):
         found.add(".".join(path.relative_to(ROOT).parent.parts))
     assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == sorted(found)
@@ -111,13 +121,45 @@ def test_the_quickstart_runs_from_an_empty_folder(installed: Path, tmp_path: Pat
     where = f"import agentfly_kit\nassert agentfly_kit.__file__.startswith({str(installed)!r}), agentfly_kit.__file__"
     notebook.cells.insert(0, nbformat.v4.new_code_cell(where))
     nbformat.write(notebook, tmp_path / "quickstart.ipynb")
-    demo = (sys.executable, ROOT / "scripts" / "demo", tmp_path / "quickstart.ipynb", "--out", tmp_path / "out")
+    demo = (sys.executable, "-m", "agentfly_kit", "demo", tmp_path / "quickstart.ipynb", "--out", tmp_path / "out")
     output = call(*demo, where=tmp_path, PYTHONPATH=str(installed))
     last = re.fullmatch(r"success: (0\.\d+) -> (0\.\d+|1\.0+)", output.splitlines()[-1])
     assert last is not None, output
     assert float(last[1]) <= 0.35, output
     assert float(last[2]) >= 0.90, output
     assert (tmp_path / "out" / "quickstart.html").exists()
+
+
+@pytest.mark.real
+def test_one_command_opens_the_course_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    """The server of `agentfly-kit lab` serves the first notebook at the printed address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    own = {f"JUPYTER_{name}_DIR": str(tmp_path / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
+    environment = {**os.environ, **own, "PYTHONPATH": str(installed)}
+    here = tmp_path / "here"
+    here.mkdir()
+    command = [sys.executable, "-m", "agentfly_kit", "lab", "--no-browser", "--port", str(port)]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(command, cwd=here, env=environment, stdout=log, stderr=log)
+    try:
+        end, address = time.monotonic() + 60, None
+        while address is None:
+            text = (tmp_path / "log").read_text()
+            assert time.monotonic() < end and server.poll() is None, text
+            address = re.search(r"http://127\.0\.0\.1:\d+(/lab/tree/01_quickstart\.ipynb)\?token=(\w+)", text)
+            time.sleep(0.1)
+        url = f"http://127.0.0.1:{port}/api/contents/01_quickstart.ipynb?token={address[2]}"
+        with urllib.request.urlopen(url, timeout=30) as reply:
+            found = json.load(reply)
+        assert found["type"] == "notebook"
+        assert found["writable"]
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(30)
+    shipped = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert {path.name for path in (here / "agentfly-course").glob("*.ipynb")} == shipped
 
 
 def test_the_old_name_of_widgets_is_refused() -> None:
@@ -133,12 +175,28 @@ def test_the_old_name_of_widgets_is_refused() -> None:
 
 def test_extras_are_the_agreed_words() -> None:
     assert sorted(EXTRAS) == sorted(
-        ["lab", "trl", "vllm", "vllm-cpu", "envs", "chess", "containers", "remote", "ray", "sql", "test", "all"]
+        ["lab", "trl", "vllm", "envs", "containers", "remote", "agents", "frameworks", "sql", "docs", "test", "all"]
     )
     (everything,) = EXTRAS["all"]
-    assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == set(EXTRAS) - {
-        "all", "vllm", "vllm-cpu", "chess"  # chess is under the GPL, so it must be requested by name
-    }  # fmt: skip
+    assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == set(EXTRAS) - {"all", "vllm", "frameworks"}
+
+
+def test_only_vllm_and_developers_tools_have_upper_bounds() -> None:
+    """An upper bound on torch or transformers would downgrade the versions in Colab, Kaggle and GPU images."""
+    groups = {"core": PROJECT["project"]["dependencies"], **EXTRAS}
+    bounded = {name for name, lines in groups.items() if any("<" in line or "==" in line for line in lines)}
+    assert bounded == {"vllm", "test"}
+
+
+def test_constraints_name_every_requirement_and_no_address() -> None:
+    """constraints.txt must not contain the package index of the machine on which it was written."""
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert not re.search(r"://|--|[\\/]|@|\+", text), "an address, an option, a path or a local version"
+    pinned = requirement_names([line for line in text.splitlines() if "==" in line])
+    groups = [PROJECT["project"]["dependencies"], *(lines for name, lines in EXTRAS.items() if name != "vllm")]
+    missing = set().union(*map(requirement_names, groups)) - pinned - {"agentfly-kit"}
+    assert not missing, f"`make constraints` adds {sorted(missing)}"
+    assert "torch==2.13.0\n" in text
 
 
 def test_python_is_the_same_everywhere() -> None:
@@ -156,6 +214,8 @@ def test_readme_and_conda_name_extras_that_exist() -> None:
     conda = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))["dependencies"]
     (pip,) = [entry["pip"] for entry in conda if isinstance(entry, dict)]
     (editable,) = [line for line in pip if line.startswith("-e")]
+    assert {"python", "pip", "make"} == requirement_names([line for line in conda if isinstance(line, str)])
+    assert pip == [editable], "other packages come from pyproject.toml"
     named = re.findall(r"pip install [^\n`]*\[([\w,-]+)\]", readme)
     assert named, 'the README says `pip install -e ".[...]"`'
     for extras in [*named, editable[editable.index("[") + 1 : -1]]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentfly_kit import tasks as task_sets
+from agentfly_kit import task_files
 from agentfly_kit.errors import TaskError
 from agentfly_kit.tasks import Tasks, load_tasks, tasks_from
 from agentfly_kit.types import Task
@@ -231,7 +235,7 @@ def test_paths_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     write(shipped / "sums" / "test.jsonl", ROWS[30:])
     write(shipped / "chess" / "train.jsonl", ROWS[:3])
     (shipped / "policy").mkdir()
-    monkeypatch.setattr(task_sets, "_data", lambda: shipped)
+    monkeypatch.setattr(task_files, "bundled_folder", lambda: shipped)
     monkeypatch.chdir(tmp_path)
     assert repr(load_tasks("sums")) == "Tasks(sums: 40 (30 train, 10 test); fields: answer, level)"
     with pytest.raises(TaskError) as caught:
@@ -244,17 +248,131 @@ def test_paths_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(load_tasks("sums")) == 40  # a bare name never refers to a folder
     assert len(load_tasks("./sums")) == 3
     with pytest.raises(
-        TaskError, match=r"none.jsonl: no such file; pass a .jsonl, .json or .parquet file, or a task set: 'ch"
+        TaskError, match=r"none.jsonl: no such file; pass a .jsonl, .json, .csv or .parquet file, or a task set: 'ch"
     ):
         load_tasks("none.jsonl")
-    with pytest.raises(TaskError, match=r"a.csv must be a .jsonl, .json or .parquet file"):
-        load_tasks(write(tmp_path / "a.csv", []))
-    with pytest.raises(TaskError, match=r"must contain a .jsonl, .json or .parquet file, got none"):
+    with pytest.raises(TaskError, match=r"a.txt must be a .jsonl, .json, .csv or .parquet file"):
+        load_tasks(write(tmp_path / "a.txt", []))
+    with pytest.raises(TaskError, match=r"must contain a .jsonl, .json, .csv or .parquet file, got none"):
         load_tasks(shipped / "policy")
 
 
+def test_columns_with_other_names(tmp_path: Path) -> None:
+    rows = [{"problem": "2+3", "solution": "5", "level": 1}, {"problem": "1+1", "solution": "2", "level": 2}]
+    tasks = tasks_from(rows, question="problem", answer="solution")
+    assert tasks[0].messages[0]["content"] == "2+3"
+    assert tasks[0].fields == {"level": 1, "answer": "5"}
+    assert tasks_from([{"question": "short", "prompt": "long"}], question="prompt")[0].fields == {"question": "short"}
+    assert tasks_from([{"turns": [USER]}], question="turns")[0].messages == (USER,)
+    frame = pd.DataFrame(rows)
+    assert tasks_from(frame, question="problem", answer="solution") == tasks
+    assert load_tasks(write(tmp_path / "a.jsonl", rows), question="problem", answer="solution") == tasks
+    for options, words in (
+        (
+            {"question": "task"},
+            "the column 'task' (question=) is missing; the columns are 'problem', 'solution', 'level'",
+        ),
+        (
+            {"question": "problem", "answer": "gold"},
+            "the column 'gold' (answer=) is missing; the columns are 'problem'",
+        ),
+        ({"question": "problem", "answer": "problem"}, "question and answer must be different columns, got 'problem'"),
+        ({}, "name another column with question="),
+    ):
+        with pytest.raises(TaskError) as caught:
+            tasks_from(rows, **options)  # type: ignore[arg-type]
+        assert words in str(caught.value)
+    with pytest.raises(TaskError, match="needs rows without another column 'answer', got 'question', 'gold', 'answer'"):
+        tasks_from([{"question": "a", "gold": "b", "answer": "c"}], answer="gold")
+    with pytest.raises(TaskError, match="the question in column 'problem' must not be empty"):
+        tasks_from([{"problem": ""}], question="problem")
+
+
+def test_a_csv_file(tmp_path: Path) -> None:
+    file = tmp_path / "sums.csv"
+    file.write_bytes('\ufeffid,Problem,answer\r\n007,"2, then\n3",5.0\r\n\r\nb,été,\r\n'.encode())
+    tasks = load_tasks(file, question="Problem")
+    assert [(t.id, t.messages[0]["content"], t.fields) for t in tasks] == [
+        ("007", "2, then\n3", {"answer": "5.0"}),
+        ("b", "été", {"answer": ""}),
+    ]
+    folder = tmp_path / "splits"
+    folder.mkdir()
+    (folder / "train.csv").write_text("question\na\n")
+    (folder / "test.csv").write_text("question\n" + "b" * 200_000 + "\n")
+    assert load_tasks(folder).splits == {"train": 1, "test": 1}
+    assert len(load_tasks(folder, split="test")) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "bad.csv must begin with a line of column names, got an empty file"),
+        ("question,answer\n", "bad.csv: rows must contain at least one task"),
+        ("problem,answer\na,b\n", "bad.csv:2: a row must have a question in one of the columns"),
+        ("problem,answer\na,b\n", "got columns: problem, answer; name another column with question="),
+        ("question,answer\na,b\nc\n", "bad.csv:3: a row must have 2 values (question, answer), got 1"),
+        ('question,answer\n"a\nb",c\nd,e,f\n', "bad.csv:4: a row must have 2 values (question, answer), got 3"),
+        ("question,question\na,b\n", "bad.csv:1: column names must be unique and not empty, got 'question, question'"),
+        ('question\na\n"b\n', "bad.csv:3: not CSV (unexpected end of data)"),
+        ("question\né\n".encode("latin-1"), "bad.csv:2: not UTF-8; save the file as UTF-8"),
+        ("question\n".encode("utf-16"), "bad.csv:1: not UTF-8; save the file as UTF-8"),
+    ],
+)
+def test_errors_of_csv_files_name_the_line(tmp_path: Path, text: str | bytes, words: str) -> None:
+    file = tmp_path / "bad.csv"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(TaskError) as caught:
+        load_tasks(file)
+    assert words in str(caught.value)
+
+
+def test_a_large_file_is_read_row_by_row(tmp_path: Path) -> None:
+    file = tmp_path / "large.csv"
+    file.write_text("question,answer\n" + "".join(f"{i},{'x' * 1000}\n" for i in range(5000)))
+    rows = task_files.read_rows(file)
+    next(rows)
+    tracemalloc.start()
+    assert sum(1 for _ in rows) == 4999
+    assert tracemalloc.get_traced_memory()[1] < 500_000
+    tracemalloc.stop()
+
+
+def test_a_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(*args: Any, split: str | None) -> Any:
+        asked.append((*args, split))
+        rows = [{"question": "2+3", "answer": "5"}]
+        return rows if split else {"train": rows, "test": [{"question": "1+1", "answer": "2"}]}
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert load_tasks("openai/gsm8k", config="main").splits == {"train": 1, "test": 1}
+    assert load_tasks("openai/gsm8k", split="train").splits == {"train": 1}
+    assert asked == [("openai/gsm8k", "main", None), ("openai/gsm8k", None, "train")]
+
+    def fails(*args: Any, **options: Any) -> Any:
+        raise ConnectionError("no network")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=fails))
+    with pytest.raises(TaskError) as caught:
+        load_tasks("openai/gsm8k")
+    assert str(caught.value) == (
+        "'openai/gsm8k' is no folder here and could not be loaded from the Hugging Face hub (ConnectionError: no "
+        "network); to load a file, pass its path, such as './openai/gsm8k.jsonl'"
+    )
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(TaskError, match=r'datasets of the hub need: pip install "agentfly_kit\[trl\]"; to load a file'):
+        load_tasks("openai/gsm8k")
+    write(tmp_path / "openai" / "gsm8k" / "train.jsonl", ROWS[:3])
+    assert len(load_tasks("openai/gsm8k")) == 3, "an existing folder takes precedence"
+    with pytest.raises(TaskError, match="config must be None unless a dataset of the hub is loaded, got 'main'"):
+        load_tasks("openai/gsm8k", config="main")
+
+
 def test_bundled_task_sets_load_and_are_disjoint() -> None:
-    for name in task_sets._shipped_names():
+    for name in task_files.bundled_names():
         tasks = load_tasks(name)
         assert len({task.id for task in tasks}) == len(tasks)
         assert not contents(tasks.train) & contents(tasks.test)

@@ -15,6 +15,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable
+from decimal import ROUND_HALF_UP, Context, Decimal
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ from ipywidgets import widget_serialization
 
 from agentfly_kit.integrations.html import escape_control_chars as escape_control_chars
 
-from ._saved import update_after_each_cell
+from ._saved import WIDGET_MIME, is_headless, update_after_each_cell
 
 HERE = Path(__file__).parent
 # Maximum size of a static form in bytes, so that a notebook with many views stays under a megabyte.
@@ -71,9 +72,28 @@ def number(value: float | None) -> str:
     if value == 0:
         return "0"
     if 1e-4 <= abs(value) < 1e6:
-        return np.format_float_positional(value, 4, fractional=False, trim="-").replace("-", "−")
-    mantissa, _, exponent = f"{value:.2e}".partition("e")
+        text = format(_round(value, 4), "f")
+        return (text.rstrip("0").rstrip(".") if "." in text else text).replace("-", "−")
+    mantissa, _, exponent = f"{_round(value, 3):.2e}".partition("e")
     return f"{mantissa}e{int(exponent)}".replace("-", "−")
+
+
+def _round(value: float, digits: int) -> Decimal:
+    """Round to significant digits, with halves rounded up as in JavaScript: 21.125 becomes 21.13, not 21.12."""
+    return Context(prec=digits, rounding=ROUND_HALF_UP).create_decimal_from_float(float(value))
+
+
+def sparkline(values: npt.ArrayLike, width: int = 24) -> str:
+    """Draw a curve as text, from ▁ (lowest) to █ (highest), with a dot where no value is finite.
+
+    Unlike an image, the text is kept by hosts such as GitHub. A curve of more than `width` values is averaged.
+    """
+    array = np.asarray(values, np.float64).ravel()
+    parts = [part[np.isfinite(part)] for part in np.array_split(array, max(1, min(width, len(array))))]
+    means = [float(part.mean()) if len(part) else np.nan for part in parts]
+    low, high = (np.nanmin(means), np.nanmax(means)) if np.isfinite(means).any() else (0.0, 0.0)
+    step = (high - low) / 7 or 1.0
+    return "".join("·" if np.isnan(mean) else "▁▂▃▄▅▆▇█"[round((mean - low) / step)] for mean in means)
 
 
 def count(n: int, noun: str, plural: str = "") -> str:
@@ -220,6 +240,8 @@ class View(anywidget.AnyWidget):
         self._seen = False
         self._jobs: set[asyncio.Future[Any]] = set()
         self._display_ids: list[str] = []
+        # True if a program without a page, such as nbclient, ran the cell that displayed the view.
+        self._headless = False
         # True if the view has changed since its picture was last written to an output or sent to a page.
         self._picture_stale = False
         view = weakref.ref(self)
@@ -249,7 +271,7 @@ class View(anywidget.AnyWidget):
             self._set_trait(content.get("name"), content.get("value"))
             return
         if message_type == "do":
-            self._handle_action(content.get("name"), content.get("value"))
+            self._handle_action(content.get("name"), content.get("value"), content.get("n"))
             return
         if message_type == "open":
             self._pages.add(page)
@@ -274,17 +296,22 @@ class View(anywidget.AnyWidget):
             self._notice = sendable(str(error))
             self.send_state(name)
 
-    def _handle_action(self, name: Any, value: Any) -> None:
-        """Run an action on the event loop in which the view was created; messages may arrive on another thread."""
+    def _handle_action(self, name: Any, value: Any, click: Any = None) -> None:
+        """Run an action on the event loop in which the view was created, since messages may arrive on another thread.
+
+        The message id `click` is sent back when the action begins, so that the page knows that the kernel responds.
+        """
         if name not in self.actions:
             return
         loop = self._loop
         if loop is None or loop.is_closed():
             self._notice = f"{name}: no event loop runs where this view was made; make it in a notebook's cell"
             return
-        loop.call_soon_threadsafe(self._run_handler, getattr(self, f"_do_{name}"), value)
+        loop.call_soon_threadsafe(self._run_handler, getattr(self, f"_do_{name}"), value, click)
 
-    def _run_handler(self, handler: Callable[[Any], Any], value: Any) -> None:
+    def _run_handler(self, handler: Callable[[Any], Any], value: Any, click: Any) -> None:
+        if click is not None and self.comm is not None:
+            self.send({"kind": "begun", "click": click})
         self._notice = ""
         try:
             result = handler(value)
@@ -341,8 +368,12 @@ class View(anywidget.AnyWidget):
         if self.comm is None:  # closed
             return {"text/plain": repr(self), "text/html": page}, {}
         live: Any = super()._repr_mimebundle_(**kwargs)
-        # `keepPictures` finds the outputs of this view by the metadata and saves them as pictures.
-        return {**live[0], "text/html": page}, {**live[1], "agentfly_kit": {"view": self.model_id}}
+        data = {**live[0], "text/html": page}
+        if self._headless:
+            data.pop(WIDGET_MIME, None)
+        # `keepPictures` in _shared.js uses this metadata to find the view's outputs, save them as pictures, and restore
+        # the live view if its kernel is still running.
+        return data, {**live[1], "agentfly_kit": {"view": self.model_id}}
 
     def _repr_html_(self) -> str | None:
         return self._static() if self.comm is None else None
@@ -355,6 +386,7 @@ class View(anywidget.AnyWidget):
         # One id per output: displaying an id again would replace its earlier outputs.
         self._display_ids.append(uuid.uuid4().hex)
         self._picture_stale = False
+        self._headless = is_headless()
         data, metadata = self._repr_mimebundle_()
         display(data, metadata=metadata, raw=True, display_id=self._display_ids[-1])  # type: ignore[no-untyped-call]
 
@@ -365,20 +397,23 @@ class View(anywidget.AnyWidget):
                 self._picture_throttle.schedule()
 
     def _update_picture(self) -> None:
-        """Update the picture saved in the notebook if the view has changed."""
-        if not self._picture_stale or self.comm is None:
+        """Update the picture saved in the notebook if the view has changed. On an error, keep the last picture."""
+        closed = self._seen and not self._pages  # every page that showed the view was closed, but one may be reopened
+        if not self._picture_stale or self.comm is None or closed:
             return
-        if self._pages:
-            self._picture_stale = False
-            self.send({"kind": "picture", "view": self.model_id, "html": self._static()})
-        elif not self._seen:
-            # If there is no browser, nbclient, nbconvert or papermill runs the notebook and saves the outputs.
-            from IPython.display import display
+        self._picture_stale = False
+        try:
+            if self._pages:
+                self.send({"kind": "picture", "view": self.model_id, "html": self._static()})
+            else:
+                # Without a browser, the program that runs the notebook (such as nbclient) saves the outputs.
+                from IPython.display import display
 
-            self._picture_stale = False
-            data, metadata = self._repr_mimebundle_()
-            for each in self._display_ids:
-                display(data, metadata=metadata, raw=True, display_id=each, update=True)  # type: ignore[no-untyped-call]
+                data, metadata = self._repr_mimebundle_()
+                for each in self._display_ids:
+                    display(data, metadata=metadata, raw=True, display_id=each, update=True)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            self._failed(error)  # for example, because the run folder was removed
 
 
 def _call(view_ref: Callable[[], Any], method: str) -> None:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 import traitlets
 
 from ._base import Opener, escape_control_chars, sendable
+from ._chain_code import _named
 from ._selection import Trajectories
-from .chain_stepper import ChainStepper, _named
+from .chain_stepper import ChainStepper
 from .token_view import TokenView
+
+
+def is_hash(task_id: str) -> bool:
+    """Return True if the id is a hash of the task's content, which identifies tasks that were loaded without an id."""
+    return re.fullmatch(r"[0-9a-f]{12}(-\d+)?", task_id) is not None
+
+
+def chain_label(trajectory: Any) -> str:
+    """Return a readable name for a trajectory, to be shown beside its question."""
+    return f"chain {trajectory.chain}" if is_hash(trajectory.task.id) else str(trajectory.id)
 
 
 def cell_of(id: str, trajectory: Any, source: str, agent: Any) -> str:

@@ -27,29 +27,43 @@ def update_after_each_cell(view: Any) -> None:
 
 def _after_cell(*_: Any) -> None:
     for view in list(_displayed):
-        try:
-            view._update_picture()
-        except Exception as error:
-            view._failed(error)
+        view._update_picture()
+
+
+def is_headless() -> bool:
+    """Return True if the current cell is run by a program without a page, such as nbclient, nbconvert or papermill.
+
+    Such a program neither answers `input()` nor describes the cell in the metadata of its request; a notebook page does
+    at least one of the two. Voilà runs cells like nbclient, but then shows a live page.
+    """
+    ipython = sys.modules.get("IPython")
+    kernel = getattr(ipython and ipython.get_ipython(), "kernel", None)
+    if kernel is None or os.environ.get("SERVER_SOFTWARE", "").startswith("voila"):
+        return False
+    request = kernel.get_parent("shell") or {}
+    return request.get("content", {}).get("allow_stdin") is False and not request.get("metadata")
 
 
 def freeze(path: str | os.PathLike[str]) -> int:
     """Keep only the static pictures of the views in a saved notebook. Return the number of outputs changed.
 
-    JupyterLab and Notebook 7 save views as pictures by themselves. Notebooks that were executed without a browser
-    (`jupyter nbconvert --execute`) or saved by another front end also hold the live form, which JupyterLab prefers:
-    without a kernel, JupyterLab then shows "model not found" instead of the picture. This function removes the saved
-    widget state, and the live form of every output that has a picture. A trusted notebook stays trusted. Save and close
-    the notebook first, because an open page would overwrite the file.
+    Notebooks that were saved in JupyterLab or Notebook 7, or executed without a page (`jupyter nbconvert --execute`),
+    already hold only pictures. Notebooks saved by another front end or by version 0.1 also hold the live form.
+    JupyterLab prefers the live form: without a kernel, it shows "model not found" instead of the picture. This function
+    removes the saved widget state, and the live form of every output that has a picture. A trusted notebook stays
+    trusted. Save and close the notebook first, because an open page would overwrite the file.
 
-    Raises:  FileNotFoundError; nbformat's error for a file that is not a notebook, which is left unchanged.
+    Raises:
+        FileNotFoundError: The file does not exist.
+        OSError: The folder cannot be written to. The file is unchanged.
+        nbformat.reader.NotJSONError, nbformat.ValidationError: The file is not a notebook.
     """
     import nbformat
     from nbformat.sign import NotebookNotary
 
     file = Path(path)
-    notebook = nbformat.read(file, as_version=4)  # type: ignore[no-untyped-call]
-    notary: Any = NotebookNotary()  # type: ignore[no-untyped-call]
+    notebook = nbformat.read(file, as_version=4)
+    notary: Any = NotebookNotary()
     trusted = notary.check_signature(notebook)
     changed = 0
     for cell in notebook.cells:
@@ -64,8 +78,13 @@ def freeze(path: str | os.PathLike[str]) -> int:
         if not left:
             notebook.metadata.pop("widgets", None)
         spare = file.with_name(f".{file.name}.part")
-        nbformat.write(notebook, spare)  # type: ignore[no-untyped-call]
-        os.replace(spare, file)
+        try:
+            nbformat.write(notebook, spare)
+            os.replace(spare, file)
+        except OSError as error:
+            spare.unlink(missing_ok=True)
+            error.add_note(f"{file} is unchanged; copy it to a folder in which you can write")
+            raise
         if trusted:
             notary.sign(notebook)
     return changed

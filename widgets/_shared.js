@@ -25,6 +25,13 @@ export function number(value) {
   return text.replace("e+", "e").replaceAll("-", "−");
 }
 
+/** Format a probability as a percentage. */
+export function percent(p) {
+  if (p >= 0.9995) return "100 %";
+  if (p < 0.0005) return "<0.1 %";
+  return `${(100 * p).toFixed(1)} %`;
+}
+
 export function plural(n, noun) {
   return `${n.toLocaleString("en-US")} ${noun}${n === 1 ? "" : "s"}`;
 }
@@ -112,22 +119,29 @@ export function keepPictures({ model }) {
     notebook[key].set(message.view, message.html);
     notebook.dirty = true;
   });
-  // After a reload of the page the kernel's models are restored, but the saved outputs hold pictures.
-  const dirty = notebook.dirty;
-  let changed = false;
+  // After the page is reloaded, the kernel's models are restored, but the saved outputs hold pictures. Models that were
+  // restored from a file have no kernel, so their pictures stay.
   for (const cell of notebook.cells) {
-    for (let i = 0; i < (cell.outputs?.length ?? 0); i++) {
-      const output = cell.outputs.get(i).toJSON();
-      const id = output.metadata?.agentfly_kit?.view;
-      if (!id || output.data[LIVE] || !manager.has_model(id)) continue;
-      cell.outputs.set(i, { ...output, data: { [LIVE]: { version_major: 2, version_minor: 0, model_id: id }, ...output.data } });
-      changed = true;
+    for (const { metadata, data } of cell.outputs?.toJSON() ?? []) {
+      const id = metadata?.agentfly_kit?.view;
+      if (id && !data[LIVE] && manager.has_model(id)) manager.get_model(id).then((found) => found.comm_live && showLive(notebook, cell.outputs, id), () => {});
     }
   }
-  if (changed) notebook.dirty = dirty;
+}
+
+function showLive(notebook, outputs, id) {
+  const dirty = notebook.dirty;
+  for (let i = 0; i < outputs.length; i++) {
+    const output = outputs.get(i).toJSON();
+    if (output.metadata?.agentfly_kit?.view !== id || output.data[LIVE]) continue;
+    outputs.set(i, { ...output, data: { [LIVE]: { version_major: 2, version_minor: 0, model_id: id }, ...output.data } });
+  }
+  notebook.dirty = dirty;
 }
 
 // --- page ---
+
+const PATIENCE = 1000; // milliseconds after which a click without an answer is reported
 
 const marks = (text) => readable(text).map((part) => (part.hidden ? h("span", { class: "afk-ctl" }, part.hidden) : part.text));
 
@@ -160,18 +174,44 @@ export function mount({ model, el }, { label, build }) {
   const page = crypto.randomUUID?.() ?? String(Math.random());
   const root = h("div", { class: "afk", role: "group", "aria-label": label, "data-lm-suppress-shortcuts": "true" });
   const notice = h("div", { class: "afk-notice", role: "alert" });
-  const stale = h("div", { class: "afk-stale", role: "status", hidden: true }, "kernel restarted: this view shows what was last sent. Run its cell again.");
+  const stale = h("div", { class: "afk-stale", role: "status", hidden: true });
   const ends = [];
-  function dead() {
-    stale.hidden = false;
+  const waiting = h("span", { class: "afk-waiting", role: "status" });
+  const losses = [];
+  const clicks = new Map(); // requests that Python has not begun to handle, with their timers
+  function answered(click) {
+    clearTimeout(clicks.get(click));
+    clicks.delete(click);
+    if (!clicks.size) waiting.textContent = "";
   }
+  function dead(what = "restarted") {
+    stale.textContent = `kernel ${what}: this view shows what was last sent. Run its cell again.`;
+    stale.hidden = false;
+    [...clicks.keys()].forEach(answered);
+    for (const f of losses) f();
+  }
+  const begun = (message) => { if (message?.kind === "begun") answered(message.click); };
+  model.on("msg:custom", begun);
+  ends.push(() => model.off("msg:custom", begun), () => [...clicks.keys()].forEach(answered));
   // The widget manager triggers this event on every model after a kernel restart, but does not set its CSS class.
-  model.on("comm_live_update", dead);
-  ends.push(() => model.off("comm_live_update", dead));
+  const restarted = () => dead();
+  model.on("comm_live_update", restarted);
+  ends.push(() => model.off("comm_live_update", restarted));
+  // The event is not triggered if the kernel dies or is shut down. Front ends without `context` show their own message.
+  const session = model.widget_manager?.context?.sessionContext;
+  const ended = (_, status) => { if (/^(autorestarting|dead)$/.test(status)) dead("died"); };
+  const removed = (_, change) => { if (!change.newValue) dead("shut down"); };
+  session?.statusChanged?.connect(ended);
+  session?.kernelChanged?.connect(removed);
+  ends.push(() => { session?.statusChanged?.disconnect(ended); session?.kernelChanged?.disconnect(removed); });
   const context = {
     root,
+    /** Element that shows "waiting for the kernel" if a request stays unanswered for more than a second. */
+    waiting,
     /** True if the kernel that created this view is gone. */
     stale: () => !stale.hidden,
+    /** Call f when the kernel is gone. */
+    lost: (f) => losses.push(f),
     /** Listen to a trait until the view is removed. */
     on(name, f) {
       const event = `change:${name}`;
@@ -219,13 +259,18 @@ export function mount({ model, el }, { label, build }) {
       draw();
     },
     /** Request an action from Python: call the view's `_do_<name>(value)` on the notebook's event loop. */
-    ask: (name, value = null) => send("do", { name, value }),
+    ask(name, value = null) {
+      const n = `${page}-${++asked}`;
+      if (stale.hidden) clicks.set(n, setTimeout(() => { waiting.textContent = "waiting for the kernel …"; }, PATIENCE));
+      send("do", { name, value, n });
+    },
   };
+  let asked = 0;
   function send(kind, more = {}) {
     try {
       model.send({ kind, page, ...more });
     } catch {
-      dead(); // the connection to the kernel is gone
+      dead("ended"); // the connection to the kernel is gone
     }
   }
   const showNotice = () => {
@@ -237,7 +282,12 @@ export function mount({ model, el }, { label, build }) {
   root.addEventListener("keydown", (event) => event.stopPropagation());
   root.addEventListener("focusin", (event) => event.target.setAttribute("data-lm-suppress-shortcuts", "true"));
   root.append(stale, notice);
-  build(context);
+  try {
+    build(context);
+  } catch (error) {
+    console.warn(error);
+    root.append(h("div", { class: "afk-note" }, `This view cannot be shown here: ${error.message ?? error}. Run its cell again.`));
+  }
   showNotice();
   context.on("_notice", showNotice);
   el.append(root);
@@ -339,6 +389,13 @@ export function codeBox(code, close) {
     }
   };
   queueMicrotask(() => { area.focus(); copy(); });
+  /** Replace the code that is shown. */
+  box.update = (text) => {
+    if (area.value === text) return;
+    area.value = text;
+    area.rows = Math.min(14, text.split("\n").length + 1);
+    said.textContent = "";
+  };
   return box;
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +22,7 @@ _KINDS = {
 # Number of rows shown unfolded. The others are folded to keep the page short, and open on a click.
 _OPEN_ROWS = 4
 _BLUE, _ORANGE = "40,120,220", "220,110,30"
+_RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 
 
 def page(rows: list[Row], about: dict[str, Any], signal: str, title: str) -> str:
@@ -27,6 +30,7 @@ def page(rows: list[Row], about: dict[str, Any], signal: str, title: str) -> str
     summary = next((each for each in about["signals"] if each["name"] == signal), None)
     out = [
         tag("div", tag("b", escape(title)), escape(f" · {_legend_line(about, summary)}"), style="margin:2px 0 6px"),
+        tag("div", escape(_text_legend(summary)), style="display:none"),
         *(tag("div", escape(note), style="font-style:italic") for note in about["notes"]),
     ]
     left = 78_000
@@ -34,14 +38,15 @@ def page(rows: list[Row], about: dict[str, Any], signal: str, title: str) -> str
         table = "".join(
             f"<tr><td>{escape(row.id)}</td><td>{row.start + i}</td><td><code>"
             f"{escape(visible(row.token_texts[i]))}</code>"
-            f"</td><td>{number(float(row.signals[signal][i]))}</td></tr>"
+            f"</td><td>{number(float(row.signals[signal][i]))}</td>{_alternatives(row, i)}</tr>"
             for row, i in telling
         )
+        more = "<th>most probable here</th>" if any(row.alternatives for row, _ in telling) else ""
         words = {"low": "lowest", "high": "highest", "far": f"farthest from {number(summary['middle'])}"}
         head = escape(f"{words[summary['telling']]} {summary['label']}")
         out.append(
             f"<details><summary>{len(telling)} most telling tokens: {head}</summary><table><thead><tr>"
-            f"<th>trajectory</th><th>token</th><th>piece</th><th>{escape(summary['label'])}</th></tr></thead><tbody>{table}</tbody></table></details>"
+            f"<th>trajectory</th><th>token</th><th>piece</th><th>{escape(summary['label'])}</th>{more}</tr></thead><tbody>{table}</tbody></table></details>"
         )
     shown = rows_shown = 0
     shown_rows: list[str] = []
@@ -86,13 +91,17 @@ def _turn_html(
     style = _KINDS.get(kind, "")
     if summary is None or not row.mask[first:last].any():
         # A turn whose tokens have no values is one HTML element.
-        text, n = "", 0
+        text, n, inside = "", 0, False
         for i in range(first, last):
-            text += escape(_line(row.token_texts[i]))
+            if summary is None and inside != row.mask[i]:
+                inside = not inside
+                text += _unstyled("⟦" if inside else "⟧")
+            text += _line(row.token_texts[i])
             n += 1
             if len(text) > min(left, 20_000):
                 text += " …"
                 break
+        text += _unstyled("⟧") if inside else ""
         on = int(row.mask[first:last].sum())
         title = f"{count(last - first, 'token')} by {row.turns[int(row.turn[first])][1]}, mask {1 if on else 0}"
         html = tag("span", text, style=style, title=sendable(title))
@@ -103,7 +112,9 @@ def _turn_html(
         value = float("nan") if values is None else float(values[i])
         shade = _shade(value, summary) if row.mask[i] else "border-bottom:1px dotted #888888"
         hint = f"{summary['label']} {number(value)}" if not np.isnan(value) else f"{summary['label']} missing"
-        piece = f'<span style="{shade}" title="{escape(hint)}">{escape(_line(row.token_texts[i]))}</span>'
+        piece = f'<span style="{shade}" title="{escape(hint)}">{_line(row.token_texts[i])}</span>'
+        if row.mask[i]:
+            piece += _unstyled(_raised(value, summary))
         size += len(piece.encode())
         if size > left:
             break
@@ -113,7 +124,53 @@ def _turn_html(
 
 
 def _line(piece: str) -> str:
-    return visible(piece, 400) + ("\n" if "\n" in piece else "")
+    """Return the text of a token as HTML that allows line breaks before the characters that stand for spaces."""
+    return re.sub("·+", r"<wbr>\g<0>", escape(visible(piece, 400) + ("\n" if "\n" in piece else "")))
+
+
+def _unstyled(text: str) -> str:
+    """Return HTML that is visible only if inline styles, and therefore all colours, are removed, as on GitHub."""
+    return f'<span style="display:none">{text}</span>' if text else ""
+
+
+def _raised(value: float, summary: dict[str, Any]) -> str:
+    """Return a superscript digit for the position of a value on its scale, which `_shade` shows as a colour."""
+    if np.isnan(value):
+        return "ˣ"
+    if summary["scale"] == "flag":
+        return "ꜝ" if value > 0 else ""
+    share, up = fraction(value, summary)
+    level = round(9 * share)
+    sign = "" if summary["scale"] != "around" or not level else "⁺" if up else "⁻"
+    return sign + _RAISED[level]
+
+
+def _text_legend(summary: dict[str, Any] | None) -> str:
+    if summary is None:
+        return "⟦ ⟧ enclose tokens with mask 1, which the policy sampled. All other tokens have mask 0."
+    label, unit = summary["label"], f" {summary['unit']}" if summary["unit"] else ""
+    if summary["scale"] == "flag":
+        return f"ꜝ after a token: {label}. ˣ: missing."
+    elif "lo" not in summary:
+        marks = f"no token has a finite {label}"
+    else:
+        lo, hi, middle = (number(summary[name]) + unit for name in ("lo", "hi", "middle"))
+        marks = f"⁰ to ⁹ after a token: {label} from {lo} to {hi}"
+        if summary["scale"] == "around":
+            marks = f"⁻⁹ to ⁺⁹ after a token: {label} from {lo} to {hi}, ⁰ is {middle}"
+        elif summary["scale"] == "down":
+            marks = f"⁰ to ⁹ after a token: {label} from {hi} down to {lo}"
+    return f"{marks}. ˣ: missing. Tokens without a mark were not sampled."
+
+
+def _alternatives(row: Row, i: int) -> str:
+    """Return a table cell with the three most probable tokens at a position, if they were recorded."""
+    if not row.alternatives:
+        return ""
+    best = (
+        f"<code>{escape(visible(text))}</code> {100 * math.exp(lp):.1f} %" for _, text, lp in row.alternatives[i][:3]
+    )
+    return f"<td>{', '.join(best)}</td>"
 
 
 def _shade(value: float, summary: dict[str, Any]) -> str:

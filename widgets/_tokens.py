@@ -6,6 +6,7 @@ ordered differently. Spans are token indices in the trajectory.
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
@@ -146,6 +147,7 @@ class Row:
         turns: (kind, author) of every turn of the trajectory.
         mask: True for tokens sampled by the policy.
         signals: The values of each signal, one per token; NaN where missing.
+        alternatives: The recorded alternatives (id, text, logprob) of each token; an empty tuple if no token has any.
         note: A message shown in place of the tokens.
     """
 
@@ -161,6 +163,7 @@ class Row:
     turns: tuple[tuple[str, str], ...]
     mask: npt.NDArray[np.bool_]
     signals: dict[str, Floats] = field(default_factory=dict)
+    alternatives: tuple[tuple[tuple[int, str, float], ...], ...] = ()
     note: str = ""
 
     @property
@@ -171,6 +174,11 @@ class Row:
         cuts = np.flatnonzero(np.diff(self.turn)) + 1
         edges = [0, *cuts.tolist(), len(self.ids)]
         return [(int(self.turn[a]), a, b) for a, b in pairwise(edges)]
+
+    def rank(self, i: int) -> int | None:
+        """Return the rank of token `i` among its recorded alternatives, from 1, or None if it is not among them."""
+        ids = [id for id, _, _ in self.alternatives[i]] if self.alternatives else []
+        return ids.index(int(self.ids[i])) + 1 if int(self.ids[i]) in ids else None
 
     def holds(self, start: int, stop: int) -> bool:
         """Return True if the row contains all tokens from `start` to `stop` of the trajectory."""
@@ -208,6 +216,8 @@ def _trajectory_rows(t: Any) -> list[Row]:
             mask=_array(r.action_mask, np.bool_),
         )  # fmt: skip
         row.signals = {"logprob": _array(r.logprobs, np.float32), "entropy": _array(r.entropies, np.float32)}
+        if any(getattr(turn, "alternatives", None) for turn in r.turns):
+            row.alternatives = tuple(a for turn in r.turns for a in turn.alternatives or ((),) * turn.num_tokens)
         rows.append(row)
     return rows
 
@@ -265,6 +275,7 @@ def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
             mask=mask[b, here],
         )  # fmt: skip
         row.signals = {name: values[span] for name, values in whole.signals.items()}
+        row.alternatives = whole.alternatives[span]
         # The tensor has meaningful values only for trained tokens.
         row.signals.update({k: np.where(row.mask, v[b, here], np.float32(np.nan)) for k, v in arrays.items()})
         rows.append(row)
@@ -443,7 +454,9 @@ class Selection:
     def to_frame(self) -> Any:
         """Return a data frame with one row per token.
 
-        Its columns are trajectory, token, id, piece, turn, kind, author, mask, and every signal (NaN where missing).
+        Its columns are trajectory, token, id, piece, turn, kind, author, mask, and every signal (NaN where missing). If
+        alternatives were recorded, there are two more columns: `alternatives`, a list of (text, probability), and
+        `rank`, the rank of the token among its alternatives (NaN if it is not among them).
         """
         import pandas as pd
 
@@ -457,8 +470,12 @@ class Selection:
                 record.update(piece=row.token_texts[i], turn=turn, kind=row.turns[turn][0], author=row.turns[turn][1])
                 record.update(mask=bool(row.mask[i]))
                 record.update({name: float(values[i]) for name, values in row.signals.items()})
+                if row.alternatives:
+                    record["alternatives"] = [(text, math.exp(lp)) for _, text, lp in row.alternatives[i]]
+                    record["rank"] = row.rank(i)
                 records.append(record)
         columns = ["trajectory", "token", "id", "piece", "turn", "kind", "author", "mask", *names]
+        columns += ["alternatives", "rank"] if any(row.alternatives for row in self._rows) else []
         return pd.DataFrame(records, columns=columns)
 
     def __repr__(self) -> str:

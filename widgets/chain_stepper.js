@@ -1,7 +1,7 @@
 // Interactive stepping of one chain. Python determines which operations are available and performs them.
 
 const LETTER = { prompt: "P", action: "A", observation: "O", forced: "F" };
-export const KEYS = { s: "sample", g: "greedy", r: "act", w: "write", u: "undo", k: "fork", f: "finish" };
+export const KEYS = { s: "sample", a: "again", g: "greedy", r: "act", e: "run", w: "write", u: "undo", k: "fork", f: "finish" };
 
 /** Current purpose of the text box: text of the model ("force"), a result for its action ("observe"), or null. */
 export function composer(can) {
@@ -9,11 +9,17 @@ export function composer(can) {
   return can.observe ? "observe" : null;
 }
 
-/** Format a probability for the bars. */
-export function percent(p) {
-  if (p >= 0.9995) return "100 %";
-  if (p < 0.0005) return "<0.1 %";
-  return `${(100 * p).toFixed(1)} %`;
+/** Samples grouped by "action" or "first" (the first token), the most frequent first, with the outcomes of each group. */
+export function grouped(items, by) {
+  const groups = new Map();
+  items.forEach((item, i) => {
+    const group = groups.get(item[by]) ?? { key: item[by], first: i, n: 0, good: 0, scored: 0 };
+    groups.set(item[by], group);
+    group.n += 1;
+    group.scored += item.success !== null;
+    group.good += item.success === true;
+  });
+  return [...groups.values()].sort((a, b) => b.n - a.n || a.first - b.first);
 }
 
 export default {
@@ -41,26 +47,36 @@ export default {
         const side = h("div", { class: "afk-side" }, h("div", { class: "afk-sidehead" }, h("label", {}, toggle, "next token"), barsTitle), bars);
 
         const act = {
-          sample: button("Sample", "s", "The policy writes one action", () => context.ask("sample", false), "sample"),
-          greedy: button("Greedy", "g", "The policy writes its most probable action", () => context.ask("sample", true), "sample"),
-          act: button("Run the tools", "r", "Run the calls of the last action", () => context.ask("act"), "act"),
-          undo: button("Undo", "u", "Back by one turn", () => context.ask("rewind", null), "rewind"),
-          fork: button("Fork", "k", "Fork: a second chain from here", () => context.ask("fork"), "fork"),
-          finish: button("Finish and score", "f", "Finish the chain, score it, and release its sandbox", () => context.ask("finish"), "finish"),
-          cancel: button("Cancel", "Esc", "Cancel the running operation", () => context.ask("cancel")),
+          sample: button("Sample", "s", "Sample one action; each sample at the same turn is another one", () => context.ask("sample", false), "sample"),
+          again: button("Another sample", "a", "Replace the last action by another sample", () => context.ask("again"), "again"),
+          greedy: button("Greedy", "g", "Take the most probable token at each position", () => context.ask("sample", true), "sample"),
+          act: button("Run the tools", "r", "Run the tool calls of the last action", () => context.ask("act"), "act"),
+          run: button("Run to the end", "e", "Sample actions and run their tools until the chain ends", () => context.ask("run"), "run"),
+          undo: button("Undo", "u", "Back by one turn; after scoring, undo the scoring", () => context.ask("rewind", null), "rewind"),
+          fork: button("Fork", "k", "Continue from here in a second chain", () => context.ask("fork"), "fork"),
+          finish: button("Score", "f", "Score the ended chain and release its sandbox", () => context.ask("finish"), "finish"),
+          cancel: button("Cancel", "Esc", "Cancel the running operation", () => context.ask("cancel"), "cancel"),
         };
-        const bar = h("div", { class: "afk-bar afk-tools", role: "toolbar", "aria-label": "Steps" },
-          act.sample, act.greedy, act.act, act.undo, act.fork, h("span", { class: "afk-grow" }), act.cancel, act.finish);
+        const howMany = h("input", { type: "number", min: "1", max: "1000", value: "16", "aria-label": "Number of samples", class: "afk-samplecount" });
+        const toEnd = h("input", { type: "checkbox" });
+        const drawMany = button("Draw samples", "", "Draw this many independent samples of the next action; the chain stays as it is",
+          () => context.ask("samples", { n: Number(howMany.value) || 0, to_end: toEnd.checked }), "samples");
+        // The buttons come first and are disabled rather than hidden, so that they never move.
+        const bar = h("div", { class: "afk-tools", role: "toolbar", "aria-label": "Steps" },
+          h("div", { class: "afk-steps" }, act.sample, act.again, act.greedy, act.act, act.run, act.undo, act.fork, act.finish, act.cancel),
+          h("div", { class: "afk-steps" }, howMany, drawMany, h("label", {}, toEnd, "run each to its end and score it")));
+        const samples = h("div", { class: "afk-samples", role: "region", "aria-label": "Samples of the next action", hidden: true });
 
         const words = h("textarea", { rows: 2, spellcheck: "false" });
         const wordsLabel = h("span", {});
         const write = button("", "", "Same as Ctrl+Enter in the text box", () => send(true));
         const leave = button("Write, and let the policy continue", "", "The text is the beginning of the action; the policy writes the rest", () => send(false));
-        const again = button("Cancel", "", "Keep the result", () => { editing = false; words.value = ""; draw(); });
+        const again = button("Keep the result", "", "Stop editing", () => { editing = false; words.value = ""; draw(); });
         const box = h("div", { class: "afk-composer" }, h("label", { class: "afk-block" }, wordsLabel, words), h("div", { class: "afk-row2" }, write, leave, again));
         const codeHolder = h("div", {});
-        root.append(h("div", { class: "afk-bar" }, title, status, h("span", { class: "afk-grow" }), tabs, tokensButton, codeButton), result,
-          h("div", { class: "afk-main" }, turns, side), bar, box, codeHolder, below);
+        root.prepend(bar);
+        root.append(h("div", { class: "afk-bar" }, title, status, context.waiting, h("span", { class: "afk-grow" }), tabs, tokensButton, codeButton), result,
+          h("div", { class: "afk-main" }, turns, side), box, samples, codeHolder, below);
 
         let editing = false; // true while the text box holds a replacement for the results of the last calls
         let mode = null;
@@ -163,6 +179,48 @@ export default {
         }
         toggle.addEventListener("change", () => context.put("top", toggle.checked ? 20 : 0));
 
+        // --- samples ---
+        let by = "action";
+        function share(n, total, tone) {
+          const fill = h("span", { class: `afk-share ${tone}`, "aria-hidden": "true" });
+          fill.style.width = `${(100 * n) / total}%`;
+          return h("span", { class: "afk-track" }, fill);
+        }
+        function drawSamples() {
+          const drawn = model.get("_samples") ?? {};
+          samples.hidden = !drawn.items;
+          samples.replaceChildren();
+          if (!drawn.items) return;
+          const total = drawn.items.length;
+          const select = h("select", { "aria-label": "Group by" }, h("option", { value: "action" }, "by action"), h("option", { value: "first" }, "by first token"));
+          select.value = by;
+          select.addEventListener("change", () => {
+            by = select.value;
+            drawSamples();
+            samples.querySelector("select").focus();
+          });
+          const groups = grouped(drawn.items, by);
+          samples.append(h("div", { class: "afk-bar" }, h("b", { class: "afk-num" }, `${plural(total, "sample")} after `, h("bdi", {}, drawn.after)),
+            h("span", { class: "afk-soft afk-num" }, `${groups.length} distinct · cost ${plural(drawn.tokens, "sampled token")}, ${brief(drawn.seconds)}`), select,
+            h("span", { class: "afk-grow" }), h("button", { type: "button", class: "afk-small", onclick: () => { context.ask("drop_samples"); drawMany.focus(); } }, "Close")));
+          const list = h("div", { class: "afk-hist", role: "list" });
+          for (const group of groups) {
+            list.append(h("div", { class: "afk-histrow", role: "listitem" }, h("b", { class: "afk-num" }, String(group.n)), share(group.n, total, ""),
+              h("code", { dir: "auto" }, group.key), h("span", { class: "afk-soft afk-num" }, group.scored ? `✓ ${group.good} of ${group.scored}` : ""),
+              h("button", { type: "button", class: "afk-small", "aria-label": `Open as a fork: ${group.key}`, title: "Open the first of these samples as a fork", onclick: () => context.ask("open_sample", group.first) }, "Open as fork")));
+          }
+          samples.append(list);
+          const ended = drawn.items.filter((item) => item.outcome !== null);
+          if (ended.length) {
+            const outcomes = h("div", { class: "afk-hist", role: "list", "aria-label": "Outcomes" });
+            for (const group of grouped(ended, "outcome")) {
+              outcomes.append(h("div", { class: "afk-histrow", role: "listitem" }, h("b", { class: "afk-num" }, String(group.n)),
+                share(group.n, total, group.good ? "afk-won" : "afk-lost"), h("span", {}, group.key)));
+            }
+            samples.append(h("div", { class: "afk-sub" }, h("b", {}, "outcomes")), outcomes);
+          }
+        }
+
         // --- rendering ---
         const put = (node, text) => {
           if (node.textContent !== text) node.textContent = text;
@@ -180,12 +238,14 @@ export default {
             tabs.replaceChildren(...state.chains.map((id, i) =>
               h("button", { type: "button", "aria-pressed": String(i === state.at), title: id, onclick: () => context.ask("switch", i) }, i === 0 ? "first" : `fork ${i}`)));
           }
-          act.sample.disabled = act.greedy.disabled = !can.sample;
+          act.sample.disabled = act.greedy.disabled = drawMany.disabled = !can.sample;
+          act.again.disabled = !can.again;
+          act.run.disabled = !can.run;
           act.act.disabled = !can.act;
           act.undo.disabled = !can.rewind;
           act.fork.disabled = !can.fork;
           act.finish.disabled = !can.finish;
-          act.cancel.hidden = !state.busy;
+          act.cancel.disabled = !state.busy;
           if (editing && !can.edit) editing = false;
           mode = composer(can);
           const use = editing ? "edit" : mode;
@@ -193,8 +253,8 @@ export default {
           put(wordsLabel, { force: "Write for the model (mask 0)", edit: "Another result instead of the one above", observe: pending ? "Or write the result of the calls yourself" : "Answer as the user and continue" }[use] ?? "Nothing to write now");
           put(write, { force: "Write it", edit: "Replace the result", observe: pending ? "Use as the result" : "Answer" }[use] ?? "Write it");
           words.disabled = write.disabled = use === null;
-          leave.hidden = use !== "force";
-          again.hidden = use !== "edit";
+          leave.disabled = use !== "force";
+          again.disabled = use !== "edit";
           result.replaceChildren();
           result.hidden = state.result === null && state.error === null;
           if (state.result) {
@@ -207,16 +267,17 @@ export default {
         let shown = model.get("_code")?.n ?? 0;
         context.on("_code", () => {
           const { n, text } = model.get("_code") ?? {};
-          if (!n || n === shown) return;
+          if (!n) return;
+          if (n === shown) codeHolder.firstChild?.update(text);
+          else codeHolder.replaceChildren(codeBox(text, () => { context.ask("code", false); codeButton.focus(); }));
           shown = n;
-          codeHolder.replaceChildren(codeBox(text, () => codeButton.focus()));
         });
 
         // --- keys: letter keys act like the buttons, except in text fields ---
         root.addEventListener("keydown", (event) => {
           if (event.ctrlKey || event.metaKey || event.altKey || /^(TEXTAREA|INPUT|SELECT)$/.test(event.target.tagName)) return;
           if (event.key === "Escape") {
-            if (!act.cancel.hidden) act.cancel.click();
+            act.cancel.click();
             return;
           }
           const name = KEYS[event.key];
@@ -226,10 +287,12 @@ export default {
           else act[name].click();
         });
         context.on("_state", draw);
+        context.on("_samples", drawSamples);
         context.on("_distribution", drawBars);
         context.on("top", drawBars);
         draw();
         drawBars();
+        drawSamples();
         requestAnimationFrame(() => { turns.scrollTop = turns.scrollHeight; }); // its height is known only now
       },
     });

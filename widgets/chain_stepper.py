@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
+import itertools
 import math
-import sys
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 import traitlets
 
-from ._base import Opener, Throttle, count, escape, escape_control_chars, number, sendable, tag
+from agentfly_kit.errors import SandboxError
+
+from ._base import Opener, Throttle, count, number, sendable
+from ._chain_code import code
+from ._chain_page import allowed_operations, chain_state, histogram, page
 from ._selection import Trajectories
 from ._tokens import visible
 
-_TEXT = 12_000
+# Maximum number of samples drawn per click.
+_MOST_SAMPLES = 1000
 
 
 class ChainStepper(Opener):
-    """View to step a chain in the browser. `ChainStepper(agent, task)` starts a new chain.
+    """View for stepping through a chain in the browser. `ChainStepper(agent, task)` starts a new chain.
 
-    The view works on the chain object itself: changes made in the view and in cells are visible in both.
-    `to_code()` returns code for a cell that reproduces the chain.
+    The view and the notebook's cells share one chain object, so changes made in either are visible in both. Sampling
+    repeatedly at the same turn draws different samples. `to_code()` returns code for a cell that reproduces the chain.
+
+    Scoring closes a chain, so a chain can be scored only once it has ended. Unless the chain held a sandbox, the
+    scoring can be undone: the view then continues in a fork with the same turns and seeds.
 
     Args:
         chain: A chain, or an agent if `task` is given.
@@ -33,7 +39,8 @@ class ChainStepper(Opener):
 
     Attributes:
         chain: The chain shown.
-        chains: The initial chain and the forks made in this view.
+        chains: The initial chain and the forks made in this view, which stay open until they are finished or closed.
+        samples: The Rollout of the samples last drawn with "Draw samples", or None; see `Chain.sample_turns`.
         trajectory: The result of `finish()`, or None.
         error: The exception raised by the last click, which is also shown on the page.
         selection: A snapshot of the chain shown, with `.to_frame("turns")` and `.to_frame("tokens")`.
@@ -45,7 +52,12 @@ class ChainStepper(Opener):
     actions: ClassVar[frozenset[str]] = frozenset(
         {
             "sample",
+            "again",
             "act",
+            "run",
+            "samples",
+            "open_sample",
+            "drop_samples",
             "force",
             "observe",
             "edit",
@@ -63,6 +75,7 @@ class ChainStepper(Opener):
     top = traitlets.Int(20, min=0, max=200).tag(sync=True)
     _state = traitlets.Dict().tag(sync=True)
     _distribution = traitlets.Dict().tag(sync=True)
+    _samples = traitlets.Dict().tag(sync=True)
     _code = traitlets.Dict().tag(sync=True)
 
     def __init__(self, chain: Any, task: Any = None, *, top: int = 20) -> None:
@@ -76,6 +89,14 @@ class ChainStepper(Opener):
             raise TypeError(f"chain must be a Chain, or pass an agent and a task, got {type(chain).__name__}")
         self.error: BaseException | None = None
         self.chains: list[Any] = [chain]
+        self.samples: Any = None
+        # The chain and the turn at which `samples` were drawn.
+        self._drawn_at: tuple[Any, Any] | None = None
+        # Turns, by `id(turn)`, with the seeds of the actions seen after each turn.
+        self._seeds: dict[int, tuple[Any, set[int]]] = {}
+        # Forks made just before a chain was scored, by chain id. Undoing the scoring continues in the fork.
+        self._spares: dict[str, Any] = {}
+        self._code_open = False
         self._at = 0
         self._doing = ""
         self._task: asyncio.Future[Any] | None = None
@@ -105,14 +126,23 @@ class ChainStepper(Opener):
 
     def refresh(self) -> None:
         """Send the chain's current state. Called automatically whenever the chain changes while a page is open."""
-        self._state = _state(self.chains, self._at, self._doing)
+        with self.hold_sync():
+            self._state = self._state_of(self._doing)
+            if self._code_open:
+                self._code = {**self._code, "text": sendable(self.to_code())}
         self._ask_distribution()
 
     def __repr__(self) -> str:
         return f"ChainStepper({self.chain!r})"
 
     def _static(self) -> str:
-        return _page(_state(self.chains, self._at, ""), repr(self))
+        return page(self._state_of(""), self._samples, repr(self))
+
+    def _state_of(self, doing: str) -> dict[str, Any]:
+        chain = self.chain
+        spare = chain.id in self._spares
+        again = chain.turn.kind == "action" or id(chain.turn) in self._seeds
+        return chain_state(self.chains, self._at, doing, again, spare)
 
     # --- following the chain ---
 
@@ -130,7 +160,26 @@ class ChainStepper(Opener):
                 view._refresh_safely()
 
         throttle = self._throttle = Throttle(changed, 0.05)
-        self._end = weakref.finalize(self, _both, self.chain.subscribe(lambda _: throttle.schedule()), throttle.close)
+
+        def listener(chain: Any) -> None:
+            view = view_ref()
+            if view is not None:
+                view._record_seed(chain.turn)
+            throttle.schedule()
+
+        for turn in self.chain.turns:
+            self._record_seed(turn)
+        self._end = weakref.finalize(self, _both, self.chain.subscribe(listener), throttle.close)
+
+    def _record_seed(self, turn: Any) -> None:
+        if turn.kind == "action" and turn.seed is not None:
+            self._seeds.setdefault(id(turn.parent), (turn.parent, set()))[1].add(turn.seed)
+
+    def _next_attempt(self, chain: Any) -> int:
+        """Return the first attempt whose seed has not been used after the chain's last turn."""
+        _, used = self._seeds.get(id(chain.turn), (None, ()))
+        key, seed, task = chain.seed_key, chain.agent.seed, chain.task.id
+        return next(k for k in itertools.count() if key.seed(seed, task, chain.actions, k) not in used)
 
     def _unfollow(self) -> None:
         if self._end is not None:
@@ -147,6 +196,9 @@ class ChainStepper(Opener):
 
     def _on_first_page(self) -> None:
         self.refresh()
+
+    def _on_last_page_closed(self) -> None:
+        self._code_open = False
 
     def _running_loop(self) -> asyncio.AbstractEventLoop | None:
         if self._loop is None or self._loop.is_closed():
@@ -165,7 +217,7 @@ class ChainStepper(Opener):
     def _ask_distribution(self) -> None:
         """Request the next-token distribution directly from the engine, so that the chain remains usable in cells."""
         chain = self.chain
-        wanted = (chain.turn, self.top) if self.top and _can(chain)["sample"] and not chain.busy else None
+        wanted = (chain.turn, self.top) if self.top and allowed_operations(chain)["sample"] and not chain.busy else None
         if wanted is None:
             if self._distribution and not (chain.busy or self._doing):
                 self._distribution, self._asked_for = {}, None
@@ -205,7 +257,72 @@ class ChainStepper(Opener):
 
     def _do_sample(self, value: Any) -> None:
         greedy = bool(value)
-        self._start("sampling", lambda chain: chain.sample(greedy=greedy))
+        self._start("sampling", lambda chain: chain.sample(greedy, attempt=0 if greedy else self._next_attempt(chain)))
+
+    def _do_again(self, _: Any) -> None:
+        """Replace the last action with another sample, or draw another sample if an action is due."""
+
+        async def again(chain: Any) -> None:
+            before = None if allowed_operations(chain)["sample"] else chain.snapshot()
+            if before is not None:
+                chain.rewind(len(chain.turns) - 2)
+            try:
+                await chain.sample(attempt=self._next_attempt(chain))
+            except BaseException:
+                if before is not None:
+                    chain.append_sample(before)
+                raise
+
+        self._start("sampling", again)
+
+    def _do_run(self, _: Any) -> None:
+        """Continue the chain until it ends, without scoring it."""
+
+        async def run(chain: Any) -> None:
+            while chain.stop is None:
+                await (chain.act() if chain.pending_calls else chain.sample(attempt=self._next_attempt(chain)))
+
+        self._start("running to the end", run)
+
+    def _do_samples(self, value: Any) -> None:
+        """Draw samples of the next action, given as {"n": ..., "to_end": bool}."""
+        n, to_end = int(value["n"]), bool(value["to_end"])
+        if not 1 <= n <= _MOST_SAMPLES:
+            raise ValueError(f"the number of samples must be between 1 and {_MOST_SAMPLES}, got {n}")
+
+        async def draw(chain: Any) -> None:
+            samples = await chain.sample_turns(n, to_end=to_end)
+            self.samples, self._drawn_at = samples, (chain, chain.turn)
+            self._samples = histogram(chain, samples)
+
+        self._start(f"drawing {count(n, 'sample')}", draw)
+
+    def _do_open_sample(self, value: Any) -> None:
+        """Open the sample with index `value` as a fork that ends with the sampled action."""
+        if self._drawn_at is None:
+            raise ValueError("there are no samples; draw some first")
+        sample = self.samples.trajectories[int(value)]
+        origin, turn = self._drawn_at
+        same = [i for i, chain in enumerate(self.chains) if chain.id == sample.id]
+        if same:
+            self._do_switch(same[0])
+            return
+
+        async def fork(_: Any) -> None:
+            twin = await origin.fork(number=int(sample.id.rpartition(".")[2]))
+            try:
+                if twin.turn is not turn:
+                    twin.rewind(turn)
+                twin.append_sample(sample)
+            except BaseException:
+                await twin.close()
+                raise
+            self._show(twin)
+
+        self._start("forking", fork)
+
+    def _do_drop_samples(self, _: Any) -> None:
+        self.samples, self._drawn_at, self._samples = None, None, {}
 
     def _do_act(self, _: Any) -> None:
         self._start("running tools", lambda chain: chain.act())
@@ -230,7 +347,15 @@ class ChainStepper(Opener):
         self._start("editing", lambda chain: _now(lambda: edit(chain)))
 
     def _do_rewind(self, value: Any) -> None:
-        """Rewind to the turn with index `value`, or by one turn if it is None."""
+        """Rewind to the turn with index `value`, or by one turn if None. For a scored chain, undo the scoring."""
+        spare = self._spares.pop(self.chain.id, None)
+        if spare is not None:
+            self.chains[self._at] = spare
+            self._asked_for = None
+            self._follow()
+            if value is None:
+                self.refresh()
+                return
 
         def back(chain: Any) -> None:
             last = len(chain.turns) - 1
@@ -242,15 +367,34 @@ class ChainStepper(Opener):
 
     def _do_fork(self, _: Any) -> None:
         async def fork(chain: Any) -> None:
-            twin = await chain.fork()
-            self.chains.append(twin)
-            self._at = len(self.chains) - 1
-            self._follow()
+            self._show(await chain.fork())
 
         self._start("forking", fork)
 
+    def _show(self, fork: Any) -> None:
+        self.chains.append(fork)
+        self._at = len(self.chains) - 1
+        self._follow()
+
     def _do_finish(self, _: Any) -> None:
-        self._start("scoring", lambda chain: chain.finish())
+        """Score the chain. Keep a fork for undoing the scoring, unless the fork would occupy a sandbox."""
+
+        async def score(chain: Any) -> None:
+            if chain.stop is None:
+                raise ValueError(
+                    "the chain has not ended; run it to its end first (in Python, chain.finish() cancels it)"
+                )
+            spare = None
+            if not chain.context.held:
+                try:
+                    spare = await chain.fork(same_seeds=True)
+                except SandboxError:  # the state of the tools cannot be copied
+                    spare = None
+            await chain.finish()
+            if spare is not None:
+                self._spares[chain.id] = spare
+
+        self._start("scoring", score)
 
     def _do_switch(self, value: Any) -> None:
         if not 0 <= int(value) < len(self.chains):
@@ -271,8 +415,11 @@ class ChainStepper(Opener):
 
         self._show_below(TokenView(list(self.selection)))
 
-    def _do_code(self, _: Any) -> None:
-        self._code = {"n": self._code.get("n", 0) + 1, "text": sendable(self.to_code())}
+    def _do_code(self, value: Any) -> None:
+        """Show the code of the chain and update it as the chain changes, or stop updating it if `value` is False."""
+        self._code_open = value is not False
+        if self._code_open:
+            self._code = {"n": self._code.get("n", 0) + 1, "text": sendable(self.to_code())}
 
     def _start(self, what: str, call: Callable[[Any], Awaitable[Any]]) -> None:
         """Start an operation as a background task. Only one operation runs at a time."""
@@ -299,7 +446,7 @@ class ChainStepper(Opener):
         super()._failed(error)
 
     def close(self) -> None:
-        """Close the view and unsubscribe from the chain, which stays open."""
+        """Close the view, cancel what it runs, and unsubscribe from the chain. The chain and its forks stay open."""
         self._unfollow()
         super().close()
 
@@ -308,8 +455,8 @@ class ChainStepper(Opener):
     def to_code(self) -> str:
         """Return code for a cell that reproduces the chain, with the same tokens.
 
-        Sampled turns are re-sampled with the same seeds; a comment warns if the engine is not reproducible. Undone
-        turns are omitted.
+        Sampled turns are re-sampled with the same seeds and attempts; a comment warns if the engine is not
+        reproducible. Undone turns are omitted.
         """
         return code(self.chain)
 
@@ -321,252 +468,3 @@ def _both(first: Callable[[], Any], second: Callable[[], Any]) -> None:
 
 async def _now(call: Callable[[], Any]) -> Any:
     return call()
-
-
-# --- a chain as data ------------------------------------------------------------------------------
-
-
-def _can(chain: Any) -> dict[str, bool]:
-    """Map the name of each operation to whether the chain would accept it now."""
-    open = not chain.closed
-    calls, stop, leaf = bool(chain.pending_calls), chain.stop, chain.turn
-    complete = leaf.kind in ("action", "forced") and bool(leaf.messages)
-    return {
-        "sample": open and stop is None and not calls,
-        "act": open and stop is None and calls,
-        "force": open and stop is None and not calls,
-        "observe": open and complete and stop in (None, "answered", "turn_tokens"),
-        "edit": open and leaf.kind == "observation" and bool(leaf.tool_calls),
-        "rewind": open and len(chain.turns) > 1,
-        "fork": open,
-        "finish": open,
-    }
-
-
-def _state(chains: list[Any], at: int, doing: str) -> dict[str, Any]:
-    chain = chains[at]
-    done = chain.trajectory
-    tokens = sum(len(turn.ids or ()) for turn in chain.turns)
-    if done is not None:
-        where = "finished"
-    elif chain.closed:
-        where = "closed without a score"
-    elif doing:
-        where = doing
-    elif chain.busy:
-        where = "busy in a cell"
-    elif chain.stop:
-        where = f"stopped: {chain.stop}"
-    elif chain.pending_calls:
-        where = "waiting for its tools"
-    else:
-        where = "waiting for an action"
-    return {
-        "id": sendable(chain.id),
-        "task": sendable(chain.task.id),
-        "where": where,
-        "busy": bool(doing),
-        "actions": chain.actions,
-        "max_turns": chain.agent.max_turns,
-        "tokens": tokens,
-        "stop": chain.stop,
-        "error": None if chain.error is None else sendable(str(chain.error))[:2000],
-        "chains": [sendable(c.id) for c in chains],
-        "at": at,
-        "can": {name: can and not doing for name, can in _can(chain).items()},
-        "turns": [_turn(turn) for turn in chain.turns],
-        "result": None if done is None else {
-            "reward": None if done.reward is None else number(float(done.reward)),
-            "metrics": [[escape_control_chars(k, 60), number(float(v))] for k, v in done.metrics.items()],
-            "says": escape_control_chars(done.explain(), 1000),
-        },
-    }  # fmt: skip
-
-
-def _turn(turn: Any) -> dict[str, Any]:
-    return {
-        "kind": turn.kind,
-        "author": escape_control_chars(turn.author, 60),
-        "n": None if turn.ids is None else len(turn.ids),
-        "sampled": bool(turn.sampled),
-        "open": turn.kind == "forced" and not turn.messages,
-        "text": escape_control_chars(turn.text, _TEXT),
-        "plain": sendable(_answer(turn))[:_TEXT] if turn.kind == "observation" else "",
-        "calls": [_call(call) for call in turn.tool_calls],
-        "reward": None if turn.reward is None else number(float(turn.reward)),
-        "stop": turn.stop,
-        "seconds": float(turn.seconds),
-        "logprob": None if not turn.logprobs else number(math.fsum(turn.logprobs)),
-    }
-
-
-def _call(call: Any) -> dict[str, Any]:
-    result = call.result
-    return {
-        "name": escape_control_chars(call.name or "?", 80),
-        "arguments": escape_control_chars(json.dumps(call.arguments, ensure_ascii=False, default=repr), 2000),
-        "unreadable": None if call.error is None else escape_control_chars(call.error, 500),
-        "ok": None if result is None else bool(result.ok),
-        "result": None if result is None else escape_control_chars(result.observation, _TEXT),
-        "error": None if result is None or result.error is None else escape_control_chars(str(result.error), 2000),
-        "traceback": ""
-        if result is None or result.error is None
-        else escape_control_chars(result.error.traceback, 6000),
-        "seconds": 0.0 if result is None else float(result.seconds),
-        "truncated": bool(result is not None and result.truncated),
-    }
-
-
-def _answer(turn: Any) -> str:
-    """Return the text to pass to `observe` for this observation."""
-    for call in turn.tool_calls:
-        if call.result is not None:
-            return str(call.result.observation)
-    return "\n".join(str(m["content"]) for m in turn.messages)
-
-
-# --- a chain as code ------------------------------------------------------------------------------
-
-
-def _named(thing: Any) -> str | None:
-    """Return a notebook expression for the object: a variable, or an element of a list variable; None if not found."""
-    names = {k: v for k, v in vars(sys.modules["__main__"]).items() if not k.startswith("_") and k.isidentifier()}
-    for name, value in names.items():
-        if value is thing:
-            return name
-    for name, value in names.items():
-        if isinstance(value, list | tuple) and len(value) < 10_000:
-            for i, item in enumerate(value):
-                if item is thing:
-                    return f"{name}[{i}]"
-    return None
-
-
-def code(chain: Any) -> str:
-    """Return code for a cell that reproduces the chain."""
-    agent, path = chain.agent, list(chain.turns)
-    lines: list[str] = []
-    named = _named(agent) or "agent"
-    origin = getattr(chain, "origin", None)
-    first = 1
-    if origin is not None:
-        source = _named(origin) or f"next(t for t in rollout if t.id == {origin.id!r})"
-        lines.append(f"chain = {named}.chain({source})")
-        kept = [i for i, turn in enumerate(path) if any(turn is t for t in origin.turns)]
-        first = len(kept)
-        if first < len(origin.turns):
-            lines.append(f"chain.rewind(to={first - 1})")
-    else:
-        task = _named(chain.task)
-        if task is None:
-            t = chain.task
-            lines.append(f"task = af.Task({t.id!r}, {t.messages!r}, {t.fields!r})")
-            task = "task"
-        lines.append(f"chain = {named}.chain({task})")
-    if any(turn.kind == "action" for turn in path) and not agent.engine.reproducible:
-        lines.insert(0, "# this engine does not promise the same sample twice")
-    # Each fork has its own seeds, so the first action with a fork's seed shows where the fork was made.
-    places = _places(chain)
-    at, index = 0, sum(1 for turn in path[:first] if turn.kind in ("action", "forced") and turn.messages)
-    for turn in path[first:]:
-        if turn.kind == "action":
-            while at + 1 < len(places) and turn.seed != _seed(chain, places[at], index):
-                at += 1
-                lines.extend(_fork(places[at]))
-            if turn.seed == _seed(chain, places[at], index):
-                greedy = turn.kept_mass is not None and turn.logprobs is not None and not agent.sampling.greedy
-                greedy = greedy and turn.kept_mass == tuple(math.exp(lp) for lp in turn.logprobs)
-                lines.append(f"await chain.sample({'greedy=True' if greedy else ''})")
-            else:
-                lines.append("# sampled from another seed, so its ids are written here; their mask is 0")
-                lines.append(f"chain.force({list(turn.ids or ())!r}, author={turn.author!r})")
-        elif turn.kind == "forced":
-            said = _said(chain, turn)
-            more = "" if turn.messages else ", end=False"
-            more += "" if turn.author == "person" else f", author={turn.author!r}"
-            lines.append(f"chain.force({said!r}{more})")
-        elif turn.author == "template":  # added automatically when the chat re-renders the history
-            continue
-        elif turn.kind == "prompt":  # a new row that begins with a compacted context
-            more = "" if turn.author == "hook" else f", author={turn.author!r}"
-            lines.append(f"chain.compact({list(turn.messages)!r}{more})")
-        elif turn.author == "tool":
-            lines.append("await chain.act()")
-            lines += [f"chain.observe({m['content']!r})" for m in turn.messages if m.get("role") == "user"]
-        else:
-            more = "" if turn.author == "person" else f", author={turn.author!r}"
-            lines.append(f"chain.observe({_answer(turn)!r}{more})")
-        index += turn.kind in ("action", "forced") and bool(turn.messages)
-    for place in places[at + 1 :]:
-        lines.extend(_fork(place))
-    if chain.trajectory is not None:
-        lines.append("trajectory = await chain.finish()")
-    return "\n".join(lines)
-
-
-def _places(chain: Any) -> list[str]:
-    """Return the fork names that lead to this chain since its start or continuation, such as "", ".1" and ".1.2"."""
-    base, _, rest = chain.key.fork.rpartition("~")
-    head = base + "~" if base or chain.key.fork.startswith("~") else ""
-    parts = rest.split(".")[1:]
-    return [head + "".join(f".{p}" for p in parts[:k]) for k in range(len(parts) + 1)]
-
-
-def _seed(chain: Any, fork: str, index: int) -> int:
-    """Return the seed of action `index` in the chain's ancestor named `fork`."""
-    key = chain.seed_key
-    if fork != chain.key.fork:
-        continued = chain.origin_key is not None and fork.endswith("~")
-        key = chain.origin_key if continued else dataclasses.replace(chain.key, fork=fork)
-    return int(key.seed(chain.agent.seed, chain.task.id, index))
-
-
-def _fork(place: str) -> list[str]:
-    n = int(place.rsplit(".", 1)[1])
-    before = ["await chain.fork()  # an earlier fork, so that the next one has the seeds of this one"] * (n - 1)
-    return [*before, "chain = await chain.fork()"]
-
-
-def _said(chain: Any, turn: Any) -> str | list[int]:
-    """Return the text of the turn if it encodes to exactly the turn's token ids, otherwise the token ids."""
-    ids, chat = list(turn.ids or ()), chain.agent.chat
-    whole = ids[:-1] if turn.messages and ids and ids[-1] == chat.stop_ids[0] else ids
-    text: str = chat.text(whole)
-    return text if text and list(chat.encode(text)) == whole else ids
-
-
-# --- the static form -----------------------------------------------------------------------------
-
-
-def _page(state: dict[str, Any], title: str) -> str:
-    head = f" · {state['where']}, {count(state['tokens'], 'token')} (when this was drawn)"
-    out = [tag("div", tag("b", escape(title)), escape(head), style="margin:2px 0 6px")]
-    if state["result"] is not None:
-        out.append(tag("div", escape(state["result"]["says"])))
-    left = 60_000
-    rows = []
-    for i, turn in enumerate(state["turns"]):
-        text = turn["text"][:3000]
-        left -= len(text.encode()) + 300
-        if left < 0:
-            rows.append(
-                f"<tr><td></td><td>{count(len(state['turns']) - i, 'turn')} left out of this static form</td></tr>"
-            )
-            break
-        who = f"{i} {turn['kind']} by {turn['author']}" + ("" if turn["n"] is None else f", {turn['n']} tokens")
-        calls = "".join(
-            tag(
-                "div",
-                escape(
-                    f"→ {c['name']} {c['arguments'][:500]}"
-                    + ("" if c["ok"] is None else " · ok" if c["ok"] else " · failed")
-                ),
-            )
-            for c in turn["calls"]
-        )
-        cell = "text-align:left;white-space:pre-wrap;font-family:monospace"
-        rows.append(
-            f'<tr><td style="text-align:left">{escape(who)}</td><td style="{cell}">{escape(text)}{calls}</td></tr>'
-        )
-    out.append(f"<table><tbody>{''.join(rows)}</tbody></table>")
-    return tag("div", *out)

@@ -2,11 +2,13 @@
 
 const SIGN = { leased: "●", idle: "○", starting: "◐", resetting: "◑", closing: "✕", empty: "·" };
 const BANDS = ["leased", "starting", "idle"];
+const COUNTS = { leased: "leased", idle: "idle", starting: "starting", waiting: "waiting", recycled: "recycled", dead: "died", failed_starts: "failed starts" };
+const HINTS = { recycled: "Number of times that a sandbox was reset for its next lease", dead: "Sandboxes that were found dead or could not be reset; they are replaced" };
 
-/** Sandboxes in the order of their ids, followed by the slots in which none was started yet. */
+/** Sandboxes in the order of their ids, followed by the slots in which none was started yet, unless the pool is closed. */
 export function tiles(state) {
-  const lanes = state.lanes.map(([id, name, owner, uses, age, turn, hand]) => ({ key: `s${id}`, id, name, owner, uses, age, turn, hand: hand ? "by hand, from here" : "" })).sort((a, b) => a.id - b.id);
-  for (let k = 0; lanes.length < state.counts.size; k++) lanes.push({ key: `e${k}`, id: null, name: "empty", owner: null, uses: 0, age: null, turn: null, hand: "" });
+  const lanes = state.lanes.map(([id, name, owner, uses, age, turn, hand]) => ({ key: `s${id}`, id, name, owner, uses, age, turn, hand: hand ? "this view" : "" })).sort((a, b) => a.id - b.id);
+  for (let k = 0; !state.closed && lanes.length < state.counts.size; k++) lanes.push({ key: `e${k}`, id: null, name: "empty", owner: null, uses: 0, age: null, turn: null, hand: "" });
   return lanes;
 }
 
@@ -67,7 +69,8 @@ export function actions(state, id) {
   const name = lane?.[1];
   const mine = Boolean(lane?.[6]);
   const settled = name === "leased" || name === "idle";
-  return { take: !state.closed && !state.gone, reset: settled && (mine || state.recycles), close: Boolean(name) && name !== "closing" && (mine || state.recycles), give_back: mine };
+  const taken = state.lanes.filter((each) => each[6]).length;
+  return { take: !state.closed && !state.gone && taken < Math.max(1, state.counts.size - 1), reset: settled && (mine || state.recycles), close: Boolean(name) && name !== "closing" && (mine || state.recycles), give_back: mine };
 }
 
 export default {
@@ -91,41 +94,49 @@ export default {
         const queue = h("div", { class: "afk-queue" });
         const strip = s("svg", { class: "afk-strip", role: "img", preserveAspectRatio: "none", viewBox: "0 0 600 40" });
         const stripTitle = h("div", { class: "afk-soft afk-stripnote" }, h("span", {}, "60 s ago"), h("span", { class: "afk-stripkey" }, ...BANDS.map((name) => h("span", {}, h("i", { class: `afk-s-${name}`, "aria-hidden": "true" }), name)), h("span", {}, "as shares of the size")), h("span", {}, "now"));
-        const table = h("div", { class: "afk-owners", hidden: true, tabindex: "0", role: "region", "aria-label": "Leases by owner" });
+        const table = h("div", { class: "afk-owners", tabindex: "0", role: "region" });
         const pick = h("select", { "aria-label": "Sandbox to act on" });
         const act = (name, text, title) => h("button", { type: "button", class: "afk-small", title, onclick: () => { context.ask(name, chosen()); put(done, name === "take" ? "asked for a sandbox" : `asked: ${text.toLowerCase()} #${chosen()}`); } }, text);
         const does = {
-          take: act("take", "Take", "Lease a sandbox; the next cell finds it in view.held"),
+          take: act("take", "Take", "Lease a sandbox; the next cell finds it in view.held. The last sandbox is left to chains"),
           give_back: act("give_back", "Release", "Release the sandbox leased here"),
           reset: act("reset", "Reset", "Recycle the sandbox. A chain that holds it loses it and is not scored"),
           close: act("close", "Close", "Destroy and replace the sandbox. A chain that holds it loses it and is not scored"),
         };
         const done = h("span", { class: "afk-soft", role: "status" });
         const hands = h("div", { class: "afk-hands", role: "group", "aria-label": "By hand" }, h("span", {}, "By hand:"), does.take, pick, does.reset, does.close, does.give_back, done);
-        const asTiles = h("button", { type: "button", "aria-pressed": "true" }, "Sandboxes");
-        const asOwners = h("button", { type: "button", "aria-pressed": "false" }, "Owners");
-        root.append(h("div", { class: "afk-bar" }, title, what, h("span", { class: "afk-grow" }), counts, h("span", { role: "group", "aria-label": "What to list" }, asTiles, " ", asOwners)), note, grid, table, pickedBar, hands, codeHolder, queue, strip, stripTitle);
-        function mode(byOwner) {
-          grid.hidden = byOwner;
-          table.hidden = !byOwner;
-          asTiles.setAttribute("aria-pressed", String(!byOwner));
-          asOwners.setAttribute("aria-pressed", String(byOwner));
+        const tabs = Object.fromEntries(["sandboxes", "owners", "events"].map((name) => [name, h("button", { type: "button", onclick: () => { context.put("_tab", name); mode(); } }, name[0].toUpperCase() + name.slice(1))]));
+        root.append(h("div", { class: "afk-bar" }, title, what, h("span", { class: "afk-grow" }), h("span", { role: "group", "aria-label": "What to list" }, ...Object.values(tabs).flatMap((tab) => [tab, " "]))),
+          note, h("div", { class: "afk-bar afk-sub" }, counts), grid, table, pickedBar, hands, codeHolder, queue, strip, stripTitle);
+        function mode() {
+          const tab = model.get("_tab");
+          grid.hidden = tab !== "sandboxes";
+          table.hidden = !grid.hidden;
+          table.setAttribute("aria-label", tab === "events" ? "Events" : "Leases by owner");
+          for (const [name, button] of Object.entries(tabs)) button.setAttribute("aria-pressed", String(name === tab));
           draw();
         }
-        asTiles.addEventListener("click", () => mode(false));
-        asOwners.addEventListener("click", () => mode(true));
+        /** Fill the table with rows of cells. Columns named in `right` hold numbers and are aligned to the right. */
+        function drawTable(names, right, rows, empty) {
+          const side = (i) => (right.includes(names[i]) ? "afk-num afk-right" : null);
+          table.replaceChildren(!rows.length ? h("div", { class: "afk-soft" }, empty) : h("table", {},
+            h("thead", {}, h("tr", {}, ...names.map((name, i) => h("th", { scope: "col", class: side(i) }, name)))),
+            h("tbody", {}, ...rows.map((row) => h("tr", {}, ...row.map((cell, i) => h("td", { class: side(i) }, cell)))))));
+        }
+        const since = () => (performance.now() - sentAt) / 1000;
         function drawOwners(state) {
-          const rows = owners(state);
-          table.replaceChildren(rows.length ? h("table", {},
-            h("thead", {}, h("tr", {}, ...["owner", "holds", "for", "turn", "how"].map((t, i) => h("th", { scope: "col", class: i === 2 || i === 3 ? "afk-right" : null }, t)))),
-            h("tbody", {}, ...rows.map((r) => h("tr", {}, h("th", { scope: "row" }, h("button", { type: "button", class: "afk-link", title: "Select what it holds", onclick: () => choose(r.ids) }, h("bdi", {}, r.owner))), h("td", { class: "afk-num" }, r.ids.map((id) => `#${id}`).join(" ")),
-              h("td", { class: "afk-num afk-right" }, r.age === null ? "" : duration(r.age)), h("td", { class: "afk-num afk-right" }, r.turns.join(" ")), h("td", {}, r.hands.length ? h("span", { class: "afk-hand" }, r.hands[0]) : "a chain"))))) : h("div", { class: "afk-soft" }, "Nothing is leased."));
+          const held = (ids) => h("button", { type: "button", class: "afk-link", title: "Select what it holds", onclick: () => choose(ids) }, ids.map((id) => `#${id}`).join(" "));
+          drawTable(["owner", "holds", "for", "turn", "how"], ["for", "turn"], owners(state).map((r) => [h("bdi", {}, r.owner), held(r.ids), r.age === null ? "" : duration(r.age + since()), r.turns.join(" "),
+            r.hands.length ? h("span", { class: "afk-hand" }, r.hands[0]) : "chain or code"]), "Nothing is leased.");
+        }
+        function drawEvents(state) {
+          drawTable(["ago", "sandbox", "event", "owner", "reason"], ["ago"], state.events.map(([age, id, kind, owner, detail]) => [duration(age + since()), id === null ? "" : `#${id}`, kind, h("bdi", {}, owner ?? ""), detail]), "No sandbox died, failed to start, or was replaced, and no request was refused.");
         }
 
         const numbers = {};
-        for (const name of ["leased", "idle", "starting", "waiting", "dead"]) {
+        for (const [name, text] of Object.entries(COUNTS)) {
           const value = h("b", {}, "0");
-          counts.append(h("span", { class: `afk-count afk-s-${name}` }, value, ` ${name === "dead" ? "died" : name}`));
+          counts.append(h("span", { class: `afk-count afk-s-${name}`, title: HINTS[name] }, value, ` ${text}`));
           numbers[name] = value;
         }
         const polygons = BANDS.map((name) => {
@@ -137,7 +148,7 @@ export default {
         /** The number chosen in the list, or null. */
         const chosen = () => (pick.value ? Number(pick.value) : null);
         function allow() {
-          const can = actions(model.get("_state"), chosen());
+          const can = context.stale() ? {} : actions(model.get("_state"), chosen());
           for (const [name, node] of Object.entries(does)) if (node.disabled !== !can[name]) node.disabled = !can[name];
           does.give_back.hidden = !can.give_back;
         }
@@ -152,7 +163,7 @@ export default {
           while (pick.options.length > lanes.length) pick.options[pick.options.length - 1].remove();
           if (was && pick.value !== was && lanes.some((t) => String(t.id) === was)) pick.value = was;
           pick.disabled = !lanes.length;
-          hands.hidden = !state.recycles;
+          hands.hidden = !state.recycles || state.closed;
           allow();
         }
         pick.addEventListener("change", allow);
@@ -220,7 +231,8 @@ export default {
         const made = new Map();
         const own = `afkp${Math.random().toString(36).slice(2, 8)}`;
         let sentAt = performance.now();
-        const history = [];
+        let history = [];
+        let waits = []; // elements that show for how long a request has been waiting
 
         function tile(key) {
           const sign = h("span", { class: "afk-sign", "aria-hidden": "true" });
@@ -231,9 +243,9 @@ export default {
           const ownerTail = h("span", {});
           const owner = h("bdi", { class: "afk-owner" }, ownerHead, ownerTail);
           const turn = h("span", { class: "afk-soft afk-num" });
-          const hand = h("span", { class: "afk-hand", hidden: true });
-          const box = h("div", { class: "afk-tile", role: "option", "aria-selected": "false", id: `${own}-${key}` }, h("div", { class: "afk-tilehead" }, sign, id, word, time), h("div", { class: "afk-holder" }, owner, hand, turn));
-          const parts = { box, sign, id, word, time, ownerHead, ownerTail, turn, hand, was: "" };
+          const hand = h("span", { class: "afk-hand", title: "leased with the Take button of this view", hidden: true });
+          const box = h("div", { class: "afk-tile", role: "option", "aria-selected": "false", id: `${own}-${key}` }, h("div", { class: "afk-tilehead" }, sign, id, word, time), owner, h("div", { class: "afk-holder" }, turn, hand));
+          const parts = { box, sign, id, word, time, owner, ownerHead, ownerTail, turn, hand, was: "" };
           made.set(key, parts);
           return parts;
         }
@@ -243,14 +255,15 @@ export default {
         function draw() {
           const state = model.get("_state");
           if (!state?.counts) return;
-          sentAt = performance.now();
           put(title, `${state.sandbox_type} pool`);
-          put(what, `${plural(state.counts.size, "place")} · isolation ${state.isolation ?? "as available"}${state.closed ? " · closed" : ""}`);
-          for (const [name, node] of Object.entries(numbers)) put(node, String(state.counts[name]));
-          put(note, state.gone ? "The pool no longer exists: this is its last state." : state.error ? `The last start failed: ${state.error}` : "");
+          put(what, `size ${state.counts.size} · ${state.closed ? "closed" : `isolation ${state.isolation ?? "as available"}`}`);
+          for (const [name, node] of Object.entries(numbers)) put(node, state.counts[name].toLocaleString("en-US"));
+          put(note, state.closed ? "This pool is closed." : state.gone ? "The pool no longer exists: this is its last state." : state.error ? `The last start failed: ${state.error}` : "");
           note.hidden = !note.textContent;
-          if (!table.hidden) drawOwners(state);
+          if (model.get("_tab") === "owners") drawOwners(state);
+          else if (model.get("_tab") === "events") drawEvents(state);
           list(state);
+          if (state.closed) grid.hidden = true;
           const seen = new Set();
           let last = null;
           for (const t of tiles(state)) {
@@ -268,10 +281,11 @@ export default {
             const [head, tail] = ends(t.owner ?? "");
             put(parts.ownerHead, head);
             put(parts.ownerTail, tail);
+            if (parts.owner.title !== (t.owner ?? "")) parts.owner.title = t.owner ?? "";
             put(parts.hand, t.hand);
             parts.hand.hidden = !t.hand;
-            put(parts.turn, t.turn !== null ? `turn ${t.turn}` : t.id !== null && t.owner === null ? plural(t.uses, "lease") : "");
-            parts.box.title = t.id === null ? "a place where no sandbox was started yet" : `sandbox ${t.id}: ${t.name}${t.owner ? `, held by ${t.owner}${t.hand ? ` (${t.hand})` : ""}` : ""}, ${plural(t.uses, "lease")} so far`;
+            put(parts.turn, t.turn !== null ? (/^\d/.test(t.turn) ? `turn ${t.turn}` : t.turn) : t.id !== null && t.owner === null ? plural(t.uses, "lease") : "");
+            parts.box.title = t.id === null ? "no sandbox was started here yet" : `sandbox ${t.id}: ${t.name}${t.owner ? `, held by ${t.owner}${t.hand ? ` (${t.hand})` : ""}` : ""}, ${plural(t.uses, "lease")} so far`;
             const next = last ? last.nextSibling : grid.firstChild;
             if (next !== parts.box) grid.insertBefore(parts.box, next);
             last = parts.box;
@@ -283,23 +297,33 @@ export default {
           }
           const shown = state.queue.slice(0, 12);
           const rest = state.counts.waiting - shown.length;
+          queue.hidden = state.closed;
+          waits = shown.map(([, seconds]) => ({ seconds, node: h("span", { class: "afk-soft afk-num" }) }));
           queue.replaceChildren(
             h("b", {}, state.counts.waiting ? `${state.counts.waiting} waiting, served in this order: ` : "nobody waits"),
-            ...shown.map((owner, i) => h("span", { class: "afk-waiter" }, `${i + 1} `, h("bdi", {}, owner))),
+            ...shown.map(([owner], i) => h("span", { class: "afk-waiter", title: owner }, h("span", {}, `${i + 1} `), h("bdi", {}, owner), waits[i].node)),
             rest > 0 ? ` and ${rest} more` : "");
           drawSelected();
           history.push({ t: performance.now() / 1000, ...state.counts });
           tick();
         }
+        /** Replace the history with that of the kernel, which is kept when a page closes. */
+        function fill() {
+          const now = performance.now() / 1000;
+          const points = model.get("_history").map(([ago, leased, starting, idle, size]) => ({ t: now - ago, leased, starting, idle, size }));
+          if (points.length) history = [...points, { t: now, ...model.get("_state").counts }];
+          tick();
+        }
         /** Advance the displayed times between updates, unless the kernel is gone. */
         function tick() {
-          if (context.stale()) return;
+          if (context.stale()) return allow();
           const now = performance.now();
           const passed = (now - sentAt) / 1000;
           const frozen = model.get("_state")?.gone || model.get("_state")?.closed;
           for (const { data, time } of made.values()) {
             put(time, data.age === null || data.name === "idle" ? "" : duration(data.age + (frozen ? 0 : passed)));
           }
+          for (const { seconds, node } of waits) put(node, seconds === null ? "" : duration(seconds + (frozen ? 0 : passed)));
           while (history.length > 2 && history[1].t < now / 1000 - 60) history.shift();
           if (history.length > 700) history.splice(1, history.length - 700);
           bands(history, 600, 40, 60, now / 1000).forEach(({ points }, i) => polygons[i].setAttribute("points", points.map(([a, b]) => `${a.toFixed(1)},${b.toFixed(1)}`).join(" ")));
@@ -308,8 +332,13 @@ export default {
         }
         const timer = setInterval(tick, 500);
         context.end(() => clearInterval(timer));
-        context.on("_state", draw);
-        draw();
+        context.on("_state", () => {
+          sentAt = performance.now();
+          draw();
+        });
+        context.on("_tab", mode);
+        context.on("_history", fill);
+        mode();
       },
     });
   },

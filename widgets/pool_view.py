@@ -1,4 +1,4 @@
-"""Live view of a pool: sandboxes with their owners, the queue, and buttons to take, release, reset or close a sandbox.
+"""Live view of a pool: sandboxes, owners, queue and events, and buttons to take, release, reset or close a sandbox.
 
 The buttons call the pool's own `acquire`, `release` and `recycle`, so the view works with every sandbox class.
 """
@@ -6,16 +6,21 @@ The buttons call the pool's own `acquire`, `release` and `recycle`, so the view 
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
 import math
-from collections.abc import Collection, Iterator, Sequence
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import pairwise, zip_longest
 from typing import Any, ClassVar
 
 import traitlets
 
 from ._base import LiveView, count, escape, sendable, tag
+from ._chain_code import _named
 from ._tokens import some
-from .chain_stepper import _named
 
 # One symbol per state, so that states can be distinguished without colour.
 SIGNS = {"leased": "●", "idle": "○", "starting": "◐", "resetting": "◑", "closing": "✕"}
@@ -28,6 +33,12 @@ _TINTS = {
 }
 _QUEUE = 50
 _TAKE_SECONDS = 30.0
+_HISTORY_SECONDS = 60.0
+_EVENTS = 30
+# Kinds of pool events that are always listed. Other events are listed if they have a reason, such as "used 10 times".
+_LISTED = {"died", "start failed", "expired", "ended by hand", "refused", "gave up", "pool closed"}
+_REASONED = {"resetting", "closing"}
+_views: weakref.WeakSet[PoolView] = weakref.WeakSet()
 
 
 class Sandboxes:
@@ -61,27 +72,34 @@ class Sandboxes:
         return f"Sandboxes({some([f'#{n}' for n in self.numbers]) if self._rows else 'nothing'})"
 
 
+_COUNTS = ("size", "idle", "starting", "leased", "waiting", "recycled", "dead", "failed_starts")
 _COLUMNS = ("sandbox", "state", "seconds", "owner", "turn", "leases", "hand")
 
 
 class PoolView(LiveView):
-    """Live view of a pool, with the queue and one tile per sandbox or one row per owner.
+    """Live view of a pool: its queue, recent activity, and one tile per sandbox or one row per owner or event.
 
     The view updates at most 10 times per second; `view.refresh()` sends an update immediately. `view.counts` holds the
-    numbers last sent. `view.selection` holds the sandboxes selected in the browser and their owners;
+    counts last sent to the page. `view.selection` holds the sandboxes selected in the browser and their owners;
     `view.select(3, 4)` selects sandboxes from Python. `view.to_frame()` lists all sandboxes. `view.to_code()` returns
     code for a cell that recreates the view and its selection.
 
-    The Take button leases a sandbox, which cells can then use as `view.held[number]`. Its owner is shown as "by hand".
-    The Give back button releases it. Reset and Close work on any sandbox if the pool has a `recycle` method. A chain
-    that holds such a sandbox loses it and is not scored. A sandbox leased with Take is reset in place.
+    The Take button leases a sandbox, which cells can then use as `view.held[number]`. The owner is shown as "by hand".
+    The last sandbox cannot be taken, so that a running rollout can continue. The Release button releases a taken
+    sandbox. Reset and Close work on any sandbox if the pool has a `recycle` method. A chain whose sandbox
+    is reset or closed is not scored. A sandbox leased with Take is reset in place.
+
+    All views of one pool share the history, the events and the taken sandboxes.
     """
 
     stem: ClassVar[str] = "pool_view"
-    settable: ClassVar[frozenset[str]] = frozenset({"_selected"})
+    settable: ClassVar[frozenset[str]] = frozenset({"_selected", "_tab"})
     actions: ClassVar[frozenset[str]] = frozenset({"take", "give_back", "reset", "close", "code"})
 
     _state = traitlets.Dict().tag(sync=True)
+    _tab = traitlets.Enum(("sandboxes", "owners", "events"), "sandboxes").tag(sync=True)
+    # Points of the last minute, [seconds ago, leased, starting, idle, size], sent when a page opens.
+    _history: traitlets.List[Any] = traitlets.List().tag(sync=True)
     # Numbers of the selected sandboxes. Closed sandboxes remain in the list and are ignored.
     _selected: traitlets.List[Any] = traitlets.List().tag(sync=True)
     _code = traitlets.Dict().tag(sync=True)
@@ -91,14 +109,23 @@ class PoolView(LiveView):
             raise TypeError(
                 f"pool must be a Pool (an object with snapshot() and subscribe()), got {type(pool).__name__}"
             )
-        self._taken: dict[int, Any] = {}  # sandbox number -> lease
-        super().__init__(pool, pool.subscribe)
+        other = next((view for view in _views if view.record is pool), None)
+        self._taken: dict[int, Any] = {} if other is None else other._taken  # sandbox number -> lease
+        self._taking = 0
+        # History points (monotonic seconds, leased, starting, idle, size), and events with their times of receipt.
+        self._points: deque[tuple[float, ...]] = deque(maxlen=600) if other is None else other._points
+        self._log: deque[tuple[float, Any]] = deque(maxlen=_EVENTS) if other is None else other._log
+        super().__init__(pool, lambda listener: pool.subscribe(_logging(self._log, listener)))
+        _views.add(self)
+        self._tab = "sandboxes" if other is None else other._tab
+        weakref.finalize(pool, _refresh_soon, weakref.ref(self), self._loop).atexit = False
         self.refresh()
 
     @property
     def held(self) -> dict[int, Any]:
         """Mapping from number to sandbox, for the sandboxes leased with the Take button and not yet released."""
-        self._taken = {number: lease for number, lease in self._taken.items() if not lease.released}
+        for number in [number for number, lease in self._taken.items() if lease.released]:
+            self._taken.pop(number, None)
         return {number: lease.sandbox for number, lease in self._taken.items()}
 
     # --- selection ---
@@ -151,7 +178,15 @@ class PoolView(LiveView):
     # --- buttons ---
 
     async def _do_take(self, _: Any) -> None:
-        lease = await self._pool().acquire("by hand", _TAKE_SECONDS)
+        pool = self._pool()
+        size = pool.snapshot().size
+        if len(self.held) + self._taking >= max(1, size - 1):
+            raise ValueError(f"the last of {size} sandboxes is left to chains; release a sandbox first")
+        self._taking += 1
+        try:
+            lease = await pool.acquire("by hand", _TAKE_SECONDS)
+        finally:
+            self._taking -= 1
         self._taken[lease.id] = lease
         self.refresh()
 
@@ -186,8 +221,11 @@ class PoolView(LiveView):
         return self.record
 
     def close(self) -> None:
-        """Close the view and release the sandboxes leased with the Take button."""
-        for lease in list(getattr(self, "_taken", {}).values()):
+        """Close the view. The last view of a pool releases the sandboxes leased with the Take button."""
+        _views.discard(self)
+        taken = getattr(self, "_taken", {})
+        shared = any(view._taken is taken for view in _views)
+        for lease in [] if shared else list(taken.values()):
             if not lease.released and self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(asyncio.ensure_future, lease.release())
         super().close()
@@ -200,13 +238,28 @@ class PoolView(LiveView):
                 self._state = {**self._state, "gone": True}
             return
         self._state = self._seen_now(pool)
+        numbers = tuple(self._state["counts"][name] for name in ("leased", "starting", "idle", "size"))
+        if not self._points or self._points[-1][1:] != numbers:
+            self._points.append((time.monotonic(), *numbers))
 
     def _seen_now(self, pool: Any) -> dict[str, Any]:
-        return _state(pool.snapshot(), self.held.keys(), callable(getattr(pool, "recycle", None)))
+        state = _state(pool.snapshot(), self.held.keys(), callable(getattr(pool, "recycle", None)))
+        now = time.monotonic()
+        return state | {"events": [_event(now - at, event) for at, event in reversed(self._log)]}
+
+    def _on_message(self, widget: Any, content: Any, buffers: Any) -> None:
+        super()._on_message(widget, content, buffers)
+        if isinstance(content, dict) and content.get("kind") == "open":
+            now = time.monotonic()
+            self._history = [[round(now - at, 2), *numbers] for at, *numbers in self._points]
+
+    def _on_last_page_closed(self) -> None:
+        # The view is not updated while no page shows it. Record the gap in the history.
+        self._points.append((time.monotonic(), 0, 0, 0, 0))
 
     @property
     def counts(self) -> dict[str, int]:
-        """The numbers last sent: size, idle, starting, leased, waiting, dead."""
+        """The counts last sent to the page: size, idle, starting, leased, waiting, recycled, dead, failed_starts."""
         return dict(self._state.get("counts", {}))
 
     def __repr__(self) -> str:
@@ -222,7 +275,33 @@ class PoolView(LiveView):
             state = self._seen_now(self.record)
         else:
             state = {**self._state, "gone": True}
-        return _page(state)
+        return _page(state, self._points)
+
+
+def _logging(log: deque[tuple[float, Any]], listener: Callable[..., None]) -> Callable[[Any], None]:
+    """Return a callback that adds each notable event to `log` once, even if several views share the log."""
+
+    def received(event: Any) -> None:
+        kind = getattr(event, "kind", "")
+        listed = kind in _LISTED or (kind in _REASONED and event.detail)
+        if listed and not (log and log[-1][1].sequence >= event.sequence):
+            log.append((time.monotonic(), event))
+        listener(event)
+
+    return received
+
+
+def _refresh_soon(view_ref: Callable[[], Any], loop: asyncio.AbstractEventLoop | None) -> None:
+    """Refresh a view on its event loop. Called from any thread when the view's pool is garbage-collected."""
+    view = view_ref()
+    if view is not None and view.comm is not None and loop is not None and not loop.is_closed():
+        loop.call_soon_threadsafe(view._refresh_safely)
+
+
+def _event(age: float, event: Any) -> list[Any]:
+    owner = None if event.owner is None else sendable(str(event.owner))[:200]
+    kind = {"closing": "closed", "resetting": "reset"}.get(event.kind, event.kind)
+    return [round(age, 1), event.sandbox, kind, owner, sendable(str(event.detail))[:300]]
 
 
 def _counts(c: dict[str, int]) -> str:
@@ -249,43 +328,87 @@ def _state(s: Any, taken: Collection[int] = (), recycles: bool = False) -> dict[
     return {
         "sandbox_type": sendable(str(s.sandbox_type)),
         "isolation": None if s.isolation is None else sendable(str(s.isolation)),
-        "counts": {name: int(getattr(s, name)) for name in ("size", "idle", "starting", "leased", "waiting", "dead")},
+        "counts": {name: int(getattr(s, name, 0)) for name in _COUNTS},
         "closed": bool(getattr(s, "closed", False)),
         "gone": False,
         "recycles": recycles,
         "error": None if error is None else sendable(str(error))[:500],
         "lanes": lanes,
-        "queue": [sendable(str(owner))[:200] for owner in tuple(getattr(s, "waiters", ()))[:_QUEUE]],
+        "queue": [
+            [sendable(str(owner))[:200], None if seconds is None else round(seconds, 2)]
+            for owner, seconds in zip_longest(s.waiters[:_QUEUE], getattr(s, "waiting_seconds", ())[:_QUEUE])
+        ],
     }
 
 
-def _page(state: dict[str, Any], limit: int = 100) -> str:
+def _page(state: dict[str, Any], points: Sequence[tuple[float, ...]], limit: int = 100) -> str:
     c = state["counts"]
-    head = f"{state['sandbox_type']}, isolation {state['isolation'] or 'as available'}: {_counts(c)}, "
-    head += f"{c['dead']} died, size {c['size']}"
-    head += " · closed" if state["closed"] else ""
-    out = [tag("div", tag("b", "PoolView"), escape(f" · {head} (when this was drawn)"), style="margin:2px 0 6px")]
+    if state["closed"]:
+        now = f"closed, size {c['size']}"
+    else:
+        now = f"isolation {state['isolation'] or 'as available'}: {_counts(c)}, size {c['size']}"
+        now += " (when this was saved)" if not state["gone"] else " (its last state; the pool no longer exists)"
+    out = [tag("div", tag("b", "PoolView"), escape(f" · {state['sandbox_type']}, {now}"), style="margin:2px 0 6px")]
+    out += _timeline(points)
+    totals = f"recycled {c['recycled']:,} times, {c['dead']:,} died, {count(c['failed_starts'], 'failed start')}"
+    out.append(tag("div", escape(totals)))
     if state["error"]:
         out.append(tag("div", escape(f"last start failed: {state['error']}")))
     for id, name, owner, uses, age, turn, hand in state["lanes"][:limit]:
         who = f" {owner}{' (by hand, from this view)' if hand else ''}" if owner else ""
-        where = f", turn {turn}" if turn is not None else ""
+        where = "" if turn is None else f", turn {turn}" if turn[:1].isdigit() else f", {turn}"
         hint = f"sandbox {id}: {name}{who}{where}, {count(uses, 'lease')}" + (
             "" if age is None else f", for {age:.1f} s"
         )
         out.append(
             tag(
                 "span", escape(f"{SIGNS.get(name, '?')} {id} {name}{who[:60]}{where}"), title=hint,
-                style=f"display:inline-block;margin:2px;padding:1px 7px;border:1px solid #888888;border-radius:5px;"
+                style="display:inline-block;max-width:100%;overflow-wrap:anywhere;margin:2px;padding:1px 7px;"
+                f"border:1px solid #888888;border-radius:5px;"
                 f"background-color:rgba({_TINTS.get(name, '128,128,128')},0.20)",
             )
         )  # fmt: skip
     empty = c["size"] - len(state["lanes"])
     if len(state["lanes"]) > limit:
         out.append(tag("div", f"{len(state['lanes']) - limit} sandboxes are left out of this static form."))
-    if empty > 0:
-        out.append(tag("div", escape(f"{count(empty, 'place')} not started")))
+    if empty > 0 and not state["closed"]:
+        out.append(tag("div", escape(f"{count(empty, 'sandbox', 'sandboxes')} not started")))
     if c["waiting"]:
+        names = ", ".join(
+            owner if seconds is None else f"{owner} ({seconds:.1f} s)" for owner, seconds in state["queue"]
+        )
         more = f" and {c['waiting'] - len(state['queue'])} more" if c["waiting"] > len(state["queue"]) else ""
-        out.append(tag("div", escape(f"waiting, first to be served first: {', '.join(state['queue'])}{more}")))
-    return tag("div", *out, style="line-height:1.6")
+        out.append(tag("div", escape(f"waiting, in the order of service: {names}{more}")))
+    for _, id, kind, owner, detail in state["events"][:8]:
+        where = "" if id is None else f" sandbox {id}"
+        text = f"{kind}{where}{f', {owner}' if owner else ''}{f': {detail}' if detail else ''}"
+        out.append(tag("div", escape(text)))
+    return tag("div", "\n".join(out), style="line-height:1.6")
+
+
+def _timeline(points: Sequence[tuple[float, ...]]) -> list[str]:
+    """Draw the shares of leased, starting and idle sandboxes over the last minute of the history."""
+    points = [point for point in points if points[-1][0] - point[0] <= _HISTORY_SECONDS]
+    if len(points) < 3:
+        return []
+    start, seconds = points[0][0], 1.05 * (points[-1][0] - points[0][0])
+    drawn = points[:: 1 + len(points) // 100]
+    rects = []
+    for (at, *numbers, size), (until, *_) in pairwise([*drawn, (start + seconds,)]):
+        top = 0.0
+        for name, n in zip(("leased", "starting", "idle"), numbers, strict=True):
+            height = 40 * n / size if size else 0.0
+            if height:
+                x, width = 600 * (at - start) / seconds, 600 * (until - at) / seconds
+                rects.append(
+                    f'<rect x="{x:.1f}" y="{40 - top - height:.1f}" width="{width:.2f}" height="{height:.1f}" '
+                    f'fill="rgba({_TINTS[name]},{0.3 if name == "idle" else 0.75})"/>'
+                )
+            top += height
+    svg = '<svg xmlns="http://www.w3.org/2000/svg" width="600" height="40" viewBox="0 0 600 40">'
+    svg += f'{"".join(rects)}<rect width="600" height="40" fill="none" stroke="#888888"/></svg>'
+    source = f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
+    most = max(point[1] for point in points)
+    text = f"{seconds:.1f} s: shares of sandboxes that were leased (blue), starting (yellow) and idle (green); "
+    text += f"at most {most} leased at once"
+    return [tag("img", src=source, alt=text, style="max-width:100%"), tag("div", escape(text))]

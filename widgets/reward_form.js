@@ -3,7 +3,7 @@
 /** Rows with one kind of change, all changed rows, or all rows. */
 export function chosen(rows, filter) {
   if (filter === "all") return rows;
-  return rows.filter((row) => (filter === "changed" ? row[4] !== "same" : row[4] === filter));
+  return rows.filter((row) => (filter === "changed" ? row[5] !== "same" : row[5] === filter));
 }
 
 /** Width of a bar in percent of the largest count. */
@@ -74,11 +74,11 @@ export default {
           const picked = model.get("_detail")?.id;
           table.replaceChildren(
             h("thead", {}, h("tr", {}, ...["change", "reward", "trajectory", "question", "final"].map((t) => h("th", { scope: "col" }, t)))),
-            h("tbody", {}, ...rows.map(([id, task, a, b, k, final]) => h("tr", { class: id === picked ? "afk-on" : null },
+            h("tbody", {}, ...rows.map(([id, label, task, a, b, k, final]) => h("tr", { class: id === picked ? "afk-on" : null },
               h("td", { class: `afk-k-${k}` }, words[k]), h("td", { class: "afk-num" }, `${a} → ${b}`),
-              h("td", {}, h("button", { type: "button", class: "afk-link", title: "Show why", onclick: () => context.ask("look", id) }, h("bdi", { title: id }, id.slice(x.prefix ?? 0)))),
+              h("td", {}, h("button", { type: "button", class: "afk-link", title: "Show why", onclick: () => context.ask("look", id) }, h("bdi", { title: id }, label.slice(x.prefix ?? 0)))),
               h("td", { dir: "auto" }, ...marks(task)), h("td", { dir: "auto", class: "afk-code" }, ...marks(final))))),
-            rows.length < total || !rows.length ? h("caption", { class: "afk-soft" }, !x.scored ? "Not scored yet." : rows.length ? `the first ${rows.length} of ${total}; form.to_frame() has all` : filter.value === "changed" ? "Nothing changed." : "None.") : "");
+            rows.length < total || !rows.length ? h("caption", { class: "afk-soft" }, !x.scored ? (model.get("busy") ? "The scores are being computed." : "Not scored yet.") : rows.length ? `the first ${rows.length} of ${total}; form.to_frame() has all` : filter.value === "changed" ? "Nothing changed." : "None.") : "");
           drawnFilter = filter.value;
         }
         function drawDetail() {
@@ -108,7 +108,10 @@ export default {
           draw();
           drawBusy();
         });
-        context.on("busy", drawBusy);
+        context.on("busy", () => {
+          drawBusy();
+          drawRows();
+        });
         context.on("_progress", drawBusy);
         context.on("_detail", drawDetail);
         draw();

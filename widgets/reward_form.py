@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import traitlets
 
 from ._base import SUCCESS_RULE, count, escape, number, sendable, shared_prefix, tag
-from ._chains import ChainsView
-from .chain_stepper import _named
+from ._chain_code import _named
+from ._chains import ChainsView, chain_label
 
 # Maximum number of rows in the table on the page; `to_frame()` returns all rows.
 _ROWS = 200
@@ -57,6 +57,7 @@ class RewardForm(ChainsView):
     settable: ClassVar[frozenset[str]] = frozenset()
     actions: ClassVar[frozenset[str]] = frozenset({"score", "cancel", "look"}) | ChainsView.picking
 
+    # True while trajectories are being scored, and already before the scoring task first runs.
     busy = traitlets.Bool(False).tag(sync=True)
     _about = traitlets.Dict().tag(sync=True)
     _progress = traitlets.List([0, 0]).tag(sync=True)
@@ -126,10 +127,11 @@ class RewardForm(ChainsView):
         if self._scoring is not None:
             self._scoring.cancel()
         job = self._scoring = self._job(self._score())
+        self.busy = True
 
         def ended(_: Any) -> None:
             if self._scoring is job:
-                self._scoring = None
+                self._scoring, self.busy = None, False
 
         job.add_done_callback(ended)
 
@@ -189,12 +191,13 @@ class RewardForm(ChainsView):
             "tally": [[k, KINDS[k], tally[k]] for k in KINDS],
             "rows": [
                 [
-                    sendable(a.id), sendable(_short(str(a.task.messages[-1]["content"]))), number(a.reward),
-                    number(b.reward), k, sendable(_short(a.final if a.final is not None else f"({a.stop})")),
+                    sendable(a.id), sendable(chain_label(a)), sendable(_short(str(a.task.messages[-1]["content"]))),
+                    number(a.reward), number(b.reward), k,
+                    sendable(_short(a.final if a.final is not None else f"({a.stop})")),
                 ]
                 for a, b, k in rows[:_ROWS]
             ],
-            "prefix": shared_prefix([sendable(a.id) for a, _ in pairs]),
+            "prefix": shared_prefix([sendable(chain_label(a)) for a, _ in pairs]),
             "errors": [[sendable(_short(text, 300)), n] for text, n in errors.most_common(5)],
             "seconds": seconds, "hint": SUCCESS_RULE,
         }  # fmt: skip
@@ -278,7 +281,7 @@ class RewardForm(ChainsView):
 
     def __repr__(self) -> str:
         about = self._about
-        changed = "not scored yet"
+        changed = "being scored" if self.busy else "not scored yet"
         if about.get("scored"):
             flips = {k: n for k, _, n in about["tally"]}
             changed = f"{flips['gained']} gained, {flips['lost']} lost"
@@ -287,7 +290,7 @@ class RewardForm(ChainsView):
         )
 
     def _static(self) -> str:
-        return _page(self._about, repr(self))
+        return _page(self._about, repr(self), self.busy)
 
 
 def _rollout(source: Any) -> Any:
@@ -393,12 +396,15 @@ def _short(text: str, limit: int = 120) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _page(about: dict[str, Any], title: str) -> str:
+def _page(about: dict[str, Any], title: str, busy: bool) -> str:
     old, new = about["old"], about["new"]
     out = [tag("div", tag("b", escape(title)), style="margin:2px 0 6px")]
     if not about["scored"]:
-        out.append(tag("div", f"recorded: mean reward {old['mean']}, success {old['success']}. Not scored again yet."))
+        state = "The new scores were being computed when this was saved." if busy else "Not scored yet."
+        out.append(tag("div", f"recorded: mean reward {old['mean']}, success {old['success']}. {state}"))
     else:
+        if busy:
+            out.append(tag("div", "The reward was being scored again when this was saved; these are the last scores."))
         out.append(
             tag("div", f"mean reward {old['mean']} → {new['mean']}, success {old['success']} → {new['success']}, "
                 f"unscored {old['unscored']} → {new['unscored']}")
@@ -410,11 +416,11 @@ def _page(about: dict[str, Any], title: str) -> str:
     out.append(
         f"<table><thead><tr><th>reward</th><th>recorded</th><th>now</th></tr></thead><tbody>{rows}</tbody></table>"
     )
-    if changed := [row for row in about["rows"] if row[4] != "same"]:
+    if changed := [row for row in about["rows"] if row[5] != "same"]:
         body = "".join(
-            f"<tr><td>{escape(KINDS[k])}</td><td>{escape(a)} → {escape(b)}</td><td>{escape(id)}</td>"
+            f"<tr><td>{escape(KINDS[k])}</td><td>{escape(a)} → {escape(b)}</td><td>{escape(label)}</td>"
             f"<td>{escape(task)}</td><td>{escape(final)}</td></tr>"
-            for id, task, a, b, k, final in changed[:40]
+            for _, label, task, a, b, k, final in changed[:40]
         )
         out.append(
             f"<details><summary>{count(sum(n for k, _, n in about['tally'] if k != 'same'), 'change')}</summary><table>"

@@ -1,21 +1,32 @@
 // One line per chain. Up to ten updates per second arrive as buffers; only visible lines have elements.
 
-export const STATES = ["queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled"];
-const SIGN = { queued: "·", waiting: "◌", sampling: "●", sandbox: "◔", tool: "◆", scoring: "★", done: "✓", failed: "✕", cancelled: "⊘" };
-const WORD = { queued: "not begun", sandbox: "waiting for a sandbox", tool: "in a tool" };
+// A chain in state "done" is shown as "succeeded", "done" (no success) or "unscored" (no reward).
+export const STATES = ["queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled", "succeeded", "unscored"];
+const SIGN = { queued: "·", waiting: "◌", sampling: "●", sandbox: "◔", tool: "◆", scoring: "★", succeeded: "✓", done: "○", unscored: "?", failed: "✕", cancelled: "⊘" };
+const WORD = { queued: "not begun", sandbox: "waiting for a sandbox", tool: "in a tool", done: "no success", unscored: "no reward" };
 const SHORT = { ...WORD, sandbox: "needs a sandbox" }; // short form for a chain's line
-const OVER = new Set(["done", "failed", "cancelled"]);
-const BANDS = ["done", "failed", "cancelled", "scoring", "tool", "sandbox", "sampling", "waiting"];
+const OVER = new Set(["succeeded", "done", "unscored", "failed", "cancelled"]);
+const BANDS = ["succeeded", "done", "unscored", "failed", "cancelled", "scoring", "tool", "sandbox", "sampling", "waiting"];
+const CHIPS = ["queued", "waiting", "sampling", "sandbox", "tool", "scoring", "succeeded", "done", "unscored", "failed", "cancelled"];
+const RANK = { queued: 1, failed: 2, unscored: 2, succeeded: 3, done: 3, cancelled: 4 }; // 0: running
 
-/** Rows to show: those with a state in `only` (all if empty), in task order or the longest in their state first. */
+/**
+ * Rows to show: those with a state in `only` (all if empty), in task order ("place"), or running ones first, then queued,
+ * failed and finished ones ("running"; with "longest", those longest in their state first).
+ */
 export function order(state, since, only, how) {
   const out = [];
   for (let i = 0; i < state.length; i++) if (!only.size || only.has(STATES[state[i]])) out.push(i);
-  if (how === "longest") {
-    const rank = (i) => (OVER.has(STATES[state[i]]) ? 2 : STATES[state[i]] === "queued" ? 1 : 0);
-    out.sort((a, b) => rank(a) - rank(b) || since[a] - since[b] || a - b);
-  }
+  const rank = (i) => RANK[STATES[state[i]]] ?? 0;
+  if (how === "longest") out.sort((a, b) => rank(a) - rank(b) || since[a] - since[b] || a - b);
+  else if (how === "running") out.sort((a, b) => rank(a) - rank(b) || a - b);
   return out;
+}
+
+/** Filled share of the bar that shows a reward. The bar spans all rewards, and at least 0 to 1. */
+export function gauge(reward, low, high) {
+  const [lo, hi] = [Math.min(0, low), Math.max(1, high)];
+  return (reward - lo) / (hi - lo);
 }
 
 /** Nonempty shares of the total as [name, from, to] in 0..1, finished chains first. */
@@ -46,7 +57,7 @@ export default {
         const note = h("div", { class: "afk-note" });
         const chips = h("div", { class: "afk-chips afk-num", role: "group", "aria-label": "Show only chains in these states" });
         const progress = h("div", { class: "afk-progress", role: "progressbar", "aria-label": "Finished chains", "aria-valuemin": "0" });
-        const how = h("select", { "aria-label": "Order" }, h("option", { value: "place" }, "in the order of the tasks"), h("option", { value: "longest" }, "longest in state first"));
+        const how = h("select", { "aria-label": "Order" }, h("option", { value: "running" }, "running chains first"), h("option", { value: "place" }, "in the order of the tasks"), h("option", { value: "longest" }, "longest in state first"));
         const shown = h("span", { class: "afk-soft afk-num" });
         const only = new Set();
         let data = null;
@@ -54,7 +65,7 @@ export default {
         let sentAt = performance.now();
 
         const chip = {};
-        for (const name of STATES) {
+        for (const name of CHIPS) {
           const n = h("b", {}, "0");
           chip[name] = {
             n, box: h("button", { type: "button", class: `afk-chip afk-r-${name}`, "aria-pressed": "false", onclick: () => {
@@ -81,11 +92,13 @@ export default {
             const i = rows[at];
             if (!box.parts) {
               const span = (name) => h("span", { class: name });
-              box.parts = { sign: span("afk-sign"), id: h("bdi", { class: "afk-lane" }), word: span("afk-word"), dots: span("afk-dots"), time: span("afk-time afk-num"), detail: h("bdi", { class: "afk-soft afk-what" }) };
+              box.parts = { sign: span("afk-sign"), id: h("bdi", { class: "afk-lane" }), word: span("afk-word"), dots: span("afk-dots"), time: span("afk-time afk-num"), gauge: h("span", { class: "afk-gauge", "aria-hidden": "true" }, h("span", {})), detail: h("bdi", { class: "afk-soft afk-what" }) };
               box.parts.dots.setAttribute("aria-hidden", "true");
+              box.parts.clock = document.createTextNode("");
+              box.parts.time.append(box.parts.clock, box.parts.gauge);
               box.append(box.parts.sign, box.parts.id, box.parts.word, box.parts.dots, box.parts.time, box.parts.detail);
             }
-            const { sign, id, word, dots, time, detail } = box.parts;
+            const { sign, id, word, dots, clock: time, gauge: bar, detail } = box.parts;
             const name = STATES[data.state[i]];
             const about = model.get("_about");
             box.className = `afk-item afk-r-${name}${at === list.cursor ? " afk-cursor" : ""}`;
@@ -96,9 +109,11 @@ export default {
             const limit = about.max_turns;
             put(dots, limit <= 12 ? "▪".repeat(Math.min(turn, limit)) + "▫".repeat(Math.max(0, limit - turn)) : `${turn}/${limit}`);
             const moving = !OVER.has(name) && name !== "queued";
-            const clock = data.seconds + (ticking() ? (performance.now() - sentAt) / 1000 : 0);
-            put(time, moving ? duration(Math.max(0, clock - data.since[i])) : "");
+            const now = data.seconds + (ticking() ? (performance.now() - sentAt) / 1000 : 0);
+            put(time, moving ? duration(Math.max(0, now - data.since[i])) : "");
             const reward = data.reward.at(i);
+            bar.style.display = OVER.has(name) && reward !== null ? "" : "none";
+            if (reward !== null) bar.firstChild.style.width = `${100 * gauge(reward, about.rewards?.[0] ?? 0, about.rewards?.[1] ?? 1)}%`;
             const text = model.get("_details")[data.detail[i]] ?? "";
             put(detail, OVER.has(name) ? `${reward === null ? "unscored" : `reward ${number(reward)}`}${text ? ` · ${text}` : ""}` : text);
             box.setAttribute("aria-label", `${data.names[i]}: ${WORD[name] ?? name}, ${plural(turn, "action")} of ${limit}${detail.textContent ? `, ${detail.textContent}` : ""}`);
@@ -112,6 +127,7 @@ export default {
         function read() {
           const b = model.get("_buffers");
           if (!b?.state) return;
+          if (data && data.names !== model.get("_names")) list.cursor = -1; // other chains
           if (data?.names !== model.get("_names")) list.el.style.setProperty("--lane", laneWidth(model.get("_names").map((name) => name.length), model.get("_about")?.prefix));
           data = { names: model.get("_names"), state: typed(b.state, Uint8Array), turn: typed(b.turn, Int16Array), since: typed(b.since, Float32Array), detail: typed(b.detail, Uint16Array), reward: column(b.reward), seconds: model.get("_about")?.seconds ?? 0 };
         }
@@ -119,18 +135,18 @@ export default {
           const about = model.get("_about");
           if (!about?.counts) return;
           put(title, about.step ? `rollout of ${about.step}` : "rollout");
-          const over = about.counts.done + about.counts.failed + about.counts.cancelled;
+          const over = [...OVER].reduce((n, name) => n + about.counts[name], 0);
           const facts = [about.state, `${over.toLocaleString("en-US")} of ${plural(about.total, "chain")} over`, duration(about.seconds)];
           if (about.rate !== null) facts.push(about.rate);
           if (about.left !== null) facts.push(`about ${duration(about.left)} left`);
           if (about.reward !== null) facts.push(`mean reward ${about.reward}`);
           put(what, facts.join(" · "));
           put(pause, about.state === "paused" ? "Resume" : "Pause");
-          const ended = /^(done|stopped|failed|stopping)$/.test(about.state) || about.gone;
+          const ended = /^(done|stopped|interrupted|failed|stopping)$/.test(about.state) || about.gone || context.stale();
           pause.disabled = stop.disabled = ended;
-          put(note, about.gone ? "The run no longer exists: this is its last state." : about.state === "not started" ? "Not started: `await` it in a cell." : "");
+          put(note, about.gone ? "The run no longer exists: this is its last state." : about.hint);
           note.hidden = !note.textContent;
-          for (const name of STATES) {
+          for (const name of CHIPS) {
             const n = about.counts[name];
             put(chip[name].n, n.toLocaleString("en-US"));
             chip[name].box.classList.toggle("afk-zero", n === 0);
@@ -140,8 +156,10 @@ export default {
           const now = Object.fromEntries(shares(about.counts, about.total).map(([name, a, b]) => [name, b - a]));
           for (const name of BANDS) segments[name].style.width = `${100 * (now[name] ?? 0)}%`;
           if (!data) return;
+          const current = rows[list.cursor];
           rows = order(data.state, data.since, only, how.value);
           list.n = rows.length;
+          list.cursor = current === undefined ? -1 : rows.indexOf(current); // follow the chain
           put(shown, only.size ? `${plural(rows.length, "chain")} shown` : "");
           list.el.classList.toggle("afk-empty", rows.length === 0);
           list.draw();
@@ -155,6 +173,7 @@ export default {
         }
         for (const name of ["_about", "_buffers", "_names", "_details"]) context.on(name, changed);
         how.addEventListener("change", draw);
+        context.lost(draw);
         const ask = (what, at) => { if (data && at >= 0 && rows[at] !== undefined) context.ask(what, data.names[rows[at]]); };
         list.el.addEventListener("click", (event) => {
           const box = event.target.closest?.(".afk-item");

@@ -11,21 +11,28 @@ import numpy as np
 import traitlets
 
 from ._base import LiveView, count, escape, number, pack, sendable, shared_prefix, tag
+from ._chain_code import _named
 from ._chains import ChainsView
-from .chain_stepper import _named
 
 STATES = ("queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled")
-WORDS = {"sandbox": "waiting for a sandbox", "tool": "in a tool", "waiting": "waiting", "queued": "not begun"}
+# The page shows a chain in state "done" as "succeeded", "done" (no success) or "unscored" (no reward).
+RESULTS = (*STATES, "succeeded", "unscored")
+WORDS = {
+    "sandbox": "waiting for a sandbox", "tool": "in a tool", "waiting": "waiting", "queued": "not begun",
+    "done": "no success", "unscored": "no reward",
+}  # fmt: skip
 SIGNS = {
-    "queued": "·", "waiting": "◌", "sampling": "●", "sandbox": "◔", "tool": "◆", "scoring": "★", "done": "✓",
-    "failed": "✕", "cancelled": "⊘",
+    "queued": "·", "waiting": "◌", "sampling": "●", "sandbox": "◔", "tool": "◆", "scoring": "★", "done": "○",
+    "failed": "✕", "cancelled": "⊘", "succeeded": "✓", "unscored": "?",
 }  # fmt: skip
 _TINTS = {
     "queued": "128,128,128", "waiting": "128,128,128", "sampling": "40,120,220", "sandbox": "200,150,20",
-    "tool": "150,90,200", "scoring": "220,110,30", "done": "40,160,90", "failed": "200,60,50",
-    "cancelled": "128,128,128",
+    "tool": "150,90,200", "scoring": "220,110,30", "done": "220,110,30", "failed": "200,60,50",
+    "cancelled": "128,128,128", "succeeded": "40,160,90", "unscored": "128,128,128",
 }  # fmt: skip
-_ENDS = ("done", "stopped", "failed")
+_ENDS = ("done", "stopped", "interrupted", "failed")
+# Order of the chains. All other states are those of running chains, which come first with rank 0.
+_RANK = {"queued": 1, "failed": 2, "unscored": 2, "succeeded": 3, "done": 3, "cancelled": 4}
 # Averaging window of the rate in seconds.
 _WINDOW = 20.0
 
@@ -33,13 +40,18 @@ _WINDOW = 20.0
 class RolloutView(ChainsView, LiveView):
     """View of a running rollout: one line per chain, counts, rate, time left, and buttons to pause, resume and stop.
 
-    Pick a finished chain to show its tokens, step it, or convert it to code; `view.selection` holds the picked chain.
-    The buttons also work while a cell awaits the run. The view updates at most 10 times per second, regardless of the
-    number of chains. `view.counts` holds the counts last sent.
+    Running chains come first, then queued, failed or unscored, finished, and cancelled chains, each in the order of the
+    tasks; a menu selects other orders. Finished chains are marked as succeeded, not succeeded or unscored (see
+    `Trajectory.success`), and a bar shows the reward. If chains have no reward, a hint shows the call that re-runs
+    their tasks.
+
+    Pick a finished chain to show its tokens, step through it, or convert it to code; `view.selection` holds the picked
+    chain. The buttons also work while a cell awaits the run. The view updates at most 10 times per second, regardless
+    of the number of chains. `view.counts` holds the counts last sent to the page.
 
     Args:
-        run: The handle returned by `agent.rollout(...)`, before or while it is awaited; or a training run, for which
-            the rollout of the current step is shown.
+        run: The handle returned by `agent.rollout(...)`, before or while it is awaited; or the handle of a training
+            run, in which case the view shows the rollout of the current step.
     """
 
     stem: ClassVar[str] = "rollout_view"
@@ -64,6 +76,9 @@ class RolloutView(ChainsView, LiveView):
         self._finished: deque[tuple[float, int]] = deque()
         self._ids: list[str] = []
         self._prefix = 0
+        # Weak reference to the rollout shown last, and the training step of that rollout.
+        self._last: Any = lambda: None
+        self._step = ""
         super().__init__(run, None if self._training else run.subscribe)
         self.refresh()
         self._tick()
@@ -88,16 +103,24 @@ class RolloutView(ChainsView, LiveView):
 
     def _handle(self) -> Any:
         run = self.record
-        return run.rollout if self._training and run is not None else run
+        if not self._training or run is None:
+            return run
+        current = run.rollout
+        if current is not None and current is not self._last():
+            self._last, self._step = weakref.ref(current), f"step {len(run.records) + 1} of {run.total}"
+        return self._last()
 
     def refresh(self) -> None:
         """Send the current state now."""
         handle = self._handle()
         if handle is None:
-            if self._about and self.record is None:
-                self._about = {**self._about, "gone": True}
-            elif not self._about:
+            run = self.record
+            if not self._about:
                 self._about = _nothing()
+            elif run is None:
+                self._about = {**self._about, "gone": True}
+            elif self._about["total"]:  # replaced by another rollout, such as an evaluation
+                self._about = {**self._about, "state": self._state("between rollouts"), "rate": None, "left": None}
             return
         s = handle.snapshot()
         with self.hold_sync():
@@ -111,7 +134,7 @@ class RolloutView(ChainsView, LiveView):
             index = [details.setdefault(c.detail, len(details)) for c in s.chains]
             self._details = [sendable(text)[:200] for text in details]
             self._buffers = {
-                "state": np.array([_INDEX[c.state] for c in s.chains], np.uint8).tobytes(),
+                "state": np.array([_INDEX[_result(c)] for c in s.chains], np.uint8).tobytes(),
                 "turn": np.array([c.turn for c in s.chains], "<i2").tobytes(),
                 "since": np.array([c.since for c in s.chains], "<f4").tobytes(),
                 "detail": np.array(index, "<u2").tobytes(),
@@ -120,10 +143,10 @@ class RolloutView(ChainsView, LiveView):
             self._about = self._summary(handle, s)
 
     def _summary(self, handle: Any, s: Any) -> dict[str, Any]:
-        counts = dict.fromkeys(STATES, 0)
+        counts = dict.fromkeys(RESULTS, 0)
         for c in s.chains:
-            counts[c.state] += 1
-        over = counts["done"] + counts["failed"] + counts["cancelled"]
+            counts[_result(c)] += 1
+        over = s.count("done", "failed", "cancelled")
         now = time.monotonic()
         if s.state == "running" and (not self._finished or self._finished[-1][1] != over):
             self._finished.append((now, over))
@@ -137,20 +160,44 @@ class RolloutView(ChainsView, LiveView):
             left = (len(s.chains) - over) / rate if s.state == "running" else None
         rewards = [c.reward for c in s.chains if c.reward is not None]
         return {
-            "total": len(s.chains), "counts": counts, "state": s.state, "seconds": s.seconds, "gone": False,
+            "total": len(s.chains), "counts": counts, "state": self._state(s.state), "seconds": s.seconds,
+            "gone": False,
             "max_turns": int(handle.agent.max_turns), "rate": None if rate is None else _rate(rate), "left": left,
-            "reward": number(sum(rewards) / len(rewards)) if rewards else None, "step": self._step(),
-            "prefix": self._prefix,
+            "reward": number(sum(rewards) / len(rewards)) if rewards else None, "step": self._step,
+            "prefix": self._prefix, "rewards": [min(rewards), max(rewards)] if rewards else None,
+            "hint": "" if self._training else self._hint(handle, s),
         }  # fmt: skip
 
-    def _step(self) -> str:
+    def _hint(self, handle: Any, s: Any) -> str:
+        """Return advice on how to start, continue or repeat the rollout, or ""."""
+        run, agent = _named(handle) or "run", _named(handle.agent) or "agent"
+        if s.state == "not started":
+            return f"Not started: `await {run}` starts it."
+        hint = ""
+        if s.state == "interrupted":
+            hint = (
+                f"Interrupted. The finished chains are kept in {run}.partial; to run all chains, run the cell again. "
+            )
+        unscored = sum(c.state in ("done", "failed") and c.reward is None for c in s.chains)
+        if s.state in _ENDS and unscored and (handle.agent.reward or handle.agent.group_reward is not None):
+            have = "chain has" if unscored == 1 else "chains have"
+            hint += f"{unscored:,} {have} no reward. To run their tasks again: "
+            hint += f"`await {agent}.rollout({run}.partial.failed.tasks)`"
+        return hint.strip()
+
+    def _state(self, state: str) -> str:
+        """Return the state of the rollout, or of the training run if it has ended or is between two rollouts."""
         run = self.record
-        return f"step {len(run.records) + 1} of {run.total}" if self._training and run is not None else ""
+        if not self._training or run is None or run.rollout is not None:
+            return state
+        return str(run.state) if run.state in _ENDS else "between rollouts"
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of chains in each state, as last sent."""
-        return dict(self._about.get("counts", {}))
+        """Number of chains in each state of `run.snapshot()`, as last sent to the page."""
+        counts = dict(self._about.get("counts", {}))
+        succeeded, unscored = counts.pop("succeeded", 0), counts.pop("unscored", 0)
+        return counts and {**counts, "done": counts["done"] + succeeded + unscored}
 
     # --- chains ---
 
@@ -194,7 +241,7 @@ class RolloutView(ChainsView, LiveView):
         a = self._about
         if not a.get("total"):
             return "RolloutView(no chain yet)"
-        c = a["counts"]
+        c = self.counts
         return f"RolloutView({a['state']}, {c['done']} of {a['total']} chains done, {c['failed']} failed)"
 
     def _static(self) -> str:
@@ -213,13 +260,21 @@ def _rate(a_second: float) -> str:
     return f"{n:,.0f} chains {each}" if n >= 100 else f"{n:g} {'chain' if n == 1 else 'chains'} {each}"
 
 
-_INDEX = {name: i for i, name in enumerate(STATES)}
+_INDEX = {name: i for i, name in enumerate(RESULTS)}
+
+
+def _result(chain: Any) -> str:
+    """Return the state of a chain; for a chain in state "done", return its result."""
+    if chain.state != "done":
+        return str(chain.state)
+    return "unscored" if chain.reward is None else "succeeded" if chain.success else "done"
 
 
 def _nothing() -> dict[str, Any]:
     return {
-        "total": 0, "counts": dict.fromkeys(STATES, 0), "state": "not started", "seconds": 0.0, "gone": False,
+        "total": 0, "counts": dict.fromkeys(RESULTS, 0), "state": "not started", "seconds": 0.0, "gone": False,
         "max_turns": 0, "rate": None, "left": None, "reward": None, "step": "", "prefix": 0,
+        "rewards": None, "hint": "Not started: await the run in a cell.",
     }  # fmt: skip
 
 
@@ -237,20 +292,25 @@ def _page(
         )
         for name, n in about["counts"].items() if n
     ]  # fmt: skip
-    out.append(tag("div", *chips))
+    out.append(tag("div", " ".join(chips)))
+    if about["hint"]:
+        out.append(tag("div", escape(about["hint"])))
     state = np.frombuffer(buffers.get("state", b""), np.uint8)
     turn, detail = np.frombuffer(buffers.get("turn", b""), "<i2"), np.frombuffer(buffers.get("detail", b""), "<u2")
     left = 'style="text-align:left"'
+    present = np.unpackbits(np.frombuffer(buffers.get("reward", {}).get("present", b""), np.uint8), bitorder="little")
+    rewards = np.frombuffer(buffers.get("reward", {}).get("values", b""), "<f4")
     rows = []
-    for i, at in list(enumerate(state))[:most]:
-        name = STATES[at]
+    for i, at in sorted(enumerate(state), key=lambda item: _RANK.get(RESULTS[item[1]], 0))[:most]:
+        name = RESULTS[at]
         rows.append(
             f"<tr><td {left}>{escape(names[i][:80])}</td><td {left}>{SIGNS[name]} {WORDS.get(name, name)}</td>"
-            f"<td>{turn[i]}</td><td {left}>{escape(details[detail[i]][:80])}</td></tr>"
+            f"<td>{number(float(rewards[i])) if present[i] else ''}</td><td>{turn[i]}</td>"
+            f"<td {left}>{escape(details[detail[i]][:80])}</td></tr>"
         )
     if rows:
         out.append(
-            "<details><summary>chains</summary><table><thead><tr><th>chain</th><th>state</th><th>actions</th><th></th></tr></thead>"
+            "<details><summary>chains</summary><table><thead><tr><th>chain</th><th>state</th><th>reward</th><th>actions</th><th></th></tr></thead>"
             f"<tbody>{''.join(rows)}</tbody></table></details>"
         )
     if len(names) > most:

@@ -68,8 +68,24 @@ export function joined(spans, span) {
 export function split(text) {
   return text.match(/[·⏎⇥␍⍽]+|[^·⏎⇥␍⍽]+/gu) ?? [];
 }
+/** True if a line may break between the texts of two tokens, that is, anywhere but inside a word. */
+export function breakable(before, after) {
+  return !(/[\p{L}\p{N}\p{M}]$/u.test(before) && /^[\p{L}\p{N}\p{M}]/u.test(after));
+}
 const plain = (text) => !/[·⏎⇥␍⍽]/u.test(text);
-const marked = (text) => split(text).map((part) => (/^[·⏎⇥␍⍽]/u.test(part) ? h("i", { class: "afk-ws" }, part) : part));
+const marked = (text) => split(text).flatMap((part, i) => (/^[·⏎⇥␍⍽]/u.test(part) ? [i ? h("wbr") : null, h("i", { class: "afk-ws" }, part)] : [part])).filter((part) => part !== null);
+
+/** The recorded alternatives of token i, most probable first: [{ id, piece, logprob }]. */
+export function alternatives(width, buffers) {
+  const ids = typed(buffers.id, Int32Array);
+  const pieces = typed(buffers.piece, Int32Array);
+  const logprobs = column(buffers.logprob);
+  return (i) => {
+    const out = [];
+    for (let k = i * width; k < (i + 1) * width && ids[k] >= 0; k++) out.push({ id: ids[k], piece: pieces[k], logprob: logprobs.at(k) });
+    return out;
+  };
+}
 
 function read(model) {
   const about = model.get("_about");
@@ -90,6 +106,7 @@ function read(model) {
     piece: typed(buffers.piece, Int32Array),
     id: typed(buffers.id, Int32Array),
     mask: (i) => ((bits[i >> 3] >> (i & 7)) & 1) === 1,
+    alternatives: about.alternatives ? alternatives(about.alternatives, buffers.alternatives) : () => [],
   };
 }
 
@@ -218,6 +235,7 @@ export default {
             else token.append(...marked(text));
             els[i] = token;
             paint(i);
+            if (i > first && breakable(about.vocabulary[data.piece[i - 1]][0], text)) fragment.append(document.createElement("wbr"));
             fragment.append(token);
             if (flags & 2) fragment.append(document.createElement("br"));
           }
@@ -282,7 +300,7 @@ export default {
           }
           const r = before(starts, i);
           const row = about.rows[r];
-          card.classList.add("afk-told1"); // keeps the height of its numbers from now on, so that the content below does not jump
+          card.classList.add(about.alternatives ? "afk-told2" : "afk-told1"); // reserves the height of the numbers, so that the content below does not move
           const [turn, kind, author] = row.turns.find(([, , , a, b]) => i - starts[r] >= a && i - starts[r] < b);
           card.append(h("div", { class: "afk-cardhead" },
             h("span", { class: "afk-tok afk-plain afk-big" }, about.vocabulary[data.piece[i]][0]),
@@ -294,6 +312,12 @@ export default {
             list.append(h("span", { class: signal.name === model.get("signal") ? "afk-on" : null }, h("span", { class: "afk-soft" }, signal.label), h("b", {}, text)));
           }
           card.append(list);
+          const others = data.alternatives(i);
+          if (others.length) {
+            const rank = others.findIndex((x) => x.id === data.id[i]) + 1;
+            card.append(h("div", { class: "afk-alts" }, h("span", { class: "afk-soft" }, rank ? `sampled: rank ${rank}. Most probable here:` : `sampled: not among the ${others.length} most probable:`),
+              ...others.map((x, k) => h("span", { class: k + 1 === rank ? "afk-on" : null }, h("span", { class: "afk-soft" }, `${k + 1}. `), h("code", {}, h("bdi", {}, about.vocabulary[x.piece][0])), ` ${percent(Math.exp(x.logprob))}`, k + 1 === rank ? " (sampled)" : ""))));
+          }
         }
         function moveTo(i, { extend = false, block = "nearest" } = {}) {
           if (i < 0 || i >= about.total) return;

@@ -256,4 +256,22 @@ def _payload(rows: list[Row], notes: list[str], parts: dict[int, int]) -> tuple[
         "mask": np.packbits(mask, bitorder="little").tobytes(),
         "columns": columns,
     }
+    if width := max((len(each) for row in rows for each in row.alternatives), default=0):
+        about["alternatives"], buffers["alternatives"] = width, _pack_alternatives(rows, width, vocabulary)
+        about["vocabulary"] = [[visible(piece), flags(piece)] for piece in vocabulary]
     return about, buffers
+
+
+def _pack_alternatives(rows: list[Row], width: int, vocabulary: dict[str, int]) -> dict[str, Any]:
+    """Pack `width` ids, logprobs and texts per token. The texts are indices into `vocabulary`, which is extended."""
+    total = sum(len(row.ids) for row in rows)
+    ids, pieces = np.full((total, width), -1, "<i4"), np.zeros((total, width), "<i4")
+    logprobs = np.full((total, width), np.nan, np.float32)
+    at = 0
+    for row in rows:
+        for i, alternatives in enumerate(row.alternatives):
+            for k, (id, text, logprob) in enumerate(alternatives):
+                ids[at + i, k], pieces[at + i, k] = id, vocabulary.setdefault(text, len(vocabulary))
+                logprobs[at + i, k] = logprob
+        at += len(row.ids)
+    return {"id": ids.tobytes(), "piece": pieces.tobytes(), "logprob": pack(logprobs)}

@@ -57,7 +57,7 @@ export default {
   initialize: keepPictures,
   render({ model, el, host }) {
     return mount({ model, el }, {
-      label: `Call the tool ${model.get("_about").name}`,
+      label: `Call the tool ${model.get("_about")?.name}`,
       build(context) {
         const { root } = context;
         const about = model.get("_about");

@@ -72,6 +72,11 @@ export function tick(value, step) {
   return (digits <= 4 ? value.toFixed(digits) : value === 0 ? "0" : value.toExponential(1)).replaceAll("-", "−");
 }
 
+/** Width in pixels of the longest axis label, including its distances to the axis and to the edge. */
+export function margin(labels) {
+  return Math.max(30, 10 + 6.4 * Math.max(0, ...labels.map((text) => text.length)));
+}
+
 const HEIGHT = 108;
 const PAD = { left: 44, right: 10, top: 8, bottom: 18 };
 const LINES = 6; // line styles in the style sheet: hue and dashes
@@ -89,7 +94,7 @@ export default {
         const where = h("span", { class: "afk-soft afk-num" });
         const clear = h("button", { type: "button", title: "Clear the step (key: Escape)" }, "Clear");
         const pause = h("button", { type: "button" }, "Pause");
-        const stop = h("button", { type: "button", title: "Stop after the current step; run the cell again to continue" }, "Stop after this step");
+        const stop = h("button", { type: "button", title: "Complete the current step, then stop; awaiting the run again continues it" }, "Stop after this step");
         const state = h("span", { class: "afk-soft", role: "status" });
         const note = h("div", { class: "afk-note" });
         const grid = h("div", {
@@ -117,7 +122,10 @@ export default {
           steps = [...new Set(runs.flatMap((run) => [...run.steps]))].sort((a, b) => a - b);
         }
         const nameOf = (i) => model.get("_about").runs[i]?.name || `run ${i + 1}`;
-        const sample = (i) => s("svg", { width: "26", height: "10", "aria-hidden": "true" }, s("path", { d: "M1 6H25", class: `afk-line afk-line${i % LINES}` }));
+        /** Style of line l of n in run r. In a chart with several runs and lines, the hue identifies the line. */
+        const style = (r, l = 0, n = 1) => `afk-hue${(n > 1 ? l : r) % LINES} afk-dash${(runs.length > 1 ? r : l) % LINES}`;
+        const sample = (look) => s("svg", { width: "26", height: "10", "aria-hidden": "true" }, s("path", { d: "M1 6H25", class: `afk-line ${look}` }));
+        const recorded = (key) => key && runs.some((run) => [...run.steps].some((_, i) => run.cols[key]?.has(i)));
         function head() {
           const about = model.get("_about");
           const single = about.runs.length === 1 ? about.runs[0] : null;
@@ -129,26 +137,31 @@ export default {
             progress.setAttribute("aria-valuenow", single.last ?? 0);
             progress.firstChild.style.width = `${(100 * Math.min(total, single.last ?? 0)) / total}%`;
           }
-          const gone = about.runs.map((run, i) => (run.gone ? nameOf(i) : null)).filter(Boolean);
-          note.textContent = gone.length ? (single ? "The run no longer exists: these are its last numbers." : `gone, these are their last numbers: ${gone.join(", ")}`) : steps.length ? "" : "No step is recorded yet.";
-          note.hidden = !note.textContent;
-          const { can, paused, stopping } = about.control;
-          pause.hidden = stop.hidden = !can;
+          // With several runs, only the states of unfinished runs are shown.
+          const named = (run, i, text) => (single ? text : `${nameOf(i)}: ${text}`);
+          const notes = about.runs.map((run, i) => (run.gone ? named(run, i, "The run no longer exists: these are its last numbers.") : run.detail && (single || run.state !== "not started") ? named(run, i, run.detail) : null)).filter(Boolean);
+          if (!steps.length) notes.unshift("No step is recorded yet.");
+          note.replaceChildren(...notes.map((text) => h("div", {}, text)));
+          note.hidden = !notes.length;
+          const { can, ended, paused, stopping } = about.control;
+          pause.hidden = stop.hidden = !can && !ended;
           pause.textContent = paused ? "Resume" : "Pause";
-          stop.disabled = stopping;
-          state.textContent = !can ? "" : stopping ? "ends after this step" : paused ? "paused" : "";
+          pause.disabled = !can || context.stale();
+          stop.disabled = !can || stopping || context.stale();
+          const states = about.runs.map((run, i) => [run.state, run.word && !run.gone ? named(run, i, run.word) : ""]);
+          state.replaceChildren(...states.filter(([, text]) => text).map(([name, text]) => h("span", { class: `afk-state afk-state-${name.replace(" ", "-")}` }, text)));
           const one = (...parts) => h("span", {}, ...parts); // keeps a line sample and its label together
           key.replaceChildren(...(single
-            ? [one(sample(0), "training, a step")]
-            : about.runs.map((run, i) => one(sample(i), h("b", {}, h("bdi", {}, nameOf(i))), ` ${plural(run.n, "step")}`))),
-          ...(about.panels.some((p) => p.bandLow && runs.some((r) => r.cols[p.bandLow]?.length && [...r.steps].some((_, i) => r.cols[p.bandLow].has(i))))
+            ? [one(sample(style(0)), "training, a step")]
+            : about.runs.map((run, i) => one(sample(style(i)), h("b", {}, h("bdi", {}, nameOf(i))), ` ${plural(run.n, "step")}`))),
+          ...(about.panels.some((p) => recorded(p.bandLow))
             ? [one(s("svg", { width: "22", height: "12", "aria-hidden": "true" }, s("rect", { x: 0, y: 1, width: 22, height: 10, class: "afk-band" })), "95 % interval of a step's chains, taken as independent")] : []),
-          ...(about.panels.some((p) => p.points && runs.some((r) => [...r.steps].some((_, i) => r.cols[p.points]?.has(i))))
-            ? [one(s("svg", { width: "16", height: "16", "aria-hidden": "true" }, s("path", { d: "M8 1V15", class: "afk-whisker" }), s("circle", { cx: "8", cy: "8", r: "3.4", class: "afk-point" })), "evaluation with its interval")] : []));
+          ...(about.panels.some((p) => recorded(p.points))
+            ? [one(s("svg", { width: "16", height: "16", "aria-hidden": "true" }, s("path", { d: "M8 1V15", class: "afk-whisker" }), s("circle", { cx: "8", cy: "8", r: "3.4", class: "afk-point" })), "evaluation, with its interval if recorded")] : []));
         }
         function build() {
           const { panels } = model.get("_about");
-          const now = panels.map((p) => p.key).join();
+          const now = JSON.stringify(panels.map((p) => [p.label, p.unit, p.lines]));
           if (now === shape) return;
           shape = now;
           charts = panels.map((panel) => {
@@ -163,11 +176,11 @@ export default {
             });
             svg.addEventListener("pointerleave", () => point(-1));
             svg.addEventListener("click", () => pick(pointed));
-            return { box, svg, value, key: panel.key };
+            return { box, svg, value };
           });
           grid.replaceChildren(...charts.map((c) => c.box));
-          grid.classList.toggle("afk-several", runs.length > 1);
         }
+        const several = () => charts.forEach((chart, k) => chart.box.classList.toggle("afk-several", runs.length * model.get("_about").panels[k].lines.length > 1));
         /** Table of the metrics without a chart. */
         function drawMetrics() {
           const { metrics: rows } = model.get("_about");
@@ -187,6 +200,13 @@ export default {
           width = charts[0].svg.clientWidth || charts[0].box.clientWidth - 20;
           if (width < 60) return;
           const { panels } = model.get("_about");
+          several();
+          const axes = panels.map((panel) => {
+            const marks = ticks(panel.lo, panel.hi, 3);
+            const gap = marks.length > 1 ? marks[1] - marks[0] : 1;
+            return marks.map((v) => [v, tick(v, gap)]);
+          });
+          PAD.left = margin(axes.flat().map(([, text]) => text)); // one margin, so that the steps are aligned
           charts.forEach((chart, k) => {
             const panel = panels[k];
             const { svg } = chart;
@@ -194,16 +214,14 @@ export default {
             const y = (v) => PAD.top + (HEIGHT - PAD.top - PAD.bottom) * (1 - (v - panel.lo) / (panel.hi - panel.lo));
             svg.replaceChildren();
             if (!panel.n || !steps.length) {
-              svg.append(s("text", { x: width / 2, y: HEIGHT / 2, class: "afk-ticktext", "text-anchor": "middle" }, steps.length ? "not recorded" : "no step yet"));
+              svg.append(s("text", { x: width / 2, y: HEIGHT / 2, class: "afk-ticktext", "text-anchor": "middle" }, panel.error ? "failed" : steps.length ? "not recorded" : "no step yet"), s("title", {}, panel.error));
               svg.setAttribute("aria-label", `${panel.label}: not recorded`);
               chart.hair = null;
               return;
             }
-            const marks = ticks(panel.lo, panel.hi, 3);
-            const gap = marks.length > 1 ? marks[1] - marks[0] : 1;
-            for (const v of marks) {
+            for (const [v, text] of axes[k]) {
               svg.append(s("line", { x1: PAD.left, x2: width - PAD.right, y1: y(v), y2: y(v), class: v === 0 ? "afk-zero" : "afk-gridline" }),
-                s("text", { x: PAD.left - 5, y: y(v) + 3.5, class: "afk-ticktext", "text-anchor": "end" }, tick(v, gap)));
+                s("text", { x: PAD.left - 5, y: y(v) + 3.5, class: "afk-ticktext", "text-anchor": "end" }, text));
             }
             const [a, b] = [steps[0], steps[steps.length - 1]];
             svg.append(s("text", { x: x(a), y: HEIGHT - 4, class: "afk-ticktext" }, String(a)));
@@ -212,31 +230,34 @@ export default {
             if (panel.bandLow) runs.forEach(({ steps: own, cols }, r) => {
               for (const part of ribbon(own, cols[panel.bandLow], cols[panel.bandHigh], width)) {
                 const edge = [...part.map(([t, , v]) => xy(x(t), y(v))), ...part.toReversed().map(([t, v]) => xy(x(t), y(v)))];
-                svg.append(s("polygon", { points: edge.join(" "), class: `afk-band afk-line${r % LINES}` }));
+                svg.append(s("polygon", { points: edge.join(" "), class: `afk-band ${style(r)}` }));
               }
             });
             runs.forEach(({ steps: own, cols }, r) => {
-              for (const part of segments(own, cols[panel.key])) {
-                const points = thin(part, width);
-                if (points.length === 1) svg.append(s("circle", { cx: x(points[0][0]), cy: y(points[0][1]), r: 2.2, class: `afk-dot afk-line${r % LINES}` }));
-                else svg.append(s("polyline", { points: points.map(([p, q]) => xy(x(p), y(q))).join(" "), class: `afk-line afk-line${r % LINES}` }));
-              }
+              panel.lines.forEach(({ key }, l) => {
+                const look = style(r, l, panel.lines.length);
+                for (const part of segments(own, cols[key])) {
+                  const points = thin(part, width);
+                  if (points.length === 1) svg.append(s("circle", { cx: x(points[0][0]), cy: y(points[0][1]), r: 2.2, class: `afk-dot ${look}` }));
+                  else svg.append(s("polyline", { points: points.map(([p, q]) => xy(x(p), y(q))).join(" "), class: `afk-line ${look}` }));
+                }
+              });
               if (!panel.points) return;
               for (let i = 0; i < own.length; i++) {
                 const value = cols[panel.points].at(i);
                 if (value === null) continue;
-                const [low, high] = [cols[panel.low].at(i), cols[panel.high].at(i)];
+                const [low, high] = [cols[panel.low]?.at(i) ?? null, cols[panel.high]?.at(i) ?? null];
                 const at = x(own[i]);
-                const hue = runs.length > 1 ? ` afk-line${r % LINES}` : "";
+                const hue = runs.length > 1 ? ` ${style(r)}` : "";
                 if (low !== null && high !== null) svg.append(s("path", { d: `M${at - 3} ${y(high)}H${at + 3}M${at} ${y(high)}V${y(low)}M${at - 3} ${y(low)}H${at + 3}`, class: `afk-whisker${hue}` }));
                 svg.append(s("circle", { cx: at, cy: y(value), r: 3.2, class: `afk-point${hue}` }));
               }
             });
             if (panel.odd) svg.append(s("text", { x: width - PAD.right, y: PAD.top + 4, class: "afk-odd", "text-anchor": "end" }, `${plural(panel.odd, "number")} not finite`));
             chart.hair = s("line", { y1: PAD.top, y2: HEIGHT - PAD.bottom, class: "afk-hair" });
-            chart.spots = runs.map((_, r) => s("circle", { r: 3.2, class: `afk-dot afk-line${r % LINES}` }));
+            chart.spots = runs.map((_, r) => panel.lines.map((_, l) => s("circle", { r: 3.2, class: `afk-dot ${style(r, l, panel.lines.length)}` })));
             chart.y = y;
-            svg.append(chart.hair, ...chart.spots);
+            svg.append(chart.hair, ...chart.spots.flat());
             svg.setAttribute("aria-label", `${panel.label} from step ${a} to ${b}`);
           });
           readout();
@@ -252,19 +273,19 @@ export default {
           const at = placed();
           charts.forEach((chart, k) => {
             const panel = about.panels[k];
-            const said = runs.map(({ steps: own, cols }, r) => {
-              const col = cols[panel.key];
+            const said = runs.flatMap(({ steps: own, cols }, r) => panel.lines.map(({ key, label }, l) => {
+              const col = cols[key];
               let i = at >= 0 ? own.indexOf(steps[at]) : (col?.length ?? 0) - 1;
               if (at < 0) while (i >= 0 && !col.has(i)) i--;
               const v = i >= 0 ? col?.at(i) ?? null : null;
               let text = number(v);
               const ev = at >= 0 && panel.points && i >= 0 ? cols[panel.points]?.at(i) : null;
               if (ev !== null && ev !== undefined) {
-                const [lo, hi] = [cols[panel.low].at(i), cols[panel.high].at(i)];
+                const [lo, hi] = [cols[panel.low]?.at(i) ?? null, cols[panel.high]?.at(i) ?? null];
                 text += ` · eval ${number(ev)}${lo !== null && hi !== null ? ` [${number(lo)}, ${number(hi)}]` : ""}`;
               }
               if (chart.hair) {
-                const spot = chart.spots[r];
+                const spot = chart.spots[r][l];
                 const show = at >= 0 && v !== null && Number.isFinite(v);
                 spot.style.display = show ? "" : "none";
                 if (show) {
@@ -272,10 +293,11 @@ export default {
                   spot.setAttribute("cy", chart.y(v));
                 }
               }
-              return text;
-            });
-            if (said.length < 2) chart.value.replaceChildren(said[0] ?? "–");
-            else chart.value.replaceChildren(...said.map((text, r) => h("span", { class: "afk-saidby" }, sample(r), text)));
+              const name = panel.lines.length > 1 ? h("bdi", { class: "afk-soft" }, label || `line ${l + 1}`) : null;
+              return { look: style(r, l, panel.lines.length), name, text };
+            }));
+            if (said.length < 2) chart.value.replaceChildren(said[0]?.text ?? "–");
+            else chart.value.replaceChildren(...said.map(({ look, name, text }) => h("span", { class: "afk-saidby" }, sample(look), name, text)));
             if (!chart.hair) return;
             chart.hair.style.display = at >= 0 ? "" : "none";
             if (at >= 0) {
@@ -345,6 +367,7 @@ export default {
         head();
         drawMetrics();
         drawList();
+        context.lost(head);
         context.on("_list", drawList);
         context.on("_about", () => {
           read();

@@ -53,6 +53,43 @@ export function chosen(selected, rows, at, anchor, { add = false, range = false 
   return [i];
 }
 
+/** Split a text into prose and code: fenced blocks, and a text that is JSON as a whole. */
+export function blocks(text) {
+  const trimmed = text.trim();
+  if (/^[[{]/.test(trimmed)) {
+    try {
+      return [{ code: JSON.stringify(JSON.parse(trimmed), null, 2) }];
+    } catch { /* not JSON */ }
+  }
+  const out = [];
+  text.split(/^```[^\n`]*\n([\s\S]*?)^```[^\S\n]*$/m).forEach((part, i) => { if (part.trim()) out.push(i % 2 ? { code: part.replace(/\n$/, "") } : { prose: part.replace(/^\n+|\n+$/g, "") }); });
+  return out;
+}
+
+/** The arguments of a call as [name, text] pairs, or null if they are not a JSON object. */
+export function pairs(json) {
+  try {
+    return Object.entries(JSON.parse(json)).map(([name, value]) => [name, typeof value === "string" ? value : JSON.stringify(value)]);
+  } catch {
+    return null;
+  }
+}
+
+/** The messages of a turn as bubbles { role, text, thinking, call }, with one bubble per tool call of an action. */
+export function bubbles(turn, last) {
+  const results = turn.calls.filter((call) => call.ok !== null || call.unreadable !== null);
+  let used = 0;
+  const out = [];
+  for (const m of turn.messages) {
+    const answers = turn.kind === "observation" && used < results.length ? [results[used]] : [];
+    used += answers.length;
+    out.push({ role: answers.length || m.role === "tool" ? "tool result" : m.role, text: m.content, thinking: m.thinking, call: answers[0] ?? null });
+  }
+  if (turn.kind === "action" || (turn.kind === "forced" && turn.messages.length)) out.push(...turn.calls.map((call) => ({ role: "tool call", text: "", thinking: "", call })));
+  if (!turn.messages.length && (turn.kind !== "forced" || last)) out.push({ role: { prompt: "prompt", observation: "tool result" }[turn.kind] ?? "assistant", text: turn.text, thinking: "", call: null });
+  return out.filter((b) => b.text || b.thinking || b.call);
+}
+
 export default {
   initialize: keepPictures,
   render({ model, el, host }) {
@@ -65,7 +102,7 @@ export default {
         const b = model.get("_buffers");
         const cols = Object.fromEntries(Object.entries(b.columns).map(([k, v]) => [k, column(v)]));
         const metrics = b.metrics.map(column);
-        const data = { n: about.n, outcome: typed(b.outcome, Uint8Array), stop: typed(b.stop, Int32Array), task: typed(b.task, Int32Array), group: typed(b.group, Int32Array), ids: texts(b.ids), says: texts(b.says), why: texts(b.why) };
+        const data = { n: about.n, outcome: typed(b.outcome, Uint8Array), stop: typed(b.stop, Int32Array), task: typed(b.task, Int32Array), group: typed(b.group, Int32Array), ids: texts(b.ids), labels: texts(b.labels), questions: texts(b.questions), answers: texts(b.answers), says: texts(b.says), why: texts(b.why) };
         let slowest = 0;
         for (let i = 0; i < data.n; i++) slowest = Math.max(slowest, cols.seconds.at(i) ?? 0);
 
@@ -74,9 +111,11 @@ export default {
         const search = h("input", { type: "search", placeholder: "Search in all texts", "aria-label": "Search in all texts", spellcheck: "false" });
         const outcome = h("select", { "aria-label": "Outcome", title: about.hint }, option("", "all outcomes"), ...OUTCOME.map((name, i) => option(i, `${SIGN[name]} ${name} (${about.counts[name]})`)));
         const stop = h("select", { "aria-label": "End" }, option("", "all stop reasons"), ...about.stops.map((name, i) => option(i, name)));
-        const task = h("select", { "aria-label": "Task" }, option("", `every task (${about.tasks.length})`), ...about.tasks.slice(0, 500).map((name, i) => option(i, name)));
+        const task = h("select", { "aria-label": "Task" }, option("", `every task (${about.num_tasks.toLocaleString("en-US")})`), ...about.tasks.map((name, i) => option(i, name)));
         const sort = h("select", { "aria-label": "Sort by" }, option("", "in their order"),
           ...Object.keys(cols).map((k) => option(k, { failed: "failed calls", sampling: "time sampling", tools: "time in tools" }[k] ?? k)), ...about.metrics.map((name, i) => option(`m${i}`, name)));
+        const shownMetrics = about.metrics.slice(0, about.shown_metrics);
+        const notes = () => model.get("_notes");
         const down = h("button", { type: "button", "aria-pressed": "true", title: "Largest first", onclick: () => { down.setAttribute("aria-pressed", String(down.getAttribute("aria-pressed") !== "true")); refilter(); } }, "↓ largest first");
         const shown = h("span", { class: "afk-soft afk-num", role: "status" });
         const wholeGroup = h("button", { type: "button", title: "Select all chains of the same group (key: g)", onclick: () => group() }, "Its group");
@@ -84,34 +123,37 @@ export default {
         const detail = h("div", { class: "afk-detail" });
         const codeHolder = h("div", {});
         const below = belowBox(context, model, host, "opened from the list", () => list.el.focus());
-        const lengths = [];
-        for (let i = 0; i < data.n; i++) lengths.push(data.ids.letters(i));
         let rows = [];
         let anchor = -1;
         let selected = model.get("_selected");
+        let kept = []; // rows that stay selected while the cursor moves
 
         const list = windowed({
-          row: 26, label: "Trajectories. Arrow keys move and select, Shift extends, Space adds one, g selects the group, Enter opens the tokens, Escape clears.", multi: true,
+          row: 46, label: "Trajectories. Arrow keys move and select, Space keeps a row selected for comparison, Shift extends, g selects the group, Enter opens the tokens, Escape clears.", multi: true,
           fill(box, at) {
             const i = rows[at];
             if (!box.parts) {
               const span = (name) => h("span", { class: name });
-              box.parts = { sign: span("afk-sign"), id: h("bdi", { class: "afk-lane" }), reward: span("afk-reward afk-num"), stop: span("afk-stop"), facts: span("afk-facts afk-num"), time: span("afk-bar2"), fill: span("afk-barfill"), fill2: span("afk-barfill2"), secs: span("afk-num afk-secs"), why: span("afk-why"), says: h("bdi", { class: "afk-says" }) };
-              const p = box.parts;
+              const p = (box.parts = { sign: span("afk-sign"), word: span("afk-word"), question: h("bdi", { class: "afk-question" }), answer: h("bdi", { class: "afk-answer2" }), reward: span("afk-reward afk-num"), metrics: shownMetrics.map(() => span("afk-metric afk-num")), stop: span("afk-stop"), id: h("bdi", { class: "afk-lane afk-soft" }), facts: span("afk-facts afk-num afk-soft"), time: span("afk-bar2"), fill: span("afk-barfill"), fill2: span("afk-barfill2"), secs: span("afk-num afk-secs"), keep: h("span", { class: "afk-keep" }, "kept"), note: span("afk-tagnote"), why: span("afk-why"), says: h("bdi", { class: "afk-says" }) });
               p.time.append(p.fill, p.fill2);
               p.time.setAttribute("aria-hidden", "true");
-              box.append(p.sign, p.id, p.reward, p.stop, p.facts, p.time, p.secs, p.why, p.says);
+              box.append(h("span", { class: "afk-outcome" }, p.sign, " ", p.word), p.question, p.answer, p.reward, ...p.metrics, p.stop, h("span", { class: "afk-line2" }, p.id, p.keep, p.note, p.why, p.says, p.facts, p.time, p.secs));
             }
             const p = box.parts;
             const name = OUTCOME[data.outcome[i]];
-            box.className = `afk-item afk-o-${name}${at === list.cursor ? " afk-cursor" : ""}`;
+            box.className = `afk-item afk-grid afk-o-${name}${at === list.cursor ? " afk-cursor" : ""}`;
             box.setAttribute("aria-selected", String(selected.includes(i)));
             p.sign.textContent = SIGN[name];
+            p.word.textContent = name;
             const id = data.ids.at(i);
-            p.id.textContent = id.slice(about.prefix);
-            box.title = id;
+            const question = data.questions.at(data.task[i]);
+            p.question.textContent = question;
+            p.answer.textContent = data.answers.at(data.task[i]);
+            p.id.textContent = data.labels.at(i).slice(about.prefix);
+            box.title = `${question}\n${id}`;
             const reward = cols.reward.at(i);
-            p.reward.textContent = reward === null ? "unscored" : number(reward);
+            p.reward.textContent = reward === null ? "–" : number(reward);
+            p.metrics.forEach((cell, k) => { cell.textContent = number(metrics[k].at(i)); });
             p.stop.textContent = about.stops[data.stop[i]];
             const failed = cols.failed.at(i);
             p.facts.textContent = `${plural(cols.actions.at(i), "action")}, ${plural(cols.calls.at(i), "call")}${failed ? ` (${failed} failed)` : ""}`;
@@ -125,23 +167,36 @@ export default {
             p.why.textContent = why ? `${name === "dropped" ? "left out: " : ""}${why}` : "";
             p.why.title = why;
             p.why.hidden = !why;
+            p.keep.hidden = !kept.includes(i);
+            p.note.textContent = notes()[i] ?? "";
+            p.note.title = `note: ${p.note.textContent}`;
+            p.note.hidden = !p.note.textContent;
             p.says.textContent = data.says.at(i);
-            box.setAttribute("aria-label", `${id}: ${name}, ${reward === null ? "unscored" : `reward ${number(reward)}`}, ${p.stop.textContent}, ${p.facts.textContent}${why ? `, ${p.why.textContent}` : ""}`);
+            const scores = shownMetrics.map((metric, k) => `${metric} ${p.metrics[k].textContent}`);
+            box.setAttribute("aria-label", [`${question} ${id}: ${name}`, reward === null ? "unscored" : `reward ${number(reward)}`, ...scores, p.stop.textContent, p.facts.textContent, why ? p.why.textContent : null, p.note.hidden ? null : p.note.title, p.keep.hidden ? null : "kept"].filter(Boolean).join(", "));
           },
           move(at, event) {
             if (event.shiftKey) pick(chosen(selected, rows, at, anchor < 0 ? at : anchor, { range: true }));
             else {
               anchor = at;
-              pick([rows[at]]);
+              pick([...kept.filter((i) => i !== rows[at]), rows[at]]);
             }
           },
         });
-        list.el.style.setProperty("--lane", laneWidth(lengths, about.prefix));
+        root.style.setProperty("--columns2", `minmax(0, 1fr) ${about.answers ? "minmax(64px, 0.3fr) " : ""}60px ${"72px ".repeat(shownMetrics.length)}94px`);
+        root.style.setProperty("--columns1", `minmax(0, 1fr) ${about.answers ? "70px " : ""}52px ${shownMetrics.length ? "60px " : ""}72px`);
+        root.classList.toggle("afk-noanswers", !about.answers);
+        const by = (key, text, cls) => h("button", { type: "button", class: `afk-link afk-num ${cls}`, title: `Sort by ${text}`, onclick: () => { if (sort.value === key) down.click(); else { sort.value = key; refilter(); } } }, text);
+        const heads = h("div", { class: "afk-grid afk-heads", role: "group", "aria-label": "Columns" }, h("span", { class: "afk-outcome" }, "outcome"), h("span", {}, "question"), h("span", { class: "afk-answer2", title: "the task's field answer" }, "expected"), by("reward", "reward", "afk-reward"), ...shownMetrics.map((name, i) => by(`m${i}`, name, "afk-metric")), h("span", {}, "stop reason"));
+        const key = (name) => h("i", { class: `afk-key-mark ${name}`, "aria-hidden": "true" });
+        const press = (...parts) => h("span", {}, ...parts);
+        const legend = h("div", { class: "afk-sub afk-soft afk-keys" }, h("span", {}, "Compare: ", h("kbd", {}, "Ctrl"), " or ", h("kbd", {}, "⌘"), " and click, or ", h("kbd", {}, "Space"), " keeps a row while the arrow keys move on"), press(h("kbd", {}, "Shift"), " a range"), press(h("kbd", {}, "g"), " its group"), press(h("kbd", {}, "Enter"), " its tokens"), press(h("kbd", {}, "Esc"), " clear"),
+          h("span", {}, key("afk-barfill"), "sampling ", key("afk-barfill2"), `in tools; the full width is the slowest chain's ${brief(slowest)}`));
         root.append(
           h("div", { class: "afk-bar" }, h("span", { class: "afk-title" }, about.n === 1 ? "1 trajectory" : `${about.n.toLocaleString("en-US")} trajectories`),
-            search, outcome, stop, about.tasks.length > 1 ? task : null, h("label", {}, "Sort ", sort), down),
+            search, outcome, stop, about.num_tasks > 1 ? task : null, h("label", {}, "Sort ", sort), down),
           h("div", { class: "afk-bar afk-sub" }, shown, h("span", { class: "afk-grow" }), wholeGroup, clear),
-          list.el, detail, codeHolder, below);
+          heads, list.el, legend, detail, codeHolder, below);
 
         // --- which rows ---
         function found() {
@@ -163,6 +218,9 @@ export default {
           rows = sorted(filtered(data, { outcome: choice(outcome), stop: choice(stop), task: choice(task), found: hit }), col, down.getAttribute("aria-pressed") === "true");
           down.hidden = !col;
           list.n = rows.length;
+          for (const x of heads.querySelectorAll("button")) x.removeAttribute("aria-pressed");
+          const at = sort.value === "reward" ? 0 : /^m\d+$/.test(sort.value) ? 1 + Number(sort.value.slice(1)) : -1;
+          heads.querySelectorAll("button")[at]?.setAttribute("aria-pressed", "true");
           list.cursor = rows.length ? Math.min(Math.max(0, list.cursor), rows.length - 1) : -1;
           anchor = -1;
           list.el.scrollTop = 0;
@@ -186,6 +244,7 @@ export default {
         });
         for (const x of [outcome, stop, task, sort]) x.addEventListener("change", refilter);
         context.on("_found", refilter);
+        context.on("_notes", () => list.draw());
 
         // --- selection ---
         function pick(value) {
@@ -204,13 +263,19 @@ export default {
           const at = box.row;
           const next = chosen(selected, rows, at, anchor, { add: event.ctrlKey || event.metaKey, range: event.shiftKey });
           if (!event.shiftKey) anchor = at;
+          kept = [];
           list.show(at);
           pick(next);
         });
         list.el.addEventListener("dblclick", () => { if (list.cursor >= 0) context.ask("tokens", rows[list.cursor]); });
         list.el.addEventListener("keydown", (event) => {
           if (event.ctrlKey || event.metaKey || event.altKey) return;
-          if (event.key === " ") pick(chosen(selected, rows, list.cursor, anchor, { add: true }));
+          if (event.key === " " && list.cursor >= 0) {
+            const i = rows[list.cursor];
+            kept = kept.includes(i) ? kept.filter((x) => x !== i) : [...selected.filter((x) => x !== i), i];
+            pick([...kept.filter((x) => x !== i), i]);
+            list.draw();
+          }
           else if (event.key === "Enter" && list.cursor >= 0) context.ask("tokens", rows[list.cursor]);
           else if (event.key === "g") group();
           else if (event.key === "Escape") pick([]);
@@ -219,6 +284,7 @@ export default {
         });
         context.on("_selected", () => {
           selected = model.get("_selected");
+          kept = kept.filter((i) => selected.includes(i));
           if (selected.length === 1 && rows[list.cursor] !== selected[0]) {
             const at = rows.indexOf(selected[0]);
             if (at >= 0) list.show(at);
@@ -229,15 +295,44 @@ export default {
 
         // --- side by side ---
         const button = (text, title, act, more = {}) => h("button", { type: "button", class: "afk-small", title, onclick: act, ...more }, text);
-        function call(c) {
-          const out = h("div", { class: "afk-call" }, h("div", {}, "→ ", h("b", { dir: "auto" }, c.name), " ", h("code", { dir: "auto" }, c.arguments)));
-          if (c.unreadable !== null) out.append(h("div", { class: "afk-bad" }, `✕ could not be read: ${c.unreadable}`));
-          if (c.ok !== null) out.append(h("div", { class: c.ok ? "" : "afk-bad" }, c.ok ? "✓ " : "✕ failed: ", h("code", { class: "afk-said", dir: "auto" }, c.result), h("span", { class: "afk-soft afk-num" }, ` · ${brief(c.seconds)}${c.truncated ? ", cut" : ""}`)));
-          if (c.error !== null) out.append(h("details", {}, h("summary", {}, c.error), h("pre", { tabindex: "0" }, c.traceback || "no traceback")));
-          return out;
+        const pre = (text, tabindex = "0") => [h("pre", { dir: "auto", tabindex }, ...marks(text))];
+        function called(c) {
+          const named = pairs(c.arguments);
+          const long = (text) => text.includes("\n") || text.length > 100;
+          return h("div", { class: "afk-call" }, "→ ", h("b", { dir: "auto" }, c.name), " ",
+            ...(named === null ? [h("code", { dir: "auto" }, c.arguments)] : named.map(([name, text]) => (long(text) ? h("div", {}, h("span", { class: "afk-soft" }, `${name} =`), folded(text, pre)) : h("code", { dir: "auto" }, `${name}=${text} `)))),
+            c.unreadable !== null ? h("div", { class: "afk-bad" }, `✕ could not be read: ${c.unreadable}`) : null);
         }
-        function turn(t, i, longest, first) {
-          const facts = [t.n === null ? null : plural(t.n, "token"), t.seconds > 0 ? brief(t.seconds) : null, t.reward === null ? null : `reward ${t.reward}`, t.stop && t.stop !== "stop" ? `ended by ${t.stop}` : null].filter(Boolean);
+        function result(c) {
+          const seconds = h("span", { class: "afk-soft afk-num" }, ` · ${brief(c.seconds)}${c.truncated ? ", cut" : ""}`);
+          return [h("div", { class: c.ok ? "" : "afk-bad" }, c.ok ? "✓" : "✕ failed", seconds), ...prose(c.result),
+            c.error !== null ? h("details", {}, h("summary", {}, c.error), h("pre", { tabindex: "0" }, c.traceback || "no traceback")) : ""];
+        }
+        const call = (c) => h("div", {}, called(c), ...(c.ok !== null ? result(c) : []));
+        /** Show the beginning of a long text, and all of it on demand. */
+        function folded(text, show) {
+          const lines = text.split("\n");
+          if (text.length <= 1200 && lines.length <= 16) return h("div", {}, ...show(text));
+          const start = lines.slice(0, 8).join("\n").slice(0, 500);
+          return h("details", { class: "afk-fold" }, h("summary", {}, h("div", { class: "afk-start" }, ...show(`${start} …`, null)), h("span", { class: "afk-link2" }, `all ${text.length.toLocaleString("en-US")} characters`)), ...show(text));
+        }
+        const prose = (text) => blocks(text).map((b) => (b.code !== undefined ? folded(b.code, pre) : folded(b.prose, (x) => [h("div", { class: "afk-prose", dir: "auto" }, ...marks(x))])));
+        const factsOf = (t) => [t.n === null ? null : plural(t.n, "token"), t.seconds > 0 ? brief(t.seconds) : null, t.reward === null ? null : `reward ${t.reward}`, t.stop && t.stop !== "stop" ? `ended by ${t.stop}` : null].filter(Boolean);
+        function chat(t, i, last, fold) {
+          const facts = [`turn ${i}`, ...(["task", "policy", "tool"].includes(t.author) ? [] : [`by ${t.author}`]), ...factsOf(t)].join(" · ");
+          return bubbles(t, last).map((b, k) => {
+            const head = [h("b", {}, b.role), h("span", { class: "afk-soft afk-num" }, b.call && b.role === "tool result" ? ` of ${b.call.name}` : "", k === 0 ? ` · ${facts}` : "")];
+            const inside = [b.thinking ? h("details", { class: "afk-soft" }, h("summary", {}, "thinking"), ...prose(b.thinking)) : "",
+              ...(b.role === "tool call" ? [called(b.call)] : b.call && b.call.ok !== null ? result(b.call) : prose(b.text))];
+            const kind = { system: "prompt", user: "prompt", prompt: "prompt", assistant: "action", "tool call": "action", "tool result": "observation" }[b.role] ?? "forced";
+            const box = h("div", { class: `afk-turn2 afk-bubble afk-${kind} afk-role-${b.role.split(" ").at(-1)}` });
+            if (t.kind === "prompt" && (fold || b.role === "system")) box.append(h("details", {}, h("summary", { class: "afk-turnhead" }, ...head, h("span", { class: "afk-link2" }, "show")), ...inside));
+            else box.append(h("div", { class: "afk-turnhead" }, ...head), ...inside);
+            return box;
+          });
+        }
+        function turn(t, i, longest, fold) {
+          const facts = factsOf(t);
           const time = h("span", { class: "afk-timebar", "aria-hidden": "true" });
           time.style.width = `${longest > 0 ? (100 * t.seconds) / longest : 0}%`;
           // The calls of an observation repeat its text.
@@ -245,22 +340,28 @@ export default {
           const inside = [...body, ...(t.kind === "action" || t.kind === "forced" ? [] : t.calls.map(call))];
           const head = [h("span", { class: "afk-badge", "aria-hidden": "true" }, LETTER[t.kind] ?? "?"), h("b", {}, `${i} ${t.kind}`), h("span", { class: "afk-soft afk-num" }, ` by ${t.author}${facts.length ? ` · ${facts.join(" · ")}` : ""}`)];
           const box = h("div", { class: `afk-turn2 afk-${LETTER[t.kind] ? t.kind : "prompt"}` });
-          if (t.kind === "prompt" && !first) box.append(h("details", {}, h("summary", { class: "afk-turnhead" }, ...head), ...inside));
+          if (t.kind === "prompt" && fold) box.append(h("details", {}, h("summary", { class: "afk-turnhead" }, ...head), ...inside));
           else box.append(h("div", { class: "afk-turnhead" }, ...head), ...inside);
           box.append(time);
           return box;
+        }
+        function noteOf(c) {
+          const input = h("input", { type: "text", maxlength: "1000", placeholder: "saved with the rollout, as trajectory.note", "aria-label": `Note on ${c.id}` });
+          input.value = notes()[c.i] ?? "";
+          input.addEventListener("change", () => context.ask("annotate", [c.i, input.value]));
+          return h("label", { class: "afk-noteline" }, "Note ", input);
         }
         function drawDetail() {
           const d = model.get("_detail");
           detail.replaceChildren();
           if (!d?.columns?.length) {
-            detail.append(h("div", { class: "afk-soft afk-hint" }, "Select a trajectory to read it; several, or a group, are shown side by side."));
+            detail.append(h("div", { class: "afk-soft afk-hint" }, "Select a trajectory to read it. Several are shown side by side."));
             return;
           }
-          if (d.of > d.columns.length) detail.append(h("div", { class: "afk-note" }, `The first ${d.columns.length} of ${d.of.toLocaleString("en-US")} selected stand here; view.selection has all.`));
+          if (d.of > d.columns.length) detail.append(h("div", { class: "afk-note" }, `The first ${d.columns.length} of ${d.of.toLocaleString("en-US")} selected are shown here; view.selection has all.`));
           if (d.columns.length > 1) {
             const lines = h("div", { class: "afk-tree", role: "group", "aria-label": "Turns shared by the selected chains" });
-            const name = Object.fromEntries(d.columns.map((c) => [c.i, c.id]));
+            const name = Object.fromEntries(d.columns.map((c) => [c.i, c.name === c.id ? c.id : `“${c.question.slice(0, 40)}” ${c.name}`]));
             for (const x of branches(d.tree)) {
               const span = x.to - x.from === 1 ? `turn ${x.from}` : `turns ${x.from} to ${x.to - 1}`;
               const who = x.of.length === d.columns.length ? `all ${x.of.length}` : x.of.length > 1 ? `${x.of.length} chains` : name[x.of[0]];
@@ -273,21 +374,26 @@ export default {
             detail.append(h("details", { class: "afk-shared", open }, h("summary", {}, "What they share"), lines));
             if (d.columns.length === 2) detail.append(h("div", { class: "afk-row2 afk-pad" }, button("Compare the tokens of the two", "Both in one token view, with the first differing token", () => context.ask("tokens", d.columns.map((c) => c.i)))));
           }
+          const asChat = model.get("_chat");
+          const form = (on, text, title) => button(text, title, () => { context.put("_chat", on); drawDetail(); }, { "aria-pressed": String(asChat === on) });
+          detail.append(h("div", { class: "afk-row2 afk-pad", role: "group", "aria-label": "How to show turns" }, form(true, "Chat", "Messages with their roles, tool calls and results"), form(false, "Turns", "The text of each turn as the model saw it, with its author"), h("span", { class: "afk-soft" }, asChat ? "messages by role; “Tokens” shows what is trained" : "text by turn, with template tokens")));
           const grid = h("div", { class: "afk-columns", tabindex: "0", role: "group", "aria-label": "Selected trajectories side by side" });
           grid.style.setProperty("--columns", d.columns.length);
           d.columns.forEach((c, k) => {
+            const same = k > 0 && c.turns[0]?.text === d.columns[0].turns[0]?.text; // shown in the first column
             const longest = Math.max(...c.turns.map((t) => t.seconds), 0);
             const head = h("div", { class: `afk-colhead afk-o-${c.outcome}` },
-              h("div", { class: "afk-coltitle" }, h("span", { class: "afk-sign", "aria-hidden": "true" }, SIGN[c.outcome]), h("b", { dir: "auto" }, c.id)),
-              h("div", { class: "afk-num" }, h("b", {}, c.reward === null ? "unscored" : `reward ${c.reward}`), c.metrics.length ? ` = ${c.metrics.map(([name, v]) => `${name} ${v}`).join(", ")}` : "", ` · ${c.stop} · ${brief(c.seconds)}`),
+              h("div", { class: "afk-coltitle" }, h("span", { class: "afk-sign", "aria-hidden": "true" }, SIGN[c.outcome]), h("div", {}, h("b", { dir: "auto" }, c.question), " ", h("bdi", { class: "afk-soft", title: c.id }, c.name))),
+              c.fields.length ? h("div", { dir: "auto" }, ...c.fields.flatMap(([name, text], k) => [h("span", { class: "afk-soft" }, `${k ? " · " : ""}${name} `), text])) : null,
+              h("div", { class: "afk-num" }, h("b", {}, c.reward === null ? "unscored" : `reward ${c.reward}`), c.metrics.length ? ` = ${c.metrics.map(([name, v]) => `${name} ${v}`).join(", ")}` : "", ` · ${c.stop} · ${plural(c.actions, "action")} · ${brief(c.seconds)}`),
               c.dropped ? h("div", { class: "afk-badge2" }, `⌀ left out of the batch: ${c.dropped}`) : null,
               c.error ? h("div", { class: "afk-bad" }, `✕ ${c.error}`) : null,
-              h("div", { class: "afk-soft", dir: "auto" }, c.says),
+              noteOf(c),
               h("div", { class: "afk-row2" },
                 button("Tokens", "Its tokens with all their numbers (key: Enter)", () => context.ask("tokens", c.i), { "aria-label": `Tokens of ${c.id}` }),
                 button("Stepper", about.agent ? "Continue, rewind or edit it in the stepper" : "Pass agent= to TrajectoryView to open its chains in the stepper", () => context.ask("stepper", c.i), { disabled: !about.agent, "aria-label": `Open ${c.id} in the stepper` }),
                 button("As Python", "Python code that loads this trajectory and continues from it", () => context.ask("code", c.i), { "aria-label": `${c.id} as Python` })));
-            const body = c.turns.length ? c.turns.map((t, i) => turn(t, i, longest, k === 0)) : [h("div", { class: "afk-soft afk-hint" }, "No turns.")];
+            const body = c.turns.length ? c.turns.flatMap((t, i) => (asChat ? chat(t, i, i === c.turns.length - 1, same) : turn(t, i, longest, same))) : [h("div", { class: "afk-soft afk-hint" }, "No turns.")];
             grid.append(h("section", { class: "afk-column", "aria-label": c.id }, head, ...body));
           });
           detail.append(grid);

@@ -8,6 +8,7 @@ from typing import Any
 
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.chain_editing import Chain
+from agentfly_kit.agent.harness import create_chain
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import AgentSettings, task_list
 from agentfly_kit.errors import SettingsError, checks_keywords
@@ -24,7 +25,7 @@ class Agent(AgentSettings):
         return dataclasses.replace(self, _concurrency=None, _warned=[], _last_handle=[], **changes)
 
     def __repr__(self) -> str:
-        tools = ", ".join(self.tools.names) or "no tools"
+        tools = f"harness {self.harness.name}" if self.harness else ", ".join(self.tools.names) or "no tools"
         reward = f", reward {' + '.join(self.reward.names)}" if self.reward else ", no reward"
         return f"Agent({tools}{reward}, {self.max_turns} turns, {self.engine!r})"
 
@@ -47,9 +48,13 @@ class Agent(AgentSettings):
         """
         if isinstance(task, Trajectory):
             self.check_tasks([task.task])
+            if self.harness is not None:
+                raise SettingsError(
+                    "an agent with a harness cannot continue a trajectory; agent.chain(task) starts a new chain"
+                )
             return Chain.from_trajectory(self, task)
         self.check_tasks(task_list(task))
-        return Chain(self, task)
+        return create_chain(self, task)
 
     @checks_keywords
     def rollout(

@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from agentfly_kit._display import Displayable
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import ToolCall, ToolResult, Turn
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Displayable):
     """Limits shared by several chains; None means no limit. Pass to `agent.rollout(tasks, budget=, group_budget=)`.
 
     Limits of a single chain are arguments of the agent: `max_tokens`, `max_turns`, `max_tool_calls`, `timeout`.

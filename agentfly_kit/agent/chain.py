@@ -50,6 +50,7 @@ from agentfly_kit.tools.context import Context
 from agentfly_kit.types import (
     BUDGET_STOPS,
     UNSCORED_STOPS,
+    Alternatives,
     Failure,
     Sample,
     Sampling,
@@ -113,8 +114,12 @@ class BaseChain(Displayable):
         self.has_sampled = False
         # Number of events whose start, but not yet their end, has been reported.
         self._open_reports = 0
+        # The last turn at which tools or a `before_turn` hook may have changed the sandboxes.
+        self._context_used_at: Turn | None = None
         self._started_at = time.perf_counter()
-        self.turn = prompt_turn(agent, agent.opening(task), "task")
+        # JSON schemas of the tools in the prompt.
+        self._schemas = agent.tools.schemas
+        self.turn = self._first_turn()
 
     def subscribe(self, callback: Callable[[Any], object]) -> Callable[[], None]:
         """Call `callback` with the chain after each state change. Return a function that unsubscribes.
@@ -155,8 +160,15 @@ class BaseChain(Displayable):
         rows = f" in {self.turn.row + 1} rows" if self.turn.row else ""
         return f"Chain({self.id!r}, {where}, {sum(turn.num_tokens for turn in self.turns)} tokens{rows})"
 
-    def _seed(self, turn: int) -> int:
-        return self.seed_key.seed(self.agent.seed, self.task.id, turn)
+    def _first_turn(self) -> Turn:
+        return prompt_turn(self.agent, self.agent.opening(self.task), "task")
+
+    def _seed(self, turn: int, attempt: int = 0) -> int:
+        return self.seed_key.seed(self.agent.seed, self.task.id, turn, attempt)
+
+    def _action_seed(self, attempt: int) -> int:
+        """Return the seed of the next action."""
+        return self._seed(self.actions, attempt)
 
     # --- recording turns ---
 
@@ -218,36 +230,39 @@ class BaseChain(Displayable):
     # --- sampling ---
 
     @pending_call
-    async def sample(self, greedy: bool = False) -> Turn:
+    async def sample(self, greedy: bool = False, *, attempt: int = 0) -> Turn:
         """Sample one action from the policy and append it. Its tool calls are run by `act`.
 
         Args:
             greedy: take the most probable token at each position.
+            attempt: index that selects the seed. Attempt 0 samples the same action as a rollout. After `rewind`, pass
+                1, 2, ... to sample other actions at the same turn.
         """
+        if not isinstance(attempt, int) or attempt < 0:
+            raise SettingsError(f"attempt must be an integer of at least 0, got {attempt!r}")
         with self._exclusive("sample"):
             await self._prepare()
-            if self.pending_calls:
-                raise SettingsError(
-                    "the last action called tools that have not run; await chain.act(), or chain.observe(text)"
-                )
-            if self.stop == "answered":
-                raise SettingsError(
-                    "the chain has answered; chain.finish() scores it, chain.observe(text) goes on with it"
-                )
-            return await self._sample(greedy)
+            self._check_action_due()
+            sampling = self.agent.sampling
+            return await self._sample(sampling.replace(temperature=0.0) if greedy else sampling, attempt)
 
-    async def _sample(self, greedy: bool) -> Turn:
+    def _check_action_due(self) -> None:
+        if self.pending_calls:
+            raise SettingsError(
+                "the last action called tools that have not run; await chain.act(), or chain.observe(text)"
+            )
+        if self.stop == "answered":
+            raise SettingsError("the chain has answered; chain.finish() scores it, chain.observe(text) goes on with it")
+
+    async def _sample(self, sampling: Sampling, attempt: int = 0) -> Turn:
         agent, index, ids = self.agent, self.actions, self.ids
         # End the chain if its token limit or the context has no room for another action.
         left = math.inf if agent.max_tokens is None else agent.max_tokens - action_tokens(self.turn)
         room = agent.engine.max_length - len(ids)
         if left < 1 or room <= 1:
             return self._end_before_action("chain_tokens" if left < 1 else "context_full")
-        sampling = agent.sampling
         if left < sampling.max_tokens:
             sampling = sampling.replace(max_tokens=int(left))
-        if greedy:
-            sampling = sampling.replace(temperature=0.0)
         if stops := agent.chat.format.stop:  # for example "Observation:" in ReAct
             sampling = sampling.replace(stop=tuple(dict.fromkeys((*sampling.stop, *stops))))
         await self.hooks.gate()
@@ -259,15 +274,18 @@ class BaseChain(Displayable):
             async with agent._concurrency.requests.slot():
                 self.has_sampled = True
                 with self._reporting("turn", "sampling", index) as event:
-                    seed = self._seed(index)
+                    seed = self._action_seed(attempt)
                     messages = tuple(m for turn in self.turn.row_path for m in turn.messages)
-                    request = TurnRequest(self.task, index, self._session, messages, agent.tools.schemas)
+                    request = TurnRequest(self.task, index, self._session, messages, self._schemas)
                     sample = await agent.engine.sample(ids, sampling, seed, request=request)
                     turn = self._action_turn(sample, sampling, seed)
                     reserved.used = turn.num_tokens
-                    self._append(turn, stop_after_action(agent, turn, sampling.max_tokens, reserved.limited_by))
+                    self._append(turn, self._stop_after_action(turn, sampling.max_tokens, reserved.limited_by))
                     event.detail = turn.text
         return turn
+
+    def _stop_after_action(self, turn: Turn, limit: int, limited_by: str | None) -> str | None:
+        return stop_after_action(self.agent, turn, limit, limited_by)
 
     def _action_turn(self, sample: Sample, sampling: Sampling, seed: int) -> Turn:
         """Return the turn of a sampled action, with the unchanged token ids from the engine.
@@ -275,7 +293,7 @@ class BaseChain(Displayable):
         The turn is trained (`sampled=True`) if and only if a policy sampled its tokens and the engine reported their
         logprobs.
         """
-        engine, chat, tools = self.agent.engine, self.agent.chat, self.agent.tools.schemas
+        engine, chat, tools = self.agent.engine, self.agent.chat, self._schemas
         if sample.ids is not None:
             tokens = token_fields(self.agent, sample.ids)
         elif self.agent.exact:
@@ -301,6 +319,7 @@ class BaseChain(Displayable):
             logprobs=sample.logprobs,
             entropies=sample.entropies,
             kept_mass=kept_mass,
+            alternatives=self._with_texts(sample.alternatives),
             versions=sample.versions,
             messages=(message,),
             tool_calls=calls,
@@ -312,6 +331,15 @@ class BaseChain(Displayable):
             label=label(self.agent, self.actions + 1),
             **tokens,
         )
+
+    def _with_texts(
+        self, alternatives: Sequence[Sequence[tuple[int, float]]] | None
+    ) -> tuple[Alternatives, ...] | None:
+        """Add the text of each token to the alternatives recorded by the engine."""
+        if alternatives is None:
+            return None
+        texts = iter(self.agent.chat.token_texts([id for position in alternatives for id, _ in position]))
+        return tuple(tuple((id, next(texts), logprob) for id, logprob in position) for position in alternatives)
 
     # --- acting ---
 
@@ -328,6 +356,7 @@ class BaseChain(Displayable):
     async def _act(self, calls: Sequence[ToolCall]) -> Turn:
         await self.hooks.gate()
         index = self.actions
+        self._context_used_at = self.turn
         self.context.turn = index
         self.context.seed = self._seed(index)
         began = time.perf_counter()
@@ -427,7 +456,7 @@ class BaseChain(Displayable):
             seed=self._seed(0),
             sampling=self.agent.sampling,
             seconds=time.perf_counter() - self._started_at,
-            tools=self.agent.tools.schemas,
+            tools=self._schemas,
         )
 
     # --- guards and events ---

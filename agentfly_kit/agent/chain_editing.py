@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from agentfly_kit._async.pending_call import cancelling, pending_call, warn_or_log
 from agentfly_kit.agent.chain import BaseChain, call_hook
 from agentfly_kit.agent.progress import ChainHooks, ChainKey
+from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import (
     append_text,
@@ -41,7 +42,8 @@ class Chain(BaseChain):
         super().__init__(agent, task, key, hooks)
         self.origin: Trajectory | None = None
         self.origin_key: ChainKey | None = None
-        self._fork_numbers = itertools.count(1)
+        # Highest fork number so far.
+        self._forks = 0
 
     @classmethod
     def from_trajectory(cls, agent: AgentSettings, trajectory: Trajectory) -> Chain:
@@ -133,7 +135,9 @@ class Chain(BaseChain):
         """Run one step of the chain, including the agent's hooks."""
         agent = self.agent
         await self.prepare()
-        await call_hook(agent.before_turn, self)
+        if agent.before_turn is not None:
+            self._context_used_at = self.turn
+            await call_hook(agent.before_turn, self)
         # Do not sample if the hook has forced an action.
         if self.stop is None and not self.pending_calls:
             await self.sample()
@@ -290,8 +294,8 @@ class Chain(BaseChain):
             to: the turn, or its index in `chain.turns`.
 
         Raises:
-            SettingsError: if the turn is not in `chain.turns`, or if the chain holds a sandbox or tool state, which
-                cannot be rewound.
+            SettingsError: if the turn is not in `chain.turns`, or if tools have run since that turn and the chain has a
+                sandbox or tool state, which cannot be rewound.
         """
         with self._exclusive("rewind"):
             path = self.turns
@@ -299,7 +303,9 @@ class Chain(BaseChain):
             if isinstance(target, int) or not any(turn is target for turn in path):
                 raise SettingsError(f"to must be one of chain.turns, or its index, got {target!r}")
             held = self.context.held
-            if self.turn is not target and (held or self.context.state):
+            later = path[next(i for i, turn in enumerate(path) if turn is target) :]
+            used = any(turn is self._context_used_at for turn in later)
+            if self.turn is not target and used and (held or self.context.state):
                 what = ", ".join(sandbox_type.__name__ for sandbox_type in held) or "state that its tools keep"
                 raise SettingsError(f"this chain cannot go back: it holds {what}, which would not go back with it")
             self.error = None
@@ -313,23 +319,96 @@ class Chain(BaseChain):
             return self.turn
 
     @pending_call
-    async def fork(self, *, same_seeds: bool = False) -> Chain:
+    async def fork(self, *, same_seeds: bool = False, number: int | None = None) -> Chain:
         """Return a new chain with the same turns, which continues independently in forks of the sandboxes.
 
         Args:
             same_seeds: whether the fork samples with the seeds of this chain instead of its own.
+            number: number of the fork, at least 1, which determines its id and seeds; by default the next number.
 
         Raises:
             SandboxError: if a sandbox or the state of the tools cannot be forked.
         """
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise SettingsError(f"number must be an integer of at least 1, got {number!r}")
         with self._exclusive("fork"):
-            key = dataclasses.replace(self.key, fork=f"{self.key.fork}.{next(self._fork_numbers)}")
-            twin = Chain(self.agent, self.task, key, self.hooks)
-            twin.context = await self.context.fork(key.id)
-            twin.author = self.author
-            twin.turn, twin.stop, twin.error = self.turn, self.stop, self.error
-            twin.origin, twin.origin_key = self.origin, self.origin_key
-            twin.seed_key = self.seed_key if same_seeds else key
-            twin._prepared, twin.has_sampled = self._prepared, self.has_sampled
-            twin._started_at = self._started_at
+            twin = self._twin(self._forks + 1 if number is None else number, same_seeds)
+            twin.context = await self.context.fork(twin.id)
             return twin
+
+    def _twin(self, number: int, same_seeds: bool = False) -> Chain:
+        """Return the fork with this number, without forking the sandboxes."""
+        self._forks = max(self._forks, number)
+        twin = Chain(self.agent, self.task, dataclasses.replace(self.key, fork=f"{self.key.fork}.{number}"), self.hooks)
+        twin.author = self.author
+        twin.turn, twin.stop, twin.error = self.turn, self.stop, self.error
+        twin.origin, twin.origin_key = self.origin, self.origin_key
+        twin.seed_key = self.seed_key if same_seeds else twin.key
+        twin._prepared, twin.has_sampled = self._prepared, self.has_sampled
+        twin._started_at, twin._context_used_at = self._started_at, self._context_used_at
+        return twin
+
+    @pending_call
+    async def sample_turns(self, n: int, *, to_end: bool = False) -> Rollout:
+        """Draw `n` independent samples of the next action without changing this chain.
+
+        Each sample is drawn in its own fork, with the id and seeds that the next `n` calls of `fork` would use. The
+        sandboxes are forked only with `to_end=True`. The samples run concurrently if the pools have enough sandboxes.
+
+        Args:
+            n: number of samples, at least 1.
+            to_end: whether to run each sample to the end of the chain, with the agent's hooks, and score it.
+
+        Returns:
+            One group of `n` trajectories. Without `to_end`, they end with the sampled action and are unscored; the stop
+            reason is "cancelled" if the chain would continue. `append_sample` adds one of the actions to a chain.
+
+        Raises:
+            SettingsError: if `n` is not positive, or the next turn cannot be an action.
+            SandboxError: if `to_end=True` and a sandbox or the state of the tools cannot be forked.
+        """
+        if not isinstance(n, int) or n < 1:
+            raise SettingsError(f"n must be an integer of at least 1, got {n!r}")
+        with self._exclusive("sample_turns"):
+            await self._prepare()
+            self._check_action_due()
+            began = time.perf_counter()
+            forking = asyncio.Lock()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    twins = [self._twin(self._forks + 1) for _ in range(n)]
+                    jobs = [group.create_task(self._sample_in(twin, to_end, forking)) for twin in twins]
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            return Rollout.from_trajectories([job.result() for job in jobs], time.perf_counter() - began)
+
+    async def _sample_in(self, twin: Chain, to_end: bool, forking: asyncio.Lock) -> Trajectory:
+        try:
+            if not to_end:
+                await twin._sample(self.agent.sampling)
+                return twin.snapshot()
+            async with forking:  # prevents a deadlock between forks that each need several sandboxes
+                twin.context = await self.context.fork(twin.id)
+            return await twin.run()
+        finally:
+            await twin.close()
+
+    def append_sample(self, sample: Trajectory) -> Turn:
+        """Append an action from a trajectory returned by `sample_turns`, as if this chain had sampled it.
+
+        Args:
+            sample: a trajectory that starts with the turns of this chain, followed by a sampled action.
+
+        Raises:
+            SettingsError: if the chain is not at the turn where `sample` was drawn, or `sample` has no action there.
+        """
+        with self._exclusive("append_sample"):
+            n = len(self.turns)
+            if [(t.ids, t.text) for t in sample.turns[:n]] != [(t.ids, t.text) for t in self.turns]:
+                raise SettingsError(f"sample must begin with the turns of this chain, got {sample.id!r}")
+            if len(sample.turns) == n or sample.turns[n].kind != "action":
+                raise SettingsError(f"sample must continue with a sampled action, got {sample.id!r}")
+            ended = len(sample.turns) == n + 1 and sample.stop != "cancelled"
+            self.has_sampled = True
+            turn = dataclasses.replace(sample.turns[n], parent=self.turn, reward=None)
+            return self._append(turn, sample.stop if ended else None)

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from agentfly_kit import seeds
 from agentfly_kit._async.listeners import Listeners
+from agentfly_kit._display import Displayable
 from agentfly_kit.agent.budget import BudgetUsage
 from agentfly_kit.types import Task, Trajectory
 
@@ -28,9 +29,10 @@ class ChainKey:
     def id(self) -> str:
         return f"{self.group}/{self.chain}{self.fork}"
 
-    def seed(self, run_seed: int, task: str, turn: int) -> int:
-        """Return the seed of the action with index `turn`; `task` is the id of the task."""
-        return seeds.derive(run_seed, self.purpose, self.rollout, task, self.group, self.chain, self.fork, turn)
+    def seed(self, run_seed: int, task: str, turn: int, attempt: int = 0) -> int:
+        """Return the seed of the action at index `turn`. `task` is the task id; for `attempt`, see `Chain.sample`."""
+        parts = (self.purpose, self.rollout, task, self.group, self.chain, self.fork, turn)
+        return seeds.derive(run_seed, *parts, *([attempt] if attempt else []))
 
 
 # Called with each progress event as (trajectory, kind, phase, state, turn, detail, call); see `RolloutEvent`.
@@ -60,8 +62,8 @@ class ChainHooks:
     run: str = ""
 
 
-@dataclass(frozen=True)
-class RolloutEvent:
+@dataclass(frozen=True, repr=False)
+class RolloutEvent(Displayable):
     """State change of a chain. Every "start" has a matching "end", even after a failure or cancellation.
 
     The events of one chain are nested; the first and last event have kind "chain".
@@ -102,6 +104,7 @@ class ChainState(NamedTuple):
         since: Seconds from the start of the rollout to the beginning of this state.
         detail: Names of the running tools, or the stop reason.
         reward: Reward of the chain; None if it is unfinished or unscored.
+        success: Whether the chain succeeded; None if it is unfinished or unscored.
     """
 
     trajectory: str
@@ -111,14 +114,15 @@ class ChainState(NamedTuple):
     since: float = 0.0
     detail: str = ""
     reward: float | None = None
+    success: bool | None = None
 
 
-@dataclass(frozen=True)
-class RolloutSnapshot:
+@dataclass(frozen=True, repr=False)
+class RolloutSnapshot(Displayable):
     """State of a rollout at one moment.
 
     Attributes:
-        state: not started, running, paused, stopping, done, stopped or failed.
+        state: not started, running, paused, stopping, done, stopped, interrupted or failed.
         seconds: Time since the start of the rollout, or its duration if it has ended.
         chains: State of each chain, in the order of the tasks.
     """
@@ -197,4 +201,5 @@ class Progress:
             state = state._replace(state="cancelled", detail=not_run[key.id])
         elif key.id in waiting and state.state in ("tool", "scoring"):
             state = state._replace(state="sandbox")
-        return state._replace(reward=done[key.id].reward) if key.id in done else state
+        trajectory = done.get(key.id)
+        return state if trajectory is None else state._replace(reward=trajectory.reward, success=trajectory.success)

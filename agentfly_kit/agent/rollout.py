@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from agentfly_kit._async.pending_call import pending_call
 from agentfly_kit._display import Displayable
@@ -20,7 +20,7 @@ from agentfly_kit.errors import SettingsError
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.success import SuccessRule, check_success_rule, record_success, sign_flip_test
 from agentfly_kit.tools.context import Context
-from agentfly_kit.types import UNSCORED_STOPS, Group, Task, Trajectory
+from agentfly_kit.types import UNSCORED_STOPS, Group, Task, Trajectory, get_chain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,6 +31,9 @@ Pair: TypeAlias = tuple[Trajectory, Trajectory]
 @dataclass(frozen=True)
 class Rollout(Displayable):
     """Finished chains, grouped by task in the order of the tasks.
+
+    `rollout.save(path)` writes a file that `Rollout.load(path)` reads. `Run.rollout(step)` loads a rollout of a
+    training run with `TrainConfig(save_rollouts=True)`.
 
     Attributes:
         groups: One group per task.
@@ -61,6 +64,15 @@ class Rollout(Displayable):
 
     def __iter__(self) -> Iterator[Trajectory]:
         return iter(self.trajectories)
+
+    @overload
+    def __getitem__(self, index: int) -> Trajectory: ...
+    @overload
+    def __getitem__(self, index: slice) -> Rollout: ...
+    def __getitem__(self, index: int | slice) -> Trajectory | Rollout:
+        if isinstance(index, slice):
+            return Rollout.from_trajectories(self.trajectories[index], self.seconds)
+        return get_chain(self, index)
 
     @classmethod
     def from_trajectories(
@@ -250,6 +262,7 @@ def _trajectory_records(t: Trajectory) -> Iterator[dict[str, Any]]:
         "seconds": t.seconds,
         "error": str(t.error) if t.error else None,
         "dropped": t.dropped,
+        "note": t.note,
         **{f"metric_{name}": value for name, value in t.metrics.items()},
     }
 

@@ -103,6 +103,8 @@ def _trajectory_from_json(data: dict[str, Any], token_texts: dict[int, str]) -> 
         for name in ("ids", "logprobs", "entropies", "kept_mass", "versions", "messages"):
             if raw.get(name) is not None:
                 raw[name] = tuple(raw[name])
+        if "alternatives" in raw:
+            raw["alternatives"] = tuple(tuple(map(tuple, position)) for position in raw["alternatives"])
         raw["label"] = raw.pop("place", "")
         if raw["ids"] is not None and "pieces" not in raw:
             raw["token_texts"] = tuple(token_texts.get(i, f"[{i}]") for i in raw["ids"])

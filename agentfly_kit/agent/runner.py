@@ -13,9 +13,10 @@ from typing import Any
 from agentfly_kit._async.gc_pause import relaxed_gc
 from agentfly_kit._async.interrupts import keep_interruptible
 from agentfly_kit._async.pending_call import Handle, cancelling, wait_all
-from agentfly_kit._display import Displayable
+from agentfly_kit._display import Displayable, explain_interrupt
 from agentfly_kit.agent.budget import Budget, BudgetUsage
 from agentfly_kit.agent.chain_editing import Chain
+from agentfly_kit.agent.harness import create_chain
 from agentfly_kit.agent.progress import ChainHooks, ChainKey, Progress, RolloutEvent, RolloutSnapshot
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings, task_list
@@ -65,6 +66,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
                 raise SettingsError(
                     f"{name}={limit} must not limit tokens: the tokens of a text-only engine are unknown"
                 )
+            if limit is not None and limit.tool_calls is not None and agent.harness is not None:
+                raise SettingsError(f"{name}={limit} must not limit tool_calls: the harness runs its own tools")
         agent.check_tasks(given)
         if agent.exact:
             # Render the first prompt here, so that a template that rejects every task raises. If a template rejects a
@@ -121,7 +124,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         if not self._task.done():
             return "stopping" if self._stopping else "running" if self._unpaused.is_set() else "paused"
         if self._task.cancelled():
-            return "stopped"
+            return "stopped" if self._stopping else "interrupted"
         return "done" if self._task.exception() is None else "failed"
 
     def subscribe(self, callback: Callable[[RolloutEvent], object]) -> Callable[[], None]:
@@ -163,12 +166,13 @@ class RolloutHandle(Handle[Rollout], Displayable):
         try:
             with keep_interruptible():
                 return await asyncio.shield(task)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if self._stopping and task.done() and not cancelling():
                 return self.partial
             # The awaiting task was cancelled, for example by an interrupt. Do not leave the rollout running.
             task.cancel()
             await _wait_and_forget([task])
+            self._explain(error)
             raise
 
     async def __aiter__(self) -> AsyncIterator[Trajectory]:
@@ -184,11 +188,25 @@ class RolloutHandle(Handle[Rollout], Displayable):
                 yield trajectory
             if not self._stopping:
                 await task
+        except asyncio.CancelledError as error:
+            self._explain(error)
+            raise
+        except GeneratorExit:  # the caller's loop ended early, for example by `break`
+            self._stopping = self._stopping or self._readers == [finished]
+            raise
         finally:
             self._readers.remove(finished)
             if not self._readers:  # the last reader has stopped iterating
                 task.cancel()
                 await _wait_and_forget([task])
+
+    def _explain(self, error: asyncio.CancelledError) -> None:
+        explain_interrupt(
+            error,
+            f"the rollout was interrupted: {len(self._done)} of {self.total} chains have finished and are kept in "
+            "agent.last_run.partial. To run all chains, call agent.rollout again with the same arguments; the finished "
+            "ones will be the same",
+        )
 
     def _start(self) -> asyncio.Task[Rollout]:
         if self._task is None:
@@ -271,7 +289,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         if stop is None:
             hooks = ChainHooks(self._progress.report, self._unpaused.wait, self._spawn, usages, self._name)
             try:
-                chain = fork or Chain(self.agent, task, key, hooks)
+                chain = fork or create_chain(self.agent, task, key, hooks)
             except Exception as error:  # for example, the chat template rejects the task's messages
                 self._finished(self._failed_trajectory(task, key, error))
             else:

@@ -16,6 +16,9 @@ from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.pool.environment import is_environment, reset_arguments
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.success import SuccessRule, check_success_rule
+from agentfly_kit.tools import function as functions
+from agentfly_kit.tools.context import Context, Fields
+from agentfly_kit.tools.injection import InjectedFunction
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.types import Group, Message, Sampling, Task, Trajectory
 
@@ -39,6 +42,30 @@ _HOOKS = {
     "after_chain": ("chain", "trajectory"),
     "group_reward": ("group",),
 }
+
+# Settings that have no effect with a harness, because it replaces the built-in agent loop.
+_WITHOUT_HARNESS = (
+    "tools", "system", "max_tool_calls", "before_chain", "before_turn", "after_observation", "on_context_full",
+)  # fmt: skip
+
+
+class Harness(InjectedFunction[..., Any]):
+    """Wrapper of the function passed as `Agent(harness=)`. Its parameters are injected by name."""
+
+    kind = "harness"
+    error_type = SettingsError
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function, None, None, ("endpoint", "task", "context"))
+
+    def _settings(self) -> str:
+        return self.name
+
+    async def run(self, context: Context, endpoint: Any) -> functions.Outcome:
+        """Call the harness function with the task of `context`."""
+        fields = Fields(context.task.fields)
+        async with self._inject(context, fields, endpoint=endpoint, task=context.task) as arguments:
+            return await functions.call_user_function(self.function, arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +114,10 @@ class AgentSettings(Displayable):
         after_chain: Called with each finished chain of a rollout and its trajectory.
         group_reward: Called with each group after all chains of a rollout have ended, for rewards that compare chains.
             Returns one number per chain, in order, to add to its reward, or None to leave the chain unscored.
+        harness: Function that runs an agent of any framework on one task and replaces the built-in loop. The function
+            sends requests to `endpoint`, an `af.Endpoint`. It returns the final answer, or None to use the last action
+            as the answer. Parameters are injected: `endpoint`, `task`, `context` and task fields by name, sandboxes by
+            annotation. A sync function runs in a thread. `max_turns` limits the number of requests.
     """
 
     engine: Engine
@@ -113,6 +144,7 @@ class AgentSettings(Displayable):
     on_context_full: Callable[[Any], Any] | None = None
     after_chain: Callable[[Any, Trajectory], Any] | None = None
     group_reward: Callable[[Group], Any] | None = None
+    harness: Any = None
     # Concurrency limits shared by all chains of the agent; created from the settings above unless given.
     _concurrency: Any = field(default=None, repr=False)
     # Handle of the most recently started rollout, set by the runner.
@@ -137,18 +169,29 @@ class AgentSettings(Displayable):
             _check_hook(name, getattr(self, name), parameters)
         check_success_rule(self.success)
         tools = self.tools if isinstance(self.tools, ToolSet) else ToolSet(self.tools)
+        if tools.names and self.exact:
+            self.chat.require_tools()
         reward = RewardSet(self.reward)
+        harness = self.harness
+        if harness is not None:
+            values = {name: getattr(self, name) for name in _WITHOUT_HARNESS} | {"tools": tuple(tools) or None}
+            for name, value in values.items():
+                if value is not None:
+                    raise SettingsError(f"{name} must not be given with harness, because the harness has its own loop")
+            harness = harness if isinstance(harness, Harness) else Harness(harness)
         pools = (self.pools,) if hasattr(self.pools, "acquire") else tuple(self.pools)
-        for sandbox_type in (*tools.sandbox_types, *reward.sandbox_types):
+        required = (*tools.sandbox_types, *reward.sandbox_types, *(harness.sandbox_types if harness else ()))
+        for sandbox_type in required:
             if not any(issubclass(pool.sandbox_type, sandbox_type) for pool in pools):
                 raise SettingsError(
-                    f"a tool or the reward requires a {sandbox_type.__name__}, and no pool has it; "
+                    f"a tool, the reward or the harness requires a {sandbox_type.__name__}, and no pool has it; "
                     f"add pools=[af.Pool({sandbox_type.__name__}, size=8)]"
                 )
         limits = self._concurrency or ConcurrencyLimits(
             self.max_concurrent_requests, self.max_concurrent_tools, self.max_concurrent_rewards
         )
-        for name, value in (("tools", tools), ("reward", reward), ("pools", pools), ("_concurrency", limits)):
+        settings = {"tools": tools, "reward": reward, "harness": harness, "pools": pools, "_concurrency": limits}
+        for name, value in settings.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -168,16 +211,19 @@ class AgentSettings(Displayable):
         """
         self.tools.check(tasks)
         self.reward.check(tasks)
+        if self.harness is not None:
+            self.harness.check(tasks)
         for pool in self.pools:
             if is_environment(pool.sandbox_type):
                 for task in tasks:
                     reset_arguments(pool.sandbox_type, task)
-        for name in (*self.tools.redefined(), *self.reward.redefined()):
+        changed = [self.harness.name] if self.harness is not None and self.harness.redefined() else []
+        for name in (*self.tools.redefined(), *self.reward.redefined(), *changed):
             if name not in self._warned:
                 self._warned.append(name)
                 warnings.warn(
                     f"this agent still has the {name!r} from before it was defined again; "
-                    f"agent.replace(tools=[...], reward=...) takes the new one",
+                    f"agent.replace(tools=[...], reward=..., harness=...) takes the new one",
                     stacklevel=4,
                 )
 

@@ -25,8 +25,8 @@ _PADDING: dict[str, Any] = {"ids": 0, "attention": False, "mask": False, "versio
 _PADDING |= dict.fromkeys(("logprobs", "entropies", *_MASKED_FIELDS), math.nan)
 
 
-@dataclass(frozen=True)
-class Dropped:
+@dataclass(frozen=True, repr=False)
+class Dropped(Displayable):
     """Record of a trajectory, or one of its rows, that is excluded from every loss term and denominator."""
 
     trajectory: str  # trajectory id

@@ -8,12 +8,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentfly_kit._display import Displayable
 from agentfly_kit.errors import AlignmentError, BatchError
 from agentfly_kit.types import Trajectory, Turn
 
 
-@dataclass(frozen=True)
-class TurnData:
+@dataclass(frozen=True, repr=False)
+class TurnData(Displayable):
     """Inputs of `advantages.gigpo` and `advantages.arpo`: N tuples each, with one entry per sampled turn, in order.
 
     Attributes:

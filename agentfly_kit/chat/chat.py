@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -29,7 +28,7 @@ Cause: TypeAlias = Literal["none", "template", "re-tokenisation", "other"]
 _CACHE_SIZE = 1024
 
 
-class Chat:
+class Chat(Displayable):
     """Tokenizer with its chat template, and the format in which the model writes tool calls.
 
     Args:
@@ -136,28 +135,46 @@ class Chat:
         messages = normalize_messages(messages, "messages", answered=True)
         return self.template.render(self._adapt_messages(messages), tools, generate=generate)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        trusted: Collection[str] = ("system", "assistant"),
+    ) -> tuple[int, ...]:
         """Return the ids of the initial messages and tool schemas, with the generation prompt.
 
         If the template does not render tools, or renders them in a different format, the format's instructions are
         added to the system message.
 
+        Args:
+            messages: the messages.
+            tools: tool schemas.
+            trusted: roles whose text may contain control tokens. For other roles, they are encoded as plain text.
+
         Raises:
-            ChatTemplateError: if there are tools, but their results cannot be appended exactly, or if the template
-                drops, repeats or moves a message (except the text of assistant messages under history="rerender").
-            SettingsError: for content that is not text, or if the last message is from the assistant.
+            ChatTemplateError: if there are tools, but tool calls cannot be parsed or tool results cannot be appended
+                exactly; or if the template drops, repeats or moves a message. With history="rerender", the text of
+                assistant messages is not checked.
+            SettingsError: if the content of a message is not text, or the last message is from the assistant.
         """
         messages = normalize_messages(messages, "prompt")
         if tools:
-            self._require_append("tool")
-            unreadable = self.template.calls is not None and self.detected_format is None
-            if unreadable and self._visible_tools(tools):
-                warnings.warn(
-                    f"no format reads the calls that the chat template of {self.template.name} teaches: with "
-                    f"{self.format.name} they are treated as answers; pass a custom formats.Format as format=",
-                    stacklevel=3,
-                )
-        return self._encode_messages(*self._prepare(messages, tools), after_action=False)
+            self.require_tools()
+        return self._encode_messages(*self._prepare(messages, tools), after_action=False, trusted=trusted)
+
+    def require_tools(self) -> None:
+        """Raise a ChatTemplateError if tool calls cannot be parsed or tool results cannot be appended."""
+        self._require_append("tool")
+        template = self.template
+        unreadable = self.detected_format is None and template.calls is not None and template.shows_tools
+        if unreadable and self.format in formats.NATIVE:
+            written = template.written_call("get_weather", {"city": "Rome"})
+            raise ChatTemplateError(
+                f"no format reads tool calls as the chat template of {template.name} renders them ({written[:80]!r}), "
+                'so calls would be taken for answers; use format="react", which replaces the template\'s instructions '
+                "for tools, or a subclass of af.chat.formats.Format"
+            )
 
     def observation_ids(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, after: Sequence[int] = ()
@@ -243,23 +260,32 @@ class Chat:
         return adapted, shown
 
     def _encode_messages(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, after_action: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        after_action: bool,
+        trusted: Collection[str] = ("system", "assistant"),
     ) -> tuple[int, ...]:
         """Render and encode a prompt or the messages after an action. Results are cached, because rendering is slow."""
-        key = f"{after_action} {list(messages)!r} {tools!r}"
+        key = f"{after_action} {trusted} {list(messages)!r} {tools!r}"
         if key not in self._render_cache:
             if len(self._render_cache) >= _CACHE_SIZE:
                 self._render_cache.clear()
             self.template.require_visible(
                 messages, tools, after_action=after_action, answers=self.history != "rerender"
             )
-            self._render_cache[key] = self._encode_safely(messages, tools, after_action)
+            self._render_cache[key] = self._encode_safely(messages, tools, after_action, trusted)
         return self._render_cache[key]
 
     def _encode_safely(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], after_action: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        after_action: bool,
+        trusted: Collection[str],
     ) -> tuple[int, ...]:
-        """Render and encode messages. User and tool text such as <|im_end|> never becomes a control token."""
+        """Render and encode messages. In messages of untrusted roles, <|im_end|> and similar text is plain text."""
         controls: list[str] = []
         mark = unused_marker("qzcontrol", messages)
 
@@ -269,7 +295,7 @@ class Chat:
 
         plain = [
             {**message, "content": self._controls.sub(replace_control, message["content"])}
-            if message["role"] in ("user", "tool")
+            if message["role"] not in trusted
             else message
             for message in messages
         ]

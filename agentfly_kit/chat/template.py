@@ -398,13 +398,15 @@ class Template:
         return tuple(dict.fromkeys(m.group() for m in found if m and m.group() not in inside))
 
     def written_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Render a call as it appears in an action; "" if the template does not accept calls."""
+        """Render a call as in an action, without a stop token; return "" if the template does not support calls."""
         if self.calls is None:
             return ""
         action = self._call_message([{"name": name, "tool_call_id": "call-0"}], arguments)
         text, prompt = self._probe(_USER, action), self.render([_USER], generate=True)
         text = text[common_prefix_length(prompt, text) :]
-        return text[: -len(self.answer_tail)] if self.answer_tail and text.endswith(self.answer_tail) else text
+        return next(
+            (text.removesuffix(end) for end in (self.answer_tail, *self.stops()) if end and text.endswith(end)), text
+        )
 
     def whitespace_kept(self) -> bool:
         """Return True if whitespace around an answer is kept in rendered history."""

@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from agentfly_kit._display import Displayable
 from agentfly_kit.errors import EngineError
 from agentfly_kit.types import Sample, Sampling, TurnRequest
 
 
-class Engine(ABC):
+class Engine(Displayable, ABC):
     """Base class for engines, which sample one action per call.
 
     Calls may run concurrently and do not affect each other's results.
@@ -63,11 +64,11 @@ class Engine(ABC):
         """Use the weights of `policy` for all further sampling."""
         raise EngineError(f"{type(self).__name__} has no weights to update; train with LocalEngine or VLLMEngine")
 
-    def release(self, session: str) -> None:  # noqa: B027 - an engine without KV has nothing to do
+    def release(self, session: str) -> None:
         """Release the state kept for a session (such as its KV cache) after its chain has ended."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"  # no memory address, so that notebook outputs are stable
 
-    async def close(self) -> None:  # noqa: B027
+    async def close(self) -> None:
         """Stop all running work and release resources. The engine may be used again afterwards."""

@@ -95,7 +95,7 @@ class OpenAIEngine(Engine):
         self._version = 0
         # Number of updates with an unknown outcome since the last successful one.
         self._failed_updates = 0
-        # An httpx client can only be used in the event loop in which it was created.
+        # One client per event loop, because an httpx2 client can only be used in the loop in which it was created.
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
         self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = weakref.WeakKeyDictionary()
 
@@ -382,11 +382,11 @@ class OpenAIEngine(Engine):
         loop = asyncio.get_running_loop()
         client = self._clients.get(loop)
         if client is None:
-            import httpx
+            import httpx2
 
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
             headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-            client = httpx.AsyncClient(timeout=httpx.Timeout(self.timeout), limits=limits, headers=headers)
+            client = httpx2.AsyncClient(timeout=httpx2.Timeout(self.timeout), limits=limits, headers=headers)
             self._clients[loop] = client
         return client
 
@@ -397,7 +397,7 @@ class OpenAIEngine(Engine):
             _Refused: If the server rejects the request with a status for which a retry is useless.
             EngineError: If all attempts failed, or the response is not valid JSON.
         """
-        import httpx
+        import httpx2
 
         client = self._client()
         url = path if "://" in path else self.base_url + path
@@ -407,7 +407,7 @@ class OpenAIEngine(Engine):
             try:
                 async with asyncio.timeout(self.timeout):
                     response = await client.request(method, url, json=body)
-            except (httpx.TransportError, TimeoutError) as error:
+            except (httpx2.TransportError, TimeoutError) as error:
                 last = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             else:
                 if response.status_code < 300:

@@ -31,6 +31,7 @@ _WHERE = {
     "EnvironmentTool": "base",
     "Family": "family",
     "agent": "base",
+    "from_env": "gym",
     "from_gymnasium": "gym",
     "reward": "base",
     "to_gymnasium": "gym",

@@ -17,6 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
+from agentfly_kit import task_files
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.family import Family, Move, check_int, existing_file, hash_split, row_id, shipped_rows
 from agentfly_kit.errors import SettingsError, TaskError
@@ -257,7 +258,7 @@ def load(path: str | os.PathLike[str], *, shown: int | None = 1) -> Tasks:
     if shown is not None:
         check_int("shown", shown)
     found: dict[int, dict[str, Any]] = {}
-    for position, (where, row) in enumerate(task_sets._read_rows(file)):
+    for position, (where, row) in enumerate(task_files.read_rows(file)):
         made = _mbpp(row, where, shown)
         number = made.pop("task_id")
         known = isinstance(number, int) and not isinstance(number, bool)

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from agentfly_kit import task_files
 from agentfly_kit import tasks as task_sets
+from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
@@ -69,12 +71,12 @@ def small_chat() -> Chat:
 
     from transformers import AutoTokenizer
 
-    with as_file(task_sets._data().joinpath("policies", "calculator")) as folder:
+    with as_file(task_files.bundled_folder().joinpath("policies", "calculator")) as folder:
         return Chat(AutoTokenizer.from_pretrained(folder))
 
 
 @dataclass(frozen=True)
-class Family:
+class Family(Displayable):
     """Definition of a task family. Users call `tasks`, `agent`, `expert` and `random_agent`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Adapters to and from Gymnasium environments. Requires `pip install gymnasium`."""
+"""Adapters for Gymnasium, TextArena and OpenEnv environments, which have `reset` and `step`."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def from_gymnasium(
     name: str = "act",
     **options: Any,
 ) -> type:
-    """Wrap a Gymnasium environment as an environment class with one tool, `act(action)`.
+    """Wrap a Gymnasium environment with a fixed set of actions as an environment class with one tool, `act(action)`.
 
-    Each step's reward is a turn reward, and the chain's reward is their sum. The episode is reset with the task's seed
-    and its field `options`. The environment cannot be forked.
+    The reward of each step is a turn reward, and the metric `total` is the sum of these rewards. The environment is
+    reset with the task's seed and its field `options`. It cannot be forked. For text actions, see `from_env`.
 
     Args:
         make: a Gymnasium id such as "FrozenLake-v1", created with `options`, or a function that returns a new
@@ -55,46 +55,146 @@ def from_gymnasium(
     if not actions:
         raise SettingsError("actions must map at least one string to an action, got {}; pass actions={'left': 0, ...}")
     choices = ", ".join(map(repr, actions))
-    build = make if callable(make) else lambda: gymnasium.make(make, **options)
+
+    def convert(text: str) -> Any:
+        if text not in actions:
+            raise ValueError(f"there is no action {text!r}; there is {choices}")
+        return actions[text]
+
+    wrapped = from_env(
+        make if callable(make) else lambda: gymnasium.make(make, **options), action=convert, show=show, name=name
+    )
+    label = make if isinstance(make, str) else getattr(make, "__name__", "Gymnasium")
+    wrapped.__name__ = wrapped.__qualname__ = label.replace("-", "_")
+    return wrapped
+
+
+def from_env(
+    make: Callable[[], Any],
+    *,
+    action: Callable[[str], Any] = str,
+    show: Callable[[Any], str] = str,
+    name: str = "act",
+) -> type:
+    """Wrap an environment with `reset` and `step` as an environment class with one tool, `act(action)`.
+
+    Three protocols are detected from the return values of `reset` and `step`. The methods may be sync or async.
+
+    - Gymnasium: `reset` returns (observation, info), `step` returns (observation, reward, terminated, truncated, info).
+    - TextArena with one player: `get_observation()` returns (player, text), `step` returns (done, info), and `close()`
+      returns the rewards. If a text starts with the previous text, only the new part is shown to the model.
+    - OpenEnv: `reset` and `step` return an object with `observation`, `reward` and `done`.
+
+    `seed` (the task's seed), `options` (a task field) and `num_players=1` are passed to `reset` if it accepts them. The
+    reward of each step is a turn reward, and the metric `total` is the sum of these rewards. By default, a chain with a
+    positive sum succeeds; `af.envs.agent(..., success=)` sets another rule. The environment cannot be forked.
+
+    Args:
+        make: a class or function without arguments that returns a new environment.
+        action: converts the text that the model writes to an action. The message of a ValueError is shown to the model.
+        show: converts an observation to the text that the model reads.
+        name: name of the tool.
+
+    Raises:  SettingsError if `make` is a class without `reset` or `step`. For a function, this is checked when the
+        first environment is created.
+    """
+    if not callable(make):
+        raise SettingsError(f"make must be a class or a function that returns an environment, got {make!r}")
+    if isinstance(make, type):
+        _require_methods(make, make.__name__)
 
     class Wrapped:
         def __init__(self) -> None:
-            self.env = build()
+            self.env = make()
+            _require_methods(self.env, type(self.env).__name__)
             self.done = False
             self.total = 0.0
-            self.terminated = self.truncated = False
             self.observation: Any = None
+            self._seen = ""
 
-        def reset(self, task: Task, seed: int) -> str:
-            self.observation, _ = self.env.reset(seed=seed % 2**31, options=task.fields.get("options"))
-            self.done = self.terminated = self.truncated = False
-            self.total = 0.0
-            return show(self.observation)
+        def reset(self, task: Task, seed: int) -> Any:
+            self.done, self.total, self._seen = False, 0.0, ""
+            given = {"seed": seed % 2**31, "options": task.fields.get("options"), "num_players": 1}
+            parameters = inspect.signature(self.env.reset).parameters
+            accepted = {*parameters} | (
+                {"seed"} if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else set()
+            )
+            return _then(self.env.reset(**{n: v for n, v in given.items() if n in accepted}), self._text)
 
         @tool(name=name)
-        def act(self, action: str) -> ToolResult:
+        def act(self, action: str) -> Any:
             """Take one step.
 
             Args:
                 action: what to do.
             """
-            if action not in actions:
-                return ToolResult(False, f"there is no action {action!r}; there is {choices}")
-            self.observation, gain, self.terminated, self.truncated, _ = self.env.step(actions[action])
-            self.total += float(gain)
-            self.done = self.terminated or self.truncated
-            return ToolResult(True, show(self.observation), reward=float(gain))
+            try:
+                converted = convert(action)
+            except ValueError as error:
+                return ToolResult(False, str(error))
+            return _then(self.env.step(converted), self._stepped)
+
+        def _text(self, result: Any) -> str:
+            """Extract the observation from the result of `reset` or `step`, and convert it to text."""
+            if callable(look := getattr(self.env, "get_observation", None)):
+                self.observation = look()[1]
+                text = show(self.observation)
+                seen, self._seen = self._seen, text
+                return text.removeprefix(seen).lstrip("\n") if seen else text
+            self.observation = result[0] if isinstance(result, tuple) else getattr(result, "observation", result)
+            return show(self.observation)
+
+        def _stepped(self, result: Any) -> ToolResult:
+            gain: Any = 0.0
+            if isinstance(result, tuple) and len(result) == 5:
+                _, gain, terminated, truncated, _ = result
+                self.done = bool(terminated or truncated)
+            elif isinstance(result, tuple) and len(result) == 2 and hasattr(self.env, "get_observation"):
+                self.done = bool(result[0])
+            elif hasattr(result, "observation") and hasattr(result, "done"):
+                gain, self.done = result.reward, bool(result.done)
+            else:
+                raise SettingsError(
+                    f"{type(self.env).__name__}.step must return what that of Gymnasium, TextArena or OpenEnv returns, "
+                    f"got {result!r:.80}"
+                )
+            text = self._text(result)
+            if self.done and hasattr(self.env, "get_observation"):
+                rewards = self.env.close()
+                gain = ((rewards[0] if isinstance(rewards, tuple) else rewards) or {}).get(0, 0.0)
+            self.total += float(gain or 0.0)
+            return ToolResult(True, text, reward=float(gain or 0.0))
 
         def reward(self) -> dict[str, float]:
             # Step rewards are already counted as turn rewards.
             return {"reward": 0.0, "total": self.total, "success": float(self.total > 0)}
 
-        def close(self) -> None:
-            self.env.close()
+        def close(self) -> Any:
+            close = getattr(self.env, "close", None)
+            return close() if callable(close) and not hasattr(self.env, "get_observation") else None
 
-    label = make if isinstance(make, str) else getattr(make, "__name__", "Gymnasium")
-    Wrapped.__name__ = Wrapped.__qualname__ = label.replace("-", "_")
+    convert = action  # `action` is also the name of the tool's parameter
+    Wrapped.__name__ = Wrapped.__qualname__ = getattr(make, "__name__", "Environment").strip("<>")
     return Wrapped
+
+
+def _require_methods(environment: Any, name: str) -> None:
+    for method in ("reset", "step"):
+        if not callable(getattr(environment, method, None)):
+            raise SettingsError(
+                f"{name} must have a method {method}, as environments of Gymnasium, TextArena and OpenEnv"
+            )
+
+
+def _then(value: Any, finish: Callable[[Any], Any]) -> Any:
+    """Return `finish(value)`, or, if `value` is awaitable, a coroutine that awaits it and then calls `finish`."""
+    if not inspect.isawaitable(value):
+        return finish(value)
+
+    async def awaited() -> Any:
+        return finish(await value)
+
+    return awaited()
 
 
 def to_gymnasium(sandbox_type: type, task: Task) -> Any:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from agentfly_kit import seeds
+from agentfly_kit._display import Displayable
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import RewardError, SettingsError
 from agentfly_kit.rewards import Reward
@@ -36,8 +37,8 @@ def escaped(text: str) -> str:
 # --- the rubric ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Criterion:
+@dataclass(frozen=True, repr=False)
+class Criterion(Displayable):
     """One criterion of a rubric.
 
     Args:
@@ -57,8 +58,8 @@ class Criterion:
             raise SettingsError(f"criterion {self.name!r} has weight={self.weight!r}; it must be positive and finite")
 
 
-@dataclass(frozen=True)
-class Rubric:
+@dataclass(frozen=True, repr=False)
+class Rubric(Displayable):
     """Criteria with 0 to `max_points` points each. The score is their weighted mean, scaled to 0 to 1."""
 
     criteria: tuple[Criterion, ...]
@@ -94,8 +95,8 @@ class Rubric:
         return sum(c.weight * points[c.name] for c in self.criteria) / (self.max_points * total)
 
 
-@dataclass(frozen=True)
-class Judgement:
+@dataclass(frozen=True, repr=False)
+class Judgement(Displayable):
     """Verdict on one answer. `score` is from 0 to 1, or None with the reason in `why`. `points` maps each criterion to
     its points, scaled to 0 to 1. `outputs` contains the judge's output for each attempt.
     """
@@ -106,8 +107,8 @@ class Judgement:
     outputs: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Ranking:
+@dataclass(frozen=True, repr=False)
+class Ranking(Displayable):
     """Comparison of several answers to one task.
 
     Attributes:
@@ -215,7 +216,7 @@ _RULES = (
 )
 
 
-class Judge:
+class Judge(Displayable):
     """A model that scores or ranks answers.
 
     Args:

@@ -28,7 +28,7 @@ from importlib.resources import as_file
 from pathlib import Path
 from typing import Any
 
-from agentfly_kit import tasks as task_sets
+from agentfly_kit import task_files
 from agentfly_kit.envs import mutation
 from agentfly_kit.envs.base import SandboxEnvironment
 from agentfly_kit.envs.family import Family, Move, hash_split, row_id, tool_outputs
@@ -177,7 +177,7 @@ def repository(folder: str | Path | None = None) -> Repository:
 
 @functools.cache
 def _shipped() -> Repository:
-    with as_file(task_sets._data().joinpath("repo")) as folder:
+    with as_file(task_files.bundled_folder().joinpath("repo")) as folder:
         return _read(folder)
 
 
@@ -481,7 +481,7 @@ _RUN = "python run_tests.py"
 
 @functools.cache
 def _shipped_bugs() -> tuple[dict[str, Any], ...]:
-    text = task_sets._data().joinpath("repo", "bugs.jsonl").read_text(encoding="utf-8")
+    text = task_files.bundled_folder().joinpath("repo", "bugs.jsonl").read_text(encoding="utf-8")
     return tuple(json.loads(line) for line in text.splitlines())
 
 

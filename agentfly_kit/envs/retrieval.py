@@ -43,7 +43,10 @@ class WordIndex:
     """
 
     def __init__(self, texts: Sequence[str], *, k1: float = 0.9, b: float = 0.4) -> None:
-        import bm25s
+        try:
+            import bm25s
+        except ImportError:
+            raise SettingsError('WordIndex needs bm25s; type: pip install "agentfly_kit[envs]"') from None
 
         if not texts:
             raise SettingsError("an index needs at least one text")

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from agentfly_kit import tasks as task_sets
+from agentfly_kit import task_files
+from agentfly_kit._display import Displayable
 from agentfly_kit.envs import encyclopedia, qa
 from agentfly_kit.envs.family import Family, Move, check_int, existing_file, int_field, row_id, tool_outputs
 from agentfly_kit.envs.retrieval import Embed, Index, VectorIndex, WordIndex, embedding, words
@@ -36,8 +37,8 @@ Metric = Literal["em", "f1"]
 BRIEF: dict[str, Any] = {"brief": True, "topk": 1}
 
 
-@dataclass(frozen=True)
-class Document:
+@dataclass(frozen=True, repr=False)
+class Document(Displayable):
     """One document of a corpus."""
 
     title: str
@@ -49,7 +50,7 @@ class Document:
         return f"{self.title}\n{self.text}" if self.title else self.text
 
 
-class Corpus:
+class Corpus(Displayable):
     """Documents and their indexes. Each index is built once, on first use."""
 
     def __init__(self, documents: Iterable[Document | str | Mapping[str, Any]], *, name: str = "yours") -> None:
@@ -70,7 +71,7 @@ class Corpus:
         Raises:  SettingsError or TaskError naming the file and line.
         """
         file = existing_file(path, "its rows must have 'contents', or 'title' and 'text'")
-        return cls([_document(row, where) for where, row in task_sets._read_rows(file)], name=str(file))
+        return cls([_document(row, where) for where, row in task_files.read_rows(file)], name=str(file))
 
     @staticmethod
     @functools.lru_cache(32)
@@ -258,7 +259,7 @@ family = Family(
     max_turns=6,
     size="1,200 train and 300 test tasks included; your own rows and corpus can be used",
     needs=("bm25s",),
-    install="pip install bm25s",
+    install='pip install "agentfly_kit[envs]"',
     splits={"train": 1200, "test": 300},
 )
 tasks, agent, expert, random_agent = family.tasks, family.agent, family.expert, family.random_agent

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentfly_kit import task_files
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import kendall
 from agentfly_kit.envs.base import SandboxEnvironment
@@ -395,7 +396,7 @@ def load(
     path = existing_file(questions, "pass the path of Spider's dev.json or InterCode's ic_spider_dev.json")
     folder = path.parent / "database" if databases is None else Path(databases).expanduser()
     found, missing = [], set()
-    for i, (where, given) in enumerate(task_sets._read_rows(path)):
+    for i, (where, given) in enumerate(task_files.read_rows(path)):
         row = _spider(given, where)
         name = row["db"]
         file = next((f for f in (folder / name / f"{name}.sqlite", folder / f"{name}.sqlite") if f.is_file()), None)

@@ -5,12 +5,16 @@ All text is escaped in this module, so that the output of models and tools is ne
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from agentfly_kit._display import public_values, short_repr
 
 if TYPE_CHECKING:
     from agentfly_kit._doctor import Diagnosis
@@ -25,16 +29,20 @@ if TYPE_CHECKING:
     from agentfly_kit.pool.pool import Pool
     from agentfly_kit.ppo.stats import Stats
     from agentfly_kit.rewards import Reward, RewardSet, Score
+    from agentfly_kit.sandboxes.sql import SQLResult
     from agentfly_kit.tasks import Tasks
     from agentfly_kit.tools.tool import Tool, ToolSet
     from agentfly_kit.trainer.loop import TrainRun
     from agentfly_kit.trainer.run_dir import Run
+    from agentfly_kit.trainer.runs import Runs
     from agentfly_kit.types import Distribution, Group, Task, ToolCall, Trajectory
 
 # --- parts -----------------------------------------------------------------------------------------
 
-LEFT = "text-align:left;vertical-align:top"
-RIGHT = "text-align:right;vertical-align:top"
+# Styles that JupyterLab applies to tables by default, but other front ends do not.
+LEFT = "text-align:left;vertical-align:top;padding:2px 8px"
+RIGHT = "text-align:right;vertical-align:top;padding:2px 8px"
+TABLE = "<table style='border-collapse:collapse'>"
 CODE = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 
 
@@ -79,16 +87,20 @@ def heading(text: Any) -> str:
     return f"<div style='font-weight:bold;margin:2px 0 4px'>{escape(text, 600)}</div>"
 
 
-def table(head: Sequence[str], rows: Iterable[Iterable[Any]], limit: int = 400) -> str:
+def table(head: Sequence[str], rows: Iterable[Iterable[Any]], limit: int = 400, max_rows: int = 50) -> str:
     """Return a table whose headings are aligned like their columns. If `head` is empty, there are no headings."""
-    cells = [list(row) for row in rows]
+    given = iter(rows)
+    cells = [list(row) for row in itertools.islice(given, max_rows)]
+    more = sum(1 for _ in given)
     right = [any(_is_number(row[i]) for row in cells if i < len(row)) for i in range(len(head))]
     top = "".join(
-        f"<th style='text-align:{'right' if aside else 'left'}'>{escape(name)}</th>"
-        for name, aside in zip(head, right, strict=True)
+        f"<th style='{RIGHT if aside else LEFT}'>{escape(name)}</th>" for name, aside in zip(head, right, strict=True)
     )
     body = "".join(f"<tr>{''.join(cell(value, limit) for value in row)}</tr>" for row in cells)
-    return f"<table>{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
+    return (
+        f"{TABLE}{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
+        f"{f'<p>and {more:,} more</p>' if more else ''}"
+    )
 
 
 def definition_table(title: Any, pairs: Mapping[str, Any], limit: int = 400) -> str:
@@ -142,6 +154,13 @@ def token_distribution(distribution: Distribution) -> str:
     return table(("id", "token", "probability"), rows) + f"<p>entropy {d.entropy:.3f} nats</p>"
 
 
+def sql_result(result: SQLResult) -> str:
+    head = heading(f"{len(result.rows):,} rows" + (", cut off" if result.truncated else "")) if result.columns else ""
+    note = f"<pre>{escape(result.error or repr(result), 2000)}</pre>" if result.error or not result.columns else ""
+    rows = (row[:20] for row in result.rows)
+    return head + (table(result.columns[:20], rows, 200, max_rows=20) if result.columns else "") + note
+
+
 def tool_call(call: ToolCall) -> str:
     result = call.result
     state = "unreadable" if call.error else "not run" if result is None else "ok" if result.ok else "failed"
@@ -165,20 +184,21 @@ _TURN_COLOURS = {"prompt": "#8884", "action": "#2a82", "observation": "#28c2", "
 
 
 def trajectory(trajectory: Trajectory) -> str:
-    several, left = len(trajectory.rows) > 1, f"<th style='{LEFT}'>"
+    several, left, limit = len(trajectory.rows) > 1, f"<th style='{LEFT}'>", 50
     rows = "".join(
-        f"<tr><td style='{RIGHT}'>{i}</td>{f'<td>{turn.row}</td>' if several else ''}"
+        f"<tr><td style='{RIGHT}'>{i}</td>{f'<td style={RIGHT!r}>{turn.row}</td>' if several else ''}"
         f"<td style='{LEFT}'>{turn.kind}</td><td style='{LEFT}'>{escape(turn.author)}</td>"
         f"<td style='{RIGHT}'>{'–' if turn.ids is None else len(turn.ids)}</td>"
         f"<td style='text-align:left;background:{_TURN_COLOURS[turn.kind]}'><code style='white-space:pre-wrap'>"
         f"{escape(turn.text)}</code></td></tr>"
-        for i, turn in enumerate(trajectory.turns)
+        for i, turn in enumerate(trajectory.turns[:limit])
     )
+    more = f"<p>and {len(trajectory.turns) - limit} more turns</p>" if len(trajectory.turns) > limit else ""
     return (
         f"<p><b>{escape(trajectory.id)}</b>: {escape(trajectory.explain())}</p>"
-        f"<table><thead><tr><th></th>{'<th>row</th>' if several else ''}{left}kind</th>{left}author</th>"
+        f"{TABLE}<thead><tr><th></th>{'<th>row</th>' if several else ''}{left}kind</th>{left}author</th>"
         f"<th>tokens</th>{left}text</th></tr></thead>"
-        f"<tbody>{rows}</tbody></table>" + _tracebacks(trajectory.tool_calls)
+        f"<tbody>{rows}</tbody></table>{more}" + _tracebacks(trajectory.tool_calls)
     )
 
 
@@ -270,10 +290,10 @@ def drift(drift: Drift) -> str:
         "re-encoded": tokens(drift.encoded_tokens),
     }
     rows = "".join(
-        f"<tr><td>{name}</td><td style='text-align:left'>{content}</td></tr>" for name, content in cells.items()
+        f"<tr><td style='{LEFT}'>{name}</td><td style='{LEFT}'>{content}</td></tr>" for name, content in cells.items()
     )
     where = f"at token {drift.index} of {drift.tokens} ({escape(drift.turn)})"
-    return f"<p><b>{escape(drift.cause)}</b> {where}: {escape(drift.why)}</p><table><tbody>{rows}</tbody></table>"
+    return f"<p><b>{escape(drift.cause)}</b> {where}: {escape(drift.why)}</p>{TABLE}<tbody>{rows}</tbody></table>"
 
 
 # --- agents, tools, rewards, runs ------------------------------------------------------------------
@@ -405,6 +425,17 @@ def run(run: Run | TrainRun, limit: int = 6) -> str:
     return heading(run) + (table(names, rows) if rows else "<p>no step yet</p>") + more
 
 
+def runs(runs: Runs) -> str:
+    """Return a table of results and of settings that differ between runs, with a list of unreadable folders."""
+    columns = ["run", *runs.different, *(c for c in runs.frame.columns if c in runs.RESULTS)]
+    rows = [
+        [row["run"], *(row.get(c) for c in columns[1:])]
+        for row in runs.frame.reset_index(names="run").to_dict("records")
+    ]
+    unreadable = table((), runs.unreadable.items()) if runs.unreadable else ""
+    return heading(runs) + (table(columns, rows) if rows else "<p>no run</p>") + unreadable
+
+
 def diagnosis(diagnosis: Diagnosis) -> str:
     rows = [(f.mark, f.what, f.state, Code(f.advice)) for f in diagnosis.findings]
     return table(("", "component", "status", "command"), rows)
@@ -413,9 +444,10 @@ def diagnosis(diagnosis: Diagnosis) -> str:
 _RENDERERS: dict[str, Callable[[Any], str]] = {
     "Agent": agent, "Batch": batch, "Chain": chain, "ChatReport": chat_report, "Diagnosis": diagnosis, "Drift": drift,
     "Evaluation": evaluation, "Group": group, "Policy": policy, "Pool": pool, "Reward": reward, "RewardSet": reward_set,
-    "Score": reward_trace, "Rollout": rollout, "RolloutDiff": rollout_diff, "RolloutHandle": rollout_handle,
-    "Run": run, "Stats": stats, "Task": task, "Tasks": tasks, "Distribution": token_distribution, "Tool": tool,
-    "ToolCall": tool_call, "ToolSet": tool_set, "TrainRun": run, "Trajectory": trajectory,
+    "SQLResult": sql_result, "Score": reward_trace, "Rollout": rollout, "RolloutDiff": rollout_diff,
+    "RolloutHandle": rollout_handle, "Run": run, "Runs": runs, "Stats": stats, "Task": task, "Tasks": tasks,
+    "Distribution": token_distribution, "Tool": tool, "ToolCall": tool_call, "ToolSet": tool_set, "TrainRun": run,
+    "Trajectory": trajectory,
 }  # fmt: skip
 
 
@@ -426,5 +458,9 @@ def to_html(value: object) -> str:
     """
     for cls in type(value).__mro__:
         if cls.__name__ in _RENDERERS:
-            return _RENDERERS[cls.__name__](value)
-    return f"<pre>{escape(repr(value), 2000)}</pre>"
+            with contextlib.suppress(Exception):  # an attribute may be missing; use the generic table below
+                return _RENDERERS[cls.__name__](value)
+    shown = public_values(value).items()
+    return definition_table(
+        repr(value), {name: Code(each if isinstance(each, str) else short_repr(each)) for name, each in shown}, 1000
+    )

@@ -3,6 +3,7 @@
 rows      sft_dataset, grpo_inputs                recorded tokens and masks for TRL's trainers, without re-rendering
 agents    dataset, rollout_func, reward_func      the agent samples the rollouts, and GRPOTrainer updates the policy
 parts     tools, rewards, response_template       GRPOTrainer samples the rollouts with its own loop
+adapters  reward, environment                     rewards and environments for TRL, used with agents of this package
 settings  ppo_config, advantage                   a GRPOConfig as settings of `ppo_step` and as an estimator
 """
 
@@ -24,6 +25,8 @@ from agentfly_kit import advantages, losses
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import BatchError, SettingsError
+from agentfly_kit.integrations.adapters import environment as environment
+from agentfly_kit.integrations.adapters import reward as reward
 from agentfly_kit.ppo import PPOConfig
 from agentfly_kit.types import Message, Row, Task, Trajectory
 
@@ -418,7 +421,7 @@ def rewards(agent: Agent) -> list[Callable[..., list[float]]]:
     Raises:
         SettingsError: If a reward needs other arguments, is async or is computed per turn; use `rollout_func` instead.
     """
-    return [_as_trl_reward(reward) for reward in agent.reward]
+    return [_as_trl_reward(each) for each in agent.reward]
 
 
 def _as_trl_reward(reward: Any) -> Callable[..., list[float]]:

@@ -20,6 +20,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from agentfly_kit._display import Tensors
 from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
 from agentfly_kit.policy.attention import agree, masked_states, unsupported_attention, with_short_windows
 from agentfly_kit.policy.prefix_tree import PackedTrees, PrefixTree, build_prefix_trees, split_by_token_budget
@@ -254,7 +255,7 @@ class LanguageModel:
                 r, c = mask.nonzero(as_tuple=True)
                 for name in wanted:
                     out[name][rows[r], c] = got[name].float().cpu()
-        return out
+        return Tensors(out)
 
     @torch.no_grad()
     def bootstrap_values(self, batch: Any, *, micro_tokens: int | None = None) -> Tensor:
@@ -287,7 +288,7 @@ class LanguageModel:
             raise PolicyError(f"{type(self.model).__name__} has no layers that support gradient checkpointing")
         before = [layer.training for layer in layers]
         for model in models:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            _checkpointing(model, "enable")({"use_reentrant": False})
         for layer in layers:
             layer.training = True  # only this module's flag, so that dropout inside the layer stays off
         try:
@@ -296,7 +297,7 @@ class LanguageModel:
             for layer, training in zip(layers, before, strict=True):
                 layer.training = training
             for model in models:
-                model.gradient_checkpointing_disable()
+                _checkpointing(model, "disable")()
 
     # --- micro-batches and prefix sharing ---
 
@@ -375,6 +376,12 @@ def _context_lengths(mask: Tensor) -> list[int]:
     columns = torch.arange(mask.shape[1], device=mask.device)
     lengths: list[int] = (mask * columns).amax(1).clamp(min=1).tolist()
     return lengths
+
+
+def _checkpointing(model: Any, action: str) -> Any:
+    """Return the method of a transformers model that enables or disables activation checkpointing."""
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # renamed in 5.23
+    return getattr(model, f"{name}_checkpointing_{action}")
 
 
 def warn_if_bfloat16_is_slow(device: torch.device) -> None:

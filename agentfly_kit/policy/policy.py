@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import hashlib
 import json
 import threading
@@ -14,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from agentfly_kit._display import Displayable
+from agentfly_kit._display import Displayable, loading
 from agentfly_kit.chat.chat import Chat, History
-from agentfly_kit.errors import PolicyError, SettingsError, checks_keywords
+from agentfly_kit.errors import PolicyError, SettingsError
 from agentfly_kit.policy.forward import Critic, LanguageModel, ScoreName, ValueHead, warn_if_bfloat16_is_slow
 
 _VALUE_HEAD_PREFIX = "value_head."
@@ -67,7 +68,6 @@ class Policy(Displayable, LanguageModel):
     # --- loading and saving ---
 
     @classmethod
-    @checks_keywords
     def load(
         cls,
         path: str | Path,
@@ -78,38 +78,40 @@ class Policy(Displayable, LanguageModel):
         dtype: str | torch.dtype = "float32",
         format: str = "auto",
         history: History = "exact",
+        **model_kwargs: Any,
     ) -> Policy:
         """Load a policy from a folder in the transformers layout or by hub name.
 
         Args:
-            path: Folder or hub name.
+            path: Folder of a model, hub name, or folder of a training run. For a run, the last checkpoint is loaded.
             value_head: True for a value head on the policy's trunk, "separate" for a separate critic; see `Critic`.
             lora: Rank, or options of `peft.LoraConfig`. The weights are frozen and an adapter on all linear layers is
                 trained; `reference()` then returns the frozen base. Not needed for a folder that contains an adapter.
-            device: Device of the model; by default CUDA if available, else the CPU.
+            device: Device of the model, such as "cuda:1" or "mps"; by default CUDA if available, else the CPU.
             dtype: Torch dtype or its name; "auto" uses the dtype of the files.
             format: Format of tool calls; see `Chat`.
             history: Handling of chat templates that rewrite earlier turns; see `Chat`.
+            **model_kwargs: Further arguments of `from_pretrained` in transformers, such as `attn_implementation`,
+                `revision` or `device_map` (instead of `device`).
 
         Raises:
             PolicyError: If a file is missing or cannot be read.
             SettingsError: If an argument is invalid, or `lora` is given for a folder that already contains an adapter.
         """
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
         _check_value_head(value_head)
+        _check_model_kwargs(model_kwargs, device)
+        tokenizer_kwargs = {k: v for k, v in model_kwargs.items() if k in _HUB_KEYWORDS}
         device = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if dtype != "auto" and not getattr(torch_dtype, "is_floating_point", False):
             raise SettingsError(f"dtype must be a floating-point torch dtype, its name, or 'auto', got {dtype!r}")
-        folder = Path(path)
-        if not folder.is_dir() and str(path).startswith((".", "/", "~")):
-            raise PolicyError(f"path must be a folder written by Policy.save or a hub name, got {str(path)!r}")
+        folder = _policy_folder(path)
+        path = str(folder) if folder.is_dir() else str(path)
         meta: dict[str, Any] = {}
         if (folder / "policy.json").exists():
             meta = json.loads((folder / "policy.json").read_text(encoding="utf-8"))
         # A folder with an adapter names the model that the adapter belongs to.
-        weights = str(path)
+        weights = path
         has_adapter = (folder / "adapter_config.json").exists()
         if has_adapter:
             if lora is not None:
@@ -118,10 +120,15 @@ class Policy(Displayable, LanguageModel):
             weights = adapter["base_model_name_or_path"]
 
         try:
-            with _without_progress_bar():
-                model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype)
-                model.to(device)
-                tokenizer = AutoTokenizer.from_pretrained(str(path))
+            with loading(f"the policy {str(path)!r}"), _without_progress_bar():
+                from transformers import AutoModelForCausalLM, AutoTokenizer
+
+                model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, **model_kwargs)
+                if "device_map" in model_kwargs:
+                    device = model.device
+                else:
+                    model.to(device)
+                tokenizer = AutoTokenizer.from_pretrained(path, **tokenizer_kwargs)
                 # Copy the critic before adding the adapter, so that the critic does not contain it.
                 critic = _make_critic(model).to(device) if value_head == "separate" else value_head
                 if has_adapter:
@@ -129,13 +136,15 @@ class Policy(Displayable, LanguageModel):
 
                     model = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
         except Exception as error:
-            raise PolicyError(f"cannot load a policy from {str(path)!r}: {type(error).__name__}: {error}") from error
+            raise PolicyError(f"cannot load a policy from {path!r}: {type(error).__name__}: {error}") from error
         if model.dtype == torch.bfloat16:
-            warn_if_bfloat16_is_slow(device)
+            warn_if_bfloat16_is_slow(model.device)
         if lora is not None:
             model = _with_lora(model, lora)
         stop = _extra_stop_tokens(model, tokenizer)
-        chat = Chat(tokenizer, format=meta.get("format", format), history=history, stop=stop)
+        chat = Chat(
+            tokenizer, format=meta.get("format", format) if format == "auto" else format, history=history, stop=stop
+        )
         policy = cls(model, chat, value_head=critic, version=meta.get("version", 0))
 
         head = folder / _VALUE_HEAD_FILE
@@ -238,6 +247,12 @@ class Policy(Displayable, LanguageModel):
                 f"state must have the weights of this policy; {different[0]!r} is in only one of them. Load the policy "
                 "with the value_head= and lora= that it was trained with"
             )
+        for name, own in self.state().items():  # check all weights before changing any
+            if own.shape != state[name].shape:
+                raise PolicyError(
+                    f"state must have the weights of this policy, whose {name!r} has the shape {tuple(own.shape)}, got "
+                    f"{tuple(state[name].shape)}"
+                )
         head = {k.removeprefix(_VALUE_HEAD_PREFIX): v for k, v in state.items() if k.startswith(_VALUE_HEAD_PREFIX)}
         model = {k: v for k, v in state.items() if not k.startswith(_VALUE_HEAD_PREFIX)}
         try:
@@ -282,6 +297,58 @@ class _FrozenBase(Policy):
 
     def __repr__(self) -> str:
         return f"Policy(base model of an adapter, {self.size:,} parameters, frozen, {self.device})"
+
+
+def _policy_folder(path: str | Path) -> Path:
+    """Return the folder that contains the policy. For the folder of a training run, this is its last checkpoint.
+
+    Raises:
+        PolicyError: If `path` is a folder without a model, or a folder path that does not exist.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        if str(path).startswith((".", "/", "~")):
+            raise PolicyError(f"path must be a folder written by Policy.save or a hub name, got {str(path)!r}")
+        return folder
+    if (folder / "run.json").exists():
+        found = [folder / name for name in ("checkpoint", "checkpoint.before") if (folder / name / "done").exists()]
+        if not found:
+            raise PolicyError(f"{folder} is a training run without a checkpoint; choose another folder")
+        folder = found[0]
+    if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
+        have = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "no files"
+        raise PolicyError(
+            f"cannot load a policy from {str(folder)!r}: it must contain a config.json (a model) or an "
+            f"adapter_config.json (an adapter), got {have}"
+        )
+    return folder
+
+
+# Arguments of from_pretrained that are also passed to the tokenizer.
+_HUB_KEYWORDS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
+_OWN_KEYWORDS = ("value_head", "lora", "device", "dtype", "format", "history")
+
+
+def _check_model_kwargs(given: Mapping[str, Any], device: Any) -> None:
+    """Raise if arguments of from_pretrained are misspelled or conflict with arguments of `Policy.load`."""
+    for name in given:
+        if name in ("torch_dtype", "pretrained_model_name_or_path"):
+            own = {"torch_dtype": "dtype"}.get(name, "path")
+            raise SettingsError(f"{name} must be passed as {own}=, the argument of Policy.load, got {given[name]!r}")
+        if name not in _HUB_KEYWORDS and (close := difflib.get_close_matches(name, _OWN_KEYWORDS, 1, cutoff=0.8)):
+            raise TypeError(f"Policy.load() got an unexpected keyword {name!r}; did you mean {close[0]!r}?")
+    if device is not None and "device_map" in given:
+        raise SettingsError(
+            f"device must be None with device_map, got device={device!r} and device_map={given['device_map']!r}"
+        )
 
 
 def _check_value_head(value_head: Any) -> None:

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, Self, TypeVar
 
+from agentfly_kit._display import Displayable
+
 from .._async.listeners import Listeners
 from ..errors import SettingsError
 from .records import PoolEvent
@@ -30,7 +32,7 @@ def check_seconds(name: str, value: Any) -> None:
         raise SettingsError(f"{name} must be a positive, finite number of seconds, got {value!r}")
 
 
-class Lease(Generic[S]):
+class Lease(Displayable, Generic[S]):
     """A lease of a sandbox, held until `await pool.release(lease)`.
 
     Attributes:

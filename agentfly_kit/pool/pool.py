@@ -113,19 +113,23 @@ class Pool(Displayable, PoolCore[S]):
     def snapshot(self) -> PoolSnapshot:
         """Return the current sandboxes and requests. Can be called from any thread."""
         with self._lock:
-            state = self._state
+            state, now = self._state, time.monotonic()
+            waiters = [state.waiters[ticket] for ticket in state.order()]
             return PoolSnapshot(
                 sandbox_type=self.name,
                 isolation=self.isolation,
                 size=self.size,
                 dead=state.dead,
                 closed=state.closed,
-                time=time.monotonic(),
-                waiters=tuple(state.waiters[ticket].owner for ticket in state.order()),
+                time=now,
+                waiters=tuple(waiter.owner for waiter in waiters),
                 sandboxes=tuple(
                     SandboxInfo(s.id, s.state, s.owner, s.uses, s.since, s.turn) for s in state.slots.values()
                 ),
                 error=None if state.last_error is None else str(state.last_error),
+                waiting_seconds=tuple(now - waiter.since for waiter in waiters),
+                recycled=state.recycled,
+                failed_starts=state.failed_starts,
             )
 
     def __repr__(self) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from agentfly_kit._display import Displayable
+
 SlotState = Literal["starting", "idle", "leased", "resetting", "closing"]
 Change = Literal[
     "waiting", "gave up", "refused", "starting", "start failed", "idle", "leased", "turn", "resetting",
@@ -12,8 +14,8 @@ Change = Literal[
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class SandboxInfo:
+@dataclass(frozen=True, slots=True, repr=False)
+class SandboxInfo(Displayable):
     """A sandbox at one moment.
 
     Attributes:
@@ -31,20 +33,23 @@ class SandboxInfo:
     turn: object = None
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSnapshot:
+@dataclass(frozen=True, slots=True, repr=False)
+class PoolSnapshot(Displayable):
     """State of a pool at one moment.
 
     Attributes:
         sandbox_type: Name of the sandbox class.
         isolation: Isolation level in use. Before the first start: the requested level, or None for the best available.
         size: Maximum number of sandboxes.
-        dead: Number of sandboxes found dead so far.
+        dead: Number of sandboxes so far that died or could not be reset.
         closed: True after the pool was closed.
         time: Time of the snapshot (monotonic seconds).
         waiters: Owners of the waiting requests, in the order in which they will be served.
         sandboxes: All sandboxes.
         error: Error of the most recent start; None if that start succeeded.
+        waiting_seconds: Waiting time of each of the `waiters`.
+        recycled: Number of times so far that a sandbox was reset for reuse.
+        failed_starts: Number of failed starts so far.
     """
 
     sandbox_type: str
@@ -56,6 +61,9 @@ class PoolSnapshot:
     waiters: tuple[str, ...]
     sandboxes: tuple[SandboxInfo, ...]
     error: str | None
+    waiting_seconds: tuple[float, ...] = ()
+    recycled: int = 0
+    failed_starts: int = 0
 
     @property
     def leases(self) -> tuple[SandboxInfo, ...]:
@@ -86,8 +94,8 @@ class PoolSnapshot:
         return sum(box.state in states for box in self.sandboxes)
 
 
-@dataclass(frozen=True, slots=True)
-class PoolEvent:
+@dataclass(frozen=True, slots=True, repr=False)
+class PoolEvent(Displayable):
     """One change of a pool's state.
 
     Attributes:

@@ -44,6 +44,7 @@ class Waiter(NamedTuple):
 
     owner: str
     run: str
+    since: float
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class PoolState:
         self.failures = 0
         self.last_error: BaseException | None = None
         self.blocked_until = float("-inf")
-        self.dead = 0
+        self.dead = self.recycled = self.failed_starts = 0
         self.sequence = 0  # number of the last event
         self._alive = alive
         self._max_starting, self._max_uses, self._max_age = max_starting, max_uses, max_age
@@ -143,7 +144,7 @@ class PoolState:
             self._effects.refuse.append((ticket, None))
         else:
             self._was_used = True
-            self.waiters[ticket] = Waiter(owner, run)
+            self.waiters[ticket] = Waiter(owner, run, self._now)
             self._report("waiting", None, owner)
 
     def cancelled(self, ticket: Any) -> None:
@@ -168,6 +169,7 @@ class PoolState:
     def start_failed(self, slot: Slot, error: BaseException, permanent: bool = False) -> None:
         """Event: a sandbox failed to start. `permanent` means that another attempt would fail in the same way."""
         if slot.state == "starting":
+            self.failed_starts += 1
             self.failures = max(self.failures + 1, _MAX_FAILURES if permanent else 0)
             self.last_error = error
             self._report("start failed", slot.id, None, f"{type(error).__name__}: {error}")
@@ -185,6 +187,7 @@ class PoolState:
     def was_reset(self, slot: Slot) -> None:
         """Event: a sandbox was reset and can be leased."""
         if slot.state == "resetting":
+            self.recycled += 1
             self._move(slot, "idle")
 
     def died(self, slot: Slot, reason: str = "") -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from agentfly_kit import losses
+from agentfly_kit._display import Displayable
 from agentfly_kit.errors import SettingsError, checks_keywords
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def check_at_least(config: Any, minimum: int, *names: str) -> None:
 
 @checks_keywords
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig:
+class PPOConfig(Displayable):
     """Settings of `ppo_step`. `TrainConfig` inherits them.
 
     Args:

@@ -19,7 +19,7 @@ from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
 from agentfly_kit.ppo.inputs import StepInputs, is_clipped, score
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stats(Displayable):
     """Statistics of one `ppo_step`; means over action tokens unless documented otherwise.
 

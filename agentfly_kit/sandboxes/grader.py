@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentfly_kit._display import Displayable
+
 from ..errors import SandboxError, SettingsError, ToolError
 from .host.limits import Limits
 from .hosted import Files, HostedSandbox
@@ -21,8 +23,8 @@ from .sandbox import Startable
 from .settings import check_seconds, forward_signature
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+@dataclass(frozen=True, slots=True, repr=False)
+class Verdict(Displayable):
     """The result of one test. `error` may quote the test: show it to a model only if the test is not secret.
 
     Attributes:
@@ -41,7 +43,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Grade:
+class Grade(Displayable):
     """The grade of a submission: one verdict per test, in order.
 
     Attributes:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from agentfly_kit._display import Displayable
 
 Limit = Literal["time", "memory", "processes", "cpu", "disk", "output"]
 
 
-@dataclass(frozen=True, slots=True)
-class SandboxResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class SandboxResult(Displayable):
     """The result of one `run`. Exceptions of the code, exceeded limits and crashes are reported here, never raised.
 
     Units: `seconds` is wall time, measured on the host.
@@ -34,8 +35,8 @@ class SandboxResult:
     stderr: str = ""
     value: str | None = None
     error: str | None = None
-    error_type: str | None = None
-    seconds: float = 0.0
+    error_type: str | None = field(default=None, repr=False)
+    seconds: float = field(default=0.0, repr=False)
     truncated: bool = False
     timed_out: bool = False
     died: bool = False
@@ -46,17 +47,6 @@ class SandboxResult:
     def ok(self) -> bool:
         """True if the code neither raised an error, nor timed out, nor ended the interpreter."""
         return self.error is None and not self.timed_out and not self.died
-
-    def __repr__(self) -> str:
-        shown = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value == field.default or field.name in ("error_type", "seconds", "types"):
-                continue
-            if field.name == "error":
-                value = value.splitlines()[-1] if value else ""
-            shown.append(f"{field.name}={len(value) if field.name == 'rows' else repr(value)}")
-        return f"{type(self).__name__}({', '.join(shown)})"
 
     @property
     def text(self) -> str:

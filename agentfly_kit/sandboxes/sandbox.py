@@ -19,6 +19,8 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, Self
 
+from agentfly_kit._display import Displayable
+
 from ..errors import SandboxError, SettingsError
 from .call import CONTROL_SECONDS, ENDED_BY_CODE, GRACE_SECONDS, OUT_OF_MEMORY, Call, JSONLines, Watch, death_message
 from .host import container, process
@@ -30,7 +32,7 @@ from .result import SandboxResult
 _START_SECONDS = 30.0
 
 
-class Startable(ABC):
+class Startable(Displayable, ABC):
     """Base of classes with `start` and `close`, which `async with` calls."""
 
     @classmethod

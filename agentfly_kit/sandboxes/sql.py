@@ -13,7 +13,7 @@ import importlib.util
 import os
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,12 @@ class SQLResult(SandboxResult):
         types: The engine's name for the type of each column; None for sqlite, which does not report types.
         rows: One tuple of values per row.
         changed: Number of rows inserted, updated or deleted; None if the engine does not count them (duckdb).
+        stdout, stderr, value, error, error_type, seconds, truncated, timed_out, died, limit, files_lost: See
+            `SandboxResult`.
     """
 
     columns: tuple[str, ...] = ()
-    types: tuple[str | None, ...] = ()
+    types: tuple[str | None, ...] = field(default=(), repr=False)
     rows: tuple[tuple[Any, ...], ...] = ()
     changed: int | None = None
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from agentfly_kit._async.concurrency import ConcurrencyLimits
 from agentfly_kit._async.pending_call import wait_all
+from agentfly_kit._display import Displayable
 from agentfly_kit.errors import LeaseRevoked, SandboxError, SettingsError
 from agentfly_kit.pool import environment as environments
 from agentfly_kit.tools import function as functions
@@ -55,6 +56,9 @@ class Fields(Mapping[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self._fields)
+
     def __len__(self) -> int:
         return len(self._fields)
 
@@ -62,7 +66,7 @@ class Fields(Mapping[str, Any]):
         return f"Fields({', '.join(self) or 'none'})"
 
 
-class Context:
+class Context(Displayable):
     """Task, state and sandboxes of one chain. The first lease binds the context to an event loop.
 
     Args:

@@ -129,8 +129,8 @@ class InjectedFunction(Generic[P, R]):
                 injected = Injection(p.name if p.name in injected_names else "field")
             if injected is not None:
                 self._hidden[p.name] = injected
-        # Names that other frameworks use for the values of `final` and `trajectory`.
-        for name in ("completion", "completions"):
+        # Reward parameters of TRL and verifiers. They are unlikely to be task fields.
+        for name in ("completion", "completions", "prompts"):
             if self._injected_names and name in self._hidden and not set(self._injected_names) & set(self._hidden):
                 raise self._error(f"parameter {name!r} cannot be injected{self._injectable()}")
         self.task_fields = tuple(
@@ -146,7 +146,11 @@ class InjectedFunction(Generic[P, R]):
         """Return the end of an error message, which lists the possible parameters of a reward; "" for a tool."""
         if not self._injected_names:
             return ""
-        return f"; parameters can be {', '.join(self._injected_names)}, a sandbox, or a field of the task"
+        names = ", ".join(self._injected_names)
+        return (
+            f"; parameters can be {names}, a sandbox, or a field of the task. A reward function written for TRL or "
+            "verifiers can be passed as af.trl.reward(function)"
+        )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         function = self._bound()
@@ -193,6 +197,8 @@ class InjectedFunction(Generic[P, R]):
                 if name not in task.fields:
                     have = ", ".join(task.fields) or "none"
                     also = f"; also available: {', '.join(self._injected_names)}" if self._injected_names else ""
+                    if self._injected_names and name in ("prompt", "state", "info"):
+                        also += "; for a reward function of verifiers use af.trl.reward(function)"
                     raise TaskError(
                         f"{self.kind} {self.name} requires the field {name!r}, which task {task.id!r} does not have "
                         f"(its fields: {have}{also}); rename the parameter or give it a default"
@@ -274,6 +280,9 @@ class FunctionSet(Sequence[F]):
         if key not in self._by_name:
             raise KeyError(f"{key!r} must be one of the names: {', '.join(self.names) or 'none'}")
         return self._by_name[key]
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self._by_name)
 
     def __contains__(self, item: object) -> bool:
         return item in (self._by_name if isinstance(item, str) else self._functions)

@@ -30,10 +30,17 @@ def parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 class Arguments:
     """Visible parameters of the function named `owner`: generates their JSON schema and validates JSON values.
 
-    A description in an annotation takes precedence over a description in the docstring.
+    A description in an annotation takes precedence over a description in the docstring. With `optional`, parameters do
+    not need a description.
     """
 
-    def __init__(self, owner: str, parameters: Sequence[inspect.Parameter], documented: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        owner: str,
+        parameters: Sequence[inspect.Parameter],
+        documented: Mapping[str, str],
+        optional: bool = False,
+    ) -> None:
         self.owner = owner
         self.parameters = {p.name: p for p in parameters}
         self._adapters = {p.name: self._adapter(p) for p in parameters}
@@ -42,12 +49,15 @@ class Arguments:
         properties: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
             entry = dict(schemas[(name, "validation")])
-            entry["description"] = _description_in(parameter.annotation) or documented.get(name)
-            if not entry["description"]:
+            description = _description_in(parameter.annotation) or documented.get(name)
+            if description:
+                entry["description"] = description
+            elif not optional:
                 others = f" (the docstring describes {', '.join(map(repr, documented))})" if documented else ""
                 raise ToolSchemaError(
                     f"{owner}: parameter {name!r} must have a description{others}; add to the docstring\n"
-                    f"    Args:\n        {name}: description for the model"
+                    f"    Args:\n        {name}: description for the model\n"
+                    "or allow it to be missing while prototyping: @af.tool(describe='optional')"
                 )
             if parameter.default is not REQUIRED and parameter.default is not None:
                 entry["default"] = self._json_default(parameter)

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args, overload
 
 from pydantic_core import to_jsonable_python
 
@@ -33,6 +33,7 @@ from agentfly_kit.types import Task, ToolCall, ToolResult
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Describe: TypeAlias = Literal["required", "optional"]
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_-]{0,63}")
 _NOT_GIVEN: Any = object()
 
@@ -54,6 +55,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         name: str | None = None,
         timeout: float | None = 60.0,
         max_chars: int | None = 8192,
+        describe: Describe = "required",
     ) -> None:
         super().__init__(function, name, timeout)
         self.max_chars = max_chars
@@ -65,10 +67,12 @@ class Tool(Displayable, InjectedFunction[P, R]):
             )
         if max_chars is not None and max_chars < 1:
             raise self._error(f"max_chars must be at least 1, or None for no limit, got {max_chars!r}")
+        if describe not in get_args(Describe):
+            raise self._error(f"describe must be 'required' or 'optional', got {describe!r}")
         self.description, documented = parse_docstring(function)
         visible = [p for p in self._parameters.values() if p.name not in self._hidden]
-        self._arguments = Arguments(self.name, visible, documented)
-        if not self.description:
+        self._arguments = Arguments(self.name, visible, documented, describe == "optional")
+        if not self.description and describe == "required":
             raise self._error('the function must have a docstring, for example """Return the current time."""')
 
     # --- methods ---
@@ -189,7 +193,11 @@ class Tool(Displayable, InjectedFunction[P, R]):
 def tool(function: Callable[P, R], /) -> Tool[P, R]: ...
 @overload
 def tool(
-    *, name: str | None = None, timeout: float | None = 60.0, max_chars: int | None = 8192
+    *,
+    name: str | None = None,
+    timeout: float | None = 60.0,
+    max_chars: int | None = 8192,
+    describe: Describe = "required",
 ) -> Callable[[Callable[P, R]], Tool[P, R]]: ...
 def tool(
     function: Callable[P, R] | None = None,
@@ -198,6 +206,7 @@ def tool(
     name: str | None = None,
     timeout: float | None = 60.0,
     max_chars: int | None = 8192,
+    describe: Describe = "required",
 ) -> Tool[P, R] | Callable[[Callable[P, R]], Tool[P, R]]:
     """Decorate a function as a tool: `@tool`, or `@tool(name=..., timeout=...)`. The function can still be called.
 
@@ -213,13 +222,14 @@ def tool(
         name: name shown to the model; the function's name by default.
         timeout: limit in seconds for one call of the function, or None.
         max_chars: maximum length of the observation in characters, or None.
+        describe: "required", or "optional" to allow a function or parameters without a description, in prototypes.
 
     Raises:
         ToolSchemaError: if no schema can be generated. The message names the function and the parameter.
     """
 
     def decorate(function: Callable[P, R]) -> Tool[P, R]:
-        return Tool(function, name=name, timeout=timeout, max_chars=max_chars)
+        return Tool(function, name=name, timeout=timeout, max_chars=max_chars, describe=describe)
 
     return decorate if function is None else decorate(function)
 
@@ -232,14 +242,19 @@ def _to_result(value: Any) -> ToolResult:
     if isinstance(value, SandboxResult):
         return ToolResult(value.ok, value.text, truncated=value.truncated)
     if not isinstance(value, ToolResult):
-        return ToolResult(True, _to_text(value))
+        return ToolResult(True, to_text(value))
     reward: Any = value.reward
     if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
         raise TypeError(f"the reward of a ToolResult must be a finite number or None, got {reward!r}")
     return value
 
 
-def _to_text(value: Any) -> str:
+def to_text(value: Any) -> str:
+    """Convert a value to text: a string is unchanged, None becomes "", and other values become compact JSON.
+
+    Raises:
+        TypeError: if the value has neither a JSON nor a text form.
+    """
     if value is None:
         return ""
     if isinstance(value, str):

@@ -1,10 +1,12 @@
-"""Checkpoints: weights, optimizer state, and the prefetched rollout."""
+"""Checkpoints: a policy in the transformers layout, the optimizer state, and the state of the training loop."""
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,7 +15,7 @@ from agentfly_kit.errors import RunError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.trainer.run_dir import Run
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -26,16 +28,23 @@ class LoopState:
 
 
 def save(run: Run, policy: Policy, optimizer: torch.optim.Optimizer, loop: LoopState) -> None:
-    """Write a checkpoint. Prefetched chains are omitted if their tasks cannot be saved as JSON."""
-    state = {
-        "version": _VERSION,
-        "steps": loop.steps,
-        "policy": policy.state(),
-        "policy_version": policy.version,
-        "optimizer": optimizer.state_dict(),
-        "kl_coef": loop.kl_coef,
-    }
+    """Write a checkpoint. Prefetched chains are omitted if their tasks cannot be saved as JSON.
+
+    `Policy.save` writes the weights. Weights that cannot be restored unchanged from its files (adapters, and weights
+    that transformers converts when saving) are also stored in `state.pt`.
+    """
     with run.new_checkpoint() as folder:
+        policy.save(folder)
+        weights, saved = policy.state(), _saved_weights(policy, folder)
+        state = {
+            "version": _VERSION,
+            "steps": loop.steps,
+            "names": list(weights),
+            "policy": {k: v for k, v in weights.items() if k not in saved or not _same_bits(v, saved[k])},
+            "policy_version": policy.version,
+            "optimizer": optimizer.state_dict(),
+            "kl_coef": loop.kl_coef,
+        }
         torch.save(state, folder / "state.pt")
         if loop.prefetched is not None:
             try:
@@ -59,7 +68,8 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
             )
         prefetched = checkpoint / "ahead.jsonl"
         resumed = LoopState(state["steps"], state["kl_coef"], Rollout.load(prefetched) if prefetched.exists() else None)
-        policy.load_state(state["policy"])
+        weights = {**_saved_weights(policy, checkpoint), **state["policy"]}
+        policy.load_state({name: weights[name] for name in state["names"] if name in weights})
         policy.version = state["policy_version"]
         optimizer.load_state_dict(state["optimizer"])
         return resumed
@@ -70,6 +80,36 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
             remedy = f"delete {checkpoint} to continue from the checkpoint before it, or {remedy}"
         problem = str(error) if isinstance(error, RunError) else f"{file} cannot be read ({error})"
         raise RunError(f"{problem}; {remedy}") from error
+
+
+def _saved_weights(policy: Policy, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that `Policy.save` wrote, by their names in `Policy.state`.
+
+    transformers writes tied weights once; they are returned under each of their names.
+    """
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    if not policy.has_adapter:
+        for file in sorted(folder.glob("model*.safetensors")):
+            found |= load_file(file)
+    for file in folder.glob("value_head/*.safetensors"):
+        found |= {f"value_head.{name}": tensor for name, tensor in load_file(file).items()}
+    by_storage: dict[Any, list[str]] = defaultdict(list)
+    for name, tensor in policy.state().items():
+        by_storage[tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()].append(name)
+    for names in by_storage.values():
+        for name in names:
+            if known := [found[n] for n in (name, *names) if n in found]:
+                found[name] = known[0]
+    return found
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = a.detach().cpu().contiguous(), b.contiguous()
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(
+        a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)
+    )
 
 
 def save_reference(run: Run, reference: Policy) -> None:

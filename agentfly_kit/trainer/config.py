@@ -17,6 +17,7 @@ from agentfly_kit.batch.collate import AdvantagePer, TruncationMode
 from agentfly_kit.batch.filters import Filter, is_group_filter
 from agentfly_kit.errors import SettingsError, checks_keywords
 from agentfly_kit.ppo.config import PPOConfig, check_at_least, check_choice
+from agentfly_kit.trainer.run_dir import KeepPolicies
 from agentfly_kit.types import Task
 
 OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl")
@@ -87,6 +88,9 @@ class TrainConfig(PPOConfig):
         evaluate_every: Number of iterations between evaluations on the `eval_tasks=` of `af.train`. The last iteration
             is always evaluated. 0 disables evaluation.
         checkpoint_every: Number of iterations between checkpoints. The last iteration always writes a checkpoint.
+        keep: Policies to keep in the folder of the run in addition to the last two checkpoints: "best" keeps the policy
+            with the highest success in an evaluation, "all" keeps the policies of all checkpoints and evaluations, and
+            "last" keeps none. With AdamW and without `lora`, a checkpoint is three times as large as the policy alone.
         save_rollouts: Whether to save every training rollout in the folder of the run.
         seed: Seed of the order of the tasks and of the minibatches. Chains are seeded by `Agent.seed`.
 
@@ -123,6 +127,7 @@ class TrainConfig(PPOConfig):
     group_budget: Budget | None = None
     evaluate_every: int = 0
     checkpoint_every: int = 1
+    keep: KeepPolicies = "best"
     save_rollouts: bool = False
     seed: int = 0
 
@@ -131,6 +136,7 @@ class TrainConfig(PPOConfig):
         check_at_least(self, 1, "steps", "tasks_per_step", "group_size", "checkpoint_every", "max_concurrency")
         check_at_least(self, 0, "refill")
         check_choice(self, "overlap", 0, 1)
+        check_choice(self, "keep", *get_args(KeepPolicies))
         check_choice(self, "truncated", *get_args(TruncationMode))
         check_choice(self, "advantage_per", *get_args(AdvantagePer))
         self._check_advantage()

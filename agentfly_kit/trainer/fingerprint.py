@@ -48,6 +48,7 @@ def fingerprint(sampler: RolloutSampler, start: str) -> dict[str, Any]:
             "history": agent.chat.history,
             "hooks": {name: _as_json(getattr(agent, name)) for name in _HOOKS},
             **({} if agent.success is None else {"success": _as_json(agent.success)}),
+            **({} if agent.harness is None else {"harness": _as_json(agent.harness.function)}),
         },
         "tools": {t.name: {"source": t.source, "fingerprint": t.fingerprint} for t in agent.tools},
         "reward": {r.name: {"source": r.source, "fingerprint": r.fingerprint} for r in agent.reward},

@@ -15,7 +15,7 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 
 from agentfly_kit import losses, seeds
 from agentfly_kit._async.pending_call import Handle, run_in_thread, wait_all
-from agentfly_kit._display import Displayable
+from agentfly_kit._display import Displayable, explain_interrupt
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.rollout import Rollout, warn_about_success
 from agentfly_kit.agent.runner import RolloutHandle
@@ -63,7 +63,7 @@ _MAX_REASONS, _MAX_METRICS = 16, 32
 
 
 @dataclass(frozen=True)
-class TrainStep:
+class TrainStep(Displayable):
     """Result of one iteration.
 
     Attributes:
@@ -140,8 +140,9 @@ def train(
 class TrainRun(Handle["TrainRun"], Displayable):
     """Handle of a training run.
 
-    After an interrupt or a `break`, await or iterate the same handle, or call `train` again, to continue the run.
-    `stop()`, `pause()` and `resume()` control the run, and `subscribe()` registers callbacks for new records.
+    To continue the run after an interrupt, an error, `stop()` or a `break`, await or iterate over the same handle, or
+    call `train` again. `stop()`, `pause()` and `resume()` control the run, and `subscribe()` registers callbacks for
+    new records.
 
     Attributes:
         run: Folder of the run.
@@ -149,6 +150,9 @@ class TrainRun(Handle["TrainRun"], Displayable):
         total: Total number of steps of the run.
         rollout: Rollout in progress, for live views; None between rollouts.
         stopping: True if the run stops after the current iteration.
+        state: not started, running, paused, stopping, done, stopped, interrupted or failed.
+        error: Exception that ended the run, or None.
+        resumed_from: Number of completed steps when the run was last loaded from its folder.
     """
 
     def __init__(
@@ -164,6 +168,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self._batch_builder = BatchBuilder(self.policy, self.config)
         self._progress = progress
         self._bar: Any = None
+        self._temporary = run is None
         if run is None:
             run = tempfile.mkdtemp(prefix="agentfly-run-")
             weakref.finalize(self, shutil.rmtree, run, ignore_errors=True)
@@ -188,6 +193,13 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self._steps_yielded = 0
         self._prepared = False
         self._iterating = False
+        self.error: Exception | None = None
+        self.resumed_from = 0
+        # Number of steps in the last checkpoint; None until a checkpoint is loaded or written.
+        self._saved_steps: int | None = None
+        # State after the last loop over this handle.
+        self._outcome = "not started"
+        self._loop: object | None = None  # identifies the current loop over this handle
         self._unpaused = asyncio.Event()
         self._unpaused.set()
 
@@ -210,6 +222,21 @@ class TrainRun(Handle["TrainRun"], Displayable):
     @property
     def rollout(self) -> RolloutHandle | None:
         return self._sampler.handle
+
+    @property
+    def state(self) -> str:
+        if self._loop is None:
+            return self._outcome
+        return "stopping" if self.stopping else "paused" if self.paused else "running"
+
+    def describe_kept(self) -> str:
+        """Return text that lists the completed steps, and the steps that must be repeated when the run continues."""
+        done = len(self.records)
+        saved = done if self._saved_steps is None else self._saved_steps
+        kept = f"{_steps(1, saved)} and the checkpoint are kept in {str(self.path)!r}" if saved else "no step is kept"
+        again = f"; {_steps(saved + 1, done)} will run again, because checkpoint_every={self.config.checkpoint_every}"
+        temporary = " until this handle is deleted; run= sets a permanent folder" if saved and self._temporary else ""
+        return kept + temporary + (again if saved < done else "")
 
     def subscribe(self, callback: Callable[[dict[str, float]], object]) -> Callable[[], None]:
         """Register a callback that receives the record of each new step. Returns a function that removes it."""
@@ -237,9 +264,10 @@ class TrainRun(Handle["TrainRun"], Displayable):
     def __repr__(self) -> str:
         done = len(self.records)
         last = last_success(self.records)
-        hint = "; write `await` before it"
-        if self._prepared:
-            hint = "; complete, nothing is left to train" if done == self.total else ""
+        hint = f"; {self.state}, await it again to continue"
+        if self._loop is not None or self._outcome in ("not started", "done"):
+            hints = {"not started": "write `await` before it", "done": "complete, nothing is left to train"}
+            hint = f"; {hints.get(self.state, self.state)}"
         version = self.run.start_version
         start = f", from trained weights (version {version})" if version and not self._start_over else ""
         return f"<training run, {done} of {self.total} steps done{last}, in {str(self.path)!r}{start}{hint}>"
@@ -265,13 +293,37 @@ class TrainRun(Handle["TrainRun"], Displayable):
             self._bar.close()
             self._bar = None
 
-    def __aiter__(self) -> TrainRun:
+    async def __aiter__(self) -> AsyncIterator[TrainStep]:
         self._check_identity()  # functions may have changed since `train` was called
-        return self
+        self._check_not_iterating()
+        loop = self._loop = object()
+        outcome, self.error = "stopped", None  # also the outcome if the caller's loop ends by `break`
+        try:
+            while (step := await self._next_step()) is not None:
+                yield step
+            outcome = "done" if self._state.steps >= self.total else "stopped"
+        except (asyncio.CancelledError, KeyboardInterrupt) as error:
+            outcome = "interrupted"
+            explain_interrupt(
+                error,
+                f"training was interrupted after step {len(self.records)} of {self.total}: {self.describe_kept()}. "
+                f"To continue, {'' if self._temporary else 'run the cell again, or '}await the same run",
+            )
+            raise
+        except Exception as error:
+            outcome, self.error = "failed", error
+            raise
+        finally:
+            if self._loop is loop:  # no other loop has started since
+                self._outcome, self._loop, self.stopping = outcome, None, False
 
-    async def __anext__(self) -> TrainStep:
+    def _check_not_iterating(self) -> None:
         if self._iterating:
             raise SettingsError("this run is already being awaited elsewhere; a run has one loop")
+
+    async def _next_step(self) -> TrainStep | None:
+        """Run or replay the next step. Return None if the run is complete or was stopped."""
+        self._check_not_iterating()
         self._iterating = True
         try:
             if not self._prepared:
@@ -283,7 +335,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 stopping = any(await self._workers.all_gather(self.stopping))
                 if stopping or self._state.steps >= self.total:
                     self._update_bar(None)
-                    raise StopAsyncIteration
+                    return None
                 await self._unpaused.wait()
                 try:
                     step = await self._iterate(self._state.steps)
@@ -322,7 +374,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 warnings.warn(
                     f"the run in {str(self.path)!r} is complete: its steps are replayed and nothing is trained; to "
                     "train again, use another folder or resume=False",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
         else:
             if config.kl_coef > 0:
@@ -336,6 +388,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         if not workers.is_main:
             self.run.invalidate()
         self._steps_yielded = min(self._steps_yielded, self._state.steps)
+        self.resumed_from = self._saved_steps = self._state.steps
         self._prepared = True
 
     async def _iterate(self, index: int) -> TrainStep:
@@ -410,8 +463,8 @@ class TrainRun(Handle["TrainRun"], Displayable):
         if not config.difficulty and (collapse := detect_collapse([*self.run.records, record], config.tasks_per_step)):
             warnings.warn(
                 f"step {index + 1}: {collapse}. Try a smaller lr than {config.lr:g} or a lower max_kl (now "
-                f"{config.max_kl}), in a new run that starts from the last good weights; this folder keeps only its "
-                "last checkpoint",
+                f"{config.max_kl}), in a new run that starts from good weights: run.policy(step=...) "
+                "loads those that were kept",
                 stacklevel=3,
             )
 
@@ -509,8 +562,16 @@ class TrainRun(Handle["TrainRun"], Displayable):
         # Write the record before the checkpoint: resuming deletes records newer than the checkpoint, but cannot recover
         # a missing record.
         self.run.append(record)
-        if state.steps % self.config.checkpoint_every == 0 or state.steps == self.total:
+        due = state.steps % self.config.checkpoint_every == 0 or state.steps == self.total
+        if "eval_success" in record or due:
+            self.run.keep_policy(state.steps, self.policy, self.config.keep)
+        if due:
             checkpoint.save(self.run, self.policy, self._optimizer, state)
+            self._saved_steps = state.steps
+
+
+def _steps(first: int, last: int) -> str:
+    return f"steps {first} to {last}" if last > first else f"step {last}"
 
 
 def _check(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | None) -> None:

@@ -1,5 +1,6 @@
 """The folder of a training run: `run.json` (its fingerprint), `steps.jsonl` (one flat JSON object per step),
-`rollouts/` and `checkpoint/`. If a write is interrupted, the last complete version remains readable.
+`rollouts/`, `checkpoint/` (a policy in the transformers layout, and `state.pt`, which is needed to resume the run), and
+`policies/` (policies of earlier steps). If a write is interrupted, the last complete version remains readable.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
+
+import torch
 
 from agentfly_kit._async.listeners import Listeners
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.rollout_io import atomic_write, dump_json
 from agentfly_kit.errors import RunError, RunMismatch
+from agentfly_kit.policy.policy import Policy
+
+KeepPolicies: TypeAlias = Literal["last", "best", "all"]
 
 _FORMAT = "agentfly_kit.run"
 _VERSION = 2
@@ -58,16 +64,12 @@ class Run(Displayable):
                 raise RunError(f"{self.path} must be an empty or new folder, but it holds something other than a run")
             return False
         try:
-            about = json.loads(file.read_text(encoding="utf-8"))
+            about = self._read_about()
         except (OSError, ValueError) as error:
             if not resume:
                 return False
             raise RunError(f"{file} is damaged ({error}); use another folder, or resume=False to start over") from error
-        if not isinstance(about, dict) or about.get("format") != _FORMAT or "fingerprint" not in about:
-            raise RunError(f"{file} is not the file of a run; use an empty or new folder")
         version = about.get("version", 0)
-        if version > _VERSION:
-            raise RunError(f"{file} was written by a newer version ({version} > {_VERSION}); upgrade agentfly_kit")
         if not resume:
             return False
         if version < _VERSION:
@@ -83,6 +85,32 @@ class Run(Displayable):
             )
         return True
 
+    def _read_about(self) -> dict[str, Any]:
+        """Return the content of run.json.
+
+        Raises:
+            RunError: If the file does not describe a run, or was written by a newer version.
+        """
+        file = self.path / "run.json"
+        about = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(about, dict) or about.get("format") != _FORMAT or "fingerprint" not in about:
+            raise RunError(f"{file} is not the file of a run; use an empty or new folder")
+        if (version := about.get("version", 0)) > _VERSION:
+            raise RunError(f"{file} was written by a newer version ({version} > {_VERSION}); upgrade agentfly_kit")
+        return about
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that identify the run: config, agent, functions, tasks and weights.
+
+        Raises:
+            RunError: If the folder contains no run, or `run.json` is damaged.
+        """
+        try:
+            settings: dict[str, Any] = self._read_about()["fingerprint"]
+            return settings
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.path / 'run.json'} is missing or damaged ({error})") from error
+
     def claim(self, fingerprint: dict[str, Any], *, resume: bool, start_version: int = 0) -> bool:
         """Call `check`, then prepare the folder for the run. An existing run that is not resumed is deleted."""
         if self.check(fingerprint, resume=resume):
@@ -90,7 +118,7 @@ class Run(Displayable):
         about = {"format": _FORMAT, "version": _VERSION, "start_version": start_version, "fingerprint": fingerprint}
         text = dump_json(about, "the run's fingerprint")
         try:
-            for name in ("rollouts", "checkpoint", "checkpoint.before", "checkpoint.new"):
+            for name in ("rollouts", "policies", "checkpoint", "checkpoint.before", "checkpoint.new"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             self.path.mkdir(parents=True, exist_ok=True)
             for file in (self.path / "steps.jsonl", *self._unfinished_claims()):
@@ -164,6 +192,9 @@ class Run(Displayable):
             with atomic_write(file) as out:
                 out.write(text)
         self._records = kept
+        for step, folder in self._kept_policies().items():
+            if step > steps:
+                shutil.rmtree(folder, ignore_errors=True)
 
     # --- rollouts ---
 
@@ -194,8 +225,9 @@ class Run(Displayable):
             new.mkdir(parents=True)
             yield new
             sums = {}
-            for path in sorted(new.iterdir()):
-                sums[path.name] = _digest(path)
+            for path in sorted(new.rglob("*")):
+                if path.is_file():
+                    sums[path.relative_to(new).as_posix()] = _digest(path)
                 _fsync(path)
             with (new / "done").open("w") as file:
                 file.write(json.dumps(sums))
@@ -223,6 +255,68 @@ class Run(Displayable):
             if not file.exists() or _digest(file) != wanted:
                 raise RunError(f"{file} cannot be read (its content is damaged)")
 
+    # --- policies ---
+
+    def policy(self, step: int | None = None, *, best: bool = False, **options: Any) -> Policy:
+        """Load the policy after a step; by default the policy of the last checkpoint.
+
+        `TrainConfig(keep=)` decides which policies are kept besides the last two checkpoints.
+
+        Args:
+            step: The step, counted from 1; 0 is the initial policy.
+            best: Load the policy with the highest success in an evaluation; if several are equal, the earliest.
+            **options: Further arguments of `Policy.load`, such as `value_head` and `device`.
+
+        Raises:
+            RunError: If the policy was not kept, or the run has no evaluation or no checkpoint.
+        """
+        if best:
+            if step is not None:
+                raise RunError(f"step must be None with best=True, got {step}")
+            if (step := _best_step(self.records)) is None:
+                raise RunError(f"best=True needs a run with evaluations, got none in {self.path}; use evaluate_every=")
+        kept = self._kept_policies()
+        if step is None and (newest := self.checkpoint) is not None:
+            return Policy.load(newest, **options)
+        if step not in kept:
+            have = ", ".join(map(str, sorted(kept))) or "none"
+            wanted = "a checkpoint" if step is None else f"the policy of step {step}"
+            raise RunError(f"{self.path} must contain {wanted}, got policies of steps {have}; see TrainConfig(keep=)")
+        return Policy.load(kept[step], **options)
+
+    def keep_policy(self, step: int, policy: Policy, which: KeepPolicies) -> None:
+        """Save the policy of `step`, the last recorded step, if `which` requires it. The optimizer state is not saved.
+
+        With "best", the policy of the previous best step is replaced.
+        """
+        if which == "last" or (which == "best" and _best_step(self.records) != step):
+            return
+        folder = self.path / "policies"
+        new = folder / f".step-{step:05d}"
+        try:
+            shutil.rmtree(new, ignore_errors=True)
+            policy.save(new)
+            for path in (*new.rglob("*"), new):
+                _fsync(path)
+            shutil.rmtree(folder / f"step-{step:05d}", ignore_errors=True)
+            os.replace(new, folder / f"step-{step:05d}")
+        except (OSError, RuntimeError) as error:
+            raise RunError(f"the policy of step {step} could not be written to {folder} ({error})") from error
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+        for path in folder.glob("step-*") if which == "best" else ():
+            if path.name != f"step-{step:05d}":
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _kept_policies(self) -> dict[int, Path]:
+        """Return the folders of all policies that can be loaded, by step."""
+        kept = {int(path.name.removeprefix("step-")): path for path in (self.path / "policies").glob("step-[0-9]*")}
+        for name in ("checkpoint.before", "checkpoint"):
+            if (self.path / name / "done").exists() and (self.path / name / "state.pt").exists():
+                state = torch.load(self.path / name / "state.pt", mmap=True, weights_only=True, map_location="cpu")
+                kept[int(state["steps"])] = self.path / name
+        return kept
+
     def figure(self, *names: str) -> Any:
         """Plot recorded metrics with plotly, for publications. For live curves, use `widgets.TrainView`.
 
@@ -246,6 +340,12 @@ class Run(Displayable):
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {len(self.records)} steps{last_success(self.records)})"
+
+
+def _best_step(records: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the earliest step with the highest success in an evaluation, or None if there was no evaluation."""
+    evaluated = [r for r in records if isinstance(r.get("eval_success"), int | float)]
+    return int(max(evaluated, key=lambda r: r["eval_success"])["step"]) if evaluated else None
 
 
 def last_success(records: Sequence[Mapping[str, Any]]) -> str:

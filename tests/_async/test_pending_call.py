@@ -59,7 +59,6 @@ async def test_asyncio_accepts_it_as_a_coroutine() -> None:
         (af.Agent, "tool", "tools"),
         (af.Agent.rollout, "groupsize", "group_size"),
         (af.LocalEngine, "slot", "slots"),
-        (af.Policy.load, "valuehead", "value_head"),
         (af.PPOConfig, "minibatches", "minibatch"),
         (af.Sampling, "temp", "temperature"),
         (af.TrainConfig, "tasks_per_iteration", "tasks_per_step"),

@@ -654,6 +654,121 @@ async def test_fork_copies_sandbox_and_tool_state() -> None:
         assert pool.snapshot().leased == 0
 
 
+async def test_each_attempt_has_its_own_seed_and_attempt_0_is_that_of_a_rollout() -> None:
+    a = agent(sampling=Sampling(temperature=1.5, max_tokens=30))
+    chain = a.chain(TASK)
+    said = []
+    for attempt in (0, 1, 2, 3, 0, 2):
+        turn = await chain.sample(attempt=attempt)
+        said.append((turn.seed, turn.ids))
+        chain.rewind(0)
+    assert said[4:] == [said[0], said[2]]
+    assert len({seed for seed, _ in said}) == 4 and len({ids for _, ids in said}) > 2
+    turn = await a.chain(TASK).sample()
+    assert said[0] == (turn.seed, turn.ids)
+    for attempt in (-1, 0.5, None):
+        with pytest.raises(SettingsError, match="attempt must be an integer of at least 0"):
+            await chain.sample(attempt=attempt)  # type: ignore[arg-type]
+
+
+async def test_an_action_whose_tools_have_not_run_can_be_undone_while_a_sandbox_is_held() -> None:
+    async with Pool(ForkingBox, size=2) as pool:
+        script = [put_call("a", "put_forking"), put_call("b", "put_forking")] * 2
+        chain = played(script, tools=[put_forking], pools=[pool]).chain(TASK)
+        await chain.step()
+        for fork in (chain, await chain.fork()):
+            assert fork.turn.kind == "observation"
+            await fork.sample()
+            fork.rewind(2)  # only the action is removed, so the box has not changed
+            assert fork.turn.kind == "observation"
+            with pytest.raises(SettingsError, match="cannot go back: it holds ForkingBox"):
+                fork.rewind(1)  # the tools have run
+            await fork.close()
+
+
+async def test_samples_of_a_turn_are_those_of_forks() -> None:
+    a = agent(sampling=Sampling(temperature=1.5, max_tokens=30))
+    chain = a.chain(TASK)
+    chain.force(call("2+3"))
+    await chain.act()
+    before = chain.turn
+    samples = await chain.sample_turns(6)
+    assert chain.turn is before and not chain.busy
+    assert [t.id for t in samples] == [f"{chain.id}.{k}" for k in range(1, 7)]
+    assert all(t.reward is None and len(t.turns) == 4 and t.turns[2] is before for t in samples)
+    again = a.chain(TASK)
+    again.force(call("2+3"))
+    await again.act()
+    for t in samples:
+        assert (await (await again.fork()).sample()).ids == t.turns[3].ids
+    ended = await chain.sample_turns(6, to_end=True)
+    assert [t.id for t in ended] == [f"{chain.id}.{k}" for k in range(7, 13)]
+    assert all(t.reward is not None for t in ended) and len(ended.groups) == 1
+    number = int(ended.trajectories[0].id.rpartition(".")[2])
+    assert [t.ids for t in (await (await again.fork(number=number)).run()).turns] == [
+        t.ids for t in ended.trajectories[0].turns
+    ]
+    assert (await again.fork()).id == f"{again.id}.{number + 1}"  # later forks have larger numbers
+    for n in (0, -1, 1.5):
+        with pytest.raises(SettingsError, match="n must be an integer of at least 1"):
+            await chain.sample_turns(n)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="number must be an integer of at least 1"):
+        await chain.fork(number=0)
+
+
+async def test_a_sample_is_appended_as_if_the_chain_had_sampled_it() -> None:
+    chain = agent(sampling=Sampling(temperature=1.5, max_tokens=30)).chain(TASK)
+    for to_end in (False, True):
+        sample = (await chain.sample_turns(3, to_end=to_end)).trajectories[2]
+        fork = await chain.fork(number=int(sample.id.rpartition(".")[2]))
+        turn = fork.append_sample(sample)
+        drawn = await (twin := await chain.fork(number=int(sample.id.rpartition(".")[2]))).sample()
+        assert (turn.ids, turn.seed, turn.logprobs) == (drawn.ids, drawn.seed, drawn.logprobs)
+        assert (fork.stop, fork.pending_calls, turn.parent) == (twin.stop, twin.pending_calls, chain.turn)
+        fork.rewind(0)
+        with pytest.raises(SettingsError, match="must continue with a sampled action"):
+            fork.append_sample(chain.snapshot())
+    chain.force("8", end=False)
+    with pytest.raises(SettingsError, match="must begin with the turns of this chain"):
+        chain.append_sample(sample)
+
+
+async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellation() -> None:
+    async with Pool(ForkingBox, size=3) as pool:
+        script = [put_call("a", "put_forking"), put_call("b", "put_forking"), "5"]
+        chain = played(script, tools=[put_forking], pools=[pool]).chain(TASK)
+        await chain.step()
+        samples = await chain.sample_turns(5)
+        assert pool.snapshot().leased == 1 and len(samples) == 5
+        ended = await chain.sample_turns(7, to_end=True)  # more samples than the pool has sandboxes
+        assert {t.turns[4].text.count("a,b") for t in ended} == {1}
+        assert (pool.snapshot().leased, pool.snapshot().waiting) == (1, 0)
+        job = asyncio.ensure_future(_started(chain.sample_turns(7, to_end=True)))
+        while pool.snapshot().leased < 3:
+            await asyncio.sleep(0)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+        assert (pool.snapshot().leased, pool.snapshot().waiting, chain.busy) == (1, 0, False)
+        assert (await chain.step()).text.count("a,b") == 1
+        await chain.close()
+    async with Pool(Box, size=2) as pool:
+        chain = played([put_call("a"), "5"], tools=[put], pools=[pool]).chain(TASK)
+        await chain.step()
+        with pytest.raises(SandboxError, match="holds a Box, which cannot fork"):
+            await chain.sample_turns(3, to_end=True)
+        assert pool.snapshot().leased == 1
+        assert len(await chain.sample_turns(3)) == 3  # needs no sandbox
+        chain.force(put_call("b"))
+        with pytest.raises(SettingsError, match="the last action called tools that have not run"):
+            await chain.sample_turns(3)
+        await chain.close()
+
+
+async def _started(call: Any) -> Any:
+    return await call
+
+
 async def test_changes_of_task_fields_are_local_to_the_chain() -> None:
     @tool
     def pop(text: Text, stock: FromTask[list[str]]) -> str:

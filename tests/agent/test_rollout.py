@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agents import agent, call, played, tasks
+from agents import agent, call, played, shipped, tasks
 
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.rollout_io import atomic_write
+from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import RunError, RunMismatch, SettingsError
 from agentfly_kit.rewards import reward
 from agentfly_kit.trainer.run_dir import Run
@@ -105,11 +106,16 @@ def test_a_saved_rollout_is_loaded_unchanged(tmp_path: Path, half: bool) -> None
 
 
 async def test_real_chains_are_loaded_unchanged(tmp_path: Path) -> None:
-    one = await agent(max_turns=2).rollout(tasks(4), group_size=3)
+    one = await agent(max_turns=2, engine=LocalEngine(shipped(), alternatives=3)).rollout(tasks(4), group_size=3)
+    assert one.trajectories[0].turns[1].alternatives is not None
     two = await played([call("1+1"), "<tool_call>{</tool_call>", "5"], max_turns=2).rollout(tasks(2))
+    one.trajectories[5].annotate("wrong tool")
+    with pytest.raises(SettingsError, match="note must be a string, got 3"):
+        one.trajectories[5].annotate(3)  # type: ignore[arg-type]
     for rollout in (one, two):
         back = Rollout.load(rollout.save(tmp_path / "r.jsonl"))
         same(rollout, back)
+        assert [t.note for t in back] == [t.note for t in rollout] == list(back.to_frame()["note"])
         for x, y in zip(rollout, back, strict=True):
             assert x.token_texts == y.token_texts
             assert x.logprobs.tobytes() == y.logprobs.tobytes()

@@ -226,7 +226,7 @@ def test_an_end_of_turn_of_two_tokens_is_not_repeated() -> None:
 def test_unknown_settings_are_rejected() -> None:
     with pytest.raises(SettingsError, match=r'history must be "exact", "append" or "rerender", got \'render\''):
         Chat(tiny.tokenizer(), history="render")  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match=r"format must be one of action, code, hermes, .* got 'hermez'"):
+    with pytest.raises(SettingsError, match=r"format must be one of action, code, gemma4, .* got 'hermez'"):
         Chat(tiny.tokenizer(), format="hermez")
 
 

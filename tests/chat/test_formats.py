@@ -145,10 +145,17 @@ SOUP += [*'{}[],:"-<>` \n\\é🙂\x00\ud800', "\\ud800", ";", "```", "```python\
 SOUP += ["Thought: ", "Action: a\n", "Action Input: ", "Observation:", "Final Answer:", "[TOOL_CALLS]", "[ARGS]"]
 SOUP += ["<search>", "</search>", "<answer>", "</answer>", "<action>", "</action>", "<|python_tag|>", '"arguments":']
 SOUP += ["<function=a>", "</function>", "<parameter=x>", "</parameter>"]
+SOUP += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>call:", '<|"|>', "<tool_call|>", "a("]
+SOUP += ["<|tool_call_start|>", "<|tool_call_end|>", "to=functions.a", "<|channel|>", "<|message|>", "<|call|>", "x='"]
 SCHEMAS = [{"function": {"name": "a", "parameters": {"properties": {"x": {"type": "string"}}}}}]
 ALL = formats.NAMES
 # Tool and parameter of the formats that call a fixed tool.
 CALLED = {"code": ("python", "code"), "search": ("search", "query"), "action": ("act", "action")}
+# Tags around thinking, for formats that do not use <think> and </think>.
+THINKING = {
+    "gemma4": ("<|channel>thought", "<channel|>"),
+    "gpt_oss": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+}
 
 
 def fuzz(name: str, count: int, seed: int) -> tuple[int, int, int]:
@@ -205,8 +212,37 @@ REPEATED = [
 REPEATED += ["\n", " \n", "<function=", "<search>", "<answer>", "Action Input: {", "Observation:\n", "</parameter>"]
 REPEATED += ["<tool_call>x</tool_call>\n", f"<tool_call>{CALL}</tool_call>", f"[TOOL_CALLS][{CALL}]", "[TOOL_CALLS]a{}"]
 REPEATED += ["Action: a\nAction Input: {}\n", "```python\nx\n```\n", f"{CALL};", "<search>{}</search>", "[TOOL_CALLS]["]
+REPEATED += ["<arg_key>x</arg_key><arg_value>", "</arg_value>", "<tool_call>a</tool_call>", "<|tool_call>", '<|"|>']
+REPEATED += [
+    "<|tool_call>call:a{}<tool_call|>",
+    '<|"|>a<|"|>,',
+    "{a:",
+    "<|tool_call_start|>",
+    "a(), ",
+    "a(x='y'), ",
+    "'",
+]
+REPEATED += [
+    "<|tool_call_start|>[a()]<|tool_call_end|>",
+    "\\'",
+    '"',
+    "x=",
+    "x=[",
+    "' ",
+    "to=functions.a",
+    "<|message|>",
+]
+REPEATED += [
+    "<|start|>assistant to=functions.a<|channel|>commentary json<|message|>{}<|call|>",
+    "<|channel|>",
+    "a",
+    "<|",
+]
 REPEATED += ["<tool_call><function=a><parameter=x></tool_call>", '<tool_call>["</tool_call>', '<tool_call>"', "``` "]
-AROUND = [("", ""), ('{"name":"a"}', "x"), ("[TOOL_CALLS]a", "x"), ("Action: a", "Final Answer: x"), ("```python", "x")]
+AROUND = [("", ""), ("<tool_call>a<arg_key>x</arg_key><arg_value>", "</tool_call>"), ("to=functions.a<|message|>", "")]
+AROUND += [("<|tool_call>call:a{", "}<tool_call|>"), ("<|tool_call_start|>[", "]<|tool_call_end|>")]
+AROUND += [("<|tool_call_start|>[a(x=", ")]<|tool_call_end|>"), ("<|tool_call_start|>[a(x='", "')]<|tool_call_end|>")]
+AROUND += [('{"name":"a"}', "x"), ("[TOOL_CALLS]a", "x"), ("Action: a", "Final Answer: x"), ("```python", "x")]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -245,7 +281,7 @@ def back(fmt: formats.Format, call: ToolCall, tools: list[dict[str, Any]] | None
     assert not parsed.unclosed
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "react"])
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "react", "gpt_oss"])
 @settings(max_examples=100, deadline=None)
 @given(names, st.dictionaries(st.text() | tag_soup, json_values | tag_soup, max_size=4))
 def test_json_formats_parse_rendered_calls(name: str, tool: str, arguments: dict[str, Any]) -> None:
@@ -287,7 +323,8 @@ def test_a_truncated_call_is_no_call(name: str) -> None:
     fmt = formats.get(name)
     tool, key = CALLED.get(name, ("a", "x"))
     text = fmt.render_call(ToolCall("call-0", tool, {key: "rm -r }] here"}))
-    before = "" if name in ("llama3", "code", "react") else "I say. "
+    text = text.removesuffix("<|call|>")  # a stop token, which is not part of the parsed text
+    before = "" if name in ("llama3", "code", "react", "gpt_oss") else "I say. "
     for cut in range(len(text)):
         parsed = fmt.parse(before + text[:cut])
         assert not [call for call in parsed.calls if call.error is None], text[:cut]
@@ -309,13 +346,17 @@ def test_thinking_in_every_format(name: str) -> None:
     fmt = formats.get(name)
     tool, key = CALLED.get(name, ("a", "x"))
     call = fmt.render_call(ToolCall("call-0", tool, {key: "b"}))
-    parsed = fmt.parse(f"<think>\nhm, {call}\n</think>\n\n{call}")
+    assert fmt.parse("Five.") == formats.Parsed("Five.")
+    think, end = THINKING.get(name, ("<think>", "</think>"))
+    assert fmt.parse(f"{think}hm{end}Five.") == formats.Parsed("Five.", thinking="hm")
+    if name == "gpt_oss":  # a call ends the thinking
+        assert [c.arguments for c in fmt.parse(f"{think}hm{end}{call}").calls] == [{key: "b"}]
+        return
+    parsed = fmt.parse(f"{think}\nhm, {call}\n{end}\n\n{call}")
     assert [c.arguments for c in parsed.calls] == [{key: "b"}]
     assert parsed.thinking == f"hm, {call}"
-    assert fmt.parse(f"<think>{call}").calls == ()
-    assert fmt.parse("<think>hm</think>Five.") == formats.Parsed("Five.", thinking="hm")
-    assert fmt.parse("hm</think>Five.") == formats.Parsed("Five.", thinking="hm")
-    assert fmt.parse("Five.") == formats.Parsed("Five.")
+    assert fmt.parse(f"{think}{call}").calls == ()
+    assert fmt.parse(f"hm{end}Five.") == formats.Parsed("Five.", thinking="hm")
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -423,7 +464,72 @@ def test_qwen3_coder() -> None:
         assert words in str(call.error), body
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "qwen3_coder"])
+@settings(max_examples=150, deadline=None)
+@given(names, st.dictionaries(names, json_values, max_size=4))
+def test_markup_formats_parse_rendered_calls(tool: str, arguments: dict[str, Any]) -> None:
+    """GLM-4: any text with a schema. LFM2: any text. Gemma 4: any text with bare keys."""
+    texts = json.dumps(arguments, ensure_ascii=False)
+    call = ToolCall("call-0", tool, arguments)
+    properties = {k: {"type": "string"} if isinstance(v, str) else {} for k, v in arguments.items()}
+    if not re.search(r"</?(?:arg_|tool_call)", texts):
+        back(formats.get("glm4"), call, [{"function": {"name": tool, "parameters": {"properties": properties}}}])
+    identifiers = not re.search(r'"(?![A-Za-z_][A-Za-z0-9_.-]*"|")[^"]*":', texts) and '"":' not in texts
+    if identifiers and '<|\\"|>' not in texts and "\\" not in texts:
+        back(formats.get("gemma4"), call)
+    if all(key.isidentifier() for key in arguments) and "<|tool_call_end|>" not in texts:
+        back(formats.get("lfm2"), call)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("glm4", "<tool_call></tool_call>", "does not begin with the name of a tool"),
+        ("glm4", "<tool_call>a\n<arg_key>x</arg_key></tool_call>", "text where a tag should be"),
+        ("glm4", "<tool_call>a<arg_key>x</arg_key><arg_value>1</tool_call>", "does not close <arg_key>x</arg_key>"),
+        ("gemma4", "<|tool_call>a{}<tool_call|>", "does not begin with call:name"),
+        ("gemma4", "<|tool_call>call:a{x:y}<tool_call|>", "is not valid JSON"),
+        ("gemma4", "<|tool_call>call:a{}{}<tool_call|>", "has text after the arguments"),
+        ("gemma4", "<|tool_call>call:a{x:" + "[" * 9999 + "<tool_call|>", "nested too deeply"),
+        ("lfm2", "<|tool_call_start|>a()<|tool_call_end|>", "is no list"),
+        ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>", "has no name(...)"),
+        ("lfm2", "<|tool_call_start|>[a(1)]<|tool_call_end|>", "has no key=value at '1)]'"),
+        ("lfm2", "<|tool_call_start|>[a(x=open)]<|tool_call_end|>", "is not valid JSON"),
+        ("lfm2", "<|tool_call_start|>[a() b()]<|tool_call_end|>", "has no comma between two calls"),
+        ("lfm2", "<|tool_call_start|>[a(x=1e999)]<|tool_call_end|>", "too large for a float"),
+        ("lfm2", "<|tool_call_start|>[a()] b<|tool_call_end|>", "has no name(...)"),
+        ("gpt_oss", "to=functions.a<|message|>{} and<|call|>", "text after the JSON object: 'and'"),
+        ("gpt_oss", "to=functions.a<|message|>[]", '"arguments" is a list, not an object'),
+        ("gpt_oss", "to=functions.a<|message|>{x}", "is not valid JSON"),
+    ],
+)
+def test_errors_of_calls_in_markup(name: str, text: str, words: str) -> None:
+    call = formats.get(name).parse(text).calls[-1]
+    assert words in str(call.error)
+    assert "; write " in str(call.error)
+    assert call.arguments == {}
+
+
+def test_python_literals_in_lfm2() -> None:
+    text = "<|tool_call_start|>[a(x='It's a \\'b\\', \n\\\\', n=None, l=[True, 'y']), b(x=\"It's\")]<|tool_call_end|>"
+    calls = formats.get("lfm2").parse(f"So: {text}").calls
+    assert [c.error for c in calls] == [None, None]
+    assert calls[0].arguments == {"x": "It's a 'b', \n\\", "n": None, "l": [True, "y"]}
+    assert calls[1].arguments == {"x": "It's"}
+
+
+def test_channels_of_gpt_oss() -> None:
+    text = (
+        "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.a <|constrain|>json<|message|>{"x": 1}'
+    )
+    parsed = formats.get("gpt_oss").parse(text)
+    assert (parsed.thinking, parsed.content, parsed.unclosed) == ("Look.", "I look.", False)
+    assert [(c.name, c.arguments) for c in parsed.calls] == [("a", {"x": 1})]
+    assert formats.get("gpt_oss").parse(text[:-1]).unclosed
+    assert formats.get("gpt_oss").parse("<|channel|>final<|message|>5<|return|>") == formats.Parsed("5")
+
+
+@pytest.mark.parametrize("name", [format.name for format in formats.NATIVE])
 def test_detect_format(name: str) -> None:
     fmt = formats.get(name)
     assert formats.detect_format(lambda tool, arguments: fmt.render_call(ToolCall("call-0", tool, arguments))) == fmt

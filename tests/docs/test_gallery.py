@@ -1,7 +1,7 @@
-"""Makes the pictures of docs/gallery.md from real rollouts and training runs of the shipped policy.
+"""Make the pictures of docs/gallery.md from real rollouts and training runs of the shipped policy.
 
-The pictures are written to build/gallery. After changing a view, copy them to docs/images/gallery, and copy the picture
-of README.md, build/train-view.png, to docs/images. Pictures of other objects are written to build/screenshots.
+The pictures are written to build/gallery. After changing a view, copy them to docs/images/gallery. Pictures of other
+objects are written to build/screenshots. `make moving-picture` records the picture of README.md.
 """
 
 from __future__ import annotations
@@ -139,7 +139,6 @@ SHOTS = {
     "chain_stepper": "stepper = w.ChainStepper(chain)\nstepper",
 }
 OBJECTS = "for name, thing in objects.items():\n    print(name)\n    display(thing)"
-ONE_RUN = "w.TrainView(runs[0], names=['calculator'])"
 SIZES = {"": (1060, 2400), "-narrow": (520, 3400)}  # large enough to show all views completely
 
 
@@ -158,7 +157,7 @@ def test_the_gallery_has_its_pictures() -> None:
 def test_pictures_for_the_gallery(notebook: Any) -> None:
     from PIL import Image
 
-    nb = notebook(SETUP, *SHOTS.values(), OBJECTS, ONE_RUN, size=SIZES[""])
+    nb = notebook(SETUP, *SHOTS.values(), OBJECTS, size=SIZES[""])
     nb.without_sidebar()
     nb.run(wait=False)
     nb.finish(300)
@@ -199,11 +198,5 @@ def test_pictures_for_the_gallery(notebook: Any) -> None:
             shown.scroll_into_view_if_needed()
             page.wait_for_timeout(300)
             keep(shown, OTHERS / f"objects{size}-{theme.lower()}.png")
-    page.set_viewport_size(dict(zip(("width", "height"), SIZES[""], strict=True)))
-    nb.theme("Light")
-    one = page.locator(".jp-Notebook .jp-Cell").nth(2 + len(SHOTS)).locator(".afk")
-    one.scroll_into_view_if_needed()
-    page.wait_for_timeout(300)
-    keep(one, MADE.parent / "train-view.png")
     assert names() == {path.name for path in MADE.glob("*.png")}
     nb.execute("gate.set()\nawait going")

@@ -68,6 +68,30 @@ def check(policy: Policy, ids: list[int], got: Sample, temperature: float = 1.0)
 # --- numbers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+async def test_alternatives_are_the_most_probable_tokens_of_a_full_forward(temperature: float) -> None:
+    policy = endless()
+    sampling = Sampling(temperature=temperature, max_tokens=12)
+    prompts = [prompt(n, seed=n) for n in (3, 9, 40)]
+    plain, engine = LocalEngine(policy), LocalEngine(policy, alternatives=7)
+    got = await asyncio.gather(*(engine.sample(p, sampling, i) for i, p in enumerate(prompts)))
+    for i, (p, sample) in enumerate(zip(prompts, got, strict=True)):
+        without = await plain.sample(p, sampling, i)
+        assert without.alternatives is None and (without.ids, without.logprobs) == (sample.ids, sample.logprobs)
+        assert sample.ids is not None and sample.logprobs is not None and sample.alternatives is not None
+        with torch.no_grad():
+            hidden = policy.hidden(torch.tensor([[*p, *sample.ids]]))[0, len(p) - 1 : -1]
+            logp = (policy.logits(hidden) / (temperature or 1.0)).log_softmax(-1)
+        for k, best in enumerate(sample.alternatives):
+            assert [lp for _, lp in best] == pytest.approx(logp[k].topk(7).values.tolist(), abs=CLOSE)
+            assert [lp for _, lp in best] == pytest.approx(logp[k][[id for id, _ in best]].tolist(), abs=CLOSE)
+            if sample.ids[k] in dict(best):
+                assert dict(best)[sample.ids[k]] == sample.logprobs[k]
+    for wrong in (-1, policy.vocab_size + 1, 2.0):
+        with pytest.raises(EngineError, match="alternatives must be an integer from 0 to the vocabulary size"):
+            LocalEngine(policy, alternatives=wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
 async def test_logprobs_and_entropies_are_those_of_a_full_forward(temperature: float) -> None:
     policy = endless()

@@ -244,6 +244,24 @@ async def test_a_distribution_is_that_of_the_local_engine(engine: VLLMEngine, po
 
 @installed
 @pytest.mark.real
+async def test_alternatives_are_those_of_the_distribution(engine: VLLMEngine, policy: Policy) -> None:
+    engine.alternatives = 5
+    try:
+        chain = agents.agent(policy, engine=engine).chain(agents.tasks(1)[0])
+        wanted = await chain.distribution(top=5)
+        turn = await chain.sample()
+    finally:
+        engine.alternatives = 0
+    assert turn.ids is not None and turn.logprobs is not None and turn.alternatives is not None
+    assert [(id, text) for id, text, _ in turn.alternatives[0]] == list(zip(wanted.ids, wanted.texts, strict=True))
+    assert max(abs(a[2] - b) for a, b in zip(turn.alternatives[0], wanted.logprobs, strict=True)) <= GAP
+    for id, logprob, best in zip(turn.ids, turn.logprobs, turn.alternatives, strict=True):
+        assert [lp for _, _, lp in best] == sorted((lp for _, _, lp in best), reverse=True)
+        assert all(abs(lp - logprob) <= GAP for i, _, lp in best if i == id)
+
+
+@installed
+@pytest.mark.real
 async def test_how_a_turn_ends(engine: VLLMEngine, policy: Policy) -> None:
     prompt = list(policy.chat.prompt(agents.tasks(1)[0].messages))
     cut = await engine.sample(prompt, Sampling(temperature=2.0, max_tokens=2), 0)

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 from agents import played, tasks
@@ -344,7 +344,7 @@ def test_one_loop_after_another_and_a_cell_that_computes():
 
 
 async def test_a_wrong_token_is_refused_and_told_nothing(server: PoolServer):
-    async with httpx.AsyncClient() as http:
+    async with httpx2.AsyncClient() as http:
         for headers in (
             {},
             {"Authorization": "Bearer"},
@@ -510,7 +510,7 @@ async def test_lost_answers_lease_nothing_twice_and_run_nothing_twice(server: Po
 
 
 async def test_what_a_client_never_heard_of_goes_back(pool: Pool[Notes]):
-    async with serve_pool(pool, token=TOKEN, heartbeat=0.3) as server, httpx.AsyncClient() as http:
+    async with serve_pool(pool, token=TOKEN, heartbeat=0.3) as server, httpx2.AsyncClient() as http:
         headers = {"Authorization": f"Bearer {TOKEN}"}
 
         async def post(path: str, **body: Any) -> Any:
@@ -696,7 +696,7 @@ async def test_nonsense_never_breaks_the_server(server: PoolServer, pool: Pool[N
     names += ["after", "turn", "reusable", "nonsense"]
     paths = ["acquire", "abandon", "call", "release", "beat", "bye", "pool", "nothing"]
     async with (
-        httpx.AsyncClient(headers=headers, timeout=20) as http,
+        httpx2.AsyncClient(headers=headers, timeout=20) as http,
         client(server) as far,
         far.lease("good") as notes,
     ):

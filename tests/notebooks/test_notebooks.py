@@ -1,7 +1,5 @@
 """Every notebook runs from top to bottom and is readable without a kernel; so is the page written by `make demo`."""
 
-import importlib.machinery
-import importlib.util
 import os
 import re
 import signal
@@ -10,15 +8,17 @@ import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import nbformat
 import pytest
+from checks import CHECKS
 from paths import ROOT
 
+from agentfly_kit import _demo
+
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FIRST = {path for path in NOTEBOOKS if path.name < "02"}  # run by `make test`; `make test-real` runs all notebooks
+FIRST = {ROOT / "notebooks" / "01_quickstart.ipynb"}  # run by `make test`; `make test-real` runs all notebooks
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -46,6 +46,19 @@ def test_fit_to_read(path: Path) -> None:
             assert WIDGET not in data or "text/html" not in data, "a widget view hides the static form beside it"
     assert "/root/" not in (text := path.read_text(encoding="utf-8"))
     assert "/home/" not in text
+
+
+def test_checks_belong_to_notebooks() -> None:
+    assert CHECKS.keys() <= {path.stem for path in NOTEBOOKS}
+
+
+def test_every_formula_is_closed() -> None:
+    """A formula with an odd number of dollar signs would be shown as text."""
+    for path in NOTEBOOKS:
+        for cell in nbformat.read(path, as_version=4).cells:
+            if cell.cell_type == "markdown":
+                prose = re.sub(r"```.*?```|`[^`]*`", "", cell.source, flags=re.DOTALL)
+                assert re.sub(r"\$\$.*?\$\$|\$[^$]+?\$", "", prose, flags=re.DOTALL).count("$") == 0, cell.source
 
 
 def test_the_quickstart_is_short() -> None:
@@ -91,9 +104,12 @@ def test_there_are_exercises_and_their_answers_are_run(name: str, answers: int, 
 def test_runs_top_to_bottom(path: Path, tmp_path: Path) -> None:
     """Run nbval in an empty folder. Cells that raise fail, and so do changed outputs under NBVAL_CHECK_OUTPUT.
 
-    Folded answers run after their exercises.
+    Folded answers run after their exercises, and the assertions of `CHECKS` at the end.
     """
-    nbformat.write(with_answers(nbformat.read(path, as_version=4)), tmp_path / path.name)
+    notebook = with_answers(nbformat.read(path, as_version=4))
+    if path.stem in CHECKS:
+        notebook.cells.append(nbformat.v4.new_code_cell(CHECKS[path.stem]))
+    nbformat.write(notebook, tmp_path / path.name)
     nbval = ("--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=600", "-p", "no:cacheprovider", "--color=no")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *nbval, path.name],
@@ -105,7 +121,7 @@ def test_runs_top_to_bottom(path: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-# ---- scripts/demo, with notebooks of a few lines
+# ---- `agentfly-kit demo`, with notebooks of a few lines
 
 
 class Requests(HTMLParser):
@@ -153,16 +169,6 @@ def requests(html: str) -> list[str]:
     return parser.found
 
 
-def load_demo() -> ModuleType:
-    loader = importlib.machinery.SourceFileLoader("demo", str(ROOT / "scripts" / "demo"))
-    spec = importlib.util.spec_from_loader("demo", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["demo"] = module
-    loader.exec_module(module)
-    return module
-
-
 def write(path: Path, *sources: str) -> Path:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     nbformat.write(notebook, path)
@@ -170,7 +176,7 @@ def write(path: Path, *sources: str) -> Path:
 
 
 def demo(notebook: Path, out: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(ROOT / "scripts" / "demo"), str(notebook), "--out", str(out)]
+    command = [sys.executable, "-m", "agentfly_kit", "demo", str(notebook), "--out", str(out)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
@@ -193,7 +199,8 @@ def test_demo_shows_progress_and_leaves_a_whole_page(tmp_path: Path) -> None:
         "# Train a little\n"
         "import json, pathlib\n"
         "folder = pathlib.Path('runs/toy'); folder.mkdir(parents=True)\n"
-        "lines = [json.dumps({'step': 3, 'reward_mean': 0.5, 'success': 0.625}), '{broken', '7', '{\"step\": 4']\n"
+        "steps = [json.dumps({'step': s, 'reward_mean': 0.5, 'success': s / 8 + 0.25}) for s in (2, 3)]\n"
+        "lines = [*steps, '{broken', '7', '{\"step\": 4']\n"
         "_ = (folder / 'steps.jsonl').write_text('\\n'.join(lines))",
         "from IPython.display import HTML, display\n"
         f"display({{'{WIDGET}': {{'model_id': '1'}}, 'text/html': '<b>still</b>'}}, raw=True)\n"
@@ -209,6 +216,12 @@ def test_demo_shows_progress_and_leaves_a_whole_page(tmp_path: Path) -> None:
         assert "step   3   reward 0.500   success 0.625" in done.stdout
     html = (tmp_path / "out" / "toy.html").read_text(encoding="utf-8")
     assert "<b>still</b>" in html
+    top, _, cells = html.partition("</header>")
+    assert "<b>24% → 95%</b> success before and after training" in top
+    assert re.search(r"2 training steps · \d+ s in total · \d+ s of CPU time", top)
+    assert "from 50% in step 2 to 62% in step 3" in top
+    assert "jp-CodeCell" in cells
+    assert "jp-CodeCell" not in top.partition("<body")[2]
     assert requests(html) == []
     executed = nbformat.read(tmp_path / "out" / "07_toy.ipynb", as_version=4)
     assert [sorted(output.data) for output in executed.cells[1].outputs] == [["text/html"]] + [
@@ -219,9 +232,10 @@ def test_demo_shows_progress_and_leaves_a_whole_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
 def test_a_page_of_what_is_committed_asks_for_nothing(path: Path) -> None:
     notebook: Any = nbformat.read(path, as_version=4)
-    module = load_demo()
-    module.static(notebook)
-    assert requests(module.page(notebook, path.stem)) == []
+    _demo.static(notebook)
+    page = _demo.page(notebook, path.stem)
+    assert requests(page) == []
+    assert f"<title>{_demo.heading(notebook)}</title>" in page.replace("&#39;", "'")
 
 
 def test_the_scan_finds_what_nbconvert_puts_in() -> None:
@@ -263,7 +277,7 @@ def test_interrupting_the_demo_leaves_no_kernel(number: signal.Signals, tmp_path
         tmp_path / "slow.ipynb",
         "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(300)",
     )
-    command = [sys.executable, str(ROOT / "scripts" / "demo"), str(notebook), "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "agentfly_kit", "demo", str(notebook), "--out", str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         pid_file, end = tmp_path / "out" / "pid", time.monotonic() + 60

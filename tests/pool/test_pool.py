@@ -163,6 +163,7 @@ async def test_snapshot():
         assert [(x.id, x.state, x.owner, x.uses) for x in s.sandboxes] == [(1, "leased", "second", 2)]
         await pool.release(lease)
         assert [(x.state, x.owner) for x in pool.snapshot().sandboxes] == [("idle", None)]
+        assert pool.snapshot().recycled == 2
 
 
 async def test_pools_lists_open_pools():
@@ -233,7 +234,9 @@ async def test_rollouts_are_served_in_turn():
         second = [asyncio.ensure_future(chain("b", number)) for number in range(3)]
         await asyncio.sleep(0)
         in_order = ("a0", "b0", "a1", "b1", "a2", "b2", "a3", "a4", "a5")
-        assert pool.snapshot().waiters == in_order
+        waiting = pool.snapshot()
+        assert waiting.waiters == in_order
+        assert len(waiting.waiting_seconds) == 9 and waiting.waiting_seconds[0] >= waiting.waiting_seconds[-1] >= 0
         await held.release()
         await asyncio.gather(*first, *second)
         assert tuple(served) == in_order
@@ -410,6 +413,7 @@ async def test_failing_starts_open_the_circuit_breaker():
                 await pool.acquire(timeout=1)
         assert Broken.starts == before
         assert pool.snapshot().error == "no such image"
+        assert pool.snapshot().failed_starts == Broken.starts
 
 
 async def test_a_successful_start_closes_the_circuit_breaker():

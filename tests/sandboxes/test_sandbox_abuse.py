@@ -741,7 +741,8 @@ def test_without_root_and_without_control_groups(level: str, tmp_path: Path):
     try:
         (package / "agentfly_kit").mkdir(parents=True)
         (package / "agentfly_kit" / "__init__.py").touch()
-        shutil.copy(source / "errors.py", package / "agentfly_kit")
+        for name in ("errors.py", "_display.py"):
+            shutil.copy(source / name, package / "agentfly_kit")
         shutil.copytree(source / "sandboxes", package / "agentfly_kit" / "sandboxes")
         subprocess.run(["chmod", "-R", "a+rX", str(package)], check=True)
         done = subprocess.run(

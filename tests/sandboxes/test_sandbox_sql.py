@@ -39,7 +39,7 @@ async def test_rows_and_text(level: str, engine: str):
         result = await sandbox.run("SELECT * FROM people ORDER BY name")
         assert (result.columns, result.rows, result.ok) == (("name", "age"), (("Ada", 36), ("Bo", None)), True)
         assert result.text == "name | age\n-----+-----\nAda  | 36\nBo   | NULL\n(2 rows)"
-        assert repr(result).startswith("SQLResult(columns=('name', 'age'), rows=2")
+        assert repr(result).startswith("SQLResult(columns=('name', 'age'), rows=(('Ada', 36), ('Bo', None))")
         result = await sandbox.run("SELECT nope FROM people")
         assert not result.ok and "nope" in (result.error or "") and result.rows == () and not result.died
         await sandbox.run("UPDATE people SET age = 1")

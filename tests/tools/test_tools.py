@@ -321,6 +321,31 @@ def test_invalid_functions_are_rejected(function: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
+def test_descriptions_may_be_missing_while_prototyping() -> None:
+    @tool(describe="optional")
+    def add(a: int, b: Annotated[int, "the second"] = 1) -> int:
+        return a + b
+
+    assert add.schema["function"] == {
+        "name": "add",
+        "description": "",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer"},
+                "b": {"type": "integer", "description": "the second", "default": 1},
+            },
+            "required": ["a"],
+        },
+    }
+    names: dict[str, Any] = {}
+    exec("def f(n: int):\n    'Do.'", names)
+    with pytest.raises(ToolSchemaError, match=r"(?s)'n' must have a description.*@af.tool\(describe='optional'\)"):
+        tool(names["f"])
+    with pytest.raises(ToolSchemaError, match="describe must be 'required' or 'optional', got 'never'"):
+        tool(describe="never")(silent)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["", "two words", "9lives", "ä", "x" * 65])
 def test_invalid_names_are_rejected(name: str) -> None:
     with pytest.raises(ToolSchemaError, match="must consist of letters"):

@@ -104,7 +104,7 @@ async def test_a_checkpoint_of_a_newer_version_is_rejected(tmp_path: Path) -> No
     state = torch.load(folder / "state.pt", weights_only=True)
     torch.save(state | {"version": 7}, folder / "state.pt")
     (folder / "done").write_text("{}")
-    with pytest.raises(RunError, match=r"a newer version \(7 > 1\); upgrade agentfly_kit; delete .*checkpoint"):
+    with pytest.raises(RunError, match=r"a newer version \(7 > 2\); upgrade agentfly_kit; delete .*checkpoint"):
         await start(tmp_path / "run", learner())
 
 
@@ -128,8 +128,10 @@ async def test_a_checkpoint_is_flushed_before_it_replaces_the_last_one(
     monkeypatch.setattr(run_dir.os, "fsync", fsync)
     monkeypatch.setattr(run_dir.os, "replace", replace)
     checkpoint.save(run.run, run.policy, run._optimizer, run._state)
+    files = sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir() if path.name != "done")
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "state.pt"} <= {*files}
     assert order == [
-        "sync /checkpoint.new/state.pt",
+        *(f"sync /checkpoint.new/{file}" for file in files),
         "sync /checkpoint.new/done",
         "sync /checkpoint.new",
         "checkpoint -> checkpoint.before",

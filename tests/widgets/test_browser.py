@@ -44,6 +44,9 @@ def records() -> None:
             extra = {
                 "logprobs": tuple(-rng.gamma(0.5, 0.7, len(ids))), "entropies": tuple(rng.gamma(1, 0.4, len(ids))),
                 "versions": (3,) * len(ids),
+                "alternatives": tuple(
+                    ((i, piece, -0.2), (10, "<|im_start|>", -1.9)) for i, piece in zip(ids, token_texts, strict=True)
+                ),
             }  # fmt: skip
         return Turn(kind, author, ids, rng is not None, text=text, token_texts=token_texts, **extra)
 
@@ -171,8 +174,25 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
     tokens.nth(first).hover()
     ratio = page.locator(".afk-numbers .afk-on b").inner_text()
     assert ratio == nb.python(f"w._base.number(float(view._rows[0].signals['ratio'][{first}]))")
+    assert (
+        "rank 1" in page.locator(".afk-alts").inner_text()
+        and "81.9 % (sampled)" in page.locator(".afk-alts").inner_text()
+    )
+    assert tokens.nth(first).evaluate("(x) => getComputedStyle(x).outlineStyle") == "solid"
     tokens.nth(0).hover()
     assert page.locator(".afk-numbers .afk-on b").inner_text() == "–"
+    assert page.locator(".afk-alts").count() == 0
+    # Lines do not break inside a word.
+    broken = page.evaluate(
+        """() => { const all = [...document.querySelectorAll('.afk-lines')].slice(0, 3);
+        const tokens = all.flatMap((x) => [...x.querySelectorAll('.afk-tok')]);
+        all.forEach((x) => { x.style.width = '120px'; });
+        const split = tokens.filter((x) => x.getClientRects().length > 1);
+        const lines = new Set(tokens.map((x) => x.getBoundingClientRect().top));
+        all.forEach((x) => { x.style.width = ''; });
+        return [split.map((x) => x.textContent), lines.size]; }"""
+    )
+    assert broken[0] == [] and broken[1] > 10
 
     # Keys move and select in the view, and do not reach the notebook.
     cell = "() => window.jupyterapp.shell.currentWidget.content.activeCellIndex"
@@ -318,9 +338,26 @@ def test_pool_view_is_live_during_an_await(notebook: Any) -> None:
     page.locator(".afk-tiles").focus()
     page.keyboard.press("Escape")
     nb.wait_python("bool(view.selection)", False)
+    # The tab and the history are kept when the view is displayed again. The view says when the pool is closed.
+    page.locator(".afk-poolview").get_by_role("button", name="Events").click()
+    nb.wait_python("view._tab", "events")
+    nb.command("notebook:clear-all-cell-outputs")
+    nb.wait_python("view.is_open", False)
+    page.evaluate(
+        """async () => { const nb = window.jupyterapp.shell.currentWidget.content;
+        nb.activeCellIndex = 2;
+        nb.activeCell.model.sharedModel.setSource("view");
+        await window.jupyterapp.commands.execute('notebook:run-cell'); }"""
+    )
+    page.locator(".afk-poolview button[aria-pressed='true']", has_text="Events").wait_for()
+    page.wait_for_function(
+        "() => document.querySelector('.afk-strip .afk-s-leased')?.getAttribute('points').split(' ').length > 40"
+    )
+    nb.execute("await pool.close()")
+    page.locator(".afk-poolview", has_text="This pool is closed.").wait_for()
+    assert page.locator(".afk-poolview").get_by_role("button", name="Take").count() == 0
     nb.execute("view.close()")
     assert not nb.python("bool(pool._listeners)")
-    nb.execute("await pool.close()")
 
 
 @browser.both
@@ -389,6 +426,8 @@ def test_the_static_form_survives_an_untrusted_notebook(notebook: Any) -> None:
     token = html.first.locator("span[title^='logprob']").first
     assert "logprob" in str(token.get_attribute("title"))
     assert token.evaluate("(x) => getComputedStyle(x).backgroundColor").startswith("rgba(220, 110, 30")
+    assert "⁹" in str(html.first.text_content()) and "⁹" not in html.first.inner_text()  # hidden if styles are applied
+    assert html.first.locator("wbr").count() > 10
     images = page.locator(".jp-RenderedHTMLCommon img")
     assert images.count() == 5
     assert images.first.evaluate("(x) => x.complete && x.naturalWidth > 0")
@@ -422,7 +461,7 @@ def test_pool_view_by_hand_with_keys_while_a_cell_awaits(notebook: Any) -> None:
     page.locator(".afk-tile.afk-s-leased .afk-owner", has_text="calc-1/0").wait_for()
     hands.get_by_role("button", name="Take").focus()
     page.keyboard.press("Enter")
-    page.locator(".afk-tile .afk-hand", has_text="by hand, from here").wait_for()
+    page.locator(".afk-tile .afk-hand", has_text="this view").wait_for()
     select = hands.get_by_role("combobox", name="Sandbox to act on")
     select.select_option(label="#2 leased, by hand")
     give_back = hands.get_by_role("button", name="Release")
@@ -438,7 +477,7 @@ def test_pool_view_by_hand_with_keys_while_a_cell_awaits(notebook: Any) -> None:
     )
     assert "asked: close #1" in hands.inner_text()
     hands.get_by_role("button", name="Take").click()
-    page.locator(".afk-tile .afk-hand", has_text="by hand, from here").wait_for()
+    page.locator(".afk-tile .afk-hand", has_text="this view").wait_for()
     nb.finish()
     nb.wait_python("lease.revoked", "closed by hand")
     assert nb.python("len(view.held), view._notice") == (1, "")

@@ -59,7 +59,7 @@ def test_a_chain_is_stepped_by_mouse_and_keys_while_a_cell_awaits(notebook: Any)
     words.fill('<tool_call>{"name":"calculator","arguments":{"expression":"6*7"}}</tool_call>')
     words.press("Control+Enter")
     view.locator(".afk-turn2.afk-forced").wait_for()
-    assert view.get_by_role("button", name="Sample").is_disabled()
+    assert view.get_by_role("button", name="Sample", exact=True).is_disabled()
     assert "No action is due" in view.locator(".afk-bars").inner_text()
     view.locator(".afk-turns").focus()
     page.keyboard.press("r")
@@ -121,6 +121,111 @@ def test_a_chain_is_stepped_by_mouse_and_keys_while_a_cell_awaits(notebook: Any)
     assert page.evaluate(cells) == before
 
 
+BOXES = """(selector) => [...document.querySelectorAll(selector)].map((b) => {
+  const r = b.getBoundingClientRect(), top = b.closest('.afk').getBoundingClientRect();
+  return [r.left - top.left, r.top - top.top, r.width, r.height].map(Math.round); })"""
+
+
+def test_samples_runs_to_the_end_and_a_busy_kernel(notebook: Any) -> None:
+    nb = notebook(
+        START
+        + """
+sampling = af.Sampling(max_tokens=48, temperature=1.4)
+agent = agents.agent(seed=3, sampling=sampling)
+task = agents.tasks()[0]
+view = w.ChainStepper(agent, task)""",
+        "view",
+    )
+    nb.without_sidebar()
+    nb.run()
+    page = nb.page
+    view = page.locator(".afk-stepper")
+    view.locator(".afk-next").first.wait_for(timeout=90_000)
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    boxes = page.evaluate(BOXES, ".afk-tools button")
+    below = page.evaluate(BOXES, ".afk-composer button")
+    assert len(boxes) == 10 and len(below) == 3
+
+    def press(name: str) -> None:
+        view.get_by_role("button", name=name, exact=True).click()
+
+    def state(count: int, where: str) -> None:
+        """Wait until the chain has this number of turns, and assert that no button has moved."""
+        page.wait_for_function(
+            f"() => document.querySelectorAll('.afk-turn2').length === {count} && "
+            f"document.querySelector('.afk-stepper .afk-title + [role=status]').textContent.includes({where!r})"
+        )
+        assert page.evaluate(BOXES, ".afk-tools button") == boxes
+        assert [b[::2] for b in page.evaluate(BOXES, ".afk-composer button")] == [b[::2] for b in below]
+
+    press("As code")
+    code = view.get_by_role("textbox", name="Code")
+    press("Sample")
+    state(2, "")
+    seen = {nb.python("view.chain.turn.seed")}
+    for attempt in (1, 2):
+        press("Another sample")
+        page.wait_for_function(
+            "(n) => document.querySelector('.afk-codebox textarea').value.includes(`attempt=${n}`)", arg=attempt
+        )
+        seen.add(nb.python("view.chain.turn.seed"))
+    assert len(seen) == 3
+    press("Undo")
+    state(1, "waiting for an action")
+    assert "sample" not in code.input_value()
+    press("Sample")
+    state(2, "")
+    assert "await chain.sample(attempt=3)" in code.input_value()
+    press("Close")
+    press("Undo")
+    state(1, "waiting for an action")
+
+    # Draw samples, group them, and open one as a fork.
+    view.get_by_role("checkbox", name="run each to its end").check()
+    press("Draw samples")
+    rows = view.locator(".afk-samples .afk-histrow")
+    rows.first.wait_for(timeout=60_000)
+    state(1, "waiting for an action")
+    counts = rows.locator("b").all_inner_texts()
+    outcomes = nb.python("len({(t.success, t.reward, t.stop) for t in view.samples})")
+    assert sum(map(int, counts[:-outcomes])) == sum(map(int, counts[-outcomes:])) == 16
+    for theme in ("Light", "Dark"):
+        nb.theme(theme)
+        page.wait_for_timeout(200)
+        view.screenshot(path=PICTURES / f"stepper-samples-{theme.lower()}.png")
+    view.get_by_label("Group by").select_option("first")
+    view.get_by_label("Group by").select_option("action")
+    rows.first.get_by_role("button").click()
+    view.locator(".afk-tabs button").nth(1).wait_for()
+    state(2, "")
+    assert nb.python("view.chain.turn.text in {t.turns[1].text for t in view.samples} and len(view.chains)") == 2
+
+    # Run to the end, score, and undo the scoring.
+    if nb.python("view.chain.stop is None"):
+        press("Run to the end")
+    view.get_by_text("stopped:").first.wait_for()
+    turns = nb.python("len(view.chain.turns)")
+    state(turns, "stopped")
+    press("Score")
+    state(turns, "finished")
+    press("Undo")
+    state(turns, "stopped")
+    nb.theme("Light")
+
+    # A click that the kernel cannot answer.
+    press("Undo")
+    state(turns - 1, "waiting")
+    nb.execute("import time; asyncio.get_running_loop().call_later(0.3, time.sleep, 4)")
+    page.wait_for_timeout(600)
+    press("Fork")
+    waiting = view.get_by_text("waiting for the kernel")
+    waiting.wait_for(timeout=3500)
+    assert page.evaluate(BOXES, ".afk-tools button") == boxes
+    view.locator(".afk-tabs button").nth(2).wait_for()
+    waiting.wait_for(state="hidden")
+    assert nb.python("view._notice") == ""
+
+
 @pytest.mark.real
 def test_a_stepper_shown_twice_and_after_a_restart(notebook: Any) -> None:
     nb = notebook(
@@ -131,7 +236,7 @@ def test_a_stepper_shown_twice_and_after_a_restart(notebook: Any) -> None:
     views = page.locator(".afk-stepper")
     views.nth(1).wait_for()
     page.get_by_text("does not support distribution()").first.wait_for()
-    views.nth(0).get_by_role("button", name="Sample").click()
+    views.nth(0).get_by_role("button", name="Sample", exact=True).click()
     for i in (0, 1):
         views.nth(i).get_by_text("stopped: answered").wait_for()
     nb.command("kernelmenu:restart", {})
@@ -179,11 +284,31 @@ def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
     assert view.get_by_text("3 of 12 shown").count() == 1
     view.get_by_role("searchbox").fill("")
     page.wait_for_function("() => document.querySelectorAll('.afk-trajectoryview .afk-item').length === 12")
+    view.get_by_role("button", name="reward", exact=True).click()
+    assert view.get_by_label("Sort by").input_value() == "reward"
     view.get_by_label("Sort by").select_option("actions")
     most = nb.python("max(len(t.actions) for t in rollout)")
     assert f"{most} actions" in rows.first.get_attribute("aria-label")
-    view.get_by_label("Task").select_option(label=nb.python("rollout.trajectories[3].task.id"))
+    view.get_by_label("Task").select_option(label=nb.python(
+        "f'{(t := rollout.trajectories[3].task).messages[-1][\"content\"]} · {t.id}'"))  # fmt: skip
     assert view.locator(".afk-item").count() == 3
+
+    # Compare two rows that are not adjacent, with the keyboard only. A note is stored in the trajectory.
+    rows.first.click()
+    page.keyboard.press("Space")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    nb.wait_python("len(view.selection)", 2)
+    assert view.locator(".afk-keep:not([hidden])").count() == 1
+    assert view.locator(".afk-role-call").count() > 0 and view.locator(".afk-role-result").count() > 0
+    note = view.get_by_label(f"Note on {nb.python('view.selection.ids[1]')}")
+    note.fill("<b>wrong</b> tool")
+    note.press("Enter")
+    nb.wait_python("[t.note for t in view.selection]", ["", "<b>wrong</b> tool"])
+    view.locator(".afk-tagnote", has_text="<b>wrong</b> tool").wait_for()
+    view.get_by_role("button", name="Turns", exact=True).click()
+    nb.wait_python("view._chat", False)
+    assert "<|im_start|>" in view.locator(".afk-column").first.inner_text()
 
     # Open the tokens, and then the stepper.
     rows.first.click()
@@ -202,7 +327,7 @@ def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
 
 
 @pytest.mark.real
-def test_5000_trajectories_are_smooth(notebook: Any) -> None:
+def test_10000_trajectories_are_smooth(notebook: Any) -> None:
     nb = notebook(
         MANY,
         """
@@ -210,7 +335,7 @@ def test_5000_trajectories_are_smooth(notebook: Any) -> None:
         def one(i):
             group = f"task-{i // 8}"
             return base[i % 12].replace(id=f"{group}/{i % 8}", group=group, seconds=random.random() * 9)
-        many = [one(i) for i in range(5000)]
+        many = [one(i) for i in range(10_000)]
         view = w.TrajectoryView(many)
         """,
         "view",
@@ -226,7 +351,7 @@ def test_5000_trajectories_are_smooth(notebook: Any) -> None:
     rows.first.wait_for()
     assert rows.count() < 60
     # The list is built in a single task, so the longest task of the page bounds the time to build it.
-    print(f"5,000 on the page: longest task {page.evaluate('() => window.longest'):.0f} ms")
+    print(f"10,000 on the page: longest task {page.evaluate('() => window.longest'):.0f} ms")
     took, slowest = page.evaluate(
         """async () => {
           const panel = window.jupyterapp.shell.currentWidget;
@@ -245,14 +370,15 @@ def test_5000_trajectories_are_smooth(notebook: Any) -> None:
           return [performance.now() - began, slowest];
         }"""
     )
-    print(f"sorting 5,000: {took:.0f} ms; slowest of 100 jumps with its two frames: {slowest:.0f} ms")
+    print(f"sorting 10,000: {took:.0f} ms; slowest of 100 jumps with its two frames: {slowest:.0f} ms")
     page.locator(".afk-trajectoryview .afk-window").focus()
     page.keyboard.press("End")
     nb.wait_python("len(view.selection)", 1)
     assert rows.count() < 60
 
 
-DONE = "() => Number(document.querySelector('.afk-chip.afk-r-done b').textContent)"
+DONE = """() => ['succeeded', 'done', 'unscored'].reduce(
+  (n, name) => n + Number(document.querySelector(`.afk-chip.afk-r-${name} b`)?.textContent ?? 0), 0)"""
 
 
 # --- rollouts --------------------------------------------------------------------------------------
@@ -273,7 +399,7 @@ def test_a_rollout_is_watched_paused_and_stopped_during_one_await(notebook: Any)
     nb.run(wait=False)
     page = nb.page
     view = page.locator(".afk-rolloutview")
-    view.locator(".afk-item.afk-r-done").first.wait_for(timeout=90_000)
+    page.wait_for_function(f"() => ({DONE})() > 0", timeout=90_000)
     view.get_by_role("button", name="Pause").click()
     view.get_by_role("button", name="Resume").wait_for()
     page.wait_for_timeout(300)
@@ -292,6 +418,9 @@ def test_a_rollout_is_watched_paused_and_stopped_during_one_await(notebook: Any)
     nb.finish()
     assert 0 < nb.python("len(rollout)") < 400
     page.get_by_text("stopped ·").first.wait_for()
+    # Chains that were running or queued precede the finished ones.
+    view.locator(".afk-window").evaluate("(x) => x.scrollTo(0, x.scrollHeight)")
+    view.locator(".afk-item:is(.afk-r-done, .afk-r-succeeded) .afk-gauge").first.wait_for()
     assert view.get_by_role("button", name="Stop").is_disabled()
     assert nb.python("view.counts['done']") == nb.python("len(rollout)")
     assert nb.python("view._notice") == ""
@@ -390,7 +519,7 @@ def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
     page = nb.page
     page.wait_for_selector(".afk-column")
     page.wait_for_selector(".afk-next")
-    page.wait_for_selector(".afk-rolloutview .afk-r-done")
+    page.wait_for_selector(".afk-rolloutview .afk-item:is(.afk-r-done, .afk-r-succeeded)")
     # Include everything that opens below a view: tokens with a selection, code, and the stepper.
     nb.execute(
         """

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import browser
 import pytest
-from paths import TESTS
+from paths import ROOT, TESTS
 from test_browser_access import AXE, complaints
 
 WHY_NOT = browser.missing()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+PICTURES = ROOT / "build" / "screenshots"
 
 AGENT = f"""
 import sys
@@ -71,3 +75,75 @@ def test_a_run_is_steered_from_its_view(notebook: Any) -> None:
     assert complaints(page) == []  # in the list of a step and the tokens opened below
     view.get_by_role("button", name="Clear", exact=True).first.click()
     page.wait_for_function("() => !document.querySelector('.afk-child .afk-tokenview')")
+
+
+@pytest.mark.real
+def test_an_interrupted_run_continues_and_a_killed_kernel_is_noticed(notebook: Any) -> None:
+    nb = notebook(
+        AGENT,
+        "run = started('kept')\nlanes = w.RolloutView(run)\nlanes",
+        """
+        view = w.TrainView(run, panels=["success", ["reward", "entropy"], lambda r: r["tokens"] / r["seconds"]])
+        view
+        """,
+        "await run",
+        size=(1280, 1500),
+    )
+    page = nb.page
+    PICTURES.mkdir(parents=True, exist_ok=True)
+
+    def shoot(name: str) -> None:
+        for theme in ("Light", "Dark"):
+            nb.theme(theme)
+            page.wait_for_timeout(200)
+            page.screenshot(path=PICTURES / f"train-{name}-{theme.lower()}.png")
+
+    nb.run(wait=False)
+    view = page.locator(".afk-trainview")
+    state = view.locator(".afk-state")
+    page.wait_for_function(
+        "() => Number(document.querySelector('.afk-trainview [aria-valuenow]')?.ariaValueNow) > 2", timeout=90_000
+    )
+    assert state.inner_text() == "running"
+    shoot("running")
+    nb.command("notebook:interrupt-kernel")
+    with pytest.raises(AssertionError, match="training was interrupted after step") as caught:
+        nb.finish()
+    assert "agentfly_kit/trainer" not in str(caught.value)
+    page.wait_for_function("() => /^interrupted after/.test(document.querySelector('.afk-state').innerText)")
+    done = nb.python("len(run.records)")
+    assert state.inner_text() == f"interrupted after step {done}"
+    assert f"Steps 1 to {done} and the checkpoint are kept in 'kept'" in view.locator(".afk-note").inner_text()
+    assert "`await run`" in view.locator(".afk-note").inner_text()
+    for name in ("Pause", "Stop after this step"):
+        assert view.get_by_role("button", name=name).is_disabled()
+    page.wait_for_function(
+        "() => /^interrupted/.test(document.querySelector('.afk-rolloutview .afk-facts2').innerText)"
+    )
+    assert page.locator(".afk-rolloutview").get_by_role("button", name="Pause").is_disabled()
+    shoot("interrupted")
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    assert complaints(page) == []
+
+    pid = nb.python("__import__('os').getpid()")
+    page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-cell'); }")
+    page.wait_for_function("() => document.querySelector('.afk-state').innerText === 'running'")
+    assert f"Continued after step {done}." in view.locator(".afk-note").inner_text()
+    page.wait_for_function(
+        "(n) => Number(document.querySelector('.afk-trainview [aria-valuenow]').ariaValueNow) > n", arg=done + 1
+    )
+    os.kill(pid, signal.SIGKILL)
+    page.wait_for_function(
+        """() => [...document.querySelectorAll('.afk-stale')]
+        .filter((x) => /^kernel (ended|restarted)/.test(x.innerText)).length === 2"""
+    )
+    last = view.locator(".afk-bar .afk-num").first.inner_text()
+    for name in ("Pause", "Stop after this step"):
+        assert view.get_by_role("button", name=name).is_disabled()
+    assert page.locator(".afk-rolloutview").get_by_role("button", name="Stop").is_disabled()
+    lanes = page.locator(".afk-rolloutview .afk-window").inner_text()
+    page.wait_for_timeout(1500)
+    assert view.locator(".afk-bar .afk-num").first.inner_text() == last
+    assert page.locator(".afk-rolloutview .afk-window").inner_text() == lanes  # the clocks have stopped
+    assert view.locator(".afk-line").count() >= 4
+    shoot("killed")

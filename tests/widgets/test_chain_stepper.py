@@ -12,7 +12,7 @@ from typing import Any
 
 import agents
 import pytest
-from agentfly_kit.widgets.chain_stepper import code as chain_code
+from agentfly_kit.widgets._chain_code import code as chain_code
 from ipywidgets.widgets import widget as ipywidget
 from test_widgets import NASTY, check_static, sent
 
@@ -105,8 +105,150 @@ async def test_clicks_move_the_chain_that_the_cell_holds() -> None:
     assert view.trajectory.reward is not None
     assert view._state["result"]["reward"] == f"{view.trajectory.reward:g}"
     assert view._state["where"] == "finished"
-    assert not any(view._state["can"].values())
+    assert [name for name, can in view._state["can"].items() if can] == ["rewind"]
+    # Undo the scoring: the view continues in a fork with the same turns and seeds.
+    await press(view, "rewind", None)
+    assert chain.closed and view.chain is not chain and view.trajectory is None
+    same(view.chain, chain)
+    assert view.chain.stop == "answered" and view._state["can"]["finish"] and "fork" not in view.to_code()
+    await press(view, "rewind", 1)
+    assert [turn.kind for turn in view.chain.turns] == ["prompt", "forced"]
     assert view._notice == ""
+
+
+async def test_a_chain_that_has_not_ended_is_run_to_its_end_and_not_scored_as_cancelled() -> None:
+    agent = agents.played([agents.call("1+1"), agents.call("2+2"), "42"])
+    view = w.ChainStepper(agent, agents.tasks()[0])
+    await press(view, "sample")
+    assert (view._state["can"]["finish"], view._state["can"]["run"]) == (False, True)
+    await press(view, "finish")
+    assert "the chain has not ended; run it to its end first" in view._notice
+    assert view.chain.stop is None and not view.chain.closed
+    await press(view, "run")  # also runs the pending call
+    kinds = ["prompt", "action", "observation", "action", "observation", "action"]
+    assert [turn.kind for turn in view.chain.turns] == kinds
+    assert (view.chain.stop, view.chain.closed, view._state["can"]["run"]) == ("answered", False, False)
+    await press(view, "finish")
+    assert view.trajectory.stop == "answered"
+    slow = w.ChainStepper(
+        agents.scripted([agents.call(), agents.call()] * 5, latency=0.05, max_turns=9), agents.tasks()[0]
+    )
+    click(slow, "run")
+    await until(lambda: len(slow.chain.turns) > 2)
+    assert slow._state["where"] == "running to the end"
+    await press(slow, "cancel")
+    assert "running to the end was cancelled" in slow._notice
+    assert slow.chain.stop is None and not slow.chain.busy and slow._state["can"]["run"]
+
+
+async def test_each_sample_at_one_turn_is_another_one_and_the_code_repeats_it() -> None:
+    agent = agents.agent(seed=3, sampling=af.Sampling(max_tokens=24, temperature=1.5))
+    view = w.ChainStepper(agent, agents.tasks()[0])
+    assert view._state["can"]["again"] is False
+    seeds, said = [], set()
+    for name in ("sample", "again", "again", "rewind", "sample", "rewind", "again", "again"):
+        await press(view, name)
+        if name != "rewind":
+            assert len(view.chain.turns) == 2
+            seeds.append(view.chain.turn.seed)
+            said.add(view.chain.turn.ids)
+            same(view.chain, await again(view.to_code(), agent=agent))
+    assert len(set(seeds)) == 6 and len(said) > 3
+    key, task = view.chain.key, view.chain.task.id
+    assert seeds == [key.seed(agent.seed, task, 0, attempt) for attempt in range(6)]
+    assert "await chain.sample(attempt=5)" in view.to_code()
+    # Samples drawn in a cell are not repeated either.
+    view.chain.rewind(0)
+    await view.chain.sample(attempt=6)
+    await press(view, "again")
+    assert view.chain.turn.seed == key.seed(agent.seed, task, 0, 7)
+    # Cancelling a sample keeps the action that it would have replaced.
+    slow = w.ChainStepper(agents.scripted(["42", "43"], latency=0.2), agents.tasks()[0])
+    await press(slow, "sample")
+    before = slow.chain.turn
+    click(slow, "again")
+    await until(lambda: len(slow.chain.turns) == 1)
+    await press(slow, "cancel")
+    assert (slow.chain.turn, slow.chain.stop) == (before, "answered")
+
+
+async def test_samples_are_a_histogram_whose_rows_open_as_forks() -> None:
+    agent = agents.agent(seed=3, sampling=af.Sampling(max_tokens=24, temperature=1.5))
+    chain = agent.chain(agents.tasks()[0])
+    view = w.ChainStepper(chain)
+    await press(view, "samples", {"n": 8, "to_end": False})
+    shown = sent(view)["_samples"]
+    assert len(shown["items"]) == 8 and all(item["outcome"] is None for item in shown["items"])
+    assert shown["tokens"] == sum(len(t.turns[1].ids) for t in view.samples)
+    assert shown["items"][5]["first"] == view.samples.trajectories[5].turns[1].token_texts[0]
+    assert (view.chain, len(chain.turns)) == (chain, 1)
+    await press(view, "sample")  # the rows can be opened after the chain has moved on
+    await press(view, "open_sample", 5)
+    assert view.chain.id == f"{chain.id}.6" and view._at == 1
+    assert view.chain.turn.ids == view.samples.trajectories[5].turns[1].ids
+    same(view.chain, await again(view.to_code(), agent=agent))
+    assert "await chain.fork(number=6)" in view.to_code()
+    await press(view, "switch", 0)
+    await press(view, "open_sample", 5)  # the existing fork is shown
+    assert len(view.chains) == 2 and view._at == 1
+    await press(view, "switch", 0)
+    await press(view, "rewind", 0)
+    await press(view, "samples", {"n": 4, "to_end": True})
+    items = view._samples["items"]
+    assert [item["success"] for item in items] == [t.success for t in view.samples]
+    assert all(t.stop in item["outcome"] for item, t in zip(items, view.samples, strict=True))
+    page = check_static(view)
+    assert "4 samples after turn 0 (prompt)" in page.text
+    await press(view, "drop_samples")
+    assert view._samples == {} and view.samples is None
+    for n in (0, 1001):
+        await press(view, "samples", {"n": n, "to_end": False})
+        assert "number of samples must be between 1 and 1000" in view._notice
+
+
+async def test_closing_the_view_cancels_samples_and_releases_their_sandboxes() -> None:
+    async with af.Pool(agents.ForkingBox, size=3) as pool:
+        script = [agents.put_call("a", "put_forking"), agents.put_call("b", "put_forking"), "5"]
+        agent = agents.scripted(script, latency=0.05, tools=[agents.put_forking], pools=[pool])
+        chain = agent.chain(agents.tasks()[0])
+        await chain.step()
+        view = w.ChainStepper(chain)
+        click(view, "samples", {"n": 9, "to_end": True})
+        await until(lambda: pool.snapshot().leased == 3)
+        view.close()
+        await until(lambda: not chain.busy)
+        await until(lambda: pool.snapshot().leased == 1)
+        assert pool.snapshot().waiting == 0
+        # Scoring a chain that holds a sandbox releases the sandbox and cannot be undone.
+        view = w.ChainStepper(chain)
+        await press(view, "run")
+        await press(view, "finish")
+        assert pool.snapshot().leased == 0 and not any(view._state["can"].values())
+
+
+async def test_the_code_shown_follows_the_chain() -> None:
+    agent = agents.agent(seed=3)
+    view = w.ChainStepper(agent, agents.tasks()[0])
+    show(view)
+    await press(view, "code")
+    assert view._code["n"] == 1
+    for name, value in (
+        ("sample", False),
+        ("again", None),
+        ("rewind", None),
+        ("force", {"text": "42"}),
+        ("fork", None),
+    ):
+        await press(view, name, value)
+        assert view._code == {"n": 1, "text": view.to_code()}
+    view.chains[0].rewind(0)  # not the chain shown
+    view.chain.rewind(0)  # in a cell
+    await until(lambda: view._code["text"] == view.to_code())
+    await press(view, "code", False)
+    await press(view, "sample")
+    assert view._code["text"] != view.to_code()  # not computed while it is not shown
+    await press(view, "code")
+    assert view._code == {"n": 2, "text": view.to_code()}
 
 
 async def test_what_a_cell_does_is_seen_while_a_page_is_open() -> None:
@@ -160,6 +302,7 @@ async def test_the_chain_in_sight_is_a_selection_and_opens_as_tokens() -> None:
     await press(view, "tokens")
     assert isinstance(view.opened, w.TokenView) and view.opened.tokens == len(chain.ids)
     first = view.opened
+    await press(view, "force", {"text": "42", "end": True})
     await press(view, "finish")
     assert list(view.selection) == [view.trajectory]
     assert view.selection.to_frame()["stop"].tolist() == [view.trajectory.stop]
@@ -232,10 +375,12 @@ async def test_the_code_makes_the_same_chain(seed: int) -> None:
         moves += [("force", {"text": "I think", "end": False})] * can["force"]
         moves += [("observe", '7 it\'s "so"')] * can["observe"]
         moves += [("rewind", None)] * can["rewind"]
+        moves += [("again", None)] * 2 * can["again"]
         moves += [("fork", None)] * can["fork"]
         await press(view, *rng.choice(moves))
         for chain in view.chains:
             same(chain, await again(chain_code(chain), agent=agent))
+    await press(view, "run")
     await press(view, "finish")
     made = await again(view.to_code(), agent=agent)
     same(view.chain, made)

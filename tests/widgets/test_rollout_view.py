@@ -12,7 +12,7 @@ from typing import Any
 import agents
 import numpy as np
 import pytest
-from agentfly_kit.widgets.rollout_view import STATES, _rate
+from agentfly_kit.widgets.rollout_view import RESULTS, _rate
 from ipywidgets.widgets import widget as ipywidget
 from test_chain_stepper import Box, click, show, until
 from test_widgets import check_static, sent, unpack
@@ -29,7 +29,8 @@ def _closed() -> Iterator[None]:
 
 
 def states(view: Any) -> list[str]:
-    return [STATES[i] for i in np.frombuffer(view._buffers["state"], np.uint8)]
+    """Return the states of the chains, with the result in place of the state "done"."""
+    return [RESULTS[i] for i in np.frombuffer(view._buffers["state"], np.uint8)]
 
 
 async def test_a_snapshot_says_what_every_chain_does() -> None:
@@ -226,6 +227,10 @@ async def test_a_training_run_shows_the_rollout_of_its_step(tmp_path: Any) -> No
     click(view, "stop")
     await training
     assert len(run.records) < 40
+    # The chains of the last rollout stay visible, with their results.
+    await until(lambda: view._about["state"] == "stopped")
+    assert view._about["step"] == f"step {len(run.records)} of 40"
+    assert view.counts["done"] == view._about["total"] > 0
     check_static(view)
 
 
@@ -247,7 +252,7 @@ async def test_a_chain_that_is_over_is_opened_from_its_lane() -> None:
     show(view)
     task = asyncio.ensure_future(run._wait())
     await until(lambda: view.counts["done"] == 1 and view.counts["tool"] == 1)
-    over, going = (view._names[i] for i in sorted((0, 1), key=lambda i: states(view)[i] != "done"))
+    over, going = (view._names[i] for i in sorted((0, 1), key=lambda i: states(view)[i] == "tool"))
     click(view, "chain", going)
     await until(lambda: "has not finished" in view._notice)
     assert len(view.selection) == 0
@@ -274,3 +279,52 @@ async def test_a_chain_that_is_over_is_opened_from_its_lane() -> None:
     await until(lambda: view.opened is None)
     assert stepper.comm is None
     assert not view.selection
+
+
+async def test_results_of_finished_chains_are_distinguished_and_failed_ones_run_again(tmp_path: Any) -> None:
+    tasks = agents.tasks(4)
+    wanted = {task.id: reward for task, reward in zip(tasks, (1.0, 0.0, 0.4, None), strict=True)}
+
+    @af.reward
+    def graded(trajectory: af.Trajectory) -> float:
+        reward = wanted[trajectory.task.id]
+        if reward is None:
+            raise ValueError("no answer to compare with")
+        return reward
+
+    agent = agents.scripted(["42"]).replace(reward=graded)
+    run = agent.rollout(tasks)
+    view = w.RolloutView(run)
+    rollout = await run
+    view.refresh()
+    assert states(view) == ["succeeded", "done", "done", "failed"]
+    assert view.counts["done"] == 3 and view.counts["failed"] == 1 and "succeeded" not in view.counts
+    assert view._about["rewards"] == [0.0, 1.0]
+    hint = view._about["hint"]
+    assert hint == "1 chain has no reward. To run their tasks again: `await agent.rollout(run.partial.failed.tasks)`"
+    page = check_static(view)
+    assert hint in page.text
+    assert "✓ 1 succeeded" in page.text and "○ 2 no success" in page.text and "✕ 1 failed" in page.text
+    lanes = [line for line in page.text.splitlines() if line.strip().startswith("rollout")]
+    assert [t.reward for t in rollout] == [1.0, 0.0, 0.4, None]
+    wanted[tasks[3].id] = 1.0
+    again = await eval(hint.split("`")[1].removeprefix("await "), {"agent": agent, "run": run})
+    assert [(t.task.id, t.reward) for t in again] == [(tasks[3].id, 1.0)], lanes
+    sent(view)
+
+
+async def test_an_interrupted_rollout_says_where_its_chains_are() -> None:
+    run = agents.scripted([agents.call(), "42"], latency=0.02).rollout(
+        agents.tasks(1), group_size=100, max_concurrency=4
+    )
+    view = w.RolloutView(run)
+    assert view._about["hint"] == "Not started: `await run` starts it."
+    show(view)
+    going = asyncio.ensure_future(run._wait())
+    await until(lambda: view.counts["done"] > 1)
+    going.cancel()
+    await asyncio.wait([going])
+    await until(lambda: view._about["state"] == "interrupted")
+    assert "The finished chains are kept in run.partial" in view._about["hint"]
+    assert view._about["left"] is None
+    assert "interrupted" in check_static(view).text

@@ -8,6 +8,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import agents
@@ -17,6 +18,7 @@ from ipywidgets.widgets import widget as ipywidget
 from test_chain_stepper import again, click, settle
 from test_widgets import NASTY, check_static, sent, trajectory, unpack
 
+import agentfly_kit as af
 from agentfly_kit import widgets as w
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.collate import collate
@@ -68,6 +70,45 @@ async def test_it_shows_a_rollout_and_selects_trajectories() -> None:
     with pytest.raises(ValueError, match="trajectory 'x' does not exist"):
         view.select("x")
     check_static(view)
+
+
+async def test_tasks_of_a_table_are_shown_by_their_question_and_answer() -> None:
+    rows = [{"question": f"What is {n}+{n}?", "answer": str(2 * n)} for n in (1, 2)]
+    agent = agents.played(lambda task, turn: [agents.call("2+3"), "4"][turn], max_turns=3)
+    rollout = await agent.rollout(af.tasks_from(rows), group_size=2)
+    view = w.TrajectoryView(rollout)
+    assert [text_at(view._buffers["labels"], i) for i in range(4)] == ["chain 0", "chain 1", "chain 0", "chain 1"]
+    assert view._about["tasks"] == ["What is 1+1?", "What is 2+2?"]
+    shown = [(text_at(view._buffers["questions"], i), text_at(view._buffers["answers"], i)) for i in range(2)]
+    assert shown == [("What is 1+1?", "2"), ("What is 2+2?", "4")]
+    assert (view._about["metrics"], view._about["shown_metrics"]) == (["exact"], 0), "it equals the reward"
+    page = check_static(view).text
+    assert "What is 2+2?" in page and "expected" in page
+    assert rollout.trajectories[0].task.id not in page
+    put(view, "_selected", [3])
+    (column,) = view._detail["columns"]
+    assert (column["name"], column["question"], column["fields"]) == ("chain 1", "What is 2+2?", [["answer", "4"]])
+    roles = [[m["role"] for m in turn["messages"]] for turn in column["turns"]]
+    assert roles == [["user"], ["assistant"], ["tool"], ["assistant"]]
+
+
+async def test_notes_are_saved_with_the_rollout(tmp_path: Path) -> None:
+    rollout = await some_rollout()
+    rollout.trajectories[2].annotate("from a cell")
+    view = w.TrajectoryView(rollout)
+    assert view._notes == {"2": "from a cell"}
+    click(view, "annotate", [4, " wrong tool "])
+    await settle(view)
+    assert rollout.trajectories[4].note == "wrong tool"
+    put(view, "_query", "WRONG TOOL")
+    assert view._found["n"] == 1
+    assert "wrong tool" in check_static(view).text
+    back = Rollout.load(rollout.save(tmp_path / "r.jsonl"))
+    assert [t.note for t in back] == ["", "", "from a cell", "", "wrong tool", ""]
+    assert w.TrajectoryView(back)._notes == view._notes
+    click(view, "annotate", [4, ""])
+    await settle(view)
+    assert view._notes == {"2": "from a cell"}
 
 
 async def test_search_looks_in_all_texts_and_results() -> None:
@@ -168,23 +209,23 @@ async def test_it_keeps_no_rollout_alive_and_says_so() -> None:
     assert len(view._detail["columns"][0]["turns"]) == 4
 
 
-def test_5000_trajectories_stay_small() -> None:
+def test_10000_trajectories_stay_small() -> None:
     words = tuple(f" word{i}" for i in range(40))
     base = [dataclasses.replace(trajectory(f"t-{k}", actions=3, seed=k, token_texts=words)) for k in range(20)]
-    many = [base[i % 20].replace(id=f"task-{i // 8}/{i}", group=f"g{i // 8}") for i in range(5000)]
+    many = [base[i % 20].replace(id=f"task-{i // 8}/{i}", group=f"g{i // 8}") for i in range(10_000)]
     began = time.process_time()
     view = w.TrajectoryView(many)
-    print(f"{time.process_time() - began:.2f} s of cpu to read 5,000 trajectories")
+    print(f"{time.process_time() - began:.2f} s of cpu to read 10,000 trajectories")
     state = sent(view)
     size = sum(len(b) for b in _leaves(state["_buffers"]))
-    assert size < 2_000_000
-    assert len(json.dumps(state["_about"])) < 120_000  # contains group names, but no values per trajectory
-    put(view, "_selected", list(range(5000)))
+    assert size < 4_000_000
+    assert len(json.dumps(state["_about"])) < 120_000  # contains names of tasks, but no values per trajectory
+    put(view, "_selected", list(range(10_000)))
     assert len(view._detail["columns"]) == 12
-    assert view._detail["of"] == 5000
-    assert len(view.selection) == 5000
+    assert view._detail["of"] == 10_000
+    assert len(view.selection) == 10_000
     put(view, "_query", "word39")
-    assert view._found["n"] == 5000
+    assert view._found["n"] == 10_000
     check_static(view)
 
 

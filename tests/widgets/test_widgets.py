@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from agentfly_kit.widgets._base import STATIC_LIMIT, Throttle, number, pack
-from agentfly_kit.widgets._saved import WIDGET_MIME
+from agentfly_kit.widgets._saved import WIDGET_MIME, is_headless
 from agentfly_kit.widgets._tokens import visible
 from ipywidgets.widgets import widget as ipywidget
 from paths import TESTS
@@ -154,6 +155,7 @@ def check_static(view: w.View) -> Page:
         "th",
         "td",
         "img",
+        "wbr",
     }
     assert page.attributes <= {"style", "title", "src", "alt", "width", "height"}
     assert all(src.startswith("data:image/svg+xml;base64,") for src in page.images)
@@ -206,6 +208,7 @@ def test_the_page_side() -> None:
 def test_a_number_is_written_the_same_in_the_cell_and_on_the_page() -> None:
     rng = random.Random(0)
     values = [rng.gauss(0, 1) * 10 ** rng.randint(-7, 9) for _ in range(500)] + [0.0, 9.99996, 1e-4, 999999.9, 1e6]
+    values += [21.125, 0.50125, -1234.5, 10_005_000.0, 2**-20]  # halves
     script = f"""import {{ load }} from {json.dumps(JS.as_uri() + "/load.mjs")};
     const {{ number }} = await load(); console.log(JSON.stringify({json.dumps(values)}.map(number)));"""
     done = subprocess.run(["node", "--input-type=module", "-e", script], capture_output=True, text=True, timeout=60)
@@ -360,6 +363,51 @@ def test_nothing_in_a_token_becomes_html() -> None:
         assert not page.tags & {"script", "img"}
         assert "<script>alert(1)</script>" in page.text
         assert "<b>id</b>" in page.text
+
+
+def test_the_static_form_marks_mask_and_signal_in_its_text() -> None:
+    """Hosts that remove inline styles show brackets and superscript digits instead of colours."""
+    t = trajectory(actions=1, width=3)
+    values = (-0.5, -2.0, -0.1)
+    t = t.replace(turns=tuple(dataclasses.replace(x, logprobs=values) if x.sampled else x for x in t.turns))
+    text = check_static(w.TokenView(t)).text
+    assert text.count("⟦·w0·w1·w2⟧") == 1 and "⟦ ⟧ enclose tokens with mask 1" in text
+    text = check_static(w.TokenView(t, signal="logprob")).text
+    assert "·w0²·w1⁹·w2⁰" in text and "⁰ to ⁹ after a token: logprob from 0 nats down to −2 nats" in text
+    batch = batch_of([t])
+    text = check_static(w.TokenView(stats_of(batch), signal="ratio")).text
+    assert "·w0⁺⁹·w1⁺⁹·w2⁺⁹" in text and "⁻⁹ to ⁺⁹ after a token: ratio from 0" in text
+    text = check_static(w.TokenView(stats_of(batch), signal="clipped")).text
+    assert "·w0ꜝ·w1ꜝ·w2ꜝ" in text and "ꜝ after a token: clipped" in text
+    unknown = t.replace(turns=tuple(dataclasses.replace(x, entropies=None) if x.sampled else x for x in t.turns))
+    assert "·w0ˣ·w1ˣ·w2ˣ" in check_static(w.TokenView(unknown, signal="entropy")).text
+    # If styles are applied, the marks are hidden, and a line may break before each character that stands for a space.
+    html = w.TokenView(t).freeze()._repr_html_()
+    assert '<span style="display:none">⟦</span><wbr>·w0<wbr>·w1' in html
+
+
+def test_recorded_alternatives_are_sent_and_framed() -> None:
+    t = trajectory(actions=1, width=3)
+    best = (((12, " x", -0.1), (9, " y", -2.5)), ((7, " <b>", -0.2), (8, " q", -3.0)), ((1, " z", -0.3),))
+    ids = next(x for x in t.turns if x.sampled).ids
+    best = (((ids[0], " w0", -0.1), *best[0][1:]), best[1], best[2])
+    t = t.replace(turns=tuple(dataclasses.replace(x, alternatives=best) if x.sampled else x for x in t.turns))
+    for source in (t, batch_of([t])):
+        view = w.TokenView(source, signal="logprob")
+        shown = sent(view)
+        n, width = view.tokens, shown["_about"]["alternatives"]
+        packed = shown["_buffers"]["alternatives"]
+        at = np.frombuffer(packed["id"], "<i4").reshape(n, width)
+        assert at[3:6].tolist() == [[ids[0], 9], [7, 8], [1, -1]] and (at[[0, 1, 2, 6]] == -1).all()
+        pieces = np.frombuffer(packed["piece"], "<i4").reshape(n, width)
+        assert shown["_about"]["vocabulary"][pieces[4, 0]][0] == "·<b>"
+        assert unpack(packed["logprob"]).reshape(n, width)[3].tolist() == pytest.approx([-0.1, -2.5])
+        frame = view.to_frame()
+        assert frame["rank"].tolist()[3] == 1 and frame["rank"].isna().sum() == n - 1
+        assert frame["alternatives"].tolist()[5] == [(" z", pytest.approx(math.exp(-0.3)))]
+        assert "·<b> 81.9 %, ·q 5.0 %" in check_static(view).text
+    plain = w.TokenView(trajectory())
+    assert "alternatives" not in plain._about and "rank" not in plain.to_frame()
 
 
 # --- sources of a TokenView ----------------------------------------------------------------------
@@ -771,8 +819,50 @@ async def test_pool_view_of_a_real_pool() -> None:
             view.refresh()
             assert view._state["lanes"][0][6] is False
         await asyncio.sleep(0.25)
-        assert view.counts == {"size": 2, "idle": 1, "starting": 0, "leased": 0, "waiting": 0, "dead": 0}
-        check_static(view)
+        assert view.counts == {
+            "size": 2, "idle": 1, "starting": 0, "leased": 0, "waiting": 0, "recycled": 1, "dead": 0,
+            "failed_starts": 0,
+        }  # fmt: skip
+        assert "at most 1 leased at once" in check_static(view).text
+    view.refresh()
+    assert view._state["closed"] and view._state["lanes"] == []
+    assert "Box, closed, size 2" in check_static(view).text and "not started" not in check_static(view).text
+
+
+async def test_views_of_one_pool_share_history_events_and_what_was_taken() -> None:
+    from agentfly_kit.pool.pool import Pool
+
+    class Box:
+        async def reset(self) -> None:
+            pass
+
+    async with Pool(Box, size=2, max_uses=1) as pool:
+        first = w.PoolView(pool)
+        first._on_message(first, {"kind": "set", "page": "a", "name": "_tab", "value": "events"}, [])
+        await first._do_take(None)
+        with pytest.raises(ValueError, match="the last of 2 sandboxes is left to chains"):
+            await first._do_take(None)
+        second = w.PoolView(pool)  # as after re-running the cell of the view
+        assert second._tab == "events" and second._points is first._points
+        (number,) = second.held
+        first.close()
+        await asyncio.sleep(0.01)
+        assert pool.snapshot().leased == 1, "another view still shows the sandbox as taken"
+        held = await pool.acquire("a chain")
+        waiting = asyncio.ensure_future(pool.acquire("x" * 300))
+        await asyncio.sleep(0.02)
+        second.refresh()
+        ((owner, seconds),) = second._state["queue"]
+        assert owner == "x" * 200 and seconds >= 0.01
+        await second._do_give_back(number)
+        await held.release()
+        await (await waiting).release()
+        second.refresh()
+        kinds = [(event[2], event[3], event[4]) for event in second._state["events"]]
+        assert kinds == [("closed", name, "used 1 times") for name in ("x" * 200, "a chain", "by hand")]
+        second._on_message(second, {"kind": "open", "page": "b"}, [])
+        assert max(leased for _, leased, *_ in second._history) == 2
+        sent(second)
 
 
 async def test_pool_view_by_hand() -> None:
@@ -995,7 +1085,7 @@ def test_train_view_with_odd_numbers() -> None:
     run.step(grad_norm=math.nan)
     view = w.TrainView(run)
     sent(view)
-    panel = next(p for p in view._about["panels"] if p["key"] == "grad_norm")
+    panel = next(p for p in view._about["panels"] if p["label"] == "grad norm")
     assert (panel["odd"], panel["n"]) == (1, 3)
     assert math.isfinite(panel["lo"])
     assert math.isfinite(panel["hi"])
@@ -1011,7 +1101,7 @@ def test_metrics_of_rewards_are_charted_and_the_others_listed() -> None:
     for step in range(3):
         run.step(metric_success=0.5, **{f"metric_{name}": step / 4 for name in names})
     view = w.TrainView(run)
-    charted = [p["label"] for p in view._about["panels"] if p["key"].startswith("metric_")]
+    charted = [p["label"] for p in view._about["panels"] if p["points"].startswith("eval_metric_")]
     assert charted == names[:6]
     assert [row[0] for row in view._about["metrics"]] == ["success", *names[6:]]
     assert view._about["metrics"][1][2:] == ["0", "0.5"]
@@ -1021,8 +1111,8 @@ def test_metrics_of_rewards_are_charted_and_the_others_listed() -> None:
     sent(view)
     page = check_static(view)
     assert "exact" in page.text and "m7" in page.text
-    both = w.TrainView(run, FakeRun(2), metrics=["m7"], names=["a", "b"])
-    assert [p["label"] for p in both._about["panels"] if p["key"].startswith("metric_")] == ["m7"]
+    both = w.TrainView(run, FakeRun(2), panels=["metric_m7"], names=["a", "b"])
+    assert [p["label"] for p in both._about["panels"]] == ["m7"]
     assert ["exact", "b", "–", "–"] in both._about["metrics"]
     check_static(both)
 
@@ -1054,7 +1144,7 @@ def test_the_axis_of_a_chart(key: str, values: list[float], axis: tuple[float, f
     for value in values:
         run.step(**{key: value})
     view = w.TrainView(run)
-    panel = next(p for p in view._about["panels"] if p["key"] == key)
+    panel = next(p for p in view._about["panels"] if [line["key"] for line in p["lines"]] == [key])
     assert (panel["lo"], panel["hi"]) == pytest.approx(axis, abs=1e-4)
     assert panel["lo"] <= min(values) and panel["hi"] >= max(values)
 
@@ -1076,7 +1166,7 @@ def test_several_runs_share_their_charts(tmp_path: Path) -> None:
     assert list(frame.loc["<b>saved</b>"].index) == [4, 5, 6, 7, 8]
     assert math.isnan(frame.loc[("long", 1), "success_low"])  # the record lacks the number of chains
     assert frame.loc[("<b>saved</b>", 4), "success_low"] == pytest.approx(0.3808, abs=1e-3)  # Wilson, 32 of 64
-    panel = {p["key"]: p for p in view._about["panels"]}
+    panel = {p["lines"][0]["key"]: p for p in view._about["panels"]}
     assert panel["reward"]["hi"] >= 1.2  # all runs share the range
     assert "seconds_update" in panel
     assert "kl_reference" not in panel
@@ -1094,7 +1184,7 @@ def test_several_runs_share_their_charts(tmp_path: Path) -> None:
 
 
 def test_intervals() -> None:
-    from agentfly_kit.widgets.train_view import intervals
+    from agentfly_kit.widgets._curves import intervals
 
     (low, high), (below, above) = intervals(
         {"trajectories": 110, "unscored": 1 / 11, "success": 1.0, "reward": 2.0, "reward_std": 0.5}
@@ -1118,7 +1208,7 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
     config = af.TrainConfig(steps=6, tasks_per_step=2, group_size=2, save_rollouts=True)
     run = af.train(agent, policy, agents.tasks(4), config, run=tmp_path / "run")
     view = w.TrainView(run)
-    assert view._about["control"] == {"can": True, "paused": False, "stopping": False}
+    assert view._about["control"] == {"can": True, "ended": False, "paused": False, "stopping": False}
 
     async def ask(name: str, value: Any = None) -> None:
         view._on_message(view, {"kind": "do", "page": "a", "name": name, "value": value}, [])
@@ -1140,7 +1230,9 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
     await running
     done = len(run.records)
     assert 1 <= done < 6
-    assert view._about["control"]["stopping"]
+    view.refresh()
+    assert view._about["control"] == {"can": False, "ended": True, "paused": False, "stopping": False}
+    assert view._about["runs"][0]["word"] == f"stopped after step {done}"
     await ask("open", {"step": 1, "run": 0})
     assert [t.id for t in view.rollout] == [row[0] for row in view._list["rows"]]
     assert len(view._list["rows"]) == 4
@@ -1181,6 +1273,46 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
         await bare.open_step(1, 3)
 
 
+@pytest.mark.parametrize("open_page", [True, False])
+def test_a_picture_that_cannot_be_drawn_is_reported_and_the_last_one_stays(
+    monkeypatch: pytest.MonkeyPatch, open_page: bool
+) -> None:
+    view = w.TokenView(trajectory())
+    view._display_ids.append("cell")
+    sent_messages: list[Any] = []
+    monkeypatch.setattr(view, "send", sent_messages.append)
+    monkeypatch.setattr(view, "_static", Mock(side_effect=OSError("the run folder is gone")))
+    if open_page:
+        view._on_message(view, {"page": "a", "kind": "open"}, [])
+    view._picture_stale = True
+    view._update_picture()
+    assert view._notice == "OSError: the run folder is gone"
+    assert sent_messages == []
+    view._picture_stale = True
+    view.close()
+
+
+@pytest.mark.parametrize(
+    ("input_allowed", "metadata", "server", "headless"),
+    [
+        (False, {}, "", True),  # nbclient, nbconvert, papermill
+        (True, {}, "", False),  # a console, or a page that does not describe its cells
+        (False, {"cellId": "a"}, "", False),  # a page without a prompt for `input()`
+        (False, {}, "voila/0.5.10", False),
+    ],
+)
+def test_a_program_without_a_page_gets_only_the_picture(
+    monkeypatch: pytest.MonkeyPatch, input_allowed: bool, metadata: dict[str, str], server: str, headless: bool
+) -> None:
+    import IPython
+
+    request = {"content": {"allow_stdin": input_allowed}, "metadata": metadata}
+    shell = SimpleNamespace(kernel=SimpleNamespace(get_parent=lambda channel: request))
+    monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
+    monkeypatch.setenv("SERVER_SOFTWARE", server)
+    assert is_headless() is headless
+
+
 def test_a_saved_notebook_keeps_its_pictures_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import nbformat
     from nbformat.sign import NotebookNotary
@@ -1211,6 +1343,15 @@ def test_a_saved_notebook_keeps_its_pictures_alone(tmp_path: Path, monkeypatch: 
     assert after.cells[1].outputs[0].data == other
     assert "widgets" in after.metadata
     assert not NotebookNotary().check_signature(after)
+    # Simulate the error of a read-only folder, because root can write to any folder.
+    nbformat.write(notebook, file)
+    before = file.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", Mock(side_effect=PermissionError(13, "Permission denied")))
+        with pytest.raises(PermissionError) as refused:
+            w.freeze(file)
+    assert refused.value.__notes__ == [f"{file} is unchanged; copy it to a folder in which you can write"]
+    assert file.read_bytes() == before
     file.write_text("{}")
     with pytest.raises(Exception, match="Notebook"):
         w.freeze(file)

@@ -262,8 +262,13 @@ def ends(final: str | None, answer: str) -> float:
 async def test_a_reward_form_shows_what_flipped() -> None:
     rollout = saved()
     form = w.RewardForm(ends, rollout)
-    assert repr(form) == "RewardForm(ends, 12 trajectories, not scored yet)"
-    check_static(form)
+    # Scoring has begun, although the scoring task has not run yet.
+    assert repr(form) == "RewardForm(ends, 12 trajectories, being scored)" and form.busy
+    assert "scores were being computed" in check_static(form).text and "Not scored" not in check_static(form).text
+    form._do_cancel(None)
+    await asyncio.sleep(0.01)
+    assert repr(form) == "RewardForm(ends, 12 trajectories, not scored yet)" and not form.busy
+    assert "Not scored yet." in check_static(form).text
     rescored = await form.score()
     expected = (await rollout.rescore(ends)).trajectories
     assert [t.reward for t in rescored.trajectories] == [t.reward for t in expected]
@@ -290,7 +295,11 @@ async def test_a_reward_form_shows_what_flipped() -> None:
     assert form.opened is None
     assert form.picked is None
     sent(form)
-    assert "succeeds now" in check_static(form).text
+    assert "succeeds now" in check_static(form).text and "scored yet" not in check_static(form).text
+    form._start()
+    assert "these are the last scores" in check_static(form).text
+    await form._stop()
+    assert repr(form) == "RewardForm(ends, 12 trajectories, 4 gained, 0 lost)"
 
 
 async def test_a_reward_that_is_defined_again_is_scored_again() -> None:
@@ -359,7 +368,9 @@ async def test_what_a_reward_form_keeps(tmp_path: Any) -> None:
     for wrong in (7, ["x"], None):
         with pytest.raises(TypeError, match="rollout must be a Rollout"):
             w.RewardForm(ends, wrong)
-    assert repr(w.RewardForm(ends, af.Rollout())) == "RewardForm(ends, 0 trajectories, not scored yet)"
+    empty = w.RewardForm(ends, af.Rollout())
+    await empty.score()
+    assert repr(empty) == "RewardForm(ends, 0 trajectories, 0 gained, 0 lost)"
 
 
 async def test_a_slow_reward_is_cancelled() -> None:

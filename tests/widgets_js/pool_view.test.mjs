@@ -8,6 +8,7 @@ const counts = { size: 3, idle: 1, starting: 0, leased: 1, waiting: 0, dead: 0 }
 test("tiles: by id, then the places where nothing was started", () => {
   const state = { counts, lanes: [[7, "idle", null, 2, 0.5, null], [4, "leased", "c1", 1, 3, "2"]] };
   assert.deepEqual(tiles(state).map((t) => [t.key, t.name, t.owner, t.turn]), [["s4", "leased", "c1", "2"], ["s7", "idle", null, null], ["e0", "empty", null, null]]);
+  assert.equal(tiles({ ...state, closed: true }).length, 2);
 });
 
 test("bands stay in their box and end now", () => {
@@ -21,7 +22,7 @@ test("bands stay in their box and end now", () => {
 
 test("leases by owner, the longest first, those by hand marked", () => {
   const state = { counts, lanes: [[1, "leased", "c1", 1, 3, "2", false], [2, "leased", "me", 1, 9, null, true], [3, "leased", "c1", 1, 5, "0", false], [4, "idle", "c1", 1, 5, null, false]] };
-  assert.deepEqual(owners(state).map((r) => [r.owner, r.ids, r.age, r.hands]), [["me", [2], 9, ["by hand, from here"]], ["c1", [1, 3], 5, []]]);
+  assert.deepEqual(owners(state).map((r) => [r.owner, r.ids, r.age, r.hands]), [["me", [2], 9, ["this view"]], ["c1", [1, 3], 5, []]]);
 });
 
 test("what a person can do to a sandbox", () => {
@@ -35,6 +36,7 @@ test("what a person can do to a sandbox", () => {
   assert.equal(can(9), "take");
   assert.equal(can(null), "take");
   assert.equal(can(1, { closed: true }), "");
+  assert.equal(can(1, { counts: { ...counts, size: 2 } }), "reset close", "the last sandbox is left to chains");
   assert.equal(can(4, { recycles: false }), "take reset close give_back");
   assert.equal(can(1, { recycles: false }), "take");
 });

@@ -3,7 +3,7 @@ import test from "node:test";
 import { load } from "./load.mjs";
 
 const { chosen, widths } = await load("reward_form");
-const rows = [["a", "", "0", "1", "gained", ""], ["b", "", "1", "1", "same", ""], ["c", "", "1", "0", "lost", ""]];
+const rows = [["a", "a", "", "0", "1", "gained", ""], ["b", "b", "", "1", "1", "same", ""], ["c", "c", "", "1", "0", "lost", ""]];
 
 test("rows by change", () => {
   assert.deepEqual(chosen(rows, "changed").map((r) => r[0]), ["a", "c"]);

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 import { load } from "./load.mjs";
 
-const { STATES, near, order, shares } = await load("rollout_view");
+const { STATES, gauge, near, order, shares } = await load("rollout_view");
 const at = (...names) => Uint8Array.from(names.map((n) => STATES.indexOf(n)));
 
 test("lanes: in their place, or what has stood longest first; what is over last", () => {
@@ -11,6 +11,18 @@ test("lanes: in their place, or what has stood longest first; what is over last"
   assert.deepEqual(order(state, since, new Set(), "place"), [0, 1, 2, 3, 4]);
   assert.deepEqual(order(state, since, new Set(["sampling"]), "place"), [1, 4]);
   assert.deepEqual(order(state, since, new Set(), "longest"), [3, 4, 1, 2, 0]);
+});
+
+test("running lanes first, then queued, failed and finished ones, in the order of the tasks", () => {
+  const state = at("succeeded", "cancelled", "failed", "queued", "sampling", "done", "unscored", "tool");
+  assert.deepEqual(order(state, new Float32Array(8), new Set(), "running"), [4, 7, 3, 2, 6, 0, 5, 1]);
+});
+
+test("the bar of a reward spans all rewards, and at least 0 to 1", () => {
+  assert.equal(gauge(0, 0, 0.5), 0);
+  assert.equal(gauge(1, 1, 1), 1);
+  assert.equal(gauge(0, -1, 1), 0.5);
+  assert.equal(gauge(5, 0, 10), 0.5);
 });
 
 test("shares touch each other and never leave the whole", () => {

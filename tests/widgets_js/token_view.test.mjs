@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 import { load, packed } from "./load.mjs";
 
-const { before, chunks, column, joined, ranked, shade, split } = await load("token_view");
+const { alternatives, before, breakable, chunks, column, joined, ranked, shade, split } = await load("token_view");
 
 test("chunks cover every token once and never cross a turn", () => {
   const rows = [
@@ -49,4 +49,17 @@ test("spans that touch become one", () => {
 
 test("split keeps every character", () => {
   for (const text of ["·a·b⏎", "", "···", "plain", "‹U+200B›"]) assert.equal(split(text).join(""), text);
+});
+
+test("a line may break between two tokens unless they are one word", () => {
+  for (const [a, b] of [["wor", "ld"], ["\u00e9", "t"], ["1", "2"], ["a", "\u0301"]]) assert.equal(breakable(a, b), false);
+  for (const [a, b] of [["word", "·next"], ["⏎", "a"], ["<|im_start|>", "user"], ['"', "name"], ["(", "("]]) assert.equal(breakable(a, b), true);
+});
+
+test("alternatives of a token end where none are recorded", () => {
+  const ints = (values) => new DataView(new Int32Array(values).buffer);
+  const at = alternatives(2, { id: ints([7, 8, -1, -1, 9, -1]), piece: ints([1, 0, 0, 0, 2, 0]), logprob: packed([-0.5, -1, null, null, -0.25, null]) });
+  assert.deepEqual(at(0), [{ id: 7, piece: 1, logprob: -0.5 }, { id: 8, piece: 0, logprob: -1 }]);
+  assert.deepEqual(at(1), []);
+  assert.deepEqual(at(2), [{ id: 9, piece: 2, logprob: -0.25 }]);
 });

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 import { load, packed } from "./load.mjs";
 
-const { column, nearest, ribbon, segments, thin, tick } = await load("train_view");
+const { column, margin, nearest, ribbon, segments, thin, tick } = await load("train_view");
 
 test("a line has a gap where a number is missing or not finite", () => {
   const col = column(packed([1, 2, null, 4, Infinity, 6]));
@@ -23,6 +23,11 @@ test("nearest step", () => {
   assert.equal(nearest([1, 2, 4, 8], 3.1), 2);
   assert.equal(nearest([1, 2, 4, 8], -5), 0);
   assert.equal(nearest([1, 2, 4, 8], 99), 3);
+});
+
+test("the margin has room for the longest label", () => {
+  assert.equal(margin(["0", "1"]), 30);
+  assert.ok(margin(["−0.00123"]) > 8 * 6);
 });
 
 test("axis numbers", () => {

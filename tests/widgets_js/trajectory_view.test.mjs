@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 import { load, packed } from "./load.mjs";
 
-const { branches, chosen, column, filtered, sorted, texts } = await load("trajectory_view");
+const { blocks, branches, bubbles, chosen, column, filtered, pairs, sorted, texts } = await load("trajectory_view");
 
 test("texts are found by their ends, whatever they hold", () => {
   const all = ["", "naïve", "👩🏽‍🚀", "<b>"];
@@ -40,4 +40,29 @@ test("a tree of shared turns becomes lines", () => {
   const leaf = (from, to, i) => ({ from, to, of: [i], ends: [i], then: [] });
   const tree = [{ from: 0, to: 3, of: [0, 1], ends: [], then: [leaf(3, 5, 0), leaf(3, 4, 1)] }];
   assert.deepEqual(branches(tree).map((x) => [x.depth, x.from, x.to]), [[0, 0, 3], [1, 3, 5], [1, 3, 4]]);
+});
+
+test("code and JSON in a text are distinguished from prose", () => {
+  assert.deepEqual(blocks("Look:\n```python\nx = 1\n\ny = 2\n```\nDone."), [{ prose: "Look:" }, { code: "x = 1\n\ny = 2" }, { prose: "Done." }]);
+  assert.deepEqual(blocks('{"a": [1]}'), [{ code: '{\n  "a": [\n    1\n  ]\n}' }]);
+  assert.deepEqual(blocks("{a}"), [{ prose: "{a}" }]);
+  assert.deepEqual(blocks("```\nnot closed"), [{ prose: "```\nnot closed" }]);
+  assert.deepEqual(blocks(" "), []);
+  assert.deepEqual(pairs('{"code": "a\\nb", "n": [1]}'), [["code", "a\nb"], ["n", "[1]"]]);
+  assert.equal(pairs('{"code": "cut'), null);
+});
+
+test("the turns of a chat as messages by role", () => {
+  const call = { name: "f", arguments: "{}", ok: null, unreadable: null };
+  const done = { ...call, ok: true, result: "5" };
+  const message = (role, content) => ({ role, content, thinking: "" });
+  const roles = (turn, last = false) => bubbles(turn, last).map((b) => [b.role, b.text]);
+  assert.deepEqual(roles({ kind: "prompt", messages: [message("system", "s"), message("user", "u")], calls: [] }), [["system", "s"], ["user", "u"]]);
+  assert.deepEqual(roles({ kind: "action", messages: [message("assistant", "I look")], calls: [call, call] }), [["assistant", "I look"], ["tool call", ""], ["tool call", ""]]);
+  assert.deepEqual(roles({ kind: "action", messages: [message("assistant", "")], calls: [call] }), [["tool call", ""]], "no empty bubble");
+  const seen = bubbles({ kind: "observation", messages: [message("tool", "5"), message("user", "go on")], calls: [done] });
+  assert.deepEqual(seen.map((b) => [b.role, b.text, b.call]), [["tool result", "5", done], ["user", "go on", null]]);
+  assert.deepEqual(roles({ kind: "forced", text: "The", messages: [], calls: [] }), [], "the action that follows contains it");
+  assert.deepEqual(roles({ kind: "forced", text: "The", messages: [], calls: [] }, true), [["assistant", "The"]]);
+  assert.deepEqual(roles({ kind: "action", text: "<x>", messages: [], calls: [] }), [["assistant", "<x>"]]);
 });

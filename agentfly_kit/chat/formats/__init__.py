@@ -6,13 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from agentfly_kit.chat.formats.base import Format, Parsed
-from agentfly_kit.chat.formats.native import Hermes, Llama3, Mistral, QwenXML
+from agentfly_kit.chat.formats.markup import GLM4, LFM2, Gemma4, QwenXML
+from agentfly_kit.chat.formats.native import GptOss, Hermes, Llama3, Mistral
 from agentfly_kit.chat.formats.plain import FencedCode, ReAct, Tags
 from agentfly_kit.errors import SettingsError
 
 __all__ = [
+    "GLM4",
+    "LFM2",
     "FencedCode",
     "Format",
+    "Gemma4",
+    "GptOss",
     "Hermes",
     "Llama3",
     "Mistral",
@@ -29,7 +34,11 @@ _FORMATS: dict[str, Format] = {
     for format in (
         Tags("action", "action", "act", "action", "observation"),
         FencedCode(),
+        Gemma4(),
+        GLM4(),
+        GptOss(),
         Hermes(),
+        LFM2(),
         Llama3(),
         Mistral(),
         QwenXML(),
@@ -38,6 +47,7 @@ _FORMATS: dict[str, Format] = {
     )
 }
 NAMES = tuple(_FORMATS)
+NATIVE = tuple(format for format in _FORMATS.values() if format.native)
 
 
 def get(name: str | Format) -> Format:
@@ -58,10 +68,9 @@ def detect_format(write: Callable[[str, dict[str, Any]], str]) -> Format | None:
     name, arguments = "get_weather", {"city": "Paris, in France"}
     text = write(name, arguments)
     found = []
-    for format in _FORMATS.values():
-        if format.native:
-            parsed = format.parse(text)
-            calls = [(call.name, call.arguments, call.error) for call in parsed.calls]
-            if calls == [(name, arguments, None)] and not parsed.content:
-                found.append(format)
+    for format in NATIVE:
+        parsed = format.parse(text)
+        calls = [(call.name, call.arguments, call.error) for call in parsed.calls]
+        if calls == [(name, arguments, None)] and not parsed.content:
+            found.append(format)
     return found[0] if len(found) == 1 else None

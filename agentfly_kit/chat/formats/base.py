@@ -82,10 +82,12 @@ class TaggedFormat(Format):
     Attributes:
         opening: pattern of the opening tag.
         unclosed_error: error message for a call that is not closed.
+        thinking_tags: opening and closing tag of the thinking.
     """
 
     opening: re.Pattern[str]
     unclosed_error: str
+    thinking_tags = ("<think>", "</think>")
 
     @abstractmethod
     def read_calls(
@@ -99,7 +101,7 @@ class TaggedFormat(Format):
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
         first = self.opening.search(text)
-        thinking, text = split_thinking(text, first.start() if first else -1)
+        thinking, text = split_thinking(text, first.start() if first else -1, *self.thinking_tags)
         content, calls, complaint = self._separate(text, tools)
         return Parsed(content.strip(), tuple(calls), thinking, complaint)
 
@@ -138,18 +140,20 @@ def schemas(tools: Sequence[dict[str, Any]]) -> str:
     return "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
 
 
-def split_thinking(text: str, opener: int) -> tuple[str | None, str]:
+def split_thinking(
+    text: str, opener: int, opening: str = "<think>", closing: str = "</think>"
+) -> tuple[str | None, str]:
     """Split an action into leading thinking in tags (None without tags) and the rest.
 
     The first call begins at `opener` (-1 if there is none). A closing tag before it that has no opening tag ends
     thinking opened by the prompt. Unclosed thinking extends to the end of the text.
     """
-    if text.lstrip().startswith("<think>"):
-        thinking, _, rest = text.lstrip().removeprefix("<think>").partition("</think>")
+    if text.lstrip().startswith(opening):
+        thinking, _, rest = text.lstrip().removeprefix(opening).partition(closing)
         return thinking.strip(), rest
-    end = text.find("</think>")
+    end = text.find(closing)
     if end >= 0 and (opener < 0 or end < opener):
-        return text[:end].strip(), text[end + len("</think>") :]
+        return text[:end].strip(), text[end + len(closing) :]
     return None, text
 
 

@@ -1,8 +1,7 @@
-"""Formats that chat templates render themselves: JSON calls (Hermes, Llama 3, Mistral), and the XML of Qwen3-Coder."""
+"""Formats of models that write tool calls as JSON: Hermes, Llama 3, Mistral and gpt-oss."""
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,6 @@ from agentfly_kit.chat.formats.base import (
     check_call,
     compact_json,
     encoding_problem,
-    find_schema,
     is_cut,
     json_type,
     make_call,
@@ -39,13 +37,11 @@ _MISTRAL_NAME = re.compile(r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+([A-Za-z0-
 # Any prefix of `name[ARGS]{`, which a truncated call may end with.
 _MISTRAL_NAME_PREFIX = re.compile(r"[^\s\[\]{}\"]++(?:\[[A-Z_]*+\]?)?")
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
-_MISTRAL_SHAPE = '[TOOL_CALLS][{"name": ..., "arguments": {...}}]'
+_GPT_OSS_END = re.compile(r"<\|(?:start|end|call|return)\|>")
+_GPT_OSS_TO = re.compile(r"(?<![^\s>])to=(?:functions\.)?([^\s<]++)")
+_GPT_OSS_SHAPE = " to=functions.name<|channel|>commentary json<|message|>{...}"
 
-_FUNCTION = re.compile(r"\s*+<function=([^<>\n]*+)>")
-_PARAMETER = re.compile(r"\s*+<parameter=([^<>\n]*+)>")
-# A closing tag ends a value only if another parameter or the end of the function follows.
-_VALUE_END = re.compile(r"</parameter>(?=\s*+(?:<parameter=|</function>))")
-_QWEN_SHAPE = "<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call>"
+_MISTRAL_SHAPE = '[TOOL_CALLS][{"name": ..., "arguments": {...}}]'
 
 
 @dataclass(frozen=True)
@@ -211,76 +207,40 @@ class Mistral(TaggedFormat):
 
 
 @dataclass(frozen=True)
-class QwenXML(TaggedFormat):
-    """Format with one tag per parameter: `<tool_call><function=name><parameter=key>value</parameter>...`.
+class GptOss(Format):
+    """Format of gpt-oss: messages `header<|message|>text`.
 
-    Values are raw text, parsed as JSON according to the tool's schema. A string parameter keeps its text, and so does
-    an unknown parameter whose text is not valid JSON.
+    A header with a recipient marks a tool call. Text in the channel "analysis" is thinking; any other text is content.
     """
 
-    name = "qwen3_coder"
+    name = "gpt_oss"
     native = True
-    opening = re.compile(_OPEN)
-    unclosed_error = f"the tool call was not closed: write {_QWEN_SHAPE}"
 
-    def read_calls(
-        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
-    ) -> tuple[list[ToolCall], int] | None:
-        name, arguments, problem, at = _read_function(text, opened.end(), tools)
-        close = text.find(_CLOSE, at)
-        if close < 0:
-            return None
-        rest = text[at:close].strip()
-        if not problem and rest != "</function>":
-            problem = f"has text where a tag should be: {short_repr(rest)}" if rest else "does not close <function=...>"
-        problem = problem or encoding_problem([name, arguments])
-        raw = text[opened.end() : close].strip()
-        return [make_call(f"call-{len(made)}", name, arguments, problem, _QWEN_SHAPE, raw)], close + len(_CLOSE)
+    def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
+        content: list[str] = []
+        thinking: list[str] = []
+        calls: list[ToolCall] = []
+        complaint = ""
+        for message in _GPT_OSS_END.split(text):
+            header, mark, body = message.partition("<|message|>")
+            to = _GPT_OSS_TO.search(header)
+            if to and (not mark or (read_json(body, 0)[2] and is_cut(body, 0))):
+                complaint = f"the tool call was not closed: write {_GPT_OSS_SHAPE}"
+                break
+            if to:
+                arguments, end, problem = read_json(body, 0)
+                if not problem and (rest := body[end:].strip()):
+                    problem = f"has text after the JSON object: {short_repr(rest)}"
+                name, arguments, wrong = check_call({"name": to.group(1), "arguments": arguments})
+                problem = problem or wrong
+                calls.append(make_call(f"call-{len(calls)}", name, arguments, problem, _GPT_OSS_SHAPE, body.strip()))
+            elif mark:
+                (thinking if "<|channel|>analysis" in header else content).append(body.strip())
+            elif "<|channel|>" not in message:  # text without a header; a lone "assistant" is an incomplete header
+                content.append(message.removeprefix("assistant").strip())
+        thoughts = "\n".join(thinking) if thinking else None
+        return Parsed("\n".join(filter(None, content)), tuple(calls), thoughts, complaint)
 
     def render_call(self, call: ToolCall) -> str:
-        """Render the call with one tag per argument: strings unchanged, other values as JSON."""
-        values = "".join(
-            f"<parameter={key}>\n{value if isinstance(value, str) else compact_json(value)}\n</parameter>\n"
-            for key, value in call.arguments.items()
-        )
-        return f"{_OPEN}\n<function={call.name}>\n{values}</function>\n{_CLOSE}"
-
-
-def _read_function(text: str, start: int, tools: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any], str, int]:
-    """Parse the name and the parameters of a function. Return (name, arguments, problem, end)."""
-    function = _FUNCTION.match(text, start)
-    if function is None:
-        return "", {}, "does not begin with <function=name>", start
-    name, at = function.group(1).strip(), function.end()
-    properties = find_schema(tools, name)
-    arguments: dict[str, Any] = {}
-    problem = "" if name else "has no function name"
-    while (opened := _PARAMETER.match(text, at)) is not None:
-        key = opened.group(1)
-        end = _VALUE_END.search(text, opened.end()) if opened.end() <= _last_value_end(text) else None
-        if end is None:
-            problem = problem or f"does not close <parameter={short_repr(key)[1:-1]}>"
-            break
-        raw = text[opened.end() : end.start()]
-        raw = raw[raw.startswith("\n") : len(raw) - (raw.endswith("\n") and len(raw) > 1)]
-        if key in arguments:
-            problem = problem or f"gives {short_repr(key)} twice"
-        arguments[key] = _qwen_value(raw, properties.get(key))
-        at = end.end()
-    return name, arguments, problem, at
-
-
-@functools.lru_cache(maxsize=1)
-def _last_value_end(text: str) -> int:
-    """Return the position of the last closing tag that ends a value, so that no search for one runs in vain; or -1."""
-    return max((end.start() for end in _VALUE_END.finditer(text)), default=-1)
-
-
-def _qwen_value(raw: str, schema: Any) -> Any:
-    known = isinstance(schema, dict)
-    if known and schema.get("type") == "string":
-        return raw
-    value, end, problem = read_json(raw, 0)
-    if problem or raw[end:].strip() or (isinstance(value, str) and not known) or encoding_problem(value):
-        return raw
-    return value
+        """Render the call like the chat template, but without whitespace in the JSON."""
+        return f" to=functions.{call.name}<|channel|>commentary json<|message|>{compact_json(call.arguments)}<|call|>"

@@ -42,17 +42,25 @@ class LocalEngine(Engine):
         slots: Number of sequences in the KV cache, running or between two turns; rounded up to a multiple of 8. If all
             slots are taken, a new sequence replaces the least recently used idle one, whose chain must then recompute
             its history.
+        alternatives: Number of most probable tokens to record at each position in `Turn.alternatives`; 0 to record
+            none. This setting does not affect sampling.
 
     Raises:
         EngineError: If an argument is invalid, or the model cannot be run with a KV cache.
     """
 
-    def __init__(self, policy: Policy, *, slots: int = 256) -> None:
+    def __init__(self, policy: Policy, *, slots: int = 256, alternatives: int = 0) -> None:
         if not isinstance(policy, Policy):
             raise EngineError(f"policy must be a Policy, such as Policy.load(path), got {policy!r}")
         if not isinstance(slots, int) or slots < 1:
             raise EngineError(f"slots must be an integer of at least 1, got {slots!r}")
+        if not isinstance(alternatives, int) or not 0 <= alternatives <= policy.vocab_size:
+            raise EngineError(
+                f"alternatives must be an integer from 0 to the vocabulary size {policy.vocab_size}, got "
+                f"{alternatives!r}"
+            )
         self.policy = policy
+        self.alternatives = alternatives
         self.slots = -(-slots // ROW_MULTIPLE) * ROW_MULTIPLE
         self._wake = threading.Condition()
         self._submitted: deque[Request] = deque()
@@ -63,7 +71,7 @@ class LocalEngine(Engine):
         self._last_thread: threading.Thread | None = None
         self._exiting = False
         # Accessed only by the engine's thread.
-        self._batch = ContinuousBatch(policy, self.slots, _deliver)
+        self._batch = ContinuousBatch(policy, self.slots, _deliver, alternatives)
 
     # --- capabilities ---
 

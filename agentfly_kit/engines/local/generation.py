@@ -29,8 +29,15 @@ _PREFILL_MAX_WAIT = 12
 class ContinuousBatch:
     """The running requests of an engine. `deliver` receives (request, result) pairs; a result may be an error."""
 
-    def __init__(self, policy: Policy, slots: int, deliver: Callable[[list[tuple[Request, Any]]], None]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        slots: int,
+        deliver: Callable[[list[tuple[Request, Any]]], None],
+        alternatives: int = 0,
+    ) -> None:
         self.policy = policy
+        self._alternatives = alternatives
         self.waiting: list[Request] = []
         # Number of context tokens computed so far, excluding copied and reused ones, and of sampled tokens.
         self.prefilled = 0
@@ -237,12 +244,14 @@ class ContinuousBatch:
             top_p=column("top_p", 1.0),
             top_k=column("top_k", 0),
             min_p=column("min_p", 0.0),
+            alternatives=self._alternatives,
         )
         if not bool(drawn.logprobs.isfinite().all()):
             raise EngineError("the logits are not finite; the policy's weights have diverged")
         self.sampled += len(requests)
         ids, logprobs, entropies = drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.entropies.tolist()
         kept_mass = drawn.kept_mass.tolist() if drawn.kept_mass is not None else None
+        top = drawn.top_ids.tolist(), drawn.top_logprobs.tolist()
         ended: dict[int, str] = {}
         for i, request in enumerate(requests):
             request.sampled.append(ids[i])
@@ -251,6 +260,8 @@ class ContinuousBatch:
             request.versions.append(version)
             if kept_mass is not None:
                 request.kept_mass.append(kept_mass[i])
+            if self._alternatives:
+                request.alternatives.append(tuple(zip(top[0][i], top[1][i], strict=True)))
             if ids[i] in self.policy.chat.stop_ids:
                 ended[i] = "stop"
             elif request.sampling.stop and self._has_stop_string(request):

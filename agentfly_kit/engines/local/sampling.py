@@ -10,12 +10,17 @@ from torch import Tensor
 
 @dataclass
 class SampledTokens:
-    """Sampled ids with their logprobs and entropies, (B,) each; `kept_mass` is None if no row is truncated."""
+    """Sampled ids, logprobs and entropies, each of shape (B,). `kept_mass` is None if no distribution is truncated.
+
+    `top_ids` and `top_logprobs`, of shape (B, alternatives), contain the most probable tokens in descending order.
+    """
 
     ids: Tensor
     logprobs: Tensor
     entropies: Tensor
     kept_mass: Tensor | None
+    top_ids: Tensor
+    top_logprobs: Tensor
 
 
 def sample_tokens(
@@ -26,6 +31,7 @@ def sample_tokens(
     top_p: Tensor | None = None,
     top_k: Tensor | None = None,
     min_p: Tensor | None = None,
+    alternatives: int = 0,
 ) -> SampledTokens:
     """Sample one token per row by inverting the cumulative distribution; temperature 0 selects the most probable token.
 
@@ -53,7 +59,10 @@ def sample_tokens(
     ids = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     if bool(greedy.any()):
         ids = torch.where(greedy, logits.argmax(-1), ids)
-    return SampledTokens(ids, logp.gather(-1, ids[:, None])[:, 0], entropies, kept_mass)
+    top = logp.topk(alternatives)
+    return SampledTokens(
+        ids, logp.gather(-1, ids[:, None])[:, 0], entropies, kept_mass, top_ids=top.indices, top_logprobs=top.values
+    )
 
 
 def truncate(p: Tensor, *, top_p: Tensor | None, top_k: Tensor | None, min_p: Tensor | None) -> Tensor:

@@ -43,6 +43,7 @@ class Request:
     entropies: list[float] = field(default_factory=list)
     kept_mass: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
 
     def sample(self, stop: Any) -> Sample:
         """Return the sampled tokens with their stop reason."""
@@ -53,6 +54,7 @@ class Request:
             stop=stop,
             versions=tuple(self.versions),
             kept_mass=tuple(self.kept_mass) if self.sampling.truncates else None,
+            alternatives=tuple(self.alternatives) or None,
             seconds=time.perf_counter() - self.started,
         )
 

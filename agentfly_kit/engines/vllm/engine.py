@@ -50,6 +50,8 @@ class VLLMEngine(Engine):
             same GPU. "shm" uses shared host memory. "auto" uses "ipc" if possible, else "shm";
             `engine.last_transport` is the one used last. Both need only one buffer, of at most 64 MiB in host
             memory or 512 MiB on the GPU.
+        alternatives: Number of most probable tokens to record at each position in `Turn.alternatives`; 0 to record
+            none.
         engine_args: Arguments of vLLM's AsyncEngineArgs. The defaults differ from vLLM's: the dtype of the checkpoint
             (vLLM would convert float32 to 16 bits), prefix caching, at most 256 concurrent sequences, and no usage
             statistics. On a CPU also: no compilation, blocks of 32 tokens, and enough KV cache for 256 full sequences,
@@ -66,8 +68,12 @@ class VLLMEngine(Engine):
         *,
         stop_ids: Sequence[int] | None = None,
         weights: Literal["auto", "ipc", "shm"] = "auto",
+        alternatives: int = 0,
         **engine_args: Any,
     ) -> None:
+        if not isinstance(alternatives, int) or not 0 <= alternatives <= _MAX_TOP:
+            raise EngineError(f"alternatives must be an integer from 0 to {_MAX_TOP}, got {alternatives!r}")
+        self.alternatives = alternatives
         if weights not in ("auto", "ipc", "shm"):
             raise EngineError(f'weights must be "ipc", "shm" or "auto", got {weights!r}')
         self._name = repr(model) if isinstance(model, Policy) else repr(str(model))
@@ -260,8 +266,10 @@ class VLLMEngine(Engine):
             "detokenize": bool(sampling.stop),
             "skip_special_tokens": False,
             "max_tokens": limit,
-            "logprobs": EXTRA_COLUMNS if host.exact else 0,
+            "logprobs": EXTRA_COLUMNS + self.alternatives if host.exact else 0,
         }
+        if self.alternatives and not host.exact:
+            raise EngineError("this version of vLLM cannot record alternatives; use vLLM 0.32, or alternatives=0")
         host.check()
         version = host.version
         got = await host.generate(f"{next(self._request_numbers)}", list(ids), options)
@@ -287,8 +295,14 @@ class VLLMEngine(Engine):
             stop=cast(Any, stop),
             versions=self._versions(got, len(ids), version),
             kept_mass=tuple(min(1.0, flat.logprobs[i + 2]) for i in at) if exact and sampling.truncates else None,
+            alternatives=tuple(self._top(flat, i) for i in at) if self.alternatives else None,
             seconds=time.perf_counter() - began,
         )
+
+    def _top(self, flat: Any, start: int) -> tuple[tuple[int, float], ...]:
+        """Return the alternatives of the token whose columns in `flat` start at index `start`."""
+        columns = slice(start + 1 + EXTRA_COLUMNS, start + 1 + EXTRA_COLUMNS + self.alternatives)
+        return tuple(zip(flat.token_ids[columns], flat.logprobs[columns], strict=True))
 
     @staticmethod
     def _versions(got: Any, count: int, version: int) -> tuple[int, ...]:

@@ -383,7 +383,7 @@ family = Family(
     max_turns=15,
     size="1,500 train and 400 test tasks of a fictional catalogue included; reads WebShop's files",
     needs=("bm25s", "rapidfuzz"),
-    install="pip install bm25s rapidfuzz",
+    install='pip install "agentfly_kit[envs]"',
     splits={"train": 1500, "test": 400},
 )
 agent, random_agent = family.agent, family.random_agent

@@ -23,7 +23,9 @@ import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, Self, TypeVar
 
-import httpx
+import httpx2
+
+from agentfly_kit._display import Displayable
 
 from ..._async.interrupts import keep_interruptible
 from ..._async.listeners import Listeners
@@ -70,7 +72,7 @@ class RemoteSandbox:
         return f"<remote {self._sandbox_type} at {self._link.url}{'' if self.alive else ', over'}>"
 
 
-class RemotePool(BasePool[S]):
+class RemotePool(Displayable, BasePool[S]):
     """A pool served by `serve_pool`, usable in place of a Pool: `Agent(pools=[RemotePool(url, token=token)])`.
 
     The pool connects when its first sandbox is leased. `await pool.close()` releases all leases. If the client process
@@ -256,7 +258,7 @@ class _Link:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._http: httpx.AsyncClient | None = None
+        self._http: httpx2.AsyncClient | None = None
         self._connecting = asyncio.Lock()  # binds to the background thread's loop on first use
         self._nudge = asyncio.Event()
         self._abandoning: set[asyncio.Task[None]] = set()
@@ -282,10 +284,10 @@ class _Link:
 
     async def _main(self) -> None:
         local = urllib.parse.urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
-        async with httpx.AsyncClient(
+        async with httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {self.token}"}, verify=self.verify, trust_env=not local,
-            timeout=httpx.Timeout(_LONG_POLL_SECONDS + 20.0, connect=5.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            timeout=httpx2.Timeout(_LONG_POLL_SECONDS + 20.0, connect=5.0),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
         ) as self._http:  # fmt: skip
             while not self.stopped:
                 await self._beat()
@@ -364,7 +366,7 @@ class _Link:
                 is_json = response.headers.get("content-type", "").startswith("application/json")
                 reply = response.json() if is_json else None
                 break
-            except (httpx.TransportError, ValueError) as error:
+            except (httpx2.TransportError, ValueError) as error:
                 self.failure = f"{type(error).__name__}: {error}"
                 if time.monotonic() + pause > deadline:
                     raise RemotePoolError(

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentfly_kit._display import Displayable
+
 from ...errors import IsolationError, SandboxError, SettingsError
 from . import commands, reaper, seccomp
 from .limits import Limits
@@ -51,8 +53,8 @@ sys.argv[:] = [""]
 {commands.BOOT}"""
 
 
-@dataclass(frozen=True)
-class Container:
+@dataclass(frozen=True, repr=False)
+class Container(Displayable):
     """Container isolation for sandboxes: `Pool(PythonSandbox, isolation=Container("python:3.12-slim"))`.
 
     The code runs without root, capabilities or the ability to gain privileges, in a file system of its own that is

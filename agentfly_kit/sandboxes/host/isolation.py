@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from agentfly_kit._display import Displayable
+
 from ...errors import IsolationError, IsolationWarning, SettingsError
 from . import commands, seccomp
 from .limits import Group, Hierarchy, Limits, find_hierarchy, remove_orphans
@@ -56,8 +58,8 @@ INSTALL_BUBBLEWRAP = "`apt-get install bubblewrap`, or without root `conda insta
 _PROBE_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class LevelReport:
+@dataclass(frozen=True, repr=False)
+class LevelReport(Displayable):
     """Availability and guarantees of one isolation level on this machine.
 
     Attributes:
@@ -75,11 +77,11 @@ class LevelReport:
 
 
 @dataclass(frozen=True, repr=False)
-class SandboxReport:
+class SandboxReport(Displayable):
     """Isolation levels of this machine and what they guarantee.
 
     Attributes:
-        best: the level that isolation=None selects.
+        best: the level selected by isolation=None; "" if no level is available.
         levels: one report per level, strongest first.
     """
 
@@ -87,7 +89,8 @@ class SandboxReport:
     levels: tuple[LevelReport, ...]
 
     def __repr__(self) -> str:
-        lines = [f"sandboxes on this machine: the best available level is {self.best!r}"]
+        best = f"the best available level is {self.best!r}" if self.best else "no level is available"
+        lines = [f"sandboxes on this machine: {best}"]
         for level in self.levels:
             lines.append(f"  {level.name:<8} {'yes' if level.available else 'no':<4} {level.reason}")
             lines += [f"            {name}: {how}" for name, how in level.limits.items() if level.available]
@@ -124,8 +127,9 @@ def check_level(isolation: str | None) -> None:
 
 def resolve_level(isolation: str | None, limits: Limits) -> str:
     """Return the level to use. Raises IsolationError if the named level is unavailable with these limits."""
-    if isolation is None:
-        return best()
+    if isolation is None and (level := best()):
+        return level
+    isolation = isolation or "none"  # if no level is available, "none" is not either
     if reason := unavailable_reason(isolation):
         raise IsolationError(f"isolation={isolation!r} is not available: {reason}")
     if isolation != "none" and limits.processes is not None and hierarchy() is None and _is_root():
@@ -137,8 +141,8 @@ def resolve_level(isolation: str | None, limits: Limits) -> str:
 
 
 def best() -> str:
-    """Return the level that isolation=None selects."""
-    return next(level for level in LEVELS if not unavailable_reason(level))
+    """Return the level selected by isolation=None; "" if sandboxes cannot run on this system."""
+    return next((level for level in LEVELS if not unavailable_reason(level)), "")
 
 
 @functools.cache
@@ -157,7 +161,11 @@ def unavailable_reason(level: str) -> str:
     """Return why a level is unavailable and how to fix it; empty if available. Probed once, by starting a process."""
     if level == "strict":
         return strict_unavailable_reason()
-    return landlock_unavailable_reason() if level == "landlock" else ""
+    if level == "landlock":
+        return landlock_unavailable_reason()
+    if hasattr(os, "fork"):
+        return ""
+    return f"sandboxes need os.fork, which {sys.platform} does not have; run Python in WSL 2 or on Linux or macOS"
 
 
 def limit_mechanisms(level: str, limits: Limits, groups: Hierarchy | None) -> dict[str, str]:

@@ -1,0 +1,180 @@
+"""Matching of chat requests to the rows of a chain.
+
+A harness sends the whole message history with each request. If the history repeats the messages of a row up to one of
+its actions, the request continues from that action and the sampled token ids are kept. Otherwise, it starts a new row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.types import Message, normalize_messages
+
+# Role, text, calls, and the id of the answered call. Messages with equal keys are considered equal.
+MessageKey: TypeAlias = tuple[Any, ...]
+
+
+def plain_messages(messages: Any, call_ids: Mapping[str, tuple[str, str]]) -> tuple[Message, ...]:
+    """Normalize the messages of a chat request.
+
+    The role "developer" becomes "system", text parts are joined, arguments of tool calls are parsed, and unknown keys
+    are dropped. `call_ids` maps each call id sent to the client to the id and name of the call in the chain.
+
+    Raises:
+        SettingsError: if a message is malformed or not plain text, or the last message is from the assistant.
+    """
+    out: list[Message] = []
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise SettingsError(f"messages must be a non-empty list, got {messages!r:.80}")
+    for i, given in enumerate(messages):
+        if not isinstance(given, Mapping):
+            raise SettingsError(f"messages: message {i} must be a dict, got {given!r:.80}")
+        role = given.get("role")
+        if role not in ("system", "developer", "user", "assistant", "tool"):
+            raise SettingsError(
+                f"messages: message {i} must have the role system, user, assistant or tool, got {role!r}"
+            )
+        if given.get("function_call"):
+            raise SettingsError(f"messages: message {i} has 'function_call', which is not supported; use 'tool_calls'")
+        content = given.get("content")
+        if isinstance(content, list) and not content:
+            content = ""
+        message: Message = {"role": "system" if role == "developer" else role}
+        message["content"] = "" if content is None else content
+        if role == "assistant" and given.get("tool_calls"):
+            message["tool_calls"] = [_with_id(call, call_ids) for call in given["tool_calls"]]
+        if role == "tool":
+            sent = str(given.get("tool_call_id") or "")
+            message["tool_call_id"], name = call_ids.get(sent, (sent, str(given.get("name") or "")))
+            message["name"] = name
+        out.append(message)
+    return normalize_messages(out, "messages", SettingsError)
+
+
+def _with_id(call: Any, call_ids: Mapping[str, tuple[str, str]]) -> Any:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call  # normalize_messages raises an error for it
+    sent = str(call.get("id") or "")
+    function = {"name": call["function"].get("name"), "arguments": call["function"].get("arguments") or "{}"}
+    return {"id": call_ids.get(sent, (sent, ""))[0], "type": "function", "function": function}
+
+
+def plain_tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """Reduce tool schemas to name, description and parameters.
+
+    Raises:
+        SettingsError: if an entry is not a function with a name.
+    """
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise SettingsError(f"tools must be a list, got {tools!r:.80}")
+    out = []
+    for i, given in enumerate(tools):
+        function = given.get("function") if isinstance(given, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise SettingsError(
+                f"tools: entry {i} must be {{'type': 'function', 'function': {{'name': ..., ...}}}}, got {given!r:.80}"
+            )
+        out.append(
+            {
+                "type": "function",
+                "function": {
+                    "name": function["name"],
+                    "description": function.get("description") or "",
+                    "parameters": function.get("parameters") or {"type": "object", "properties": {}},
+                },
+            }
+        )
+    return tuple(out)
+
+
+def message_key(message: Message) -> MessageKey:
+    """Return a key that is equal for equal messages. Thinking and surrounding whitespace are ignored."""
+    calls = tuple(
+        (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
+        for call in message.get("tool_calls") or ()
+    )
+    return message["role"], message["content"].strip(), calls, message.get("tool_call_id", "")
+
+
+@dataclass
+class Segment:
+    """Messages of one turn, with one key per message. `end` is the number of row ids up to the end of the turn."""
+
+    keys: tuple[MessageKey, ...]
+    end: int
+    action: bool
+
+
+@dataclass
+class ConversationRow:
+    """Message history of one row.
+
+    Attributes:
+        index: index of the row in the chain.
+        tools: the tool schemas in the requests of this row, as JSON.
+        segments: prompt, actions and observations, in order. A row that branches off another row starts with the
+            segments of that row.
+    """
+
+    index: int
+    tools: str
+    segments: list[Segment] = field(default_factory=list)
+
+    def matched(self, keys: Sequence[MessageKey]) -> int:
+        """Return the number of leading segments, up to an action, whose messages are a prefix of `keys`."""
+        best = position = 0
+        for i, segment in enumerate(self.segments):
+            end = position + len(segment.keys)
+            if tuple(keys[position:end]) != segment.keys:
+                break
+            position = end
+            if segment.action:
+                best = i + 1
+        return best
+
+    def length(self, segments: int) -> int:
+        """Return the number of messages in the first `segments` segments."""
+        return sum(len(segment.keys) for segment in self.segments[:segments])
+
+
+@dataclass(frozen=True)
+class Match:
+    """The row that a request continues, and the number of segments and messages that the request repeats."""
+
+    row: ConversationRow
+    segments: int
+    messages: int
+
+    @property
+    def at_leaf(self) -> bool:
+        return self.segments == len(self.row.segments)
+
+
+def find_match(
+    rows: Sequence[ConversationRow], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+) -> Match | None:
+    """Return the longest match, preferably at the end of a row, or None if a new row must start.
+
+    Rows do not match if the request adds an assistant message to their history, because its tokens are unknown.
+    """
+    keys = [message_key(message) for message in messages]
+    schemas = tools_key(tools)
+    best: Match | None = None
+    for row in rows:
+        if row.tools != schemas or not (segments := row.matched(keys)):
+            continue
+        found = Match(row, segments, row.length(segments))
+        if any(message["role"] == "assistant" for message in messages[found.messages :]):
+            continue
+        if best is None or (found.messages, found.at_leaf) > (best.messages, best.at_leaf):
+            best = found
+    return best
+
+
+def tools_key(tools: Sequence[dict[str, Any]]) -> str:
+    """Return the schemas as JSON. Equal schemas give equal strings."""
+    return json.dumps(tools, sort_keys=True)

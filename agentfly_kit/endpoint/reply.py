@@ -1,0 +1,55 @@
+"""Replies of a chain to requests, and errors of an endpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from agentfly_kit.errors import AgentFlyError
+
+
+@dataclass(frozen=True)
+class ReplyCall:
+    """A tool call with its id, the name of the tool, and the arguments as JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One sampled action in the form sent to the client.
+
+    Attributes:
+        text: Text without thinking and tool calls.
+        thinking: Thinking text, or None.
+        calls: Tool calls.
+        finish: "stop", "length" or "tool_calls".
+        prompt_tokens, completion_tokens: Number of tokens; 0 with a text-only engine.
+        tokens: Text and logprob of each sampled token.
+    """
+
+    text: str
+    thinking: str | None = None
+    calls: tuple[ReplyCall, ...] = ()
+    finish: str = "stop"
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    tokens: tuple[tuple[str, float], ...] = field(default=(), repr=False)
+
+
+class RequestError(AgentFlyError):
+    """Raised when a request is rejected. `status` is the HTTP status, and `code` identifies the reason."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class ChainEnded(RequestError):
+    """Raised when a request arrives after the chain has ended. `stop` is the stop reason of the chain."""
+
+    def __init__(self, stop: str, detail: str = "") -> None:
+        super().__init__(f"the chain has ended: {stop}{f' ({detail})' if detail else ''}", code=stop)
+        self.stop = stop

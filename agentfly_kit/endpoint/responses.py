@@ -1,0 +1,198 @@
+"""The Responses API, which some frameworks use by default, converted to and from chat messages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from agentfly_kit.endpoint.completions import MODEL, ignored, read_author, read_limit, read_list, sse, usage
+from agentfly_kit.endpoint.reply import Reply, RequestError
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def read_messages(body: Mapping[str, Any], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the chat messages of a request: earlier messages, instructions, and input.
+
+    Raises:
+        RequestError: if an item is not a message, a function call or a function call output.
+    """
+    messages: list[dict[str, Any]] = []
+    given = body.get("instructions")
+    if given is not None:
+        if not isinstance(given, str):
+            raise RequestError(f"'instructions' must be a string, got {given!r:.80}")
+        earlier = [message for i, message in enumerate(earlier) if i or message["role"] != "system"]
+        messages.append({"role": "system", "content": given})
+    messages += earlier
+    items = body.get("input")
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise RequestError("'input' must be a string or a non-empty list")
+    for i, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise RequestError(f"'input': item {i} must be an object, got {item!r:.80}")
+        kind = item.get("type", "message")
+        if kind == "message":
+            messages.append({"role": item.get("role"), "content": _text(item.get("content"), i)})
+        elif kind == "function_call":
+            call = {
+                "id": item.get("call_id"),
+                "type": "function",
+                "function": {"name": item.get("name"), "arguments": item.get("arguments")},
+            }
+            # The API has separate items for the text and the calls of an action; a chat message has both.
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), call]
+        elif kind == "function_call_output":
+            content = _text(item.get("output"), i)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        elif kind != "reasoning":
+            raise RequestError(f"'input': item {i} has the type {kind!r}, which is not supported")
+    return messages
+
+
+def _text(content: Any, index: int) -> Any:
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") not in _TEXT_PARTS:
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise RequestError(f"'input': item {index} has a part of type {kind!r:.40}; only text is supported")
+    return [{"type": "text", "text": part.get("text")} for part in content]
+
+
+def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tools in the format of the Chat Completions API.
+
+    Raises:
+        RequestError: if a tool is not a function, such as a web search built into a hosted model.
+    """
+    if body.get("tool_choice") == "none":
+        return []
+    tools = []
+    for tool in read_list(body, "tools"):
+        if not isinstance(tool, Mapping) or tool.get("type") != "function":
+            kind = tool.get("type") if isinstance(tool, Mapping) else tool
+            raise RequestError(f"'tools': only functions are supported, got {kind!r:.80}")
+        function = {name: tool.get(name) for name in ("name", "description", "parameters")}
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def response(reply: Reply, answer_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer as a JSON object."""
+    counts = usage([reply])
+    cut = reply.finish == "length"
+    return {
+        "id": f"resp_{answer_id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "instructions": body.get("instructions"),
+        "metadata": {},
+        "model": body.get("model") or MODEL,
+        "output": _items(reply, answer_id),
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "top_p": None,
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "usage": {
+            "input_tokens": counts["prompt_tokens"],
+            "output_tokens": counts["completion_tokens"],
+            "total_tokens": counts["total_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        },
+    }
+
+
+def _items(reply: Reply, answer_id: str) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if reply.text or not reply.calls:
+        part = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
+        items.append(
+            {"id": f"msg_{answer_id}", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
+        )
+    items += [
+        {
+            "id": f"fc_{call.id}",
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+        for call in reply.calls
+    ]
+    return items
+
+
+def events(answer: dict[str, Any]) -> Iterator[str]:
+    """Yield the answer as server-sent events."""
+    number = 0
+
+    def event(kind: str, **data: Any) -> str:
+        nonlocal number
+        number += 1
+        return sse({"type": kind, "sequence_number": number - 1, **data}, kind)
+
+    begun = {**answer, "status": "in_progress", "output": [], "usage": None}
+    yield event("response.created", response=begun)
+    yield event("response.in_progress", response=begun)
+    for i, item in enumerate(answer["output"]):
+        at = {"output_index": i, "item_id": item["id"]}
+        if item["type"] == "message":
+            part = item["content"][0]
+            empty = {**part, "text": ""}
+            begun_item = {**item, "status": "in_progress", "content": []}
+            yield event("response.output_item.added", output_index=i, item=begun_item)
+            yield event("response.content_part.added", **at, content_index=0, part=empty)
+            yield event("response.output_text.delta", **at, content_index=0, delta=part["text"], logprobs=[])
+            yield event("response.output_text.done", **at, content_index=0, text=part["text"], logprobs=[])
+            yield event("response.content_part.done", **at, content_index=0, part=part)
+        else:
+            begun_item = {**item, "status": "in_progress", "arguments": ""}
+            yield event("response.output_item.added", output_index=i, item=begun_item)
+            yield event("response.function_call_arguments.delta", **at, delta=item["arguments"])
+            yield event("response.function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"])
+        yield event("response.output_item.done", output_index=i, item=item)
+    done = "response.incomplete" if answer["status"] == "incomplete" else "response.completed"
+    yield event(done, response=answer)
+
+
+async def answer(
+    body: Mapping[str, Any],
+    reply: Callable[..., Any],
+    answer_id: str,
+    warn: Callable[[str, str], None],
+    earlier: dict[str, list[dict[str, Any]]],
+) -> tuple[dict[str, Any] | Iterator[str], dict[str, int]]:
+    """Answer a request. Return the answer, as an object or a stream of events, and its token counts.
+
+    `earlier` maps the ids of earlier responses to their messages, for `previous_response_id`.
+    """
+    previous = body.get("previous_response_id")
+    if previous is not None and previous not in earlier:
+        raise RequestError(f"'previous_response_id' must be the id of an answer in this chain, got {previous!r:.80}")
+    messages = read_messages(body, earlier.get(str(previous), []))
+    for key, text in ignored(body):
+        warn(key, text)
+    one = await reply(
+        messages, read_tools(body), author=read_author(body), max_tokens=read_limit(body, "max_output_tokens"), stop=()
+    )
+    said: dict[str, Any] = {"role": "assistant", "content": one.text}
+    if one.calls:
+        said["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in one.calls
+        ]
+    whole = response(one, answer_id, body)
+    earlier[whole["id"]] = [*messages, said]
+    return (events(whole) if body.get("stream") else whole), usage([one])

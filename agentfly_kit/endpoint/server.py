@@ -1,0 +1,80 @@
+"""HTTP server shared by the endpoints of one event loop. It listens on the loopback interface only."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import socket
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from agentfly_kit.errors import SettingsError
+
+_MAX_BODY = 32 * 1024**2  # bytes
+# Callable with arguments (method, path, body) that returns an `Answer`.
+Handler = Callable[[str, str, bytes], Awaitable[Any]]
+
+_servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Server] = weakref.WeakKeyDictionary()
+
+
+class Server:
+    """HTTP server that passes each request to the handler registered for its key. Each chain has its own key."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            self._web = importlib.import_module("aiohttp.web")
+        except ImportError:
+            raise SettingsError(
+                "an endpoint over HTTP requires the package aiohttp: pip install 'agentfly_kit[agents]'; "
+                "endpoint.client and endpoint.chat(messages) need no server"
+            ) from None
+        self._loop = loop
+        self._handlers: dict[str, Handler] = {}
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._runner: Any = None
+        # The socket already accepts connections. Requests are answered once the site has started.
+        self._started = asyncio.run_coroutine_threadsafe(self._start(), loop)
+
+    @classmethod
+    def of_loop(cls, loop: asyncio.AbstractEventLoop) -> Server:
+        """Return the server of an event loop, and start it if necessary. May be called from any thread."""
+        server = _servers.get(loop)
+        if server is None:
+            server = _servers[loop] = cls(loop)
+        return server
+
+    async def _start(self) -> None:
+        app = self._web.Application(client_max_size=_MAX_BODY)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = self._web.AppRunner(app, access_log=None, shutdown_timeout=1.0, lingering_time=1.0)
+        await self._runner.setup()
+        await self._web.SockSite(self._runner, self._socket).start()
+
+    def add(self, key: str, handler: Handler) -> None:
+        self._handlers[key] = handler
+
+    async def remove(self, key: str) -> None:
+        """Remove a key. The server stops when no key is left."""
+        self._handlers.pop(key, None)
+        if self._handlers:
+            return
+        if _servers.get(self._loop) is self:
+            del _servers[self._loop]
+        await asyncio.wait([asyncio.wrap_future(self._started)])
+        await self._runner.cleanup()
+        self._socket.close()
+
+    async def _handle(self, request: Any) -> Any:
+        key, _, path = request.match_info["path"].partition("/")
+        if key not in self._handlers:  # the URL has no key if the client accepts only a host; the header has it
+            key, path = request.headers.get("Authorization", "").removeprefix("Bearer "), request.match_info["path"]
+        handler = self._handlers.get(key)
+        if handler is None:
+            error = {"message": "unknown key: its chain has ended, or never began", "code": "unknown_key"}
+            body = {"error": {**error, "type": "invalid_request_error", "param": None}}
+            return self._web.Response(status=404, body=json.dumps(body).encode(), content_type="application/json")
+        answer = await handler(request.method, f"/{path}", await request.read())
+        return self._web.Response(status=answer.status, body=answer.body, content_type=answer.content_type)

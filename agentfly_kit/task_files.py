@@ -1,0 +1,163 @@
+"""Readers of task rows from files, bundled task sets and the Hugging Face hub, with locations for error messages."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from agentfly_kit.errors import TaskError
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+FILES = ".jsonl, .json, .csv or .parquet file"
+
+
+def is_hub_id(text: str) -> bool:
+    """Return whether `text` has the form of a hub id, such as "openai/gsm8k"."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text) is not None and not text.endswith(SUFFIXES)
+
+
+def hub_rows(id: str, config: str | None, split: str | None) -> Iterator[tuple[str, Any]]:
+    """Load a dataset from the Hugging Face hub. Return (location, row) for each row in `split`, or in all splits."""
+    other = f"; to load a file, pass its path, such as './{id}.jsonl'"
+    try:
+        from datasets import load_dataset
+    except ModuleNotFoundError:
+        raise TaskError(
+            f'{id!r} is no folder here, and datasets of the hub need: pip install "agentfly_kit[trl]"{other}'
+        ) from None
+    try:
+        rows = load_dataset(id, config, split=split)
+    except Exception as error:  # for example no network, or an unknown dataset, configuration or split
+        raise TaskError(
+            f"{id!r} is no folder here and could not be loaded from the Hugging Face hub ({type(error).__name__}: "
+            f"{error}){other}"
+        ) from error
+    return locate_rows(rows if split is None else {split: rows}, id)
+
+
+def bundled_folder() -> Any:
+    """Return the folder of bundled task sets: `_data` in an installed package, `data` in a checkout."""
+    from importlib import resources
+
+    try:
+        return resources.files("agentfly_kit._data")
+    except ModuleNotFoundError:
+        return Path(__file__).resolve().parent.parent / "data"
+
+
+def bundled_names() -> list[str]:
+    """Return the names of the bundled task sets."""
+    root = bundled_folder()
+    # Folders without train.jsonl are not task sets.
+    return sorted(d.name for d in root.iterdir() if d.joinpath("train.jsonl").is_file()) if root.is_dir() else []
+
+
+def list_of_bundled() -> str:
+    """Return the names of the bundled task sets as text for an error message."""
+    return ", ".join(map(repr, bundled_names())) or "(no task sets are installed)"
+
+
+def read_rows(file: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (location, row) for each row of a file. Only .json files are read into memory as a whole."""
+    if not file.name.endswith(SUFFIXES):
+        raise TaskError(f"{file.name} must be a {FILES}")
+    if file.name.endswith(".parquet"):
+        import pyarrow.parquet as parquet
+
+        number = 0
+        with file.open("rb") as stream:
+            try:
+                for batch in parquet.ParquetFile(stream).iter_batches():
+                    for row in batch.to_pylist():
+                        yield f"{file.name}, row {number}", row
+                        number += 1
+            except TaskError:
+                raise
+            except Exception as error:
+                raise TaskError(f"{file.name} is not a readable parquet file ({error})") from None
+    elif file.name.endswith(".csv"):
+        yield from _read_csv(file)
+    elif file.name.endswith(".json"):
+        text = "".join(line for _, line in _read_lines(file))
+        yield from locate_rows(_parse_json(text, file.name, 1) if text.strip() else [], file.name)
+    else:
+        for number, line in _read_lines(file):
+            if line.strip():
+                yield f"{file.name}:{number}", _parse_json(line.rstrip("\r\n"), file.name, number)
+
+
+def _read_lines(file: Any) -> Iterator[tuple[int, str]]:
+    """Yield the numbered lines of a UTF-8 file. Lines end at line feeds only, as JSON strings may contain U+2028."""
+    with file.open("rb") as stream:
+        for number, data in enumerate(stream, 1):
+            try:
+                yield number, data.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError:
+                raise TaskError(f"{file.name}:{number}: not UTF-8; save the file as UTF-8") from None
+
+
+def _parse_json(text: str, name: str, number: int) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = number + getattr(error, "lineno", 1) - 1
+        raise TaskError(f"{name}:{line}: not JSON ({getattr(error, 'msg', error)})") from None
+
+
+def _read_csv(file: Any) -> Iterator[tuple[str, Any]]:
+    limit = csv.field_size_limit(sys.maxsize)
+    reader = csv.reader((line for _, line in _read_lines(file)), strict=True)
+    try:
+        header = next(reader, None)
+        if not header:
+            raise TaskError(f"{file.name} must begin with a line of column names, got an empty file")
+        if len({*header}) < len(header) or not all(header):
+            raise TaskError(f"{file.name}:1: column names must be unique and not empty, got {', '.join(header)!r}")
+        first = reader.line_num + 1
+        for cells in reader:
+            location, first = f"{file.name}:{first}", reader.line_num + 1
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                raise TaskError(
+                    f"{location}: a row must have {len(header)} values ({', '.join(header)}), got {len(cells)}; put "
+                    "values that contain commas or line breaks in double quotes"
+                )
+            yield location, dict(zip(header, cells, strict=True))
+    except csv.Error as error:
+        raise TaskError(f"{file.name}:{reader.line_num}: not CSV ({error})") from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def locate_rows(rows: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield (location, row) for each row in a collection, or in a mapping from split names to collections."""
+    if isinstance(rows, Mapping):
+        for split, part in rows.items():
+            for i, row in enumerate(_iterable_rows(part, name)):
+                yield f"{name}, {split} row {i}", with_split(row, str(split))
+    else:
+        for i, row in enumerate(_iterable_rows(rows, name)):
+            yield f"{name}, row {i}", row
+
+
+def with_split(row: Any, split: str) -> Any:
+    """Add the column "split" to a row that does not have it."""
+    return {"split": split, **row} if isinstance(row, Mapping) else row
+
+
+def _iterable_rows(rows: Any, name: str) -> Iterable[Any]:
+    if hasattr(rows, "notna"):  # a DataFrame; missing values (NaN, NaT, NA) become None
+        records: list[Any] = rows.astype(object).where(rows.notna(), None).to_dict("records")
+        return records
+    if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
+        raise TaskError(
+            f"{name}: rows must be a list of dicts, a DataFrame or a Dataset, or a dict of one of these per split, got "
+            f"{rows!r:.60}; for a file use load_tasks(path)"
+        )
+    return rows

@@ -1,0 +1,150 @@
+"""Comparison of training runs: settings, results and curves."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, overload
+
+from agentfly_kit._display import Displayable
+from agentfly_kit.errors import RunError
+from agentfly_kit.trainer.run_dir import Run
+
+
+def runs(folder: str | Path) -> Runs:
+    """Read all training runs in a folder and its subfolders.
+
+    Raises:
+        RunError: If the folder does not exist.
+    """
+    root = Path(folder).expanduser()
+    if not root.is_dir():
+        raise RunError(f"folder must be an existing folder with runs, got {str(folder)!r}")
+    found: dict[str, Run] = {}
+    unreadable: dict[str, str] = {}
+    for file in sorted(root.rglob("run.json")):
+        name = file.parent.relative_to(root).as_posix() if file.parent != root else root.resolve().name
+        run = Run(file.parent)
+        try:
+            run.settings()
+            _ = run.records
+            found[name] = run
+        except (RunError, OSError, ValueError) as error:
+            unreadable[name] = str(error)
+    if root.resolve().name not in found:
+        for child in sorted(path for path in root.iterdir() if path.is_dir()):
+            if not any(name == child.name or name.startswith(f"{child.name}/") for name in (*found, *unreadable)):
+                unreadable[child.name] = "holds no run"
+    return Runs(found, unreadable)
+
+
+class Runs(Displayable, Sequence[Run]):
+    """Sequence of training runs. The name of a run is its path relative to the folder that was read.
+
+    Attributes:
+        unreadable: Error message for each folder that could not be read as a run, by name.
+    """
+
+    RESULTS = ("state", "step", "success", "best success", "reward", "best reward", "eval_success", "best eval_success",
+               "seconds", "written")  # fmt: skip
+
+    def __init__(self, found: Mapping[str, Run], unreadable: Mapping[str, str]) -> None:
+        self._runs = dict(found)
+        self.unreadable = dict(unreadable)
+
+    @functools.cached_property
+    def frame(self) -> Any:
+        """Table with one row per run: the settings that differ between runs, the results, and the other settings."""
+        import pandas
+
+        settings = {name: _flat(run.settings()) for name, run in self._runs.items()}
+        rows = {}
+        for name, run in self._runs.items():
+            first = {key: settings[name].get(key) for key in self.different} | _results(run)
+            rows[name] = first | {key: value for key, value in settings[name].items() if key not in first}
+        return pandas.DataFrame.from_dict(rows, orient="index")
+
+    @functools.cached_property
+    def different(self) -> tuple[str, ...]:
+        """Names of the settings that differ between the runs."""
+        every = [_flat(run.settings()) for run in self._runs.values()]
+        names = dict.fromkeys(name for settings in every for name in settings)
+        return tuple(n for n in names if any(s.get(n, ...) != every[0].get(n, ...) for s in every))
+
+    def figure(self, *names: str) -> Any:
+        """Plot recorded metrics of all runs with plotly, one panel per metric and one colour per run.
+
+        Args:
+            names: Metrics to plot; by default success, reward and eval_success, if recorded.
+        """
+        import plotly.graph_objects as go
+        from plotly.colors import qualitative
+        from plotly.subplots import make_subplots
+
+        recorded = {name for run in self for record in run.records for name in record}
+        wanted = names or tuple(n for n in ("success", "reward", "eval_success") if n in recorded)
+        if unknown := [name for name in wanted if name not in recorded]:
+            raise RunError(
+                f"names must be metrics of the runs, got {unknown[0]!r}; recorded: {', '.join(sorted(recorded))}"
+            )
+        if not wanted:
+            return go.Figure()
+        figure = make_subplots(len(wanted), 1, shared_xaxes=True, subplot_titles=wanted)
+        for index, (label, run) in enumerate(self._runs.items()):
+            color = qualitative.Plotly[index % len(qualitative.Plotly)]
+            for row, trace in enumerate(run.figure(*wanted).data, start=1):
+                trace.update(name=label, legendgroup=label, showlegend=row == 1, line_color=color)
+                figure.add_trace(trace, row, 1)
+        figure.update_layout(template="plotly_white", height=120 + 200 * len(wanted))
+        figure.update_xaxes(title_text="step", row=len(wanted))
+        return figure
+
+    @overload
+    def __getitem__(self, key: int | str) -> Run: ...
+    @overload
+    def __getitem__(self, key: slice) -> Runs: ...
+    def __getitem__(self, key: int | str | slice) -> Run | Runs:
+        if isinstance(key, str):
+            if key not in self._runs:
+                raise KeyError(f"{key!r} must be one of the runs: {', '.join(self._runs) or 'none'}")
+            return self._runs[key]
+        names = list(self._runs)[key]
+        return self._runs[names] if isinstance(names, str) else Runs({n: self._runs[n] for n in names}, {})
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __repr__(self) -> str:
+        unreadable = f", {len(self.unreadable)} unreadable" if self.unreadable else ""
+        return f"Runs({', '.join(self._runs) or 'none'}{unreadable})"
+
+
+def _results(run: Run) -> dict[str, Any]:
+    """Return the last and best results of a run. `seconds` is the total duration of all steps."""
+    records, total = run.records, _flat(run.settings()).get("steps")
+    out: dict[str, Any] = {"state": "finished" if records and len(records) == total else "unfinished"}
+    out |= {"step": len(records), "seconds": sum(r.get("seconds", 0.0) for r in records)}
+    for name in ("success", "reward", "eval_success"):
+        values = [r[name] for r in records if name in r]
+        if values:
+            out |= {name: values[-1], f"best {name}": max(values)}
+    steps = run.path / "steps.jsonl"
+    out["written"] = datetime.fromtimestamp(steps.stat().st_mtime).isoformat(" ", "minutes") if steps.exists() else None
+    return out
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested settings to dotted names. Config settings have no prefix; functions become fingerprints."""
+    out: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = key if prefix in ("", "config.") else prefix + key
+        if isinstance(value, Mapping) and "fingerprint" in value:
+            out[name] = value["fingerprint"][:8]
+        elif isinstance(value, Mapping) and value:
+            out |= _flat(value, f"{name}.")
+        else:
+            out[name] = json.dumps(value) if isinstance(value, list | dict) else value
+    return out

@@ -1,0 +1,68 @@
+"""Trajectories from recorded token ids. Two cases use the values of Agent Lightning's own tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from agents import agent, tasks
+
+from agentfly_kit.agent.captured import captured, from_tokens
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.batch.collate import collate
+from agentfly_kit.errors import AlignmentError
+from agentfly_kit.types import Task
+
+TASK = Task("t", ({"role": "user", "content": "?"},))
+
+
+def recorded(*calls: tuple[list[int], list[int]], **more: Any) -> list[dict[str, Any]]:
+    return [{"prompt_ids": prompt, "ids": ids, "logprobs": [-0.5] * len(ids), **more} for prompt, ids in calls]
+
+
+def test_a_call_whose_prompt_extends_a_row_continues_it() -> None:
+    t = captured(recorded(([1], [101]), ([1, 101, 201], [301])), task=TASK, reward=1.0)
+    assert [row.ids.tolist() for row in t.rows] == [[1, 101, 201, 301]]
+    assert t.action_mask.tolist() == [False, True, False, True]
+    apart = captured(recorded(([1], [2]), ([9], [10])), task=TASK)
+    assert [row.ids.tolist() for row in apart.rows] == [[1, 2], [9, 10]]
+
+
+def test_interleaved_conversations_keep_their_rows() -> None:
+    t = captured(recorded(([1], [2]), ([5], [6]), ([1, 2, 3], [4]), ([5, 6], [7])), task=TASK)
+    assert [row.ids.tolist() for row in t.rows] == [[1, 2, 3, 4], [5, 6, 7]]
+    assert [row.action_mask.tolist() for row in t.rows] == [[False, True, False, True], [False, True, True]]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"prompt_ids": [1], "ids": [2]}, "must have 'prompt_ids', 'ids' and 'logprobs'"),
+        ({"prompt_ids": [1], "ids": [2], "logprobs": [-1.0], "text": "a"}, "got ids, logprobs, prompt_ids, text"),
+        ({"prompt_ids": [1], "ids": [2], "logprobs": []}, "one entry per id"),
+    ],
+)
+def test_malformed_calls_are_rejected(call: dict[str, Any], message: str) -> None:
+    with pytest.raises(AlignmentError, match=message):
+        captured([call], task=TASK)
+    with pytest.raises(AlignmentError, match="at least one call"):
+        captured([], task=TASK)
+
+
+async def test_arrays_of_a_rollout_give_the_same_batch() -> None:
+    rollout = await agent().rollout(tasks(4), 4)
+    again = Rollout.from_trajectories(
+        from_tokens(t.ids, t.action_mask, t.logprobs, task=t.task, group=t.group, chain=t.chain, reward=t.reward)
+        for t in rollout
+    )
+    values = [float(i) for i in range(len(rollout))]
+    first, second = (collate(list(r), values) for r in (rollout, again))
+    for name in ("ids", "mask", "advantages"):
+        np.testing.assert_array_equal(np.asarray(getattr(first, name)), np.asarray(getattr(second, name)), name)
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 0], [0, 0, 0], [0, 1]])
+def test_arrays_must_agree(mask: list[int]) -> None:
+    with pytest.raises(AlignmentError, match="mask"):
+        from_tokens([1, 2, 3], mask, [0.0, -1.0, 0.0], task=TASK)

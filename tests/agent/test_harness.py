@@ -1,0 +1,568 @@
+"""Chains of a harness: rows, token identity, seeds, stop reasons, and invalid input."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from agents import Played, calculator, call, chat, exact, shipped, tasks
+
+from agentfly_kit.agent.agent import Agent
+from agentfly_kit.agent.budget import Budget
+from agentfly_kit.agent.harness import HarnessChain
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.batch.collate import collate
+from agentfly_kit.endpoint.endpoint import Endpoint
+from agentfly_kit.endpoint.reply import ChainEnded, RequestError
+from agentfly_kit.engines.local.engine import LocalEngine
+from agentfly_kit.errors import BatchError, SettingsError, TaskError
+from agentfly_kit.tools.context import Context
+from agentfly_kit.tools.tool import ToolSet
+from agentfly_kit.types import Sample, Sampling, Task, ToolCall, Trajectory
+
+TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5", "question": "What is 2+3?"})
+TOOLS = ToolSet([calculator])
+
+
+async def solve(question: str, endpoint: Endpoint) -> str:
+    """Run a minimal tool loop that sends the whole history with each request."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    while True:
+        answer = await endpoint.chat(messages, TOOLS.schemas)
+        message = answer["choices"][0]["message"]
+        messages.append(message)
+        if not message.get("tool_calls"):
+            return str(message["content"])
+        for made in message["tool_calls"]:
+            arguments = json.loads(made["function"]["arguments"])
+            result = await TOOLS.call(ToolCall("", made["function"]["name"], arguments), Context(TASK))
+            messages.append({"role": "tool", "tool_call_id": made["id"], "content": result.observation})
+
+
+def harnessed(harness: Any, script: Any = None, **settings: Any) -> Agent:
+    engine = Played(script) if script is not None else LocalEngine(shipped())
+    settings.setdefault("sampling", Sampling(max_tokens=64))
+    settings.setdefault("reward", exact)
+    return Agent(engine, chat=chat(), harness=harness, max_turns=settings.pop("max_turns", 4), **settings)
+
+
+async def run_one(harness: Any, script: Any = None, **settings: Any) -> Trajectory:
+    return next(iter(await harnessed(harness, script, **settings).rollout([TASK])))
+
+
+async def test_an_append_only_harness_gives_one_row_with_the_sampled_ids() -> None:
+    agent = harnessed(solve, [call("2+3"), "5"])
+    (t,) = await agent.rollout([TASK])
+    engine: Any = agent.engine
+    assert (t.stop, t.final, t.reward, len(t.rows)) == ("answered", "5", 1.0, 1)
+    row = t.rows[0]
+    # Each prompt is the row up to that request, and the row ends with the last action.
+    assert tuple(row.ids) == engine.given[1] + engine.gave[1]
+    assert engine.given[1][: len(engine.given[0]) + len(engine.gave[0])] == engine.given[0] + engine.gave[0]
+    assert tuple(row.ids[row.action_mask]) == engine.gave[0] + engine.gave[1]
+    assert [(c.name, c.arguments, c.result.observation) for c in t.tool_calls if c.result] == [
+        ("calculator", {"expression": "2+3"}, "5")
+    ]
+    # The built-in loop of the package gives the same tokens on the same task.
+    own = Agent(Played([call("2+3"), "5"]), chat=chat(), tools=[calculator], reward=exact, max_turns=4)
+    (native,) = await own.rollout([TASK])
+    assert tuple(native.ids) == tuple(row.ids) and tuple(native.action_mask) == tuple(row.action_mask)
+
+
+async def test_the_shipped_policy_is_reproducible_at_any_concurrency() -> None:
+    given = [task_with_question(task) for task in tasks(8)]
+    runs = [await harnessed(solve).rollout(given, 2, max_concurrency=n) for n in (1, 5, 64)]
+    for other in runs[1:]:
+        assert [tuple(t.ids) for t in other] == [tuple(t.ids) for t in runs[0]]
+        assert [t.reward for t in other] == [t.reward for t in runs[0]]
+    assert all(t.stop == "answered" or t.truncated or t.stop == "harness_failed" for t in runs[0]), runs[0]
+    assert {len(t.rows) for t in runs[0]} == {1}
+
+
+def task_with_question(task: Task) -> Task:
+    return Task(task.id, task.messages, {**task.fields, "question": task.messages[-1]["content"]})
+
+
+async def test_a_rewritten_history_starts_a_row_and_is_reported() -> None:
+    async def rewriting(endpoint: Endpoint) -> None:
+        first = await endpoint.chat([{"role": "user", "content": "a"}])
+        text = first["choices"][0]["message"]["content"]
+        await endpoint.chat(
+            [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": f"I said: {text}"},
+                {"role": "user", "content": "b"},
+            ]
+        )
+
+    with pytest.warns(UserWarning, match="history or tools that differ"):
+        t = await run_one(rewriting, ["x", "y"])
+    assert [tuple(row.ids[row.action_mask]) for row in t.rows] == [
+        (*chat().encode("x"), chat().stop_ids[0]),
+        (*chat().encode("y"), chat().stop_ids[0]),
+    ]
+    assert t.final == "y"
+
+
+async def test_retries_and_choices_branch_with_a_shared_prefix() -> None:
+    async def branching(endpoint: Endpoint) -> str:
+        start = [{"role": "user", "content": "a"}]
+        first = (await endpoint.chat(start))["choices"][0]["message"]
+        following = [*start, first, {"role": "user", "content": "b"}]
+        two = await endpoint.chat(following, n=2)
+        # Continue the second choice, which ends a row of its own.
+        await endpoint.chat([*following, two["choices"][1]["message"], {"role": "user", "content": "c"}])
+        return "done"
+
+    agent = harnessed(branching, ["one", "two", "three", "four"])
+    (t,) = await agent.rollout([TASK])
+    engine: Any = agent.engine
+    assert [len(row) for row in t.rows] == [
+        len(engine.given[1]) + len(engine.gave[1]),
+        len(engine.given[3]) + len(engine.gave[3]),
+    ]
+    assert engine.given[1] == engine.given[2]  # both choices see the same prompt
+    assert engine.seeds[1] != engine.seeds[2]
+    # Each sampled token is trained once, in the row in which it was sampled.
+    trained = [tuple(row.ids[row.action_mask]) for row in t.rows]
+    assert trained == [engine.gave[0] + engine.gave[1], engine.gave[2] + engine.gave[3]]
+    assert t.final == "done"
+
+
+async def test_parallel_sub_agents_are_reproducible_in_any_order() -> None:
+    """Seeds depend on the prompts, so the order in which concurrent requests arrive does not matter."""
+    order = random.Random(0)
+
+    async def fan_out(endpoint: Endpoint) -> str:
+        async def one(question: str) -> str:
+            await asyncio.sleep(order.random() * 0.01)
+            answer = await endpoint.chat([{"role": "user", "content": question}], TOOLS.schemas)
+            return str(answer["choices"][0]["message"]["content"])
+
+        await asyncio.gather(*(one(f"What is {i}+3?") for i in range(4)))
+        return "5"
+
+    async def sampled() -> dict[tuple[int, ...], tuple[int, ...]]:
+        (t,) = await harnessed(fan_out).rollout([TASK])
+        return {tuple(row.ids[~row.action_mask]): tuple(row.ids[row.action_mask]) for row in t.rows}
+
+    first = await sampled()
+    assert len(first) == 4
+    for _ in range(3):
+        assert await sampled() == first
+
+
+async def test_roles_are_authors_and_other_model_names_are_the_agent() -> None:
+    async def roles(endpoint: Endpoint) -> str:
+        for model in ("policy/writer", "gpt-4o", "policy"):
+            await endpoint.chat([{"role": "user", "content": model}], model=model)
+        return "5"
+
+    t = await run_one(roles, ["a", "b", "c"])
+    assert [turn.author for turn in t.turns if turn.kind == "action"] == ["writer", "policy", "policy"]
+    assert int(np.concatenate([row.sampled_by("writer") for row in t.rows]).sum()) == 2
+
+
+# --- ends ------------------------------------------------------------------------------------------
+
+
+async def test_an_error_after_the_first_action_is_scored_and_one_before_it_is_not() -> None:
+    async def early(endpoint: Endpoint) -> str:
+        raise ValueError("no model")
+
+    async def late(question: str, endpoint: Endpoint) -> str:
+        await endpoint.chat([{"role": "user", "content": question}])
+        raise ValueError("cannot parse")
+
+    t = await run_one(early, ["5"])
+    assert (t.stop, t.reward) == ("error", None) and t.error is not None and "no model" in t.error.message
+    t = await run_one(late, ["5"])
+    assert (t.stop, t.reward, t.final) == ("harness_failed", 0.0, None)
+    assert t.error is not None and 'raise ValueError("cannot parse")' in t.error.traceback
+
+
+async def test_a_limit_ends_the_chain_although_the_harness_goes_on() -> None:
+    attempts = 0
+
+    async def endless(endpoint: Endpoint) -> str:
+        nonlocal attempts
+        while attempts < 50:
+            attempts += 1
+            try:
+                await endpoint.chat([{"role": "user", "content": "again"}])
+            except ChainEnded:
+                await asyncio.sleep(0)
+        return "5"
+
+    t = await run_one(endless, ["x"] * 9, max_turns=3)
+    assert (t.stop, len(t.actions), t.final) == ("max_turns", 3, None)
+    assert attempts < 50  # cancelled
+    assert len(t.rows) == 3 and t.reward == 0
+
+
+async def test_a_failed_engine_is_not_the_models_fault() -> None:
+    t = await run_one(solve, [call("2+3"), RuntimeError("out of memory")])
+    assert (t.stop, t.reward) == ("error", None)
+    assert t.error is not None and t.error.where == "engine" and "out of memory" in t.error.message
+
+
+async def test_returning_nothing_means_the_last_action_and_other_values_become_text() -> None:
+    async def silent(endpoint: Endpoint) -> None:
+        await endpoint.chat([{"role": "user", "content": "a"}])
+
+    assert (await run_one(silent, ["5"])).final == "5"
+
+    async def number(endpoint: Endpoint) -> int:
+        await endpoint.chat([{"role": "user", "content": "a"}])
+        return 5
+
+    t = await run_one(number, ["no"])
+    assert (t.final, t.reward) == ("5", 1.0)
+    assert t.turns[-1].author == "harness" and t.turns[-1].ids == ()
+
+
+async def test_a_hanging_harness_ends_with_the_time_limit_and_leaves_nothing() -> None:
+    async def hanging(endpoint: Endpoint) -> str:
+        await endpoint.chat([{"role": "user", "content": "a"}])
+        await asyncio.sleep(3600)
+        return "5"
+
+    before = asyncio.all_tasks()
+    rollout = await harnessed(hanging, ["x"], timeout=0.3).rollout([TASK], 8)
+    assert {t.stop for t in rollout} == {"timeout"} and {t.reward for t in rollout} == {0.0}
+    assert asyncio.all_tasks() == before
+
+
+async def test_a_request_in_flight_is_cancelled_when_the_harness_returns() -> None:
+    errors: list[BaseException] = []
+
+    async def leaving(endpoint: Endpoint) -> str:
+        async def forgotten() -> None:
+            try:
+                await endpoint.chat([{"role": "user", "content": "slow"}])
+            except BaseException as error:
+                errors.append(error)
+
+        running.append(asyncio.ensure_future(forgotten()))
+        await asyncio.sleep(0.05)
+        return "5"
+
+    class Slow(Played):
+        async def sample(self, *args: Any, **kwargs: Any) -> Any:
+            await asyncio.sleep(3600)
+
+    running: list[asyncio.Task[None]] = []
+    agent = Agent(Slow([]), chat=chat(), harness=leaving, reward=exact)
+    (t,) = await agent.rollout([TASK])
+    assert (t.stop, t.reward, len(t.actions)) == ("answered", 1.0, 0)
+    await asyncio.wait(running)
+    assert [type(error) for error in errors] == [ChainEnded]
+
+
+# --- settings and bad input -------------------------------------------------------------------------
+
+
+def test_a_harness_excludes_the_loop_of_this_package() -> None:
+    with pytest.raises(SettingsError, match="tools must not be given with harness"):
+        harnessed(solve, ["5"], tools=[calculator])
+    with pytest.raises(SettingsError, match="before_turn must not be given with harness"):
+        harnessed(solve, ["5"], before_turn=lambda chain: None)
+    with pytest.raises(SettingsError, match="harness must be a function"):
+        harnessed("solve", ["5"])
+
+
+def test_a_budget_of_tool_calls_is_refused() -> None:
+    with pytest.raises(SettingsError, match="must not limit tool_calls: the harness runs its own tools"):
+        harnessed(solve, ["5"]).rollout([TASK], budget=Budget(tool_calls=3))
+
+
+async def test_a_text_only_engine_is_evaluated_and_not_trained() -> None:
+    class TextOnly(Played):
+        tokens = "none"
+        logprobs = "no"
+
+        async def sample(self, ids: Any, sampling: Any, seed: int, *, request: Any = None) -> Sample:
+            self.given.append(tuple(m["content"] for m in request.messages))
+            return Sample(None, None, None, "stop", None, text=self.script[request.turn])
+
+    engine = TextOnly([call("2+3"), "5"])
+    agent = Agent(engine, chat=chat(), harness=solve, reward=exact)
+    (t,) = await agent.rollout([TASK])
+    assert (t.reward, len(t.rows), t.exact) == (1.0, 1, False)
+    assert engine.given[1][-1] == "5", "the result of the tool"
+    with pytest.raises(BatchError, match="must have token ids to be trained on"):
+        collate([t], [1.0])
+
+
+async def test_parameters_are_task_fields_and_are_checked_before_anything_runs() -> None:
+    async def wants(missing: str, endpoint: Endpoint) -> str:
+        return missing
+
+    with pytest.raises(TaskError, match="requires the field 'missing'"):
+        harnessed(wants, ["5"]).rollout([TASK])
+
+
+async def test_editing_methods_are_refused() -> None:
+    chain = harnessed(solve, ["5"]).chain(TASK)
+    assert isinstance(chain, HarnessChain)
+    for edit in (lambda: chain.force("5"), lambda: chain.observe("5"), lambda: chain.compact("5")):
+        with pytest.raises(SettingsError, match="written by the harness"):
+            edit()
+    with pytest.raises(SettingsError, match="written by the harness"):
+        await chain.sample()
+    reply = await chain.reply([{"role": "user", "content": "hi"}])
+    assert reply.text == "5"
+    assert (await chain.finish()).stop == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": []}, "must be a non-empty list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "prompts hold text only"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "must have the role"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "last message must not be the assistant's"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+        ({"top_logprobs": 3}, "'top_logprobs' is not supported"),
+        ({"n": 99}, "from 1 to 16"),
+        ({"functions": [1]}, "'functions' is not supported"),
+        ({"max_tokens": -1}, "'max_tokens' must be an integer of at least 1"),
+        ({"tools": [{"type": "function"}]}, "tools: entry 0"),
+        ({"stop": [""]}, "'stop' must be"),
+        ({"model": 7}, "'model' must be a string"),
+    ],
+)
+async def test_bad_requests_are_rejected_by_name_and_the_chain_goes_on(body: dict[str, Any], message: str) -> None:
+    seen: list[str] = []
+
+    async def trying(endpoint: Endpoint) -> str:
+        given = {"messages": [{"role": "user", "content": "a"}], **body}
+        answer = await endpoint.handle("POST", "/v1/chat/completions", json.dumps(given).encode())
+        assert answer.status == 400, answer
+        seen.append(json.loads(answer.body)["error"]["message"])
+        await endpoint.chat([{"role": "user", "content": "a"}])
+        return "5"
+
+    t = await run_one(trying, ["x"])
+    assert message in seen[0] and (t.stop, len(t.actions)) == ("answered", 1), seen
+
+
+async def test_an_answer_after_the_end_is_refused() -> None:
+    kept: list[Endpoint] = []
+
+    async def keeping(endpoint: Endpoint) -> str:
+        kept.append(endpoint)
+        return "5"
+
+    await run_one(keeping, ["x"])
+    with pytest.raises(RequestError, match="has ended"):
+        await kept[0].chat([{"role": "user", "content": "a"}])
+    with pytest.raises(SettingsError, match="closed"):
+        _ = kept[0].base_url
+
+
+async def test_fuzzed_requests_never_fail_the_server() -> None:
+    """Random bodies give answers or errors 400 and 404, and the chain survives."""
+    seed = random.randrange(10**6)
+    dice = random.Random(seed)
+
+    def junk(depth: int = 0) -> Any:
+        kinds: list[Any] = [None, True, -1, 0.5, "", "a", "\ud800", "policy/x", [], {}, 10**30, float("nan")]
+        if depth < 4 and dice.random() < 0.6:
+            keys = [
+                "role",
+                "content",
+                "messages",
+                "tools",
+                "tool_calls",
+                "function",
+                "name",
+                "arguments",
+                "type",
+                "text",
+                "input",
+                "output",
+                "call_id",
+                "id",
+                "n",
+                "stop",
+                "stream",
+                "max_tokens",
+                "model",
+                "instructions",
+                "tool_choice",
+                "parameters",
+                "response_format",
+                "stream_options",
+                "format",
+            ]
+            if dice.random() < 0.5:
+                return {dice.choice(keys): junk(depth + 1) for _ in range(dice.randrange(4))}
+            return [junk(depth + 1) for _ in range(dice.randrange(3))]
+        return dice.choice([*kinds, "user", "assistant", "tool", "function", "message", "function_call", "input_text"])
+
+    statuses: list[int] = []
+
+    async def fuzzing(endpoint: Endpoint) -> str:
+        for _ in range(1000):
+            kind = dice.choice(["chat/completions", "responses", "models", "nothing"])
+            content = dice.choice(["a", junk(), [{"type": "text", "text": "a"}]])
+            role = dice.choice(["user", "assistant", "tool", "system"])
+            body: dict[str, Any] = {}
+            body["messages"] = dice.choice([junk(), [{"role": role, "content": content}]])
+            body["input"] = dice.choice([junk(), content])
+            for _ in range(dice.randrange(3)):
+                body[dice.choice(["tools", "n", "stop", "stream", "model", "max_tokens", "tool_choice", "text"])] = (
+                    junk()
+                )
+            answer = await endpoint.handle("POST", f"/v1/{kind}", json.dumps(body).encode())
+            statuses.append(answer.status)
+        return "5"
+
+    t = await run_one(fuzzing, lambda task, turn: "x", max_turns=2000)
+    assert set(statuses) <= {200, 400, 404}, (seed, statuses)
+    assert t.stop == "answered", (seed, t.stop, t.error)
+
+
+# --- over HTTP, and records -------------------------------------------------------------------------
+
+
+async def test_http_serves_the_chain_of_each_key_on_loopback_and_stops_with_the_last() -> None:
+    import aiohttp
+
+    statuses: dict[str, int] = {}
+    urls: set[str] = set()
+
+    async def over_http(endpoint: Endpoint, answer: str) -> str:
+        urls.add(endpoint.base_url.rsplit("/", 2)[0])
+        body = {"model": "policy", "messages": [{"role": "user", "content": "a"}], "stream": True}
+        async with aiohttp.ClientSession() as client:
+            async with client.post(f"{endpoint.base_url}/chat/completions", json=body) as got:
+                events = (await got.text()).split("\n\n")
+                statuses["stream"] = got.status
+            root = endpoint.base_url.rsplit("/", 2)[0]
+            bearer = {"Authorization": f"Bearer {endpoint.api_key}"}
+            for name, url, headers in (
+                ("models", f"{root}/v1/models", bearer),
+                ("stranger", f"{root}/{'0' * 32}/v1/models", {}),
+                ("no key", f"{root}/v1/models", {}),
+            ):
+                async with client.get(url, headers=headers) as got:
+                    statuses[name] = got.status
+            async with client.post(f"{endpoint.base_url}/chat/completions", data=io.BytesIO(b"x" * 40_000_000)) as got:
+                statuses["huge"] = got.status
+        assert events[-2] == "data: [DONE]"
+        deltas = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events[:-2]]
+        return str(deltas[0]["content"]) + answer[:0]
+
+    before = asyncio.all_tasks()
+    rollout = await harnessed(over_http, ["5"]).rollout([TASK], 4)
+    assert [t.reward for t in rollout] == [1.0] * 4, [t.error for t in rollout]
+    assert statuses == {"stream": 200, "models": 200, "stranger": 404, "no key": 404, "huge": 413}
+    assert all(url.startswith("http://127.0.0.1:") for url in urls)
+    for _ in range(100):  # aiohttp first reads the rest of the large bodies
+        if asyncio.all_tasks() == before:
+            break
+        await asyncio.sleep(0.1)
+    assert asyncio.all_tasks() == before
+    for url in urls:
+        _, _, port = url.rpartition(":")
+        with pytest.raises(OSError, match=r"refused|Connect call failed"):
+            await asyncio.open_connection("127.0.0.1", int(port))
+
+
+async def test_a_sync_harness_runs_in_a_thread_and_does_not_block_other_chains() -> None:
+    import urllib.request
+
+    together = threading.Barrier(4, timeout=20)
+
+    def plain(endpoint: Endpoint) -> str:
+        together.wait()  # passes only if all chains run at the same time
+        body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
+        request = urllib.request.Request(f"{endpoint.base_url}/chat/completions", body)
+        with urllib.request.urlopen(request) as got:
+            return str(json.load(got)["choices"][0]["message"]["content"])
+
+    rollout = await harnessed(plain, ["5"]).rollout([TASK], 4)
+    assert [t.reward for t in rollout] == [1.0] * 4, [t.error for t in rollout]
+
+
+async def test_a_client_that_leaves_does_not_end_the_chain() -> None:
+    async def impatient(endpoint: Endpoint) -> str:
+        start = [{"role": "user", "content": "a"}]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(endpoint.chat(start), 0.05)
+        answer = await endpoint.chat(start)
+        return str(answer["choices"][0]["message"]["content"])
+
+    class SlowAtFirst(Played):
+        calls = 0
+
+        async def sample(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls == 1:
+                await asyncio.sleep(3600)
+            return await super().sample(*args, **kwargs)
+
+    agent = Agent(SlowAtFirst(["5"]), chat=chat(), harness=impatient, reward=exact)
+    (t,) = await agent.rollout([TASK])
+    assert (t.stop, t.reward, len(t.actions)) == ("answered", 1.0, 1)
+    assert sum(int(row.action_mask.sum()) for row in t.rows) == len(chat().encode("5")) + 1
+
+
+async def test_cancelled_rollouts_leave_no_task_and_no_server() -> None:
+    async def waiting(endpoint: Endpoint) -> str:
+        _ = endpoint.base_url
+        await asyncio.sleep(3600)
+        return "5"
+
+    before = asyncio.all_tasks()
+    run = harnessed(waiting, ["5"]).rollout([TASK], 64)
+    awaiting = asyncio.ensure_future(_awaited(run))
+    await asyncio.sleep(0.3)
+    awaiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await awaiting
+    await asyncio.sleep(0.05)
+    assert asyncio.all_tasks() == before
+
+
+async def _awaited(run: Any) -> Any:
+    return await run
+
+
+async def test_rollouts_with_several_rows_are_saved_and_loaded(tmp_path: Path) -> None:
+    async def two(endpoint: Endpoint) -> str:
+        for text in ("a", "b"):
+            await endpoint.chat([{"role": "user", "content": text}], model=f"policy/{text}")
+        return "5"
+
+    rollout = await harnessed(two, ["x", "y"]).rollout([TASK])
+    again = Rollout.load(rollout.save(tmp_path / "rollout.jsonl"))
+    for old, new in zip(rollout, again, strict=True):
+        assert (new.final, new.reward, new.stop) == (old.final, old.reward, old.stop)
+        assert [tuple(r.ids) for r in new.rows] == [tuple(r.ids) for r in old.rows]
+        assert [turn.author for turn in new.turns] == ["task", "a", "harness", "b", "harness"]
+
+
+async def test_training_with_one_role_leaves_the_other_untrained() -> None:
+    async def two(question: str, endpoint: Endpoint) -> str:
+        answer = ""
+        for role in ("planner", "worker"):
+            got = await endpoint.chat([{"role": "user", "content": question}], model=f"policy/{role}")
+            answer = str(got["choices"][0]["message"]["content"])
+        return answer
+
+    rollout = await harnessed(two).rollout([task_with_question(task) for task in tasks(4)], 4)
+    batch = collate(list(rollout), [1.0] * len(rollout), authors="worker")
+    trained = {t.turns[int(i)].author for t in rollout for r in t.rows for i in r.turn_index[r.sampled_by("worker")]}
+    assert trained == {"worker"}
+    assert int(batch.mask.sum()) == sum(int(r.sampled_by("worker").sum()) for t in rollout for r in t.rows)

@@ -1,0 +1,99 @@
+"""Real, unmodified agents of other frameworks sample the same tokens."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.real
+
+FOLDER = Path(__file__).parent / "frameworks"
+PACKAGES = {
+    "with_openai": "openai",
+    "with_langchain": "langchain_openai",
+    "with_langgraph": "langgraph",
+    "with_openai_agents": "agents",
+    "with_pydantic_ai": "pydantic_ai",
+    "with_autogen": "autogen_agentchat",
+    "with_smolagents": "smolagents",
+}
+
+
+@functools.cache
+def chains_of(module: str, function: str = "solve", concurrency: int = 16) -> list[dict[str, Any]]:
+    """Run an agent in a new process, so that the frameworks do not influence each other."""
+    if importlib.util.find_spec(PACKAGES[module]) is None:
+        pytest.skip(f"not installed: {PACKAGES[module]}")
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "run.py"), module, function, str(concurrency)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    chains: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["chains"]
+    assert len(chains) == 16 and not any(chain["error"] for chain in chains), chains
+    return chains
+
+
+def test_the_agents_import_nothing_of_this_package() -> None:
+    for path in FOLDER.glob("with_*.py"):
+        names = {
+            (getattr(node, "module", None) or node.names[0].name).partition(".")[0]
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        }
+        assert "agentfly_kit" not in names, path
+    assert {path.stem for path in FOLDER.glob("with_*.py")} == set(PACKAGES)
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        ("with_langchain", "solve"),
+        ("with_langgraph", "solve"),
+        ("with_openai_agents", "solve"),
+        ("with_openai_agents", "solve_streaming"),
+        ("with_pydantic_ai", "solve"),
+        ("with_pydantic_ai", "solve_responses"),
+    ],
+)
+def test_every_framework_that_sends_back_the_history_gives_the_same_tokens(module: str, function: str) -> None:
+    reference = chains_of("with_openai")
+    assert {len(chain["rows"]) for chain in reference} == {1}
+    assert any(chain["reward"] == 1 for chain in reference)
+    assert chains_of(module, function) == reference
+
+
+@pytest.mark.parametrize("concurrency", [1, 64])
+def test_concurrency_does_not_change_the_tokens(concurrency: int) -> None:
+    assert chains_of("with_openai", concurrency=concurrency) == chains_of("with_openai")
+
+
+def test_autogen_ends_after_one_tool_call_with_the_same_first_action() -> None:
+    """AutoGen wraps the task in its own messages, but the rows and first actions are the same."""
+    plain = chains_of("with_autogen", "solve_without_reflection")
+    assert {len(chain["rows"]) for chain in plain} == {1}
+    assert plain == chains_of("with_openai")
+    # The reflection request has no tools, so its prompt differs, and chains that call a tool have a second row.
+    reflecting = chains_of("with_autogen")
+    for one, two in zip(plain, reflecting, strict=True):
+        called = len(one["logprobs"]) > 1
+        assert len(two["rows"]) == 1 + called
+        assert two["logprobs"][0] == one["logprobs"][0]
+
+
+def test_smolagents_runs_in_a_thread() -> None:
+    """The system prompt of about 1,500 tokens exceeds the tiny policy's context, so every chain ends there."""
+    assert {chain["stop"] for chain in chains_of("with_smolagents")} == {"context_full"}

@@ -1,0 +1,81 @@
+"""The example of README.md runs as pasted, in a notebook cell and as a script; the site's sources are complete."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+import agentfly_kit as af
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CELL = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+InteractiveShell.instance(colors="nocolor").run_cell(sys.stdin.read()).raise_error()
+"""
+
+
+def example(steps: int, held_out: int) -> str:
+    """Return the example with fewer steps and held-out tasks."""
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    shorter = code.replace("steps=24", f"steps={steps}").replace("tasks.test)", f"tasks.test[:{held_out}])")
+    assert shorter != code
+    return str(shorter)
+
+
+def as_script(code: str) -> str:
+    """Replace each await with asyncio.run, as README.md says."""
+    return "import asyncio\n" + re.sub(r"await (af\.\w+\(.*?\))(\)?)$", r"asyncio.run(\1)\2", code, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("how", ["cell", "script"])
+def test_the_first_example_runs_as_pasted(how: str, tmp_path: Path) -> None:
+    code = example(steps=1, held_out=8)
+    if how == "script":
+        code = as_script(code)
+        assert "await" not in code
+        (tmp_path / "example.py").write_text(code, encoding="utf-8")
+        command = [sys.executable, "example.py"]
+    else:
+        command = [sys.executable, "-c", CELL]
+    done = subprocess.run(command, cwd=tmp_path, input=code, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Evaluation(" in done.stdout, done.stdout
+    assert (tmp_path / "runs" / "calculator" / "steps.jsonl").read_text().count("\n") == 1
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\.\. auto(?:class|function|exception|data):: agentfly_kit\.(\w+)$", reference, re.MULTILINE)
+    assert sorted(named) == sorted(af._WHERE)
+    assert set(re.findall(r"automodule:: agentfly_kit\.([\w.]+)", reference)) == set(af._MODULES.values())
+
+
+def test_the_moving_picture_is_small() -> None:
+    assert "docs/images/live.webp" in README
+    assert (ROOT / "docs" / "images" / "live.webp").stat().st_size < 1_500_000
+
+
+def test_the_page_for_pypi_has_no_relative_link() -> None:
+    page = (ROOT / "docs" / "pypi.md").read_text(encoding="utf-8")
+    assert not re.search(r"\]\((?!https://)|<img", page)
+
+
+@pytest.mark.real
+def test_a_broken_link_fails_the_build_of_the_site(tmp_path: Path) -> None:
+    """A copy of the site with links to a missing page and to a missing heading does not build."""
+    pytest.importorskip("sphinx")
+    site = tmp_path / "docs"
+    site.mkdir()
+    shutil.copy(ROOT / "docs" / "conf.py", site)
+    links = ("[a](missing.md)", "[b](#no-such-heading)", "[c](other.md#no-such-heading)")
+    (site / "other.md").write_text("# Other\n", encoding="utf-8")
+    (site / "index.md").write_text("# Site\n\n" + "\n".join(links) + "\n\n```{toctree}\nother\n```\n", encoding="utf-8")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", site, tmp_path, tmp_path / "out"]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert done.stderr.count("WARNING") == len(links), done.stderr

@@ -1,0 +1,388 @@
+"""Unchanged rewards and environments of TRL, verifiers, Gymnasium, TextArena and OpenEnv."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import agents
+import pytest
+
+import agentfly_kit as af
+from agentfly_kit.errors import RewardError, SettingsError, TaskError, ToolSchemaError
+from agentfly_kit.types import Task, Trajectory
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+SUM = Task("sum", ({"role": "user", "content": "2+3?"},), {"answer": "5", "info": {"level": 1}})
+
+
+async def chain(reward: Any, task: Task = SUM, texts: tuple[str, ...] = ("5",), **settings: Any) -> Trajectory:
+    agent = af.Agent(af.ScriptedEngine(list(texts)), chat=agents.chat(), reward=reward, **settings)
+    return (await agent.rollout(task)).trajectories[0]
+
+
+# --- rewards -------------------------------------------------------------------------------------
+
+
+async def test_rewards_of_trl() -> None:
+    seen: dict[str, Any] = {}
+
+    def exact(completions: Any, answer: Any, **kwargs: Any) -> list[float]:
+        seen.update(kwargs, completions=completions)
+        return [1.0 if c[-1]["content"] == a else 0.0 for c, a in zip(completions, answer, strict=True)]
+
+    async def short(prompts: Any, completions: Any) -> list[float]:
+        return [float(len(p[-1]["content"]) + len(c)) for p, c in zip(prompts, completions, strict=True)]
+
+    def skipped(completions: Any, **kwargs: Any) -> list[float | None]:
+        return [None]
+
+    t = await chain([af.trl.reward(exact), af.trl.reward(short, weight=0.5, name="length")])
+    assert (t.reward, t.metrics) == (3.5, {"exact": 1.0, "length": 5.0})
+    assert seen["prompts"] == [[{"role": "user", "content": "2+3?"}]]
+    assert [m["role"] for m in seen["completions"][0]] == ["assistant"]
+    assert seen["info"] == [{"level": 1}] and seen["trainer_state"] is None
+    assert (await chain(af.trl.reward(exact), texts=("6",))).reward == 0.0
+    assert (await chain(af.trl.reward(skipped))).reward is None
+    tools = await chain(af.trl.reward(short), texts=(agents.call("2+3"), "5"), tools=[agents.calculator])
+    assert tools.reward == 4 + 3, "the call, its result and the answer"
+    assert af.trl.reward(exact).fingerprint != af.trl.reward(skipped, name="exact").fingerprint
+
+
+async def test_rewards_of_verifiers() -> None:
+    def exact(completion: Any, answer: str) -> float:
+        return float(completion[-1]["content"] == answer)
+
+    async def level(prompt: Any, info: Any, state: Any, task: str) -> float:
+        assert prompt == state["prompt"] and state["answer"] == "5" and task == "sum"
+        return float(info["level"])
+
+    def everything(completion: Any, **kwargs: Any) -> float:
+        return float(kwargs["extra"])
+
+    assert (await chain([af.trl.reward(exact), af.trl.reward(level)])).metrics == {"exact": 1.0, "level": 1.0}
+    assert (await chain(af.trl.reward(everything), Task("a", SUM.messages, {"extra": 3}))).reward == 3.0
+
+
+async def test_invalid_rewards_are_rejected() -> None:
+    def ours(final: str) -> float:
+        return 0.0
+
+    def environments(environments: Any, **kwargs: Any) -> Any:
+        return []
+
+    def positional(completions: Any, /) -> Any:
+        return []
+
+    for function, words in (
+        (ours, r"ours must have a parameter completions \(TRL\) or completion or state \(verifiers\), got \(final\)"),
+        (environments, "has a parameter environments; pass the class too"),
+        (positional, "parameters must accept keyword arguments, got completions"),
+        (af.reward(ours), "function must be a reward function of TRL or verifiers, got <Reward"),
+        (3, "function must be a reward function of TRL or verifiers, got 3"),
+    ):
+        with pytest.raises(RewardError, match=words):
+            af.trl.reward(function)  # type: ignore[arg-type]
+
+    def gold(completions: Any, gold: Any) -> Any:
+        return [1.0, 2.0]
+
+    with pytest.raises(TaskError, match="reward gold requires the field 'gold'"):
+        await chain(af.trl.reward(gold))
+    t = await chain(af.trl.reward(gold), Task("a", SUM.messages, {"gold": "5"}))
+    assert t.reward is None and "must return one number per completion, got 2 for 1 completion" in str(t.error)
+
+
+def test_an_agent_rejects_rewards_of_other_packages_with_a_remedy() -> None:
+    def trl(completions: Any, answer: Any, **kwargs: Any) -> Any: ...
+
+    def trl_without(prompts: Any, answer: Any) -> Any: ...
+
+    def verifiers(completion: Any, answer: Any, state: Any) -> Any: ...
+
+    for function in (trl, trl_without, verifiers):
+        with pytest.raises(RewardError, match=r"can be passed as af.trl.reward\(function\)"):
+            af.Agent(af.ScriptedEngine([""]), chat=agents.chat(), reward=function)
+
+    def late(state: Any) -> float: ...
+
+    agent = af.Agent(af.ScriptedEngine([""]), chat=agents.chat(), reward=late)
+    with pytest.raises(TaskError, match=r"for a reward function of verifiers use af.trl.reward\(function\)"):
+        agent.check_tasks([SUM])
+
+
+# --- environments of TRL -------------------------------------------------------------------------
+
+
+class Counter:
+    """An environment as defined in TRL's documentation."""
+
+    def __init__(self, step: int = 1) -> None:
+        self.value, self.step = 0, step
+
+    def reset(self, target: int, **kwargs: Any) -> str:
+        self.value, self.target, self.prompt = 0, target, kwargs["prompt"]
+        return f"Count to {target}."
+
+    def increment(self, by: int) -> dict[str, int]:
+        """Increment the counter.
+
+        Args:
+            by: the amount.
+        """
+        if by < 0:
+            raise ValueError("by must not be negative")
+        self.value += by * self.step
+        return {"value": self.value}
+
+    async def look(self) -> int:
+        """Return the value."""
+        return self.value
+
+    def get_reward(self) -> float:
+        return float(self.value == self.target)
+
+    def _hidden(self) -> None: ...
+
+
+COUNT = Task("c", ({"role": "user", "content": "Count."},), {"target": 4, "task": "a column named task"})
+
+
+async def test_environments_of_trl() -> None:
+    script = [call("increment", by=2), call("increment", by=-1), call("look"), "Done."]
+    environment = af.trl.environment(Counter)
+    agent = af.envs.agent(environment, af.ScriptedEngine(script), chat=agents.chat(), options={"step": 2})
+    (t,) = (await agent.rollout(COUNT)).trajectories
+    assert agent.tools.names == ("increment", "look")
+    assert "Count to 4." in str(t.messages)
+    assert [c.result.observation for c in t.tool_calls if c.result] == [
+        "{'value': 4}",
+        "{'error': 'by must not be negative'}",
+        "4",
+    ]
+    assert (t.reward, t.stop, t.metrics) == (1.0, "answered", {"counter": 1.0})
+
+    def value(environments: Any, **kwargs: Any) -> list[float]:
+        return [float(each.value) for each in environments]
+
+    agent = af.envs.agent(
+        environment,
+        af.ScriptedEngine(script),
+        chat=agents.chat(),
+        reward=af.trl.reward(value, environment=environment),
+    )
+    (t,) = (await agent.rollout(COUNT)).trajectories
+    assert t.reward == 2.0
+    missing = type("Missing", (Counter,), {"reset": lambda self, goal: None})
+    agent = af.envs.agent(af.trl.environment(missing), af.ScriptedEngine(script), chat=agents.chat())
+    words = r"Missing.reset requires the field 'goal', which 'c' lacks \(it has: target, task\)"
+    with pytest.raises(TaskError, match=words):
+        await agent.rollout(COUNT)
+
+
+def test_invalid_environments_of_trl_are_rejected() -> None:
+    class NoReset:
+        def act(self) -> None: ...
+
+    class NoTool:
+        def reset(self) -> None: ...
+
+        def get_reward(self) -> float:
+            return 0.0
+
+    class NoText(NoTool):
+        def act(self, text: str) -> None:
+            """Act."""
+
+    for given, error, words in (
+        (NoReset, SettingsError, "NoReset must have a method reset, as TRL requires; got act"),
+        (NoTool, SettingsError, "NoTool must have a public method besides reset and get_reward"),
+        (NoText, ToolSchemaError, "act: parameter 'text' must have a description"),
+        (lambda: Counter(2), SettingsError, "environment_class must be a class, got <function"),
+    ):
+        with pytest.raises(error, match=words):
+            af.trl.environment(given)  # type: ignore[arg-type]
+
+
+# --- environments with reset and step ------------------------------------------------------------
+
+
+async def played(environment: type, actions: list[str], **settings: Any) -> Trajectory:
+    script = [*(call("act", action=text) for text in actions), "I stop."]
+    agent = af.envs.agent(environment, af.ScriptedEngine(script), chat=agents.chat(), max_turns=30, **settings)
+    return (await agent.rollout(Task("t", ({"role": "user", "content": "Play."},), {"seed": 3}))).trajectories[0]
+
+
+def observations(t: Trajectory) -> list[str]:
+    return [c.result.observation for c in t.tool_calls if c.result]
+
+
+@dataclass
+class StepResult:
+    observation: Any
+    reward: float | None = None
+    done: bool = False
+
+
+class Echo:
+    """An environment with the protocol of OpenEnv's asynchronous clients."""
+
+    async def reset(self, **options: Any) -> StepResult:
+        self.seed = options["seed"]
+        return StepResult({"text": f"seed {self.seed}"})
+
+    async def step(self, action: dict[str, str]) -> StepResult:
+        return StepResult({"text": action["say"] + "!"}, 0.5, action["say"] == "end")
+
+    async def close(self) -> None: ...
+
+
+class Guess:
+    """An environment with the protocol of TextArena. Each observation repeats the earlier observations."""
+
+    def reset(self, num_players: int, seed: int | None = None) -> None:
+        assert num_players == 1
+        self.text, self.done, self.secret = "Guess.", False, seed
+
+    def get_observation(self) -> tuple[int, str]:
+        return 0, self.text
+
+    def step(self, action: str) -> tuple[bool, dict[str, Any]]:
+        self.done = int(action) == self.secret
+        self.text += f"\n{action}: {'right' if self.done else 'wrong'}"
+        return self.done, {}
+
+    def close(self) -> tuple[dict[int, float], dict[int, Any]]:
+        return {0: float(self.done)}, {}
+
+
+async def test_environments_of_three_protocols() -> None:
+    def say(text: str) -> dict[str, str]:
+        if text == "bad":
+            raise ValueError("say something good")
+        return {"say": text}
+
+    echo = af.envs.from_env(Echo, action=say, show=lambda o: o["text"])
+    t = await played(echo, ["a", "bad", "end", "more"])
+    assert "seed 3" in str(t.messages)
+    assert observations(t) == ["a!", "say something good", "end!"]
+    assert (t.metrics["total"], t.stop, t.success) == (1.0, "env_done", True)
+    t = await played(af.envs.from_env(Guess), ["1", "3"])
+    assert (observations(t), t.metrics["total"], t.stop) == (["1: wrong", "3: right"], 1.0, "env_done")
+    t = await played(af.envs.from_env(Guess), ["1"])
+    assert (t.metrics["total"], t.stop, t.success) == (0.0, "answered", False)
+    gymnasium = pytest.importorskip("gymnasium")
+
+    class Words(gymnasium.Env):  # type: ignore[misc, name-defined]
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            super().reset(seed=seed)
+            return f"word {self.np_random_seed}", {}
+
+        def step(self, action: str) -> Any:
+            return action.upper(), 0.25, False, action == "end", {}
+
+    t = await played(af.envs.from_env(Words), ["a", "end"])
+    assert "word 3" in str(t.messages) and observations(t) == ["A", "END"]
+    assert (t.metrics["total"], t.stop) == (0.5, "env_done")
+
+
+async def test_environments_without_a_method_are_rejected() -> None:
+    class NoStep:
+        def reset(self) -> None: ...
+
+    class Odd(NoStep):
+        def step(self, action: str) -> float:
+            return 1.0
+
+    with pytest.raises(SettingsError, match="NoStep must have a method step, as environments of Gymnasium"):
+        af.envs.from_env(NoStep)
+    with pytest.raises(SettingsError, match="make must be a class or a function that returns an environment, got 'a'"):
+        af.envs.from_env("a")  # type: ignore[arg-type]
+    t = await played(af.envs.from_env(lambda: NoStep()), ["a"])
+    assert t.reward is None and "NoStep must have a method step" in str(t.error)
+    t = await played(af.envs.from_env(Odd), ["a"])
+    assert "must return what that of Gymnasium, TextArena or OpenEnv returns, got 1.0" in str(t.tool_calls[0].result)
+
+
+# --- the packages themselves; install them to run these -------------------------------------------
+
+
+@pytest.mark.real
+async def test_textarena() -> None:
+    textarena = pytest.importorskip("textarena")
+    environment = af.envs.from_env(lambda: textarena.make("GuessTheNumber-v0"))
+    t = await played(environment, [f"[{n}]" for n in range(1, 21)])
+    assert "between 1 and 20" in str(t.messages)
+    assert "[1]" in observations(t)[0] and "between 1 and 20" not in observations(t)[0]
+    assert t.stop == "env_done" and 0 < t.metrics["total"] <= 1
+
+
+@pytest.mark.real
+async def test_openenv() -> None:
+    pytest.importorskip("openenv")
+    import threading
+
+    import uvicorn
+    from openenv.core import GenericEnvClient
+    from openenv.core.env_server import create_fastapi_app
+    from openenv.core.env_server.interfaces import Environment
+    from openenv.core.env_server.types import Action, Observation, State
+
+    class Say(Action):
+        text: str
+
+    class Heard(Observation):
+        text: str
+
+    class Parrot(Environment):  # type: ignore[misc]
+        def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Heard:
+            return Heard(text=f"seed {seed}", done=False, reward=None)
+
+        def step(self, action: Say, timeout_s: float | None = None, **_: Any) -> Heard:
+            return Heard(text=action.text.upper(), done=action.text == "end", reward=0.5)
+
+        @property
+        def state(self) -> State:
+            return State(episode_id="a", step_count=0)
+
+    server = uvicorn.Server(uvicorn.Config(create_fastapi_app(Parrot, Say, Heard), port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        await asyncio.sleep(0.05)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    environment = af.envs.from_env(
+        lambda: GenericEnvClient(base_url=f"http://127.0.0.1:{port}"),
+        action=lambda text: {"text": text},
+        show=lambda observation: observation["text"],
+    )
+    try:
+        t = await played(environment, ["hello", "end"])
+    finally:
+        server.should_exit = True
+        thread.join(10)
+    assert observations(t) == ["HELLO", "END"]
+    assert "seed 3" in str(t.messages)
+    assert (t.metrics["total"], t.stop) == (1.0, "env_done")
+
+
+@pytest.mark.real
+async def test_verifiers() -> None:
+    verifiers = pytest.importorskip("verifiers")
+    if not hasattr(verifiers, "Rubric"):
+        pytest.skip("this version of verifiers has no Rubric")
+
+    def exact(completion: Any, answer: str, **kwargs: Any) -> float:
+        return float(completion[-1]["content"] == answer) + kwargs["info"]["level"]
+
+    t = await chain(af.trl.reward(exact))
+    state = {"prompt": t.messages[:1], "completion": [dict(m) for m in t.messages[1:]], **SUM.fields}
+    state["input"] = {"task": "sum"}
+    theirs = await verifiers.Rubric(funcs=[exact])._call_individual_reward_func(exact, state)
+    assert t.reward == theirs == 2.0

@@ -1,0 +1,109 @@
+"""Assertions about the results of the tutorials, kept here because they would distract readers.
+
+Each value is run as the last cell of its notebook by `test_runs_top_to_bottom`.
+"""
+
+CHECKS = {
+    "00_your_own_task": """
+assert tasks.splits == {"test": 50, "train": 150}
+assert perfect.reward == 1 and not perfect.action_mask.any()
+assert before.success < 0.45 and after.success > 0.9 and swapped.success > 0.9 and changed > 0.8
+assert again.success == after.success
+assert len(broken.failed) == len(broken) == len(repaired) == 20 and repaired.summary()["success"] > 0.9
+assert "careless: AttributeError" in broken.unscored_reason
+af.TrainConfig(steps=200, lr=2e-5, lr_end=2e-6, evaluate_every=20)  # the settings of section 9
+""",
+    "01_quickstart": """
+assert not {t.messages[-1]["content"] for t in tasks.train} & {t.messages[-1]["content"] for t in tasks.test}
+assert len(shown.ids) == len(shown.action_mask) == len(shown.logprobs)
+assert all(t.author == agent.name for t in shown.turns if t.sampled) and not shown.turns[0].sampled
+assert stats.sampler_gap < 1e-4
+assert len(steps) == 24 and steps[-1].success > 0.8
+assert first <= 0.35 and last >= 0.9 and len(difference.lost) < len(difference.gained)
+""",
+    "03_chat_templates": """
+assert reports["tiny (ours)"].exact
+if folder:
+    rejected = [name for name, report in reports.items() if report.tool_results != "exact"]
+    assert rejected == ["deepseekv3"]
+    assert reports["qwen3"].thinking == "kept until a user speaks"
+    assert reports["cohere"].tool_role == "user"
+    assert reports["gptoss"].stops[:2] == ("<|return|>", "<|call|>")
+    assert reports["qwen3_5_think"].generation_prompt.endswith("<think>\\n")
+    assert sum(report.user_messages == "exact" for report in reports.values()) >= 5
+    assert af.Chat(tokenizers["qwen3"], history="append").observation_ids([again])
+    thinking = af.Chat(tokenizers["qwen3_5_think"])  # the prompt opened the tag, so this is thinking, not a call
+    assert thinking.parse(thinking.encode("maybe <tool_call>\\n<function=f>\\n</function>\\n</tool_call>")).calls == ()
+assert [t.kind for t in row.turns] == ["prompt", "forced", "action", "observation", "action"]
+assert row.action_mask.tolist() == [t.kind == "action" for t in row.turns for _ in t.ids]
+assert content in policy.chat.text(ids) and ids.count(policy.chat.stop_ids[0]) == 2
+assert not policy.chat.drift(row)
+assert policy.chat.drift(spelled.snapshot()).cause == "re-tokenisation"
+assert policy.chat.drift(spaced.snapshot()).cause == "template"
+""",
+    "05_engines": """
+assert gaps["LocalEngine"] <= 1e-5 and max(gaps.values()) <= 1e-4
+assert not t.action_mask.any() and {turn.author for turn in t.actions} == {"script"}
+assert [t.stop for t in cut] == ["answered"] * 4 + ["run_turns"] and len(cut) + len(cut.not_run) == len(tasks)
+""",
+    "07_masked_ppo": """
+assert kl["right"]["own tokens"] > kl["right"]["tokens after"]
+assert kl["one late"]["tokens after"] > 20 * kl["one late"]["own tokens"]
+assert (k["k1"] < 0).any() and (k["k3"] >= -1e-6).all()
+assert abs(stats.policy_loss - loss.item()) < 1e-5
+assert full.updates == 4 and full.value_loss > 0 and full.kl_reference >= 0
+assert float(first_token) > 0
+""",
+    "08_algorithms": """
+ends = {name: [statistics.fmean(c[-3:]) for c in runs] for name, runs in curves.items()}
+starts = [c[0] for runs in curves.values() for c in runs]
+assert max(starts) < 0.5 and all(min(ends[name]) > max(starts) for name in ("grpo", "dr_grpo", "rloo"))
+assert all(success[-1] > success[0] for success in masked["with the mask"])
+""",
+    "09_conventions": """
+middle = pushes.loc[4] / pushes.loc[1]
+assert middle["grpo, sample std"] < 1.6 < 2.2 < middle["dr_grpo: none"]
+assert (longer["skip"] - longer["skip"].iloc[0]).abs().max() < 1e-6
+assert longer["step"].iloc[-1] < longer["step"].iloc[0] / 10
+assert rows["mask"]["left out"] == rows["score"]["of them truncated"] > rows["mask"]["of them truncated"] == 0
+assert moved["zero"] == 0 and moved["raw"] > 1e-4
+""",
+    "10_code": """
+assert trajectory.reward == 1 and trajectory.stop == "env_done" and trajectory.metrics["runs"] == 1
+assert grade.ok  # of the last program, which is the reference
+assert all(t.reward == 1 - 0.02 * t.metrics["lines"] for t in scored if t.success)
+assert before.success < 0.45 and after.success > 2 * before.success
+assert after.metrics["submitted"] > before.metrics["submitted"]
+""",
+    "11_sql": """
+assert expert.success == 1 and luck.success < 0.1
+assert 0.15 < before.success < 0.45 and after.success > 2 * before.success
+assert after.metrics["queries"] > 2 * before.metrics["queries"]
+""",
+    "12_search": """
+assert expert.summary()["reward"] == 1 and luck.summary()["reward"] <= 0.3
+assert before.success <= 0.4 and after.success >= 0.7 and after.metrics["found"] > before.metrics["found"]
+""",
+    "13_webshop": """
+assert patient.metrics["options"] == 1 and hurried.metrics["options"] == 0
+assert patient.reward > hurried.reward > 0
+assert expert.summary()["reward"] >= 0.95 and luck.summary()["reward"] <= 0.1
+assert before.success <= 0.4 and after.success >= 0.7 and after.metrics["options"] > before.metrics["options"]
+""",
+    "14_alfworld": """
+assert house.won and house.done and house.plan == [] and house.invalid == 1
+assert pool.snapshot().size == 16 and pool.snapshot().leased == 0
+assert before.success < 0.35 and after.success > 0.5
+""",
+    "15_scienceworld": """
+assert expert.reward == 1 and expert.metrics["score"] == 100 and luck.summary()["success"] == 0
+assert {t.stop for t in guesses.trajectories} == {"env_done"} and 0.15 < guessing < 0.5
+assert loss.item() < 0.1 and imitated.success > guessing + 0.15 and after.success > guessing + 0.15
+assert all(step.stats.unscored == 0 for step in steps)
+""",
+    "16_any_agent": """
+assert {len(t.rows) for t in rollout} == {1} and before.success <= 0.4 and after.success >= 0.7
+assert {turn.author for t in pair for turn in t.actions} == {"planner", "worker"}
+assert 0 < int(batch.mask.sum()) < sum(int(row.action_mask.sum()) for t in pair for row in t.rows)
+""",
+}

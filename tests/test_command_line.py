@@ -1,0 +1,123 @@
+"""`python -m agentfly_kit`: copying the course, and error messages that contain the remedy."""
+
+import ast
+import importlib
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT
+
+import agentfly_kit as af
+from agentfly_kit import __main__ as command_line
+
+SHIPPED = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The command and folder of each JupyterLab that would have been started."""
+    calls: list[Any] = []
+
+    def start(command: list[str], folder: Path, environment: dict[str, str]) -> int:
+        calls.append((command, folder, environment))
+        return 0
+
+    monkeypatch.setattr(command_line, "_start", start)
+    return calls
+
+
+def test_without_arguments_the_course_is_copied_and_opened(started: list[Any]) -> None:
+    assert command_line.main([]) == 0
+    ((command, folder, environment),) = started
+    assert command[:4] == [sys.executable, "-m", "jupyterlab", "--LabApp.default_url=/lab/tree/01_quickstart.ipynb"]
+    assert sorted(path.name for path in Path("agentfly-course").glob("*.ipynb")) == SHIPPED
+    assert folder == Path("agentfly-course")
+    assert environment["JUPYTER_PREFER_ENV_PATH"] == "1"
+
+
+def test_a_changed_notebook_is_kept_and_an_unchanged_one_is_updated(
+    started: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = tmp_path / "new"
+    new.mkdir()
+    for name in ("01_quickstart.ipynb", "02_one_chain.ipynb"):
+        (new / name).write_text("version 1")
+    monkeypatch.setattr(command_line, "_course", lambda: new)
+    assert command_line.main(["lab", "mine"]) == 0
+    Path("mine/01_quickstart.ipynb").write_text("my work")
+    for name in ("01_quickstart.ipynb", "02_one_chain.ipynb"):
+        (new / name).write_text("version 2")
+    capsys.readouterr()
+    assert command_line.main(["lab", "mine"]) == 0
+    assert Path("mine/01_quickstart.ipynb").read_text() == "my work"
+    assert Path("mine/02_one_chain.ipynb").read_text() == "version 2"
+    assert "kept your changed 01_quickstart.ipynb" in capsys.readouterr().out
+
+
+def test_a_port_in_use_is_refused_before_anything_is_written(
+    started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert command_line.main(["lab", "--port", str(port)]) == 1
+    assert f"port {port} cannot be used (Address already in use); choose another" in capsys.readouterr().err
+    assert started == []
+    assert not Path("agentfly-course").exists()
+
+
+@pytest.mark.parametrize("arguments", [["lab"], ["demo"]])
+def test_a_missing_package_names_the_extra(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command_line.importlib.util, "find_spec", lambda name: None)
+    assert command_line.main(arguments) == 1
+    assert 'is not installed; type: python -m pip install "agentfly_kit[lab]"' in capsys.readouterr().err
+    assert list(Path().iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").write_text("")
+    assert command_line.main(["lab", "file/course"]) == 1
+    assert "cannot write to file/course (Not a directory); choose another folder" in capsys.readouterr().err
+    assert started == []
+
+
+def test_an_older_python_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 9, 2))
+    assert command_line.main([]) == 1
+    assert "needs Python 3.11 or newer, this is 3.9" in capsys.readouterr().err
+    for name in ("__main__.py", "__init__.py"):  # files that an old Python parses before the version check
+        ast.parse((ROOT / "agentfly_kit" / name).read_text(encoding="utf-8"), feature_version=(3, 9))
+
+
+def test_version_and_help() -> None:
+    for option, expected in {"--version": f"agentfly_kit {af.__version__}", "--help": "doctor"}.items():
+        done = subprocess.run([sys.executable, "-m", "agentfly_kit", option], capture_output=True, text=True)
+        assert done.returncode == 0
+        assert expected in done.stdout
+
+
+def test_the_doctor_reports_two_installed_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older = tmp_path / "site"
+    (older / "agentfly_kit-0.1.0.dist-info").mkdir(parents=True)
+    (older / "agentfly_kit-0.1.0.dist-info" / "METADATA").write_text("Name: agentfly_kit\nVersion: 0.1.0\n")
+    monkeypatch.syspath_prepend(str(older))
+    importlib.invalidate_caches()
+    assert command_line.main(["doctor"]) == 1
+    report = capsys.readouterr().out
+    assert f"agentfly_kit {af.__version__} in {ROOT / 'agentfly_kit'}; also installed: 0.1.0 in {older}" in report
+    assert "pip uninstall agentfly_kit" in report

@@ -1,0 +1,215 @@
+"""Checkpoints in the layout of transformers, and the policies of a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_trainer import SMALL, TASKS, learner, leave, start
+
+from agentfly_kit.errors import PolicyError, RunError, SettingsError
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.trainer.loop import TrainRun
+from agentfly_kit.trainer.run_dir import Run
+
+EVALUATED = SMALL.replace(evaluate_every=1)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainRun, list[str]]:
+    """Return a run that keeps all policies, and the fingerprints of its weights, by step."""
+    import asyncio
+
+    policy, seen = learner(), [learner().fingerprint()]
+    run = start(tmp_path_factory.mktemp("runs") / "all", policy, SMALL.replace(keep="all"))
+
+    async def go() -> None:
+        async for _ in run:
+            seen.append(policy.fingerprint())
+
+    asyncio.run(go())
+    return run, seen
+
+
+def test_transformers_loads_a_checkpoint_with_the_same_logits(trained: tuple[TrainRun, list[str]]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, _ = trained
+    folder = run.run.checkpoint
+    assert folder is not None
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, run.policy.model(ids).logits)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == run.policy.chat.tokenizer.chat_template
+    assert model.generation_config.eos_token_id == run.policy.model.generation_config.eos_token_id
+    state = torch.load(folder / "state.pt", weights_only=True)
+    assert state["policy"] == {}, "no weight is stored twice"
+
+
+def test_a_run_is_loaded_by_a_fresh_process(trained: tuple[TrainRun, list[str]]) -> None:
+    run, seen = trained
+    script = (
+        "import sys, agentfly_kit as af\n"
+        "for path in sys.argv[1:]:\n"
+        "    policy = af.Policy.load(path)\n"
+        "    print(policy.fingerprint(), policy.version, policy.chat.format.name)"
+    )
+    command = [sys.executable, "-c", script, str(run.path), str(run.path / "checkpoint")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert printed == [f"{seen[-1]} {run.policy.version} {run.policy.chat.format.name}"] * 2
+
+
+def test_the_policy_of_each_step(trained: tuple[TrainRun, list[str]]) -> None:
+    run, seen = trained
+    folder = Run(run.path)
+    assert folder.policy().fingerprint() == seen[-1]
+    assert [folder.policy(step).fingerprint() for step in (1, 2, 3, 4)] == seen[1:]
+    assert folder.policy(4, value_head=True).value_head is not None
+    with pytest.raises(
+        RunError, match=r"the policy of step 9, got policies of steps 1, 2, 3, 4; see TrainConfig\(keep"
+    ):
+        folder.policy(9)
+    with pytest.raises(RunError, match="best=True needs a run with evaluations"):
+        folder.policy(best=True)
+    with pytest.raises(RunError, match="step must be None with best=True, got 2"):
+        folder.policy(2, best=True)
+    assert not list((run.path / "policies").rglob("state.pt")), "no state of the optimizer"
+    with pytest.raises(RunError, match="must contain a checkpoint, got policies of steps none"):
+        Run(run.path / "rollouts").policy()
+
+
+async def test_the_best_policy_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentfly_kit.trainer import loop
+
+    policy, seen = learner(), [""]
+    success = iter([0.25, 0.75, 0.5, 0.75])
+    real = loop.TrainRun._make_record
+
+    def record(self: TrainRun, *args: object) -> dict[str, float]:
+        return real(self, *args) | {"eval_success": next(success)}  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loop.TrainRun, "_make_record", record)
+    run = start(tmp_path / "run", policy, EVALUATED, eval_tasks=TASKS[:1])
+    async for _ in run:
+        seen.append(policy.fingerprint())
+    assert run.run.policy(best=True).fingerprint() == seen[2], "the first of two equal steps"
+    assert [p.name for p in (tmp_path / "run" / "policies").iterdir()] == ["step-00002"]
+    assert run.run.policy(3).fingerprint() == seen[3], "the checkpoint before the last one"
+
+
+async def test_policies_after_the_last_checkpoint_are_deleted_on_resume(tmp_path: Path) -> None:
+    config = SMALL.replace(keep="all", checkpoint_every=4)
+    await leave(start(tmp_path / "run", learner(), config), "break", 2)
+    (tmp_path / "run" / "policies").mkdir(exist_ok=True)
+    shutil.copytree(tmp_path / "run" / "checkpoint", tmp_path / "run" / "policies" / "step-00003")
+    run = start(tmp_path / "run", learner(), config)
+    async for _ in run:
+        assert "step-00003" not in {p.name for p in (tmp_path / "run" / "policies").iterdir()}
+        break
+    Run(tmp_path / "run").claim({}, resume=False)
+    assert not (tmp_path / "run" / "policies").exists()
+
+
+async def test_an_adapter_is_saved_in_the_layout_of_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = learner().save(tmp_path / "base")
+    policy = Policy.load(base, lora=2, value_head=True)
+    config = SMALL.replace(steps=2, advantage="gae")
+    await leave(start(tmp_path / "run", policy, config), "break", 1)
+    resumed = Policy.load(base, lora=2, value_head=True)
+    await start(tmp_path / "run", resumed, config)
+    whole = Policy.load(base, lora=2, value_head=True)
+    await start(tmp_path / "whole", whole, config)
+    assert resumed.fingerprint() == whole.fingerprint()
+    loaded = Run(tmp_path / "run").policy(value_head=True)
+    assert loaded.state().keys() == whole.state().keys()
+    assert all(torch.equal(value, whole.state()[name]) for name, value in loaded.state().items())
+    assert loaded.version == whole.version
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "run" / "checkpoint").eval()
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(adapted(ids).logits, whole.model(ids).logits)
+    shutil.rmtree(base)
+    with pytest.raises(PolicyError, match=r"cannot load a policy from .*base"):
+        Run(tmp_path / "run").policy()
+
+
+async def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
+    await leave(start(tmp_path / "run", learner()), "break", 1)
+    other = learner()
+    deeper = type(other.model)(other.model.config.__class__(**other.model.config.to_dict() | {"intermediate_size": 24}))
+    folder = tmp_path / "run" / "checkpoint"
+    deeper.save_pretrained(folder)
+    (folder / "done").write_text("{}")
+    policy = learner()
+    with pytest.raises(
+        RunError, match=r"state must have the weights of this policy, whose '.*' has the shape .*delete"
+    ):
+        await start(tmp_path / "run", policy)
+    assert policy.fingerprint() == learner().fingerprint()
+    assert (folder / "state.pt").exists()
+
+
+async def test_damaged_files_of_a_checkpoint(tmp_path: Path) -> None:
+    await leave(start(tmp_path / "run", learner()), "break", 1)
+    folder = tmp_path / "run" / "checkpoint"
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:1000])
+    with pytest.raises(RunError, match=r"model\.safetensors cannot be read \(its content is damaged\); delete"):
+        await start(tmp_path / "run", learner())
+    with pytest.raises(PolicyError, match=r"cannot load a policy from .*checkpoint."):
+        Policy.load(tmp_path / "run")
+    (folder / "model.safetensors").write_bytes(whole)
+    (folder / "config.json").unlink()
+    with pytest.raises(PolicyError, match=r"must contain a config.json \(a model\) or an adapter_config.json"):
+        Policy.load(folder)
+    for name in ("checkpoint", "checkpoint.before"):
+        shutil.rmtree(tmp_path / "run" / name)
+    with pytest.raises(PolicyError, match="is a training run without a checkpoint"):
+        Policy.load(tmp_path / "run")
+
+
+def test_arguments_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = learner().save(tmp_path / "p")
+    policy = Policy.load(folder, attn_implementation="eager", device_map="cpu")
+    assert policy.model.config._attn_implementation == "eager"
+    assert policy.fingerprint() == learner().fingerprint()
+    for given, error, words in (
+        (
+            {"torch_dtype": "float32"},
+            SettingsError,
+            "torch_dtype must be passed as dtype=, the argument of Policy.load",
+        ),
+        (
+            {"device": "cpu", "device_map": "auto"},
+            SettingsError,
+            "device must be None with device_map, got device='cpu'",
+        ),
+        ({"valuehead": True}, TypeError, "unexpected keyword 'valuehead'; did you mean 'value_head'"),
+        ({"nonsense": 1}, PolicyError, "nonsense"),
+    ):
+        with pytest.raises(error, match=words):
+            Policy.load(folder, **given)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="device must be one that torch can use here, got 'mps'"):
+        Policy.load(folder, device="mps")
+    assert json.loads((folder / "policy.json").read_text())["format"] == policy.chat.format.name
+
+
+def test_device_mps_is_passed_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentfly_kit.policy import policy as module
+
+    folder = learner().save(tmp_path / "p")
+    asked = []
+    monkeypatch.setattr(module, "_usable_device", lambda device: asked.append(device) or torch.device("cpu"))
+    Policy.load(folder, device="mps")
+    assert asked == ["mps"]

@@ -1,0 +1,92 @@
+"""Comparison of several runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentfly_kit as af
+from agentfly_kit.errors import RunError
+
+
+def write_run(folder: Path, success: list[float], **config: Any) -> None:
+    run = af.Run(folder)
+    settings = {"steps": 2, "seed": 0, **config}
+    reward = {"exact": {"source": "def exact(): ...", "fingerprint": "0123456789"}}
+    run.claim({"config": settings, "agent": {"max_turns": 8}, "reward": reward, "policy": "ab"}, resume=True)
+    for step, value in enumerate(success, start=1):
+        run.append({"step": step, "success": value, "reward": value / 2, "seconds": 1.5})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_run(tmp_path / "a", [0.75, 0.5], lr=1e-3)
+    write_run(tmp_path / "sweep" / "b", [0.25], lr=1e-4, tags=["<b>"])
+    write_run(tmp_path / "empty", [], lr=1e-4)
+    (tmp_path / "plots").mkdir()
+    for name, text in (("torn", "{"), ("foreign", '{"format": "other"}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(text)
+    write_run(tmp_path / "damaged", [0.5, 0.5])
+    (tmp_path / "damaged" / "steps.jsonl").write_text("{\n{}\n")
+    return tmp_path
+
+
+def test_settings_and_results_of_all_runs(folder: Path) -> None:
+    runs = af.runs(folder)
+    assert repr(runs) == "Runs(a, empty, sweep/b, 4 unreadable)"
+    assert runs.different == ("lr", "tags")
+    frame = runs.frame
+    assert list(frame.columns[:4]) == ["lr", "tags", "state", "step"]
+    assert list(frame["lr"]) == [1e-3, 1e-4, 1e-4]
+    assert list(frame["state"]) == ["finished", "unfinished", "unfinished"]
+    assert dict(frame.loc["a", ["success", "best success", "reward", "seconds"]]) == {
+        "success": 0.5,
+        "best success": 0.75,
+        "reward": 0.25,
+        "seconds": 3.0,
+    }
+    assert frame.loc["a", "agent.max_turns"] == 8 and frame.loc["a", "reward.exact"] == "01234567"
+    assert {name: why.split(str(folder))[-1] for name, why in runs.unreadable.items()} == {
+        "damaged": runs.unreadable["damaged"].split(str(folder))[-1],
+        "foreign": "/foreign/run.json is not the file of a run; use an empty or new folder",
+        "plots": "holds no run",
+        "torn": runs.unreadable["torn"].split(str(folder))[-1],
+    }
+    assert "steps.jsonl:1 is damaged" in runs.unreadable["damaged"]
+    assert "is missing or damaged" in runs.unreadable["torn"]
+    page = runs._repr_html_()
+    assert "sweep/b" in page and "holds no run" in page and "&lt;b&gt;" in page and "max_turns" not in page
+
+
+def test_runs_are_a_sequence(folder: Path) -> None:
+    runs = af.runs(folder)
+    assert [len(run.records) for run in runs] == [2, 0, 1]
+    assert runs["sweep/b"].path == runs[-1].path == folder / "sweep" / "b"
+    assert repr(runs[:1]) == "Runs(a)"
+    with pytest.raises(KeyError, match="'c' must be one of the runs: a, empty, sweep/b"):
+        runs["c"]
+    assert repr(af.runs(folder / "a")) == "Runs(a)"
+    assert len(af.runs(folder / "plots")) == 0 and "no run" in af.runs(folder / "plots")._repr_html_()
+    with pytest.raises(RunError, match="folder must be an existing folder with runs, got "):
+        af.runs(folder / "none")
+
+
+def test_curves_of_all_runs_in_one_figure(folder: Path) -> None:
+    runs = af.runs(folder)
+    figure = runs.figure("success", "reward")
+    traces = [(t.name, t.yaxis, list(t.y), t.showlegend) for t in figure.data if len(t.y)]
+    assert traces == [
+        ("a", "y", [0.75, 0.5], True),
+        ("a", "y2", [0.375, 0.25], False),
+        ("sweep/b", "y", [0.25], True),
+        ("sweep/b", "y2", [0.125], False),
+    ]
+    assert len({t.line.color for t in figure.data if t.name == "a"}) == 1
+    with pytest.raises(
+        RunError, match="names must be metrics of the runs, got 'loss'; recorded: reward, seconds, step"
+    ):
+        runs.figure("loss")
+    assert not af.runs(folder / "plots").figure().data

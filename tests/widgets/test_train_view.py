@@ -1,0 +1,334 @@
+"""TrainView without a browser: states of a run, and the choice of panels."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import agents
+import numpy as np
+import pytest
+from agentfly_kit.widgets._panels import FIELDS
+from ipywidgets.widgets import widget as ipywidget
+from test_chain_stepper import until
+from test_widgets import FakeRun, check_static, sent, unpack
+
+import agentfly_kit as af
+from agentfly_kit import widgets as w
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    for view in list(ipywidget._instances.values()):
+        view.close()
+
+
+def started(path: Path | None, steps: int = 4, **more: Any) -> Any:
+    policy = agents.fresh()
+    agent = agents.agent(policy, max_turns=2, sampling=af.Sampling(max_tokens=16))
+    tasks = agents.tasks(6)
+    if "evaluate_every" in more:
+        more["eval_tasks"] = tasks[:2]
+    eval_tasks = more.pop("eval_tasks", None)
+    config = af.TrainConfig(steps=steps, tasks_per_step=2, group_size=4, **more)
+    return af.train(agent, policy, tasks, config, run=path, eval_tasks=eval_tasks)
+
+
+def shown(view: Any) -> tuple[str, str]:
+    """Return the state and the details that the page shows, after checking that the static form has them too."""
+    about = view._about["runs"][0]
+    page = check_static(view)
+    assert about["word"] in page.text and about["detail"] in page.text
+    sent(view)
+    return about["word"], about["detail"]
+
+
+# --- states ----------------------------------------------------------------------------------------
+
+
+async def test_the_states_of_a_run_that_is_paused_and_stopped(tmp_path: Path) -> None:
+    run = started(tmp_path / "run")
+    view = w.TrainView(run)
+    assert shown(view) == ("not started", "`await run` starts it.")
+    run.pause()
+    going = asyncio.create_task(run)
+    await until(lambda: view._about["runs"][0]["word"] == "paused")
+    run.resume()
+    view.refresh()
+    assert shown(view) == ("running", "")
+    await until(lambda: len(run.records) == 1)
+    run.stop()
+    await until(lambda: "stopping after step" in view._about["runs"][0]["word"] or going.done())
+    await going
+    done = len(run.records)
+    assert done < 4 and run.state == "stopped"
+    await until(lambda: shown(view)[0] == f"stopped after step {done}")
+    assert not view._about["control"]["can"] and view._about["control"]["ended"]
+    kept = f"{'Steps 1 to' if done > 1 else 'Step'} {done} and the checkpoint are kept in '{tmp_path / 'run'}'"
+    assert shown(view)[1] == f"{kept}. To continue, run `await run`, or the cell that created the run."
+
+    # Awaiting the same handle continues the run, because a stop applies only to the loop that it stopped.
+    await run
+    await until(lambda: shown(view)[0] == "finished")
+    assert len(run.records) == 4
+    assert repr(view) == "TrainView(4 of 4 steps)"
+    assert not view._about["control"]["can"]
+
+
+async def test_a_loop_that_is_left_is_stopped_and_continues_where_it_was(tmp_path: Path) -> None:
+    run = started(tmp_path / "run")
+    view = w.TrainView(run)
+    async for step in run:
+        if step.step == 2:
+            break
+    gc.collect()
+    await until(lambda: shown(view)[0] == "stopped after step 2")
+    again = started(tmp_path / "run")
+    later = w.TrainView(again)
+    assert shown(later) == ("not started", "`await run` continues after step 2.")
+    words = []
+    async for step in again:
+        if step.step == 3:
+            later.refresh()
+            words.append(shown(later))
+    assert words == [("running", "Continued after step 2.")]
+    await until(lambda: shown(later) == ("finished", "Continued after step 2."))
+
+    finished = started(tmp_path / "run")
+    assert shown(w.TrainView(finished))[0] == "finished earlier"
+    with pytest.warns(UserWarning, match="nothing is trained"):
+        await finished
+    assert shown(w.TrainView(finished))[0] == "already finished"
+    assert "nothing was trained" in shown(w.TrainView(finished))[1]
+
+
+@pytest.mark.parametrize("interrupt", [asyncio.CancelledError, KeyboardInterrupt])
+async def test_an_interrupted_run(interrupt: type[BaseException], tmp_path: Path) -> None:
+    run = started(tmp_path / "run", steps=5, checkpoint_every=2)
+    view = w.TrainView(run)
+    if interrupt is KeyboardInterrupt:
+        real = run._make_record
+
+        def interrupted(index: int, *given: Any) -> Any:
+            if index == 3:
+                raise KeyboardInterrupt
+            return real(index, *given)
+
+        run._make_record = interrupted
+        with pytest.raises(KeyboardInterrupt) as caught:
+            # In a task, KeyboardInterrupt would stop the event loop of the test.
+            await run._wait()
+        del run._make_record
+    else:
+        going = asyncio.create_task(run)
+        await until(lambda: len(run.records) == 3)
+        going.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await going
+    assert type(caught.value) is interrupt
+    kept = f"teps 1 to 2 and the checkpoint are kept in '{tmp_path / 'run'}'; step 3 will run again"
+    assert str(caught.value).startswith(f"training was interrupted after step 3 of 5: s{kept}")
+    assert str(caught.value).endswith("To continue, run the cell again, or await the same run")
+    await until(lambda: shown(view)[0] == "interrupted after step 3")
+    assert shown(view)[1].startswith("S" + kept)
+    assert repr(view) == "TrainView(3 of 5 steps, interrupted)"
+    assert "interrupted, await it again to continue" in repr(run)
+    assert view._about["control"] == {"can": False, "ended": True, "paused": False, "stopping": False}
+    await run
+    await until(lambda: shown(view)[0] == "finished")
+    assert [record["step"] for record in run.records] == [1, 2, 3, 4, 5]
+
+
+async def test_an_interrupted_run_without_a_folder_or_a_step() -> None:
+    run = started(None)
+    going = asyncio.create_task(run)
+    while run.rollout is None:
+        await asyncio.sleep(0)
+    going.cancel()
+    with pytest.raises(asyncio.CancelledError, match=r"after step 0 of 4: no step is kept\. To continue, await"):
+        await going
+    assert "no step is kept" in run.describe_kept()
+    async with asyncio.timeout(20):  # only an exception of type CancelledError itself becomes a TimeoutError
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await run
+
+
+async def test_a_failed_run_shows_the_first_line_of_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = started(tmp_path / "run")
+    view = w.TrainView(run)
+
+    def broken(*given: Any) -> Any:
+        raise OSError("No space left\non this device")
+
+    async for step in run:
+        if step.step == 2:
+            monkeypatch.setattr(run, "_persist", broken)
+            break
+    with pytest.raises(OSError, match="No space left"):
+        await run
+    await until(lambda: shown(view)[0] == "failed after step 2: OSError: No space left")
+    assert "Steps 1 to 2" in shown(view)[1]
+    assert isinstance(run.error, OSError)
+    monkeypatch.undo()
+    await run
+    assert run.error is None
+
+
+async def test_an_interrupted_rollout_says_what_was_kept() -> None:
+    agent = agents.scripted([agents.call(), "42"], latency=0.02)
+    run = agent.rollout(agents.tasks(1), group_size=100, max_concurrency=4)
+    going = asyncio.create_task(run)
+    await until(lambda: run.snapshot().count("done") > 1)
+    going.cancel()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await going
+    done = len(agent.last_run.partial)
+    assert 1 < done < 100
+    assert f"{done} of 100 chains have finished and are kept in agent.last_run.partial" in str(caught.value)
+    assert run.snapshot().state == "interrupted"
+
+    left = agent.rollout(agents.tasks(1), group_size=100, max_concurrency=4)
+    async for _ in left:
+        break
+    gc.collect()
+    await until(lambda: left.snapshot().state == "stopped")
+
+
+# --- panels ------------------------------------------------------------------------------------------
+
+
+def lines(view: Any) -> list[list[str]]:
+    return [[line["key"] for line in panel["lines"]] for panel in view._about["panels"]]
+
+
+async def test_every_field_of_a_run_has_a_name_and_metrics_are_drawn_with_their_evaluation(tmp_path: Path) -> None:
+    run = started(tmp_path / "run", steps=2, evaluate_every=1)
+    await run
+    fields = {key for record in run.records for key in record} - {"step"}
+    assert {key for key in fields if not key.startswith(("metric_", "eval_metric_", "dropped: "))} <= set(FIELDS)
+    tokens = next(panel for panel in w.TrainView(run)._about["panels"] if panel["label"] == "tokens")
+    assert tokens["unit"] == "per chain"  # as in `Rollout.summary`, from which the value is recorded
+
+    fake = FakeRun(2)
+    fake.step(metric_exact=0.25, eval_metric_exact=0.5)
+    view = w.TrainView(fake)
+    panel = view._about["panels"][-1]
+    assert (panel["label"], panel["points"]) == ("exact", "eval_metric_exact")
+    columns = view._buffers["runs"][0]["columns"]
+    np.testing.assert_array_equal(unpack(columns["eval_metric_exact"]), np.float32([math.nan, math.nan, 0.5]))
+    page = check_static(view)
+    assert "exact (evaluation)" in page.text
+    assert "Circles are evaluations" in page.text
+    sent(view)
+
+
+def test_panels_of_names_lists_and_functions() -> None:
+    run = FakeRun(3)
+    run.step(metric_exact=0.5, tokens=50.0)
+
+    def tokens_per_second(records: Any) -> Any:
+        return records["tokens"] / records["seconds"]
+
+    view = w.TrainView(
+        run,
+        panels=["success", ["reward", "metric_exact"], "metric_exact", tokens_per_second, "eval_metric_later", "lr"],
+    )  # fmt: skip
+    assert [panel["label"] for panel in view._about["panels"]] == [
+        "success", "reward, exact", "exact", "tokens per second", "eval_metric_later", "lr",
+    ]  # fmt: skip
+    assert lines(view)[1] == ["reward", "metric_exact"]
+    assert view._about["panels"][0]["bandLow"] == "success_low"
+    key = lines(view)[3][0]
+    np.testing.assert_array_equal(unpack(view._buffers["runs"][0]["columns"][key])[3], np.float32(25))
+    run.step(tokens=80.0, eval_metric_later=0.75)
+    view.refresh()
+    assert unpack(view._buffers["runs"][0]["columns"][key])[4] == 40
+    assert view._about["panels"][4]["n"] == 1
+    sent(view)
+    page = check_static(view)
+    assert "tokens per second" in page.text
+    smooth = w.TrainView(run, FakeRun(5), panels=[lambda records: records[["reward", "success"]].rolling(2).mean()])
+    assert [line["label"] for line in smooth._about["panels"][0]["lines"]] == ["reward", "success"]
+    assert smooth._about["panels"][0]["label"] == "panel 1"
+    check_static(smooth)
+
+
+def test_panels_that_are_rejected() -> None:
+    run = FakeRun(3)
+    run.step(metric_exact=0.5)
+    with pytest.raises(
+        ValueError, match=r"no field is called 'exact'; did you mean 'metric_exact'\?; recorded: success"
+    ):
+        w.TrainView(run, panels=["exact"])
+    with pytest.raises(ValueError, match="no field is called 'rewrd'; did you mean 'reward'"):
+        w.TrainView(FakeRun(0), panels=[["success", "rewrd"]])
+    w.TrainView(FakeRun(0), panels=["metric_later"])
+    with pytest.raises(ValueError, match="no field is called 'metric_later'"):
+        w.TrainView(FakeRun(20), panels=["metric_later"])  # the run is complete
+    with pytest.raises(TypeError, match="panels must be a list"):
+        w.TrainView(run, panels="success")
+    with pytest.raises(TypeError, match="an entry of panels must be the name of a field"):
+        w.TrainView(run, panels=["success", 7])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="at most 6 lines, got 7"):
+        w.TrainView(run, panels=[["success"] * 7])
+    with pytest.raises(ValueError, match="the function for 'panel 1' failed: KeyError: 'tokenz'; columns: success"):
+        w.TrainView(run, panels=[lambda records: records["tokenz"]])
+    with pytest.raises(ValueError, match="failed: ValueError"):
+        w.TrainView(run, panels=[lambda records: [1, 2]])
+
+
+def test_a_function_that_fails_later_leaves_the_other_charts() -> None:
+    run = FakeRun(0)
+    view = w.TrainView(run, panels=["success", lambda records: records["tokenz"]])
+    run.step()
+    view.refresh()
+    assert view._about["panels"][0]["n"] == 1
+    assert view._about["panels"][1]["error"] == "KeyError: 'tokenz'"
+    assert "panel 2: KeyError: 'tokenz'" in check_static(view).text
+    sent(view)
+
+
+# --- the static form -----------------------------------------------------------------------------------
+
+
+def drawings(view: Any) -> list[str]:
+    page = view._static()
+    return [base64.b64decode(x).decode() for x in re.findall(r"base64,([A-Za-z0-9+/=]+)", page)]
+
+
+@pytest.mark.parametrize("value", [1e-7, -0.000123, 123456.0, -98765.4, 0.3333, 1e12])
+def test_no_label_of_the_static_form_is_cut(value: float) -> None:
+    run = FakeRun()
+    for factor in (1.0, 1.00001, 1.7):
+        run.step(loss=value * factor, metric_a_long_name_of_a_metric_that_does_not_fit=value)
+    view = w.TrainView(run, panels=["loss", "metric_a_long_name_of_a_metric_that_does_not_fit"])
+    for svg in drawings(view):
+        texts = re.findall(r'<text x="([\d.-]+)" y="[\d.-]+" text-anchor="(\w+)"([^>]*)>([^<]*)</text>', svg)
+        assert len(texts) >= 5
+        for x, anchor, style, text in texts:
+            width = len(text) * 0.65 * (10 if 'font-size="10"' in style else 12)
+            left = float(x) - {"start": 0, "middle": width / 2, "end": width}[anchor]
+            assert left >= 0 and left + width <= 230, (text, left, width)
+        title, number = texts[0], texts[1]
+        assert float(title[0]) + len(title[3]) * 7.8 <= float(number[0]) - len(number[3]) * 7.8 + 1
+
+
+def test_the_static_form_has_the_intervals_and_the_rule_of_success() -> None:
+    run = FakeRun()
+    run.step(trajectories=64, success=0.5)
+    view = w.TrainView(run)
+    page = view._static()
+    assert re.search(r"success \(share\) over step 1, last 0\.5 \[0\.38\d+, 0\.61\d+\]\. A chain succeeds if", page)
+    assert "Bands are 95 % intervals" in page
+    (step,) = re.findall(r'text-anchor="middle" [^>]*>([^<]*)</text>', drawings(view)[0])
+    assert step == "1"
+    json.dumps(page)

@@ -1,0 +1,235 @@
+"""Panels of a TrainView: the curves and the axis range of each chart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agentfly_kit.errors import suggest_keyword
+
+from ._base import SUCCESS_RULE, escape_control_chars, sendable
+from ._curves import Source
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Specification of a chart: lines over all steps, and points with intervals at the evaluated steps.
+
+    Attributes:
+        lines: The columns of the lines.
+        label: The chart's title.
+        unit: The unit shown next to the title.
+        points: The column of the evaluation points.
+        low: The column of the lower ends of the evaluation intervals.
+        high: The column of the upper ends of the evaluation intervals.
+        fixed: The range of the y axis, if it does not depend on the data.
+        band: The columns of the lower and upper ends of the interval around the line.
+        extra: True to show the chart only if a run recorded one of its columns.
+        hint: Explanation of the numbers, shown as a tooltip of the title.
+        function: A function of the records that computes the lines.
+    """
+
+    lines: tuple[str, ...]
+    label: str
+    unit: str = ""
+    points: str = ""
+    low: str = ""
+    high: str = ""
+    fixed: tuple[float, float] | None = None
+    band: tuple[str, str] = ("", "")
+    extra: bool = False
+    hint: str = ""
+    function: Callable[[Any], Any] | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(key for key in (*self.lines, self.points, self.low, self.high, *self.band) if key)
+
+
+PANELS = (
+    Panel(
+        ("success",), "success", "share", "eval_success", "eval_low", "eval_high", (0.0, 1.0),
+        ("success_low", "success_high"), hint=SUCCESS_RULE,
+    ),
+    Panel(("reward",), "reward", "mean", band=("reward_low", "reward_high")),
+    Panel(("approx_kl",), "approx KL", "nats per token"),
+    Panel(("clip_fraction",), "clip fraction", "share"),
+    Panel(("entropy",), "entropy", "nats per token"),
+    Panel(("grad_norm",), "grad norm", "before clipping"),
+    Panel(("loss",), "loss"),
+    Panel(("tokens",), "tokens", "per chain", hint="Mean number of action tokens of a chain."),
+    Panel(("turns",), "turns", "per chain", hint="Mean number of actions of a chain."),
+    Panel(("seconds",), "seconds", "per step"),
+    Panel(("seconds_rollout",), "rollout", "seconds", extra=True),
+    Panel(("seconds_update",), "update", "seconds", extra=True),
+    Panel(("kl_reference",), "KL to reference", "nats per token", extra=True),
+    Panel(("value_loss",), "value loss", extra=True),
+    Panel(("explained_variance",), "explained variance", "of the values", extra=True),
+    Panel(("sampler_gap",), "sampler gap", "largest, nats", extra=True),
+    Panel(("calls",), "tool calls", "per chain", extra=True),
+    Panel(("truncated",), "truncated", "share", extra=True),
+    Panel(("unscored",), "unscored", "share", extra=True),
+)  # fmt: skip
+_STANDARD = {panel.lines[0]: panel for panel in PANELS}
+# Fields that `af.train` records, except for metrics and the reasons for which chains were dropped.
+FIELDS = (
+    *dict.fromkeys(key for panel in PANELS for key in panel.columns), "advantage_mean", "dropped", "dropped_groups",
+    "effective_sample_size", "kl_coef", "lag", "lr", "not_run", "policy_loss", "ratio_max", "reward_max", "reward_std",
+    "rows", "trajectories", "updates", "version",
+)  # fmt: skip
+# Prefixes of the names of recorded reward metrics, in training and in evaluations.
+METRIC, EVAL_METRIC = "metric_", "eval_metric_"
+# Maximum number of metrics that have a chart by default.
+_CHARTED = 6
+# Maximum number of lines per chart. There is one line style for each.
+_MAX_LINES = 6
+
+
+def metric_names(sources: Iterable[Source]) -> list[str]:
+    """Return the names of the recorded metrics, without prefix."""
+    keys = [key for source in sources for key in source.columns]
+    return list(
+        dict.fromkeys(
+            key.removeprefix("eval_").removeprefix(METRIC) for key in keys if key.startswith((METRIC, EVAL_METRIC))
+        )
+    )
+
+
+def default_panels(sources: Sequence[Source]) -> list[Panel]:
+    """Return the standard panels, and one panel for each of the first `_CHARTED` metrics."""
+    chosen = [name for name in metric_names(sources) if name != "success"][:_CHARTED]  # success has its own panel
+    return [*PANELS, *(_panel_of(METRIC + name) for name in chosen)]
+
+
+def make_panels(given: Any, sources: Sequence[Source]) -> list[Panel]:
+    """Validate the `panels=` argument of a TrainView and return the panels.
+
+    Raises:
+        TypeError: If an entry is not a name, a list of names or a function.
+        ValueError: If a name is unknown, or a list has too many names or none.
+    """
+    if isinstance(given, str) or callable(given):
+        raise TypeError(f"panels must be a list of names, lists of names and functions, got {given!r}")
+    recorded = list(dict.fromkeys(key for source in sources for key in source.columns))
+    # Metric names are unknown until the run records them.
+    may_follow = any(not source.finished and (source.total or not len(source.steps)) for source in sources)
+    panels: list[Panel] = []
+    for entry in given:
+        if callable(entry):
+            name = getattr(entry, "__name__", "<lambda>")
+            label = f"panel {len(panels) + 1}" if name == "<lambda>" else name.replace("_", " ")
+            panels.append(Panel((), label, function=entry))
+            continue
+        names = (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, list | tuple) else ()
+        if not names or not all(isinstance(name, str) for name in names):
+            raise TypeError(
+                f"an entry of panels must be the name of a field, a list of names, or a function of a data frame, "
+                f"got {entry!r}"
+            )
+        if len(names) > _MAX_LINES:
+            raise ValueError(f"a panel must have at most {_MAX_LINES} lines, got {len(names)}: {list(names)!r}")
+        for name in names:
+            if sendable(name) in recorded or name in FIELDS or (may_follow and name.startswith((METRIC, EVAL_METRIC))):
+                continue
+            available = [*recorded, *(field for field in FIELDS if field not in recorded)]
+            raise ValueError(
+                f"panels: no field is called {name!r}{suggest_keyword(name, available)}; recorded: "
+                f"{', '.join(recorded) or 'nothing yet'}; others that a run may record: "
+                f"{', '.join(available[len(recorded) :])}, metric_<name>, eval_metric_<name>"
+            )
+        names = tuple(sendable(name) for name in names)
+        if len(names) == 1:
+            panels.append(_panel_of(names[0]))
+        else:
+            panels.append(Panel(names, ", ".join(line_label(name) for name in names)))
+    return panels
+
+
+def _panel_of(field: str) -> Panel:
+    if field in _STANDARD:
+        return replace(_STANDARD[field], extra=False)
+    if field.startswith(METRIC):
+        return Panel((field,), line_label(field), "mean", points=f"eval_{field}", hint=f"Metric of the reward: {field}")
+    return Panel((field,), line_label(field))
+
+
+def line_label(field: str) -> str:
+    if field in _STANDARD:
+        return _STANDARD[field].label
+    if field.startswith(METRIC):
+        return escape_control_chars(field.removeprefix(METRIC), 40)
+    return escape_control_chars(field.replace("_", " ", field.count("_") if field in FIELDS else 0), 40)
+
+
+def compute(panel: Panel, sources: Sequence[Source]) -> tuple[Panel, str]:
+    """Compute the lines of a panel with the panel's function, and add them to the columns of the sources.
+
+    Returns the panel with its lines, and an error message, which is empty unless the function failed.
+    """
+    import pandas as pd
+
+    if panel.function is None:
+        return panel, ""
+    lines: dict[str, None] = {}
+    try:
+        for source in sources:
+            if not len(source.steps):
+                continue
+            frame = source.to_frame()
+            result = panel.function(frame)
+            if not isinstance(result, pd.DataFrame):
+                result = pd.DataFrame({panel.label: result}, index=frame.index)
+            if len(result) != len(frame):
+                raise ValueError(f"it returned {len(result)} numbers for {len(frame)} steps")
+            for name in result.columns[:_MAX_LINES]:
+                key = f"{panel.label}()" if len(result.columns) == 1 else f"{panel.label}(): {name}"
+                source.columns[sendable(key)] = np.asarray(result[name], np.float32)
+                lines[sendable(key)] = None
+    except Exception as error:
+        return replace(panel, lines=()), sendable(f"{type(error).__name__}: {error}")
+    return replace(panel, lines=tuple(lines)), ""
+
+
+def describe(panel: Panel, sources: Sequence[Source], error: str = "") -> dict[str, Any]:
+    """Return the description of a chart without its data. The static form and the page use the same y range."""
+    values = [source.columns[key] for source in sources for key in panel.columns if key in source.columns]
+    together: npt.NDArray[np.float32] = np.concatenate([np.zeros(0, np.float32), *values])
+    finite = together[np.isfinite(together)]
+    low, high = _domain(finite, panel.fixed, (0.0, 1.0) if panel.unit == "share" else (-math.inf, math.inf))
+    names = [key.partition("(): ")[2] if panel.function is not None else line_label(key) for key in panel.lines]
+    return {
+        "lines": [{"key": key, "label": name} for key, name in zip(panel.lines, names, strict=True)],
+        "label": panel.label, "unit": panel.unit, "hint": panel.hint, "points": panel.points, "low": panel.low,
+        "high": panel.high, "lo": low, "hi": high, "n": len(finite), "odd": int(np.isinf(together).sum()),
+        "bandLow": panel.band[0], "bandHigh": panel.band[1], "error": error,
+    }  # fmt: skip
+
+
+def _domain(
+    finite: npt.NDArray[np.float32],
+    fixed: tuple[float, float] | None,
+    possible: tuple[float, float] = (-math.inf, math.inf),
+) -> tuple[float, float]:
+    """Choose the limits of a chart's axis. They lie within `possible` unless the data exceeds that range."""
+    if fixed is not None:
+        low, high = fixed
+        return (min(low, float(finite.min())), max(high, float(finite.max()))) if len(finite) else fixed
+    if not len(finite):
+        return 0.0, 1.0
+    low, high = float(finite.min()), float(finite.max())
+    # Start the axis at 0 unless the curve is far from 0, so that small fluctuations do not look large.
+    if low == high == 0:
+        return 0.0, 1.0
+    if 0 <= low <= 0.6 * high or 0 < low == high:
+        low = 0.0
+    elif 0 >= high >= 0.6 * low or low == high < 0:
+        high = 0.0
+    room = 0.04 * (high - low)
+    low, high = (low if low == 0 else low - room), (high if high == 0 else high + room)
+    least, most = min(possible[0], float(finite.min())), max(possible[1], float(finite.max()))
+    return max(low, least), min(high, most)
