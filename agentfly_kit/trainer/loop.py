@@ -356,8 +356,6 @@ class TrainRun(Handle["TrainRun"], Displayable):
         known = await workers.run_on_main(
             lambda: self.run.claim(self.fingerprint, resume=not self._start_over, start_version=policy.version)
         )
-        if not workers.is_main:
-            self.run.invalidate()
         self._start_over = False
         self._optimizer = adamw(policy, config.lr)
         found = self.run.checkpoint if known else None
@@ -386,7 +384,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
             await workers.run_on_main(checkpoint.save, self.run, policy, self._optimizer, self._state)
         await workers.run_on_main(self.run.truncate, self._state.steps)
         if not workers.is_main:
-            self.run.invalidate()
+            self.run.reload()  # now, because the main process may write the next record at any time
         self._steps_yielded = min(self._steps_yielded, self._state.steps)
         self.resumed_from = self._saved_steps = self._state.steps
         self._prepared = True

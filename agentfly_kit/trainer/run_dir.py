@@ -142,9 +142,9 @@ class Run(Displayable):
         """Return the temporary files left by a process that was killed during `claim`."""
         return set(self.path.glob(".run.json.*.tmp"))
 
-    def invalidate(self) -> None:
-        """Discard the cached records. Call this after another process has written new records."""
-        self._records = None
+    def reload(self) -> None:
+        """Read the records again. Call this after another process has changed the folder."""
+        self._records = self._read_records()
 
     # --- steps ---
 
@@ -152,16 +152,20 @@ class Run(Displayable):
     def records(self) -> list[dict[str, float]]:
         """Records of the steps, oldest first. A last line that is incomplete after a crash is ignored."""
         if self._records is None:
-            self._records = []
-            file = self.path / "steps.jsonl"
-            lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-            for number, line in enumerate(lines, start=1):
-                try:
-                    self._records.append(json.loads(line))
-                except ValueError as error:
-                    if number < len(lines):
-                        raise RunError(f"{file}:{number} is damaged: {error}") from error
+            self._records = self._read_records()
         return self._records
+
+    def _read_records(self) -> list[dict[str, float]]:
+        file = self.path / "steps.jsonl"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        records = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                if number < len(lines):
+                    raise RunError(f"{file}:{number} is damaged: {error}") from error
+        return records
 
     def append(self, record: dict[str, float]) -> None:
         """Append the record of a step to `steps.jsonl`, without calling the callbacks of `subscribe`."""
