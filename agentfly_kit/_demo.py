@@ -19,6 +19,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,86 +32,11 @@ class Interrupted(Exception):
     """Raised when SIGINT or SIGTERM stops the run."""
 
 
-class Display:
-    """Progress display with one line per cell. In a terminal, the line of the running cell is updated in place."""
-
-    def __init__(self) -> None:
-        self.terminal = sys.stdout.isatty()
-        self.drawn = ""
-
-    def line(self, text: str) -> None:
-        print(("\r\x1b[K" if self.terminal else "") + text, flush=True)
-        self.drawn = ""
-
-    def redraw(self, text: str) -> None:
-        if self.terminal and text != self.drawn:
-            width = shutil.get_terminal_size().columns - 1
-            print("\r\x1b[K" + text[:width], end="", flush=True)
-            self.drawn = text
-
-
-class Follower:
-    """Reader of lines that training runs append to steps.jsonl. Invalid lines are skipped."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.offsets = folder, dict[Path, int]()
-
-    def new(self) -> list[dict[str, Any]]:
-        records = []
-        for path in sorted(self.folder.glob("runs/*/steps.jsonl")):
-            found, self.offsets[path] = read_steps(path, self.offsets.get(path, 0))
-            records += found
-        return records
-
-
-def read_steps(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Return the records in the complete lines after byte `offset`, and the offset after these lines."""
-    with path.open("rb") as file:
-        file.seek(offset)
-        data = file.read()
-    whole = data[: data.rfind(b"\n") + 1]
-    records = []
-    for line in whole.splitlines():
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                records.append(record)
-    return records, offset + len(whole)
-
-
-def step_text(record: dict[str, Any]) -> str:
-    """Format a record, for example as `step 7   reward 0.61   success 0.66`. A record may contain nested dicts."""
-    flat = dict(record)
-    for value in record.values():
-        if isinstance(value, dict):
-            flat = {**value, **flat}
-    parts = [f"step {flat['step']:>3}"] if "step" in flat else []
-    names = {
-        "reward": ("reward_mean", "reward"),
-        "success": ("success",),
-        "kl": ("approx_kl",),
-        "entropy": ("entropy",),
-    }
-    for label, keys in names.items():
-        value = next((flat[key] for key in keys if isinstance(flat.get(key), int | float)), None)
-        if value is not None:
-            parts.append(f"{label} {value:.3f}")
-    return "   ".join(parts)
-
-
 def title(source: str) -> str:
     """Return a short title for a cell: its first comment, or its first line if it has no comment."""
     lines = [line.strip() for line in source.splitlines() if line.strip()]
     comment = next((line.lstrip("# ") for line in lines if line.startswith("#") and "NBVAL" not in line), None)
     return (comment or (lines[0] if lines else ""))[:70]
-
-
-def texts(cell: Any) -> list[str]:
-    """Return the plain-text outputs of a code cell, in order."""
-    found = []
-    for output in cell.get("outputs", []):
-        found.append(output.get("text", "") or output.get("data", {}).get("text/plain", ""))
-    return ["".join(text) for text in found]
 
 
 def static(notebook: Any) -> None:
@@ -124,11 +50,11 @@ def static(notebook: Any) -> None:
                 output.get("metadata", {}).pop("agentfly_kit", None)  # id of a view that no longer exists
 
 
-def measured(notebook: Any) -> re.Match[str] | None:
-    """Return the last line `success: <before> -> <after>` that the notebook printed, if any."""
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    found = [match for cell in code for text in texts(cell) for match in SUCCESS.finditer(text)]
-    return found[-1] if found else None
+def measured(notebook: Any) -> str | None:
+    """Return the last text `success: <before> -> <after>` that the notebook printed, if any."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    texts = ["".join(output.get("text") or output.get("data", {}).get("text/plain", "")) for output in outputs]
+    return next((found[-1].group() for text in reversed(texts) if (found := list(SUCCESS.finditer(text)))), None)
 
 
 def heading(notebook: Any) -> str | None:
@@ -138,80 +64,12 @@ def heading(notebook: Any) -> str | None:
     return found.group(1) if found else None
 
 
-def result(notebook: Any, folder: Path, wall: float, cpu: float) -> str:
-    """Return a summary as HTML: success before and after training, steps, times, and the curve of the newest run."""
-    runs = sorted(folder.glob("runs/*/steps.jsonl"), key=lambda path: path.stat().st_mtime)
-    records = read_steps(runs[-1])[0] if runs else []
-    points = [
-        (record["step"], record["success"])
-        for record in records
-        if all(isinstance(record.get(key), int | float) for key in ("step", "success"))
-    ]
-    match = measured(notebook)
-    parts = [f"{len(records)} training step{'s' if len(records) > 1 else ''}"] if records else []
-    parts += [f"{wall:.0f} s in total", f"{cpu:.0f} s of CPU time"]
-    if match:
-        before, after = (float(number) for number in match.groups())
-        head = f"<b>{before:.0%} → {after:.0%}</b> success before and after training"
-    else:
-        head = "The notebook measured no success."
-    about = f'<p class="demo-head">{head}</p><p>{" · ".join(parts)}</p>'
-    return f'<header class="demo">{about}{curve(points) if len(points) > 1 else ""}</header>'
-
-
-def curve(points: list[tuple[float, float]]) -> str:
-    """Return an SVG plot of success against the training step, in the colours of the page."""
-    width, height, left, right, top, bottom = 560, 190, 44, 12, 10, 34
-    first, last = points[0][0], points[-1][0]
-
-    def x(step: float) -> float:
-        return left + (width - left - right) * (step - first) / (last - first)
-
-    def y(success: float) -> float:
-        return top + (height - top - bottom) * (1 - success)
-
-    lines = "".join(
-        f'<line x1="{left}" x2="{width - right}" y1="{y(value):.1f}" y2="{y(value):.1f}" class="demo-grid"/>'
-        f'<text x="{left - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.0%}</text>'
-        for value in (0, 0.5, 1)
-    )
-    names = "".join(
-        f'<text x="{x(step):.1f}" y="{height - 18}" text-anchor="middle">{step}</text>' for step in (first, last)
-    )
-    middle, caption = (left + width - right) / 2, "success of the chains sampled in each training step"
-    names += f'<text x="{middle:.1f}" y="{height - 3}" text-anchor="middle">{caption}</text>'
-    path = " ".join(f"{x(step):.1f},{y(success):.1f}" for step, success in points)
-    label = (
-        f"Success of the sampled chains, from {points[0][1]:.0%} in step {first} to {points[-1][1]:.0%} in step {last}"
-    )
-    return (
-        f'<svg role="img" aria-label="{label}" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
-        f'<title>{label}</title>{lines}{names}<polyline points="{path}" class="demo-line"/></svg>'
-    )
-
-
-STYLE = """
-    :root { color-scheme: light dark; }
-    .demo { margin-left: calc(var(--jp-cell-prompt-width) + 22px); color: var(--jp-content-font-color1);
-      font-family: var(--jp-content-font-family); }
-    .demo p { margin: 4px 0; }
-    .demo-head { font-size: 1.3em; }
-    .demo-head b { font-size: 2em; margin-right: 0.2em; }
-    .demo svg { max-width: 100%; height: auto; fill: currentColor; font-size: 12px; }
-    .demo-grid { stroke: var(--jp-border-color1); }
-    .demo-line { fill: none; stroke: var(--jp-brand-color1); stroke-width: 2.5; }
-"""
-
-
-def page(notebook: Any, name: str, top: str = "") -> str:
+def page(notebook: Any, name: str) -> str:
     """Return the executed notebook as one HTML page that loads nothing from the network.
 
     By default, nbconvert's page loads require.js, MathJax, Mermaid and the widget manager from CDNs. All scripts and
     remote images are removed; formulas are shown as LaTeX source. The page supports light and dark colour schemes.
-
-    Args:
-        name: title of the page if the notebook has no heading.
-        top: HTML to show above the first cell.
+    `name` is the title if the notebook has no heading.
     """
     from jinja2 import DictLoader
     from nbconvert import HTMLExporter
@@ -225,51 +83,43 @@ def page(notebook: Any, name: str, top: str = "") -> str:
         {%- block html_head_css -%}
         {{ resources.include_css("static/theme-dark.css")
            | replace('<style type="text/css">', '<style media="(prefers-color-scheme: dark)">') }}
-        <style>{{ resources.demo.style }}</style>
+        <style>:root { color-scheme: light dark; }</style>
         {%- endblock -%}
-        {%- block body_header -%}{{ super() }}{{ resources.demo.top }}{%- endblock -%}
     """
-    exporter = HTMLExporter(
-        extra_loaders=[DictLoader({"offline.html.j2": template})],
-        template_file="offline.html.j2",
-        embed_images=True,
-    )
-    resources = {"metadata": {"name": heading(notebook) or name}, "demo": {"style": STYLE, "top": top}}
+    loader = DictLoader({"offline.html.j2": template})
+    exporter = HTMLExporter(extra_loaders=[loader], template_file="offline.html.j2", embed_images=True)
+    resources = {"metadata": {"name": heading(notebook) or name}}
     body, _ = exporter.from_notebook_node(notebook, resources=resources)
     body = re.sub(r"<script\b.*?</script\s*>", "", body, flags=re.DOTALL | re.IGNORECASE)
     return re.sub(r"\ssrc(set)?\s*=\s*([\"'])\s*(https?:)?//.*?\2", "", body, flags=re.DOTALL | re.IGNORECASE)
 
 
-async def execute(notebook: Any, folder: Path, display: Display) -> None:
+def show_steps(folder: Path, shown: Counter[Path]) -> None:
+    """Print the steps that training runs have appended to steps.jsonl. `shown` counts the printed lines per file."""
+    for path in sorted(folder.glob("runs/*/steps.jsonl")):
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last part is empty or incomplete
+        for record in map(json.loads, lines[shown[path] :]):
+            numbers = [f"{k} {record[k]:.3f}" for k in ("reward", "success", "approx_kl", "entropy") if k in record]
+            print("   ".join([f"        step {record['step']:>3}", *numbers]), flush=True)
+        shown[path] = len(lines)
+
+
+async def execute(notebook: Any, folder: Path) -> None:
     """Run all cells with `folder` as the working directory. The kernel is always stopped on return."""
     from nbclient import NotebookClient
     from nbclient.exceptions import DeadKernelError
 
     code_cells = [index for index, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
-    follower = Follower(folder)
-    running: dict[str, Any] = {"head": "starting the kernel", "since": time.perf_counter(), "step": ""}
+    shown = Counter[Path]()
 
     def starts(cell: Any, cell_index: int) -> None:
-        number = code_cells.index(cell_index) + 1 if cell_index in code_cells else 0
-        running.update(head=f"[{number:2d}/{len(code_cells)}] {title(cell.source)}", since=time.perf_counter(), step="")
-
-    def ended(cell: Any, cell_index: int, execute_reply: Any) -> None:
-        show()
-        display.line(f"{running['head']:<76} {time.perf_counter() - running['since']:6.1f} s")
-        running.update(head="", step="")
-
-    def show() -> None:
-        for record in follower.new():
-            running["step"] = step_text(record)
-            if running["step"] and not display.terminal:
-                display.line(f"        {running['step']}")
-        if running["head"]:
-            seconds = time.perf_counter() - running["since"]
-            display.redraw(f"{running['head']}   {running['step']}   {seconds:.0f} s")
+        if cell_index in code_cells:
+            number = code_cells.index(cell_index) + 1
+            print(f"[{number:2d}/{len(code_cells)}] {title(cell.source)}", flush=True)
 
     async def keep_showing() -> None:
         while True:
-            show()
+            show_steps(folder, shown)
             await asyncio.sleep(0.2)
 
     client = NotebookClient(
@@ -281,7 +131,7 @@ async def execute(notebook: Any, folder: Path, display: Display) -> None:
         record_timing=False,
         resources={"metadata": {"path": str(folder)}},
         on_cell_execute=starts,
-        on_cell_executed=ended,
+        on_cell_executed=lambda **_: show_steps(folder, shown),
     )
     # nbclient's context manager is unsuitable: its signal handlers kill the kernel but leave the client waiting for a
     # reply. Instead, a signal cancels the run, and the `finally` block stops the kernel.
@@ -346,37 +196,32 @@ def run_demo(path: Path, out: Path, save: bool = False) -> int:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
-    display, started = Display(), time.perf_counter()
-    display.line(f"{path.name} in {os.path.relpath(folder)}")
+    started = time.perf_counter()
+    print(f"{path.name} in {os.path.relpath(folder)}", flush=True)
     failure: Exception | None = None
     try:
-        asyncio.run(execute(notebook, folder, display))
+        asyncio.run(execute(notebook, folder))
     except (CellExecutionError, DeadKernelError) as error:
         failure = error
     except Interrupted:
-        display.line("demo: interrupted; the kernel is stopped")
+        print("demo: interrupted; the kernel is stopped")
         return 130
 
-    wall, used = time.perf_counter() - started, os.times()
-    cpu = used.children_user + used.children_system  # the kernel and its child processes have exited
     static(notebook)
     nbformat.write(notebook, folder / path.name)
     html = folder / f"{name}.html"
-    html.write_text(page(notebook, name, result(notebook, folder, wall, cpu)), encoding="utf-8")
-    display.line(
-        f"{wall:.0f} s, {cpu:.0f} s of CPU time; the page: {os.path.relpath(html)}, {html.stat().st_size / 1e6:.1f} MB"
-    )
+    html.write_text(page(notebook, name), encoding="utf-8")
+    size = html.stat().st_size / 1e6
+    print(f"{time.perf_counter() - started:.0f} s; the page: {os.path.relpath(html)}, {size:.1f} MB", flush=True)
     if failure is not None:
-        text = str(failure)
-        print(text if display.terminal else ESCAPES.sub("", text), file=sys.stderr)
+        print(str(failure) if sys.stderr.isatty() else ESCAPES.sub("", str(failure)), file=sys.stderr)
         return 1
     if save:
         nbformat.write(notebook, path)
-        display.line(f"saved {path}")
+        print(f"saved {path}")
         return 0
-    match = measured(notebook)
-    if match is None:
+    if (result := measured(notebook)) is None:
         print("demo: all cells ran, but none printed a line `success: <before> -> <after>`", file=sys.stderr)
         return 1
-    print(match.group())
+    print(result)
     return 0
