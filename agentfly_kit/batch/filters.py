@@ -16,7 +16,7 @@ from agentfly_kit.types import Group, Trajectory
 
 Filter = Callable[..., str | None]
 
-__all__ = ["drop_reasons", "equal_rewards", "overlong", "tool_errors"]
+__all__ = ["drop_reasons", "equal_rewards", "overlong"]
 
 
 def equal_rewards(group: Group) -> str | None:
@@ -47,26 +47,6 @@ def overlong(tokens: int | None = None) -> Filter:
         if tokens is None:
             return "overlong" if trajectory.truncated else None
         return "overlong" if sum(int(row.action_mask.sum()) for row in trajectory.rows) > tokens else None
-
-    return check
-
-
-def tool_errors(share: float = 0.0) -> Filter:
-    """Create a filter that excludes trajectories in which too many tool calls failed.
-
-    Args:
-        share: Maximum fraction of failed calls, at least 0 and below 1. 0 excludes any trajectory with a failed call.
-
-    Raises:
-        SettingsError: If `share` is out of range.
-    """
-    if not 0 <= share < 1:
-        raise SettingsError(f"share must be at least 0 and below 1, got {share}")
-
-    def check(trajectory: Trajectory) -> str | None:
-        calls = [c.result for c in trajectory.tool_calls if c.result is not None]
-        failed = sum(not result.ok for result in calls)
-        return "tool errors" if calls and failed > share * len(calls) else None
 
     return check
 

@@ -17,7 +17,6 @@ from agentfly_kit.losses.divergence import (
     effective_sample_size,
     importance_weights,
     kl,
-    kl_full,
 )
 from agentfly_kit.losses.reduction import AggregateMode as AggregateMode
 from agentfly_kit.losses.reduction import aggregate
@@ -49,7 +48,6 @@ __all__ = [
     "importance_weights",
     "kl",
     "kl_cov",
-    "kl_full",
     "ppo",
     "reinforce",
     "sapo",

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from agentfly_kit.errors import SettingsError, check_choice, check_shape
+from agentfly_kit.errors import SettingsError, check_choice
 from agentfly_kit.losses.inputs import MAX_LOG_RATIO, as_bool_mask, masked
 
 KLKind: TypeAlias = Literal["k1", "abs", "k2", "k3", "k3+"]
@@ -47,28 +47,6 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3", mask: Tensor
         return k2
     k3 = torch.exp((-d).clamp(max=MAX_LOG_RATIO)) - 1 + d
     return k3 if kind == "k3" else k2 + (k3 - k2).detach()
-
-
-def kl_full(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> Tensor:
-    """Exact KL(policy || reference) of the two next-token distributions at each action token.
-
-    Tokens with logit -inf in both contribute 0; a token with logit -inf only in the reference makes the KL infinite.
-
-    Shapes:  logits, ref_logits (B, T, V), mask (B, T) -> (B, T).
-    Units:   nats per token.
-    """
-    check_shape("ref_logits", ref_logits, logits.shape)
-    check_shape("mask", mask, logits.shape[:-1])
-    m = mask.to(device=logits.device, dtype=torch.bool)
-    # Read only positions inside the mask: V is large, and NaN elsewhere must not spread.
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    log_p = torch.log_softmax(logits[m].to(wide), -1)
-    log_q = torch.log_softmax(ref_logits[m].to(wide), -1)
-    possible = log_p > -torch.inf
-    log_p = torch.where(possible, log_p, 0.0)  # 0 * -inf would be NaN
-    log_q = torch.where(possible, log_q, 0.0)
-    per_token = torch.where(possible, log_p.exp() * (log_p - log_q), 0.0).sum(-1)
-    return torch.zeros_like(mask, dtype=wide, device=logits.device).masked_scatter(m, per_token)
 
 
 def adaptive_kl_coef(coef: float, kl: float, *, target: float, steps: float, horizon: float = 10_000) -> float:

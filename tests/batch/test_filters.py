@@ -62,7 +62,11 @@ async def test_filtered_chains_count_in_no_mean() -> None:
     assert [float(a[m][0]) for a, m in zip(again.advantages, again.mask, strict=True)] == [0.0, 1.0, 3.0]
 
 
-async def test_overlong_by_tokens_and_tool_errors() -> None:
+def tool_errors(trajectory: Trajectory) -> str | None:
+    return "tool errors" if any(c.result and not c.result.ok for c in trajectory.tool_calls) else None
+
+
+async def test_overlong_by_tokens_and_a_filter_of_ones_own() -> None:
     @tool
     def breaks(expression: str) -> str:
         """Break on 0.
@@ -83,13 +87,12 @@ async def test_overlong_by_tokens_and_tool_errors() -> None:
     order = {t.id: i for i, t in enumerate(wanted)}
     rollout = await played(script, tools=[breaks], max_turns=4).rollout(wanted)
     one, two = rollout.trajectories
-    assert filters.drop_reasons(rollout, [filters.tool_errors()]) == {one.id: "tool errors"}
-    assert filters.drop_reasons(rollout, [filters.tool_errors(0.5)]) == {}
+    assert filters.drop_reasons(rollout, [tool_errors]) == {one.id: "tool errors"}
     tokens = int(two.action_mask.sum())
     assert filters.drop_reasons(rollout, [filters.overlong(tokens)]) == {}
     assert set(filters.drop_reasons(rollout, [filters.overlong(tokens - 1)])) == {one.id, two.id}
     # The reason is that of the first filter that returns one.
-    both = filters.drop_reasons(rollout, [filters.tool_errors(), filters.overlong(1)])
+    both = filters.drop_reasons(rollout, [tool_errors, filters.overlong(1)])
     assert both == {one.id: "tool errors", two.id: "overlong"}
 
 
@@ -114,8 +117,6 @@ async def test_invalid_filters_are_rejected() -> None:
         SMALL.replace(filters=filters.equal_rewards)
     with pytest.raises(SettingsError, match="tokens must be at least 1"):
         filters.overlong(0)
-    with pytest.raises(SettingsError, match="share must be"):
-        filters.tool_errors(1.0)
     with pytest.raises(EmptyBatch, match="none of 2 trajectories can be trained on: overlong") as caught:
         collate(rollout, filters=[filters.overlong(1)])
     assert isinstance(caught.value, BatchError)
