@@ -177,10 +177,7 @@ class Tensors(dict[str, Any], Displayable):
 
 
 def user_traceback(error: BaseException) -> list[str]:
-    """Return the traceback of an error in the format of IPython, with only the frames of user code.
-
-    With `%xmode Verbose`, all frames are included.
-    """
+    """Return the traceback in the format of IPython with only the frames of user code; all with `%xmode Verbose`."""
     import asyncio
     import types
     from pathlib import Path

@@ -202,14 +202,7 @@ def reward(
 
 
 class RewardSet(Displayable, FunctionSet[Reward[..., Any]]):
-    """Rewards of one agent. The reward of a trajectory is their weighted sum; each value is also a metric.
-
-    Args:
-        rewards: a reward or function, an iterable of these, or None.
-
-    Raises:
-        RewardError: if two rewards have the same name.
-    """
+    """Rewards of one agent. The reward of a trajectory is their weighted sum; each value is also a metric."""
 
     def __init__(self, rewards: Reward[..., Any] | Callable[..., Any] | Iterable[Any] | None = None) -> None:
         if rewards is None:

@@ -117,9 +117,7 @@ def sign_flip_test(differences: Sequence[int]) -> float:
 
 
 def pass_at_k(samples: int, successes: int, k: int) -> float:
-    """Return the probability that at least one of k chains drawn without replacement from `samples` succeeded.
-
-    This is an unbiased estimate of the probability that at least one of k new chains succeeds.
+    """Return the unbiased estimate of the probability that at least one of k new chains succeeds.
 
     Source:  Chen et al., arXiv 2107.03374.
     """

@@ -22,29 +22,29 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def deliver(future: asyncio.Future[Any], result: Any) -> bool:
-    """Set the result or exception of a future from any thread, unless the future is already done.
+def deliver(*results: tuple[asyncio.Future[Any], Any]) -> bool:
+    """Set the results or exceptions of futures from any thread, except those of futures that are already done.
 
-    Several results that arrive before the event loop runs share one wake-up. Returns False if the future's event loop
-    is closed.
+    Results that arrive before the event loop runs share one wake-up. Returns False if an event loop is closed.
     """
-    loop = future.get_loop()
-    if loop.is_closed():
-        return False
-    if loop is running_loop():
-        _set_result(future, result)
-        return True
-    with _lock:
-        results = _pending.get(loop)
-        if results is not None:
-            results.append((future, result))
-            return True
-        _pending[loop] = [(future, result)]
-    try:
-        loop.call_soon_threadsafe(_set_pending, loop)
-    except RuntimeError:  # the event loop was closed in the meantime
-        return False
-    return True
+    delivered, asleep = True, []
+    for future, result in results:
+        loop = future.get_loop()
+        if loop.is_closed():
+            delivered = False
+        elif loop is running_loop():
+            _set_result(future, result)
+        else:
+            with _lock:
+                if loop not in _pending:
+                    asleep.append(loop)
+                _pending.setdefault(loop, []).append((future, result))
+    for loop in asleep:
+        try:
+            loop.call_soon_threadsafe(_set_pending, loop)
+        except RuntimeError:  # the event loop was closed in the meantime
+            delivered = False
+    return delivered
 
 
 def _set_pending(loop: asyncio.AbstractEventLoop) -> None:

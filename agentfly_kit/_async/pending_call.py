@@ -72,10 +72,7 @@ class PendingCall(Coroutine[Any, Any, T], Generic[T]):
 
 
 class Handle(Coroutine[Any, Any, T], Generic[T]):
-    """Base class of handles, which can be awaited repeatedly or passed to `asyncio.run` or `asyncio.create_task`.
-
-    Subclasses implement `_wait`.
-    """
+    """Base class of handles, which can be awaited repeatedly or run as tasks. Subclasses implement `_wait`."""
 
     @abstractmethod
     async def _wait(self) -> T: ...

@@ -57,7 +57,7 @@ class _Call:
             outcome = self.context.run(self.work), None
         except BaseException as error:
             outcome = None, error
-        deliver(self.future, outcome)
+        deliver((self.future, outcome))
 
 
 class _State:
@@ -104,7 +104,7 @@ async def run_off_loop(work: Callable[[], T], timeout: float | None) -> tuple[T 
     """
     loop = asyncio.get_running_loop()
     call = _Call(work)
-    limit = None if timeout is None else loop.call_later(timeout, deliver, call.future, CallTimeout())
+    limit = None if timeout is None else loop.call_later(timeout, deliver, (call.future, CallTimeout()))
     with _state.lock:
         _state.waiting.append(call)
         if _state.is_stalled:

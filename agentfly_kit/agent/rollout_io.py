@@ -123,11 +123,7 @@ def _trajectory_from_json(data: dict[str, Any], token_texts: dict[int, str]) -> 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Any]:
-    """Write a text file atomically, by writing to a temporary file and renaming it.
-
-    Raises:
-        RunError: if the file cannot be written; an existing file is left unchanged.
-    """
+    """Write a text file to a temporary file and rename it. If this fails, raise RunError; the old file stays."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

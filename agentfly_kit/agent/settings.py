@@ -204,11 +204,7 @@ class AgentSettings(Displayable):
         return task.messages if self.system is None else ({"role": "system", "content": self.system}, *task.messages)
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
-        """Check that the tasks have all required fields, and warn once about each redefined tool or reward.
-
-        Raises:
-            TaskError: if a task lacks a field that a tool, a reward or the `reset` of an environment requires.
-        """
+        """Raise TaskError if a task lacks a required field, and warn once about each redefined tool or reward."""
         self.tools.check(tasks)
         self.reward.check(tasks)
         if self.harness is not None:

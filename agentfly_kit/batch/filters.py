@@ -70,18 +70,7 @@ def _name(filter: Filter) -> str:
 
 
 def drop_reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) -> dict[str, str]:
-    """Apply filters to the scored trajectories.
-
-    Args:
-        trajectories: Trajectories to filter; unscored ones are ignored.
-        filters: The filters. Each is applied to all scored trajectories, including those excluded by others.
-
-    Returns:
-        The reason for each excluded trajectory, by trajectory id, from the first filter that excludes it.
-
-    Raises:
-        SettingsError: If a filter is invalid or returns anything but a nonempty string or None. The message names it.
-    """
+    """Apply every filter to all scored trajectories. Return the first reason for each excluded one, by id."""
     scored = [t for t in trajectories if t.reward is not None]
     groups: dict[str, list[Trajectory]] = {}
     for t in scored:

@@ -62,12 +62,7 @@ class Critic(nn.Module):
 
 
 class LanguageModel:
-    """A causal language model with an optional value head, evaluated on rows that are padded on the right.
-
-    Args:
-        model: Causal language model with the interface of transformers.
-        value_head: Head on the model's own trunk, separate critic, or None.
-    """
+    """A causal language model with an optional value head, evaluated on rows that are padded on the right."""
 
     def __init__(self, model: Any, value_head: ValueHead | Critic | None) -> None:
         self.model = model

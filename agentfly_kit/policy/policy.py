@@ -300,11 +300,7 @@ class _FrozenBase(Policy):
 
 
 def _policy_folder(path: str | Path) -> Path:
-    """Return the folder that contains the policy. For the folder of a training run, this is its last checkpoint.
-
-    Raises:
-        PolicyError: If `path` is a folder without a model, or a folder path that does not exist.
-    """
+    """Return the folder that contains the policy. For the folder of a training run, this is its last checkpoint."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         if str(path).startswith((".", "/", "~")):

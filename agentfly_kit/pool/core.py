@@ -90,7 +90,7 @@ class PoolCore(BasePool[S]):
         answers: list[tuple[asyncio.Future[Slot], Slot | Exception]] = [*effects.grant]
         answers += [(future, _acquire_error(self.name, error)) for future, error in effects.refuse]
         for future, answer in answers:
-            if not deliver(future, answer):  # the future's event loop is closed
+            if not deliver((future, answer)):  # the future's event loop is closed
                 self._dispatch(self._state.cancelled, future)
 
     def _schedule_wakeup(self) -> None:

@@ -47,15 +47,7 @@ def reset_arguments(sandbox_type: type, task: Task, fields: Mapping[str, Any] | 
     """Return the keyword arguments of the `reset` of an environment class, injected by parameter name.
 
     The parameter `task` receives the task, and `seed` the result of `environment_seed`. Any other parameter receives
-    the task field of the same name, and `**` receives all remaining fields.
-
-    Args:
-        sandbox_type: the environment class.
-        task: the task of the chain.
-        fields: the chain's own copy of the task's fields; `task.fields` by default.
-
-    Raises:
-        TaskError: if the task lacks a required field, or a parameter cannot be passed by keyword.
+    the field of the same name in `fields` (by default `task.fields`), and `**` receives all remaining fields.
     """
     fields = task.fields if fields is None else fields
     arguments: dict[str, Any] = {}

@@ -13,15 +13,7 @@ from agentfly_kit.ppo.stats import RunningStats
 
 
 def gather(batch: Batch, accelerator: Any) -> Batch:
-    """Concatenate the batches of all processes in order of rank. Each process passes the result to `ppo_step`.
-
-    Args:
-        batch: Batch of this process.
-        accelerator: The accelerate.Accelerator of the processes.
-
-    Returns:
-        The rows of all processes; the batch itself if there is only one process.
-    """
+    """Concatenate the batches of all processes of an accelerate.Accelerator in order of rank, for `ppo_step`."""
     if accelerator.num_processes == 1:
         return batch
     parts: list[Any] = [None] * accelerator.num_processes

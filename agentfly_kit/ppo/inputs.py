@@ -226,10 +226,7 @@ def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> 
 
 
 def _old_logprobs(policy: Policy, batch: Batch, config: PPOConfig) -> tuple[Tensor, float]:
-    """Choose the denominator of the probability ratio, (B, T); see `PPOConfig.old_logprobs`.
-
-    Also returns the largest difference between the engine's logprobs and the policy's over the compared rows.
-    """
+    """Return the denominator of the probability ratio, (B, T), and the largest difference to the engine's logprobs."""
 
     def largest_gap(rows: Tensor, scored: Tensor) -> float:
         mask = batch.mask[rows]

@@ -52,20 +52,11 @@ async def call_user_function(
     timeout: float | None = None,
     convert: Callable[[Any], Any] = lambda value: value,
 ) -> Outcome:
-    """Call a user function and return its outcome instead of raising its exceptions.
+    """Call a user function and return its outcome instead of raising its exceptions, except KeyboardInterrupt.
 
     A coroutine function runs on the event loop and is cancelled after the timeout. Any other function runs in a daemon
-    thread, which blocks neither other chains nor process exit, and is abandoned after the timeout.
-
-    Args:
-        function: the function.
-        arguments: keyword arguments.
-        timeout: limit in seconds, or None.
-        convert: function applied to the return value. Its exceptions are treated like those of `function`.
-
-    Raises:
-        CancelledError: if the caller was cancelled.
-        KeyboardInterrupt: if the function raises it.
+    thread, which blocks neither other chains nor process exit, and is abandoned after the timeout. `convert` is applied
+    to the return value; its exceptions are treated like those of `function`.
     """
     start = time.perf_counter()
     value: Any = None
@@ -265,11 +256,7 @@ def _digest(*texts: str) -> str:
 
 
 def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the resolved annotations, including `Annotated` metadata. Local names are resolved in the calling frames.
-
-    Raises:
-        NameError: if a name is not found.
-    """
+    """Return the resolved annotations with `Annotated` metadata. Local names are resolved in the calling frames."""
     try:
         return typing.get_type_hints(function, include_extras=True)
     except NameError:

@@ -14,10 +14,7 @@ T = TypeVar("T")
 
 
 class WorkerGroup:
-    """The processes of an accelerate.Accelerator, or only the current process if `accelerator` is None.
-
-    All processes must call the methods in the same order.
-    """
+    """Processes of an Accelerator, or only this one if it is None. All must call the methods in the same order."""
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator

@@ -165,10 +165,7 @@ class RolloutSampler:
 
 
 class TaskSampler:
-    """Selects the `size` tasks of each iteration as a deterministic function of the iteration index.
-
-    Each pass over all tasks is shuffled, or sorted from easy to hard if `difficulty` is given.
-    """
+    """Selects the tasks of each iteration by its index. Each pass is shuffled, or sorted from easy to hard."""
 
     def __init__(
         self, tasks: Sequence[Task], size: int, seed: int, difficulty: str | Callable[[Task], float] | None

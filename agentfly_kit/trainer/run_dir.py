@@ -86,11 +86,7 @@ class Run(Displayable):
         return True
 
     def _read_about(self) -> dict[str, Any]:
-        """Return the content of run.json.
-
-        Raises:
-            RunError: If the file does not describe a run, or was written by a newer version.
-        """
+        """Return the content of run.json, or raise RunError if it describes no run or one of a newer version."""
         file = self.path / "run.json"
         about = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(about, dict) or about.get("format") != _FORMAT or "fingerprint" not in about:

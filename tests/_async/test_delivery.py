@@ -19,7 +19,7 @@ async def test_results_that_arrive_together_wake_the_loop_once(monkeypatch: pyte
 
     def work() -> None:
         for number, future in enumerate(futures):
-            assert deliver(future, ValueError("last") if number == 7 else number)
+            assert deliver((future, ValueError("last") if number == 7 else number))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -28,11 +28,11 @@ async def test_results_that_arrive_together_wake_the_loop_once(monkeypatch: pyte
     with pytest.raises(ValueError, match="last"):
         await futures[7]
     assert len(wake_ups) == 1
-    assert deliver(futures[1], "late") and futures[1].result() == 1
+    assert deliver((futures[1], "late")) and futures[1].result() == 1
 
 
 def test_delivery_to_a_closed_loop_returns_false() -> None:
     loop = asyncio.new_event_loop()
     future = loop.create_future()
     loop.close()
-    assert not deliver(future, 1)
+    assert not deliver((future, 1))

@@ -51,11 +51,7 @@ NATIVE = tuple(format for format in _FORMATS.values() if format.native)
 
 
 def get(name: str | Format) -> Format:
-    """Return the format with the given name. A `Format` object is returned unchanged.
-
-    Raises:
-        SettingsError: for an unknown name.
-    """
+    """Return the format with the given name. A `Format` object is returned unchanged."""
     if isinstance(name, Format):
         return name
     if name not in NAMES:

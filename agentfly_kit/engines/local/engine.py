@@ -71,7 +71,7 @@ class LocalEngine(Engine):
         self._last_thread: threading.Thread | None = None
         self._exiting = False
         # Accessed only by the engine's thread.
-        self._batch = ContinuousBatch(policy, self.slots, _deliver, alternatives)
+        self._batch = ContinuousBatch(policy, self.slots, alternatives)
 
     # --- capabilities ---
 
@@ -141,7 +141,7 @@ class LocalEngine(Engine):
             )
         loop = asyncio.get_running_loop()
         limit = min(sampling.max_tokens, self.max_length - len(ids))
-        wanted = Request(array, sampling, seed, session, loop, loop.create_future(), limit, top)
+        wanted = Request(array, sampling, seed, session, loop.create_future(), limit, top)
         with self._wake:
             self._submitted.append(wanted)
             if self._thread is None:
@@ -205,28 +205,6 @@ class LocalEngine(Engine):
         for thread in threads:
             if thread is not None:
                 thread.join(10)
-
-
-def _deliver(results: list[tuple[Request, Any]]) -> None:
-    """Set the results of requests, which may be exceptions, in their event loops."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Request, Any]]] = {}
-    for request, result in results:
-        by_loop.setdefault(request.loop, []).append((request, result))
-
-    def set_results(batch: list[tuple[Request, Any]]) -> None:
-        for request, result in batch:
-            if request.future.done():
-                continue
-            if isinstance(result, BaseException):
-                request.future.set_exception(result)
-            else:
-                request.future.set_result(result)
-
-    for loop, batch in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(set_results, batch)
-        except RuntimeError:
-            pass  # the loop is closed, so nothing awaits the result
 
 
 _started: weakref.WeakSet[LocalEngine] = weakref.WeakSet()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from agentfly_kit import seeds
+from agentfly_kit._async.delivery import deliver
 from agentfly_kit.engines.local.decoder import CachedForward, cached_forward
 from agentfly_kit.engines.local.sampling import sample_tokens
 from agentfly_kit.engines.local.slots import ROW_MULTIPLE, Request, SlotTable
@@ -27,15 +28,9 @@ _PREFILL_MAX_WAIT = 12
 
 
 class ContinuousBatch:
-    """The running requests of an engine. `deliver` receives (request, result) pairs; a result may be an error."""
+    """The running requests of an engine, whose results are delivered to the futures of the requests."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        slots: int,
-        deliver: Callable[[list[tuple[Request, Any]]], None],
-        alternatives: int = 0,
-    ) -> None:
+    def __init__(self, policy: Policy, slots: int, alternatives: int = 0) -> None:
         self.policy = policy
         self._alternatives = alternatives
         self.waiting: list[Request] = []
@@ -43,7 +38,6 @@ class ContinuousBatch:
         self.prefilled = 0
         self.sampled = 0
         self._limit = slots
-        self._deliver = deliver
         self._weights = _WeightMonitor(policy)
         self._model: Any = None
         self._cached_forward: CachedForward
@@ -79,7 +73,7 @@ class ContinuousBatch:
         wrapped.__cause__ = error
         requests = [*self.waiting, *self.table.requests()]
         self.waiting, self.table = [], self._empty_table()
-        self._deliver([(request, wrapped) for request in requests])
+        deliver(*((request.future, wrapped) for request in requests))
 
     # --- prefill ---
 
@@ -104,7 +98,7 @@ class ContinuousBatch:
                 try:
                     place = table.admit(request, len(self.waiting), empty=key in lead)
                 except EngineError as error:
-                    self._deliver([(request, error)])
+                    deliver((request.future, error))
                     continue
                 if place is None:
                     later.append(request)
@@ -125,7 +119,7 @@ class ContinuousBatch:
         for i, (request, slot, _) in enumerate(chosen):
             if request.top:
                 table.reserve(slot, None)
-                self._deliver([(request, _top_distribution(logits[i], request))])
+                deliver((request.future, _top_distribution(logits[i], request)))
             else:
                 going.append(i)
         if not going:
@@ -140,7 +134,8 @@ class ContinuousBatch:
         # Running rows are the leading slots, so new rows are swapped with the idle slots after them.
         for slot in sorted(joining):
             table.start(slot)
-        self._deliver([(chosen[going[at]][0], chosen[going[at]][0].sample(why)) for at, why in ended.items()])
+        requests = {at: chosen[going[at]][0] for at in ended}
+        deliver(*((requests[at].future, requests[at].sample(why)) for at, why in ended.items()))
 
     def _prompt_logits(self, chosen: list[tuple[Request, int, int]]) -> tuple[Tensor, int]:
         """Return the logits after each prompt, (R, V), and the policy version that computed them.
@@ -204,16 +199,12 @@ class ContinuousBatch:
         cache.ids[np.arange(count), at[:count]] = tokens[:count]
         cache.length[:count] += 1
         ended = self._sample_next(requests, logits, version)
-        results = [(requests[row], requests[row].sample(why)) for row, why in ended.items()]
         for row in sorted(ended, reverse=True):
             table.retire(row)
-        self._deliver(results)
+        deliver(*((requests[row].future, requests[row].sample(why)) for row, why in ended.items()))
 
     def _forward(self, tokens: Tensor, positions: Tensor, rows: Tensor | int) -> Tensor:
-        """Compute hidden states, (R, C, d), of the tokens (R, C) at the positions (R, C) of the given slots.
-
-        Requires the policy's lock.
-        """
+        """Compute hidden states (R, C, d) of tokens (R, C) at positions (R, C) of slots. Requires the policy's lock."""
         self._check_model()
         cache = self.table.cache
         mask = cache.prepare(rows, positions)

@@ -28,7 +28,6 @@ class Request:
     sampling: Sampling
     seed: int
     session: str | None
-    loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
     # Maximum number of tokens to sample.
     limit: int
