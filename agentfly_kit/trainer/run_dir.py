@@ -326,17 +326,13 @@ class Run(Displayable):
         Returns:
             The plotly figure.
         """
-        import plotly.graph_objects as go
+        import pandas
+        import plotly.express
 
-        wanted = names or tuple(
-            n for n in ("success", "reward", "approx_kl", "entropy") if any(n in r for r in self.records)
-        )
-        figure = go.Figure()
-        for name in wanted:
-            points = [(r["step"], r[name]) for r in self.records if name in r]
-            figure.add_trace(go.Scatter(x=[p[0] for p in points], y=[p[1] for p in points], name=name, mode="lines"))
-        figure.update_layout(xaxis_title="step", template="plotly_white")
-        return figure
+        found = {name for record in self.records for name in record}
+        wanted = list(names) or [n for n in ("success", "reward", "approx_kl", "entropy") if n in found]
+        table = pandas.DataFrame(self.records, columns=["step", *wanted]).melt("step", var_name="metric").dropna()
+        return plotly.express.line(table, x="step", y="value", color="metric", template="plotly_white")
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {len(self.records)} steps{last_success(self.records)})"

@@ -80,27 +80,20 @@ class Runs(Displayable, Sequence[Run]):
         Args:
             names: Metrics to plot; by default success, reward and eval_success, if recorded.
         """
-        import plotly.graph_objects as go
-        from plotly.colors import qualitative
-        from plotly.subplots import make_subplots
+        import pandas
+        import plotly.express
 
-        recorded = {name for run in self for record in run.records for name in record}
+        records = [{"run": label, **record} for label, run in self._runs.items() for record in run.records]
+        recorded = {name for record in records for name in record} - {"run"}
         wanted = names or tuple(n for n in ("success", "reward", "eval_success") if n in recorded)
         if unknown := [name for name in wanted if name not in recorded]:
             raise RunError(
                 f"names must be metrics of the runs, got {unknown[0]!r}; recorded: {', '.join(sorted(recorded))}"
             )
-        if not wanted:
-            return go.Figure()
-        figure = make_subplots(len(wanted), 1, shared_xaxes=True, subplot_titles=wanted)
-        for index, (label, run) in enumerate(self._runs.items()):
-            color = qualitative.Plotly[index % len(qualitative.Plotly)]
-            for row, trace in enumerate(run.figure(*wanted).data, start=1):
-                trace.update(name=label, legendgroup=label, showlegend=row == 1, line_color=color)
-                figure.add_trace(trace, row, 1)
-        figure.update_layout(template="plotly_white", height=120 + 200 * len(wanted))
-        figure.update_xaxes(title_text="step", row=len(wanted))
-        return figure
+        table = pandas.DataFrame(records, columns=["run", "step", *wanted]).melt(["run", "step"], var_name="metric")
+        options: Any = {"x": "step", "y": "value", "color": "run", "facet_row": "metric", "template": "plotly_white"}
+        figure = plotly.express.line(table.dropna(), **options, height=120 + 200 * len(wanted))
+        return figure.update_yaxes(matches=None)
 
     @overload
     def __getitem__(self, key: int | str) -> Run: ...

@@ -77,16 +77,22 @@ def test_runs_are_a_sequence(folder: Path) -> None:
 def test_curves_of_all_runs_in_one_figure(folder: Path) -> None:
     runs = af.runs(folder)
     figure = runs.figure("success", "reward")
-    traces = [(t.name, t.yaxis, list(t.y), t.showlegend) for t in figure.data if len(t.y)]
+    traces = [(t.name, list(t.y), t.showlegend) for t in figure.data]
     assert traces == [
-        ("a", "y", [0.75, 0.5], True),
-        ("a", "y2", [0.375, 0.25], False),
-        ("sweep/b", "y", [0.25], True),
-        ("sweep/b", "y2", [0.125], False),
+        ("a", [0.75, 0.5], True),
+        ("a", [0.375, 0.25], False),
+        ("sweep/b", [0.25], True),
+        ("sweep/b", [0.125], False),
     ]
+    panels = {trace[1][0]: t.yaxis for trace, t in zip(traces, figure.data, strict=True)}
+    assert panels[0.75] == panels[0.25] != panels[0.375] == panels[0.125]
     assert len({t.line.color for t in figure.data if t.name == "a"}) == 1
     with pytest.raises(
         RunError, match="names must be metrics of the runs, got 'loss'; recorded: reward, seconds, step"
     ):
         runs.figure("loss")
-    assert not af.runs(folder / "plots").figure().data
+    assert not [t for t in af.runs(folder / "plots").figure().data if len(t.y)]
+    assert [(t.name, list(t.x), list(t.y)) for t in runs["a"].figure().data] == [
+        ("success", [1, 2], [0.75, 0.5]),
+        ("reward", [1, 2], [0.375, 0.25]),
+    ]
