@@ -16,8 +16,6 @@ from typing import Any
 
 # Delay in seconds before `loading` shows its message.
 _LOADING_DELAY = 1.0
-# Packages that take seconds to import.
-_SLOW_IMPORTS = ("torch", "transformers", "vllm", "trl", "ray")
 
 
 class _ShortRepr(reprlib.Repr):
@@ -41,10 +39,14 @@ class _ShortRepr(reprlib.Repr):
 _SHORT_REPR = _ShortRepr()
 
 
+def shorten(text: str, limit: int) -> str:
+    """Cut a text that is longer than `limit` characters, and end it with three dots."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 def short_repr(value: Any) -> str:
     """Return a repr of at most a few hundred characters, even for large collections, arrays and broken objects."""
-    text = _SHORT_REPR.repr(value)
-    return text if len(text) <= 400 else text[:400] + "..."
+    return shorten(_SHORT_REPR.repr(value), 403)
 
 
 def public_values(value: Any) -> dict[str, Any]:
@@ -116,43 +118,16 @@ def explain_interrupt(error: BaseException, text: str) -> None:
 
 @contextlib.contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Show a one-line message in a notebook or terminal while the block runs, if it takes longer than a second.
-
-    The message contains the names of the slow packages that are being imported, or `what` if there are none. At the end
-    of the block, a terminal removes it and a notebook shows "loaded ...". Nothing is shown if the output is redirected.
-    """
+    """Print one line in a notebook or terminal if the block runs for more than a second."""
     shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if hasattr(shell, "kernel"):
-        from IPython.display import display
-
-        handle: Any = None
-
-        def in_notebook(text: str) -> None:
-            nonlocal handle
-            data = {"text/plain": text}
-            if handle is None:
-                handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
-            else:
-                handle.update(data, raw=True)
-
-        write = in_notebook
-    elif sys.stderr is not None and sys.stderr.isatty():
-
-        def in_terminal(text: str) -> None:
-            sys.stderr.write(f"\r\033[K{text}")
-            sys.stderr.flush()
-
-        write = in_terminal
-    else:
+    stream = sys.stdout if hasattr(shell, "kernel") else sys.stderr
+    if stream is None or not (stream is sys.stdout or stream.isatty()):
         yield
         return
-    before, shown = set(sys.modules), ""
 
     def show() -> None:
-        nonlocal shown
-        imported = [name for name in _SLOW_IMPORTS if name in sys.modules and name not in before]
-        shown = " and ".join(imported) or what
-        write(f"loading {shown} ...")
+        stream.write(f"loading {what} ...\n")
+        stream.flush()
 
     # With this context, the output of the timer thread appears below the running cell.
     timer = threading.Timer(_LOADING_DELAY, contextvars.copy_context().run, (show,))
@@ -163,8 +138,6 @@ def loading(what: str) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
-        if shown:  # an output of a cell cannot be removed, and an empty one would be saved
-            write(f"loaded {shown}" if hasattr(shell, "kernel") else "")
 
 
 class Tensors(dict[str, Any], Displayable):

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 from agentfly_kit._async.pending_call import pending_call
-from agentfly_kit._display import Displayable
+from agentfly_kit._display import Displayable, shorten
 from agentfly_kit.errors import RewardError
+from agentfly_kit.pool.base import BasePool
 from agentfly_kit.tools import function as functions
-from agentfly_kit.tools.context import Context, Fields, PoolLike, temporary_context
+from agentfly_kit.tools.context import Context, Fields, temporary_context
 from agentfly_kit.tools.injection import FunctionSet, InjectedFunction, Injection
 from agentfly_kit.types import UNSCORED_STOPS, Failure, Trajectory, Turn
 
@@ -52,9 +53,9 @@ class Score(Displayable):
 
     def __repr__(self) -> str:
         lines = [f"{self.name}: {'unscored' if self.reward is None else f'{self.reward:g}'}"]
-        lines += [f"  {key} = {_short_repr(value)}" for key, value in self.arguments.items()]
+        lines += [f"  {key} = {shorten(repr(value), 80)}" for key, value in self.arguments.items()]
         lines += [f"  -> {key} {value:g}" for key, value in self.metrics.items() if key != self.name]
-        lines += [f"  -> {key} {_short_repr(value)}" for key, value in self.extras.items()]
+        lines += [f"  -> {key} {shorten(repr(value), 80)}" for key, value in self.extras.items()]
         lines += [f"  turn {turn}: {value:g}" for turn, value in self.turn_rewards.items()]
         if self.error is not None:
             lines.append(f"  {self.error}")
@@ -98,7 +99,7 @@ class Reward(Displayable, InjectedFunction[P, R]):
 
     @pending_call
     async def try_(
-        self, trajectory: Trajectory, /, *, turn: Turn | int | None = None, pool: PoolLike | None = None
+        self, trajectory: Trajectory, /, *, turn: Turn | int | None = None, pool: BasePool[Any] | None = None
     ) -> Score:
         """Score one trajectory interactively. The score is unweighted and includes the injected arguments.
 
@@ -154,7 +155,7 @@ class Reward(Displayable, InjectedFunction[P, R]):
     def _to_number(self, key: str, value: Any) -> float:
         if not _is_number(value):
             raise RewardError(
-                f"{self.name}: {key!r} must be a number, True or False, or None (unscored), got {_short_repr(value)}, "
+                f"{self.name}: {key!r} must be a number, True or False, or None (unscored), got {value!r:.80}, "
                 f"a {type(value).__qualname__}; a dict(reward=..., ...) may hold further values"
             )
         number = float(value.item() if hasattr(value, "item") else value)
@@ -299,8 +300,3 @@ def _is_number(value: Any) -> bool:
         return not isinstance(value, complex)
     shape = getattr(value, "shape", None)
     return shape is not None and math.prod(shape) == 1 and hasattr(value, "item") and hasattr(value, "dtype")
-
-
-def _short_repr(value: Any, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

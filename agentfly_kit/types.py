@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from agentfly_kit._display import Displayable
+from agentfly_kit._display import Displayable, shorten
 from agentfly_kit.errors import AlignmentError, EngineError, HostError, SettingsError, TaskError, checks_keywords
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 # One chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}.
 Message: TypeAlias = dict[str, Any]
+
+# JSON schemas of tools, in the format of the OpenAI API.
+Schemas: TypeAlias = Sequence[dict[str, Any]]
 
 # The most probable tokens at one position as (id, text, logprob), in descending order of probability.
 Alternatives: TypeAlias = tuple[tuple[int, str, float], ...]
@@ -68,10 +71,6 @@ TRUNCATED_STOPS: frozenset[str] = BUDGET_STOPS | {
 
 # Stop reasons that the model did not cause, after which no reward is computed.
 UNSCORED_STOPS: frozenset[str] = frozenset({"cancelled", "error"})
-
-
-def _shorten(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _check_lengths(record: Sample | Turn, names: Sequence[str]) -> None:
@@ -171,7 +170,7 @@ class Task(Displayable):
         object.__setattr__(self, "messages", normalize_messages(self.messages, f"task {self.id!r}", TaskError))
 
     def __repr__(self) -> str:
-        text = _shorten(self.messages[-1]["content"], 60)
+        text = shorten(self.messages[-1]["content"], 60)
         return f"Task({self.id!r}, {text!r}, fields: {', '.join(self.fields) or 'none'})"
 
 
@@ -365,7 +364,7 @@ class ToolResult(Displayable):
             raise SettingsError(f"the observation of a ToolResult must be a string, got {self.observation!r:.80}")
 
     def __repr__(self) -> str:
-        text = _shorten(self.observation, 80)
+        text = shorten(self.observation, 80)
         flags = "".join(f", {name}" for name in ("truncated", "done", "env_done") if getattr(self, name))
         error = f", error={str(self.error)!r}" if self.error else ""
         return f"ToolResult({'ok' if self.ok else 'failed'}, {text!r}{flags}{error})"
@@ -504,7 +503,7 @@ class Turn(Displayable):
         return sum(turn.completes_action for turn in self.path)
 
     def __repr__(self) -> str:
-        text = _shorten(self.text, 60)
+        text = shorten(self.text, 60)
         count = "no ids" if self.ids is None else f"{len(self.ids)} tokens"
         label = f"{self.label}, " if self.label else ""
         return f"Turn({label}{self.kind} by {self.author}, {count}, {text!r})"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from agentfly_kit._async.pending_call import pending_call
-from agentfly_kit._display import Displayable
+from agentfly_kit._display import Displayable, shorten
 from agentfly_kit.agent import rollout_io
 from agentfly_kit.agent.turns import with_turn_rewards
 from agentfly_kit.errors import SettingsError
@@ -143,8 +143,7 @@ class Rollout(Displayable):
         )
         if not reasons:
             return None
-        reason = reasons.most_common(1)[0][0]
-        reason = reason if len(reason) <= 120 else reason[:119] + "…"
+        reason = shorten(reasons.most_common(1)[0][0], 120)
         return f"{reasons.total()} unscored ({'most often ' if len(reasons) > 1 else ''}{reason})"
 
     def to_frame(self, kind: Literal["trajectories", "turns", "tokens"] = "trajectories") -> pd.DataFrame:
@@ -339,26 +338,6 @@ class RolloutDiff(Displayable):
         for a, b in self.scored:
             by_task[a.task.id] += bool(b.success) - bool(a.success)
         return sign_flip_test(list(by_task.values()))
-
-    def to_frame(self) -> pd.DataFrame:
-        import pandas as pd
-
-        return pd.DataFrame(
-            [
-                {
-                    "task": a.task.id,
-                    "chain": a.chain,
-                    "before": math.nan if a.reward is None else a.reward,
-                    "after": math.nan if b.reward is None else b.reward,
-                    "final_before": a.final,
-                    "final_after": b.final,
-                    "calls_before": len(a.tool_calls),
-                    "calls_after": len(b.tool_calls),
-                    "first_difference": self.first_difference(a, b),
-                }
-                for a, b in self.pairs
-            ]
-        )
 
     @staticmethod
     def first_difference(a: Trajectory, b: Trajectory) -> int | None:

@@ -17,7 +17,7 @@ from agentfly_kit._display import Displayable
 from agentfly_kit.chat import formats
 from agentfly_kit.chat.template import FollowingRole, Template, common_prefix_length, unused_marker
 from agentfly_kit.errors import ChatTemplateError, SettingsError
-from agentfly_kit.types import Message, Row, Trajectory, normalize_messages
+from agentfly_kit.types import Message, Row, Schemas, Trajectory, normalize_messages
 
 __all__ = ["Chat", "ChatReport", "Drift", "check"]
 
@@ -126,7 +126,7 @@ class Chat(Displayable):
 
     # --- messages to ids ---
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generate: bool) -> str:
+    def render(self, messages: Sequence[Message], tools: Schemas = (), *, generate: bool) -> str:
         """Render messages with the template; `generate` adds the generation prompt.
 
         Raises:
@@ -138,7 +138,7 @@ class Chat(Displayable):
     def prompt(
         self,
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Schemas = (),
         *,
         trusted: Collection[str] = ("system", "assistant"),
     ) -> tuple[int, ...]:
@@ -177,7 +177,7 @@ class Chat(Displayable):
             )
 
     def observation_ids(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, after: Sequence[int] = ()
+        self, messages: Sequence[Message], tools: Schemas = (), *, after: Sequence[int] = ()
     ) -> tuple[int, ...]:
         """Return the ids to append after an action: `messages` and the next generation prompt.
 
@@ -238,13 +238,11 @@ class Chat(Displayable):
                 adapted += group
         return adapted
 
-    def _visible_tools(self, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    def _visible_tools(self, tools: Schemas) -> Schemas:
         """Return the schemas to pass to the template: none if the template ignores them or uses a different format."""
         return tools if tools and self.format.native and self.template.shows_tools else ()
 
-    def _prepare(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-    ) -> tuple[list[Message], Sequence[dict[str, Any]]]:
+    def _prepare(self, messages: Sequence[Message], tools: Schemas) -> tuple[list[Message], Schemas]:
         """Return the messages and tool schemas to render, with the format's instructions if necessary."""
         adapted, shown = self._adapt_messages(messages), self._visible_tools(tools)
         if not tools or shown:
@@ -262,7 +260,7 @@ class Chat(Displayable):
     def _encode_messages(
         self,
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        tools: Schemas,
         *,
         after_action: bool,
         trusted: Collection[str] = ("system", "assistant"),
@@ -281,7 +279,7 @@ class Chat(Displayable):
     def _encode_safely(
         self,
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        tools: Schemas,
         after_action: bool,
         trusted: Collection[str],
     ) -> tuple[int, ...]:
@@ -343,7 +341,7 @@ class Chat(Displayable):
 
     # --- ids to messages ---
 
-    def parse(self, ids: Sequence[int], tools: Sequence[dict[str, Any]] = ()) -> formats.Parsed:
+    def parse(self, ids: Sequence[int], tools: Schemas = ()) -> formats.Parsed:
         """Parse an action into answer, thinking and tool calls, without changing its ids.
 
         If the prompt ends with an open thinking tag, the action starts inside it. An action truncated before the tag
@@ -354,7 +352,7 @@ class Chat(Displayable):
             ids.pop()
         return self.read(self.text(ids), tools)
 
-    def read(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> formats.Parsed:
+    def read(self, text: str, tools: Schemas = ()) -> formats.Parsed:
         """Parse the text of an action, given without its stop token."""
         return self.format.parse(self._open_tag + text, tools)
 

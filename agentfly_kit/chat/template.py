@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from agentfly_kit.errors import ChatTemplateError
-from agentfly_kit.types import Message
+from agentfly_kit.types import Message, Schemas
 
 # Role of the messages after an action: tool results, or a user message.
 FollowingRole = Literal["tool", "user"]
@@ -64,7 +64,7 @@ class Template:
 
     # --- rendering ---
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generate: bool) -> str:
+    def render(self, messages: Sequence[Message], tools: Schemas = (), *, generate: bool) -> str:
         """Render messages; `generate` adds the generation prompt. Template errors are raised as ChatTemplateError."""
         try:
             return str(
@@ -112,7 +112,7 @@ class Template:
             function["arguments"] = json.dumps(function["arguments"])
         return {**call, "id": _short_id(call["id"]) if self._short_ids else call["id"], "function": function}
 
-    def _probe(self, *messages: Message, tools: Sequence[Mapping[str, Any]] = (), generate: bool = False) -> str:
+    def _probe(self, *messages: Message, tools: Schemas = (), generate: bool = False) -> str:
         """Render messages, or return "" if the template rejects them."""
         try:
             return self.render(messages, tools, generate=generate)
@@ -182,7 +182,7 @@ class Template:
         return self._probe(_USER, tools=[_TOOL], generate=True) != self._probe(_USER, generate=True)
 
     def require_visible(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, after_action: bool, answers: bool
+        self, messages: Sequence[Message], tools: Schemas, *, after_action: bool, answers: bool
     ) -> None:
         """Raise a ChatTemplateError if a message is dropped, repeated or moved. Markers replace the contents.
 
@@ -221,13 +221,11 @@ class Template:
                     f"the chat template of {self.name} {wrong} a message with the role {role!r}; put its text into a "
                     "user message, or set tokenizer.chat_template to another template"
                 )
-        if len(self._visible) >= 256:
-            self._visible.clear()
         self._visible.add(key)
 
     # --- text after an action ---
 
-    def text_after_action(self, following: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def text_after_action(self, following: Sequence[Message], tools: Schemas = ()) -> str:
         """Return the text between an action and the next one, including the messages `following`.
 
         The text starts with the template's end-of-turn text. Tool results are rendered after calls with matching names
@@ -258,7 +256,7 @@ class Template:
                 return tail[len(closing) :]
         raise problem
 
-    def _call_closing(self, action: Message, mark: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    def _call_closing(self, action: Message, mark: str, tools: Schemas) -> str | None:
         """Return the text (brackets, tags) that closes a call after its last argument; None if the call is rejected.
 
         The end-of-turn text is excluded. It is the text that also ends answers, or a separate control token such as
@@ -276,8 +274,6 @@ class Template:
                 last = found[-1]
                 if not last.group().startswith("</") and not tail[last.end() :].strip():
                     tail = tail[: last.start()]
-            if len(self._closings) >= 256:
-                self._closings.clear()
             self._closings[key] = tail
         return self._closings[key]
 
@@ -340,7 +336,7 @@ class Template:
         system: list[Message] = [{"role": "system", "content": "?"}] if self.takes_system() else []
         return self._grow([_USER], [], plan, thought) or self._grow([*system, _USER], tools, plan, thought)
 
-    def _grow(self, messages: list[Message], tools: Sequence[Mapping[str, Any]], plan: str, thought: str | None) -> str:
+    def _grow(self, messages: list[Message], tools: Schemas, plan: str, thought: str | None) -> str:
         try:
             before = self.render(messages, tools, generate=True)
             for i, step in enumerate(plan):

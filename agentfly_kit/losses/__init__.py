@@ -35,21 +35,6 @@ from agentfly_kit.losses.surrogates import (
 )
 
 __all__ = [
-    "adaptive_kl_coef",
-    "aggregate",
-    "approx_kl",
-    "cispo",
-    "clip_cov",
-    "clipped",
-    "dppo",
-    "effective_sample_size",
-    "gmpo",
-    "gspo",
-    "importance_weights",
-    "kl",
-    "kl_cov",
-    "ppo",
-    "reinforce",
-    "sapo",
-    "value",
-]
+    "adaptive_kl_coef", "aggregate", "approx_kl", "cispo", "clip_cov", "clipped", "dppo", "effective_sample_size",
+    "gmpo", "gspo", "importance_weights", "kl", "kl_cov", "ppo", "reinforce", "sapo", "value",
+]  # fmt: skip

@@ -12,6 +12,7 @@ import docstring_parser
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from agentfly_kit._display import shorten
 from agentfly_kit.errors import ToolSchemaError
 
 REQUIRED: Any = inspect.Parameter.empty
@@ -124,9 +125,7 @@ def _validation_messages(name: str, error: ValidationError) -> list[str]:
     found = []
     for item in error.errors(include_url=False, include_context=False):
         where = ".".join([name, *(str(part) for part in item["loc"])])
-        given = repr(item["input"])
-        given = given if len(given) <= 60 else given[:57] + "..."
-        found.append(f"{where}: {item['msg'][0].lower()}{item['msg'][1:]} (got {given})")
+        found.append(f"{where}: {item['msg'][0].lower()}{item['msg'][1:]} (got {shorten(repr(item['input']), 60)})")
     return found
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from agentfly_kit._async.listeners import Listeners
-from agentfly_kit._display import Displayable
+from agentfly_kit._display import Displayable, shorten
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.rollout_io import atomic_write, dump_json
 from agentfly_kit.errors import RunError, RunMismatch
@@ -130,8 +130,8 @@ class Run(Displayable):
     def start_version(self) -> int:
         """Version of the policy when the run began, which is the number of earlier updates."""
         try:
-            return int(json.loads((self.path / "run.json").read_text(encoding="utf-8"))["start_version"])
-        except (OSError, ValueError, LookupError, TypeError):
+            return int(self._read_about().get("start_version", 0))
+        except (OSError, ValueError, RunError):
             return 0
 
     def _unfinished_claims(self) -> set[Path]:
@@ -412,5 +412,4 @@ def _differences(known: Any, wanted: Any, path: str = "") -> list[str]:
 
 
 def _shortened(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shorten(json.dumps(value, ensure_ascii=False), 80)

@@ -245,7 +245,6 @@ async def test_diff_pairs_each_chain_with_itself() -> None:
     assert len(diff.gained) == 6
     assert diff.lost == ()
     assert all(a.task.id == b.task.id and a.chain == b.chain for a, b in diff.pairs)
-    assert len(diff.to_frame()) == 6
     assert diff.p_value == 0.25, "three tasks, whatever the number of chains"
     assert "success 0.000 -> 1.000, p = 0.25, 6 gained, 0 lost" in repr(diff)
     first, *others = after

@@ -12,22 +12,9 @@ from agentfly_kit.chat.formats.plain import FencedCode, ReAct, Tags
 from agentfly_kit.errors import SettingsError
 
 __all__ = [
-    "GLM4",
-    "LFM2",
-    "FencedCode",
-    "Format",
-    "Gemma4",
-    "GptOss",
-    "Hermes",
-    "Llama3",
-    "Mistral",
-    "Parsed",
-    "QwenXML",
-    "ReAct",
-    "Tags",
-    "detect_format",
-    "get",
-]
+    "GLM4", "LFM2", "FencedCode", "Format", "Gemma4", "GptOss", "Hermes", "Llama3", "Mistral", "Parsed", "QwenXML",
+    "ReAct", "Tags", "detect_format", "get",
+]  # fmt: skip
 
 _FORMATS: dict[str, Format] = {
     format.name: format

@@ -11,9 +11,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
-from agentfly_kit.types import ToolCall
+from agentfly_kit._display import shorten
+from agentfly_kit.types import Schemas, ToolCall
+
+# Calls, and the end of the last one in the text; None if the text ends before a call is closed.
+ReadCalls: TypeAlias = tuple[list[ToolCall], int] | None
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Format(ABC):
     native: bool = False
 
     @abstractmethod
-    def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
+    def parse(self, text: str, tools: Schemas = ()) -> Parsed:
         """Parse the text of an action. Never raises; malformed calls have `.error`.
 
         Args:
@@ -66,7 +70,7 @@ class Format(ABC):
     def render_call(self, call: ToolCall) -> str:
         """Render a call, for demonstrations. The inverse of `parse`."""
 
-    def instructions(self, tools: Sequence[dict[str, Any]]) -> str:
+    def instructions(self, tools: Schemas) -> str:
         """Return the instructions for a model whose chat template does not render tools."""
         example = self.render_call(ToolCall("call-0", "<name>", {"<argument>": "<value>"}))
         return f"You can call these tools:\n{schemas(tools)}\n\nTo call one, write\n{example}\nand wait for its result."
@@ -90,22 +94,16 @@ class TaggedFormat(Format):
     thinking_tags = ("<think>", "</think>")
 
     @abstractmethod
-    def read_calls(
-        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
-    ) -> tuple[list[ToolCall], int] | None:
-        """Parse the calls after an opening tag; `made` contains the calls before the tag.
+    def read_calls(self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Schemas) -> ReadCalls:
+        """Parse the calls after an opening tag; `made` contains the calls before the tag."""
 
-        Returns:
-            The calls and their end in the text, or None if the text ends before a call is closed.
-        """
-
-    def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
+    def parse(self, text: str, tools: Schemas = ()) -> Parsed:
         first = self.opening.search(text)
         thinking, text = split_thinking(text, first.start() if first else -1, *self.thinking_tags)
         content, calls, complaint = self._separate(text, tools)
         return Parsed(content.strip(), tuple(calls), thinking, complaint)
 
-    def _separate(self, text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[ToolCall], str]:
+    def _separate(self, text: str, tools: Schemas) -> tuple[str, list[ToolCall], str]:
         """Return the content around the calls, the calls, and the error message for an unclosed call ("" if none)."""
         content: list[str] = []
         calls: list[ToolCall] = []
@@ -127,7 +125,7 @@ def make_call(id: str, name: str, arguments: dict[str, Any], problem: str, shape
     return ToolCall(id, name, arguments, raw=raw)
 
 
-def find_schema(tools: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+def find_schema(tools: Schemas, name: str) -> dict[str, Any]:
     """Return the parameter schemas of the named tool; empty if there is no such tool."""
     functions = (tool.get("function", tool) for tool in tools)
     found: dict[str, Any] = next((f for f in functions if f.get("name") == name), {})
@@ -135,7 +133,7 @@ def find_schema(tools: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     return properties
 
 
-def schemas(tools: Sequence[dict[str, Any]]) -> str:
+def schemas(tools: Schemas) -> str:
     """Return the schemas as JSON, one line per tool."""
     return "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
 
@@ -241,7 +239,7 @@ def json_type(value: Any) -> str:
 
 
 def short_repr(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:37] + "...")
+    return repr(shorten(text, 40))
 
 
 def compact_json(value: Any) -> str:

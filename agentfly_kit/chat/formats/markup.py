@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentfly_kit.chat.formats.base import (
+    ReadCalls,
     TaggedFormat,
     check_call,
     compact_json,
@@ -19,7 +20,7 @@ from agentfly_kit.chat.formats.base import (
     read_json,
     short_repr,
 )
-from agentfly_kit.types import ToolCall
+from agentfly_kit.types import Schemas, ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
@@ -66,9 +67,7 @@ class QwenXML(TaggedFormat):
     # The template adds a line break before and after each value.
     padding = "\n"
 
-    def read_calls(
-        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
-    ) -> tuple[list[ToolCall], int] | None:
+    def read_calls(self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Schemas) -> ReadCalls:
         name, arguments, problem, at = self._read_function(text, opened.end(), tools)
         close = text.find(_CLOSE, at)
         if close < 0:
@@ -80,9 +79,7 @@ class QwenXML(TaggedFormat):
         raw = text[opened.end() : close].strip()
         return [make_call(f"call-{len(made)}", name, arguments, problem, self.shape, raw)], close + len(_CLOSE)
 
-    def _read_function(
-        self, text: str, start: int, tools: Sequence[dict[str, Any]]
-    ) -> tuple[str, dict[str, Any], str, int]:
+    def _read_function(self, text: str, start: int, tools: Schemas) -> tuple[str, dict[str, Any], str, int]:
         """Parse a function name and its parameters. Return (name, arguments, problem, end position)."""
         function = self.function.match(text, start)
         if function is None:
@@ -168,9 +165,7 @@ class Gemma4(TaggedFormat):
     thinking_tags = ("<|channel>thought", "<channel|>")
     unclosed_error = f"the tool call was not closed: write {_GEMMA_SHAPE}"
 
-    def read_calls(
-        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
-    ) -> tuple[list[ToolCall], int] | None:
+    def read_calls(self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Schemas) -> ReadCalls:
         name = _GEMMA_NAME.match(text, opened.end())
         at = begin = name.end() if name else opened.end()
         parts: list[str] = []  # text outside and inside strings, alternating
@@ -227,9 +222,7 @@ class LFM2(TaggedFormat):
     opening = re.compile(r"<\|tool_call_start\|>")
     unclosed_error = f"the tool call was not closed: write {_LFM2_SHAPE}"
 
-    def read_calls(
-        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
-    ) -> tuple[list[ToolCall], int] | None:
+    def read_calls(self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Schemas) -> ReadCalls:
         closing = "<|tool_call_end|>"
         close = text.find(closing, opened.end())
         if close < 0:

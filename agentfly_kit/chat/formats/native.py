@@ -10,6 +10,7 @@ from typing import Any
 from agentfly_kit.chat.formats.base import (
     Format,
     Parsed,
+    ReadCalls,
     TaggedFormat,
     check_call,
     compact_json,
@@ -21,7 +22,7 @@ from agentfly_kit.chat.formats.base import (
     short_repr,
     split_thinking,
 )
-from agentfly_kit.types import ToolCall
+from agentfly_kit.types import Schemas, ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _HERMES_TAG = re.compile(r"<tool_call>|<think>|</think>")
@@ -51,7 +52,7 @@ class Hermes(Format):
     name = "hermes"
     native = True
 
-    def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
+    def parse(self, text: str, tools: Schemas = ()) -> Parsed:
         content: list[str] = []
         thinking: list[str] = []
         calls: list[ToolCall] = []
@@ -110,7 +111,7 @@ class Llama3(Format):
     name = "llama3"
     native = True
 
-    def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
+    def parse(self, text: str, tools: Schemas = ()) -> Parsed:
         unclosed = f"the tool call was not closed: write {_LLAMA_SHAPE}"
         thinking, text = (None, text) if _LLAMA.match(text) else split_thinking(text, -1)
         calls: list[ToolCall] = []
@@ -154,9 +155,7 @@ class Mistral(TaggedFormat):
     opening = _MISTRAL
     unclosed_error = f"the tool call was not closed: write {_MISTRAL_SHAPE}"
 
-    def read_calls(
-        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
-    ) -> tuple[list[ToolCall], int] | None:
+    def read_calls(self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Schemas) -> ReadCalls:
         named = _MISTRAL_NAME.match(text, opened.end())
         start = named.end() if named else opened.end()
         body, end, problem = read_json(text, start)
@@ -189,7 +188,7 @@ class Mistral(TaggedFormat):
         raw = "" if encoding_problem(body) else compact_json(body)
         return make_call(id, name, arguments, problem, _MISTRAL_SHAPE, raw or short_repr(str(name)))
 
-    def _separate(self, text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[ToolCall], str]:
+    def _separate(self, text: str, tools: Schemas) -> tuple[str, list[ToolCall], str]:
         content, calls, complaint = super()._separate(text, tools)
         seen: set[str] = set()
         for index, call in enumerate(calls):
@@ -216,7 +215,7 @@ class GptOss(Format):
     name = "gpt_oss"
     native = True
 
-    def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
+    def parse(self, text: str, tools: Schemas = ()) -> Parsed:
         content: list[str] = []
         thinking: list[str] = []
         calls: list[ToolCall] = []

@@ -10,6 +10,7 @@ from typing import Any
 from agentfly_kit.chat.formats.base import (
     Format,
     Parsed,
+    ReadCalls,
     TaggedFormat,
     compact_json,
     encoding_problem,
@@ -21,7 +22,7 @@ from agentfly_kit.chat.formats.base import (
     short_repr,
     split_thinking,
 )
-from agentfly_kit.types import ToolCall
+from agentfly_kit.types import Schemas, ToolCall
 
 _ACTION = re.compile(r"^[ \t]*+Action[ \t]*+:(.*)$", re.MULTILINE)
 _INPUT = re.compile(r"^[ \t]*+Action Input[ \t]*+:[ \t]*+", re.MULTILINE)
@@ -43,7 +44,7 @@ class ReAct(Format):
     name = "react"
     stop = ("Observation:",)
 
-    def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
+    def parse(self, text: str, tools: Schemas = ()) -> Parsed:
         first = _ACTION.search(text)
         tagged, text = split_thinking(text, first.start() if first else -1)
         end = len(text)
@@ -78,7 +79,7 @@ class ReAct(Format):
         """Render two lines: the name, and the arguments as JSON."""
         return f"Action: {call.name}\nAction Input: {compact_json(call.arguments)}"
 
-    def instructions(self, tools: Sequence[dict[str, Any]]) -> str:
+    def instructions(self, tools: Schemas) -> str:
         """Return the ReAct instructions with the tool schemas."""
         return (
             f"You can use these tools:\n{schemas(tools)}\n\nThink, then either use a tool:\nThought: ...\n"
@@ -100,9 +101,7 @@ def _is_inside_input(text: str, at: int) -> bool:
     return False
 
 
-def _react_call(
-    text: str, action: re.Match[str], id: str, tools: Sequence[dict[str, Any]]
-) -> tuple[ToolCall | None, int]:
+def _react_call(text: str, action: re.Match[str], id: str, tools: Schemas) -> tuple[ToolCall | None, int]:
     """Parse the call of an Action line. Return it (None if incomplete) and its end position."""
     name, blank = action.group(1).strip(" \t"), _BLANK_LINES.match(text, action.end())
     given = _INPUT.match(text, blank.end()) if blank else None
@@ -154,9 +153,7 @@ class FencedCode(TaggedFormat):
         opening = re.compile(rf"^[ \t]*+(`{{3,}}+)[ \t]*+(?:{languages})[ \t]*+$", re.MULTILINE)
         object.__setattr__(self, "opening", opening)
 
-    def read_calls(
-        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
-    ) -> tuple[list[ToolCall], int] | None:
+    def read_calls(self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Schemas) -> ReadCalls:
         # The closing fence must also be at the start of a line.
         closing = re.compile(rf"^[ \t]*+{opened.group(1)}[ \t]*+$", re.MULTILINE).search(text, opened.end())
         if closing is None:
@@ -173,7 +170,7 @@ class FencedCode(TaggedFormat):
         fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`{3,}", code))])
         return f"{fence}{self.languages[0]}\n{code}\n{fence}"
 
-    def instructions(self, tools: Sequence[dict[str, Any]]) -> str:
+    def instructions(self, tools: Schemas) -> str:
         return f"You can run code. Write it in a block, and wait for its output:\n```{self.languages[0]}\n...\n```"
 
     def observation(self, name: str, text: str) -> str:
@@ -206,7 +203,7 @@ class Tags(TaggedFormat):
         object.__setattr__(self, "opening", re.compile(f"<{re.escape(self.tag)}>|<answer>"))
         object.__setattr__(self, "unclosed_error", f"the tag was not closed: write <{self.tag}>...</{self.tag}>")
 
-    def _separate(self, text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[ToolCall], str]:
+    def _separate(self, text: str, tools: Schemas) -> tuple[str, list[ToolCall], str]:
         # The answer, the first <answer> outside of a call, is the content. Text before it is reasoning, and everything
         # after it is ignored.
         tag = re.escape(self.tag)
@@ -217,9 +214,7 @@ class Tags(TaggedFormat):
         _, calls, complaint = super()._separate(text[: answer.start()], tools)
         return answer.group(1), calls, complaint
 
-    def read_calls(
-        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
-    ) -> tuple[list[ToolCall], int] | None:
+    def read_calls(self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Schemas) -> ReadCalls:
         closing = f"</{self.tag}>"
         end = text.find(closing, opened.end())
         if end < 0:
@@ -246,7 +241,7 @@ class Tags(TaggedFormat):
         body = text if plain else compact_json({"name": call.name, "arguments": call.arguments}).replace("</", "<\\/")
         return f"<{self.tag}>{body}</{self.tag}>"
 
-    def instructions(self, tools: Sequence[dict[str, Any]]) -> str:
+    def instructions(self, tools: Schemas) -> str:
         many = [t.get("function", t).get("name") for t in tools] not in ([self.tool], [])
         other = f'<{self.tag}>{{"name": ..., "arguments": {{...}}}}</{self.tag}>' if many else ""
         listed = f"You can use these tools:\n{schemas(tools)}\n\nTo use one, write {other}" if many else "Write "
