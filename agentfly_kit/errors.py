@@ -58,6 +58,22 @@ def check_choice(name: str, value: object, choices: Any) -> None:
         raise SettingsError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}")
 
 
+def check_accepts(name: str, function: Any, *arguments: str) -> None:
+    """Raise SettingsError if `function` cannot be called with these positional arguments."""
+    if not callable(function):
+        raise SettingsError(f"{name} must be a function of ({', '.join(arguments)}), got {function!r}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        shown = getattr(function, "__qualname__", type(function).__name__)
+        text = f"{name} must be a function of ({', '.join(arguments)}), got {shown}{signature}: {error}"
+        raise SettingsError(text) from None
+
+
 def suggest_keyword(wrong: str, names: Iterable[str]) -> str:
     """Return a hint such as "; did you mean 'size'?" with the name closest to `wrong`, or "" if there is none."""
     close = difflib.get_close_matches(wrong, names, 1, cutoff=0.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from agentfly_kit._async.concurrency import ConcurrencyLimits
 from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.errors import SettingsError, TaskError
+from agentfly_kit.errors import SettingsError, TaskError, check_accepts
 from agentfly_kit.pool.environment import is_environment, reset_arguments
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.success import SuccessRule, check_success_rule
@@ -166,7 +165,8 @@ class AgentSettings(Displayable):
         if self.timeout is not None and not self.timeout > 0:
             raise SettingsError(f"timeout must be above 0 seconds, or None for no limit, got {self.timeout!r}")
         for name, parameters in _HOOKS.items():
-            _check_hook(name, getattr(self, name), parameters)
+            if (hook := getattr(self, name)) is not None:
+                check_accepts(name, hook, *parameters)
         check_success_rule(self.success)
         tools = self.tools if isinstance(self.tools, ToolSet) else ToolSet(self.tools)
         if tools.names and self.exact:
@@ -222,22 +222,6 @@ class AgentSettings(Displayable):
                     f"agent.replace(tools=[...], reward=..., harness=...) takes the new one",
                     stacklevel=4,
                 )
-
-
-def _check_hook(name: str, hook: Any, parameters: Sequence[str]) -> None:
-    if hook is None:
-        return
-    if not callable(hook):
-        raise SettingsError(f"{name} must be a function or None, got {hook!r}")
-    try:
-        signature = inspect.signature(hook)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return
-    try:
-        signature.bind(*parameters)
-    except TypeError:
-        shown = getattr(hook, "__qualname__", type(hook).__name__)
-        raise SettingsError(f"{name} must accept ({', '.join(parameters)}), got {shown}{signature}") from None
 
 
 def task_list(tasks: Any) -> list[Task]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentfly_kit import losses
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import SettingsError, checks_keywords
+from agentfly_kit.errors import SettingsError, check_accepts, checks_keywords
 
 if TYPE_CHECKING:
     from agentfly_kit.ppo.inputs import MicroBatch
@@ -149,14 +149,7 @@ class PPOConfig(Displayable):
         return options
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with other settings.
-
-        Args:
-            changes: New values by setting.
-
-        Raises:
-            SettingsError: If a value is invalid.
-        """
+        """Return a copy with other settings. Raise SettingsError if a value is invalid."""
         return dataclasses.replace(self, **changes)
 
 
@@ -183,7 +176,7 @@ class PolicyLoss:
                     f"loss must not be {inner.__name__}: it compares all tokens of a minibatch, which the step splits "
                     "into micro-batches; call it in a training loop of your own"
                 )
-            _check_signature(loss)
+            check_accepts("loss", loss, "logprobs", "old_logprobs", "advantages", "mask")
             return cls(loss, next((name for name in names if inner is getattr(losses, name)), ""))
         if loss not in names:
             raise SettingsError(f"loss must be one of {', '.join(map(repr, names))}, or a function, got {loss!r}")
@@ -213,15 +206,3 @@ class PolicyLoss:
         if micro.importance_weights is not None:
             per_token = per_token * micro.importance_weights
         return per_token * micro.token_weight
-
-
-def _check_signature(loss: Callable[..., Tensor]) -> None:
-    """Reject a function that cannot be called with the four arguments of a loss."""
-    try:
-        inspect.signature(loss).bind("logprobs", "old_logprobs", "advantages", "mask")
-    except TypeError as error:
-        raise SettingsError(
-            f"loss must be a function of (logprobs, old_logprobs, advantages, mask), got {loss!r}: {error}"
-        ) from None
-    except ValueError:  # a callable without a signature
-        return

@@ -15,7 +15,7 @@ from agentfly_kit import advantages
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.batch.collate import AdvantagePer, TruncationMode
 from agentfly_kit.batch.filters import Filter, is_group_filter
-from agentfly_kit.errors import SettingsError, checks_keywords
+from agentfly_kit.errors import SettingsError, check_accepts, checks_keywords
 from agentfly_kit.ppo.config import PPOConfig, check_at_least, check_choice
 from agentfly_kit.trainer.run_dir import KeepPolicies
 from agentfly_kit.types import Task
@@ -195,12 +195,7 @@ class TrainConfig(PPOConfig):
             if inner is given:
                 object.__setattr__(self, "advantage", name)
                 return
-        try:
-            inspect.signature(given).bind("rewards", "groups")
-        except TypeError as error:
-            raise SettingsError(f"advantage must be a function of (rewards, groups), got {given!r}: {error}") from None
-        except ValueError:  # a callable without a signature
-            return
+        check_accepts("advantage", given, "rewards", "groups")
 
     def _check_effects(self) -> None:
         """Raise if a setting that was changed from its default has no effect."""
