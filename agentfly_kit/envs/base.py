@@ -102,11 +102,11 @@ class EnvironmentTool(Tool[..., Any]):
         try:
             sandbox_type: type[Any] = self.sandbox_type
             async with context.using(sandbox_type) as environment:
-                if environments.episode_is_done(environment):
+                if _episode_is_done(environment):
                     return ToolResult(False, OVER)
                 method = Tool.__get__(self, environment)
                 result = await Tool.invoke(method, arguments, context, raising=raising)
-                return replace(result, env_done=True) if environments.episode_is_done(environment) else result
+                return replace(result, env_done=True) if _episode_is_done(environment) else result
         except Exception as error:  # raised by the pool, `reset` or `done`
             if raising:
                 raise
@@ -224,7 +224,7 @@ async def _replay(environment: Any, sandbox_type: type, context: Context, trajec
     methods = {tool.name: tool for tool in tools(sandbox_type)}
     for call in trajectory.tool_calls:
         if call.error is None and call.name in methods and call.result is not None:
-            if environments.episode_is_done(environment):
+            if _episode_is_done(environment):
                 return
             got = await Tool.invoke(Tool.__get__(methods[call.name], environment), call.arguments, context)
             if (got.ok, got.observation) != (call.result.ok, call.result.observation):
@@ -332,3 +332,9 @@ def agent(
 
 
 _tools, _reward = tools, reward  # `agent` has parameters named `tools` and `reward`
+
+
+def _episode_is_done(environment: Any) -> bool:
+    """Return the environment's `done` (an attribute, a property or a method), or False if it is not defined."""
+    done = getattr(environment, "done", False)
+    return bool(done() if callable(done) else done)

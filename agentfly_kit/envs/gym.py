@@ -15,7 +15,7 @@ from typing import Any
 from agentfly_kit.envs import base
 from agentfly_kit.errors import RewardError, SettingsError
 from agentfly_kit.pool.pool import Pool
-from agentfly_kit.tools.context import Context, SingleSandboxPool
+from agentfly_kit.tools.context import Context
 from agentfly_kit.tools.tool import ToolSet, tool
 from agentfly_kit.types import Task, ToolCall, ToolResult
 
@@ -226,7 +226,8 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
             super().reset(seed=seed)
             begun = task if seed is None else replace(task, fields=task.fields | {"seed": seed})
             self._release()
-            self.context = Context(begun, pools=[SingleSandboxPool(sandbox_type, self.environment), *self.pools])
+            own: Any = _SingleSandboxPool(sandbox_type, self.environment)
+            self.context = Context(begun, pools=[own, *self.pools])
             self.loop.wait(self.context.sandbox(sandbox_type))
             opening = self.context.reset_results.get(sandbox_type)
             text = opening if isinstance(opening, str) else "\n".join(str(m["content"]) for m in opening or ())
@@ -295,3 +296,19 @@ class _Loop:
 
     def __del__(self) -> None:
         self._loop.close()
+
+
+class _SingleSandboxPool:
+    """Pool that leases an existing sandbox any number of times. The caller must close the sandbox."""
+
+    revoked = ""
+
+    def __init__(self, sandbox_type: type, sandbox: Any) -> None:
+        self.sandbox_type = sandbox_type
+        self.sandbox = sandbox
+        self.turn: object = None
+
+    async def acquire(self, owner: str, *, run: str) -> _SingleSandboxPool:
+        return self
+
+    async def release(self, lease: Any) -> None: ...

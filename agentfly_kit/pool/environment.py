@@ -73,9 +73,3 @@ def reset_arguments(sandbox_type: type, task: Task, fields: Mapping[str, Any] | 
                 "give it a default"
             )
     return arguments
-
-
-def episode_is_done(environment: Any) -> bool:
-    """Return the environment's `done` (an attribute, a property or a method), or False if it is not defined."""
-    done = getattr(environment, "done", False)
-    return bool(done() if callable(done) else done)

@@ -8,30 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 import typing
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from agentfly_kit._async.concurrency import ConcurrencyLimits
-from agentfly_kit._async.pending_call import wait_all
+from agentfly_kit._async.pending_call import maybe_await, wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import LeaseRevoked, SandboxError, SettingsError
 from agentfly_kit.pool import environment as environments
+from agentfly_kit.pool.base import BasePool
 from agentfly_kit.tools import function as functions
 from agentfly_kit.types import Task
 
 S = TypeVar("S")
-
-
-class PoolLike(Protocol):
-    """Protocol of the pools of a `Context`. A lease must have the attributes `sandbox`, `turn` and `revoked`."""
-
-    @property
-    def sandbox_type(self) -> type: ...
-    async def acquire(self, owner: str, *, run: str) -> Any: ...
-    async def release(self, lease: Any) -> None: ...
 
 
 class Fields(Mapping[str, Any]):
@@ -86,7 +77,7 @@ class Context(Displayable):
         trajectory_id: str = "",
         turn: int = 0,
         seed: int = 0,
-        pools: Sequence[PoolLike] = (),
+        pools: Sequence[BasePool[Any]] = (),
         concurrency: ConcurrencyLimits = ConcurrencyLimits(),  # noqa: B008 - it never changes
         run: str = "",
     ) -> None:
@@ -102,8 +93,8 @@ class Context(Displayable):
         self.pools = tuple(pools)
         self.concurrency = concurrency
         self.run = run
-        self._leases: dict[PoolLike, asyncio.Task[Any]] = {}
-        self._locks: dict[PoolLike, asyncio.Lock] = {}
+        self._leases: dict[BasePool[Any], asyncio.Task[Any]] = {}
+        self._locks: dict[BasePool[Any], asyncio.Lock] = {}
         self._closed = False
         self._close_lock = asyncio.Lock()
 
@@ -135,7 +126,7 @@ class Context(Displayable):
             lease.turn = self.turn  # shown in the pool's snapshot
         return typing.cast(S, lease.sandbox)
 
-    async def _acquire(self, pool: PoolLike) -> Any:
+    async def _acquire(self, pool: BasePool[Any]) -> Any:
         lease = await pool.acquire(self.trajectory_id, run=self.run)
         if environments.is_environment(pool.sandbox_type):
             try:
@@ -172,7 +163,7 @@ class Context(Displayable):
                     f"the pool took the {pool.sandbox_type.__name__} of the chain {self.trajectory_id!r}: {reason}"
                 )
 
-    def pool(self, sandbox_type: type) -> PoolLike:
+    def pool(self, sandbox_type: type) -> BasePool[Any]:
         """Return the only pool of this sandbox class, or, if there is none, the only pool of a subclass."""
         exact = [pool for pool in self.pools if pool.sandbox_type is sandbox_type]
         found = exact or [pool for pool in self.pools if issubclass(pool.sandbox_type, sandbox_type)]
@@ -221,9 +212,7 @@ class Context(Displayable):
         twin.reset_results = dict(self.reset_results)
         try:
             for sandbox_type, sandbox in self.held.items():
-                done = sandbox.fork(await twin.sandbox(sandbox_type))
-                if inspect.isawaitable(done):
-                    await done
+                await maybe_await(sandbox.fork(await twin.sandbox(sandbox_type)))
         except BaseException:
             await twin.close()
             raise
@@ -264,25 +253,9 @@ def _is_held(lease: asyncio.Task[Any]) -> bool:
     return lease.done() and not lease.cancelled() and lease.exception() is None
 
 
-class SingleSandboxPool:
-    """Pool that leases an existing sandbox any number of times. The caller must close the sandbox."""
-
-    revoked = ""
-
-    def __init__(self, sandbox_type: type, sandbox: Any) -> None:
-        self.sandbox_type = sandbox_type
-        self.sandbox = sandbox
-        self.turn: object = None
-
-    async def acquire(self, owner: str, *, run: str) -> SingleSandboxPool:
-        return self
-
-    async def release(self, lease: Any) -> None: ...
-
-
 @asynccontextmanager
 async def temporary_context(
-    task: Task, sandbox_types: Sequence[type], *pools: PoolLike | None
+    task: Task, sandbox_types: Sequence[type], *pools: BasePool[Any] | None
 ) -> AsyncIterator[Context]:
     """Create a context for a single call, with a temporary pool for each sandbox class that has no pool in `pools`."""
     given = [pool for pool in pools if pool is not None]

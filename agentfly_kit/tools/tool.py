@@ -24,9 +24,10 @@ from pydantic_core import to_jsonable_python
 from agentfly_kit._async.pending_call import PendingCall, pending_call
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import ToolError, ToolSchemaError
+from agentfly_kit.pool.base import BasePool
 from agentfly_kit.sandboxes.result import SandboxResult
 from agentfly_kit.tools import function as functions
-from agentfly_kit.tools.context import Context, PoolLike, temporary_context
+from agentfly_kit.tools.context import Context, temporary_context
 from agentfly_kit.tools.injection import FunctionSet, InjectedFunction
 from agentfly_kit.tools.schema import Arguments, parse_docstring
 from agentfly_kit.types import Task, ToolCall, ToolResult
@@ -347,15 +348,13 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(one(i, call)) for i, call in enumerate(calls)]
             results = [task.result() for task in running]
-        return tuple(
-            replace(call, result=result, rerunner=self._rerunner(call, context))
-            for call, result in zip(calls, results, strict=True)
-        )
-
-    def _rerunner(self, call: ToolCall, context: Context) -> Rerun | None:
-        known = self._by_name.get(call.name) if call.error is None else None
         # Use weak references, so that a stored trajectory does not keep the sandboxes of an unused pool alive.
-        return None if known is None else Rerun(known, context.task, tuple(map(weakref.ref, context.pools)))
+        pools = tuple(map(weakref.ref, context.pools))
+        known = [None if call.error is not None else self._by_name.get(call.name) for call in calls]
+        return tuple(
+            replace(call, result=result, rerunner=function and Rerun(function, context.task, pools))
+            for call, result, function in zip(calls, results, known, strict=True)
+        )
 
     def __repr__(self) -> str:
         return f"<ToolSet {', '.join(self.names) or 'empty'}>"
@@ -367,7 +366,7 @@ class Rerun:
 
     tool: Tool[..., Any]
     task: Task
-    pools: tuple[weakref.ref[PoolLike], ...]
+    pools: tuple[weakref.ref[BasePool[Any]], ...]
 
     def __call__(self, call: ToolCall) -> Awaitable[ToolResult]:
         return PendingCall(f"{self.tool.name}.rerun()", lambda: self._run(call))
@@ -377,9 +376,5 @@ class Rerun:
         async with temporary_context(self.task, self.tool.sandbox_types, *pools) as context:
             return await self.tool.invoke(call.arguments, context, raising=True)
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _no_rerun, ()
-
-
-def _no_rerun() -> None:
-    return None
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
