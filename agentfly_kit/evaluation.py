@@ -165,6 +165,7 @@ def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evalua
     for k in sorted({*(2**i for i in range(samples.bit_length())), samples}):
         at_k[k] = [pass_at_k(len(of_task), sum(of_task), k) for of_task in outcomes if len(of_task) >= k]
     numbers = rollout.summary()
+    means = {name: numbers[name] for name in ("reward", "turns", "calls", "unscored", "truncated")}
     low, high = success_interval(outcomes)
     return Evaluation(
         success=sum(sum(of_task) / len(of_task) for of_task in outcomes) / len(outcomes),
@@ -172,16 +173,12 @@ def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evalua
         high=high,
         pass_at_k={k: sum(values) / len(values) for k, values in at_k.items() if values},
         tasks_at_k={k: len(values) for k, values in at_k.items()},
-        reward=numbers["reward"],
         tasks=len(by_task),
         samples=samples,
-        turns=numbers["turns"],
-        calls=numbers["calls"],
         tokens=numbers.get("tokens", math.nan),
-        unscored=numbers["unscored"],
-        truncated=numbers["truncated"],
         greedy=greedy,
         metrics={name: sum(values) / len(values) for name, values in measured.items()},
         seconds=rollout.seconds,
         rollout=rollout,
+        **means,
     )

@@ -27,7 +27,8 @@ def deliver(*results: tuple[asyncio.Future[Any], Any]) -> bool:
 
     Results that arrive before the event loop runs share one wake-up. Returns False if an event loop is closed.
     """
-    delivered, asleep = True, []
+    delivered = True
+    asleep: list[asyncio.AbstractEventLoop] = []
     for future, result in results:
         loop = future.get_loop()
         if loop.is_closed():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import logging
 import warnings
 import weakref
@@ -101,6 +102,11 @@ class Handle(Coroutine[Any, Any, T], Generic[T]):
 
     def close(self) -> None:
         """Do nothing, because each task closes its own coroutine."""
+
+
+async def maybe_await(value: Any) -> Any:
+    """Return the result of a sync or async call, given what the call returned."""
+    return await value if inspect.isawaitable(value) else value
 
 
 def cancelling() -> bool:

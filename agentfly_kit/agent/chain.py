@@ -7,7 +7,6 @@ tokens are trained on (mask 1). No other function creates turns with `sampled=Tr
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import math
 import time
@@ -17,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from agentfly_kit._async.listeners import Listeners
-from agentfly_kit._async.pending_call import pending_call
+from agentfly_kit._async.pending_call import maybe_await, pending_call
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.budget import (
     action_tokens,
@@ -503,7 +502,4 @@ class BaseChain(Displayable):
 
 async def call_hook(hook: Callable[..., Any] | None, *given: Any) -> Any:
     """Call a sync or async hook of the agent and return its result; do nothing if `hook` is None."""
-    if hook is None:
-        return None
-    result = hook(*given)
-    return await result if inspect.isawaitable(result) else result
+    return None if hook is None else await maybe_await(hook(*given))

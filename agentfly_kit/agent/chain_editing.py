@@ -10,7 +10,7 @@ from typing import Any
 
 from agentfly_kit._async.pending_call import cancelling, pending_call, warn_or_log
 from agentfly_kit.agent.chain import BaseChain, call_hook
-from agentfly_kit.agent.progress import ChainHooks, ChainKey
+from agentfly_kit.agent.progress import ChainKey
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import (
@@ -25,7 +25,7 @@ from agentfly_kit.agent.turns import (
     token_fields,
 )
 from agentfly_kit.errors import EngineError, SettingsError
-from agentfly_kit.types import Distribution, Failure, Message, Task, ToolResult, Trajectory, Turn, normalize_messages
+from agentfly_kit.types import Distribution, Failure, Message, ToolResult, Trajectory, Turn, normalize_messages
 
 
 class Chain(BaseChain):
@@ -36,14 +36,9 @@ class Chain(BaseChain):
         origin_key: the key from which the seeds of `origin` are derived; otherwise None.
     """
 
-    def __init__(
-        self, agent: AgentSettings, task: Task, key: ChainKey | None = None, hooks: ChainHooks | None = None
-    ) -> None:
-        super().__init__(agent, task, key, hooks)
-        self.origin: Trajectory | None = None
-        self.origin_key: ChainKey | None = None
-        # Highest fork number so far.
-        self._forks = 0
+    origin: Trajectory | None = None
+    origin_key: ChainKey | None = None
+    _forks = 0  # highest fork number so far
 
     @classmethod
     def from_trajectory(cls, agent: AgentSettings, trajectory: Trajectory) -> Chain:
@@ -141,7 +136,7 @@ class Chain(BaseChain):
         # Do not sample if the hook has forced an action.
         if self.stop is None and not self.pending_calls:
             await self.sample()
-            if self._compacting_can_help():
+            if self.stop == "context_full" and len(self.turn.row_path) > 1:  # the row has more than its prompt
                 await call_hook(agent.on_context_full, self)
         if self.stop is None and self.pending_calls:
             await self.act()
@@ -151,10 +146,6 @@ class Chain(BaseChain):
                 if self.hooks.spawn is None:
                     raise SettingsError("after_observation requested forks of a chain that is not in a rollout")
                 await self.hooks.spawn(self, count)
-
-    def _compacting_can_help(self) -> bool:
-        """Return True if the context is full and the row contains more than its prompt."""
-        return self.stop == "context_full" and len(self.turn.row_path) > 1
 
     async def _finish_anyway(self) -> Trajectory:
         try:

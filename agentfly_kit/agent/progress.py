@@ -39,10 +39,6 @@ class ChainKey:
 Report = Callable[..., None]
 
 
-def _ignore(*_: Any) -> None:
-    pass
-
-
 async def _open() -> None:
     pass
 
@@ -52,7 +48,7 @@ class ChainHooks:
     """Callbacks and budgets through which a rollout controls a chain. The defaults are for interactive chains."""
 
     # Called with every progress event.
-    report: Report = _ignore
+    report: Report = lambda *_: None
     # Awaited before each action and before its tool calls; blocks while the rollout is paused.
     gate: Callable[[], Awaitable[object]] = _open
     # Called with the chain and the number of forks that `after_observation` returned.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import math
 from collections import deque
@@ -15,6 +14,7 @@ from agentfly_kit._async.interrupts import keep_interruptible
 from agentfly_kit._async.pending_call import Handle, cancelling, wait_all
 from agentfly_kit._display import Displayable, explain_interrupt
 from agentfly_kit.agent.budget import Budget, BudgetUsage
+from agentfly_kit.agent.chain import call_hook
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.agent.harness import create_chain
 from agentfly_kit.agent.progress import ChainHooks, ChainKey, Progress, RolloutEvent, RolloutSnapshot
@@ -238,7 +238,9 @@ class RolloutHandle(Handle[Rollout], Displayable):
         if self._run_usage is not None:
             self._run_usage.start()
         if self._shows_bar:
-            self._bar = _progress_bar(self.total)
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(total=self.total, desc="chains", unit="chain")
         try:
             for _ in range(self.total):
                 self._add_worker()
@@ -332,9 +334,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         numbers: list[float | None] = [None] * len(group)
         failure = Failure("group_reward", "RewardError", "it gave None")
         try:
-            assert self.agent.group_reward is not None
-            result = self.agent.group_reward(group)
-            numbers = _checked_numbers(await result if inspect.isawaitable(result) else result, len(group))
+            numbers = _checked_numbers(await call_hook(self.agent.group_reward, group), len(group))
         except Exception as error:
             failure = Failure.from_exception("group_reward", error)
         for t, number in zip(group, numbers, strict=True):
@@ -381,9 +381,3 @@ async def _wait_and_forget(tasks: Sequence[asyncio.Future[Any]]) -> None:
         for task in tasks:
             if task.done() and not task.cancelled():
                 task.exception()  # mark as retrieved, because only the first exception is raised
-
-
-def _progress_bar(total: int) -> Any:
-    from tqdm.auto import tqdm
-
-    return tqdm(total=total, desc="chains", unit="chain")

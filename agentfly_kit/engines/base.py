@@ -30,11 +30,6 @@ class Engine(Displayable, ABC):
     author: str = "policy"
 
     @property
-    def version(self) -> int:
-        """Version of the policy whose weights are currently used for sampling."""
-        return 0
-
-    @property
     def max_length(self) -> int:
         """Context length in tokens: prompt and action together."""
         return 1 << 30

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from agentfly_kit._async.pending_call import maybe_await
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import EngineError
 from agentfly_kit.types import Sample, Sampling, Task, TurnRequest
@@ -47,9 +47,7 @@ class ScriptedEngine(Engine):
         if callable(self.script):
             if request is None:
                 raise EngineError("a script function needs a request with the task and the turn; use an Agent")
-            reply = self.script(request.task, turn)
-            if inspect.isawaitable(reply):
-                reply = await reply
+            reply = await maybe_await(self.script(request.task, turn))
         elif turn < len(self.script):
             reply = self.script[turn]
         else:

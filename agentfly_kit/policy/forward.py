@@ -86,10 +86,6 @@ class LanguageModel:
     def vocab_size(self) -> int:
         return int(self.model.get_output_embeddings().weight.shape[0])
 
-    @property
-    def layers(self) -> int:
-        return int(getattr(self.model.config.get_text_config(), "num_hidden_layers", 1))
-
     @cached_property
     def max_length(self) -> int:
         """Maximum context length of the model in tokens."""
@@ -325,7 +321,8 @@ class LanguageModel:
         heads = config.num_attention_heads
         inner = heads * (getattr(config, "head_dim", None) or self.width // heads)
         weights = max(1, self.size - self.vocab_size * self.width)
-        scale = 2 * weights / (4 * self.layers * inner) / _MASKED_ATTENTION_COST
+        layers = int(getattr(self.model.config.get_text_config(), "num_hidden_layers", 1))
+        scale = 2 * weights / (4 * layers * inner) / _MASKED_ATTENTION_COST
         return build_prefix_trees(ids, _context_lengths(mask), scale=scale, max_tokens=max_tokens)
 
     @cached_property
@@ -379,21 +376,16 @@ def _checkpointing(model: Any, action: str) -> Any:
     return getattr(model, f"{name}_checkpointing_{action}")
 
 
+@functools.cache
 def warn_if_bfloat16_is_slow(device: torch.device) -> None:
     """Warn once if `device` is a CPU that only emulates bfloat16."""
-    if device.type == "cpu":
-        _warn_on_emulated_bfloat16()
-
-
-@functools.cache
-def _warn_on_emulated_bfloat16() -> None:
     features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    if features and not any(on for name, on in features.items() if "bf16" in name):
+    if device.type == "cpu" and features and not any(on for name, on in features.items() if "bf16" in name):
         warnings.warn(
             "this CPU has no instructions for bfloat16 and emulates it, which can make a step many times slower; use "
             "float32: Policy.load(dtype='float32') and autocast=None",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

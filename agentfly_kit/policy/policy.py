@@ -322,14 +322,8 @@ def _policy_folder(path: str | Path) -> Path:
 
 # Arguments of from_pretrained that are also passed to the tokenizer.
 _HUB_KEYWORDS = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "revision",
-    "subfolder",
-    "token",
-    "trust_remote_code",
-)
+    "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code",
+)  # fmt: skip
 _OWN_KEYWORDS = ("value_head", "lora", "device", "dtype", "format", "history")
 
 

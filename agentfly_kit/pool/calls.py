@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from .._async.pending_call import warn_or_log
+from .._async.pending_call import maybe_await, warn_or_log
 from ..errors import SandboxError
 
 _CANCEL_GRACE_SECONDS = 1.0  # a cancelled call that takes longer to end is abandoned
-
-
-async def maybe_await(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
 
 
 async def call(sandbox: object, method: str) -> Any:

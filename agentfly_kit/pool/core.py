@@ -26,9 +26,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from .._async.delivery import deliver, running_loop
+from .._async.pending_call import maybe_await
 from ..errors import IsolationError, PoolClosed, SandboxError, SettingsError
 from .base import BasePool, Lease
-from .calls import call, call_within, kill, kill_all, maybe_await
+from .calls import call, call_within, kill, kill_all
 from .environment import is_environment
 from .records import PoolEvent
 from .state import Effects, PoolState, Slot

@@ -129,8 +129,8 @@ def ppo_step(
                 sums = RunningStats()
                 local = ranks.local_rows(batch, rows[live[rows]])
                 for picked in policy.micro_batches(batch, local, config.micro_tokens):
-                    if ranks.is_single:
-                        _raise_if_cancelled(cancel, optimizer)
+                    if ranks.is_single and cancel is not None and cancel.is_set():
+                        raise _cancelled(optimizer)
                     micro = inputs.select(picked, weights, policy.device)
                     with precision(policy, config), policy.checkpointing(config.checkpointing):
                         out = policy.forward(
@@ -145,7 +145,7 @@ def ppo_step(
                 if not ranks.is_single:
                     ranks.sum_gradients(optimizer)
                     if ranks.sum_stats(sums, cancel is not None and cancel.is_set()):
-                        _raise_if_cancelled(cancel, optimizer, force=True)
+                        raise _cancelled(optimizer)
                 norms += clip_and_step(policy, optimizer, config.max_grad_norm)
                 updates += 1
                 phases.lap("optimizer")
@@ -292,13 +292,10 @@ async def ppo_step_async(
     return await run_in_thread(step, on_cancel=cancel.set)
 
 
-def _raise_if_cancelled(
-    cancel: threading.Event | None, optimizer: torch.optim.Optimizer, *, force: bool = False
-) -> None:
-    """Discard the gradients and raise asyncio.CancelledError if `cancel` is set or `force` is True."""
-    if force or (cancel is not None and cancel.is_set()):
-        optimizer.zero_grad(set_to_none=True)
-        raise asyncio.CancelledError("ppo_step was cancelled; the weights are those of the last update")
+def _cancelled(optimizer: torch.optim.Optimizer) -> asyncio.CancelledError:
+    """Discard the gradients."""
+    optimizer.zero_grad(set_to_none=True)
+    return asyncio.CancelledError("ppo_step was cancelled; the weights are those of the last update")
 
 
 def _kl_reference(totals: RunningStats, inputs: StepInputs, config: PPOConfig) -> float:

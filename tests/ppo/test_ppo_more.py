@@ -295,7 +295,7 @@ def test_a_cpu_that_emulates_bfloat16_warns_once_before_the_step(
 ) -> None:
     features = {"avx2": True, "avx512_bf16": not emulated, "amx_bf16": False}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
-    forward._warn_on_emulated_bfloat16.cache_clear()
+    forward.warn_if_bfloat16_is_slow.cache_clear()
     policy = agents.random_policy(6)
     batch = made(policy, 2)
     with pytest.raises(SettingsError, match="reference="):
@@ -307,7 +307,7 @@ def test_a_cpu_that_emulates_bfloat16_warns_once_before_the_step(
     texts = [str(w.message) for w in recwarn if "bfloat16" in str(w.message)]
     assert len(texts) == emulated
     assert all("no instructions for bfloat16" in text and "autocast=None" in text for text in texts)
-    forward._warn_on_emulated_bfloat16.cache_clear()
+    forward.warn_if_bfloat16_is_slow.cache_clear()
 
 
 def test_checkpointing_and_autocast_leave_the_model_as_it_was() -> None:

@@ -82,10 +82,6 @@ class LocalEngine(Engine):
         return bool(parameter.device.type == "cpu" and parameter.dtype == torch.float32)
 
     @property
-    def version(self) -> int:
-        return self.policy.version
-
-    @property
     def max_length(self) -> int:
         return self.policy.max_length
 
