@@ -184,10 +184,7 @@ class Template:
     def require_visible(
         self, messages: Sequence[Message], tools: Schemas, *, after_action: bool, answers: bool
     ) -> None:
-        """Raise a ChatTemplateError if a message is dropped, repeated or moved. Markers replace the contents.
-
-        If `answers` is True, the text of assistant messages is also checked; their tool calls always are.
-        """
+        """Raise ChatTemplateError if a message is dropped (for assistants' text, if `answers`), repeated or moved."""
         ids: dict[Any, str] = {}
         marked: list[Message] = []
         for i, message in enumerate(messages):

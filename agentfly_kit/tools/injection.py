@@ -208,10 +208,7 @@ class InjectedFunction(Generic[P, R]):
     async def _inject(
         self, context: Context, fields: Mapping[str, Any], **values: Any
     ) -> AsyncIterator[dict[str, Any]]:
-        """Async context manager that yields the injected arguments and holds exclusive access to their sandboxes.
-
-        `values` holds additional injectable values, by source name.
-        """
+        """Yield the injected arguments, with `values` by source name, and hold their sandboxes exclusively."""
         self.check([context.task])
         values["context"] = context
         sandbox_types = {n: i.sandbox_type for n, i in self._hidden.items() if i.source == "sandbox"}

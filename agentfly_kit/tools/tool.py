@@ -251,11 +251,7 @@ def _to_result(value: Any) -> ToolResult:
 
 
 def to_text(value: Any) -> str:
-    """Convert a value to text: a string is unchanged, None becomes "", and other values become compact JSON.
-
-    Raises:
-        TypeError: if the value has neither a JSON nor a text form.
-    """
+    """Convert to text: strings unchanged, None as "", others as compact JSON. Raise TypeError if that is impossible."""
     if value is None:
         return ""
     if isinstance(value, str):

@@ -29,11 +29,7 @@ _MAX_PARAMETERS = 1 << 24
 
 
 def cached_forward(policy: Policy) -> CachedForward:
-    """Return the forward pass for a policy's model: fused if supported, else by the model's own modules.
-
-    Raises:
-        EngineError: If the model's hidden states with a KV cache differ from those without one.
-    """
+    """Return the fused forward pass of a policy if supported, else that of its modules, or raise EngineError."""
     trunk = policy.decoder
     if (fused := FusedLlamaDecoder.try_build(trunk)) is not None:
         return fused

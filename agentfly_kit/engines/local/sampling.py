@@ -66,10 +66,7 @@ def sample_tokens(
 
 
 def truncate(p: Tensor, *, top_p: Tensor | None, top_k: Tensor | None, min_p: Tensor | None) -> Tensor:
-    """Set to zero the probabilities removed by top-k, then top-p of the remaining mass, then min-p.
-
-    Shapes:  p (B, V) -> (B, V), not renormalized.
-    """
+    """Set to 0 the probabilities (B, V) removed by top-k, then top-p of the rest, then min-p; not renormalized."""
     ordered, order = p.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(p, dtype=torch.bool)
     if top_k is not None:
