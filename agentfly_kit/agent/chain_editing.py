@@ -136,7 +136,7 @@ class Chain(BaseChain):
         # Do not sample if the hook has forced an action.
         if self.stop is None and not self.pending_calls:
             await self.sample()
-            if self.stop == "context_full" and len(self.turn.row_path) > 1:  # the row has more than its prompt
+            if self._compacting_can_help():
                 await call_hook(agent.on_context_full, self)
         if self.stop is None and self.pending_calls:
             await self.act()
@@ -146,6 +146,10 @@ class Chain(BaseChain):
                 if self.hooks.spawn is None:
                     raise SettingsError("after_observation requested forks of a chain that is not in a rollout")
                 await self.hooks.spawn(self, count)
+
+    def _compacting_can_help(self) -> bool:
+        """Return True if the context is full and the row contains more than its prompt."""
+        return self.stop == "context_full" and len(self.turn.row_path) > 1
 
     async def _finish_anyway(self) -> Trajectory:
         try:
