@@ -17,8 +17,8 @@ from agentfly_kit import task_files
 Name = tuple[str, int]
 
 
-# Vocabulary and rules: object types by property, the object types in each receptacle type (`canContain` in ALFWorld), and
-# the receptacles (minimum, maximum count) and objects of each room.
+# Object types by property, the object types in each receptacle type (ALFWorld's `canContain`), and the receptacles
+# (minimum, maximum count) and objects of each room.
 WORLD = task_files.bundled_json("alfworld", "world.json")
 OPENABLE, HEATABLE, COOLABLE, CLEANABLE, SLICEABLE, KNIVES = (
     frozenset(WORLD["kinds"][name].split())
