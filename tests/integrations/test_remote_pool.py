@@ -671,7 +671,7 @@ async def test_nonsense_never_breaks_the_server(server: PoolServer, pool: Pool[N
     ]
     words += [{"$bytes": "?"}, {"$lease": "x"}, {"$tuple": 3}, {"$dict": [[[], 1]]}, "a" * 200, {"a": {"$set": [[1]]}}]
     words += [
-        {"$written": ["Decimal", "x"]},
+        {"$decimal": "x"},
         {"$timedelta": [10**30]},
         {"$record": "agentfly_kit.sandboxes.no:X", "fields": {}},
     ]

@@ -91,8 +91,6 @@ V = TypeVar("V")
 
 
 class _HTTPError(Exception):
-    """An error response with its HTTP status."""
-
     def __init__(self, status: int, error: BaseException) -> None:
         super().__init__(str(error))
         self.status, self.error = status, error
@@ -513,7 +511,6 @@ class PoolServer:
 
     @staticmethod
     def _revoked(client: _Client) -> dict[str, str]:
-        """Return the client's leases that the pool revoked, with the reasons."""
         return {name: held.lease.revoked for name, held in client.ended.items()}
 
     async def _beat(self, message: _Beat, client: _Client) -> dict[str, Any]:
