@@ -364,7 +364,6 @@ class Repo(SandboxEnvironment):
 
 
 def _broken_repository(task: Task) -> Repository:
-    """Return the repository of a task with its bugs applied."""
     fields = task.fields
     if "files" in fields:
         files, tests = fields["files"], fields.get("tests")
@@ -487,7 +486,6 @@ async def bugs(
 
 
 def _sample_changes(changes: Sequence[mutation.Mutation], most: int, seed: str) -> list[mutation.Mutation]:
-    """Sample at most `most` changes per line."""
     by_line: dict[int, list[mutation.Mutation]] = {}
     for change in changes:
         by_line.setdefault(change.line, []).append(change)

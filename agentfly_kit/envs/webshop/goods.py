@@ -36,8 +36,10 @@ class Group:
 GROUPS = tuple(
     Group(
         row["shelf"],
-        *(tuple(row[name].split()) for name in ("kinds", "attributes", "options")),
-        cost=tuple(row["cost"]),
+        tuple(row["kinds"].split()),
+        tuple(row["attributes"].split()),
+        tuple(row["options"].split()),
+        tuple(row["cost"]),
     )
     for row in _WORDS["groups"]
 )
