@@ -436,7 +436,6 @@ def _shortened(answer: Any) -> str:
 
 
 def _error_text(response: Any) -> str:
-    """Return the error message in a response."""
     try:
         said = response.json()
         error = said.get("error", said)
