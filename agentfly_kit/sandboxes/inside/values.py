@@ -21,7 +21,7 @@ TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "$decimal": (decimal.Decimal, str, decimal.Decimal),
     "$uuid": (uuid.UUID, str, uuid.UUID),
 }
-COLLECTIONS: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
+COLLECTIONS: dict[str, Any] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
