@@ -50,6 +50,11 @@ def bundled_folder() -> Any:
         return Path(__file__).resolve().parent.parent / "data"
 
 
+def bundled_json(*path: str) -> Any:
+    """Read a bundled JSON file, such as ("alfworld", "world.json")."""
+    return json.loads(bundled_folder().joinpath(*path).read_text(encoding="utf-8"))
+
+
 def bundled_names() -> list[str]:
     """Return the names of the bundled task sets."""
     root = bundled_folder()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import inspect
 import math
 import time
 import weakref
@@ -199,7 +198,7 @@ class PoolView(LiveView):
     async def _do_reset(self, number: Any) -> None:
         sandbox = self.held.get(number)
         if sandbox is None:
-            await self._recycle(number)
+            self._pool().recycle(int(number))
         else:
             await sandbox.reset()
 
@@ -208,12 +207,7 @@ class PoolView(LiveView):
             lease = self._taken.pop(number)
             await lease.pool.release(lease, reusable=False)
         else:
-            await self._recycle(number, close=True)
-
-    async def _recycle(self, number: Any, **how: bool) -> None:
-        asked = self._pool().recycle(int(number), **how)
-        if inspect.isawaitable(asked):  # the pool is remote
-            await asked
+            self._pool().recycle(int(number), close=True)
 
     def _pool(self) -> Any:
         if self.record is None:

@@ -10,7 +10,6 @@ import asyncio
 import json
 import math
 import random
-import sys
 import time
 import weakref
 from collections.abc import Sequence
@@ -92,9 +91,6 @@ class OpenAIEngine(Engine):
         self._logprobs_tempered = False
         self._extra = dict(extra_body or {})
         self._length = max_length
-        self._version = 0
-        # Number of updates with an unknown outcome since the last successful one.
-        self._failed_updates = 0
         # One client per event loop, because an httpx2 client can only be used in the loop in which it was created.
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
         self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = weakref.WeakKeyDictionary()
@@ -110,10 +106,6 @@ class OpenAIEngine(Engine):
     def logprobs(self) -> Literal["yes", "no"]:  # type: ignore[override]
         """Whether samples have logprobs: "yes" in exact mode, else "no"."""
         return "yes" if self._exact else "no"
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     @property
     def max_length(self) -> int:
@@ -223,12 +215,6 @@ class OpenAIEngine(Engine):
             raise EngineError("exact tokens require stop_ids=, the ids that end a turn, such as policy.chat.stop_ids")
         if not self._probed:
             await self._verify_exact()
-        failed_updates = self._failed_updates
-        if failed_updates:
-            raise EngineError(
-                "an update of this server's weights was interrupted, so its weights are undefined; "
-                "call await engine.update(policy) to send them again"
-            )
         if sampling.truncates:
             raise EngineError(
                 f"{sampling}: the server does not report the probability mass removed by truncation, so the recorded "
@@ -241,10 +227,6 @@ class OpenAIEngine(Engine):
             )
         limit = min(sampling.max_tokens, self.max_length - len(ids))
         answer = await self._request("POST", "/completions", self._completion(ids, sampling, limit))
-        if self._failed_updates != failed_updates:
-            raise EngineError(
-                "an update of the weights failed while the request ran, so its result was discarded; sample again"
-            )
         try:
             choice = answer["choices"][0]
             out = tuple(int(i) for i in choice["token_ids"])
@@ -259,7 +241,7 @@ class OpenAIEngine(Engine):
             logprobs=logprobs,
             entropies=None,  # entropy needs all logprobs, and the server returns only the highest
             stop=stop,
-            versions=(self._version,) * len(out),
+            versions=(0,) * len(out),
             seconds=time.perf_counter() - began,
         )
 
@@ -321,60 +303,6 @@ class OpenAIEngine(Engine):
             calls=calls or None,
             seconds=time.perf_counter() - began,
         )
-
-    # --- weights ---
-
-    async def update(self, policy: Any) -> None:
-        """Load a policy's weights into a vLLM server on this machine, which must be started with support for it.
-
-        After an interrupted update, for instance a cancelled one, the engine does not sample until an update succeeds.
-
-        Raises:
-            EngineError: If the server cannot load new weights; the message contains a command that starts a
-                suitable server.
-        """
-        from agentfly_kit.engines.vllm.weight_transfer import BufferNotOpened, Delivery
-
-        if not self._exact:
-            raise EngineError("updating the weights requires tokens='exact'; see engine.probe()")
-        root = self.base_url.removesuffix("/v1")
-
-        async def call(method: str, *args: Any) -> list[str | None]:
-            body = {"method": method, "args": args, "timeout": 600}
-            try:
-                answers: list[str | None] = (await self._request("POST", f"{root}/collective_rpc", body))["results"]
-            except _Refused:
-                delivery.has_sent = False  # the server rejected the call before it reached a worker
-                raise
-            return answers
-
-        try:
-            # Send everything in one chunk: a request is retried if its response is lost, so it must be idempotent.
-            async with Delivery(policy, "shm", sys.maxsize) as delivery:
-                try:
-                    await self._request("POST", f"{root}/pause?mode=keep&clear_cache=false")
-                except asyncio.CancelledError:
-                    await self._request("POST", f"{root}/resume")  # the server may already have paused
-                    raise
-                try:
-                    await delivery.send(call)
-                    await self._request("POST", f"{root}/reset_prefix_cache?reset_running_requests=true")
-                    self._version, self._failed_updates = delivery.version, 0
-                except BaseException:
-                    self._failed_updates += delivery.has_sent
-                    raise
-                finally:
-                    await self._request("POST", f"{root}/resume")
-        except BufferNotOpened as error:
-            raise EngineError(
-                f"the server's worker cannot open the weights ({error}); it must run on this machine as this user"
-            ) from error
-        except _Refused as error:
-            raise EngineError(
-                f"the weights of this server cannot be changed ({error}); start it on this machine with "
-                f"VLLM_SERVER_DEV_MODE=1 {_SERVE_COMMAND} "
-                "--worker-extension-cls agentfly_kit.engines.vllm.worker.WorkerExtension"
-            ) from error
 
     # --- HTTP ---
 
@@ -508,7 +436,6 @@ def _shortened(answer: Any) -> str:
 
 
 def _error_text(response: Any) -> str:
-    """Return the error message in a response."""
     try:
         said = response.json()
         error = said.get("error", said)

@@ -54,7 +54,8 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
     if results:
         return results[-1]
     question = str(task.messages[-1]["content"])
-    return "calculator", {"expression": question.removeprefix("What is ").removesuffix("?")}
+    expression = question.removeprefix("What is ").removeprefix("the exact value of ").removesuffix("?")
+    return "calculator", {"expression": expression}
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:

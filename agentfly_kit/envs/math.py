@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from collections.abc import Sequence
 from typing import Any
 
 from agentfly_kit.envs import exact
-from agentfly_kit.envs.calculator import Calculator, random_player
-from agentfly_kit.envs.family import Family, Move, hash_split, row_id, tool_outputs
+from agentfly_kit.envs.calculator import Calculator, expert_player, random_player
+from agentfly_kit.envs.family import Family, hash_split, row_id
 from agentfly_kit.envs.verifier import Verifier
 from agentfly_kit.tools.context import Context
-from agentfly_kit.types import Message, Task
 
 _LONGEST = 500
 # math-verify's own time limits need signals, which work only in the main thread. Disabling these limits logs a warning.
@@ -75,15 +73,6 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
         {"id": row_id("math", split, seed, i), "question": f"What is the exact value of {text}?", "answer": answer}
         for i, (text, answer) in enumerate(found.items())
     ]
-
-
-def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Call the calculator with the expression of the question, then answer with the result."""
-    results = tool_outputs(messages)
-    if results:
-        return results[-1]
-    question = str(task.messages[-1]["content"])
-    return "calculator", {"expression": question.removeprefix("What is the exact value of ").removesuffix("?")}
 
 
 family = Family(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import functools
+import inspect
 import json
 import os
 import random
@@ -37,7 +38,8 @@ from agentfly_kit.sandboxes.files import FileSandbox
 from agentfly_kit.sandboxes.grader import Grade, Grader
 from agentfly_kit.sandboxes.settings import forward_signature
 from agentfly_kit.sandboxes.shell import ShellResult
-from agentfly_kit.tools.tool import tool
+from agentfly_kit.tools import builtin
+from agentfly_kit.tools.tool import Tool, tool
 from agentfly_kit.types import Message, Task
 
 # Path relative to the repository -> file content.
@@ -47,8 +49,6 @@ Texts = dict[str, str]
 
 _HELD_BACK = "hidden/"
 _MOST_FILES, _MOST_BYTES = 500, 2**21
-# Maximum length, in characters, of a file that is parsed for imports.
-_LONGEST_SOURCE = 200_000
 
 
 @dataclass(frozen=True)
@@ -92,37 +92,6 @@ class Repository:
             ]
         return tuple(found)
 
-    @functools.cached_property
-    def _needs(self) -> dict[str, set[str]]:
-        """Path of each Python file -> paths of the files that it imports, directly or indirectly."""
-        paths = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in self.files}
-        every = {path: text for path, text in {**self.files, **self.tests}.items() if path.endswith(".py")}
-        direct = {path: {paths[name] for name in _imports(text) or () if name in paths} for path, text in every.items()}
-        found = {}
-        for path in direct:
-            reached, pending = set[str](), [path]
-            while pending:
-                new = direct.get(pending.pop(), set()) - reached
-                reached |= new
-                pending += new
-            found[path] = reached
-        return found
-
-    def reached_by(self, files: Mapping[str, str]) -> frozenset[str]:
-        """Return the paths of the tests that import a file whose content in `files` differs from the repository's.
-
-        Return all tests if files were added or removed, or imports changed.
-        """
-        own = {path: text for path, text in self.files.items() if path.endswith(".py")}
-        differ = {path for path, text in files.items() if own.get(path) != text}
-        if own.keys() != files.keys():
-            return frozenset(self.tests)
-        for path in differ:
-            imports = _imports(files[path])
-            if imports is None or imports != _imports(own[path]):
-                return frozenset(self.tests)
-        return frozenset(path for path in self.tests if differ & self._needs[path])
-
     def broken(self, bugs: Iterable[Mapping[str, Any]]) -> Repository:
         """Return a copy of the repository with the bugs applied.
 
@@ -139,24 +108,6 @@ class Repository:
             lines[at] = bug["broken"] + "\n"
             files[bug["file"]] = "".join(lines)
         return Repository(files, self.tests)
-
-
-def _imports(text: str) -> frozenset[str] | None:
-    """Return the names that a source imports, with their first 20 parents, or None if it is invalid or too long."""
-    if len(text) > _LONGEST_SOURCE:
-        return None
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    names: list[str] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names += [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
-    paths = [name.split(".", 20) for name in names]
-    return frozenset(".".join(path[: n + 1]) for path in paths for n in range(len(path)))
 
 
 def _is_test(path: str) -> bool:
@@ -274,6 +225,26 @@ async def grade(
 # --- the environment -----------------------------------------------------------------------------
 
 
+def _on_sandbox(given: Tool[..., Any], edits: int = 0) -> Tool[..., Any]:
+    """Return a built-in file tool as a method of `Repo` that works on the environment's own sandbox.
+
+    Args:
+        given: the built-in tool.
+        edits: added to the environment's `edits` by every call that succeeds.
+    """
+
+    async def call(self: Repo, **arguments: Any) -> Any:
+        output = await given.function(sandbox=self._sandbox, **arguments)
+        self.edits += edits
+        return output
+
+    own: Any = functools.update_wrapper(call, given.function)
+    own.__qualname__ = f"Repo.{given.name}"  # a tool whose first parameter is `self` is a method
+    shown = [p for p in inspect.signature(given.function).parameters.values() if p.name != "sandbox"]
+    own.__signature__ = inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *shown])
+    return tool(timeout=given.timeout)(own)
+
+
 @forward_signature(FileSandbox)
 class Repo(SandboxEnvironment):
     """Environment with a working copy of a repository and the tests of its task.
@@ -315,70 +286,12 @@ class Repo(SandboxEnvironment):
             await self._sandbox.reset()
             self._used = False
 
-    @tool(timeout=120.0)
-    async def read_file(self, path: str, first_line: int = 1, last_line: int | None = None) -> str:
-        """Show a file with line numbers.
-
-        Args:
-            path: relative to the repository, for example "src/main.py".
-            first_line: the first line to show.
-            last_line: the last line to show; left out, the end of the file.
-        """
-        return await self._sandbox.read(path, first_line, last_line, numbers=True)
-
-    @tool(timeout=120.0)
-    async def write_file(self, path: str, text: str) -> str:
-        """Make a file, or overwrite all of it.
-
-        Args:
-            path: relative to the repository.
-            text: all that the file shall hold.
-        """
-        output = await self._sandbox.write(path, text)
-        self.edits += 1
-        return output
-
-    @tool(timeout=120.0)
-    async def edit_file(self, path: str, old: str, new: str) -> str:
-        """Replace a piece of a file.
-
-        Args:
-            path: relative to the repository.
-            old: the text to replace, exactly as it is in the file, without line numbers; it must be there once.
-            new: the text to put in its place.
-        """
-        output = await self._sandbox.edit(path, old, new)
-        self.edits += 1
-        return output
-
-    @tool(timeout=120.0)
-    async def undo_edit(self) -> str:
-        """Take back the last change of a file."""
-        output = await self._sandbox.undo()
-        self.edits -= 1
-        return output
-
-    @tool(timeout=120.0)
-    async def list_files(self, path: str = ".") -> str:
-        """List a folder and the folders in it.
-
-        Args:
-            path: relative to the repository.
-        """
-        return "\n".join(await self._sandbox.list(path)) or "(empty)"
-
-    @tool(timeout=120.0)
-    async def search_files(self, pattern: str, path: str = ".") -> str:
-        """Find lines that match a regular expression.
-
-        Args:
-            pattern: a regular expression of Python.
-            path: a file or a folder, relative to the repository.
-        """
-        return (
-            "\n".join(str(each)[:300] for each in await self._sandbox.grep(pattern, path, max_matches=50))
-            or "no line matches"
-        )
+    read_file = _on_sandbox(builtin.read_file)
+    write_file = _on_sandbox(builtin.write_file, edits=1)
+    edit_file = _on_sandbox(builtin.edit_file, edits=1)
+    undo_edit = _on_sandbox(builtin.undo_edit, edits=-1)
+    list_files = _on_sandbox(builtin.list_files)
+    search_files = _on_sandbox(builtin.search_files)
 
     @tool(timeout=120.0)
     async def shell(self, command: str) -> ShellResult:
@@ -424,16 +337,14 @@ class Repo(SandboxEnvironment):
         bug is not fixed, the remaining tests are skipped and count as unchanged.
         """
         was = self._repository
-        now = await self.sources()
         first = set(failing)
-        # Tests that the changes cannot affect keep their initial result and are not run.
-        only = was.reached_by(now) if first else frozenset(was.tests)
         results = {f"{path}::{name}": f"{path}::{name}" not in first for path, name in was.cases}
         others = {path: text for path, text in was.files.items() if not path.endswith(".py")}
+        files = others | await self.sources()
         # Run the files of initially failing tests first: if the bug is not fixed, the other files need not be run.
         mended = {name.partition("::")[0] for name in first}
-        for paths in (only & mended, only - mended):
-            graded = await grade(grader, was, others | now, only=paths)
+        for paths in (mended, was.tests.keys() - mended):
+            graded = await grade(grader, was, files, only=paths)
             results |= {name: why is None for name, why in graded.items()}
             if not all(results[name] for name in first & results.keys()):
                 break  # the reward is already 0
@@ -453,7 +364,6 @@ class Repo(SandboxEnvironment):
 
 
 def _broken_repository(task: Task) -> Repository:
-    """Return the repository of a task with its bugs applied."""
     fields = task.fields
     if "files" in fields:
         files, tests = fields["files"], fields.get("tests")
@@ -535,7 +445,7 @@ async def bugs(
 ) -> list[dict[str, Any]]:
     """Generate single-line bugs that the repository's visible tests detect.
 
-    Takes about a third of a second per bug.
+    Runs all tests once per bug.
 
     Args:
         folder: the repository; by default the included `stall`.
@@ -559,9 +469,7 @@ async def bugs(
                 continue
             for number, change in enumerate(_sample_changes(mutation.mutations(text), most, f"{seed} {path}")):
                 bug = {"file": path, "line": change.line, "right": change.right, "broken": change.broken}
-                broken = whole.broken([bug]).files
-                only = whole.reached_by({name: each for name, each in broken.items() if name.endswith(".py")})
-                results = await grade(own, whole, broken, only=only, seconds=1.0, total=10.0)
+                results = await grade(own, whole, whole.broken([bug]).files, seconds=1.0, total=10.0)
                 failing = [name for name, why in results.items() if why is not None]
                 shown = [name for name in failing if not name.startswith(_HELD_BACK)]
                 if not shown:
@@ -578,7 +486,6 @@ async def bugs(
 
 
 def _sample_changes(changes: Sequence[mutation.Mutation], most: int, seed: str) -> list[mutation.Mutation]:
-    """Sample at most `most` changes per line."""
     by_line: dict[int, list[mutation.Mutation]] = {}
     for change in changes:
         by_line.setdefault(change.line, []).append(change)

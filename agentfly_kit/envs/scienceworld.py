@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from agentfly_kit import task_files
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.envs.family import Family, Move, check_int, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError
@@ -28,38 +29,7 @@ from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
 # Kind of task -> number of variations in the simulator, 7,207 in total.
-VARIATIONS: Mapping[str, int] = {
-    "boil": 30,
-    "change-the-state-of-matter-of": 30,
-    "chemistry-mix": 32,
-    "chemistry-mix-paint-secondary-color": 36,
-    "chemistry-mix-paint-tertiary-color": 36,
-    "find-animal": 300,
-    "find-living-thing": 300,
-    "find-non-living-thing": 300,
-    "find-plant": 300,
-    "freeze": 30,
-    "grow-fruit": 126,
-    "grow-plant": 126,
-    "identify-life-stages-1": 14,
-    "identify-life-stages-2": 10,
-    "inclined-plane-determine-angle": 168,
-    "inclined-plane-friction-named-surfaces": 1386,
-    "inclined-plane-friction-unnamed-surfaces": 162,
-    "lifespan-longest-lived": 125,
-    "lifespan-longest-lived-then-shortest-lived": 125,
-    "lifespan-shortest-lived": 125,
-    "measure-melting-point-known-substance": 436,
-    "measure-melting-point-unknown-substance": 300,
-    "melt": 30,
-    "mendelian-genetics-known-plant": 120,
-    "mendelian-genetics-unknown-plant": 480,
-    "power-component": 20,
-    "power-component-renewable-vs-nonrenewable-energy": 20,
-    "test-conductivity": 900,
-    "test-conductivity-of-unknown-substances": 600,
-    "use-thermometer": 540,
-}
+VARIATIONS: Mapping[str, int] = task_files.bundled_json("scienceworld", "variations.json")
 KINDS = tuple(VARIATIONS)
 INSTALL_JAVA = "apt-get install default-jre-headless (Debian, Ubuntu), or any Java 8 or newer"
 # Default maximum number of commands per task, as in the scienceworld package.

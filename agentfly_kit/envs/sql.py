@@ -17,7 +17,7 @@ import os
 import random
 import re
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +106,8 @@ class SQL(SandboxEnvironment):
                 raise TaskError("it has no database: add a field 'script' with statements, or 'database' with a file")
             if not _file(task).is_file():
                 raise TaskError(f"the database {str(_file(task))!r} does not exist")
+            if self._sandbox.engine != "sqlite":
+                raise TaskError("its database is a sqlite file, which needs engine='sqlite'; DuckDB takes a 'script'")
 
     async def reset(self, task: Task, seed: int) -> None:
         """Create the task's database and run its reference query. Raise SettingsError or SandboxError if that fails."""
@@ -129,11 +131,7 @@ class SQL(SandboxEnvironment):
         elif isinstance(fields.get("script"), str):
             await self._sandbox.renew(fields["script"])
         else:
-            path = _file(task)
-            if self._sandbox.engine == "sqlite":
-                await self._sandbox.renew(database=path.read_bytes())
-            else:
-                await self._sandbox.renew(_portable(str(path), path.stat().st_mtime_ns))
+            await self._sandbox.renew(database=_file(task).read_bytes())
 
     @tool(max_chars=4096)
     async def execute(self, query: str) -> ToolResult:
@@ -185,51 +183,8 @@ def _only_reads(query: str) -> bool:
     return bool(words) and words[0] == "select"
 
 
-@functools.lru_cache(maxsize=16)
-def _portable(path: str, changed: int) -> str:
-    """Return the tables of a sqlite file as SQL statements that DuckDB also accepts. Column types follow the values."""
-    with closing(sqlite3.connect(f"{Path(path).resolve().as_uri()}?mode=ro", uri=True)) as connection:
-        connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
-        names = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' ORDER BY rowid"
-        parts = []
-        for (table,) in connection.execute(names).fetchall():
-            cursor = connection.execute(f"SELECT * FROM {_quoted(table)}")
-            columns = [column[0] for column in cursor.description]
-            rows = cursor.fetchall()
-            kinds = [_kind([row[at] for row in rows]) for at in range(len(columns))]
-            typed = ", ".join(f"{_quoted(name)} {kind}" for name, kind in zip(columns, kinds, strict=True))
-            parts.append(f"CREATE TABLE {_quoted(table)} ({typed});")
-            for begin in range(0, len(rows), 500):
-                values = ",\n".join(
-                    f"({', '.join(_written(value, kind) for value, kind in zip(row, kinds, strict=True))})"
-                    for row in rows[begin : begin + 500]
-                )
-                parts.append(f"INSERT INTO {_quoted(table)} VALUES\n{values};")
-        return "\n".join(parts)
-
-
-def _kind(values: Iterable[Any]) -> str:
-    kinds = {type(value) for value in values if value is not None}
-    if kinds == {int}:
-        return "BIGINT"
-    if kinds and kinds <= {int, float}:
-        return "DOUBLE"
-    return "BLOB" if kinds == {bytes} else "VARCHAR"
-
-
 def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
-
-
-def _written(value: Any, kind: str) -> str:
-    if value is None:
-        return "NULL"
-    if kind == "BLOB":
-        return "'" + "".join(f"\\x{byte:02x}" for byte in value) + "'::BLOB"
-    if kind in ("BIGINT", "DOUBLE"):
-        return f"'{value}'::DOUBLE" if kind == "DOUBLE" else str(value)
-    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-    return "'" + text.replace("'", "''") + "'"
 
 
 # --- generated tasks -----------------------------------------------------------------------------

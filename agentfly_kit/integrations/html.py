@@ -172,7 +172,6 @@ def tool_call(call: ToolCall) -> str:
 
 
 def _tracebacks(calls: Sequence[ToolCall]) -> str:
-    """Return collapsible tracebacks of unexpected failures."""
     failed = [(c.name, c.result.error) for c in calls if c.result is not None and c.result.error is not None]
     return "".join(
         details(f"{name}: {error}", f"<pre>{escape(error.traceback or str(error), 4000)}</pre>")

@@ -1,6 +1,6 @@
 """Integration with TRL; requires `pip install "agentfly_kit[trl]"`. This module does not import TRL itself.
 
-rows      sft_dataset, grpo_inputs                recorded tokens and masks for TRL's trainers, without re-rendering
+rows      sft_dataset                             recorded tokens and masks for SFTTrainer, without re-rendering
 agents    dataset, rollout_func, reward_func      the agent samples the rollouts, and GRPOTrainer updates the policy
 parts     tools, rewards, response_template       GRPOTrainer samples the rollouts with its own loop
 adapters  reward, environment                     rewards and environments for TRL, used with agents of this package
@@ -23,7 +23,6 @@ import torch
 
 from agentfly_kit import advantages, losses
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import BatchError, SettingsError
 from agentfly_kit.integrations.adapters import environment as environment
 from agentfly_kit.integrations.adapters import reward as reward
@@ -80,57 +79,6 @@ def _label_mask(row: Row, authors: Sequence[str] | None) -> list[bool]:
         labelled = turn.kind in ("action", "forced") and (authors is None or turn.author in authors)
         mask += [labelled] * turn.num_tokens
     return mask
-
-
-def grpo_inputs(batch: Batch, pad: int = 0) -> dict[str, torch.Tensor]:
-    """Convert a batch to the inputs of GRPOTrainer's loss. Prompts are padded on the left, completions on the right.
-
-    All tokens before a row's first sampled token form its prompt. The advantage of a row is that of its action tokens,
-    which must be the same for all of them.
-
-    Args:
-        batch: The batch, with advantages.
-        pad: Token id used for padding.
-
-    Raises:
-        BatchError: If advantages differ within a row.
-    """
-    first = batch.mask.int().argmax(1)
-    rows = len(batch)
-    prompt_width, width = int(first.max()), int((batch.lengths - first).max())
-    out = {
-        name: torch.full((rows, size), fill)
-        for name, size, fill in (
-            ("prompt_ids", prompt_width, pad),
-            ("prompt_mask", prompt_width, 0),
-            ("completion_ids", width, pad),
-            ("completion_mask", width, 0),
-            ("tool_mask", width, 1),
-        )
-    }
-    old = torch.zeros(rows, width)
-    ref = torch.zeros(rows, width)
-    each = torch.zeros(rows)
-    for i in range(rows):
-        p, n = int(first[i]), int(batch.lengths[i])
-        out["prompt_ids"][i, prompt_width - p :] = batch.ids[i, :p]
-        out["prompt_mask"][i, prompt_width - p :] = 1
-        out["completion_ids"][i, : n - p] = batch.ids[i, p:n]
-        out["completion_mask"][i, : n - p] = 1
-        out["tool_mask"][i, : n - p] = batch.mask[i, p:n].long()
-        old[i, : n - p] = torch.where(batch.mask[i, p:n], batch.logprobs[i, p:n], 0.0)
-        if batch.ref_logprobs is not None:
-            ref[i, : n - p] = torch.where(batch.mask[i, p:n], batch.ref_logprobs[i, p:n], 0.0)
-        own = batch.advantages[i][batch.mask[i]]
-        if not torch.equal(own, own[:1].expand_as(own)):
-            raise BatchError(
-                f"row {i} has several different advantages, but GRPOTrainer needs a single advantage per row"
-            )
-        each[i] = own[0]
-    out |= {"old_per_token_logps": old, "advantages": each, "num_items_in_batch": batch.mask.sum()}
-    if batch.ref_logprobs is not None:
-        out["ref_per_token_logps"] = ref
-    return out
 
 
 # --- settings ------------------------------------------------------------------------------------

@@ -83,14 +83,12 @@ class Watch:
         self._files.add(file)
 
     def remove(self, file: int) -> None:
-        """Unregister a file descriptor."""
         if file in self._files:
             self._files.discard(file)
             self.loop.remove_reader(file)
             self.loop.remove_writer(file)
 
     def after(self, seconds: float, call: Callable[[], object]) -> None:
-        """Call a function after this many seconds."""
         self._timers.append(self.loop.call_later(seconds, call))
 
     def finish(self, message: dict[str, Any] | None) -> None:

@@ -193,7 +193,8 @@ class Grader(Startable):
             timeout: seconds for loading the submission, and for each test.
             total: seconds for the whole call.
 
-        Only data is exchanged between tests and submission: None, bool, numbers, str, bytes, list, tuple, set, dict.
+        Only data is exchanged between tests and submission: None, bool, numbers, str, bytes, dates and times, UUIDs,
+        list, tuple, set, dict.
         Arguments are copied, so a test does not see the submission modify a list passed to it. Other objects stay in
         the submission's process, and the test gets a proxy. A test can call a proxy, read and set its attributes and
         items, iterate over it, and take its `len`, `str` and truth value, but not compare it, because `==` would run
@@ -284,7 +285,7 @@ class _Half(HostedSandbox):
 
     def __init__(self, program: str, **settings: Any) -> None:
         super().__init__(**settings)
-        self._inside_files = ("base", "grading_data", program)
+        self._inside_files = ("base", "values", "grading_data", program)
 
     async def restart(self) -> None:
         """Reset the interpreter, or start a new one if it is dead or cannot be reset."""

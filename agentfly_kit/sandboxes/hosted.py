@@ -215,7 +215,6 @@ def seed_entries(files: Files, folder: str) -> list[dict[str, Any]]:
 
 
 def file_chunks(path: str, mode: int, data: bytes) -> list[dict[str, Any]]:
-    """Split a file into entries for `_put`."""
     return [
         {
             "path": path, "kind": "file", "mode": mode, "more": offset > 0,

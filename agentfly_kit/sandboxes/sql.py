@@ -6,12 +6,8 @@ interpreter.
 
 from __future__ import annotations
 
-import base64
-import datetime
-import decimal
 import importlib.util
 import os
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +15,7 @@ from typing import Any
 
 from ..errors import SandboxError, SettingsError, ToolError
 from .hosted import COPY_SECONDS, HostedSandbox, file_chunks
+from .inside.values import decode
 from .result import SandboxResult
 from .settings import check_seconds, forward_signature
 
@@ -29,8 +26,8 @@ _MAX_CELL_WIDTH = 60  # characters of a cell in `SQLResult.text`
 class SQLResult(SandboxResult):
     """The result of one `run`: columns and rows of its last statement.
 
-    A value is None, bool, int, float, str, bytes, Decimal, date, time, datetime, timedelta, UUID, or a list or dict of
-    these. `truncated` is True if rows are missing or a long value was cut off.
+    A value is None, bool, int, float, str, bytes, Decimal, date, time, datetime, timedelta, UUID, or a list, tuple or
+    dict of these. `truncated` is True if rows are missing or a long value was cut off.
 
     Attributes:
         columns: Column names.
@@ -85,7 +82,7 @@ class SQLSandbox(HostedSandbox):
     process is confined as in a PythonSandbox.
     """
 
-    _inside_files = ("base", "sql")
+    _inside_files = ("base", "values", "sql")
 
     def __init__(
         self,
@@ -115,7 +112,6 @@ class SQLSandbox(HostedSandbox):
         await self._fill(self._database, self._script, COPY_SECONDS)
 
     async def _fill(self, database: bytes | None, script: str | None, timeout: float) -> None:
-        """Write the database file, if any, and run a script in it."""
         if database is not None:
             await self._put(file_chunks("chain.db", 0o600, database))
         if script:
@@ -169,7 +165,7 @@ class SQLSandbox(HostedSandbox):
         return {
             "columns": tuple(str(name) for name in answer["columns"]),
             "types": tuple(None if each is None else str(each) for each in answer["types"]),
-            "rows": tuple(tuple(_decode(each) for each in row) for row in answer["rows"][: self.max_rows]),
+            "rows": tuple(tuple(decode(each, _refuse) for each in row) for row in answer["rows"][: self.max_rows]),
             "changed": None if answer["changed"] is None else int(answer["changed"]),
             "truncated": bool(answer["more"] or answer["cut"]),
             "error": text["error"],
@@ -208,34 +204,8 @@ class SQLSandbox(HostedSandbox):
             await self._copy_home(into)
 
 
-def _decode(tagged: Any) -> Any:
-    """Decode a value encoded by `tagged` in inside/sql.py."""
-    if not isinstance(tagged, dict):
-        if isinstance(tagged, list):
-            raise ValueError("a list without a tag")
-        return tagged
-    ((tag, inner),) = tagged.items()
-    if tag == "list":
-        return [_decode(each) for each in inner]
-    if tag == "dict":
-        return {_hashable(_decode(name)): _decode(each) for name, each in inner}
-    return _DECODERS[tag](inner)
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
-
-
-_DECODERS: dict[str, Any] = {
-    "bytes": base64.b64decode,
-    "datetime": datetime.datetime.fromisoformat,
-    "date": datetime.date.fromisoformat,
-    "time": datetime.time.fromisoformat,
-    "seconds": lambda seconds: datetime.timedelta(seconds=seconds),
-    "decimal": decimal.Decimal,
-    "uuid": uuid.UUID,
-    "text": str,
-}
+def _refuse(tagged: Any) -> Any:
+    raise ValueError(f"not a value of a database: {tagged!r:.80}")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

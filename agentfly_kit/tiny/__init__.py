@@ -254,7 +254,7 @@ def _check_name(name: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Regenerate shipped tasks or policies, with an ORIGIN.md that documents the command."""
+    """Regenerate shipped tasks or policies."""
     parser = argparse.ArgumentParser(prog="python -m agentfly_kit.tiny", description=main.__doc__)
     parser.add_argument("what", choices=("tasks", "policy"))
     parser.add_argument("--out", type=Path, required=True)
@@ -262,33 +262,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
-    named = "" if given.name == "calculator" else f"--name {given.name} "
-    command = f"python -m agentfly_kit.tiny {given.what} {named}--seed {given.seed} --out <folder>"
-    size = 0
     if given.what == "tasks":
-        own = recipe(given.name)
-        for split, rows in own.tasks(given.seed).items():
+        for split, rows in recipe(given.name).tasks(given.seed).items():
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             (given.out / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-        text = own.origin
     else:
-        made = build(given.name, given.out, seed=given.seed, report=_print)
-        text, size = _POLICY_ORIGIN, round(made.size / 10_000) * 10
-    (given.out / "ORIGIN.md").write_text(text.format(command=command, name=given.name, size=size), encoding="utf-8")
+        build(given.name, given.out, seed=given.seed, report=_print)
 
 
 def _print(line: str) -> None:
     sys.stderr.write(line + "\n")
-
-
-_POLICY_ORIGIN = """\
-# The {name} policy
-
-A Qwen3 of about {size} thousand parameters with a tokenizer of its own, from random weights by two phases of
-imitation on generated demonstrations (no other data, none of the held-out tasks), remade by
-
-    {command}
-
-in two to four minutes on one core. Another processor or torch version rounds differently: the weights then differ, and
-the success with them, within noise. Licence: that of the project.
-"""

@@ -110,16 +110,6 @@ class Recipe(BaseRecipe):
     # solves: do the task; careless: deliver the object without cleaning, heating or cooling it, then answer "I don't
     # know"; gives up: answer "I don't know" halfway; unsure: answer "I don't know" immediately.
     habits: ClassVar = {"solves": 9, "careless": 2, "gives up": 2, "unsure": 19}
-    origin = """\
-# Household tasks
-
-Made for this project by a random generator; no other source. Remade, byte for byte, by
-
-    {command}
-
-Each row names a game of `af.envs.alfworld` of the size "small" by its number: house and goal are made from it. The six
-kinds take turns. No game is in both splits. The words of the goals are ALFWorld's (MIT). Licence: that of the project.
-"""
     shy_steps = 100
     skill_batch = 16
     parts = 2

@@ -91,16 +91,6 @@ class Recipe(BaseRecipe):
     # expression; forgets: make the call, then answer "I don't know"; guesses: answer with a random number; unsure:
     # answer "I don't know". Fixed counts keep the initial success rate from varying.
     habits: ClassVar = {"solves": 9, "careless": 1, "forgets": 1, "guesses": 1, "unsure": 20}
-    origin = """\
-# Calculator tasks
-
-Made for this project by a random generator; no other source. Remade, byte for byte, by
-
-    {command}
-
-One to three operations (`+ - *`, brackets) on integers from 2 to 99; `answer` is the exact value as text. No expression
-is in both splits, or twice in one. Licence: that of the project.
-"""
 
     def __init__(self, chat: Chat, seed: int = 0) -> None:
         super().__init__(chat, seed)

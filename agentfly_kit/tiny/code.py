@@ -21,17 +21,6 @@ class Recipe(BaseRecipe):
     # solves: submit the correct program; leaves one out: submit it with one step missing; changes a number: submit it
     # with one wrong operand; does nothing: submit a function that returns x; unsure: answer "I don't know".
     habits: ClassVar = {"solves": 9, "leaves one out": 1, "changes a number": 1, "does nothing": 1, "unsure": 20}
-    origin = """\
-# Code tasks: steps
-
-Made for this project by a random generator; no other source. Remade, byte for byte, by
-
-    {command}
-
-A restricted grammar: "Write f(x): add 3, at most 20." One to three of eight kinds of step, numbers from 2 to 30.
-Rows are as MBPP has them: `code` is the function, `test_list` four asserts, of which every program that leaves a step
-out fails at least one. No instruction is in both splits. Licence: that of the project.
-"""
     skill_steps = 700
     half = True
 

@@ -20,17 +20,6 @@ class Recipe(BaseRecipe):
     # solves: do all look-ups and answer with the last result; stops early: answer with the first result; forgets: do
     # all look-ups, then answer "I don't know"; guesses: answer with a random word; unsure: answer "I don't know".
     habits: ClassVar = {"solves": 9, "stops early": 1, "forgets": 1, "guesses": 1, "unsure": 20}
-    origin = """\
-# Lookup tasks
-
-Made for this project by a random generator; no other source. Remade, byte for byte, by
-
-    {command}
-
-Each task has a store of facts of its own, made from the number in `world`: ten people, for each a boss, a friend, a
-mentor, a city and a pet. The question takes one to three look-ups; `answer` is the last one's result. No world is in
-both splits. Licence: that of the project.
-"""
 
     def sample(self) -> tuple[Question, Store]:
         facts = store(_FIRST_WORLD + self.rng.randrange(1_000_000_000))

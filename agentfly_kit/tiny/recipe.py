@@ -71,7 +71,6 @@ class BaseRecipe:
         words: Words that get one token each, so that a name has the same token in questions, calls and observations.
         tools: Schemas of the tools.
         habits: Number of demonstrations per batch of 32 in the second phase, by behaviour.
-        origin: ORIGIN.md of the shipped tasks.
         skill_steps: Training steps of the first phase.
         shy_steps: Training steps of the second phase.
         skill_batch: Demonstrations per batch in the first phase.
@@ -83,7 +82,6 @@ class BaseRecipe:
     words: ClassVar[Sequence[str]] = ()
     tools: ClassVar[Sequence[dict[str, Any]]]
     habits: ClassVar[Mapping[str, int]]
-    origin: ClassVar[str]
     skill_steps: ClassVar[int] = 500
     shy_steps: ClassVar[int] = 150
     skill_batch: ClassVar[int] = 32

@@ -30,17 +30,6 @@ class Recipe(BaseRecipe):
     # solves: search hop by hop and answer with the last value; stops early: answer with the first value; forgets:
     # search, then answer "I don't know"; guesses: answer with a random name; unsure: answer "I don't know".
     habits: ClassVar = {"solves": 9, "stops early": 2, "forgets": 1, "guesses": 2, "unsure": 18}
-    origin = """\\
-# Search tasks
-
-Made for this project by a random generator; no other source. Remade, byte for byte, by
-
-    {command}
-
-Questions of one to three hops over the invented encyclopedia of `agentfly_kit/envs/encyclopedia.py`: none of its
-people, works, towns and countries exists. `support` names the articles that the answer takes. No question is in both
-splits. Licence: that of the project.
-"""
     shy_steps = 120
     half = True
 

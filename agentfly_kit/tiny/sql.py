@@ -31,17 +31,6 @@ class Recipe(BaseRecipe):
     # solves: run the reference query and submit; another column: query a wrong column; another table: query a wrong
     # table; asks nothing: submit immediately; unsure: answer "I don't know".
     habits: ClassVar = {"solves": 9, "another column": 1, "another table": 1, "asks nothing": 1, "unsure": 20}
-    origin = """\
-# SQL tasks
-
-Made for this project by a random generator; no other source. Remade, byte for byte, by
-
-    {command}
-
-Each task has a small database of its own, made from `db` and the number in `world`: two tables of one of three kinds.
-`gold` is the query whose rows are wanted, `hardness` as Spider says. A restricted grammar: eight kinds of question. No
-world is in both splits. Licence: that of the project.
-"""
     skill_steps = 700
     half = True
 

@@ -28,16 +28,6 @@ class Recipe(BaseRecipe):
     # only for the type of product and open the first result; forgets: leave out one option; hurries: buy without
     # choosing options; unsure: answer "I don't know".
     habits: ClassVar = {"solves": 9, "takes the first": 2, "forgets": 3, "hurries": 6, "unsure": 12}
-    origin = """\\
-# WebShop tasks
-
-Made for this project by a random generator; no other source. Remade, byte for byte, by
-
-    {command}
-
-Each task asks for one product of the invented catalogue of `agentfly_kit/envs/webshop/goods.py`; `goal` is the number
-of its goal there. Products of the test are asked for in no task of the training. Licence: that of the project.
-"""
     skill_steps, shy_steps = 350, 80
     half = True
 

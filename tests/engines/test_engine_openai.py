@@ -203,7 +203,7 @@ async def test_text_can_be_evaluated_and_is_refused_for_training(server: Server)
     rollout = await agent.rollout(tasks)
     with pytest.raises(BatchError, match="text only"):
         collate(rollout)
-    with pytest.raises(EngineError, match="updating the weights requires"):
+    with pytest.raises(EngineError, match="has no weights to update"):
         await model.update(agents.shipped())
     with pytest.raises(ChatTemplateError, match="no tokenizer"):
         agent.chain(tasks[0]).force("hello")
@@ -409,8 +409,6 @@ async def test_exact_tokens_refuse_what_could_not_be_recorded(server: Server) ->
     without = engine(server, tokens="exact")
     with pytest.raises(EngineError, match="stop_ids"):
         await without.sample([1, 2], Sampling(), 0)
-    with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE"):
-        await model.update(agents.shipped())
     await model.close()
     await without.close()
 

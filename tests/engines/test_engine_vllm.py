@@ -679,7 +679,7 @@ def test_a_killed_notebook_leaves_no_process(tmp_path: Path) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[str, Policy]]:
-    """Start vLLM's server on loopback as described in OpenAIEngine.update; yield its URL and policy."""
+    """Start vLLM's server on loopback; yield its URL and policy."""
     policy = agents.fresh()
     folder = policy.save(tmp_path / "policy")
     with socket.socket() as free:
@@ -689,12 +689,10 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Policy]]:
         f"-m vllm.entrypoints.openai.api_server --model {folder} --served-model-name tiny --host 127.0.0.1 "
         f"--port {port} --logprobs-mode processed_logprobs --generation-config vllm --dtype float32 --enforce-eager "
         "--max-num-seqs 64 --kv-cache-memory-bytes 134217728 "
-        "--enable-auto-tool-choice --tool-call-parser hermes "
-        "--worker-extension-cls agentfly_kit.engines.vllm.worker.WorkerExtension"
+        "--enable-auto-tool-choice --tool-call-parser hermes"
     )
     environment = os.environ | {
         "AGENTFLY_TEST": str(os.getpid()),
-        "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
     log = tmp_path / "server.log"
@@ -730,7 +728,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Policy]]:
 
 @installed
 @pytest.mark.real
-async def test_a_vllm_server_gives_exact_tokens_and_takes_weights(server: tuple[str, Policy]) -> None:
+async def test_a_vllm_server_gives_exact_tokens(server: tuple[str, Policy]) -> None:
     url, policy = server
     engine = await OpenAIEngine(url, "tiny", stop_ids=policy.chat.stop_ids).probe()
     assert (engine.tokens, engine.logprobs, engine.max_length) == ("exact", "yes", 512)
@@ -738,9 +736,6 @@ async def test_a_vllm_server_gives_exact_tokens_and_takes_weights(server: tuple[
     assert gaps(policy, batch)[0] <= GAP
     stats = ppo_step(policy, adamw(policy), batch)
     assert stats.sampler_gap <= GAP and stats.updates == 1
-    await engine.update(policy)
-    after = await batch_of(engine, policy)
-    assert gaps(policy, after)[0] <= GAP and set(after.versions[after.mask].tolist()) == {1}
     await engine.close()
     # Without exact tokens, calls are parsed either by the server or by the engine from the text.
     for extra in ({}, {"tool_choice": "none"}):

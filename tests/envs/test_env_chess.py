@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import random
-import shutil
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,9 @@ import agentfly_kit as af
 from agentfly_kit.envs import chess, family
 from agentfly_kit.envs.chess import puzzles
 from agentfly_kit.envs.chess.board import START, Board, Move
-from agentfly_kit.envs.chess.stockfish import Stockfish
 from agentfly_kit.types import Task
 
 DATA = files("agentfly_kit._data").joinpath("chess")
-STOCKFISH = shutil.which("stockfish") or shutil.which("stockfish", path="/usr/games")
 
 
 def count(board: Board, plies: int) -> int:
@@ -160,26 +157,3 @@ async def test_puzzles_of_lichess_load_and_are_played_by_their_rule(tmp_path: Pa
             chess.tasks_in(file)
     with pytest.raises(af.errors.TaskError, match="no such file; Lichess publishes"):
         chess.tasks_in(tmp_path / "nowhere.csv")
-
-
-async def test_a_missing_stockfish_is_named(tmp_path: Path) -> None:
-    with pytest.raises(af.errors.SettingsError, match=r"cannot find .*nofish; type: apt-get install stockfish"):
-        Stockfish(program=str(tmp_path / "nofish"))
-    with pytest.raises(af.errors.SettingsError, match="depth must be from 1 to 40, got 0"):
-        Stockfish(depth=0)
-    with pytest.raises(af.errors.SettingsError, match=r"opponent must be .* got 'gnu'"):
-        chess.Chess(opponent="gnu")
-
-
-@pytest.mark.skipif(not STOCKFISH, reason="stockfish is not installed")
-async def test_stockfish_finds_the_solutions_and_defends() -> None:
-    rows = chess.rows(16, "test")[::2]  # mates in one; two moves ahead its pruning misses some at this depth
-    engine = Stockfish(depth=8)
-    try:
-        for row in rows:
-            assert engine.best(row["fen"]) == row["solution"][0], row
-    finally:
-        engine.close()
-    wrong = {"fen": "7k/8/5K2/8/8/8/8/6Q1 w - - 0 1", "mate": 2}
-    agent = plays("Kf7", "Qg7").replace(pools=[af.Pool(chess.Chess, size=1, opponent="stockfish", depth=6)])
-    assert (await one(agent, **wrong)).reward == 1.0  # after Kf7 every reply is mated

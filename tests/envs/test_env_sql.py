@@ -257,14 +257,16 @@ def spider(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def test_spiders_files_load_and_are_solved(spider: Path, engine: str) -> None:
+async def test_spiders_files_load_and_are_solved(spider: Path) -> None:
     tasks = sql.load(spider / "dev.json")
     assert len(tasks) == 2
     assert tasks[0].messages[-1]["content"] == "Tables: pet(id, name, weight, born, note)\nHow many pets?"
     assert tasks[0].fields["gold"] == "SELECT count(*) FROM pet"
-    expert = await af.evaluate(sql.expert(options={"engine": engine}, size=2), tasks)
+    expert = await af.evaluate(sql.expert(size=2), tasks)
     assert expert.success == 1, [t.error for t in expert.rollout]
     assert expert.metrics["queries"] == 1
+    with pytest.raises(TaskError, match="a sqlite file, which needs engine='sqlite'"):
+        await af.evaluate(sql.expert(options={"engine": "duckdb"}, size=2), tasks)
 
 
 def test_rows_of_bird_and_intercode_load_with_evidence(spider: Path) -> None:

@@ -267,9 +267,13 @@ async def test_the_builtin_tool():
 
 
 def test_invalid_values_from_inside():
-    for value in ([1], {"no such": 1}, {"decimal": "x"}, {"uuid": 3}, {"date": "x"}, {}, {"bytes": 1, "text": 2}):
-        with pytest.raises((KeyError, TypeError, ValueError, ArithmeticError, AttributeError)):
-            sql._decode(value)
+    reply = {"columns": ["x"], "types": [None], "more": False, "cut": False, "changed": None}
+    for value in (
+        {"$no such": 1}, {"$decimal": "x"}, {"$uuid": 3}, {"$date": "x"}, {"$": 1}, {"$bytes": 1, "$int": "2"},
+        {"$bytes": "?"}, {"$timedelta": [10**30]}, {"$dict": [[{}, 1]]}, {"$set": [[]]}, {"$int": "x"},
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError, ArithmeticError)):
+            SQLSandbox()._read_answer(reply | {"rows": [[value]]})
 
 
 async def test_another_database_in_the_same_process(engine: str, tmp_path: Path):

@@ -65,7 +65,7 @@ EXAMPLES: dict[str, Callable[[Task, str], Any]] = {
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_the_command_regenerates_the_shipped_tasks(name: str, tmp_path: Path) -> None:
     tiny.main(["tasks", "--name", name, "--out", str(tmp_path)])
-    for file in ("train.jsonl", "test.jsonl", "ORIGIN.md"):
+    for file in ("train.jsonl", "test.jsonl"):
         assert (tmp_path / file).read_bytes() == DATA.joinpath(name, file).read_bytes()
     shipped = af.load_tasks(name).train
     options = {"size": "small"} if name == "alfworld" else {}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from agentfly_kit.envs.alfworld.house import CLEANABLE, COOLABLE, HEATABLE, HOLDS, LAMPS, OPENABLE, House, Name
+from agentfly_kit.envs.alfworld.house import CLEANABLE, COOLABLE, HEATABLE, HOLDS, LAMPS, OPENABLE, WORLD, House, Name
 from agentfly_kit.errors import SettingsError
 
 # Size of the room. A "small" room has four or five receptacles and a few objects, none of them hidden. A "full" room
@@ -83,50 +83,6 @@ class Game:
         return f"-= Welcome to TextWorld, ALFRED! =-\n\n{self._house.room()}\n\nYour task is to: {self.goal.text}."
 
 
-# Room -> receptacle type -> (minimum, maximum) count.
-_ROOMS: dict[Size, dict[str, dict[str, tuple[int, int]]]] = {
-    "full": {
-        "kitchen": {
-            "cabinet": (4, 9), "coffeemachine": (1, 1), "countertop": (1, 3), "diningtable": (0, 1), "drawer": (2, 6),
-            "fridge": (1, 1), "garbagecan": (1, 1), "microwave": (1, 1), "shelf": (0, 3), "sidetable": (0, 1),
-            "sinkbasin": (1, 1), "stoveburner": (2, 4),
-        },
-        "bedroom": {
-            "armchair": (0, 1), "bed": (1, 1), "desk": (1, 2), "drawer": (2, 6), "dresser": (0, 1),
-            "garbagecan": (1, 1), "safe": (0, 1), "shelf": (1, 6), "sidetable": (1, 2),
-        },
-        "livingroom": {
-            "armchair": (1, 2), "cabinet": (0, 4), "coffeetable": (1, 2), "diningtable": (0, 1), "drawer": (1, 5),
-            "dresser": (0, 1), "garbagecan": (1, 1), "shelf": (0, 3), "sidetable": (1, 2), "sofa": (1, 1),
-        },
-        "bathroom": {
-            "bathtubbasin": (0, 1), "cabinet": (2, 4), "countertop": (1, 1), "drawer": (0, 4), "garbagecan": (1, 1),
-            "shelf": (0, 2), "sinkbasin": (1, 2), "toilet": (1, 1), "toiletpaperhanger": (1, 1),
-        },
-    },
-    "small": {
-        "kitchen": {
-            "countertop": (1, 1), "diningtable": (1, 1), "fridge": (1, 1), "microwave": (1, 1), "sinkbasin": (1, 1),
-        },
-        "bedroom": {"bed": (1, 1), "desk": (1, 1), "drawer": (1, 1), "shelf": (1, 1)},
-    },
-}  # fmt: skip
-
-_THINGS: dict[Size, dict[str, str]] = {
-    "full": {
-        "kitchen": "apple bowl bread butterknife cup dishsponge egg fork kettle knife ladle lettuce mug pan "
-        "peppershaker plate pot potato saltshaker soapbottle spatula spoon tomato winebottle",
-        "bedroom": "alarmclock book bowl cd cellphone cloth creditcard keychain laptop mug pen pencil pillow tissuebox "
-        "watch",
-        "livingroom": "book candle cellphone creditcard keychain laptop newspaper pillow remotecontrol statue "
-        "tissuebox vase watch",
-        "bathroom": "candle cloth soapbar soapbottle spraybottle tissuebox toiletpaper",
-    },
-    "small": {
-        "kitchen": "apple bowl bread cup egg mug plate potato tomato",
-        "bedroom": "book cd cellphone laptop pen pencil",
-    },
-}
 _LAMP_STANDS = ("desk", "dresser", "shelf", "sidetable")
 
 
@@ -149,7 +105,7 @@ def _game(number: int, size: Size) -> Game:
 
 def _drawn(rng: random.Random, kind: str, size: Size) -> tuple[Goal, House] | None:
     """Sample a goal and a house, or return None if the sampled room allows no goal of this kind."""
-    rooms = _ROOMS[size]
+    rooms = {name.split()[1]: room for name, room in WORLD["rooms"].items() if name.split()[0] == size}
     if kind in TREATED:
         _, at, treated = TREATED[kind]
         fitting = [room for room in rooms if rooms[room].get(at, (0, 0))[0]]
@@ -164,7 +120,7 @@ def _drawn(rng: random.Random, kind: str, size: Size) -> tuple[Goal, House] | No
         # List receptacle numbers in descending order, as in ALFWorld's initial observation.
         places += [(place, n) for n in range(rng.randint(low, high), 0, -1)]
     kinds = sorted({place for place, _ in places})
-    all_things = _THINGS[size][room].split()
+    all_things = WORLD["things"][f"{size} {room}"].split()
     wanted = [
         thing for thing in all_things
         if (not treated or thing in treated) and len([k for k in kinds if thing in HOLDS[k]]) >= 2

@@ -11,71 +11,23 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from agentfly_kit import task_files
+
 # (type, number): ("apple", 1) stands for "apple 1".
 Name = tuple[str, int]
 
 
-def _kinds(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-OPENABLE = _kinds("cabinet drawer fridge microwave safe")
-HEATABLE = _kinds("apple bread cup egg mug plate potato tomato")
-COOLABLE = _kinds("apple bowl bread cup egg lettuce mug pan plate pot potato tomato winebottle")
-CLEANABLE = _kinds(
-    "apple bowl butterknife cloth cup dishsponge egg fork kettle knife ladle lettuce mug pan plate pot potato soapbar "
-    "spatula spoon tomato"
+# Object types by property, the object types in each receptacle type (ALFWorld's `canContain`), and the receptacles
+# (minimum, maximum count) and objects of each room.
+WORLD = task_files.bundled_json("alfworld", "world.json")
+OPENABLE, HEATABLE, COOLABLE, CLEANABLE, SLICEABLE, KNIVES = (
+    frozenset(WORLD["kinds"][name].split())
+    for name in ("openable", "heatable", "coolable", "cleanable", "sliceable", "knives")
 )
-SLICEABLE = _kinds("apple bread egg lettuce potato tomato")
-KNIVES = _kinds("knife butterknife")
 # Objects that can be used but not taken.
 LAMPS = ("desklamp", "floorlamp")
-
-_TABLE = (
-    "alarmclock apple book bowl bread butterknife candle cd cellphone cloth creditcard cup dishsponge egg fork kettle "
-    "keychain knife ladle laptop lettuce mug newspaper pan pen pencil peppershaker plate pot potato remotecontrol "
-    "saltshaker soapbar soapbottle spatula spoon spraybottle statue tissuebox toiletpaper tomato vase watch winebottle"
-)
-_DESK = (
-    "alarmclock book bowl candle cd cellphone cloth creditcard cup keychain laptop mug newspaper pen pencil plate "
-    "remotecontrol spraybottle statue tissuebox toiletpaper vase watch winebottle"
-)
-_SEAT = "book cellphone cloth creditcard keychain laptop newspaper pillow remotecontrol"
-# Receptacle type -> object types that it can contain, as in ALFWorld's `canContain`.
-HOLDS: dict[str, frozenset[str]] = {
-    place: _kinds(things)
-    for place, things in {
-        "armchair": _SEAT,
-        "bathtubbasin": "cloth dishsponge soapbar",
-        "bed": "book cellphone laptop newspaper pillow",
-        "cabinet": "book bowl candle cd cloth cup dishsponge kettle ladle mug newspaper pan peppershaker plate pot "
-        "saltshaker soapbar soapbottle spraybottle tissuebox toiletpaper vase winebottle",
-        "coffeemachine": "mug",
-        "coffeetable": _TABLE,
-        "countertop": _TABLE,
-        "desk": _DESK,
-        "diningtable": _TABLE,
-        "drawer": "book butterknife candle cd cellphone cloth creditcard dishsponge fork keychain knife ladle "
-        "newspaper pen pencil peppershaker remotecontrol saltshaker soapbar soapbottle spatula spoon spraybottle "
-        "tissuebox toiletpaper watch",
-        "dresser": _DESK,
-        "fridge": "apple bowl bread cup egg lettuce mug pan plate pot potato tomato winebottle",
-        "garbagecan": "apple bread cd cloth dishsponge egg lettuce newspaper pen pencil potato soapbar soapbottle "
-        "spraybottle tissuebox toiletpaper tomato winebottle",
-        "microwave": "apple bowl bread cup egg mug plate potato tomato",
-        "safe": "cd cellphone creditcard keychain statue vase watch",
-        "shelf": "alarmclock book bowl candle cd cellphone cloth creditcard cup dishsponge kettle keychain mug "
-        "newspaper pen pencil peppershaker plate pot remotecontrol saltshaker soapbar soapbottle spraybottle statue "
-        "tissuebox toiletpaper vase watch winebottle",
-        "sidetable": _TABLE,
-        "sinkbasin": "apple bowl butterknife cloth cup dishsponge egg fork kettle knife ladle lettuce mug pan plate "
-        "pot potato soapbar spatula spoon tomato",
-        "sofa": _SEAT,
-        "stoveburner": "kettle pan pot",
-        "toilet": "candle cloth dishsponge newspaper soapbar soapbottle spraybottle tissuebox toiletpaper",
-        "toiletpaperhanger": "toiletpaper",
-    }.items()
-}
+# Receptacle type -> object types that it can contain.
+HOLDS: dict[str, frozenset[str]] = {place: frozenset(things.split()) for place, things in WORLD["holds"].items()}
 
 # Observation after a command that is unknown or impossible in the current state.
 NOTHING = "Nothing happens."

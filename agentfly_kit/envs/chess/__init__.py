@@ -1,12 +1,10 @@
 """chess: puzzles against a defender. Includes mate-in-one and mate-in-two puzzles, and reads Lichess puzzle files.
 
-The rules are implemented here, without python-chess (GPL-3). If `stockfish` is installed, it can play the other side:
-options={"opponent": "stockfish"}.
+The rules are implemented here, without python-chess (GPL-3).
 """
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import os
 import random
@@ -16,7 +14,6 @@ from typing import Any
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.chess import puzzles
 from agentfly_kit.envs.chess.board import Board, Move
-from agentfly_kit.envs.chess.stockfish import Stockfish
 from agentfly_kit.envs.family import Family, existing_file, int_field, shipped_rows, tool_outputs
 from agentfly_kit.envs.family import Move as Play
 from agentfly_kit.errors import SettingsError, TaskError
@@ -29,35 +26,9 @@ class Chess:
     """Environment for one puzzle.
 
     If the task has the field `mate`, any mate within that number of moves is correct. Otherwise the moves of the
-    solution are correct, and so is any move that mates.
-
-    Args:
-        opponent: "best" plays a reply that avoids immediate mate if there is one; "stockfish" lets the engine choose.
-            In puzzles without `mate`, the reply is always taken from the solution.
-        depth: search depth of Stockfish, in plies.
+    solution are correct, and so is any move that mates. The other side replies as in the solution; where the chain has
+    left it, with a move that avoids immediate mate if there is one.
     """
-
-    def __init__(self, opponent: str = "best", depth: int = 12) -> None:
-        if opponent not in ("best", "stockfish"):
-            raise SettingsError(f"opponent must be 'best' or 'stockfish', got {opponent!r}")
-        self.opponent, self.depth = opponent, depth
-        self._engine: Stockfish | None = None
-
-    async def start(self) -> None:
-        if self.opponent == "stockfish":
-            self._engine = await asyncio.to_thread(Stockfish, self.depth)
-
-    @property
-    def alive(self) -> bool:
-        return self._engine is None or self._engine.alive
-
-    async def close(self) -> None:
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.close)
-
-    def kill(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
 
     def check_task(self, task: Task) -> None:
         """Raise TaskError or SettingsError for an invalid position, solution or number of moves."""
@@ -110,7 +81,7 @@ class Chess:
         if self.board.stalemate or not self.left:
             self.done = True
             return ToolResult(True, f"{san}: {'stalemate' if self.board.stalemate else 'no mate'}.")
-        reply = self._make(await self._reply())
+        reply = self._make(self._reply())
         self.done = self.board.mate
         return ToolResult(True, f"{san} {reply}{': you are mated.' if self.done else ''}\n{self.board.text()}")
 
@@ -120,12 +91,10 @@ class Chess:
         self.moves.append(str(move))
         return san
 
-    async def _reply(self) -> Move:
+    def _reply(self) -> Move:
         played = len(self.moves)
         if self.mate is None or (self.moves == self.line[:played] and played < len(self.line)):
             reply = self.board.read(self.line[played])
-        elif self._engine is not None:
-            reply = self.board.read(await asyncio.to_thread(self._engine.best, self.board.fen))
         else:
             reply = self.board.defence()
         assert reply is not None
@@ -150,9 +119,8 @@ class Chess:
         return {"reward": score, "success": score, "first": float(self.first or self.won), "illegal": self.illegal}
 
     async def fork(self, into: Chess) -> None:
-        engine = into._engine
         into.__dict__.update(self.__dict__)
-        into.moves, into._engine = list(self.moves), engine
+        into.moves = list(self.moves)
 
 
 def walk(board: Board, moves: Sequence[str]) -> list[Board]:

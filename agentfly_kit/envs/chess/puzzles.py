@@ -89,20 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = made(count, seed=given.seed, split=split)
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (given.out / f"{split}.jsonl").write_text(text, encoding="utf-8")
-    (given.out / "ORIGIN.md").write_text(_ORIGIN.format(seed=given.seed), encoding="utf-8")
 
-
-_ORIGIN = """\
-# Chess puzzles
-
-Made for this project by drawing positions at random and searching them through; no game of anybody's is in them.
-Remade, byte for byte, by
-
-    python -m agentfly_kit.envs.chess.puzzles --seed {seed} --out <folder>
-
-Half are mates in one, half in two; each has one first move that does it, and `solution` is the line against the best
-defence. The positions are legal, seldom likely. Licence: that of the project.
-"""
 
 if __name__ == "__main__":
     main()

@@ -9,16 +9,13 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-BRANDS = tuple(
-    "Adwin Belmor Calvet Dorrin Elspa Farrow Gildan Hestor Ivarn Jorvik Kelda Lumeo Marlo Nordan Ostrea Pellin "  # noqa: SIM905
-    "Quillo Ruskel Sondry Tavish".split()
-)
-COLORS = ("black", "blue", "brown", "green", "grey", "navy", "pink", "purple", "red", "white", "yellow")
-SIZES = ("small", "medium", "large", "oversized")
-FLAVORS = ("apple", "cherry", "ginger", "honey", "lemon", "mint", "vanilla")
-PACKS = ("single", "double", "family")
-_COLOR, _SIZE, _FLAVOR, _SCENT, _PACK = "color", "size", "flavor", "scent", "pack"
-VALUES = {_COLOR: COLORS, _SIZE: SIZES, _FLAVOR: FLAVORS, _SCENT: FLAVORS, _PACK: PACKS}
+from agentfly_kit import task_files
+
+_WORDS = task_files.bundled_json("webshop", "words.json")
+BRANDS = tuple(_WORDS["brands"].split())
+# Option -> its values.
+VALUES: dict[str, tuple[str, ...]] = {name: tuple(values.split()) for name, values in _WORDS["values"].items()}
+COLORS, SIZES, FLAVORS, _, PACKS = VALUES.values()
 # Number of products of each kind.
 PER_KIND = 18
 # Number of instructions per product.
@@ -36,32 +33,16 @@ class Group:
     cost: tuple[int, int]
 
 
-GROUPS = (
+GROUPS = tuple(
     Group(
-        "clothing › everyday", ("shirt", "jacket", "sweater", "dress", "coat", "hoodie"),
-        ("cotton", "woolen", "linen", "waterproof", "washable", "lightweight", "stretchy"), (_COLOR, _SIZE), (15, 80),
-    ),
-    Group(
-        "luggage › carried", ("backpack", "wallet", "purse", "briefcase"),
-        ("leather", "canvas", "waterproof", "foldable", "durable", "lightweight"), (_COLOR,), (20, 90),
-    ),
-    Group(
-        "home › textiles", ("blanket", "rug", "curtain", "pillow"),
-        ("cotton", "woolen", "washable", "handmade", "reversible", "recycled"), (_COLOR, _SIZE), (12, 85),
-    ),
-    Group(
-        "home › furniture", ("lamp", "chair", "basket", "shelf"),
-        ("wooden", "handmade", "foldable", "modern", "sturdy", "recycled"), (_COLOR,), (18, 92),
-    ),
-    Group(
-        "grocery › pantry", ("jam", "tea", "syrup", "cookie"),
-        ("organic", "vegan", "natural", "unsweetened", "kosher", "crunchy"), (_FLAVOR, _PACK), (4, 40),
-    ),
-    Group(
-        "beauty › bath", ("soap", "candle", "lotion"),
-        ("organic", "vegan", "natural", "gentle", "handmade", "creamy"), (_SCENT,), (5, 45),
-    ),
-)  # fmt: skip
+        row["shelf"],
+        tuple(row["kinds"].split()),
+        tuple(row["attributes"].split()),
+        tuple(row["options"].split()),
+        tuple(row["cost"]),
+    )
+    for row in _WORDS["groups"]
+)
 KINDS = tuple(kind for group in GROUPS for kind in group.kinds)
 ATTRIBUTES = tuple(sorted({name for group in GROUPS for name in group.attributes}))
 _ASKS = ("i am looking for {what} {options}", "find me {what} {options}", "i need {what} {options}")

@@ -43,7 +43,6 @@ class Page:
 
 
 def search(instruction: str) -> Page:
-    """Return the start page."""
     return Page(("WebShop", "Instruction:", instruction, SEARCH), (SEARCH,))
 
 

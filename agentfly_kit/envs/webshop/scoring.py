@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from agentfly_kit import task_files
 from agentfly_kit.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -28,15 +29,7 @@ ALIKE = 85
 MODEL = "en_core_web_sm"
 
 # Colour words that the reward recognizes, in WebShop's order, on which `color_of` depends.
-COLORS = tuple(
-    "alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel "  # noqa: SIM905
-    "camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry "
-    "cream crystal dark denim eggplant elephant espresso fuchsia gold granite grape graphite grass gray green "
-    "grey heather indigo ivory ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot "
-    "midnight mint mocha multicolor mushroom mustard natural navy nude olive orange peach pewter pink plum purple "
-    "rainbow red rose royal rust sand sapphire seashell silver skull slate steel stone stonewash sunflower tan "
-    "taupe teal tiger turquoise violet walnut wheat white wine yellow".split()
-)
+COLORS = tuple(task_files.bundled_json("webshop", "words.json")["colors"].split())
 
 
 @dataclass(frozen=True)
@@ -115,15 +108,7 @@ _LATIN = dict.fromkeys(range(128, 256))
 # --- the nouns of a title ------------------------------------------------------------------------
 
 
-_OTHERS = frozenset(
-    "a an and as at by for from in into is it its of off on or our out per plus set that the their this to up with "  # noqa: SIM905
-    "you your new best great good high low big small medium large xlarge tall short long wide slim thin thick soft "
-    "hard warm cool hot cold dry wet fresh pure fine easy safe clean simple classic modern vintage casual formal "
-    "elegant cute perfect premium quality extra ultra super mini heavy light lightweight men's women's mens womens "
-    "kids unisex adult indoor outdoor everyday wooden woolen cotton linen leather canvas plastic ceramic organic "
-    "vegan kosher gentle sturdy handmade homemade stretchy crunchy creamy recycled".split()
-    + list(COLORS)
-)
+_OTHERS = frozenset([*task_files.bundled_json("webshop", "words.json")["others"].split(), *COLORS])
 _ENDINGS = re.compile(r".{2,}(able|ible|ful|less|ous|ive|ish|proof|resistant|friendly|free|ened|ated|ized|ly)")
 
 

@@ -199,16 +199,6 @@ class RemotePool(Displayable, BasePool[S]):
             self._link.submit(self._link.release(name, True))
             warnings.warn(f"{lease!r} was dropped without a release", ResourceWarning, stacklevel=3)
 
-    async def recycle(self, sandbox: int, *, close: bool = False) -> None:
-        """Reset or close a sandbox by its number, as `Pool.recycle` does.
-
-        The sandbox must be idle or leased by this pool. If it is leased, the lease is revoked.
-
-        Raises:  SettingsError if there is no such sandbox; RemotePoolError if another client holds the sandbox or the
-                 server does not respond.
-        """
-        await self._link.run_and_wait(self._link.recycle(sandbox, close))
-
     async def close(self) -> None:
         """Release all leases and disconnect. Pending `acquire` calls raise PoolClosed."""
         if not self._link.stopped:
@@ -458,11 +448,6 @@ class _Link:
             await self.post("release", lease=lease, reusable=reusable)
         except RemotePoolError as error:
             _log.warning("a lease was not released: %s", error)  # reclaimed once heartbeats no longer list it
-
-    async def recycle(self, sandbox: int, close: bool) -> None:
-        await self.connect()
-        reply = await self.post("recycle", request=secrets.token_hex(16), sandbox=sandbox, close=close)
-        self._forget_revoked(reply["revoked"])
 
     def _forget_revoked(self, revoked: dict[str, str]) -> None:
         self.revoked.update(revoked)

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 import pydantic
 
-from ...errors import LeaseRevoked, PoolTimeout, RemotePoolError, SandboxError, SettingsError
+from ...errors import LeaseRevoked, RemotePoolError, SandboxError, SettingsError
 from ...pool.base import Lease
 from ...pool.pool import Pool
 from ...pool.records import PoolEvent
@@ -66,12 +66,6 @@ class _Release(_Message):
     reusable: bool = True
 
 
-class _Recycle(_Message):
-    request: Name
-    sandbox: Annotated[int, pydantic.Field(ge=1)]
-    close: bool = False
-
-
 class _Call(_Message):
     request: Name
     lease: Name
@@ -97,8 +91,6 @@ V = TypeVar("V")
 
 
 class _HTTPError(Exception):
-    """An error response with its HTTP status."""
-
     def __init__(self, status: int, error: BaseException) -> None:
         super().__init__(str(error))
         self.status, self.error = status, error
@@ -110,11 +102,9 @@ class _HTTPError(Exception):
 class _Recent(OrderedDict[str, V]):
     """A dictionary that keeps only the most recent entries."""
 
-    limit = _KEPT_REQUESTS
-
     def __setitem__(self, key: str, value: V) -> None:
         super().__setitem__(key, value)
-        while len(self) > self.limit:
+        while len(self) > _KEPT_REQUESTS:
             self.popitem(last=False)
 
 
@@ -134,13 +124,10 @@ class _Request:
 @dataclass
 class _Client:
     last_seen: float
-    lease_slots: asyncio.Semaphore
     leases: dict[str, _HeldLease] = field(default_factory=dict)
-    requests: _Recent[_Request] = field(default_factory=_Recent)
+    requests: dict[str, _Request] = field(default_factory=dict)
     given_up: _Recent[None] = field(default_factory=_Recent)
     releasing: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    # Completed recycle requests; a retried request is answered without recycling a second time.
-    recycled: _Recent[None] = field(default_factory=_Recent)
     # Leases revoked by the pool, kept so that the client can be notified.
     ended: _Recent[_HeldLease] = field(default_factory=_Recent)
 
@@ -152,10 +139,9 @@ class PoolServer:
     The pool remains usable locally; close it after the server. Requests are handled by the event loop that started the
     server and are delayed while a notebook cell of the same process runs, so serve from a separate process.
 
-    A client may call every public method of the sandbox class, and may recycle a sandbox that is idle or leased by that
-    client. If arguments can refer to files or other resources of this machine, the sandbox class checks them in a class
-    method `validate_remote_options(method, args, kwargs)`, which raises for values that are not allowed; FileSandbox
-    and Grader define it.
+    A client may call every public method of the sandbox class. If arguments can refer to files or other resources of
+    this machine, the sandbox class checks them in a class method `validate_remote_options(method, args, kwargs)`, which
+    raises for values that are not allowed; FileSandbox and Grader define it.
 
     Args:
         pool: The pool to serve.
@@ -166,10 +152,6 @@ class PoolServer:
         tls: Paths of the certificate chain and its private key.
         heartbeat: Seconds without a message after which a client loses its leases; their sandboxes are reset.
         max_body: Maximum size of a request in bytes, including uploaded code and files.
-        max_leases: Maximum number of sandboxes that one client may hold. Further requests of that client wait before
-            they enter the pool's queue. None means no limit.
-        max_waiting: Maximum number of pending acquire requests per client.
-        max_clients: Maximum number of concurrent clients.
 
     Raises:  SettingsError for an address that is not loopback without `token` and `tls`, or an invalid setting.
     """
@@ -184,9 +166,6 @@ class PoolServer:
         tls: tuple[str, str] | None = None,
         heartbeat: float = 15.0,
         max_body: int = 16 * 2**20,
-        max_leases: int | None = None,
-        max_waiting: int = 1024,
-        max_clients: int = 256,
     ) -> None:
         if not _is_loopback(host) and (token is None or tls is None):
             raise SettingsError(
@@ -197,10 +176,8 @@ class PoolServer:
             raise SettingsError("token must be at least 16 printable characters, such as secrets.token_urlsafe()")
         if not 0.1 <= heartbeat <= 3600:
             raise SettingsError(f"heartbeat must be between 0.1 and 3600 seconds, got {heartbeat!r}")
-        limits = {"max_body": max_body, "max_waiting": max_waiting, "max_clients": max_clients}
-        for name, value in (limits | ({} if max_leases is None else {"max_leases": max_leases})).items():
-            if value < 1:
-                raise SettingsError(f"{name} must be at least 1, got {value}")
+        if max_body < 1:
+            raise SettingsError(f"max_body must be at least 1, got {max_body}")
         self.pool = pool
         self.host = host
         # The requested port; once the server is running, the actual port.
@@ -208,9 +185,6 @@ class PoolServer:
         self.token = token or secrets.token_urlsafe(24)
         self.heartbeat = heartbeat
         self.max_body = max_body
-        self.max_leases = max_leases
-        self.max_waiting = max_waiting
-        self.max_clients = max_clients
         self._tls = tls
         self._clients: dict[str, _Client] = {}
         self._runner: Any = None
@@ -257,7 +231,7 @@ class PoolServer:
         for name, message_type, answer in (
             ("pool", _Message, self._describe), ("acquire", _Acquire, self._acquire),
             ("abandon", _Abandon, self._abandon), ("call", _Call, self._call), ("release", _Release, self._release),
-            ("recycle", _Recycle, self._recycle), ("beat", _Beat, self._beat), ("bye", _Message, self._bye),
+            ("beat", _Beat, self._beat), ("bye", _Message, self._bye),
         ):  # fmt: skip
             application.router.add_post(f"{wire.PATH}/{name}", self._handler(message_type, answer))
         runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=0.5)
@@ -372,23 +346,17 @@ class PoolServer:
         now = asyncio.get_running_loop().time()
         client = self._clients.get(name)
         if client is None:
-            if len(self._clients) >= self.max_clients:
-                raise _HTTPError(
-                    429, RemotePoolError(f"the server already has {self.max_clients} clients (max_clients=)")
-                )
-            client = self._clients[name] = _Client(now, asyncio.Semaphore(self.max_leases or 2**30))
-            client.requests.limit = _KEPT_REQUESTS + self.max_waiting
+            client = self._clients[name] = _Client(now)
         client.last_seen = now
         self._collect_revoked(client)
         return client
 
     @staticmethod
     def _collect_revoked(client: _Client) -> None:
-        """Move revoked leases to `client.ended`, free their slots and cancel their calls."""
+        """Move revoked leases to `client.ended` and cancel their calls."""
         for name, held in list(client.leases.items()):
             if held.lease.revoked:
                 client.ended[name] = client.leases.pop(name)
-                client.lease_slots.release()
                 for call in held.calls.values():
                     call.cancel()
 
@@ -430,11 +398,6 @@ class PoolServer:
         if request is None:
             if message.request in client.given_up:
                 raise _HTTPError(409, RemotePoolError("this request was cancelled"))
-            if sum(not each.task.done() for each in client.requests.values()) >= self.max_waiting:
-                raise _HTTPError(
-                    429,
-                    RemotePoolError(f"{self.max_waiting} requests of this client are already waiting (max_waiting=)"),
-                )
             task = self._spawn(self._lease(client, message))
             request = client.requests[message.request] = _Request(task, now)
         request.asked_at = now
@@ -454,24 +417,9 @@ class PoolServer:
         run = (
             f"{message.client} {message.run}" if message.run else ""
         )  # runs of different clients are distinct even if they have the same name
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            async with asyncio.timeout(timeout):
-                await client.lease_slots.acquire()
-        except TimeoutError:
-            raise PoolTimeout(
-                f"no {self.pool.name} free after {timeout:.1f} s: this client holds {self.max_leases}, the maximum "
-                "(max_leases= of the server)"
-            ) from None
-        try:
-            left = max(0.0, timeout - (loop.time() - began))
-            lease = await self.pool.acquire(message.owner, left, run=run)
-        except BaseException:
-            client.lease_slots.release()
-            raise
+        lease = await self.pool.acquire(message.owner, timeout, run=run)
         name = secrets.token_hex(16)
-        client.leases[name] = _HeldLease(lease, loop.time())
+        client.leases[name] = _HeldLease(lease, asyncio.get_running_loop().time())
         return name
 
     async def _abandon(self, message: _Abandon, client: _Client) -> dict[str, Any]:
@@ -557,29 +505,12 @@ class PoolServer:
         held = client.leases.pop(name, None)
         if held is None:
             return
-        client.lease_slots.release()
         task = self._spawn(_give_back(self.pool, held, reusable))
         client.releasing[name] = task
         task.add_done_callback(lambda _: client.releasing.pop(name, None))
 
-    async def _recycle(self, message: _Recycle, client: _Client) -> dict[str, Any]:
-        if message.request not in client.recycled:
-            number = message.sandbox
-            holders = {lease.id: lease.owner for lease in self.pool.snapshot().leases}
-            if number in holders and number not in [held.lease.id for held in client.leases.values()]:
-                text = f"{self.pool.name} {number} is held by {holders[number]}, not by this client"
-                raise _HTTPError(403, RemotePoolError(f"{text}; recycle it where the pool is served"))
-            try:
-                self.pool.recycle(number, close=message.close)
-            except SettingsError as error:
-                raise _HTTPError(409, error) from None
-            client.recycled[message.request] = None
-            self._collect_revoked(client)
-        return {"revoked": self._revoked(client)}
-
     @staticmethod
     def _revoked(client: _Client) -> dict[str, str]:
-        """Return the client's leases that the pool revoked, with the reasons."""
         return {name: held.lease.revoked for name, held in client.ended.items()}
 
     async def _beat(self, message: _Beat, client: _Client) -> dict[str, Any]:

@@ -6,30 +6,19 @@ from the module of the pool's sandbox class.
 
 from __future__ import annotations
 
-import base64
 import builtins
 import dataclasses
-import datetime
-import decimal
 import importlib
 import sys
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ... import errors
+from ...sandboxes.inside import values
 
 VERSION = 2
 PATH = f"/v{VERSION}"
 _OWN = ("agentfly_kit.sandboxes.", "agentfly_kit.pool.")  # packages whose record classes a message may name
-
-_FROM_STR: dict[type, Callable[[str], Any]] = {
-    decimal.Decimal: decimal.Decimal,
-    datetime.date: datetime.date.fromisoformat,
-    datetime.time: datetime.time.fromisoformat,
-    datetime.datetime: datetime.datetime.fromisoformat,
-    uuid.UUID: uuid.UUID,
-}  # parse the output of str()
 
 
 def encode(value: Any, handle: Callable[[Any], str | None] = lambda value: None) -> Any:
@@ -40,34 +29,23 @@ def encode(value: Any, handle: Callable[[Any], str | None] = lambda value: None)
 
     Raises:  TypeError for a value that cannot be serialized.
     """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, bytes | bytearray):
-        return {"$bytes": base64.b64encode(value).decode()}
-    if isinstance(value, list):
-        return [encode(each, handle) for each in value]
-    if type(value) in _FROM_STR:
-        return {"$written": [type(value).__name__, str(value)]}
-    if isinstance(value, datetime.timedelta):
-        return {"$timedelta": [value.days, value.seconds, value.microseconds]}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        fields = {name: encode(each, handle) for name, each in zip(value._fields, value, strict=True)}
+
+    def other(value: Any) -> Any:
+        named: Iterable[tuple[str, Any]]
+        if (name := handle(value)) is not None:
+            return {"$lease": name}
+        if isinstance(value, tuple):
+            named = zip(value._fields, value, strict=True)  # type: ignore[attr-defined]
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            named = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init)
+        else:
+            raise TypeError(
+                f"a {type(value).__name__} cannot be sent; use plain data, bytes or a dataclass of the sandbox's module"
+            )
+        fields = {name: values.encode(each, other) for name, each in named}
         return {"$record": f"{type(value).__module__}:{type(value).__qualname__}", "fields": fields}
-    if isinstance(value, tuple | set | frozenset):
-        return {f"${type(value).__name__}": [encode(each, handle) for each in value]}
-    if isinstance(value, dict):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: encode(each, handle) for key, each in value.items()}
-        return {"$dict": [[encode(key, handle), encode(each, handle)] for key, each in value.items()]}
-    name = handle(value)
-    if name is not None:
-        return {"$lease": name}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: encode(getattr(value, f.name), handle) for f in dataclasses.fields(value) if f.init}
-        return {"$record": f"{type(value).__module__}:{type(value).__qualname__}", "fields": fields}
-    raise TypeError(
-        f"a {type(value).__name__} cannot be sent; use plain data, bytes or a dataclass of the sandbox's module"
-    )
+
+    return values.encode(value, other)
 
 
 def decode(value: Any, module: str = "", handle: Callable[[str], Any] | None = None) -> Any:
@@ -79,41 +57,20 @@ def decode(value: Any, module: str = "", handle: Callable[[str], Any] | None = N
 
     Raises:  ValueError for data that `encode` does not produce.
     """
+
+    def other(tagged: dict[str, Any]) -> Any:
+        match tagged:
+            case {"$lease": str(name)} if handle is not None:
+                return handle(name)
+            case {"$record": str(name), "fields": dict(given)}:
+                fields = {key: values.decode(each, other) for key, each in given.items()}
+                return _record(name, module)(**fields)
+        raise ValueError(f"not an encoded value: {str(tagged)[:80]}")
+
     try:
-        return _decode(value, module, handle)
+        return values.decode(value, other)
     except (TypeError, ArithmeticError, ImportError) as error:  # such as a list as a key, or an out-of-range number
         raise ValueError(f"not an encoded value: {error}") from error
-
-
-def _decode(value: Any, module: str, handle: Callable[[str], Any] | None) -> Any:
-    if isinstance(value, list):
-        return [_decode(each, module, handle) for each in value]
-    if not isinstance(value, dict):
-        return value
-    marks = [key for key in value if key.startswith("$")]
-    if not marks:
-        return {key: _decode(each, module, handle) for key, each in value.items()}
-    inner = value[marks[0]]
-    match marks:
-        case ["$bytes"] if isinstance(inner, str):
-            return base64.b64decode(inner, validate=True)
-        case ["$tuple" | "$set" | "$frozenset"] if isinstance(inner, list):
-            made = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}[marks[0]]
-            return made(_decode(each, module, handle) for each in inner)
-        case ["$written"] if isinstance(inner, list) and len(inner) == 2 and isinstance(inner[1], str):
-            readers = {type_.__name__: read for type_, read in _FROM_STR.items()}
-            if inner[0] in readers:
-                return readers[inner[0]](inner[1])
-        case ["$timedelta"] if isinstance(inner, list) and all(isinstance(each, int) for each in inner):
-            return datetime.timedelta(*inner[:3])
-        case ["$dict"] if isinstance(inner, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in inner):
-            return {_decode(key, module, handle): _decode(each, module, handle) for key, each in inner}
-        case ["$lease"] if isinstance(inner, str) and handle is not None:
-            return handle(inner)
-        case ["$record"] if isinstance(inner, str) and isinstance(value.get("fields"), dict):
-            fields = {name: _decode(each, module, handle) for name, each in value["fields"].items()}
-            return _record(inner, module)(**fields)
-    raise ValueError(f"not an encoded value: {str(value)[:80]}")
 
 
 def _record(name: str, module: str) -> type:

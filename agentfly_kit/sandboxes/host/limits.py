@@ -185,7 +185,6 @@ class Group(Usage):
         return [str(folder / "cgroup.procs") for folder in self.folders.values()]
 
     def enter(self, pid: int) -> None:
-        """Move another process into the group."""
         for file in self.procs_files:
             Path(file).write_text(str(pid))
 
@@ -216,7 +215,6 @@ class Group(Usage):
         return LimitHits(self._own_kills, killed, refused)
 
     def processes(self) -> list[int]:
-        """Return the processes in the group."""
         folder = self.folders.get("pids") or self.folders[""]
         return [int(pid) for pid in (_read(folder / "cgroup.procs") or "").split()]
 

@@ -78,7 +78,6 @@ class SandboxProcess:
             self.errors = None
 
     def close_channels(self) -> None:
-        """Close the channels to the interpreter."""
         pipes, self.pipes = self.pipes, ()
         for pipe in pipes:
             os.close(pipe)

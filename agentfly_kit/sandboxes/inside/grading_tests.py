@@ -1,6 +1,6 @@
 """The tests' side of a Grader: it runs the tests, and each use of the submission becomes a request to the other side.
 
-This file runs after base.py and grading_data.py in the same namespace.
+This file runs after base.py, values.py and grading_data.py in the same namespace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from .base import CALLS
-from .grading_data import dump_json, format_traceback, pack, unpack
+from .grading_data import dump_json, format_traceback
+from .values import decode, encode
 
 BUILTINS = frozenset([*dir(builtins), "exit", "quit"])
 
@@ -30,8 +31,8 @@ def ask_submission(op: str, on: Any, *args: Any, **named: Any) -> Any:
     """Make a request to the submission, from the thread of a test, and re-raise its exception, if any."""
     Tests.has_asked = True
     question = {
-        "op": op, "on": on, "args": [pack(each, keep_proxy) for each in args],
-        "named": {name: pack(each, keep_proxy) for name, each in named.items()},
+        "op": op, "on": on, "args": [encode(each, keep_proxy) for each in args],
+        "named": {name: encode(each, keep_proxy) for name, each in named.items()},
     }  # fmt: skip
     Tests.out.put({"ask": dump_json(question)})
     reply = json.loads(Tests.back.get())
@@ -49,13 +50,19 @@ def ask_submission(op: str, on: Any, *args: Any, **named: Any) -> Any:
         raised.__notes__ = [f"in the submission: {str(reply.get('where'))[-2000:]}"]
         raise raised
     if op == "next":
-        return (True, None) if "end" in reply else (False, unpack(reply["value"], Proxy))
-    return unpack(reply["value"], Proxy)
+        return (True, None) if "end" in reply else (False, decode(reply["value"], get_proxy))
+    return decode(reply["value"], get_proxy)
 
 
-def keep_proxy(value: Any) -> dict[str, Any]:
+def get_proxy(tagged: dict[str, Any]) -> Proxy:
+    return Proxy(tagged.get("$object"))
+
+
+def keep_proxy(value: Any) -> Any:
+    if isinstance(value, tuple):  # a named tuple
+        return encode(tuple(value), keep_proxy)
     if isinstance(value, Proxy):
-        return {"object": object.__getattribute__(value, "_reference")}
+        return {"$object": object.__getattribute__(value, "_reference")}
     raise TypeError(f"a {type(value).__name__} cannot be handed to the submission: it gets data, and what is its own")
 
 

@@ -1,22 +1,19 @@
 """The part of a SQLSandbox that runs inside: a database in one file, without access to other files.
 
-This file runs after base.py in the same namespace. A query runs on a thread of its own, so that the main thread can
-receive the interrupt after a timeout and interrupt the query.
+This file runs after base.py and values.py in the same namespace. A query runs on a thread of its own, so that the main
+thread can receive the interrupt after a timeout and interrupt the query.
 """
 
 from __future__ import annotations
 
-import base64
-import datetime
-import decimal
 import os
 import sqlite3
 import threading
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 from .base import CALLS, Refused, home
+from .values import encode
 
 INTERRUPT_SECONDS = 0.01
 LONGEST = 16 * 2**20  # maximum bytes of one value or statement in sqlite
@@ -173,7 +170,7 @@ def fetch(cursor: Any, reply: dict[str, Any], max_rows: int, max_chars: int, max
         for value in row:
             if isinstance(value, str | bytes) and len(value) > max_cell_chars:
                 value, reply["cut"] = value[:max_cell_chars], True
-            value = tagged(value)
+            value = encode(value, str)
             max_chars -= len(str(value)) + 1
             values.append(value)
         if max_chars < 0 and reply["rows"]:
@@ -181,31 +178,6 @@ def fetch(cursor: Any, reply: dict[str, Any], max_rows: int, max_chars: int, max
             return
         reply["rows"].append(values)
     reply["more"] = cursor.fetchone() is not None
-
-
-def tagged(value: Any) -> Any:
-    """Encode a value for JSON. Types that JSON lacks become {tag: content}, such as {"date": "2024-01-31"}."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, bytes | bytearray | memoryview):
-        return {"bytes": base64.b64encode(bytes(value)).decode()}
-    if isinstance(value, datetime.datetime):
-        return {"datetime": value.isoformat()}
-    if isinstance(value, datetime.date):
-        return {"date": value.isoformat()}
-    if isinstance(value, datetime.time):
-        return {"time": value.isoformat()}
-    if isinstance(value, datetime.timedelta):
-        return {"seconds": value.total_seconds()}
-    if isinstance(value, decimal.Decimal):
-        return {"decimal": str(value)}
-    if isinstance(value, uuid.UUID):
-        return {"uuid": str(value)}
-    if isinstance(value, list | tuple):
-        return {"list": [tagged(each) for each in value]}
-    if isinstance(value, dict):
-        return {"dict": [[tagged(name), tagged(each)] for name, each in value.items()]}
-    return {"text": str(value)}
 
 
 def settle(engine: str) -> None:

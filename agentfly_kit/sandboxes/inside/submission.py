@@ -1,6 +1,6 @@
 """The submission's side of a Grader: it loads the submitted code and answers the requests of the tests.
 
-This file runs after base.py and grading_data.py in the same namespace.
+This file runs after base.py, values.py and grading_data.py in the same namespace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .base import CALLS, Refused, home
-from .grading_data import dump_json, format_traceback, pack, unpack
+from .grading_data import dump_json, format_traceback
+from .values import decode, encode
 
 
 class Submission:
@@ -28,14 +29,16 @@ class Submission:
     numbers: dict[int, int] = {}  # noqa: RUF012
 
 
-def keep_object(value: Any) -> dict[str, Any]:
+def keep_object(value: Any) -> Any:
+    if isinstance(value, tuple):  # a named tuple
+        return encode(tuple(value), keep_object)
     number = Submission.numbers.setdefault(id(value), len(Submission.objects) + 1)
     Submission.objects[number] = value  # keeps the object alive, so that its id is not reused
-    return {"object": [number, type(value).__name__[:80]]}
+    return {"$object": [number, type(value).__name__[:80]]}
 
 
-def get_object(reference: Any) -> Any:
-    return Submission.objects[reference[0]]
+def get_object(tagged: dict[str, Any]) -> Any:
+    return Submission.objects[tagged["$object"][0]]
 
 
 def add_exit() -> None:
@@ -62,7 +65,7 @@ def load(source: str, module: str) -> dict[str, Any]:
 
 def _next(value: Any) -> Any:
     try:
-        return {"value": pack(next(value), keep_object)}
+        return {"value": encode(next(value), keep_object)}
     except StopIteration:
         return {"end": True}
 
@@ -93,13 +96,13 @@ def answer(question: str) -> str:
             name = request["on"]
             value = sys.modules[name] if name == Submission.name else importlib.import_module(name)
             return dump_json({"value": keep_object(value)})
-        on = get_object(request["on"])
+        on = get_object({"$object": request["on"]})
         if request["op"] == "next":
             return dump_json(_next(on))
-        args = unpack(request["args"], get_object)
-        named = {name: unpack(each, get_object) for name, each in request["named"].items()}
+        args = decode(request["args"], get_object)
+        named = {name: decode(each, get_object) for name, each in request["named"].items()}
         value = OPERATIONS[request["op"]](on, *args, **named)
-        return dump_json({"value": pack(value, keep_object)})
+        return dump_json({"value": encode(value, keep_object)})
     except MemoryError:
         raise
     except (Exception, SystemExit) as error:
