@@ -119,10 +119,7 @@ def test_drop_answer_moves_the_last_answer_into_a_field(tmp_path: Path) -> None:
     assert load_tasks(write(tmp_path / "a.jsonl", rows), drop_answer=True) == tasks
     assert tasks[0].id == tasks_from([{"question": "2+3", "answer": "5"}])[0].id
     call = {"function": {"name": "add", "arguments": "{}"}}
-    for row in (
-        {"messages": [USER, ANSWER], "answer": "6"},
-        {"messages": [USER, {**ANSWER, "tool_calls": [call]}]},
-    ):
+    for row in ({"messages": [USER, ANSWER], "answer": "6"}, {"messages": [USER, {**ANSWER, "tool_calls": [call]}]}):
         with pytest.raises(TaskError, match="drop_answer=True needs an answer without tool calls, and no other value"):
             tasks_from([row], drop_answer=True)
     with pytest.raises(TaskError, match=r"row 0, 'messages' of task 'c': the last message must not be .* drop_answer"):

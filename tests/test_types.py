@@ -10,16 +10,7 @@ import pytest
 
 from agentfly_kit.errors import AlignmentError, EngineError, SettingsError, TaskError
 from agentfly_kit.ppo.stats import Stats
-from agentfly_kit.types import (
-    Failure,
-    Sample,
-    Sampling,
-    Task,
-    ToolCall,
-    ToolResult,
-    Trajectory,
-    Turn,
-)
+from agentfly_kit.types import Failure, Sample, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "2+3"},), {"answer": "5"})
 

@@ -105,10 +105,7 @@ DISPUTES = [
         "With gamma below 1: does a long tool output discount the reward after it for the action before it?",
         "rewards, mask = [0, 0, 0, 0, 1], [1, 0, 0, 1, 1]",
         [
-            Side(
-                "no (verl's GAE)",
-                "af.advantages.reinforce_plus_plus(rewards, mask, gamma=0.5, whiten=False)",
-            ),
+            Side("no (verl's GAE)", "af.advantages.reinforce_plus_plus(rewards, mask, gamma=0.5, whiten=False)"),
             Side(
                 "yes (slime)",
                 "af.advantages.reinforce_plus_plus(rewards, mask, gamma=0.5, whiten=False, discount_observations=True)",
@@ -168,10 +165,7 @@ DISPUTES = [
         'rewards, groups = [1, 1, 0, 0], [0, 0, 0, 0]\nturns = [["a", 1], ["a", 2], ["a", 3], ["b", 4]]',
         [
             Side("soft (ARPO)", "af.advantages.arpo(rewards, groups, turn_ids=turns, std=None)"),
-            Side(
-                "hard (ARPO)",
-                'af.advantages.arpo(rewards, groups, turn_ids=turns, std=None, attribution="hard")',
-            ),
+            Side("hard (ARPO)", 'af.advantages.arpo(rewards, groups, turn_ids=turns, std=None, attribution="hard")'),
             Side(
                 "weighted by 1 / branches",
                 'af.advantages.arpo(rewards, groups, turn_ids=turns, std=None, attribution="inverse_branching")',
@@ -202,10 +196,7 @@ DISPUTES = [
         "loss = torch.tensor([[1.0, 3.0], [0.0, 0.0]])\nmask = torch.tensor([[1, 1], [0, 0]])",
         [
             Side("left out of the denominator (verl)", 'af.losses.aggregate(loss, mask, "seq_mean_token_mean")'),
-            Side(
-                "counted (TRL, SkyRL)",
-                'af.losses.aggregate(loss, mask, "seq_mean_token_mean", empty_rows="count")',
-            ),
+            Side("counted (TRL, SkyRL)", 'af.losses.aggregate(loss, mask, "seq_mean_token_mean", empty_rows="count")'),
         ],
     ),
     Dispute(
@@ -214,10 +205,7 @@ DISPUTES = [
         "longest row of the batch; `denominator` has no default here.",
         "loss = torch.ones(2, 4)\nmask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])",
         [
-            Side(
-                "a configured maximum (TRL, SkyRL)",
-                'af.losses.aggregate(loss, mask, "fixed", denominator=8)',
-            ),
+            Side("a configured maximum (TRL, SkyRL)", 'af.losses.aggregate(loss, mask, "fixed", denominator=8)'),
             Side(
                 "the padded width (verl by default)",
                 'af.losses.aggregate(loss, mask, "fixed", denominator=loss.shape[1])',

@@ -461,8 +461,7 @@ async def test_the_context_limits_a_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "says"),
-    [([], "must not be empty"), ([5, 400], "exceed the vocabulary of 400"), ([-1, 5], "from -1 to 5")],
+    ("ids", "says"), [([], "must not be empty"), ([5, 400], "exceed the vocabulary of 400"), ([-1, 5], "from -1 to 5")]
 )
 async def test_invalid_ids_are_rejected(ids: list[int], says: str) -> None:
     engine = LocalEngine(endless())

@@ -155,9 +155,7 @@ def test_rewards_are_at_the_tokens_that_earned_them() -> None:
     nan = math.nan
     # The reward on the prompt of the second row belongs to the last action of the first row.
     torch.testing.assert_close(
-        batch.token_rewards,
-        torch.tensor([[nan, 0, 0.75, nan, nan], [nan, 2.125, nan, 0, 10]]),
-        equal_nan=True,
+        batch.token_rewards, torch.tensor([[nan, 0, 0.75, nan, nan], [nan, 2.125, nan, 0, 10]]), equal_nan=True
     )
     assert batch.truncated.tolist() == [False, False]
     assert collate([t.replace(stop="timeout")]).truncated.tolist() == [False, True]

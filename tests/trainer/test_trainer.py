@@ -172,11 +172,7 @@ async def test_the_same_handle_continues_to_the_same_bits(whole: Whole) -> None:
 @pytest.mark.parametrize("same_handle", [True, False])
 @pytest.mark.parametrize("when", ["rollout", "update", "first update", "persist", "evaluate"])
 async def test_a_run_cancelled_within_a_step_continues_to_the_same_bits(
-    when: str,
-    same_handle: bool,
-    tmp_path: Path,
-    whole: Whole,
-    monkeypatch: pytest.MonkeyPatch,
+    when: str, same_handle: bool, tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = learner()
     config = SMALL.replace(evaluate_every=2 if when == "evaluate" else 0)
@@ -599,10 +595,7 @@ async def test_a_diverged_step_restores_the_last_checkpoint(
         return real(*args, **options)
 
     monkeypatch.setattr(loop, "ppo_step_async", diverging)
-    with pytest.raises(
-        TrainingError,
-        match=r"step 3: .*\(steps 1 to 2 are kept in .*run; the policy has the weights",
-    ):
+    with pytest.raises(TrainingError, match=r"step 3: .*\(steps 1 to 2 are kept in .*run; the policy has the weights"):
         await run
     monkeypatch.undo()
     await run
