@@ -384,17 +384,9 @@ async def test_events_of_each_chain_are_ordered_and_complete() -> None:
     for t in run.partial:
         mine = [(e.kind, e.phase) for e in events if e.trajectory == t.id]
         assert mine == [
-            ("chain", "start"),
-            ("turn", "start"),
-            ("turn", "end"),
-            ("tool", "start"),
-            ("tool", "end"),
-            ("turn", "start"),
-            ("turn", "end"),
-            ("reward", "start"),
-            ("reward", "end"),
-            ("chain", "end"),
-        ]
+            ("chain", "start"), ("turn", "start"), ("turn", "end"), ("tool", "start"), ("tool", "end"),
+            ("turn", "start"), ("turn", "end"), ("reward", "start"), ("reward", "end"), ("chain", "end"),
+        ]  # fmt: skip
         last = [e for e in events if e.trajectory == t.id][-1]
         assert (last.state, last.detail, last.task) == ("done", "answered", t.task.id)
 

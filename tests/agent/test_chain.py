@@ -142,13 +142,9 @@ async def test_only_sampled_tokens_have_mask_1() -> None:
     end = chain.force("3")
     t = chain.snapshot()
     assert [(turn.kind, turn.author) for turn in t.turns] == [
-        ("prompt", "task"),
+        ("prompt", "task"), ("forced", "person"), ("action", "policy"), ("observation", "tool"), ("forced", "hook"),
         ("forced", "person"),
-        ("action", "policy"),
-        ("observation", "tool"),
-        ("forced", "hook"),
-        ("forced", "person"),
-    ]
+    ]  # fmt: skip
     sampled = {i for i, turn in enumerate(t.turns) if turn.sampled}
     assert sampled == {2}
     assert [bool(m) for m in t.action_mask] == [i == 2 for i in t.turn_index]

@@ -378,32 +378,10 @@ async def test_fuzzed_requests_never_fail_the_server() -> None:
         kinds: list[Any] = [None, True, -1, 0.5, "", "a", "\ud800", "policy/x", [], {}, 10**30, float("nan")]
         if depth < 4 and dice.random() < 0.6:
             keys = [
-                "role",
-                "content",
-                "messages",
-                "tools",
-                "tool_calls",
-                "function",
-                "name",
-                "arguments",
-                "type",
-                "text",
-                "input",
-                "output",
-                "call_id",
-                "id",
-                "n",
-                "stop",
-                "stream",
-                "max_tokens",
-                "model",
-                "instructions",
-                "tool_choice",
-                "parameters",
-                "response_format",
-                "stream_options",
-                "format",
-            ]
+                "role", "content", "messages", "tools", "tool_calls", "function", "name", "arguments", "type", "text",
+                "input", "output", "call_id", "id", "n", "stop", "stream", "max_tokens", "model", "instructions",
+                "tool_choice", "parameters", "response_format", "stream_options", "format",
+            ]  # fmt: skip
             if dice.random() < 0.5:
                 return {dice.choice(keys): junk(depth + 1) for _ in range(dice.randrange(4))}
             return [junk(depth + 1) for _ in range(dice.randrange(3))]

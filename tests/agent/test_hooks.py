@@ -137,14 +137,10 @@ async def test_forks_of_one_task_run_concurrently() -> None:
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("before_chain", "chain"),
-        ("before_turn", "chain"),
-        ("after_observation", "chain"),
-        ("on_context_full", "chain"),
-        ("after_chain", "chain, trajectory"),
-        ("group_reward", "group"),
+        ("before_chain", "chain"), ("before_turn", "chain"), ("after_observation", "chain"),
+        ("on_context_full", "chain"), ("after_chain", "chain, trajectory"), ("group_reward", "group"),
     ],
-)
+)  # fmt: skip
 def test_agent_rejects_hooks_with_other_parameters(name: str, parameters: str) -> None:
     with pytest.raises(SettingsError, match=rf"{name} must accept \({parameters}\), got .*<lambda>\(a, b, c\)"):
         agent(["6"], **{name: lambda a, b, c: None})

@@ -420,12 +420,8 @@ class Killed(BaseException):
 
 
 OPERATIONS: list[tuple[Any, str]] = [
-    (os, "replace"),
-    (shutil, "rmtree"),
-    (Path, "mkdir"),
-    (os, "fsync"),
-    (Path, "open"),
-]
+    (os, "replace"), (shutil, "rmtree"), (Path, "mkdir"), (os, "fsync"), (Path, "open"),
+]  # fmt: skip
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException, work: Callable[[], None]) -> bool:

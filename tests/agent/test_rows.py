@@ -48,15 +48,9 @@ async def test_each_row_equals_inputs_and_outputs_of_the_engine() -> None:
     assert [row.ids.tolist() for row in t.rows] == [list(ids) for ids in engine_rows(chain.agent.engine)]
     assert (t.reward, t.stop, t.final, len(t.actions)) == (1.0, "answered", "4", 3)
     assert [(turn.row, turn.kind, turn.author) for turn in t.turns] == [
-        (0, "prompt", "task"),
-        (0, "action", "policy"),
-        (0, "observation", "tool"),
-        (1, "prompt", "hook"),
-        (1, "action", "policy"),
-        (1, "observation", "tool"),
-        (2, "prompt", "person"),
-        (2, "action", "policy"),
-    ]
+        (0, "prompt", "task"), (0, "action", "policy"), (0, "observation", "tool"), (1, "prompt", "hook"),
+        (1, "action", "policy"), (1, "observation", "tool"), (2, "prompt", "person"), (2, "action", "policy"),
+    ]  # fmt: skip
     # The observation before a compaction was never given to an engine: it has text and no ids.
     assert (t.turns[2].ids, t.turns[2].text) == ((), "2")
     assert chat().text(t.rows[1].ids.tolist()).count("So far: 2") == 1

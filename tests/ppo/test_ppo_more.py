@@ -259,14 +259,9 @@ def test_all_terms_together_do_not_depend_on_the_split(head: Any) -> None:
     batch = judged(policy, made(policy, version=0))
     reference = agents.random_policy(7)
     options: dict[str, Any] = {
-        "reference": reference,
-        "kl_coef": 0.1,
-        "kl_kind": "k3+",
-        "entropy_coef": 0.02,
-        "value_clip": 0.1,
-        "correction": {"level": "sequence", "cap": 5.0},
-        "old_logprobs": "recompute",
-    }
+        "reference": reference, "kl_coef": 0.1, "kl_kind": "k3+", "entropy_coef": 0.02, "value_clip": 0.1,
+        "correction": {"level": "sequence", "cap": 5.0}, "old_logprobs": "recompute",
+    }  # fmt: skip
     whole, one = gradient(policy, batch, micro_tokens=10_000, **options)
     for micro in (1, 60):
         parts, many = gradient(policy, batch, micro_tokens=micro, **options)

@@ -217,13 +217,9 @@ def test_the_tokens_of_other_authors_get_no_gradient() -> None:
 # --- the step against its definition -------------------------------------------------------------
 
 AGGREGATES: dict[str, dict[str, Any]] = {
-    "token_mean": {},
-    "seq_mean_token_mean": {},
-    "seq_mean_token_sum": {},
-    "fixed": {"denominator": 20.0},
-    "trajectory_mean": {},
-    "trajectory_mean rows": {"count": "rows"},
-}
+    "token_mean": {}, "seq_mean_token_mean": {}, "seq_mean_token_sum": {}, "fixed": {"denominator": 20.0},
+    "trajectory_mean": {}, "trajectory_mean rows": {"count": "rows"},
+}  # fmt: skip
 
 
 def weight(given: list[Trajectory], t: Trajectory, row: int, how: str) -> float:
@@ -232,13 +228,10 @@ def weight(given: list[Trajectory], t: Trajectory, row: int, how: str) -> float:
     rows = sum(map(len, sampled))
     own = sampled[given.index(t)]
     return {
-        "token_mean": 1 / sum(map(sum, sampled)),
-        "seq_mean_token_mean": 1 / own[row] / rows,
-        "seq_mean_token_sum": 1 / rows,
-        "fixed": 1 / (rows * 20.0),
-        "trajectory_mean": 1 / sum(own) / len(given),
+        "token_mean": 1 / sum(map(sum, sampled)), "seq_mean_token_mean": 1 / own[row] / rows,
+        "seq_mean_token_sum": 1 / rows, "fixed": 1 / (rows * 20.0), "trajectory_mean": 1 / sum(own) / len(given),
         "trajectory_mean rows": 1 / sum(own) / rows,
-    }[how]
+    }[how]  # fmt: skip
 
 
 def brute(policy: Policy, given: list[Trajectory], how: str, clip: float = 0.2) -> Tensor:

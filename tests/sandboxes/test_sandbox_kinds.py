@@ -49,13 +49,9 @@ async def test_chains_with_a_sandbox_can_be_forked(kind: type):
         af.ShellSandbox: ("shell", "command", "A=5", "echo $A; A=$((A + 1))", "5"),
         af.FileSandbox: ("shell", "command", "echo 5 > file", "cat file; echo 6 > file", "5"),
         af.SQLSandbox: (
-            "sql",
-            "query",
-            "CREATE TABLE t AS SELECT 5 AS x",
-            "DELETE FROM t RETURNING x",
-            "x\n-\n5\n(1 row)",
+            "sql", "query", "CREATE TABLE t AS SELECT 5 AS x", "DELETE FROM t RETURNING x", "x\n-\n5\n(1 row)",
         ),
-    }[kind]
+    }[kind]  # fmt: skip
     pool: af.Pool[Any] = af.Pool(kind, size=2)
     engine = af.ScriptedEngine(["end"])
     agent = af.Agent(engine, chat=chat(), tools=[getattr(af.toolbox, name)], pools=[pool], max_turns=4)

@@ -916,11 +916,8 @@ async def test_rerun_raises_the_exception_of_the_tool() -> None:
     pool = Pool(FakeBox, size=1)
     here = Context(TASK, trajectory_id="chain", pools=[pool])
     calls = [
-        call("execute", code="a"),
-        call("execute", code="bad"),
-        call("nothing"),
-        call("calculator", expression="2+3"),
-    ]
+        call("execute", code="a"), call("execute", code="bad"), call("nothing"), call("calculator", expression="2+3"),
+    ]  # fmt: skip
     done = await ToolSet([execute, calculator]).call_all(calls, here)
     await here.close()
     again = await done[0].rerun()
@@ -978,13 +975,10 @@ async def test_redefined_tool_is_used_by_new_sets_only() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        ("* LIMIT", "- LIMIT"),
-        ("LIMIT = 3", "LIMIT = 4"),
-        ("return x + 1", "return x + 2"),
-        ('"n"', '"number"'),
+        ("* LIMIT", "- LIMIT"), ("LIMIT = 3", "LIMIT = 4"), ("return x + 1", "return x + 2"), ('"n"', '"number"'),
         ("@tool", "@tool(timeout=9)"),
     ],
-)
+)  # fmt: skip
 def test_fingerprint_changes_with_the_behaviour(change: tuple[str, str]) -> None:
     before = cell(CELL, {"__name__": "__main__"})["f"].fingerprint
     assert cell(CELL.replace(*change), {"__name__": "__main__"})["f"].fingerprint != before

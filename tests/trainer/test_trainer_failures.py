@@ -131,13 +131,9 @@ async def test_a_checkpoint_is_flushed_before_it_replaces_the_last_one(
     files = sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir() if path.name != "done")
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "state.pt"} <= {*files}
     assert order == [
-        *(f"sync /checkpoint.new/{file}" for file in files),
-        "sync /checkpoint.new/done",
-        "sync /checkpoint.new",
-        "checkpoint -> checkpoint.before",
-        "checkpoint.new -> checkpoint",
-        "sync ",
-    ]
+        *(f"sync /checkpoint.new/{file}" for file in files), "sync /checkpoint.new/done", "sync /checkpoint.new",
+        "checkpoint -> checkpoint.before", "checkpoint.new -> checkpoint", "sync ",
+    ]  # fmt: skip
 
 
 BODY = """

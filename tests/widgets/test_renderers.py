@@ -126,12 +126,8 @@ async def curves() -> tuple[w.View, list[str]]:
     run = FakeRun(9)
     # Images are removed, so the text and the table must contain the curve.
     return w.TrainView(run), [
-        "TrainView(9",
-        "[success (share) over steps 1 to 9, last ",
-        "| first | last |",
-        "| reward |",
-        "▁",
-    ]
+        "TrainView(9", "[success (share) over steps 1 to 9, last ", "| first | last |", "| reward |", "▁",
+    ]  # fmt: skip
 
 
 async def calls() -> tuple[w.View, list[str]]:
@@ -148,12 +144,8 @@ async def rewards() -> tuple[w.View, list[str]]:
     form = w.RewardForm(anything, await scripted().rollout(agents.tasks(2)))
     await form.score()
     return form, [
-        "RewardForm(anything, 2 trajectories",
-        "mean reward",
-        "| reward | recorded | now",
-        "▲ succeeds now",
-        "0 → 1",
-    ]
+        "RewardForm(anything, 2 trajectories", "mean reward", "| reward | recorded | now", "▲ succeeds now", "0 → 1",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [tokens, trajectories, stepper, sandboxes, chains, curves, calls, rewards])

@@ -142,21 +142,8 @@ def check_static(view: w.View) -> Page:
     assert len(text.encode()) <= STATIC_LIMIT
     page = Page(text)
     assert page.tags <= {
-        "div",
-        "span",
-        "b",
-        "code",
-        "details",
-        "summary",
-        "table",
-        "thead",
-        "tbody",
-        "tr",
-        "th",
-        "td",
-        "img",
-        "wbr",
-    }
+        "div", "span", "b", "code", "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "img", "wbr",
+    }  # fmt: skip
     assert page.attributes <= {"style", "title", "src", "alt", "width", "height"}
     assert all(src.startswith("data:image/svg+xml;base64,") for src in page.images)
     return page
