@@ -113,14 +113,6 @@ def test_thinking_that_the_prompt_opened() -> None:
     assert (parsed.thinking, parsed.content, parsed.calls) == ('hm, <tool_call>{"name":"a"}</tool_call>?', "No.", ())
 
 
-def test_calls_inside_thinking_are_ignored() -> None:
-    thought = '<think>maybe <tool_call>{"name":"a"}</tool_call>'
-    assert hermes.parse(thought).calls == ()
-    assert hermes.parse(f"{thought}</think>done") == formats.Parsed(
-        "done", thinking='maybe <tool_call>{"name":"a"}</tool_call>'
-    )
-
-
 def test_thinking_tags_inside_an_argument_are_text() -> None:
     assert one('<tool_call>{"name":"echo","arguments":{"x":"</think><think>"}}</tool_call>').arguments == {
         "x": "</think><think>"

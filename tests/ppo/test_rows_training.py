@@ -11,6 +11,7 @@ from typing import Any
 import agents
 import pytest
 import torch
+from agents import trajectory
 from test_ppo_more import gradient
 from torch import Tensor
 
@@ -22,55 +23,9 @@ from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.inputs import minibatches
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.loop import TrainRun, train
-from agentfly_kit.types import Task, Trajectory, Turn
+from agentfly_kit.types import Trajectory
 
-TASK = Task("t", ({"role": "user", "content": "?"},))
 Plan = list[list[tuple[str, int]]]
-"""The turns of each row: (author, number of tokens). "policy" and authors in upper case sample, others do not."""
-
-
-def trajectory(
-    policy: Policy | None,
-    plan: Plan,
-    *,
-    name: str = "g/0",
-    reward: float | None = 1.0,
-    turn_rewards: dict[int, float] | None = None,
-    stop: str = "answered",
-    seed: int = 0,
-    noise: float = 0.3,
-) -> Trajectory:
-    """Rows of random ids with the policy's logprobs (-1 without a policy) plus noise."""
-    g = torch.Generator().manual_seed(seed)
-    turns: list[Turn] = []
-    for r, row in enumerate(plan):
-        ids: list[int] = [i for t in turns if t.row == r for i in t.ids or ()]
-        for author, n in row:
-            new = torch.randint(7, 390, (n,), generator=g).tolist()
-            sampled = author == "policy" or author.isupper()
-            at = range(len(ids), len(ids) + n)
-            ids += new
-            logp = [-1.0] * n
-            if policy is not None and sampled:
-                logp = agents.reference_logprobs(policy, ids, list(at))[0]
-            jitter = (torch.randn(n, generator=g) * noise).tolist()
-            turns.append(
-                Turn(
-                    "action" if sampled else "prompt" if not ids[: len(ids) - n] else "observation",
-                    author,
-                    tuple(new),
-                    sampled=sampled,
-                    logprobs=tuple(min(a + b, 0.0) for a, b in zip(logp, jitter, strict=True)) if sampled else None,
-                    entropies=(1.0,) * n if sampled else None,
-                    versions=(0,) * n if sampled else None,
-                    reward=(turn_rewards or {}).get(len(turns)),
-                    seed=1000 * seed + len(turns) if sampled else None,
-                    parent=turns[-1] if turns else None,
-                    row=r,
-                )
-            )
-    group, _, chain = name.partition("/")
-    return Trajectory(name, TASK, group, int(chain.split(".")[0]), tuple(turns), stop, reward)
 
 
 def folded(policy: Policy | None, *, seed: int = 0, count: int = 8, most: int = 4) -> list[Trajectory]:

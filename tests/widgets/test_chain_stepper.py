@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -482,13 +481,3 @@ async def test_what_is_no_chain_and_a_long_one() -> None:
     check_static(view)
     assert len(json.dumps(sent(view)["_state"])) < 2_000_000
     assert repr(view) == f"ChainStepper({chain!r})"
-
-
-def test_without_a_loop_a_click_says_what_is_missing() -> None:
-    chain = agents.scripted(["42"]).chain(agents.tasks()[0])
-    view = w.ChainStepper(chain)
-    show(view)
-    click(view, "sample")
-    assert "no event loop" in view._notice
-    with warnings.catch_warnings():
-        view.close()
