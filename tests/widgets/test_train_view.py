@@ -8,7 +8,6 @@ import gc
 import json
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,11 @@ import agents
 import numpy as np
 import pytest
 from agentfly_kit.widgets._panels import FIELDS
-from ipywidgets.widgets import widget as ipywidget
 from test_chain_stepper import until
 from test_widgets import FakeRun, check_static, sent, unpack
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    for view in list(ipywidget._instances.values()):
-        view.close()
 
 
 def started(path: Path | None, steps: int = 4, **more: Any) -> Any:

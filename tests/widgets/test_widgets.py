@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,14 +43,6 @@ NASTY = (
     "\u200b", "\u200d", "\ufeff", "\ufffd", "\ud800", "\udfff", "e\u0301", "\u0301", "\U0001f9d1\u200d\U0001f680",
     "\xa0", "\u2028", "", " ", "\n", "\r\n", "\t", "·", "⏎", "\ue000", "a" * 5000,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    """Close all widgets after a test, because ipywidgets keeps widgets alive until they are closed."""
-    yield
-    for view in list(ipywidget._instances.values()):
-        view.close()
 
 
 def trajectory(id: str = "t-0", actions: int = 2, width: int = 5, seed: int = 0, token_texts: Any = None) -> Trajectory:
