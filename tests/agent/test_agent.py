@@ -256,10 +256,11 @@ async def test_cancelling_the_awaiting_task_keeps_the_finished_chains() -> None:
     waiting = asyncio.create_task(run)
     await until(run, 4)
     waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(asyncio.CancelledError, match=r"4 of 9 chains have finished and are kept in agent\.last_run"):
         await waiting
     assert not others()
     assert len(a.last_run.partial) == 4
+    assert run.snapshot().state == "interrupted"
 
 
 async def test_repeated_cancellation_releases_all_leases() -> None:
@@ -298,6 +299,7 @@ async def test_breaking_out_of_iteration_ends_the_rollout() -> None:
         await asyncio.sleep(0.01)
     assert not others()
     assert len(run.partial) >= 1
+    assert run.snapshot().state == "stopped"
 
 
 async def test_iteration_yields_chains_as_they_finish() -> None:

@@ -620,18 +620,6 @@ async def test_fork_of_a_fork_with_same_seeds_samples_the_same_tokens() -> None:
     assert (await twin.sample()).ids == (await chain.sample()).ids
 
 
-async def test_fork_is_rejected_if_the_sandbox_cannot_fork() -> None:
-    async with Pool(Box, size=2) as pool:
-        chain = played([put_call("a"), "5"], tools=[put], pools=[pool]).chain(TASK)
-        before = await chain.fork()  # no sandbox is held yet
-        await chain.step()
-        with pytest.raises(SandboxError, match="holds a Box, which cannot fork"):
-            await chain.fork()
-        assert pool.snapshot().leased == 1
-        await chain.close()
-        await before.close()
-
-
 async def test_fork_copies_sandbox_and_tool_state() -> None:
     async with Pool(ForkingBox, size=2) as pool:
         script = [put_call("a", "put_forking"), put_call("b", "put_forking"), "5"]

@@ -174,26 +174,6 @@ async def test_a_failed_run_shows_the_first_line_of_its_error(tmp_path: Path, mo
     assert run.error is None
 
 
-async def test_an_interrupted_rollout_says_what_was_kept() -> None:
-    agent = agents.scripted([agents.call(), "42"], latency=0.02)
-    run = agent.rollout(agents.tasks(1), group_size=100, max_concurrency=4)
-    going = asyncio.create_task(run)
-    await until(lambda: run.snapshot().count("done") > 1)
-    going.cancel()
-    with pytest.raises(asyncio.CancelledError) as caught:
-        await going
-    done = len(agent.last_run.partial)
-    assert 1 < done < 100
-    assert f"{done} of 100 chains have finished and are kept in agent.last_run.partial" in str(caught.value)
-    assert run.snapshot().state == "interrupted"
-
-    left = agent.rollout(agents.tasks(1), group_size=100, max_concurrency=4)
-    async for _ in left:
-        break
-    gc.collect()
-    await until(lambda: left.snapshot().state == "stopped")
-
-
 # --- panels ------------------------------------------------------------------------------------------
 
 
