@@ -118,6 +118,26 @@ async def test_64_concurrent_chains_have_separate_interpreters() -> None:
         assert (t.reward, t.metrics["runs"]) == (1.0, 3.0), t.error
 
 
+async def test_limits_of_the_interpreter_are_observations() -> None:
+    turns = ["while True: pass", "import os; os._exit(3)", "print('x' * 10**7)", "1 / 0", "2 + 2"]
+
+    def script(task: Task, turn: int) -> str:
+        return (
+            f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': turns[turn]}})}</tool_call>"
+            if turn < 5
+            else GOOD
+        )
+
+    agent = code.agent(
+        af.ScriptedEngine(script), chat=family.small_chat(), size=1, options={"seconds": 2.0}, max_turns=8
+    )
+    (t,) = (await agent.rollout([task()])).trajectories
+    shown = [c.result.observation for c in t.tool_calls if c.result is not None]
+    assert "KeyboardInterrupt" in shown[0] and "restarted" in shown[1] and "cut" in shown[2]
+    assert "ZeroDivisionError" in shown[3] and shown[4] == "4"
+    assert t.reward == 1
+
+
 async def test_a_fork_replays_the_calls_or_is_refused() -> None:
     chain = code.agent(af.ScriptedEngine([GOOD]), chat=family.small_chat(), size=2).chain(task())
     await chain.prepare()
