@@ -272,6 +272,7 @@ def trajectory(
     seed: int = 0,
     noise: float = 0.3,
     stale: float = 0.0,
+    with_entropies: bool = True,
 ) -> Trajectory:
     """Return a trajectory of random ids with the policy's logprobs (-1 without a policy) plus random noise.
 
@@ -297,7 +298,8 @@ def trajectory(
             if sampled:
                 given = {
                     "logprobs": tuple(min(a + b, 0.0) for a, b in zip(logp, offset, strict=True)),
-                    "entropies": tuple(entropies), "versions": (version,) * n, "seed": 1000 * seed + len(turns),
+                    "entropies": tuple(entropies) if with_entropies else None, "versions": (version,) * n,
+                    "seed": 1000 * seed + len(turns),
                     "kept_mass": tuple(0.5 + 0.05 * (j % 8) for j in range(n)) if sampling.truncates else None,
                 }  # fmt: skip
             kind: Any = "action" if sampled else "prompt" if at.start == 0 else "observation"

@@ -41,7 +41,7 @@ def trajectories(policy: Policy, count: int = 12, *, seed: int = 0, **options: A
         out.append(
             agents.trajectory(
                 policy, [plan[: -1 if i % 2 else None]], name=f"g{i // 4}/{i % 4}", task=task, reward=rng.gauss(0, 1),
-                seed=100 * seed + i, **options,
+                seed=100 * seed + i, with_entropies=False, **options,
             )
         )  # fmt: skip
     return out
