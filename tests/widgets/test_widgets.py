@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import agents
 import numpy as np
 import pytest
 from agentfly_kit.widgets._base import STATIC_LIMIT, Throttle, number, pack
@@ -30,6 +31,7 @@ from agentfly_kit.widgets._tokens import visible
 from ipywidgets.widgets import widget as ipywidget
 from paths import TESTS
 
+import agentfly_kit as af
 from agentfly_kit import widgets as w
 from agentfly_kit.errors import AlignmentError
 from agentfly_kit.pool.pool import Pool
@@ -559,10 +561,6 @@ def test_a_view_as_python() -> None:
 
 
 async def test_a_chain_goes_on_by_hand_from_its_tokens() -> None:
-    import agents
-
-    import agentfly_kit as af
-
     agent = af.Agent(af.ScriptedEngine(["4", "5"]), chat=agents.chat(), reward=agents.exact, max_turns=2)
     rollout = await agent.rollout(agents.tasks(2))
     view = w.TokenView(rollout, agent=agent)
@@ -878,8 +876,6 @@ async def test_pool_view_by_hand() -> None:
 
 
 async def test_pool_view_by_hand_of_a_pool_elsewhere() -> None:
-    import agentfly_kit as af
-
     async with Pool(Box, size=2) as pool, af.serve_pool(pool) as server:
         async with af.RemotePool(server.url, token=server.token, sandbox_type=Box) as far:
             view = w.PoolView(far)
@@ -1137,10 +1133,6 @@ def test_intervals() -> None:
 
 
 async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None:
-    import agents
-
-    import agentfly_kit as af
-
     policy = agents.fresh()
     agent = af.Agent(
         af.LocalEngine(policy), chat=policy.chat, tools=[agents.calculator], reward=agents.exact, max_turns=2,
@@ -1307,8 +1299,6 @@ def test_a_frame_of_all_tokens_and_of_those_selected_agree() -> None:
 
 async def test_every_view_hands_its_selection_and_its_code_to_a_cell() -> None:
     """All views have the same interface for their selection and code."""
-    import agents
-
     agent = agents.scripted(["42"])
     run = agent.rollout(agents.tasks(2))
     rollout = await run
