@@ -1,7 +1,7 @@
 """Make the pictures of docs/gallery.md from real rollouts and training runs of the shipped policy.
 
-The pictures are written to build/gallery. After changing a view, copy them to docs/images/gallery.
-`make moving-picture` records the picture of README.md.
+The pictures are written to build/gallery. After changing a view, copy them to docs/images/gallery. Pictures of other
+objects are written to build/screenshots. `make moving-picture` records the picture of README.md.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from paths import ROOT, TESTS
 WHY_NOT = browser.missing()
 KEPT = ROOT / "docs" / "images" / "gallery"
 MADE = ROOT / "build" / "gallery"
+OTHERS = ROOT / "build" / "screenshots"
 SETUP = (
     f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n"
     + """
@@ -162,6 +163,7 @@ def test_pictures_for_the_gallery(notebook: Any) -> None:
     nb.finish(300)
     page = nb.page
     MADE.mkdir(parents=True, exist_ok=True)
+    OTHERS.mkdir(parents=True, exist_ok=True)
     for old in MADE.glob("*.png"):
         old.unlink()
     page.wait_for_function("(n) => document.querySelectorAll('.afk').length >= n", arg=len(SHOTS))
@@ -191,5 +193,10 @@ def test_pictures_for_the_gallery(notebook: Any) -> None:
                 keep(view, MADE / f"{name}{size}-{theme.lower()}.png")
                 # The view does not overflow horizontally.
                 assert view.evaluate("(x) => x.scrollWidth - x.clientWidth") <= 0, (name, size)
+            shown = page.locator(".jp-Notebook .jp-Cell").nth(1 + len(SHOTS))
+            page.set_viewport_size({"width": width, "height": 6000})
+            shown.scroll_into_view_if_needed()
+            page.wait_for_timeout(300)
+            keep(shown, OTHERS / f"objects{size}-{theme.lower()}.png")
     assert names() == {path.name for path in MADE.glob("*.png")}
     nb.execute("gate.set()\nawait going")

@@ -144,7 +144,6 @@ async def go():
         print("step", step.step, flush=True)
     print("weights", policy.fingerprint(), flush=True)
 
-t.learner()  # loads the policy before the forks
 for _ in sys.stdin:
     child = os.fork()
     if not child:
