@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import browser
@@ -420,3 +421,53 @@ def test_a_rollout_is_watched_paused_and_stopped_during_one_await(notebook: Any)
 
 
 # --- pictures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("width", [1280, 560])
+def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
+    from test_browser_access import AXE, complaints
+
+    nb = notebook(
+        MANY
+        + "run = agents.scripted(['42']).rollout(agents.tasks(30))\nchain = agents.agent().chain(agents.tasks()[0])",
+        "chain.force(agents.call('6*7'))\nstepper = w.ChainStepper(chain)\nstepper",
+        "many = w.TrajectoryView(rollout, agent=agent)\nmany.select(*rollout.groups[0])\nmany",
+        "lanes = w.RolloutView(run)\nlanes",
+        "await chain.act()\nawait run",
+        size=(width, 1800),
+    )
+    nb.page.set_default_timeout(60_000)
+    nb.without_sidebar()
+    nb.run(wait=False)
+    nb.finish(120)
+    page = nb.page
+    page.wait_for_selector(".afk-column")
+    page.wait_for_selector(".afk-next")
+    page.wait_for_selector(".afk-rolloutview .afk-item:is(.afk-r-done, .afk-r-succeeded)")
+    # Include everything that opens below a view: tokens with a selection, code, and the stepper.
+    nb.execute(
+        """
+many._do_tokens(0)
+many._do_code(0)
+stepper._do_tokens(None)
+stepper._do_code(None)
+lanes.pick(run.partial.trajectories[0])
+lanes._do_chain_code(None)
+lanes._do_chain_tokens(None)
+form = many.opened
+form.select(form.trajectories[0].id, 3, 6)
+"""
+    )
+    page.wait_for_function("() => document.querySelectorAll('.afk-below .afk-tokenview .afk-tok').length > 30")
+    page.wait_for_function("() => document.querySelectorAll('.afk-codebox').length === 3")
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    said = {}
+    for theme in ("Light", "Dark"):
+        if theme == "Dark":
+            nb.execute("many._do_stepper(1)")
+            page.wait_for_selector(".afk-below .afk-stepper .afk-turn2")
+        nb.theme(theme)
+        page.wait_for_timeout(300)
+        said[theme] = complaints(page)
+    assert not any(said.values()), json.dumps(said, indent=1)
