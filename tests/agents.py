@@ -20,7 +20,7 @@ from agentfly_kit.policy.policy import Policy
 from agentfly_kit.rewards import reward
 from agentfly_kit.tiny.calculator import tasks as calculator_tasks
 from agentfly_kit.tools.tool import tool
-from agentfly_kit.types import Sample, Sampling, Task, TurnRequest
+from agentfly_kit.types import Sample, Sampling, Task, Trajectory, Turn, TurnRequest
 
 
 @tool
@@ -147,20 +147,10 @@ def random_policy(seed: int = 0, *, value_head: bool = False, spread: float = 0.
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=len(chat().tokenizer),
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        initializer_range=spread,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+        vocab_size=len(chat().tokenizer), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=256,
+        tie_word_embeddings=False, initializer_range=spread, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).to(torch.float32)
@@ -266,6 +256,62 @@ class Recording(Engine):
 
     def release(self, session: str) -> None:
         self.inner.release(session)
+
+
+def trajectory(
+    policy: Policy | None,
+    plan: list[list[tuple[str, int]]],
+    *,
+    name: str = "g/0",
+    task: Task | None = None,
+    reward: float | None = 1.0,
+    turn_rewards: dict[int, float] | None = None,
+    stop: str = "answered",
+    sampling: Sampling | None = None,
+    version: int = 0,
+    seed: int = 0,
+    noise: float = 0.3,
+    stale: float = 0.0,
+    with_entropies: bool = True,
+) -> Trajectory:
+    """Return a trajectory of random ids with the policy's logprobs (-1 without a policy) plus random noise.
+
+    Args:
+        plan: the turns of each row, as (author, number of tokens). "policy" and authors in upper case sample.
+        stale: added to the logprobs with alternating sign.
+    """
+    g = torch.Generator().manual_seed(seed)
+    sampling = Sampling() if sampling is None else sampling
+    turns: list[Turn] = []
+    for r, row in enumerate(plan):
+        ids: list[int] = [i for t in turns if t.row == r for i in t.ids or ()]
+        for author, n in row:
+            new = torch.randint(7, 390, (n,), generator=g).tolist()
+            sampled = author == "policy" or author.isupper()
+            at = range(len(ids), len(ids) + n)
+            ids += new
+            logp, entropies = [-1.0] * n, [1.0] * n
+            if policy is not None and sampled:
+                logp, entropies = reference_logprobs(policy, ids, list(at), sampling.temperature)
+            offset = (torch.randn(n, generator=g) * noise + stale * (-1.0) ** torch.arange(n)).tolist()
+            given: dict[str, Any] = {}
+            if sampled:
+                given = {
+                    "logprobs": tuple(min(a + b, 0.0) for a, b in zip(logp, offset, strict=True)),
+                    "entropies": tuple(entropies) if with_entropies else None, "versions": (version,) * n,
+                    "seed": 1000 * seed + len(turns),
+                    "kept_mass": tuple(0.5 + 0.05 * (j % 8) for j in range(n)) if sampling.truncates else None,
+                }  # fmt: skip
+            kind: Any = "action" if sampled else "prompt" if at.start == 0 else "observation"
+            turns.append(
+                Turn(
+                    kind, author, tuple(new), sampled, reward=(turn_rewards or {}).get(len(turns)),
+                    parent=turns[-1] if turns else None, row=r, **given,
+                )
+            )  # fmt: skip
+    group, _, chain = name.partition("/")
+    task = Task("t", ({"role": "user", "content": "?"},)) if task is None else task
+    return Trajectory(name, task, group, int(chain.split(".")[0]), tuple(turns), stop, reward, sampling=sampling)
 
 
 @torch.no_grad()

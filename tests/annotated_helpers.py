@@ -1,5 +1,8 @@
 """Helper functions of a notebook, with annotations."""
 
+from collections.abc import Coroutine
+from typing import Any, assert_type
+
 import agentfly_kit as af
 
 
@@ -56,3 +59,20 @@ async def explain(trajectory: af.Trajectory) -> af.Score:
 def table(result: af.SQLResult) -> tuple[str, ...]:
     shown: af.SandboxResult = result
     return result.columns if shown.ok else ()
+
+
+@af.tool(timeout=1.0)
+async def later(text: str, times: int = 1) -> str:
+    """Repeat a text.
+
+    Args:
+        text: the text.
+        times: how often.
+    """
+    return text * times
+
+
+async def decorated_functions_keep_their_types() -> None:
+    assert_type(calculator("1+1"), int)
+    _ = assert_type(later("a", times=2), Coroutine[Any, Any, str])
+    calculator(1)  # type: ignore[arg-type]  # mypy reports an ignore that is not needed

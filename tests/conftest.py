@@ -45,6 +45,20 @@ def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.chdir(before)
 
 
+# Files whose real tests take minutes, or one test a minute. Workers run them first, so that none is left at the end.
+LONGEST = (
+    "test_notebooks", "test_engine_vllm", "test_trl", "test_browser_pictures", "test_gallery", "test_trainer_failures",
+    "test_tiny_policies", "test_packaging", "test_browser_access", "test_browser_bad", "test_quickstart_browser",
+    "test_annotations",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.markexpr == "real":
+        order = {name: i for i, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield

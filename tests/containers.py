@@ -46,16 +46,8 @@ def build_image(tar: Path) -> None:
     modules = [str(path) for path in Path(standard, "lib-dynload").glob("*.so")]
     programs = [path for name in ("sh", "bash", "sleep", "yes", "cat", "id") if (path := shutil.which(name))]
     out = {
-        "test",
-        "tests",
-        "idlelib",
-        "site-packages",
-        "dist-packages",
-        "ensurepip",
-        "lib2to3",
-        "tkinter",
-        "turtledemo",
-    }
+        "test", "tests", "idlelib", "site-packages", "dist-packages", "ensurepip", "lib2to3", "tkinter", "turtledemo",
+    }  # fmt: skip
 
     def keep(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
         if out & set(entry.name.split("/")) or "/config-3" in entry.name:

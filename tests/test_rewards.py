@@ -155,23 +155,12 @@ async def test_a_missing_pool_leaves_the_chain_unscored() -> None:
 @pytest.mark.parametrize(
     ("value", "number"),
     [
-        (1, 1.0),
-        (0.25, 0.25),
-        (-3, -3.0),
-        (True, 1.0),
-        (False, 0.0),
-        (np.float32(0.5), 0.5),
-        (np.int64(2), 2.0),
-        (np.bool_(True), 1.0),
-        (np.array(0.5), 0.5),
-        (np.array([0.5]), 0.5),
-        (fractions.Fraction(1, 2), 0.5),
-        (decimal.Decimal("0.5"), 0.5),
-        ({"reward": 1}, 1.0),
-        ({"reward": np.float64(0.5)}, 0.5),
+        (1, 1.0), (0.25, 0.25), (-3, -3.0), (True, 1.0), (False, 0.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0),
+        (np.bool_(True), 1.0), (np.array(0.5), 0.5), (np.array([0.5]), 0.5), (fractions.Fraction(1, 2), 0.5),
+        (decimal.Decimal("0.5"), 0.5), ({"reward": 1}, 1.0), ({"reward": np.float64(0.5)}, 0.5),
         (torch.tensor([0.5], requires_grad=True), 0.5),
     ],
-)
+)  # fmt: skip
 async def test_numbers(value: Any, number: float) -> None:
     def f() -> Any:
         return value

@@ -10,16 +10,7 @@ import pytest
 
 from agentfly_kit.errors import AlignmentError, EngineError, SettingsError, TaskError
 from agentfly_kit.ppo.stats import Stats
-from agentfly_kit.types import (
-    Failure,
-    Sample,
-    Sampling,
-    Task,
-    ToolCall,
-    ToolResult,
-    Trajectory,
-    Turn,
-)
+from agentfly_kit.types import Failure, Sample, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "2+3"},), {"answer": "5"})
 
@@ -69,19 +60,11 @@ def test_an_invalid_task_is_rejected(make: Any, says: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": -0.1},
-        {"temperature": math.inf},
-        {"temperature": math.nan},
-        {"max_tokens": 0},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"top_k": -1},
-        {"min_p": 1.5},
-        {"top_p": math.nan},
-        {"stop": ""},
+        {"temperature": -0.1}, {"temperature": math.inf}, {"temperature": math.nan}, {"max_tokens": 0},
+        {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"min_p": 1.5}, {"top_p": math.nan}, {"stop": ""},
         {"stop": ("a", "")},
     ],
-)
+)  # fmt: skip
 def test_sampling_rejects(options: dict[str, Any]) -> None:
     name = next(iter(options))
     with pytest.raises(SettingsError, match=name):
@@ -159,14 +142,10 @@ def test_a_text_only_trajectory_has_no_token_views() -> None:
 @pytest.mark.parametrize(
     ("stop", "final"),
     [
-        ("answered", "5"),
-        ("env_done", "5"),
-        ("tool_stopped", "5"),
-        ("max_turns", None),
-        ("cancelled", None),
+        ("answered", "5"), ("env_done", "5"), ("tool_stopped", "5"), ("max_turns", None), ("cancelled", None),
         ("error", None),
     ],
-)
+)  # fmt: skip
 def test_there_is_a_final_answer_only_after_an_answer(stop: str, final: str | None) -> None:
     assert trajectory(prompt(1), action((5,)), stop=stop).final == final
     calls = [{"id": "call-0", "type": "function", "function": {"name": "c", "arguments": {}}}]
@@ -177,13 +156,10 @@ def test_there_is_a_final_answer_only_after_an_answer(stop: str, final: str | No
 @pytest.mark.parametrize(
     ("reward", "metrics", "success"),
     [
-        (None, {}, None),
-        (1.0, {}, True),
-        (0.9, {}, False),
-        (2.0, {"success": 0.0}, False),
+        (None, {}, None), (1.0, {}, True), (0.9, {}, False), (2.0, {"success": 0.0}, False),
         (0.0, {"success": 1.0}, True),
     ],
-)
+)  # fmt: skip
 def test_success(reward: float | None, metrics: dict[str, float], success: bool | None) -> None:
     assert trajectory(prompt(1), reward=reward, metrics=metrics).success is success
 

@@ -8,7 +8,6 @@ import io
 import json
 import random
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from agents import Played, calculator, call, chat, exact, shipped, tasks
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.harness import HarnessChain
-from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.endpoint.endpoint import Endpoint
 from agentfly_kit.endpoint.reply import ChainEnded, RequestError
@@ -378,32 +376,10 @@ async def test_fuzzed_requests_never_fail_the_server() -> None:
         kinds: list[Any] = [None, True, -1, 0.5, "", "a", "\ud800", "policy/x", [], {}, 10**30, float("nan")]
         if depth < 4 and dice.random() < 0.6:
             keys = [
-                "role",
-                "content",
-                "messages",
-                "tools",
-                "tool_calls",
-                "function",
-                "name",
-                "arguments",
-                "type",
-                "text",
-                "input",
-                "output",
-                "call_id",
-                "id",
-                "n",
-                "stop",
-                "stream",
-                "max_tokens",
-                "model",
-                "instructions",
-                "tool_choice",
-                "parameters",
-                "response_format",
-                "stream_options",
-                "format",
-            ]
+                "role", "content", "messages", "tools", "tool_calls", "function", "name", "arguments", "type", "text",
+                "input", "output", "call_id", "id", "n", "stop", "stream", "max_tokens", "model", "instructions",
+                "tool_choice", "parameters", "response_format", "stream_options", "format",
+            ]  # fmt: skip
             if dice.random() < 0.5:
                 return {dice.choice(keys): junk(depth + 1) for _ in range(dice.randrange(4))}
             return [junk(depth + 1) for _ in range(dice.randrange(3))]
@@ -537,20 +513,6 @@ async def test_cancelled_rollouts_leave_no_task_and_no_server() -> None:
 
 async def _awaited(run: Any) -> Any:
     return await run
-
-
-async def test_rollouts_with_several_rows_are_saved_and_loaded(tmp_path: Path) -> None:
-    async def two(endpoint: Endpoint) -> str:
-        for text in ("a", "b"):
-            await endpoint.chat([{"role": "user", "content": text}], model=f"policy/{text}")
-        return "5"
-
-    rollout = await harnessed(two, ["x", "y"]).rollout([TASK])
-    again = Rollout.load(rollout.save(tmp_path / "rollout.jsonl"))
-    for old, new in zip(rollout, again, strict=True):
-        assert (new.final, new.reward, new.stop) == (old.final, old.reward, old.stop)
-        assert [tuple(r.ids) for r in new.rows] == [tuple(r.ids) for r in old.rows]
-        assert [turn.author for turn in new.turns] == ["task", "a", "harness", "b", "harness"]
 
 
 async def test_training_with_one_role_leaves_the_other_untrained() -> None:

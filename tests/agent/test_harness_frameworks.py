@@ -18,14 +18,10 @@ pytestmark = pytest.mark.real
 
 FOLDER = Path(__file__).parent / "frameworks"
 PACKAGES = {
-    "with_openai": "openai",
-    "with_langchain": "langchain_openai",
-    "with_langgraph": "langgraph",
-    "with_openai_agents": "agents",
-    "with_pydantic_ai": "pydantic_ai",
-    "with_autogen": "autogen_agentchat",
+    "with_openai": "openai", "with_langchain": "langchain_openai", "with_langgraph": "langgraph",
+    "with_openai_agents": "agents", "with_pydantic_ai": "pydantic_ai", "with_autogen": "autogen_agentchat",
     "with_smolagents": "smolagents",
-}
+}  # fmt: skip
 
 
 @functools.cache
@@ -61,14 +57,11 @@ def test_the_agents_import_nothing_of_this_package() -> None:
 @pytest.mark.parametrize(
     ("module", "function"),
     [
-        ("with_langchain", "solve"),
-        ("with_langgraph", "solve"),
-        ("with_openai_agents", "solve"),
-        ("with_openai_agents", "solve_streaming"),
-        ("with_pydantic_ai", "solve"),
+        ("with_langchain", "solve"), ("with_langgraph", "solve"), ("with_openai_agents", "solve"),
+        ("with_openai_agents", "solve_streaming"), ("with_pydantic_ai", "solve"),
         ("with_pydantic_ai", "solve_responses"),
     ],
-)
+)  # fmt: skip
 def test_every_framework_that_sends_back_the_history_gives_the_same_tokens(module: str, function: str) -> None:
     reference = chains_of("with_openai")
     assert {len(chain["rows"]) for chain in reference} == {1}

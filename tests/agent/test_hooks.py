@@ -137,14 +137,10 @@ async def test_forks_of_one_task_run_concurrently() -> None:
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("before_chain", "chain"),
-        ("before_turn", "chain"),
-        ("after_observation", "chain"),
-        ("on_context_full", "chain"),
-        ("after_chain", "chain, trajectory"),
-        ("group_reward", "group"),
+        ("before_chain", "chain"), ("before_turn", "chain"), ("after_observation", "chain"),
+        ("on_context_full", "chain"), ("after_chain", "chain, trajectory"), ("group_reward", "group"),
     ],
-)
+)  # fmt: skip
 def test_agent_rejects_hooks_with_other_parameters(name: str, parameters: str) -> None:
     expected = rf"{name} must be a function of \({parameters}\), got "
     with pytest.raises(SettingsError, match=rf"{expected}.*<lambda>\(a, b, c\)"):

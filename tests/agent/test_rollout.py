@@ -299,10 +299,7 @@ def test_a_run_is_created_continued_or_rejected(tmp_path: Path) -> None:
     again = Run(tmp_path / "run")
     assert again.claim(PRINT, resume=True)
     assert again.records == [{"step": 1, "loss": 0.5}]
-    other = {
-        "config": {"lr": 0.2, "steps": 3, "clip": 0.1},
-        "reward": {"f": {"source": "def f():\n    return 2\n"}},
-    }
+    other = {"config": {"lr": 0.2, "steps": 3, "clip": 0.1}, "reward": {"f": {"source": "def f():\n    return 2\n"}}}
     with pytest.raises(RunMismatch) as told:
         Run(tmp_path / "run").claim(other, resume=True)
     for line in ("config.lr: was 0.1, now 0.2", "config.clip: not in the folder's run, now 0.1"):
@@ -422,12 +419,8 @@ class Killed(BaseException):
 
 
 OPERATIONS: list[tuple[Any, str]] = [
-    (os, "replace"),
-    (shutil, "rmtree"),
-    (Path, "mkdir"),
-    (os, "fsync"),
-    (Path, "open"),
-]
+    (os, "replace"), (shutil, "rmtree"), (Path, "mkdir"), (os, "fsync"), (Path, "open"),
+]  # fmt: skip
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException, work: Callable[[], None]) -> bool:

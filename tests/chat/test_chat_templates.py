@@ -240,13 +240,8 @@ def test_tool_output_may_contain_the_marks_of_the_check() -> None:
 
 ARGUMENTS = {"city": "Paris, in 'F\"", "days": 3, "units": "5", "warm": True, "places": [1, "a"], "where": {"k": "v"}}
 TYPES = {
-    "city": "string",
-    "days": "integer",
-    "units": "string",
-    "warm": "boolean",
-    "places": "array",
-    "where": "object",
-}
+    "city": "string", "days": "integer", "units": "string", "warm": "boolean", "places": "array", "where": "object",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for names in FORMATS.values() for name in names.split()])
@@ -348,14 +343,11 @@ def test_additional_stops() -> None:
 @pytest.mark.parametrize(
     ("name", "stops"),
     [
-        ("gptoss", ("<|return|>", "<|call|>")),
-        ("gemma4_v5", ("<turn|>", "<|tool_response>")),
-        ("glm4moe", ("<|user|>", "<|observation|>")),
-        ("llama3_1", ("<|eot_id|>",)),
-        ("phi3", ("<|end|>",)),
+        ("gptoss", ("<|return|>", "<|call|>")), ("gemma4_v5", ("<turn|>", "<|tool_response>")),
+        ("glm4moe", ("<|user|>", "<|observation|>")), ("llama3_1", ("<|eot_id|>",)), ("phi3", ("<|end|>",)),
         ("muse_glimmer", ("<|eot|>",)),
     ],
-)
+)  # fmt: skip
 def test_stops_of_the_template(name: str, stops: tuple[str, ...]) -> None:
     assert tuple(s for s in report(name).stops if s != "<|im_end|>") == stops
 

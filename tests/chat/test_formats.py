@@ -113,14 +113,6 @@ def test_thinking_that_the_prompt_opened() -> None:
     assert (parsed.thinking, parsed.content, parsed.calls) == ('hm, <tool_call>{"name":"a"}</tool_call>?', "No.", ())
 
 
-def test_calls_inside_thinking_are_ignored() -> None:
-    thought = '<think>maybe <tool_call>{"name":"a"}</tool_call>'
-    assert hermes.parse(thought).calls == ()
-    assert hermes.parse(f"{thought}</think>done") == formats.Parsed(
-        "done", thinking='maybe <tool_call>{"name":"a"}</tool_call>'
-    )
-
-
 def test_thinking_tags_inside_an_argument_are_text() -> None:
     assert one('<tool_call>{"name":"echo","arguments":{"x":"</think><think>"}}</tool_call>').arguments == {
         "x": "</think><think>"
@@ -198,40 +190,18 @@ def test_ten_thousand_random_texts(name: str) -> None:
 # Text before, repeated text, and text after, with which a pattern or loop may take quadratic time.
 CALL = '{"name":"a","arguments":{}}'
 REPEATED = [
-    "<tool_call>",
-    "Action: a\n",
-    "```python\n",
-    "[TOOL_CALLS]",
-    '{"name":',
-    "<think>",
-    "</think>",
-    "[",
-    "`",
-    " ",
-]
+    "<tool_call>", "Action: a\n", "```python\n", "[TOOL_CALLS]", '{"name":', "<think>", "</think>", "[", "`", " ",
+]  # fmt: skip
 REPEATED += ["\n", " \n", "<function=", "<search>", "<answer>", "Action Input: {", "Observation:\n", "</parameter>"]
 REPEATED += ["<tool_call>x</tool_call>\n", f"<tool_call>{CALL}</tool_call>", f"[TOOL_CALLS][{CALL}]", "[TOOL_CALLS]a{}"]
 REPEATED += ["Action: a\nAction Input: {}\n", "```python\nx\n```\n", f"{CALL};", "<search>{}</search>", "[TOOL_CALLS]["]
 REPEATED += ["<arg_key>x</arg_key><arg_value>", "</arg_value>", "<tool_call>a</tool_call>", "<|tool_call>", '<|"|>']
 REPEATED += [
-    "<|tool_call>call:a{}<tool_call|>",
-    '<|"|>a<|"|>,',
-    "{a:",
-    "<|tool_call_start|>",
-    "a(), ",
-    "a(x='y'), ",
-    "'",
-]
+    "<|tool_call>call:a{}<tool_call|>", '<|"|>a<|"|>,', "{a:", "<|tool_call_start|>", "a(), ", "a(x='y'), ", "'",
+]  # fmt: skip
 REPEATED += [
-    "<|tool_call_start|>[a()]<|tool_call_end|>",
-    "\\'",
-    '"',
-    "x=",
-    "x=[",
-    "' ",
-    "to=functions.a",
-    "<|message|>",
-]
+    "<|tool_call_start|>[a()]<|tool_call_end|>", "\\'", '"', "x=", "x=[", "' ", "to=functions.a", "<|message|>",
+]  # fmt: skip
 REPEATED += [
     "<|start|>assistant to=functions.a<|channel|>commentary json<|message|>{}<|call|>",
     "<|channel|>",

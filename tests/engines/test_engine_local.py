@@ -110,12 +110,9 @@ async def test_rows_with_different_settings_are_independent() -> None:
     policy = endless()
     engine = LocalEngine(policy)
     settings = [
-        Sampling(temperature=0.5, max_tokens=9),
-        Sampling(temperature=0, max_tokens=5),
-        Sampling(top_p=0.8, max_tokens=12),
-        Sampling(top_k=3, temperature=1.3, max_tokens=3),
-        Sampling(max_tokens=20),
-    ]
+        Sampling(temperature=0.5, max_tokens=9), Sampling(temperature=0, max_tokens=5),
+        Sampling(top_p=0.8, max_tokens=12), Sampling(top_k=3, temperature=1.3, max_tokens=3), Sampling(max_tokens=20),
+    ]  # fmt: skip
     alone = [await LocalEngine(policy).sample(prompt(10), s, 3) for s in settings]
     together = await asyncio.gather(*(engine.sample(prompt(10), s, 3) for s in settings))
     for s, a, b in zip(settings, alone, together, strict=True):
@@ -154,14 +151,10 @@ def plain_kept(p: list[float], s: Sampling) -> tuple[set[int], float]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"top_p": 0.6},
-        {"top_k": 4},
-        {"min_p": 0.2},
-        {"top_p": 0.7, "top_k": 6, "min_p": 0.05},
-        {"top_k": 1},
+        {"top_p": 0.6}, {"top_k": 4}, {"min_p": 0.2}, {"top_p": 0.7, "top_k": 6, "min_p": 0.05}, {"top_k": 1},
         {"top_p": 1e-9},
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 async def test_truncation_keeps_the_documented_tokens(options: dict[str, Any], temperature: float) -> None:
     policy = endless()
@@ -461,8 +454,7 @@ async def test_the_context_limits_a_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "says"),
-    [([], "must not be empty"), ([5, 400], "exceed the vocabulary of 400"), ([-1, 5], "from -1 to 5")],
+    ("ids", "says"), [([], "must not be empty"), ([5, 400], "exceed the vocabulary of 400"), ([-1, 5], "from -1 to 5")]
 )
 async def test_invalid_ids_are_rejected(ids: list[int], says: str) -> None:
     engine = LocalEngine(endless())

@@ -54,12 +54,8 @@ def test_scores_are_parsed_or_rejected_with_a_reason(text: str, points: tuple[fl
 
 def test_choices_and_orders() -> None:
     assert [judging.read_choice(f"<better>{t}</better>")[0] for t in ("1", " 2 ", "tie", "3", "")] == [
-        1,
-        0,
-        0.5,
-        None,
-        None,
-    ]
+        1, 0, 0.5, None, None,
+    ]  # fmt: skip
     assert judging.read_order("<order>3, 1,2</order>", 3)[0] == [3, 1, 2]
     for wrong in ("1,2", "1,2,2", "1,2,4", "1,2,3,3", ""):
         assert judging.read_order(f"<order>{wrong}</order>", 3)[0] is None

@@ -175,30 +175,6 @@ async def test_too_many_rows_are_an_error_for_the_model() -> None:
         await of.close()
 
 
-async def test_64_concurrent_chains_have_separate_databases() -> None:
-    """Each chain creates a marker and must find only its own."""
-    tasks = sql.tasks(64, "train")
-
-    def script(task: Task, turn: int) -> str:
-        table = next(iter(sql.SCHEMAS[task.fields["db"]].tables))
-        key = sql.SCHEMAS[task.fields["db"]].key
-        query = [
-            "SELECT * FROM marker",
-            f"CREATE TABLE marker AS SELECT '{task.id}' AS who",
-            f"UPDATE {table} SET {key} = '{task.id}'",
-            "SELECT who FROM marker",
-            f"SELECT DISTINCT {key} FROM {table}",
-        ]
-        call = f'{{"name":"execute","arguments":{{"query":{json.dumps(query[turn])}}}}}' if turn < 5 else ""
-        return f"<tool_call>{call}</tool_call>" if call else "."
-
-    agent = sql.agent(af.ScriptedEngine(script), chat=family.small_chat(), size=16, max_turns=8)
-    for t in (await agent.rollout(tasks)).trajectories:
-        shown = [c.result.observation for c in t.tool_calls if c.result is not None]
-        assert "Error executing query: " in shown[0], (t.error, shown)
-        assert shown[3:] == [f"[('{t.task.id}',)]"] * 2, t.error
-
-
 async def test_a_fork_has_a_copy_of_the_database() -> None:
     chain = sql.agent(af.ScriptedEngine(["."]), chat=family.small_chat(), size=2).chain(task())
     await chain.prepare()

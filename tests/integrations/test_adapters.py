@@ -172,10 +172,7 @@ async def test_environments_of_trl() -> None:
         return [float(each.value) for each in environments]
 
     agent = af.envs.agent(
-        environment,
-        af.ScriptedEngine(script),
-        chat=agents.chat(),
-        reward=af.trl.reward(value, environment=environment),
+        environment, af.ScriptedEngine(script), chat=agents.chat(), reward=af.trl.reward(value, environment=environment)
     )
     (t,) = (await agent.rollout(COUNT)).trajectories
     assert t.reward == 2.0

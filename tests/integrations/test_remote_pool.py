@@ -414,17 +414,9 @@ def test_tls_with_a_certificate_of_its_own(tmp_path: Path):
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += [
-        "-days",
-        "2",
-        "-keyout",
-        key,
-        "-out",
-        certificate,
-        "-subj",
-        "/CN=localhost",
-        "-addext",
+        "-days", "2", "-keyout", key, "-out", certificate, "-subj", "/CN=localhost", "-addext",
         "subjectAltName=IP:127.0.0.1",
-    ]
+    ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True)
 
     async def use() -> None:
@@ -655,20 +647,8 @@ async def test_nonsense_never_breaks_the_server(server: PoolServer, pool: Pool[N
     chance = random.Random(0)
     headers = {"Authorization": f"Bearer {TOKEN}"}
     words: list[Any] = [
-        None,
-        "",
-        "x",
-        -1,
-        0,
-        1e400,
-        1e308,
-        [],
-        {},
-        [[]],
-        {"$record": "os:system", "fields": {}},
-        "é" * 50,
-        True,
-    ]
+        None, "", "x", -1, 0, 1e400, 1e308, [], {}, [[]], {"$record": "os:system", "fields": {}}, "é" * 50, True,
+    ]  # fmt: skip
     words += [{"$bytes": "?"}, {"$lease": "x"}, {"$tuple": 3}, {"$dict": [[[], 1]]}, "a" * 200, {"a": {"$set": [[1]]}}]
     words += [
         {"$decimal": "x"},

@@ -115,19 +115,10 @@ def test_sft_trains_exactly_the_masked_tokens(tmp_path: Path) -> None:
         for t in ("2+3", "4*(5-6)", "12-7", "9*9+1", "3-(4-5)", "8", "7+7", "1-1")
     ]
     args = SFTConfig(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        per_device_train_batch_size=8,
-        max_steps=25,
-        learning_rate=3e-3,
-        lr_scheduler_type="constant",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-    )
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=8, max_steps=25, learning_rate=3e-3, lr_scheduler_type="constant",
+        save_strategy="no", logging_steps=1, disable_tqdm=True,
+    )  # fmt: skip
     trainer = SFTTrainer(
         policy.model, args=args, train_dataset=bridge.sft_dataset(rows), processing_class=policy.chat.tokenizer
     )
@@ -400,15 +391,9 @@ def test_trl_learns_as_well_as_train(way: str, tmp_path: Path) -> None:
 
     mine = agents.fresh()
     settings = TrainConfig(
-        steps=steps,
-        tasks_per_step=8,
-        group_size=8,
-        minibatch=None,
-        epochs=1,
-        lr=lr,
-        lr_end=None,
+        steps=steps, tasks_per_step=8, group_size=8, minibatch=None, epochs=1, lr=lr, lr_end=None,
         checkpoint_every=steps,
-    )
+    )  # fmt: skip
     asyncio.run(train(agents.agent(mine), mine, known, settings))
     ours = asyncio.run(learned(mine, held))
 

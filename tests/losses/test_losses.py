@@ -199,13 +199,8 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
 }
 # Functions that return no loss per token; they have tests of their own.
 OTHERS = {
-    "adaptive_kl_coef",
-    "aggregate",
-    "approx_kl",
-    "clipped",
-    "importance_weights",
-    "effective_sample_size",
-}
+    "adaptive_kl_coef", "aggregate", "approx_kl", "clipped", "importance_weights", "effective_sample_size",
+}  # fmt: skip
 
 
 def test_every_loss_is_in_the_table() -> None:

@@ -19,15 +19,8 @@ pytestmark = [pytest.mark.real, pytest.mark.skipif(WHY_NOT is not None, reason=s
 TOUR = ROOT / "notebooks" / "06_widgets.ipynb"
 PICTURES = TOUR.parent.parent / "build" / "screenshots"
 VIEWS = (
-    "TokenView",
-    "TrajectoryView",
-    "ChainStepper",
-    "PoolView",
-    "RolloutView",
-    "TrainView",
-    "ToolForm",
-    "RewardForm",
-)
+    "TokenView", "TrajectoryView", "ChainStepper", "PoolView", "RolloutView", "TrainView", "ToolForm", "RewardForm",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("trusted", [True, False], ids=["trusted", "untrusted"])

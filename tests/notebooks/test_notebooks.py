@@ -81,13 +81,10 @@ def with_answers(notebook: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "answers", "broken"),
     [
-        ("02_one_chain", 1, 0),
-        ("06_widgets", 3, 1),
-        ("07_masked_ppo", 2, 2),
-        ("08_algorithms", 1, 1),
+        ("02_one_chain", 1, 0), ("06_widgets", 3, 1), ("07_masked_ppo", 2, 2), ("08_algorithms", 1, 1),
         ("09_conventions", 1, 1),
     ],
-)
+)  # fmt: skip
 def test_there_are_exercises_and_their_answers_are_run(name: str, answers: int, broken: int) -> None:
     """Ensures that the next test has answers to run. Answers that raise are checked by the cell after them."""
     notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)

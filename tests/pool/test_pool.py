@@ -568,9 +568,8 @@ async def test_close_ends_requests_and_leases():
 async def test_close_while_starting_and_while_resetting(monkeypatch: pytest.MonkeyPatch):
     pool = Pool(Stuck, size=3)
     starting = [asyncio.ensure_future(pool.acquire(f"s{i}")) for i in range(3)]
-    await asyncio.sleep(0.001)
+    await until(lambda: len(Notes.open) == 3)
     assert pool.snapshot().starting == 3
-    assert len(Notes.open) == 3
     await pool.close()
     assert all(isinstance(error, PoolClosed) for error in await asyncio.gather(*starting, return_exceptions=True))
     monkeypatch.setattr(Stuck, "delay", 0.0)
@@ -578,8 +577,7 @@ async def test_close_while_starting_and_while_resetting(monkeypatch: pytest.Monk
     lease = await pool.acquire()
     monkeypatch.undo()
     releasing = asyncio.ensure_future(lease.release())
-    await asyncio.sleep(0.001)
-    assert pool.snapshot().sandboxes[0].state == "resetting"
+    await until(lambda: pool.snapshot().sandboxes[0].state == "resetting")
     await pool.close()
     await releasing
     assert not Notes.open

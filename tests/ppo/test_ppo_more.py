@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import random
 from typing import Any, get_args
 
 import agents
@@ -28,59 +29,21 @@ from agentfly_kit.types import Sampling, Task, Trajectory, Turn
 LOSSES = ("ppo", "reinforce", "gspo", "gmpo", "sapo", "cispo", "dppo")
 
 
-def trajectories(
-    policy: Policy,
-    count: int = 12,
-    *,
-    seed: int = 0,
-    noise: float = 0.3,
-    sampling: Sampling | None = None,
-    version: int = 0,
-    stop: str = "answered",
-) -> list[Trajectory]:
-    """Chains of random ids in one to three turns, with the policy's logprobs plus noise."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def ids(low: int, high: int) -> tuple[int, ...]:
-        n = int(torch.randint(low, high, (1,), generator=generator))
-        return tuple(torch.randint(0, policy.vocab_size, (n,), generator=generator).tolist())
-
-    sampling = sampling or Sampling()
+def trajectories(policy: Policy, count: int = 12, *, seed: int = 0, **options: Any) -> list[Trajectory]:
+    """Chains of one to three actions, in groups of four. `options` are those of `agents.trajectory`."""
+    rng = random.Random(seed)
     out = []
     for i in range(count):
-        plan: list[tuple[str, tuple[int, ...]]] = [("prompt", ids(2, 6))]
+        plan = [("task", rng.randint(2, 5))]
         for _ in range(1 + i % 3):
-            plan += [("action", ids(1, 9)), ("observation", ids(1, 7))]
-        plan = plan[: -1 if i % 2 else None]
-        every = [t for _, part in plan for t in part]
-        positions = list(range(1, len(every)))
-        logp = [0.0, *agents.reference_logprobs(policy, every, positions, sampling.temperature)[0]]
-        turns: list[Turn] = []
-        at = 0
-        for kind, part in plan:
-            where = slice(at, at + len(part))
-            at += len(part)
-            sampled = kind == "action"
-            jitter = (torch.randn(len(part), generator=generator) * noise).tolist()
-            turns.append(
-                Turn(
-                    kind=kind,  # type: ignore[arg-type]
-                    author="policy" if sampled else "tool",
-                    ids=part,
-                    sampled=sampled,
-                    logprobs=tuple(min(a + b, 0.0) for a, b in zip(logp[where], jitter, strict=True))
-                    if sampled
-                    else None,
-                    versions=(version,) * len(part) if sampled else None,
-                    kept_mass=tuple(0.5 + 0.05 * (j % 8) for j in range(len(part)))
-                    if sampled and sampling.truncates
-                    else None,
-                    parent=turns[-1] if turns else None,
-                )
-            )
-        reward = float(torch.randn(1, generator=generator))
+            plan += [("policy", rng.randint(1, 8)), ("tool", rng.randint(1, 6))]
         task = Task(f"t{i // 4}", ({"role": "user", "content": "?"},))
-        out.append(Trajectory(f"c{i}", task, f"g{i // 4}", i % 4, tuple(turns), stop, reward=reward, sampling=sampling))
+        out.append(
+            agents.trajectory(
+                policy, [plan[: -1 if i % 2 else None]], name=f"g{i // 4}/{i % 4}", task=task, reward=rng.gauss(0, 1),
+                seed=100 * seed + i, with_entropies=False, **options,
+            )
+        )  # fmt: skip
     return out
 
 
@@ -259,14 +222,9 @@ def test_all_terms_together_do_not_depend_on_the_split(head: Any) -> None:
     batch = judged(policy, made(policy, version=0))
     reference = agents.random_policy(7)
     options: dict[str, Any] = {
-        "reference": reference,
-        "kl_coef": 0.1,
-        "kl_kind": "k3+",
-        "entropy_coef": 0.02,
-        "value_clip": 0.1,
-        "correction": {"level": "sequence", "cap": 5.0},
-        "old_logprobs": "recompute",
-    }
+        "reference": reference, "kl_coef": 0.1, "kl_kind": "k3+", "entropy_coef": 0.02, "value_clip": 0.1,
+        "correction": {"level": "sequence", "cap": 5.0}, "old_logprobs": "recompute",
+    }  # fmt: skip
     whole, one = gradient(policy, batch, micro_tokens=10_000, **options)
     for micro in (1, 60):
         parts, many = gradient(policy, batch, micro_tokens=micro, **options)

@@ -11,6 +11,7 @@ from typing import Any
 import agents
 import pytest
 import torch
+from agents import trajectory
 from test_ppo_more import gradient
 from torch import Tensor
 
@@ -22,55 +23,9 @@ from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.inputs import minibatches
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.loop import TrainRun, train
-from agentfly_kit.types import Task, Trajectory, Turn
+from agentfly_kit.types import Trajectory
 
-TASK = Task("t", ({"role": "user", "content": "?"},))
 Plan = list[list[tuple[str, int]]]
-"""The turns of each row: (author, number of tokens). "policy" and authors in upper case sample, others do not."""
-
-
-def trajectory(
-    policy: Policy | None,
-    plan: Plan,
-    *,
-    name: str = "g/0",
-    reward: float | None = 1.0,
-    turn_rewards: dict[int, float] | None = None,
-    stop: str = "answered",
-    seed: int = 0,
-    noise: float = 0.3,
-) -> Trajectory:
-    """Rows of random ids with the policy's logprobs (-1 without a policy) plus noise."""
-    g = torch.Generator().manual_seed(seed)
-    turns: list[Turn] = []
-    for r, row in enumerate(plan):
-        ids: list[int] = [i for t in turns if t.row == r for i in t.ids or ()]
-        for author, n in row:
-            new = torch.randint(7, 390, (n,), generator=g).tolist()
-            sampled = author == "policy" or author.isupper()
-            at = range(len(ids), len(ids) + n)
-            ids += new
-            logp = [-1.0] * n
-            if policy is not None and sampled:
-                logp = agents.reference_logprobs(policy, ids, list(at))[0]
-            jitter = (torch.randn(n, generator=g) * noise).tolist()
-            turns.append(
-                Turn(
-                    "action" if sampled else "prompt" if not ids[: len(ids) - n] else "observation",
-                    author,
-                    tuple(new),
-                    sampled=sampled,
-                    logprobs=tuple(min(a + b, 0.0) for a, b in zip(logp, jitter, strict=True)) if sampled else None,
-                    entropies=(1.0,) * n if sampled else None,
-                    versions=(0,) * n if sampled else None,
-                    reward=(turn_rewards or {}).get(len(turns)),
-                    seed=1000 * seed + len(turns) if sampled else None,
-                    parent=turns[-1] if turns else None,
-                    row=r,
-                )
-            )
-    group, _, chain = name.partition("/")
-    return Trajectory(name, TASK, group, int(chain.split(".")[0]), tuple(turns), stop, reward)
 
 
 def folded(policy: Policy | None, *, seed: int = 0, count: int = 8, most: int = 4) -> list[Trajectory]:
@@ -155,9 +110,7 @@ def test_rewards_are_at_the_tokens_that_earned_them() -> None:
     nan = math.nan
     # The reward on the prompt of the second row belongs to the last action of the first row.
     torch.testing.assert_close(
-        batch.token_rewards,
-        torch.tensor([[nan, 0, 0.75, nan, nan], [nan, 2.125, nan, 0, 10]]),
-        equal_nan=True,
+        batch.token_rewards, torch.tensor([[nan, 0, 0.75, nan, nan], [nan, 2.125, nan, 0, 10]]), equal_nan=True
     )
     assert batch.truncated.tolist() == [False, False]
     assert collate([t.replace(stop="timeout")]).truncated.tolist() == [False, True]
@@ -219,13 +172,9 @@ def test_the_tokens_of_other_authors_get_no_gradient() -> None:
 # --- the step against its definition -------------------------------------------------------------
 
 AGGREGATES: dict[str, dict[str, Any]] = {
-    "token_mean": {},
-    "seq_mean_token_mean": {},
-    "seq_mean_token_sum": {},
-    "fixed": {"denominator": 20.0},
-    "trajectory_mean": {},
-    "trajectory_mean rows": {"count": "rows"},
-}
+    "token_mean": {}, "seq_mean_token_mean": {}, "seq_mean_token_sum": {}, "fixed": {"denominator": 20.0},
+    "trajectory_mean": {}, "trajectory_mean rows": {"count": "rows"},
+}  # fmt: skip
 
 
 def weight(given: list[Trajectory], t: Trajectory, row: int, how: str) -> float:
@@ -234,13 +183,10 @@ def weight(given: list[Trajectory], t: Trajectory, row: int, how: str) -> float:
     rows = sum(map(len, sampled))
     own = sampled[given.index(t)]
     return {
-        "token_mean": 1 / sum(map(sum, sampled)),
-        "seq_mean_token_mean": 1 / own[row] / rows,
-        "seq_mean_token_sum": 1 / rows,
-        "fixed": 1 / (rows * 20.0),
-        "trajectory_mean": 1 / sum(own) / len(given),
+        "token_mean": 1 / sum(map(sum, sampled)), "seq_mean_token_mean": 1 / own[row] / rows,
+        "seq_mean_token_sum": 1 / rows, "fixed": 1 / (rows * 20.0), "trajectory_mean": 1 / sum(own) / len(given),
         "trajectory_mean rows": 1 / sum(own) / rows,
-    }[how]
+    }[how]  # fmt: skip
 
 
 def brute(policy: Policy, given: list[Trajectory], how: str, clip: float = 0.2) -> Tensor:

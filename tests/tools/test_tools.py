@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import enum
 import linecache
-import os
 import pickle
 import subprocess
 import sys
@@ -20,7 +19,6 @@ import numpy as np
 import pydantic
 import pytest
 import typing_extensions
-from paths import ROOT
 from pydantic import Field
 
 from agentfly_kit.errors import NotAwaited, TaskError, ToolError, ToolSchemaError
@@ -916,11 +914,8 @@ async def test_rerun_raises_the_exception_of_the_tool() -> None:
     pool = Pool(FakeBox, size=1)
     here = Context(TASK, trajectory_id="chain", pools=[pool])
     calls = [
-        call("execute", code="a"),
-        call("execute", code="bad"),
-        call("nothing"),
-        call("calculator", expression="2+3"),
-    ]
+        call("execute", code="a"), call("execute", code="bad"), call("nothing"), call("calculator", expression="2+3"),
+    ]  # fmt: skip
     done = await ToolSet([execute, calculator]).call_all(calls, here)
     await here.close()
     again = await done[0].rerun()
@@ -978,13 +973,10 @@ async def test_redefined_tool_is_used_by_new_sets_only() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        ("* LIMIT", "- LIMIT"),
-        ("LIMIT = 3", "LIMIT = 4"),
-        ("return x + 1", "return x + 2"),
-        ('"n"', '"number"'),
+        ("* LIMIT", "- LIMIT"), ("LIMIT = 3", "LIMIT = 4"), ("return x + 1", "return x + 2"), ('"n"', '"number"'),
         ("@tool", "@tool(timeout=9)"),
     ],
-)
+)  # fmt: skip
 def test_fingerprint_changes_with_the_behaviour(change: tuple[str, str]) -> None:
     before = cell(CELL, {"__name__": "__main__"})["f"].fingerprint
     assert cell(CELL.replace(*change), {"__name__": "__main__"})["f"].fingerprint != before
@@ -1028,35 +1020,3 @@ def test_fingerprint_without_source_is_stable_across_processes() -> None:
     other = {"__name__": "__main__"}
     exec(compile(CELL.replace("* LIMIT", "- LIMIT"), "<nowhere>", "exec"), other)
     assert without["f"].fingerprint != other["f"].fingerprint  # type: ignore[attr-defined]
-
-
-@pytest.mark.real
-def test_static_types_are_preserved(tmp_path: Path) -> None:
-    (tmp_path / "typed.py").write_text(
-        "from typing import Annotated, Any, assert_type\n"
-        "from collections.abc import Coroutine\n"
-        "from agentfly_kit.tools.tool import tool, Tool\n"
-        "@tool\n"
-        "def f(a: Annotated[int, 'n'], b: Annotated[str, 's'] = '') -> float:\n"
-        "    'Do.'\n"
-        "    return 1.0\n"
-        "@tool(timeout=1.0)\n"
-        "async def g(a: Annotated[int, 'n']) -> str:\n"
-        "    'Do.'\n"
-        "    return ''\n"
-        "assert_type(f(1, b='x'), float)\n"
-        "_ = assert_type(g(1), Coroutine[Any, Any, str])\n"
-        "f('x')\n"
-    )
-    root = ROOT
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(tmp_path / "typed.py")],
-        capture_output=True,
-        text=True,
-        cwd=root,
-        env={**os.environ, "MYPYPATH": str(root)},
-    )
-    found = [line for line in done.stdout.splitlines() if "typed.py" in line and "error:" in line]
-    assert len(found) == 1, done.stdout
-    assert "typed.py:14" in found[0]
-    assert "[arg-type]" in found[0]

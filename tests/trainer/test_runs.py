@@ -43,11 +43,8 @@ def test_settings_and_results_of_all_runs(folder: Path) -> None:
     assert list(frame["lr"]) == [1e-3, 1e-4, 1e-4]
     assert list(frame["state"]) == ["finished", "unfinished", "unfinished"]
     assert dict(frame.loc["a", ["success", "best success", "reward", "seconds"]]) == {
-        "success": 0.5,
-        "best success": 0.75,
-        "reward": 0.25,
-        "seconds": 3.0,
-    }
+        "success": 0.5, "best success": 0.75, "reward": 0.25, "seconds": 3.0,
+    }  # fmt: skip
     assert frame.loc["a", "agent.max_turns"] == 8 and frame.loc["a", "reward.exact"] == "01234567"
     assert {name: why.split(str(folder))[-1] for name, why in runs.unreadable.items()} == {
         "damaged": runs.unreadable["damaged"].split(str(folder))[-1],

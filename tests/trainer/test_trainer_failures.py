@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import random
@@ -10,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,6 @@ async def test_an_infinite_reward_leaves_only_its_chain_unscored() -> None:
 
     with pytest.raises(BatchError, match="step 1: none of 12 trajectories can be trained on"):
         await start(None, learner(), SMALL.replace(steps=1), reward=always)
-
-
-def script(body: str, **names: Any) -> list[str]:
-    head = f"import asyncio, sys\nfrom pathlib import Path\nsys.path[:0] = {FOLDERS!r}\nimport test_trainer as t\n"
-    return [sys.executable, "-c", head + textwrap.dedent(body).format(**names)]
 
 
 def damage(file: Path, how: str) -> None:
@@ -131,27 +127,41 @@ async def test_a_checkpoint_is_flushed_before_it_replaces_the_last_one(
     files = sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir() if path.name != "done")
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "state.pt"} <= {*files}
     assert order == [
-        *(f"sync /checkpoint.new/{file}" for file in files),
-        "sync /checkpoint.new/done",
-        "sync /checkpoint.new",
-        "checkpoint -> checkpoint.before",
-        "checkpoint.new -> checkpoint",
-        "sync ",
-    ]
+        *(f"sync /checkpoint.new/{file}" for file in files), "sync /checkpoint.new/done", "sync /checkpoint.new",
+        "checkpoint -> checkpoint.before", "checkpoint.new -> checkpoint", "sync ",
+    ]  # fmt: skip
 
 
-BODY = """
-    async def go():
-        policy = t.learner()
-        async for step in t.start(Path({run!r}), policy, t.SMALL.replace(overlap={overlap})):
-            print("step", step.step, flush=True)
-        print("weights", policy.fingerprint(), flush=True)
-    asyncio.run(go())
+TEMPLATE = """
+import asyncio, os, sys, traceback
+from pathlib import Path
+sys.path[:0] = sys.argv[3:]
+import test_trainer as t
+
+async def go():
+    policy = t.learner()
+    async for step in t.start(Path(sys.argv[1]), policy, t.SMALL.replace(overlap=int(sys.argv[2]))):
+        print("step", step.step, flush=True)
+    print("weights", policy.fingerprint(), flush=True)
+
+for _ in sys.stdin:
+    child = os.fork()
+    if not child:
+        try:
+            asyncio.run(go())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    print("pid", child, flush=True)
+    os.waitpid(child, 0)
+    print("ended", flush=True)
 """
+"""Train in a forked process for each line of standard input, because imports take seconds."""
 
 
 @pytest.mark.filterwarnings("ignore:the run in .* is complete")  # the last process may have finished it
-@pytest.mark.real  # each process imports for seconds
+@pytest.mark.real
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_a_run_killed_at_random_moments_continues_to_the_same_bits(overlap: int, tmp_path: Path) -> None:
     seed = dice.seed()
@@ -159,26 +169,26 @@ def test_a_run_killed_at_random_moments_continues_to_the_same_bits(overlap: int,
     wanted = learner()
     config = SMALL.replace(overlap=overlap)
     records = numbers(asyncio.run(start(tmp_path / "whole", wanted, config)))
-    command = script(BODY, run=str(tmp_path / "run"), overlap=overlap)
+    command = [sys.executable, "-c", TEMPLATE, str(tmp_path / "run"), str(overlap), *FOLDERS]
     kills = 0
-    for _ in range(12):
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        # Wait until the process has imported everything and changed the folder.
-        born = time.time()
-        while child.poll() is None and not any(p.stat().st_mtime > born for p in tmp_path.glob("run/*") if p.exists()):
-            time.sleep(0.002)
-            if time.time() - born > 60:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as template:
+        assert template.stdin is not None and template.stdout is not None
+        for _ in range(12):
+            born = time.time()
+            print(file=template.stdin, flush=True)
+            child = int(template.stdout.readline().removeprefix("pid "))
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                # Wait until the process has changed the folder.
+                while not any(p.stat().st_mtime > born for p in tmp_path.glob("run/*") if p.exists()):
+                    os.kill(child, 0)
+                    time.sleep(0.002)
+                time.sleep(rng.random() * 0.25)
+                os.kill(child, signal.SIGKILL)
+                kills += 1
+            lines = list(itertools.takewhile(lambda line: line != "ended\n", template.stdout))
+            if any(line.startswith("weights") for line in lines):
                 break
-        time.sleep(rng.random() * 0.25)
-        if child.poll() is None:
-            os.kill(child.pid, signal.SIGKILL)
-            kills += 1
-        printed = child.stdout.read()
-        child.stdout.close()
-        child.wait()
-        if "weights" in printed:
-            break
+        template.stdin.close()
     assert kills >= 2, f"seed {seed}"
     policy = learner()
     run = asyncio.run(start(tmp_path / "run", policy, config))

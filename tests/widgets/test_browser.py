@@ -9,12 +9,9 @@ from typing import Any
 
 import browser
 import pytest
-from paths import ROOT
 
 WHY_NOT = browser.missing()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-
-PICTURES = ROOT / "build" / "screenshots"
 
 
 # --- records, made in the notebook's kernel -------------------------------------------------------
@@ -431,7 +428,6 @@ def test_the_static_form_survives_an_untrusted_notebook(notebook: Any) -> None:
     images = page.locator(".jp-RenderedHTMLCommon img")
     assert images.count() == 5
     assert images.first.evaluate("(x) => x.complete && x.naturalWidth > 0")
-    PICTURES.mkdir(parents=True, exist_ok=True)
 
 
 def _int_keys(found: dict[str, Any]) -> dict[Any, Any]:
@@ -483,65 +479,3 @@ def test_pool_view_by_hand_with_keys_while_a_cell_awaits(notebook: Any) -> None:
     assert nb.python("len(view.held), view._notice") == (1, "")
     nb.execute("view.close(); await asyncio.sleep(0.1); leased = pool.snapshot().leased; await pool.close()")
     assert nb.python("leased") == 0
-
-
-@pytest.mark.real
-@pytest.mark.parametrize("width", [1280, 620])
-def test_pictures(notebook: Any, width: int) -> None:
-    """Save screenshots in light and dark themes, for the gallery and for inspection."""
-    nb = notebook(
-        RECORDS,
-        "ts = [trajectory(i) for i in range(3)]\nstats = step(ts)\ntokens = w.TokenView(stats)\ntokens",
-        """
-        from agentfly_kit.pool.pool import Pool
-        pool = Pool(Box, size=8)
-        pool_view = w.PoolView(pool)
-        pool_view
-        """,
-        "run = Run(20)\ntrain = w.TrainView(run)\ntrain",
-        """
-        gate = asyncio.Event()
-        async def chain(i):
-            async with pool.lease(owner=f"calc-{i // 4}/{i % 4}", timeout=60) as box:
-                await gate.wait()
-        async def early(i):
-            async with pool.lease(owner=f"calc-{i}", timeout=60) as box:
-                pass
-        await asyncio.gather(*(early(i) for i in range(8)))
-        holders = [asyncio.create_task(chain(i)) for i in range(6)]
-        await asyncio.sleep(1)
-        """,
-        "w.TokenView(stats, signal='advantage').freeze()",
-        "train.freeze()",
-        "pool_view.freeze()",
-        size=(width, 1800),
-    )
-    nb.without_sidebar()
-    nb.run()
-    page = nb.page
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    page.wait_for_selector(".afk-poolview .afk-s-leased")
-
-    def shoot(selector: str, name: str) -> None:
-        box = page.locator(selector).first
-        box.scroll_into_view_if_needed()
-        page.wait_for_timeout(150)
-        box.screenshot(path=PICTURES / f"{name}-{width}.png")
-
-    for theme in ("Light", "Dark"):
-        nb.theme(theme)
-        for signal in ("mask", "logprob", "advantage", "ratio", "clipped", "prob_after"):
-            nb.execute(f"tokens.signal = {signal!r}")
-            page.wait_for_function("(s) => document.querySelector('.afk-tokenview select').value === s", arg=signal)
-            if signal == "ratio":
-                nb.execute("tokens.select('calc-7/0', 47, 52)")
-                page.locator(".afk-lines .afk-tok").nth(50).hover()
-            shoot(".afk-tokenview", f"token_view-{signal}-{theme.lower()}")
-        shoot(".afk-poolview", f"pool_view-{theme.lower()}")
-        page.locator(".afk-chart svg").first.hover(position={"x": 120, "y": 40})
-        shoot(".afk-trainview", f"train_view-{theme.lower()}")
-        for i, name in enumerate(("token_view", "train_view", "pool_view")):
-            html = page.locator(".jp-RenderedHTMLCommon.jp-OutputArea-output").nth(i)
-            html.scroll_into_view_if_needed()
-            html.screenshot(path=PICTURES / f"static-{name}-{theme.lower()}-{width}.png")
-    nb.execute("gate.set()\nawait asyncio.gather(*holders)\nawait pool.close()")

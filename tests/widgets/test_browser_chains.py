@@ -7,12 +7,11 @@ from typing import Any
 
 import browser
 import pytest
-from paths import ROOT, TESTS
+from paths import TESTS
 
 WHY_NOT = browser.missing()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
-PICTURES = ROOT / "build" / "screenshots"
 START = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})
@@ -141,7 +140,6 @@ view = w.ChainStepper(agent, task)""",
     page = nb.page
     view = page.locator(".afk-stepper")
     view.locator(".afk-next").first.wait_for(timeout=90_000)
-    PICTURES.mkdir(parents=True, exist_ok=True)
     boxes = page.evaluate(BOXES, ".afk-tools button")
     below = page.evaluate(BOXES, ".afk-composer button")
     assert len(boxes) == 10 and len(below) == 3
@@ -189,10 +187,6 @@ view = w.ChainStepper(agent, task)""",
     counts = rows.locator("b").all_inner_texts()
     outcomes = nb.python("len({(t.success, t.reward, t.stop) for t in view.samples})")
     assert sum(map(int, counts[:-outcomes])) == sum(map(int, counts[-outcomes:])) == 16
-    for theme in ("Light", "Dark"):
-        nb.theme(theme)
-        page.wait_for_timeout(200)
-        view.screenshot(path=PICTURES / f"stepper-samples-{theme.lower()}.png")
     view.get_by_label("Group by").select_option("first")
     view.get_by_label("Group by").select_option("action")
     rows.first.get_by_role("button").click()
@@ -427,75 +421,6 @@ def test_a_rollout_is_watched_paused_and_stopped_during_one_await(notebook: Any)
 
 
 # --- pictures --------------------------------------------------------------------------------------
-
-
-@pytest.mark.real
-@pytest.mark.parametrize("width", [1280, 620])
-def test_pictures(notebook: Any, width: int) -> None:
-    """Save screenshots in light and dark themes, for the gallery and for inspection."""
-    nb = notebook(
-        MANY
-        + """
-chain = agents.agent(seed=3).chain(agents.tasks()[0])
-chain.force(agents.call("6*7"))
-await chain.act()
-chain.force("The answer", end=False)
-full = af.Failure("tool calculator", "OSError", "No space left on device")
-bad = rollout.trajectories[0].replace(reward=None, stop="error", error=full)
-mixed = af.Rollout.from_trajectories([bad, *rollout.trajectories[1:]])
-batch = af.collate(mixed)
-""",
-        "stepper = w.ChainStepper(chain)\nstepper",
-        """
-        many = w.TrajectoryView(mixed, batch=batch, agent=agent)
-        many.select(*mixed.groups[0].trajectories[:2])
-        many
-        """,
-        """
-        gate = asyncio.Event()
-        @af.tool
-        async def wait() -> str:
-            "Wait."
-            await gate.wait()
-            return "done"
-        def said(task, turn):
-            if turn == 2 and int(task.id[-1]) % 3 == 0:
-                return agents.call(name="wait").replace('"expression":"1+1"', "")
-            return agents.call() if turn < 2 else "42"
-        run = agents.played(said, tools=[agents.calculator, wait]).rollout(agents.tasks(60), max_concurrency=12)
-        lanes = w.RolloutView(run)
-        going = asyncio.create_task(run._wait())
-        await asyncio.sleep(2)
-        lanes
-        """,
-        "stepper.freeze()",
-        "many.freeze()",
-        "lanes.freeze()",
-        size=(width, 2400),
-    )
-    nb.without_sidebar()
-    nb.run()
-    page = nb.page
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    page.wait_for_selector(".afk-rolloutview .afk-item")
-    page.wait_for_selector(".afk-stepper .afk-next")
-    page.wait_for_selector(".afk-column")
-    for theme in ("Light", "Dark"):
-        nb.theme(theme)
-        for selector, name in (
-            (".afk-stepper", "chain_stepper"),
-            (".afk-trajectoryview", "trajectory_view"),
-            (".afk-rolloutview", "rollout_view"),
-        ):
-            box = page.locator(selector).first
-            box.scroll_into_view_if_needed()
-            page.wait_for_timeout(150)
-            box.screenshot(path=PICTURES / f"{name}-{theme.lower()}-{width}.png")
-        for i, name in enumerate(("chain_stepper", "trajectory_view", "rollout_view")):
-            html = page.locator(".jp-RenderedHTMLCommon.jp-OutputArea-output").nth(i)
-            html.scroll_into_view_if_needed()
-            html.screenshot(path=PICTURES / f"static-{name}-{theme.lower()}-{width}.png")
-    nb.execute("gate.set()\nawait going")
 
 
 @pytest.mark.real

@@ -38,9 +38,7 @@ async def weather(places: Annotated[list[Place], "where"], unit: Annotated[Liter
 @browser.both
 def test_a_tool_is_called_from_its_form_while_a_cell_awaits(notebook: Any) -> None:
     nb = notebook(
-        TOOL,
-        "form = w.ToolForm(weather)\nform",
-        "gate = asyncio.Event()\nawait asyncio.wait_for(gate.wait(), 60)",
+        TOOL, "form = w.ToolForm(weather)\nform", "gate = asyncio.Event()\nawait asyncio.wait_for(gate.wait(), 60)"
     )
     nb.run(wait=False)
     page = nb.page

@@ -66,12 +66,9 @@ CELLS = (
 )
 # Text in the picture of a finished view that is not in the picture of the initial view.
 FINISHED = {
-    "RolloutView": "16 of 16 chains",
-    "TrainView": "2 steps",
-    "PoolView": "1 leased",
-    "ChainStepper": "stop",
+    "RolloutView": "16 of 16 chains", "TrainView": "2 steps", "PoolView": "1 leased", "ChainStepper": "stop",
     "ToolForm": "5",
-}
+}  # fmt: skip
 
 
 def _save(nb: Any) -> Any:
@@ -111,15 +108,10 @@ def _assert_pictures_shown(nb: Any) -> None:
 
 # Index of each view's cell, and text shown by the final state of both the live form and the picture.
 HEADLINES = {
-    "RolloutView": (1, "16 of 16 chains"),
-    "TrainView": (2, "2 of 2"),
-    "PoolView": (3, "1 leased"),
-    "ChainStepper": (4, "then the chain answered"),
-    "ToolForm": (5, "✓ ok"),
-    "RewardForm": (7, "0.3125 → 0.25"),
-    "TokenView": (8, "16 rows, 751 tokens"),
-    "TrajectoryView": (9, "16 trajectories"),
-}
+    "RolloutView": (1, "16 of 16 chains"), "TrainView": (2, "2 of 2"), "PoolView": (3, "1 leased"),
+    "ChainStepper": (4, "then the chain answered"), "ToolForm": (5, "✓ ok"), "RewardForm": (7, "0.3125 → 0.25"),
+    "TokenView": (8, "16 rows, 751 tokens"), "TrajectoryView": (9, "16 trajectories"),
+}  # fmt: skip
 
 
 @needs_browser

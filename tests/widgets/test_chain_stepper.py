@@ -5,28 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import agents
 import pytest
 from agentfly_kit.widgets._chain_code import code as chain_code
-from ipywidgets.widgets import widget as ipywidget
 from test_widgets import NASTY, check_static, sent
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.errors import SettingsError
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    for view in list(ipywidget._instances.values()):
-        view.close()
 
 
 def click(view: Any, name: str, value: Any = None) -> None:
@@ -421,18 +411,6 @@ async def test_a_trajectory_is_stepped_further_and_comes_out_the_same() -> None:
     same(view.chain, await again(view.to_code(), agent=agent, rollout=rollout))
 
 
-class Box:
-    """Sandbox without any behaviour."""
-
-    async def start(self) -> None: ...
-
-    async def run(self, code: str) -> None: ...
-
-    async def reset(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 async def test_a_trajectory_of_another_agent_or_a_lost_sandbox_is_refused() -> None:
     agent = agents.played(["42"])
     trajectory = (await agent.rollout(agents.tasks()[:1])).trajectories[0]
@@ -440,11 +418,11 @@ async def test_a_trajectory_of_another_agent_or_a_lost_sandbox_is_refused() -> N
         agent.replace(system="Be brief.").chain(trajectory)
 
     @af.tool
-    async def look(sandbox: Box) -> str:
+    async def look(sandbox: agents.Box) -> str:
         """Look."""
         return "seen"
 
-    async with af.Pool(Box, size=1) as pool:
+    async with af.Pool(agents.Box, size=1) as pool:
         call = agents.call(name="look").replace('"expression":"1+1"', "")
         boxed = agents.played([call, "42"], tools=[look], pools=[pool])
         trajectory = (await boxed.rollout(agents.tasks()[:1])).trajectories[0]
@@ -482,13 +460,3 @@ async def test_what_is_no_chain_and_a_long_one() -> None:
     check_static(view)
     assert len(json.dumps(sent(view)["_state"])) < 2_000_000
     assert repr(view) == f"ChainStepper({chain!r})"
-
-
-def test_without_a_loop_a_click_says_what_is_missing() -> None:
-    chain = agents.scripted(["42"]).chain(agents.tasks()[0])
-    view = w.ChainStepper(chain)
-    show(view)
-    click(view, "sample")
-    assert "no event loop" in view._notice
-    with warnings.catch_warnings():
-        view.close()

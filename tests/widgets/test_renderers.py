@@ -13,14 +13,13 @@ the strictest published rules: https://github.com/gjtorikian/html-pipeline, `lib
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from html.parser import HTMLParser
 from typing import Any
 
 import agents
 import bleach  # installed with nbconvert
 import pytest
-from ipywidgets.widgets import widget as ipywidget
 from test_widgets import FakeRun, trajectory
 
 import agentfly_kit as af
@@ -33,14 +32,6 @@ ELEMENTS = re.findall(
 )
 # Allowed attributes that the pictures use or might use.
 ATTRIBUTES = {"*": ["align", "alt", "border", "colspan", "height", "open", "rowspan", "title", "width"], "img": ["src"]}
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    """Close all widgets after a test, because ipywidgets keeps widgets alive until they are closed."""
-    yield
-    for view in list(ipywidget._instances.values()):
-        view.close()
 
 
 class Text(HTMLParser):
@@ -126,12 +117,8 @@ async def curves() -> tuple[w.View, list[str]]:
     run = FakeRun(9)
     # Images are removed, so the text and the table must contain the curve.
     return w.TrainView(run), [
-        "TrainView(9",
-        "[success (share) over steps 1 to 9, last ",
-        "| first | last |",
-        "| reward |",
-        "▁",
-    ]
+        "TrainView(9", "[success (share) over steps 1 to 9, last ", "| first | last |", "| reward |", "▁",
+    ]  # fmt: skip
 
 
 async def calls() -> tuple[w.View, list[str]]:
@@ -148,12 +135,8 @@ async def rewards() -> tuple[w.View, list[str]]:
     form = w.RewardForm(anything, await scripted().rollout(agents.tasks(2)))
     await form.score()
     return form, [
-        "RewardForm(anything, 2 trajectories",
-        "mean reward",
-        "| reward | recorded | now",
-        "▲ succeeds now",
-        "0 → 1",
-    ]
+        "RewardForm(anything, 2 trajectories", "mean reward", "| reward | recorded | now", "▲ succeeds now", "0 → 1",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [tokens, trajectories, stepper, sandboxes, chains, curves, calls, rewards])

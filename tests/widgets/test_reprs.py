@@ -130,20 +130,6 @@ def test_drop_reasons_are_escaped_and_stats_are_short() -> None:
     assert "–" in _html.table(("a",), [[math.nan]]), "missing is a dash"
 
 
-def test_names_and_docstrings_are_escaped(tmp_path: Path) -> None:
-    def shout(text: str) -> str:
-        return text
-
-    shout.__doc__ = f"Say it. {BOLD}\n\nArgs:\n    text: what, {BOLD}"
-    assert page(af.tool(shout)).text.count(BOLD) == 2
-    folder = tmp_path / "<b onload=x>"
-    folder.mkdir()
-    (folder / "steps.jsonl").write_text('{"step": 1, "success": 0.5, "<i>": 1.0}\n')
-    assert "<b onload=x>" in page(af.Run(folder)).text
-    tasks = af.tasks_from([{"id": BOLD, "question": BOLD, "answer": BOLD}])
-    assert page(tasks).text.count(BOLD) >= 3
-
-
 ANYTHING = "".join(text for text in NASTY if len(text) < 100) + BOLD + "z" * 100_000
 
 

@@ -13,19 +13,11 @@ import agents
 import numpy as np
 import pytest
 from agentfly_kit.widgets.rollout_view import RESULTS, _rate
-from ipywidgets.widgets import widget as ipywidget
-from test_chain_stepper import Box, click, show, until
+from test_chain_stepper import click, show, until
 from test_widgets import check_static, sent, unpack
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    for view in list(ipywidget._instances.values()):
-        view.close()
 
 
 def states(view: Any) -> list[str]:
@@ -37,13 +29,13 @@ async def test_a_snapshot_says_what_every_chain_does() -> None:
     gate = asyncio.Event()
 
     @af.tool
-    async def wait(sandbox: Box) -> str:
+    async def wait(sandbox: agents.Box) -> str:
         """Wait."""
         await gate.wait()
         return "done"
 
     call = agents.call(name="wait").replace('"expression":"1+1"', "")
-    async with af.Pool(Box, size=1) as pool:
+    async with af.Pool(agents.Box, size=1) as pool:
         agent = agents.played([call, "42"], tools=[wait], pools=[pool])
         run = agent.rollout(agents.tasks(3), max_concurrency=2)
         before = run.snapshot()
@@ -187,15 +179,6 @@ async def test_a_run_that_is_gone_and_what_is_none() -> None:
         w.RolloutView(await agents.scripted(["42"]).rollout(agents.tasks(1)))
 
 
-async def test_it_ends_with_the_view() -> None:
-    run = agents.scripted(["42"]).rollout(agents.tasks(1))
-    view = w.RolloutView(run)
-    assert run._progress.listeners
-    view.close()
-    assert not run._progress.listeners
-    assert isinstance(view._repr_html_(), str)
-
-
 async def test_a_view_that_is_closed_in_the_middle_leaves_the_run_alone() -> None:
     run = agents.scripted([agents.call(), "42"], latency=0.01).rollout(
         agents.tasks(1), group_size=40, max_concurrency=4
@@ -210,6 +193,10 @@ async def test_a_view_that_is_closed_in_the_middle_leaves_the_run_alone() -> Non
     assert len(await task) == 40
     await until(lambda: views[1].counts["done"] == 40)
     assert views[0].updates == sent_before
+    assert run._progress.listeners
+    views[1].close()
+    assert not run._progress.listeners
+    assert isinstance(views[1]._repr_html_(), str)
 
 
 async def test_a_training_run_shows_the_rollout_of_its_step(tmp_path: Any) -> None:

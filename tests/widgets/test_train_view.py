@@ -8,7 +8,6 @@ import gc
 import json
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,11 @@ import agents
 import numpy as np
 import pytest
 from agentfly_kit.widgets._panels import FIELDS
-from ipywidgets.widgets import widget as ipywidget
 from test_chain_stepper import until
 from test_widgets import FakeRun, check_static, sent, unpack
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    for view in list(ipywidget._instances.values()):
-        view.close()
 
 
 def started(path: Path | None, steps: int = 4, **more: Any) -> Any:
@@ -181,26 +172,6 @@ async def test_a_failed_run_shows_the_first_line_of_its_error(tmp_path: Path, mo
     monkeypatch.undo()
     await run
     assert run.error is None
-
-
-async def test_an_interrupted_rollout_says_what_was_kept() -> None:
-    agent = agents.scripted([agents.call(), "42"], latency=0.02)
-    run = agent.rollout(agents.tasks(1), group_size=100, max_concurrency=4)
-    going = asyncio.create_task(run)
-    await until(lambda: run.snapshot().count("done") > 1)
-    going.cancel()
-    with pytest.raises(asyncio.CancelledError) as caught:
-        await going
-    done = len(agent.last_run.partial)
-    assert 1 < done < 100
-    assert f"{done} of 100 chains have finished and are kept in agent.last_run.partial" in str(caught.value)
-    assert run.snapshot().state == "interrupted"
-
-    left = agent.rollout(agents.tasks(1), group_size=100, max_concurrency=4)
-    async for _ in left:
-        break
-    gc.collect()
-    await until(lambda: left.snapshot().state == "stopped")
 
 
 # --- panels ------------------------------------------------------------------------------------------

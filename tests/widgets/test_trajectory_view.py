@@ -14,7 +14,6 @@ from typing import Any
 import agents
 import numpy as np
 import pytest
-from ipywidgets.widgets import widget as ipywidget
 from test_chain_stepper import again, click, settle
 from test_widgets import NASTY, check_static, sent, trajectory, unpack
 
@@ -23,13 +22,6 @@ from agentfly_kit import widgets as w
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.types import Failure, Task, ToolCall, ToolResult, Trajectory, Turn
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    for view in list(ipywidget._instances.values()):
-        view.close()
 
 
 def text_at(packed: dict[str, bytes], i: int) -> str:

@@ -16,12 +16,13 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import agents
 import numpy as np
 import pytest
 from agentfly_kit.widgets._base import STATIC_LIMIT, Throttle, number, pack
@@ -30,8 +31,10 @@ from agentfly_kit.widgets._tokens import visible
 from ipywidgets.widgets import widget as ipywidget
 from paths import TESTS
 
+import agentfly_kit as af
 from agentfly_kit import widgets as w
 from agentfly_kit.errors import AlignmentError
+from agentfly_kit.pool.pool import Pool
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.types import Task, Trajectory, Turn
 
@@ -42,14 +45,6 @@ NASTY = (
     "\u200b", "\u200d", "\ufeff", "\ufffd", "\ud800", "\udfff", "e\u0301", "\u0301", "\U0001f9d1\u200d\U0001f680",
     "\xa0", "\u2028", "", " ", "\n", "\r\n", "\t", "·", "⏎", "\ue000", "a" * 5000,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    """Close all widgets after a test, because ipywidgets keeps widgets alive until they are closed."""
-    yield
-    for view in list(ipywidget._instances.values()):
-        view.close()
 
 
 def trajectory(id: str = "t-0", actions: int = 2, width: int = 5, seed: int = 0, token_texts: Any = None) -> Trajectory:
@@ -142,21 +137,8 @@ def check_static(view: w.View) -> Page:
     assert len(text.encode()) <= STATIC_LIMIT
     page = Page(text)
     assert page.tags <= {
-        "div",
-        "span",
-        "b",
-        "code",
-        "details",
-        "summary",
-        "table",
-        "thead",
-        "tbody",
-        "tr",
-        "th",
-        "td",
-        "img",
-        "wbr",
-    }
+        "div", "span", "b", "code", "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "img", "wbr",
+    }  # fmt: skip
     assert page.attributes <= {"style", "title", "src", "alt", "width", "height"}
     assert all(src.startswith("data:image/svg+xml;base64,") for src in page.images)
     return page
@@ -215,13 +197,6 @@ def test_a_number_is_written_the_same_in_the_cell_and_on_the_page() -> None:
     assert json.loads(done.stdout) == [number(v) for v in values]
 
 
-def test_repr_is_stable() -> None:
-    t = trajectory()
-    assert repr(w.TokenView([t, trajectory("t-1")])) == "TokenView(2 rows, 46 tokens)"
-    assert repr(w.TokenView(t)) == "TokenView(1 row, 23 tokens)"
-    assert repr(w.TokenView(t).freeze()) == "Static(TokenView(1 row, 23 tokens))"
-
-
 def test_bundle_holds_the_live_and_the_static_form() -> None:
     view = w.TokenView(trajectory())
     data, _ = view._repr_mimebundle_()
@@ -230,6 +205,7 @@ def test_bundle_holds_the_live_and_the_static_form() -> None:
     view.close()
     assert "w0" in (view._repr_html_() or "")
     assert not hasattr(view.freeze(), "_repr_mimebundle_")
+    assert repr(view.freeze()) == "Static(TokenView(1 row, 23 tokens))"
 
 
 def test_a_view_keeps_no_record_alive() -> None:
@@ -485,13 +461,6 @@ def test_a_batch_of_the_library() -> None:
     np.testing.assert_array_equal(values, expected)
 
 
-def test_two_steps_side_by_side() -> None:
-    batch = batch_of([trajectory("a")])
-    view = w.TokenView(stats_of(batch, 0.1), compare=stats_of(batch, 0.3), signal="Δ logprob_after")
-    values = unpack(view._buffers["columns"]["Δ logprob_after"])
-    np.testing.assert_allclose(values[~np.isnan(values)], 0.2, atol=1e-5)
-
-
 def test_compare_says_what_it_could_not_join() -> None:
     a, b, c = trajectory("a"), trajectory("b"), trajectory("c")
     changed = dataclasses.replace(a, turns=(*a.turns[:-1], dataclasses.replace(a.turns[-1], ids=(1, 2))))
@@ -592,10 +561,6 @@ def test_a_view_as_python() -> None:
 
 
 async def test_a_chain_goes_on_by_hand_from_its_tokens() -> None:
-    import agents
-
-    import agentfly_kit as af
-
     agent = af.Agent(af.ScriptedEngine(["4", "5"]), chat=agents.chat(), reward=agents.exact, max_turns=2)
     rollout = await agent.rollout(agents.tasks(2))
     view = w.TokenView(rollout, agent=agent)
@@ -731,6 +696,21 @@ class FakePool:
             listener("event")
 
 
+class Box:
+    async def reset(self) -> None: ...
+
+
+async def ask(view: w.View, name: str, value: Any = None) -> None:
+    """Click a button as a page does, and wait until it is done."""
+    view._on_message(view, {"kind": "do", "page": "a", "name": name, "value": value}, [])
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    while view._jobs:
+        await asyncio.wait(list(view._jobs))
+        await asyncio.sleep(0)
+    view.refresh()
+
+
 def test_pool_view_follows_and_ends() -> None:
     pool = FakePool()
     view = w.PoolView(pool)
@@ -804,12 +784,6 @@ def test_pool_view_shows_nasty_names() -> None:
 
 
 async def test_pool_view_of_a_real_pool() -> None:
-    from agentfly_kit.pool.pool import Pool
-
-    class Box:
-        async def reset(self) -> None:
-            pass
-
     async with Pool(Box, size=2) as pool:
         view = w.PoolView(pool)
         async with pool.lease(owner="me"):
@@ -830,12 +804,6 @@ async def test_pool_view_of_a_real_pool() -> None:
 
 
 async def test_views_of_one_pool_share_history_events_and_what_was_taken() -> None:
-    from agentfly_kit.pool.pool import Pool
-
-    class Box:
-        async def reset(self) -> None:
-            pass
-
     async with Pool(Box, size=2, max_uses=1) as pool:
         first = w.PoolView(pool)
         first._on_message(first, {"kind": "set", "page": "a", "name": "_tab", "value": "events"}, [])
@@ -866,8 +834,6 @@ async def test_views_of_one_pool_share_history_events_and_what_was_taken() -> No
 
 
 async def test_pool_view_by_hand() -> None:
-    from agentfly_kit.pool.pool import Pool
-
     class Box:
         def __init__(self) -> None:
             self.things: list[int] = []
@@ -875,84 +841,55 @@ async def test_pool_view_by_hand() -> None:
         async def reset(self) -> None:
             self.things.clear()
 
-    async def ask(name: str, value: Any = None) -> None:
-        view._on_message(view, {"kind": "do", "page": "a", "name": name, "value": value}, [])
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        while view._jobs:
-            await asyncio.wait(list(view._jobs))
-            await asyncio.sleep(0)
-        view.refresh()
-
     async with Pool(Box, size=2) as pool:
         view = w.PoolView(pool)
         assert view._state["recycles"]
-        await ask("take")
+        await ask(view, "take")
         (number,) = view.held
         view.held[number].things.append(1)
         assert view._state["lanes"][0][:3] == [number, "leased", "by hand"]
         assert view._state["lanes"][0][6] is True and "by hand, from this view" in check_static(view).text
-        await ask("reset", number)
+        await ask(view, "reset", number)
         assert view.held[number].things == [], "reset, and still ours"
         chain = await pool.acquire("chain")
-        await ask("reset", chain.id)
+        await ask(view, "reset", chain.id)
         assert chain.revoked == "reset by hand"
         again = await pool.acquire("chain")
-        await ask("close", again.id)
+        await ask(view, "close", again.id)
         assert again.revoked == "closed by hand"
-        await ask("close", 99)
+        await ask(view, "close", 99)
         assert view._notice.startswith("SettingsError: sandbox must be the number of a Box"), "it says so"
-        await ask("give_back", number)
+        await ask(view, "give_back", number)
         assert view.held == {} and pool.snapshot().leased == 0 and view._notice == ""
-        await ask("give_back", number)
+        await ask(view, "give_back", number)
         assert "was not leased in this view" in view._notice
-        await ask("take")
+        await ask(view, "take")
         (number,) = view.held
-        await ask("close", number)
+        await ask(view, "close", number)
         assert view.held == {} and number not in [box.id for box in pool.snapshot().sandboxes]
-        await ask("reset", "x")
+        await ask(view, "reset", "x")
         assert view._notice.startswith("ValueError")
-        await ask("take")
+        await ask(view, "take")
         view.close()
         await asyncio.sleep(0.01)
         assert pool.snapshot().leased == 0, "a closed view holds nothing"
 
 
 async def test_pool_view_by_hand_of_a_pool_elsewhere() -> None:
-    import agentfly_kit as af
-    from agentfly_kit.pool.pool import Pool
-
-    class Box:
-        async def reset(self) -> None:
-            pass
-
-    async def ask(name: str, value: Any) -> None:
-        view._on_message(view, {"kind": "do", "page": "a", "name": name, "value": value}, [])
-        await asyncio.sleep(0)
-        while view._jobs:
-            await asyncio.wait(list(view._jobs))
-            await asyncio.sleep(0)
-
     async with Pool(Box, size=2) as pool, af.serve_pool(pool) as server:
         async with af.RemotePool(server.url, token=server.token, sandbox_type=Box) as far:
             view = w.PoolView(far)
             assert not view._state["recycles"]
-            await ask("take", None)
+            await ask(view, "take", None)
             (number,) = view.held
-            await ask("reset", number)
+            await ask(view, "reset", number)
             assert view._notice == "" and number in view.held
-            await ask("give_back", number)
+            await ask(view, "give_back", number)
             assert pool.snapshot().leased == 0
             view.close()
 
 
 async def test_pool_view_selection_is_a_frame() -> None:
-    from agentfly_kit.pool.pool import Pool
-
-    class Box:
-        async def reset(self) -> None:
-            pass
-
     async with Pool(Box, size=3) as pool:
         view = w.PoolView(pool)
         assert not view.selection
@@ -1194,10 +1131,6 @@ def test_intervals() -> None:
 
 
 async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None:
-    import agents
-
-    import agentfly_kit as af
-
     policy = agents.fresh()
     agent = af.Agent(
         af.LocalEngine(policy), chat=policy.chat, tools=[agents.calculator], reward=agents.exact, max_turns=2,
@@ -1208,45 +1141,39 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
     view = w.TrainView(run)
     assert view._about["control"] == {"can": True, "ended": False, "paused": False, "stopping": False}
 
-    async def ask(name: str, value: Any = None) -> None:
-        view._on_message(view, {"kind": "do", "page": "a", "name": name, "value": value}, [])
-        await asyncio.sleep(0)
-        while view._jobs:
-            await asyncio.wait(view._jobs)
-
-    await ask("pause")
+    await ask(view, "pause")
     running = asyncio.ensure_future(run)
     await asyncio.sleep(0.3)
     assert run.records == []
     async with asyncio.timeout(20):
         while not view._about["control"]["paused"]:
             await asyncio.sleep(0.02)
-    await ask("resume")
+    await ask(view, "resume")
     while not run.records:
         await asyncio.sleep(0.01)
-    await ask("stop")
+    await ask(view, "stop")
     await running
     done = len(run.records)
     assert 1 <= done < 6
     view.refresh()
     assert view._about["control"] == {"can": False, "ended": True, "paused": False, "stopping": False}
     assert view._about["runs"][0]["word"] == f"stopped after step {done}"
-    await ask("open", {"step": 1, "run": 0})
+    await ask(view, "open", {"step": 1, "run": 0})
     assert [t.id for t in view.rollout] == [row[0] for row in view._list["rows"]]
     assert len(view._list["rows"]) == 4
-    await ask("chain_tokens", view._list["rows"][2][0])
+    await ask(view, "chain_tokens", view._list["rows"][2][0])
     assert view.opened.trajectories[0].id == view._list["rows"][2][0] == view.selection.ids[0]
     sent(view)
     assert len(view.selection.to_frame()) == 1
-    await ask("chain_stepper")
+    await ask(view, "chain_stepper")
     assert view.opened.chain.origin is next(iter(view.selection))
-    await ask("chain_code")
+    await ask(view, "chain_code")
     cell: dict[str, Any] = {"af": af, "agent": agent}
     exec(view._cell["text"], cell)
     assert cell["trajectory"].id == view.selection.ids[0]
     assert cell["chain"].turns == cell["trajectory"].turns
     shown = view.opened
-    await ask("open", {"step": 99, "run": 0})
+    await ask(view, "open", {"step": 99, "run": 0})
     assert len(view.selection) == 0
     assert "not one of" in view._list["note"]
     assert view.rollout is None
@@ -1263,7 +1190,7 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
         folder._do_chain_stepper(None)
     with pytest.raises(LookupError, match="trajectory nobody is not listed"):
         folder.pick("nobody")
-    await ask("stop")
+    await ask(view, "stop")
     bare = w.TrainView(FakeRun(2))
     assert await bare.open_step(1) is None
     assert "did not keep its rollouts" in bare._list["note"]
@@ -1370,13 +1297,6 @@ def test_a_frame_of_all_tokens_and_of_those_selected_agree() -> None:
 
 async def test_every_view_hands_its_selection_and_its_code_to_a_cell() -> None:
     """All views have the same interface for their selection and code."""
-    import agents
-
-    from agentfly_kit.pool.pool import Pool
-
-    class Box:
-        async def reset(self) -> None: ...
-
     agent = agents.scripted(["42"])
     run = agent.rollout(agents.tasks(2))
     rollout = await run

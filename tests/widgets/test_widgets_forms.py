@@ -6,24 +6,15 @@ import asyncio
 import gc
 import json
 import weakref
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import agents
 import pytest
-from ipywidgets.widgets import widget as ipywidget
 from pydantic import BaseModel
 from test_widgets import NASTY, check_static, sent
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    for view in list(ipywidget._instances.values()):
-        view.close()
 
 
 class Place(BaseModel):

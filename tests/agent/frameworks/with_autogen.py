@@ -4,12 +4,8 @@ from autogen_agentchat.agents import AssistantAgent
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 INFO = {
-    "vision": False,
-    "function_calling": True,
-    "json_output": False,
-    "structured_output": False,
-    "family": "unknown",
-}
+    "vision": False, "function_calling": True, "json_output": False, "structured_output": False, "family": "unknown",
+}  # fmt: skip
 
 
 async def calculator(expression: str) -> str:

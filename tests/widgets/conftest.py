@@ -1,0 +1,14 @@
+"""Widgets are closed after each test."""
+
+from collections.abc import Iterator
+
+import pytest
+from ipywidgets.widgets import widget as ipywidget
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """Close all widgets, because ipywidgets keeps widgets alive until they are closed."""
+    yield
+    for view in list(ipywidget._instances.values()):
+        view.close()
