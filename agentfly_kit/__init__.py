@@ -75,6 +75,7 @@ _WHERE = {
     "pools": "pool.base",
     "ppo_step": "ppo",
     "ppo_step_async": "ppo",
+    "read_rollouts": "integrations.rollout_files",
     "reward": "rewards",
     "runs": "trainer.runs",
     "sandbox_report": "sandboxes",
