@@ -113,7 +113,7 @@ def _records(row: Any, location: str) -> Iterator[_Record]:
     if not isinstance(row, Mapping):
         raise TaskError(f"{location}: a row must be an object, got {row!r:.60}")
     columns: dict[str, Any] = _to_python(dict(row))
-    reward = tuple(name for name in ("reward", "score") if name in columns)[:1]
+    reward: tuple[str, ...] = tuple(name for name in ("reward", "score") if name in columns)[:1]
     if isinstance(columns.get("traces"), list):
         for trace in columns["traces"]:
             try:

@@ -323,7 +323,8 @@ def test_trl_rolls_out_with_tools_and_rewards_of_the_kit(tmp_path: Path) -> None
     assert len(rollout) == 24 and [len(group) for group in rollout.groups] == [4] * 6
     assert {t.group.partition(":")[0] for t in rollout} == {"step 1", "step 2"}
     for t in rollout:
-        assert t.reward == t.metrics["exact"] + t.metrics.get("short", 0.0) and "advantage" in t.metrics
+        rewards = {name: value for name, value in t.metrics.items() if name != "advantage"}
+        assert t.reward == sum(rewards.values()) and len(t.metrics) == len(rewards) + 1 and rewards.get("short", 0.25)
         assert t.turns[0].kind == "prompt" and t.task.messages[-1]["content"].startswith("What is")
     called = [call for t in rollout for call in t.tool_calls]
     assert called and all(set(call.arguments) <= {"expression"} and call.result for call in called), called
