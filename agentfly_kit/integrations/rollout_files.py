@@ -243,7 +243,7 @@ def _trajectory(record: _Record, reward: tuple[str, ...] | None, location: str, 
         turns=tuple(turns),
         stop=_stop(columns),
         reward=math.fsum(scores) if scores else None,
-        metrics={name: value for name, value in numbers.items() if name not in _OTHERS and names != (name,)},
+        metrics={name: value for name, value in numbers.items() if name not in _OTHERS | {"reward", "score"}},
         error=None if error is None else _failure(error),
         tools=tuple(columns.get("tools") or columns.get("tool_defs") or ()),
     )

@@ -180,7 +180,8 @@ task = af.Task("t", ({"role": "user", "content": "a"},), {"answer": "5"})
 """
 LEFT = """
 hang = False
-tasks = [t for t in asyncio.all_tasks() if any(f"/agentfly_kit/{part}/" in repr(t) for part in ("agent", "_async", "endpoint"))]
+packages = ("/agentfly_kit/agent/", "/agentfly_kit/endpoint/", "/agentfly_kit/_async/")
+tasks = [t for t in asyncio.all_tasks() if any(part in repr(t) for part in packages)]
 print(len(tasks), [t.reward for t in await agent.rollout([task], 4)])
 """
 
