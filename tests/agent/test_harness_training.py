@@ -32,6 +32,7 @@ from agentfly_kit.types import Sampling, Trajectory
 def gradient(batch: Any, **settings: Any) -> torch.Tensor:
     """Return the gradient of a step of the shipped policy, (parameters,)."""
     policy = fresh()
+    policy.model.double()  # in float32, rounding alone gives differences of about 1e-6
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     ppo_step(policy, optimizer, batch, PPOConfig(max_grad_norm=None, **settings))
     return torch.cat([p.grad.flatten().double() for p in policy.parameters() if p.grad is not None])
