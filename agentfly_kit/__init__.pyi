@@ -32,6 +32,7 @@ from agentfly_kit.evaluation import evaluate as evaluate
 from agentfly_kit.integrations import trl as trl
 from agentfly_kit.integrations.remote_pool.client import RemotePool as RemotePool
 from agentfly_kit.integrations.remote_pool.server import serve_pool as serve_pool
+from agentfly_kit.integrations.rollout_files import read_rollouts as read_rollouts
 from agentfly_kit.policy.policy import Policy as Policy
 from agentfly_kit.pool.base import pools as pools
 from agentfly_kit.pool.pool import Pool as Pool

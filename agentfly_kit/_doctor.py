@@ -64,6 +64,7 @@ def doctor() -> Diagnosis:
             _torch(),
             _vllm(),
             _trl(),
+            _agents(),
             _sandboxes(),
             _containers(),
             _threads(),
@@ -141,6 +142,20 @@ def _trl() -> Finding:
     if version is None:
         return Finding("TRL", "not installed; needed only for af.trl", None, 'pip install "agentfly_kit[trl]"')
     return Finding("TRL", version, True)
+
+
+# Frameworks whose agents were run as a harness without changes; see docs/any_agent.md.
+_FRAMEWORKS = (
+    "openai", "langchain", "langgraph", "openai-agents", "pydantic-ai-slim", "autogen-agentchat", "smolagents"
+)  # fmt: skip
+
+
+def _agents() -> Finding:
+    found = [f"{name} {version}" for name in _FRAMEWORKS if (version := _version(name))]
+    if not found:
+        state = "none installed; needed only for Agent(harness=...) over HTTP or with one of them"
+        return Finding("agents", state, None, 'pip install "agentfly_kit[agents]"')
+    return Finding("agents", ", ".join(found), True)
 
 
 def _sandboxes() -> Finding:

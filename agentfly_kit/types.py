@@ -137,7 +137,7 @@ def _normalize_call(call: Any, index: int, at: str, error: type[Exception]) -> d
         arguments = function["arguments"]
         function["arguments"] = arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         valid = isinstance(function["name"], str) and function["name"] != "" and isinstance(arguments, Mapping)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         valid = False
     if not valid:
         raise error(

@@ -40,6 +40,10 @@ def plain_messages(messages: Any, call_ids: Mapping[str, tuple[str, str]]) -> tu
             )
         if given.get("function_call"):
             raise SettingsError(f"messages: message {i} has 'function_call', which is not supported; use 'tool_calls'")
+        if not isinstance(given.get("tool_calls") or [], list | tuple):
+            raise SettingsError(
+                f"messages: 'tool_calls' of message {i} must be a list, got {given['tool_calls']!r:.80}"
+            )
         content = given.get("content")
         if isinstance(content, list) and not content:
             content = ""
@@ -78,16 +82,14 @@ def plain_tools(tools: Any) -> tuple[dict[str, Any], ...]:
             raise SettingsError(
                 f"tools: entry {i} must be {{'type': 'function', 'function': {{'name': ..., ...}}}}, got {given!r:.80}"
             )
-        out.append(
-            {
-                "type": "function",
-                "function": {
-                    "name": function["name"],
-                    "description": function.get("description") or "",
-                    "parameters": function.get("parameters") or {"type": "object", "properties": {}},
-                },
-            }
-        )
+        description = function.get("description") or ""
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        if not isinstance(description, str) or not isinstance(parameters, Mapping):
+            raise SettingsError(
+                f"tools: entry {i} must have a description and an object as parameters, got {given!r:.80}"
+            )
+        function = {"name": function["name"], "description": description, "parameters": parameters}
+        out.append({"type": "function", "function": function})
     return tuple(out)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -49,16 +50,12 @@ class HarnessChain(Chain):
 
     Turns are appended in the order of the requests. Each turn belongs to the row that the request continues, so turns
     of several rows may alternate while the chain runs. `turns` contains the rows one after the other.
-
-    Attributes:
-        new_rows: number of rows that started because a request changed the history of an earlier request.
     """
 
     def __init__(
         self, agent: AgentSettings, task: Task, key: ChainKey | None = None, hooks: ChainHooks | None = None
     ) -> None:
         super().__init__(agent, task, key, hooks)
-        self.new_rows = 0
         self._rows: list[ConversationRow] = []
         # Number of samples per prompt, so that each sample has its own seed.
         self._asked: Counter[str] = Counter()
@@ -115,6 +112,12 @@ class HarnessChain(Chain):
                 running.exception()  # prevents asyncio's warning about an exception that was never retrieved
             if not running.done():
                 warn_or_log(f"the harness of {self.id} did not stop within {_CANCEL_SECONDS:g} s and was abandoned")
+            elif running.cancelled() and not inspect.iscoroutinefunction(self.agent.harness.function):
+                self._warn_once(
+                    "thread",
+                    "the harness runs in a thread, which cannot be stopped: it goes on after its chain has ended "
+                    f"({self.stop or 'cancelled'}), until its function returns",
+                )
             await endpoint.close()
 
     async def _end_with(self, outcome: Outcome) -> None:
@@ -217,8 +220,8 @@ class HarnessChain(Chain):
             with self._exclusive("reply"):
                 try:
                     turn = await self._next_action(plain, schemas, author or self.agent.name, sampling)
-                except (asyncio.CancelledError, SettingsError, RequestError):
-                    raise
+                except (asyncio.CancelledError, SettingsError, RequestError, RecursionError):
+                    raise  # the request is invalid, or nested too deeply, and the chain goes on
                 except Exception as error:
                     # The harness cannot handle a failure of the template or the engine, so the chain ends.
                     where = "chat" if isinstance(error, ChatTemplateError) else "engine"
@@ -252,9 +255,7 @@ class HarnessChain(Chain):
         """Append the new messages to the row that they continue, or start a new row. Return the row."""
         match = find_match(self._rows, messages, tools)
         if match is None:
-            foreign = any(message["role"] == "assistant" for message in messages)
-            if foreign and self._rows:
-                self.new_rows += 1
+            if self._rows and any(message["role"] == "assistant" for message in messages):
                 self._warn_once(
                     "rewritten",
                     "the harness sent a history or tools that differ from those of its earlier requests; a new row "
@@ -264,14 +265,14 @@ class HarnessChain(Chain):
         new = messages[match.messages :]
         if not new:
             raise SettingsError("messages: the last message must not be the assistant's")
+        if self.agent.exact and self.agent.chat.needs_rerender(new):
+            return self._start_row(messages, tools)
         row = match.row
         if not match.at_leaf:
             return self._branch(match, new, tools)
         leaf = next(turn for turn in reversed(self.turn.path) if turn.row == row.index)
         turn = self._observation(leaf, new, row.index)
         if self.agent.exact:
-            if self.agent.chat.needs_rerender(new):
-                return self._start_row(messages, tools)
             ids = self.agent.chat.observation_ids(new, tools, after=leaf.ids or ())
             turn = dataclasses.replace(turn, **token_fields(self.agent, ids))
         self._append(turn)

@@ -129,7 +129,7 @@ def completion(request: Request, replies: list[Reply], answer_id: str) -> dict[s
         "choices": [
             {
                 "index": i,
-                "message": _message(reply),
+                "message": reply_message(reply),
                 "finish_reason": reply.finish,
                 "logprobs": _logprobs(reply) if request.logprobs else None,
             }
@@ -146,7 +146,7 @@ def chunks(request: Request, replies: list[Reply], answer_id: str) -> Iterator[s
         return sse({**_head(answer_id, "chat.completion.chunk", request.model), "choices": choices, **more})
 
     for i, reply in enumerate(replies):
-        delta = _message(reply)
+        delta = reply_message(reply)
         calls = delta.pop("tool_calls", None)
         if calls:
             delta["tool_calls"] = [{"index": k, **call} for k, call in enumerate(calls)]
@@ -175,7 +175,8 @@ def _head(answer_id: str, kind: str, model: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer_id}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def _message(reply: Reply) -> dict[str, Any]:
+def reply_message(reply: Reply) -> dict[str, Any]:
+    """Return the action as a chat message."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.text or (None if reply.calls else "")}
     if reply.thinking is not None:
         message["reasoning_content"] = reply.thinking

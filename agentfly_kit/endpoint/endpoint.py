@@ -150,7 +150,7 @@ class Endpoint(Displayable):
             return _to_answer(await self._on_loop(self._answer(path, _read_json(body))))
         except RequestError as error:
             return error_answer(str(error), error.status, error.code)
-        except AgentFlyError as error:  # the messages or tools are invalid
+        except (AgentFlyError, RecursionError) as error:  # the messages or tools are invalid, or nested too deeply
             return error_answer(str(error), 400, "invalid_request")
 
     async def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any] | Iterator[str]:

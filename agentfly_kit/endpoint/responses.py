@@ -6,7 +6,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from agentfly_kit.endpoint.completions import MODEL, ignored, read_author, read_limit, read_list, sse, usage
+from agentfly_kit.endpoint.completions import (
+    MODEL,
+    ignored,
+    read_author,
+    read_limit,
+    read_list,
+    reply_message,
+    sse,
+    usage,
+)
 from agentfly_kit.endpoint.reply import Reply, RequestError
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -179,7 +188,7 @@ async def answer(
     `earlier` maps the ids of earlier responses to their messages, for `previous_response_id`.
     """
     previous = body.get("previous_response_id")
-    if previous is not None and previous not in earlier:
+    if previous is not None and (not isinstance(previous, str) or previous not in earlier):
         raise RequestError(f"'previous_response_id' must be the id of an answer in this chain, got {previous!r:.80}")
     messages = read_messages(body, earlier.get(str(previous), []))
     for key, text in ignored(body):
@@ -187,12 +196,6 @@ async def answer(
     one = await reply(
         messages, read_tools(body), author=read_author(body), max_tokens=read_limit(body, "max_output_tokens"), stop=()
     )
-    said: dict[str, Any] = {"role": "assistant", "content": one.text}
-    if one.calls:
-        said["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in one.calls
-        ]
     whole = response(one, answer_id, body)
-    earlier[whole["id"]] = [*messages, said]
+    earlier[whole["id"]] = [*messages, reply_message(one)]
     return (events(whole) if body.get("stream") else whole), usage([one])

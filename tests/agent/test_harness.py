@@ -367,47 +367,6 @@ async def test_an_answer_after_the_end_is_refused() -> None:
         _ = kept[0].base_url
 
 
-async def test_fuzzed_requests_never_fail_the_server() -> None:
-    """Random bodies give answers or errors 400 and 404, and the chain survives."""
-    seed = random.randrange(10**6)
-    dice = random.Random(seed)
-
-    def junk(depth: int = 0) -> Any:
-        kinds: list[Any] = [None, True, -1, 0.5, "", "a", "\ud800", "policy/x", [], {}, 10**30, float("nan")]
-        if depth < 4 and dice.random() < 0.6:
-            keys = [
-                "role", "content", "messages", "tools", "tool_calls", "function", "name", "arguments", "type", "text",
-                "input", "output", "call_id", "id", "n", "stop", "stream", "max_tokens", "model", "instructions",
-                "tool_choice", "parameters", "response_format", "stream_options", "format",
-            ]  # fmt: skip
-            if dice.random() < 0.5:
-                return {dice.choice(keys): junk(depth + 1) for _ in range(dice.randrange(4))}
-            return [junk(depth + 1) for _ in range(dice.randrange(3))]
-        return dice.choice([*kinds, "user", "assistant", "tool", "function", "message", "function_call", "input_text"])
-
-    statuses: list[int] = []
-
-    async def fuzzing(endpoint: Endpoint) -> str:
-        for _ in range(1000):
-            kind = dice.choice(["chat/completions", "responses", "models", "nothing"])
-            content = dice.choice(["a", junk(), [{"type": "text", "text": "a"}]])
-            role = dice.choice(["user", "assistant", "tool", "system"])
-            body: dict[str, Any] = {}
-            body["messages"] = dice.choice([junk(), [{"role": role, "content": content}]])
-            body["input"] = dice.choice([junk(), content])
-            for _ in range(dice.randrange(3)):
-                body[dice.choice(["tools", "n", "stop", "stream", "model", "max_tokens", "tool_choice", "text"])] = (
-                    junk()
-                )
-            answer = await endpoint.handle("POST", f"/v1/{kind}", json.dumps(body).encode())
-            statuses.append(answer.status)
-        return "5"
-
-    t = await run_one(fuzzing, lambda task, turn: "x", max_turns=2000)
-    assert set(statuses) <= {200, 400, 404}, (seed, statuses)
-    assert t.stop == "answered", (seed, t.stop, t.error)
-
-
 # --- over HTTP, and records -------------------------------------------------------------------------
 
 
@@ -494,37 +453,15 @@ async def test_a_client_that_leaves_does_not_end_the_chain() -> None:
     assert sum(int(row.action_mask.sum()) for row in t.rows) == len(chat().encode("5")) + 1
 
 
-async def test_cancelled_rollouts_leave_no_task_and_no_server() -> None:
-    async def waiting(endpoint: Endpoint) -> str:
-        _ = endpoint.base_url
-        await asyncio.sleep(3600)
+async def test_rollouts_with_several_rows_are_saved_and_loaded(tmp_path: Path) -> None:
+    async def two(endpoint: Endpoint) -> str:
+        for text in ("a", "b"):
+            await endpoint.chat([{"role": "user", "content": text}], model=f"policy/{text}")
         return "5"
 
-    before = asyncio.all_tasks()
-    run = harnessed(waiting, ["5"]).rollout([TASK], 64)
-    awaiting = asyncio.ensure_future(_awaited(run))
-    await asyncio.sleep(0.3)
-    awaiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await awaiting
-    await asyncio.sleep(0.05)
-    assert asyncio.all_tasks() == before
-
-
-async def _awaited(run: Any) -> Any:
-    return await run
-
-
-async def test_training_with_one_role_leaves_the_other_untrained() -> None:
-    async def two(question: str, endpoint: Endpoint) -> str:
-        answer = ""
-        for role in ("planner", "worker"):
-            got = await endpoint.chat([{"role": "user", "content": question}], model=f"policy/{role}")
-            answer = str(got["choices"][0]["message"]["content"])
-        return answer
-
-    rollout = await harnessed(two).rollout([task_with_question(task) for task in tasks(4)], 4)
-    batch = collate(list(rollout), [1.0] * len(rollout), authors="worker")
-    trained = {t.turns[int(i)].author for t in rollout for r in t.rows for i in r.turn_index[r.sampled_by("worker")]}
-    assert trained == {"worker"}
-    assert int(batch.mask.sum()) == sum(int(r.sampled_by("worker").sum()) for t in rollout for r in t.rows)
+    rollout = await harnessed(two, ["x", "y"]).rollout([TASK])
+    again = Rollout.load(rollout.save(tmp_path / "rollout.jsonl"))
+    for old, new in zip(rollout, again, strict=True):
+        assert (new.final, new.reward, new.stop) == (old.final, old.reward, old.stop)
+        assert [tuple(r.ids) for r in new.rows] == [tuple(r.ids) for r in old.rows]
+        assert [turn.author for turn in new.turns] == ["task", "a", "harness", "b", "harness"]

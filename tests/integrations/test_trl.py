@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import agents
+import pandas as pd
 import pytest
 import torch
 from test_ppo_more import Kept, trajectories
@@ -18,6 +19,7 @@ from agentfly_kit.batch.batch import Batch
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.errors import BatchError, SettingsError
 from agentfly_kit.evaluation import evaluate
+from agentfly_kit.integrations.rollout_files import read_rollouts
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import ppo_step
 from agentfly_kit.rewards import reward
@@ -312,6 +314,11 @@ def test_a_rollout_func_that_does_not_match_the_trainer_is_rejected(tmp_path: Pa
 
 
 def test_trl_rolls_out_with_tools_and_rewards_of_the_kit(tmp_path: Path) -> None:
+    """Also reads the tables of completions that TRL writes during this run."""
+
+    def short(completions: Any, **kwargs: Any) -> list[float | None]:
+        return [0.25, None] * (len(completions) // 2)
+
     policy = agents.fresh()
     agent = agents.agent(policy)
     policy.chat.tokenizer.response_template = bridge.response_template()
@@ -323,8 +330,9 @@ def test_trl_rolls_out_with_tools_and_rewards_of_the_kit(tmp_path: Path) -> None
             max_completion_length=96,
             logging_steps=1,
             max_tool_calling_iterations=3,
+            log_completions=True,
         )
-        trainer = grpo_trainer(policy, args, tools=bridge.tools(agent), reward_funcs=bridge.rewards(agent))
+        trainer = grpo_trainer(policy, args, tools=bridge.tools(agent), reward_funcs=[*bridge.rewards(agent), short])
         trainer.train()
     finally:
         policy.chat.tokenizer.response_template = None
@@ -332,6 +340,17 @@ def test_trl_rolls_out_with_tools_and_rewards_of_the_kit(tmp_path: Path) -> None
     assert len(logged) == 2
     assert any(entry.get("tools/call_frequency", 0) > 0 for entry in logged)
     assert all(entry.get("tools/failure_frequency", 0) == 0 for entry in logged)
+    rollout = read_rollouts(tmp_path / "completions")
+    tables = [pd.read_parquet(file) for file in sorted((tmp_path / "completions").iterdir())]
+    assert list(read_rollouts(pd.concat(tables))) == list(rollout)
+    assert len(rollout) == 24 and [len(group) for group in rollout.groups] == [4] * 6
+    assert {t.group.partition(":")[0] for t in rollout} == {"step 1", "step 2"}
+    for t in rollout:
+        rewards = {name: value for name, value in t.metrics.items() if name != "advantage"}
+        assert t.reward == sum(rewards.values()) and len(t.metrics) == len(rewards) + 1 and rewards.get("short", 0.25)
+        assert t.turns[0].kind == "prompt" and t.task.messages[-1]["content"].startswith("What is")
+    called = [call for t in rollout for call in t.tool_calls]
+    assert called and all(set(call.arguments) <= {"expression"} and call.result for call in called), called
 
 
 async def test_tools_and_rewards_as_trl_calls_them() -> None:

@@ -103,7 +103,8 @@ assert all(step.stats.unscored == 0 for step in steps)
 """,
     "16_any_agent": """
 assert {len(t.rows) for t in rollout} == {1} and before.success <= 0.4 and after.success >= 0.7
-assert {turn.author for t in pair for turn in t.actions} == {"planner", "worker"}
-assert 0 < int(batch.mask.sum()) < sum(int(row.action_mask.sum()) for t in pair for row in t.rows)
+assert {turn.author for t in chains for turn in t.actions} == {"planner", "worker"}
+assert int(batch.mask.sum()) == sampled["worker"] > 0 and sampled["planner"] > 0
+assert pair_after.success - pair_before.success >= 0.3
 """,
 }

@@ -1,0 +1,348 @@
+"""Reading of rollouts that other projects saved, so that the views of this package show them.
+
+The columns of a row determine its layout:
+
+messages              message logs in the format of the OpenAI API
+prompt, completion    TRL (`log_completions=True`) and results.jsonl of verifiers before 0.2
+input, output         verl (`trainer.rollout_data_dir`)
+traces                traces.jsonl of verifiers, the only layout with token ids
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from agentfly_kit import task_files
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.chat.chat import Chat
+from agentfly_kit.errors import TaskError
+from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Trajectory, Turn
+
+# Columns that become neither metrics of a chain nor fields of its task.
+_OTHERS = {"step", "example_id", "id", "stop_condition", "is_completed", "is_truncated", "error", "metrics", "timing"}
+
+
+def read_rollouts(source: Any, *, reward: str | Sequence[str] | None = None, chat: Chat | None = None) -> Rollout:
+    """Read rollouts that TRL, verifiers or verl saved, or a log of messages, for display and analysis.
+
+    Trajectories without token ids have text only: `TrajectoryView` shows them, `TokenView` says that there are no ids,
+    and training rejects them. Chains with the same prompt (and the same training step) form a group.
+
+    Args:
+        source: A .parquet, .jsonl, .json or .csv file, a folder of .parquet or .jsonl files, or rows in memory: a
+            DataFrame, a `datasets.Dataset` or a list of dicts. A row has the columns "prompt" and "completion" (TRL,
+            verifiers), "input" and "output" (verl), "messages", or "traces" (verifiers).
+        reward: Column, or columns whose sum is the reward. By default, "reward" or "score"; in a trace of verifiers,
+            the weighted sum of its rewards; in a table of TRL, which does not contain the weights, the sum of all
+            numbers between "completion" and "advantage". Other numbers become metrics, other values fields of the task.
+        chat: Chat whose tokenizer decodes the tokens for display. Without it, `TokenView` shows ids.
+
+    Raises:
+        TaskError: If a file cannot be read, or a row has none of these layouts. The message names file and line.
+    """
+    names = (reward,) if isinstance(reward, str) else None if reward is None else tuple(reward)
+    chains: list[Trajectory] = []
+    count: Counter[str] = Counter()
+    for location, row in _rows(source):
+        for record in _records(row, location):
+            t = _trajectory(record, names, location, chat)
+            chains.append(replace(t, id=f"{t.group}/{count[t.group]}", chain=count[t.group]))
+            count[t.group] += 1
+    if not chains:
+        raise TaskError("source must have at least one row, got none")
+    return Rollout.from_trajectories(chains)
+
+
+def _rows(source: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(source, str | Path):
+        yield from task_files.locate_rows(source, "rows")
+        return
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        if not path.is_file():
+            raise TaskError(f"{path}: no such file or folder")
+        yield from task_files.read_rows(path)
+        return
+    # The files of verl and TRL are numbered by step: 2.jsonl precedes 10.jsonl.
+    files = sorted(
+        (file for file in path.iterdir() if file.suffix in (".parquet", ".jsonl")),
+        key=lambda file: [part.zfill(12) for part in re.split(r"(\d+)", file.name)],
+    )
+    if not files:
+        raise TaskError(f"{path} must contain .parquet or .jsonl files, got none")
+    for file in files:
+        yield from task_files.read_rows(file)
+
+
+# --- layouts -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Node:
+    """One message with the token ids that it adds to its row. The last `sampled` of them were sampled."""
+
+    message: Mapping[str, Any]
+    action: bool
+    ids: tuple[int, ...] | None = None
+    sampled: int = 0
+    logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Record:
+    """One chain: the nodes of each row, and all other columns. `reward` names the columns whose sum is the reward."""
+
+    rows: list[list[_Node]]
+    columns: dict[str, Any]
+    task: str
+    reward: tuple[str, ...]
+    weights: Mapping[str, float]
+    fields: Mapping[str, Any]
+    author: str = "policy"
+
+
+def _records(row: Any, location: str) -> Iterator[_Record]:
+    if not isinstance(row, Mapping):
+        raise TaskError(f"{location}: a row must be an object, got {row!r:.60}")
+    columns: dict[str, Any] = _to_python(dict(row))
+    reward: tuple[str, ...] = tuple(name for name in ("reward", "score") if name in columns)[:1]
+    if isinstance(columns.get("traces"), list):
+        for trace in columns["traces"]:
+            try:
+                yield _trace(trace, columns)
+            except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+                what = f"{type(error).__name__}: {error}"
+                raise TaskError(f"{location}: a trace of verifiers is damaged or of another version ({what})") from None
+        return
+    if "prompt" in columns and "completion" in columns:
+        names = list(columns)
+        if "advantage" in names:
+            between = names[names.index("completion") + 1 : names.index("advantage")]
+            reward = tuple(name for name in between if _is_number(columns[name]))
+        prompt, said = columns.pop("prompt"), columns.pop("completion")
+    elif "input" in columns and "output" in columns:
+        prompt, said = columns.pop("input"), columns.pop("output")
+        columns["answer"] = columns.pop("gts", None)
+    elif isinstance(columns.get("messages"), list):
+        messages = columns.pop("messages")
+        first = next((i for i, message in enumerate(messages) if _get(message, "role") == "assistant"), len(messages))
+        prompt, said = messages[:first], messages[first:]
+    else:
+        raise TaskError(
+            f"{location}: a row must have the columns 'prompt' and 'completion' (TRL, verifiers), 'input' and 'output' "
+            f"(verl), 'messages' or 'traces' (verifiers), got {', '.join(columns) or 'none'}"
+        )
+    nodes = [_Node(message, False) for message in _as_messages(prompt, "user", location)]
+    nodes += [_Node(m, m["role"] == "assistant") for m in _as_messages(said or [], "assistant", location)]
+    task = next((str(columns[name]) for name in ("example_id", "id") if columns.get(name) is not None), "")
+    yield _Record([nodes], columns, task, reward, {}, {})
+
+
+def _trace(trace: Any, episode: Mapping[str, Any]) -> _Record:
+    """Convert a trace of verifiers: a graph of messages, whose paths from root to leaf are the rows."""
+    nodes, task = trace["nodes"], trace["task"]
+    parents = [node.get("parent") for node in nodes]
+    if any(parent is not None and not 0 <= parent < i for i, parent in enumerate(parents)):
+        raise ValueError("the parent of a node must precede it")
+    exact = all(node["token_ids"] for node in nodes)
+    rows: list[list[_Node]] = []
+    seen: set[int] = set()
+    for leaf in sorted(set(range(len(nodes))) - set(parents)):
+        path: list[int] = []
+        at: int | None = leaf
+        while at is not None:
+            path.insert(0, at)
+            at = parents[at]
+        rows.append([])
+        for i in path:
+            # A token is sampled once; in the rows of later branches it is part of the prompt.
+            action = bool(nodes[i]["sampled"]) and i not in seen
+            seen.add(i)
+            if not exact:
+                rows[-1].append(_Node(nodes[i]["message"], action))
+                continue
+            ids, mask, logprobs = (tuple(nodes[i][name]) for name in ("token_ids", "mask", "logprobs"))
+            if mask != tuple(sorted(mask)) or not len(ids) == len(mask) or sum(mask) != len(logprobs):
+                raise ValueError("the last tokens of a node must be sampled, each with a logprob")
+            rows[-1].append(_Node(nodes[i]["message"], action, ids, sum(mask), logprobs))
+    rewards = {name: given for name, given in trace.get("rewards", {}).items() if given is not None}
+    errors = trace.get("errors") or episode.get("errors") or [None]
+    fields = {name: value for name, value in task["data"].items() if value and name not in ("prompt", "system_prompt")}
+    columns = dict(trace.get("metrics") or {}) | {name: given["score"] for name, given in rewards.items()}
+    columns |= {"stop_condition": trace.get("stop_condition"), "error": errors[-1], "tools": trace.get("tools")}
+    name = task.get("key") or task["data"].get("id") or task["data"].get("idx")
+    weights = {name: given.get("weight", 1.0) for name, given in rewards.items()}
+    return _Record(rows, columns, str(name or ""), tuple(rewards), weights, fields, str(trace["agent"]["name"]))
+
+
+def _as_messages(given: Any, role: str, location: str) -> list[Message]:
+    if isinstance(given, str):
+        return [{"role": role, "content": given}]
+    if not isinstance(given, list) or not all(isinstance(_get(m, "role"), str) for m in given):
+        raise TaskError(f"{location}: a conversation must be a string or a list of messages, got {given!r:.80}")
+    return given
+
+
+def _get(given: Any, name: str) -> Any:
+    return given.get(name) if isinstance(given, Mapping) else None
+
+
+def _to_python(value: Any) -> Any:
+    """Convert the NumPy arrays and scalars that pandas reads from a parquet file."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {str(name): _to_python(part) for name, part in value.items()}
+    return [_to_python(part) for part in value] if isinstance(value, list) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# --- trajectories --------------------------------------------------------------------------------
+
+
+def _trajectory(record: _Record, reward: tuple[str, ...] | None, location: str, chat: Chat | None) -> Trajectory:
+    columns = record.columns
+    names = record.reward if reward is None else reward
+    weights = record.weights if reward is None else {}
+    numbers = {name: float(value) for name, value in columns.items() if _is_number(value) and math.isfinite(value)}
+    for name in names:
+        if name not in columns or not (columns[name] is None or _is_number(columns[name])):
+            have = ", ".join(numbers) or "none"
+            raise TaskError(f"{location}: the reward column {name!r} must be a number; columns with numbers: {have}")
+    scores = [numbers[name] * weights.get(name, 1.0) for name in names if name in numbers]
+
+    turns: list[Turn] = []
+    for index, nodes in enumerate(record.rows):
+        for turn in _turns(nodes, record.author, chat):
+            turns.append(replace(turn, row=index, parent=turns[-1] if turns else None))
+    prompt = list(turns[0].messages) if turns and turns[0].kind == "prompt" else []
+    while prompt and prompt[-1]["role"] == "assistant":  # an answer that the model continues
+        prompt.pop()
+    if not prompt:
+        raise TaskError(f"{location}: a conversation must begin with a message that is not the assistant's")
+    other = _OTHERS | {"tools", "tool_defs"} | set(numbers)
+    fields = {name: value for name, value in columns.items() if name not in other and value is not None}
+    task = Task(record.task or _digest(prompt), tuple(prompt), {**record.fields, **fields})
+    error = columns.get("error")
+    return Trajectory(
+        id="",
+        task=task,
+        group=task.id if columns.get("step") is None else f"step {columns['step']}: {task.id}",
+        chain=0,
+        turns=tuple(turns),
+        stop=_stop(columns),
+        reward=math.fsum(scores) if scores else None,
+        metrics={name: value for name, value in numbers.items() if name not in _OTHERS | {"reward", "score"}},
+        error=None if error is None else _failure(error),
+        tools=tuple(columns.get("tools") or columns.get("tool_defs") or ()),
+    )
+
+
+def _failure(error: Any) -> Failure:
+    kind = _get(error, "type") or _get(error, "error") or "Error"
+    message = _get(error, "message") or _get(error, "error_chain_repr") or error
+    return Failure("the recorded rollout", str(kind), str(message), str(_get(error, "traceback") or ""))
+
+
+def _stop(columns: Mapping[str, Any]) -> str:
+    condition = str(columns.get("stop_condition"))
+    if columns.get("error") is not None:
+        return "error"
+    if condition.startswith("max_turns"):
+        return "max_turns"
+    if columns.get("is_truncated") or condition.startswith("max_"):
+        return "chain_tokens"
+    return "timeout" if condition.endswith("timeout") else "answered"
+
+
+def _turns(nodes: Sequence[_Node], author: str, chat: Chat | None) -> Iterator[Turn]:
+    """Yield the turns of a row. The messages and tokens between two actions form one observation."""
+    messages: list[Message] = []
+    pending: list[ToolCall] = []
+    results: list[ToolCall] = []
+    ids: tuple[int, ...] | None = ()
+    kind: Any = "prompt"
+    for node in (*nodes, None):
+        if node is not None and not node.action:
+            message, _ = _message(node.message)
+            messages.append(message)
+            ids = None if node.ids is None or ids is None else ids + node.ids
+            if message["role"] == "tool" and pending:  # TRL records no ids of calls, but results in their order
+                same = (i for i, call in enumerate(pending) if call.id == message.get("tool_call_id"))
+                results.append(replace(pending.pop(next(same, 0)), result=ToolResult(True, message["content"])))
+            continue
+        if node is not None and node.ids is not None:
+            ids = (ids or ()) + node.ids[: len(node.ids) - node.sampled]
+        if messages or ids:
+            by = "task" if kind == "prompt" else "tool" if results else "harness"
+            yield Turn(kind, by, messages=tuple(messages), tool_calls=tuple(results), **_text(chat, ids, messages))
+        if node is None:
+            return
+        message, calls = _message(node.message)
+        sampled = None if node.ids is None else node.ids[len(node.ids) - node.sampled :]
+        exact: dict[str, Any] = {"sampled": True, "logprobs": node.logprobs, "versions": (0,) * node.sampled}
+        yield Turn(
+            "action", author, messages=(message,), tool_calls=calls,
+            **_text(chat, sampled, [message]), **(exact if sampled else {}),
+        )  # fmt: skip
+        messages, pending, results, ids, kind = [], list(calls), [], () if sampled else None, "observation"
+
+
+def _text(chat: Chat | None, ids: tuple[int, ...] | None, messages: Sequence[Message]) -> dict[str, Any]:
+    if ids is None or chat is None:
+        return {"ids": ids, "text": "\n".join(message["content"] for message in messages)}
+    return {"ids": ids, "text": chat.text(ids), "token_texts": chat.token_texts(ids)}
+
+
+def _message(given: Mapping[str, Any]) -> tuple[Message, tuple[ToolCall, ...]]:
+    """Return the message with text content only, and its tool calls."""
+    content = given.get("content")
+    if isinstance(content, list):
+        content = "".join(str(_get(part, "text") or f"[{_get(part, 'type')}]") for part in content)
+    message: Message = {"role": given["role"], "content": str(content or "")}
+    message |= {name: given[name] for name in ("tool_call_id", "name") if given.get(name)}
+    if given.get("reasoning_content"):
+        message["thinking"] = str(given["reasoning_content"])
+    calls = tuple(_call(call, i) for i, call in enumerate(given.get("tool_calls") or ()))
+    if calls:
+        message["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in calls
+            if c.error is None
+        ]
+    return message, calls
+
+
+def _call(given: Any, index: int) -> ToolCall:
+    """Return a tool call. Verifiers writes the name and the arguments without the key "function", or all as JSON."""
+    given = _parsed(given)
+    function = _get(given, "function") or given
+    raw = _get(function, "arguments")
+    arguments = _parsed(raw)
+    id, name = str(_get(given, "id") or f"call-{index}"), str(_get(function, "name") or "")
+    if not isinstance(arguments, Mapping):
+        return ToolCall(id, name, {}, error="the arguments are not a JSON object", raw=str(raw))
+    # Parquet gives all calls the same arguments, with None for absent ones.
+    return ToolCall(id, name, {key: value for key, value in arguments.items() if value is not None})
+
+
+def _parsed(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return None
+
+
+def _digest(messages: Sequence[Message]) -> str:
+    return hashlib.blake2b(json.dumps(messages, sort_keys=True).encode(), digest_size=6).hexdigest()
