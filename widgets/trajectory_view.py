@@ -257,7 +257,10 @@ def _page(kept: list[Entry], dropped: dict[str, str], notes: dict[str, str], sho
         left -= len(rows[-1].encode())
         if left < 0:
             break
-    head = "".join(tag("th", escape(escape_control_chars(name, 60)), style=style[name]) for name in names)
+    head = "".join(
+        tag("th", escape(escape_control_chars(name, 60)), style=style[name].replace("anywhere", "normal"))
+        for name in names
+    )
     out.append(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
     if len(rows) < len(kept):
         more = count(len(kept) - len(rows), "trajectory").replace("trajectorys", "trajectories")
