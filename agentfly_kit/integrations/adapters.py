@@ -28,9 +28,10 @@ def reward(
     length 1 and returns a list with one number. Prompts and completions are lists of messages. If the function returns
     None, the chain is unscored, whereas TRL skips this reward.
 
-    A function of verifiers before version 0.4 has some of the parameters `prompt`, `completion`, `answer`, `info`, `state`, `task` and task
-    fields. It returns a number. `prompt` and `completion` are lists of messages. `answer` and `info` are task fields,
-    by default "" and {}. `task` is the task field of that name, or the task's id. `state` is a dict with all of these.
+    A function of verifiers before version 0.4 has some of the parameters `prompt`, `completion`, `answer`, `info`,
+    `state`, `task` and task fields. It returns a number. `prompt` and `completion` are lists of messages. `answer` and
+    `info` are task fields, by default "" and {}. `task` is the task field of that name, or the task's id. `state` is a
+    dict with all of these.
 
     Args:
         function: the reward function.

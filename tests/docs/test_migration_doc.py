@@ -43,7 +43,9 @@ async def test_every_snippet_of_ours_runs(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.real
 async def test_the_snippets_of_verifiers_score_a_rollout(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("verifiers.v1", reason="needs verifiers 0.4, which requires openai < 3: uv pip install verifiers")
+    pytest.importorskip(
+        "verifiers.v1", reason="needs verifiers 0.4, which requires openai < 3: uv pip install verifiers"
+    )
     import agentfly_kit as af
 
     names = await _run({"ours", "trl", "verifiers"})
