@@ -156,7 +156,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     parser = _parser()
     given = sys.argv[1:] if argv is None else argv
-    arguments = parser.parse_args(given if given else ["lab"])
+    if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help", "--version")):
+        given = ["lab", *given]
+    arguments = parser.parse_args(given)
     try:
         if arguments.command == "doctor":
             return _doctor()

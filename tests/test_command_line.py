@@ -43,6 +43,8 @@ def test_without_arguments_the_course_is_copied_and_opened(started: list[Any]) -
     assert sorted(path.name for path in Path("agentfly-course").glob("*.ipynb")) == SHIPPED
     assert folder == Path("agentfly-course")
     assert environment["JUPYTER_PREFER_ENV_PATH"] == "1"
+    assert command_line.main(["--no-browser"]) == 0
+    assert "--no-browser" in started[1][0]
 
 
 def test_a_changed_notebook_is_kept_and_an_unchanged_one_is_updated(

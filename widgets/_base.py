@@ -7,9 +7,13 @@ does not keep the rollout alive.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
+import functools
 import html
 import inspect
 import json
+import sys
 import threading
 import time
 import uuid
@@ -210,6 +214,23 @@ class Static:
         return self.page
 
 
+# The view whose action is running. Views created by the action belong to the same cell.
+_acting: contextvars.ContextVar[View | None] = contextvars.ContextVar("acting", default=None)
+
+
+def _marimo_cell() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Return a context manager that enters the current marimo cell again, or does nothing outside of marimo.
+
+    marimo registers the source of a widget with the running cell. A view created by a click, when no cell runs, raises
+    an AssertionError there (marimo 0.25).
+    """
+    runtime: Any = sys.modules.get("marimo._runtime.context")
+    context = runtime and runtime.safe_get_context()
+    if context is None or context.cell_id is None or not hasattr(context, "with_cell_id"):
+        return contextlib.nullcontext
+    return functools.partial(context.with_cell_id, context.cell_id)
+
+
 class View(anywidget.AnyWidget):
     """Base class of the widgets. Subclasses set `stem` and implement `_static` and `__repr__`.
 
@@ -254,7 +275,12 @@ class View(anywidget.AnyWidget):
             self._record: Callable[[], Any] = weakref.ref(record)
         except TypeError:  # lists and None do not support weak references
             self._record = lambda: None
-        super().__init__(**traits)
+        opener = _acting.get()
+        self._in_own_cell: Callable[[], contextlib.AbstractContextManager[Any]] = (
+            _marimo_cell() if opener is None else opener._in_own_cell
+        )
+        with self._in_own_cell():
+            super().__init__(**traits)
         self.on_msg(self._on_message)
         self.observe(self._mark_changed)
 
@@ -313,6 +339,7 @@ class View(anywidget.AnyWidget):
         if click is not None and self.comm is not None:
             self.send({"kind": "begun", "click": click})
         self._notice = ""
+        _acting.set(self)
         try:
             result = handler(value)
         except Exception as error:

@@ -276,11 +276,11 @@ class ChainStepper(Opener):
         self._start("sampling", again)
 
     def _do_run(self, _: Any) -> None:
-        """Continue the chain until it ends, without scoring it."""
+        """Continue the chain until it ends, with the agent's hooks, without scoring it."""
 
         async def run(chain: Any) -> None:
             while chain.stop is None:
-                await (chain.act() if chain.pending_calls else chain.sample(attempt=self._next_attempt(chain)))
+                await chain._advance(lambda: chain.sample(attempt=self._next_attempt(chain)))
 
         self._start("running to the end", run)
 

@@ -356,7 +356,7 @@ def _page(state: dict[str, Any], points: Sequence[tuple[float, ...]], limit: int
         )
         out.append(
             tag(
-                "span", escape(f"{SIGNS.get(name, '?')} {id} {name}{who[:60]}{where}"), title=hint,
+                "span", escape(f"{SIGNS.get(name, '?')} #{id} {name}{who[:60]}{where}"), title=hint,
                 style="display:inline-block;max-width:100%;overflow-wrap:anywhere;margin:2px;padding:1px 7px;"
                 f"border:1px solid #888888;border-radius:5px;"
                 f"background-color:rgba({_TINTS.get(name, '128,128,128')},0.20)",

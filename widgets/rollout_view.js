@@ -136,9 +136,10 @@ export default {
           if (!about?.counts) return;
           put(title, about.step ? `rollout of ${about.step}` : "rollout");
           const over = [...OVER].reduce((n, name) => n + about.counts[name], 0);
-          const facts = [about.state, `${over.toLocaleString("en-US")} of ${plural(about.total, "chain")} over`, duration(about.seconds)];
+          const lost = context.stale() && /^(running|paused|stopping)$/.test(about.state);
+          const facts = [lost ? `was ${about.state}` : about.state, `${over.toLocaleString("en-US")} of ${plural(about.total, "chain")} ended`, duration(about.seconds)];
           if (about.rate !== null) facts.push(about.rate);
-          if (about.left !== null) facts.push(`about ${duration(about.left)} left`);
+          if (about.left !== null && !lost) facts.push(`about ${duration(about.left)} left`);
           if (about.reward !== null) facts.push(`mean reward ${about.reward}`);
           put(what, facts.join(" · "));
           put(pause, about.state === "paused" ? "Resume" : "Pause");

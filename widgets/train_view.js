@@ -148,7 +148,8 @@ export default {
           pause.textContent = paused ? "Resume" : "Pause";
           pause.disabled = !can || context.stale();
           stop.disabled = !can || stopping || context.stale();
-          const states = about.runs.map((run, i) => [run.state, run.word && !run.gone ? named(run, i, run.word) : ""]);
+          const lost = (run) => context.stale() && /^(running|paused|stopping)$/.test(run.state);
+          const states = about.runs.map((run, i) => [lost(run) ? "interrupted" : run.state, run.word && !run.gone ? named(run, i, lost(run) ? `was ${run.word}` : run.word) : ""]);
           state.replaceChildren(...states.filter(([, text]) => text).map(([name, text]) => h("span", { class: `afk-state afk-state-${name.replace(" ", "-")}` }, text)));
           const one = (...parts) => h("span", {}, ...parts); // keeps a line sample and its label together
           key.replaceChildren(...(single

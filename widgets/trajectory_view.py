@@ -236,7 +236,9 @@ def _page(kept: list[Entry], dropped: dict[str, str], notes: dict[str, str], sho
     numeric = {"reward", *metrics, "actions", "time"}
     style = {name: "text-align:right" if name in numeric else "text-align:left" for name in names}
     style[""] = "text-align:left;white-space:nowrap"
-    style |= dict.fromkeys(("question", "last text"), "text-align:left;min-width:13em")
+    wrapped = "text-align:left;overflow-wrap:anywhere"  # words such as JSON may be wider than the page
+    style |= dict.fromkeys(("expected", "note"), f"{wrapped};min-width:4em")
+    style |= dict.fromkeys(("question", "last text"), f"{wrapped};min-width:13em")
     left, rows = 60_000, []
     for i, k in enumerate(kept[:200]):
         outcome = outcome_of(k, dropped)
@@ -255,7 +257,10 @@ def _page(kept: list[Entry], dropped: dict[str, str], notes: dict[str, str], sho
         left -= len(rows[-1].encode())
         if left < 0:
             break
-    head = "".join(tag("th", escape(escape_control_chars(name, 60)), style=style[name]) for name in names)
+    head = "".join(
+        tag("th", escape(escape_control_chars(name, 60)), style=style[name].replace("anywhere", "normal"))
+        for name in names
+    )
     out.append(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
     if len(rows) < len(kept):
         more = count(len(kept) - len(rows), "trajectory").replace("trajectorys", "trajectories")
@@ -268,9 +273,8 @@ def _page(kept: list[Entry], dropped: dict[str, str], notes: dict[str, str], sho
             text = tag(
                 "span", escape(escape_control_chars(turn[2], 1200)), style="white-space:pre-wrap;font-family:monospace"
             )
-            lines.append(
-                tag("div", tag("b", escape(f"{n} {turn[0]}")), escape(f" {turn[1][:60]} "), text, style="margin:3px 0")
-            )
+            head = tag("b", escape(f"{n} {turn[0]}")) + escape(f" {turn[1][:60]} ")
+            lines.append(tag("div", head, text, style="margin:3px 0;overflow-wrap:anywhere"))
         name = escape(f"{k.question[:80]} · {k.label[:80]}")
         page = f"<details><summary>{name}, turn by turn</summary>{''.join(lines)}</details>"
         left -= len(page.encode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from agentfly_kit._async.pending_call import cancelling, pending_call, warn_or_log
@@ -126,8 +126,8 @@ class Chain(BaseChain):
                 where = "engine" if isinstance(error, EngineError) else "chain"
                 self._end("error", Failure.from_exception(where, error))
 
-    async def _advance(self) -> None:
-        """Run one step of the chain, including the agent's hooks."""
+    async def _advance(self, sample: Callable[[], Awaitable[Turn]] | None = None) -> None:
+        """Run one step of the chain, including the agent's hooks. `sample` is called instead of `self.sample`."""
         agent = self.agent
         await self.prepare()
         if agent.before_turn is not None:
@@ -135,7 +135,7 @@ class Chain(BaseChain):
             await call_hook(agent.before_turn, self)
         # Do not sample if the hook has forced an action.
         if self.stop is None and not self.pending_calls:
-            await self.sample()
+            await (sample or self.sample)()
             if self._compacting_can_help():
                 await call_hook(agent.on_context_full, self)
         if self.stop is None and self.pending_calls:

@@ -95,8 +95,8 @@ class HarnessChain(Chain):
 
     # --- running ---
 
-    async def _advance(self) -> None:
-        """Run the harness until it returns or a limit ends the chain."""
+    async def _advance(self, sample: object = None) -> None:
+        """Run the harness until it returns or a limit ends the chain. Its requests are sampled in any case."""
         endpoint = Endpoint(self.reply, self.id, self._warn_once)
         running = asyncio.ensure_future(self.agent.harness.run(self.context, endpoint))
         limit = asyncio.ensure_future(self._limit_reached.wait())

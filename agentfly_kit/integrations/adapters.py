@@ -28,9 +28,10 @@ def reward(
     length 1 and returns a list with one number. Prompts and completions are lists of messages. If the function returns
     None, the chain is unscored, whereas TRL skips this reward.
 
-    A verifiers function has some of the parameters `prompt`, `completion`, `answer`, `info`, `state`, `task` and task
-    fields. It returns a number. `prompt` and `completion` are lists of messages. `answer` and `info` are task fields,
-    by default "" and {}. `task` is the task field of that name, or the task's id. `state` is a dict with all of these.
+    A function of verifiers before version 0.4 has some of the parameters `prompt`, `completion`, `answer`, `info`,
+    `state`, `task` and task fields. It returns a number. `prompt` and `completion` are lists of messages. `answer` and
+    `info` are task fields, by default "" and {}. `task` is the task field of that name, or the task's id. `state` is a
+    dict with all of these.
 
     Args:
         function: the reward function.
@@ -47,6 +48,11 @@ def reward(
     parameters = inspect.signature(function).parameters
     if positional := [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]:
         raise RewardError(f"{shown}: parameters must accept keyword arguments, got {', '.join(positional)}")
+    if "trace" in parameters:
+        raise RewardError(
+            f"{shown} has a parameter trace, like rewards of verifiers 0.4 and newer, which are methods of a task; the "
+            "section on verifiers in docs/migration.md calls them from a reward of this package"
+        )
     batched = any(known in parameters for known in _BATCH)
     if not batched and not {"completion", "state"} & {*parameters}:
         raise RewardError(

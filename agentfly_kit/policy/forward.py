@@ -372,7 +372,7 @@ def _context_lengths(mask: Tensor) -> list[int]:
 
 def _checkpointing(model: Any, action: str) -> Any:
     """Return the method of a transformers model that enables or disables activation checkpointing."""
-    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # renamed in 5.23
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # since transformers 5.23
     return getattr(model, f"{name}_checkpointing_{action}")
 
 

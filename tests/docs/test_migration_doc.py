@@ -8,38 +8,57 @@ import linecache
 import re
 from typing import Any
 
+import agents
 import pytest
 from paths import ROOT
 
 TEXT = (ROOT / "docs" / "migration.md").read_text()
 SNIPPETS = [
     (TEXT[: match.start()].count("\n") + 2, match[1], match[2])
-    for match in re.finditer(r"```python(?: (ours|trl))?\n(.*?)```", TEXT, re.DOTALL)
+    for match in re.finditer(r"```python(?: (ours|trl|verifiers))?\n(.*?)```", TEXT, re.DOTALL)
 ]
 
 
-async def test_every_snippet_of_ours_runs(capsys: pytest.CaptureFixture[str]) -> None:
+async def _run(kinds: set[str]) -> dict[str, Any]:
+    """Run the snippets of these kinds in one namespace, and return it."""
     names: dict[str, Any] = {"__name__": "migration"}
-    ours = 0
     for line, kind, source in SNIPPETS:
-        if kind is None:
+        if kind not in kinds:
             continue
-        ours += kind == "ours"
         name = f"<migration.md:{line}>"
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         code = compile(source, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         result = eval(code, names)
         if inspect.iscoroutine(result):
             await result
-    assert ours >= 10
+    return names
+
+
+async def test_every_snippet_of_ours_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names = await _run({"ours", "trl"})
+    assert [kind for _, kind, _ in SNIPPETS].count("ours") >= 10
     assert names["runs"].frame.loc[names["runs"][0].path.name, "step"] == 1
     assert len(names["rollout"]) == 16
 
 
 @pytest.mark.real
+async def test_the_snippets_of_verifiers_score_a_rollout(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip(
+        "verifiers.v1", reason="needs verifiers 0.4, which requires openai < 3: uv pip install verifiers"
+    )
+    import agentfly_kit as af
+
+    names = await _run({"ours", "trl", "verifiers"})
+    for text, reward in (("5", 1.0), ("6", 0.0)):
+        script = [agents.call("2+3"), text]
+        agent = names["agent"].replace(engine=af.ScriptedEngine(script), reward=names["by_verifiers"])
+        t = (await agent.rollout(names["sums"])).trajectories[0]
+        assert t.error is None and (t.reward, t.metrics["exact"], len(t.tool_calls)) == (reward, reward, 1)
+
+
+@pytest.mark.real
 def test_the_snippets_of_trl_are_accepted_by_trl() -> None:
     pytest.importorskip("trl")
-    import agents
     from test_trl import config, grpo_trainer
 
     names: dict[str, Any] = {}

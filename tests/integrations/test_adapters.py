@@ -80,9 +80,13 @@ async def test_invalid_rewards_are_rejected() -> None:
     def positional(completions: Any, /) -> Any:
         return []
 
+    async def traced(trace: Any) -> float:
+        return 0.0
+
     for function, words in (
         (ours, r"ours must have a parameter completions \(TRL\) or completion or state \(verifiers\), got \(final\)"),
         (environments, "has a parameter environments; pass the class too"),
+        (traced, "traced has a parameter trace, like rewards of verifiers 0.4 and newer"),
         (positional, "parameters must accept keyword arguments, got completions"),
         (af.reward(ours), "function must be a reward function of TRL or verifiers, got <Reward"),
         (3, "function must be a reward function of TRL or verifiers, got 3"),
@@ -373,7 +377,7 @@ async def test_openenv() -> None:
 async def test_verifiers() -> None:
     verifiers = pytest.importorskip("verifiers")
     if not hasattr(verifiers, "Rubric"):
-        pytest.skip("this version of verifiers has no Rubric")
+        pytest.skip("needs verifiers before 0.4; tests/docs/test_migration_doc.py runs the snippets for newer versions")
 
     def exact(completion: Any, answer: str, **kwargs: Any) -> float:
         return float(completion[-1]["content"] == answer) + kwargs["info"]["level"]

@@ -137,6 +137,8 @@ def test_an_interrupted_run_continues_and_a_killed_kernel_is_noticed(notebook: A
         """() => [...document.querySelectorAll('.afk-stale')]
         .filter((x) => /^kernel (ended|restarted)/.test(x.innerText)).length === 2"""
     )
+    assert state.inner_text() == "was running"
+    assert not page.locator(".afk-rolloutview .afk-facts2").inner_text().startswith("running")
     last = view.locator(".afk-bar .afk-num").first.inner_text()
     for name in ("Pause", "Stop after this step"):
         assert view.get_by_role("button", name=name).is_disabled()

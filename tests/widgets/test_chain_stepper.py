@@ -131,6 +131,28 @@ async def test_a_chain_that_has_not_ended_is_run_to_its_end_and_not_scored_as_ca
     assert slow.chain.stop is None and not slow.chain.busy and slow._state["can"]["run"]
 
 
+async def test_running_to_the_end_calls_the_hooks_of_the_agent() -> None:
+    called: list[tuple[str, int]] = []
+
+    def before_turn(chain: Chain) -> None:
+        called.append(("before_turn", chain.actions))
+        if chain.actions == 2:
+            chain.force("42")
+
+    agent = agents.played(
+        [agents.call("1+1"), agents.call("2+2"), "no"],
+        before_turn=before_turn,
+        after_observation=lambda chain: called.append(("after_observation", chain.actions)),
+    )
+    view = w.ChainStepper(agent, agents.tasks()[0])
+    await press(view, "run")
+    assert view.error is None, view._notice
+    assert [turn.kind for turn in view.chain.turns][-2:] == ["observation", "forced"]
+    assert called == [
+        ("before_turn", 0), ("after_observation", 1), ("before_turn", 1), ("after_observation", 2), ("before_turn", 2)
+    ]  # fmt: skip
+
+
 async def test_each_sample_at_one_turn_is_another_one_and_the_code_repeats_it() -> None:
     agent = agents.agent(seed=3, sampling=af.Sampling(max_tokens=24, temperature=1.5))
     view = w.ChainStepper(agent, agents.tasks()[0])

@@ -135,7 +135,10 @@ class GLM4(QwenXML):
 
 @functools.lru_cache(maxsize=1)
 def _last_match(pattern: re.Pattern[str], text: str) -> int:
-    """Return the start of the pattern's last match, so that no search for one runs in vain; or -1."""
+    """Return the start of the pattern's last match, or -1.
+
+    Searching from a position after it would scan the rest of the text in vain, which takes quadratic time in a loop.
+    """
     return max((found.start() for found in pattern.finditer(text)), default=-1)
 
 
