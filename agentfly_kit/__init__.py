@@ -93,6 +93,7 @@ _MODULES = {
     "losses": "losses",
     "tiny": "tiny",
     "toolbox": "tools.builtin",
+    "trackers": "integrations.trackers",
     "trl": "integrations.trl",
     "widgets": "widgets",
 }

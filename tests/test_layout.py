@@ -133,6 +133,8 @@ print(json.dumps({
         "tokenizers",
         "safetensors",
         "vllm",
+        "tensorboard",
+        "trackio",
         "trl",
         "datasets",
         "pandas",
