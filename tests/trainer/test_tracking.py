@@ -54,7 +54,7 @@ def test_steps_are_sent_once_over_interrupts(tmp_path: Path) -> None:
         assert run.track(log) is run
         async for step in run:
             if step.step == 2:
-                break
+                run.stop()
         log.held = 2
         await run
         later = Log()  # a new tracker receives all steps of a run that is complete
