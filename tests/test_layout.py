@@ -128,7 +128,8 @@ print(json.dumps({
 }))
 """)
     heavy = {
-        "torch", "transformers", "tokenizers", "safetensors", "vllm", "trl", "datasets", "pandas", "pyarrow", "numpy",
+        "torch", "transformers", "tokenizers", "safetensors", "vllm", "trl", "datasets", "pandas", "pyarrow",
+        "numpy", "tensorboard", "trackio",
     }  # fmt: skip
     heavy |= {"plotly", "anywidget", "ipywidgets", "IPython", "ipykernel", "jinja2", "pydantic", "ray"}
     assert heavy.isdisjoint(found["loaded"]), sorted(heavy & set(found["loaded"]))

@@ -50,6 +50,7 @@ from agentfly_kit.trainer.distributed import WorkerGroup
 from agentfly_kit.trainer.fingerprint import fingerprint
 from agentfly_kit.trainer.rollouts import RolloutSampler
 from agentfly_kit.trainer.run_dir import Run, detect_collapse, last_success
+from agentfly_kit.trainer.tracking import Tracker, TrackerSet
 from agentfly_kit.types import Task
 
 # Statistics of the update to record, if finite.
@@ -174,6 +175,8 @@ class TrainRun(Handle["TrainRun"], Displayable):
             weakref.finalize(self, shutil.rmtree, run, ignore_errors=True)
             resume = False
         self.run = Run(run)
+        self._trackers = TrackerSet()
+        self.run.subscribe(self._trackers.step)
         self._start_over = not resume
         # The fingerprint includes the weights that this policy had when it first began the run.
         key = str(self.path.resolve())
@@ -241,6 +244,19 @@ class TrainRun(Handle["TrainRun"], Displayable):
     def subscribe(self, callback: Callable[[dict[str, float]], object]) -> Callable[[], None]:
         """Register a callback that receives the record of each new step. Returns a function that removes it."""
         return self.run.subscribe(callback)
+
+    def track(self, *trackers: Tracker) -> TrainRun:
+        """Copy the records to other tools, such as `af.trackers.TensorBoard()`, and return this run.
+
+        If the run continues after an interrupt, each step is tracked once. If a tracker raises, a warning is issued and
+        the run continues without it. With several processes, only the first one tracks.
+
+        Raises:
+            SettingsError: If a tracker is not a Tracker or was already added.
+        """
+        if self._workers.is_main:
+            self._trackers.add(trackers)
+        return self
 
     def stop(self) -> None:
         """Stop after the current iteration. A paused iteration is resumed first."""
@@ -316,6 +332,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         finally:
             if self._loop is loop:  # no other loop has started since
                 self._outcome, self._loop, self.stopping = outcome, None, False
+                self._trackers.end(outcome)
 
     def _check_not_iterating(self) -> None:
         if self._iterating:
@@ -328,6 +345,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         try:
             if not self._prepared:
                 await self._prepare()
+            self._trackers.begin(self.run)
             if self._steps_yielded < self._state.steps:
                 record = self.run.records[self._steps_yielded]
                 step = TrainStep(int(record["step"]), record, replayed=True)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -107,11 +108,21 @@ class Run(Displayable):
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path / 'run.json'} is missing or damaged ({error})") from error
 
+    def flat_settings(self) -> dict[str, Any]:
+        """Return the settings with dotted names. Settings of the config have no prefix; functions are fingerprints."""
+        return _flat(self.settings())
+
+    @property
+    def id(self) -> str:
+        """Random identifier of the run, which is kept when the run continues or its folder is moved."""
+        return str(self._read_about()["id"])
+
     def claim(self, fingerprint: dict[str, Any], *, resume: bool, start_version: int = 0) -> bool:
         """Call `check`, then prepare the folder for the run. An existing run that is not resumed is deleted."""
         if self.check(fingerprint, resume=resume):
             return True
-        about = {"format": _FORMAT, "version": _VERSION, "start_version": start_version, "fingerprint": fingerprint}
+        about = {"format": _FORMAT, "version": _VERSION, "id": secrets.token_hex(8), "start_version": start_version}
+        about["fingerprint"] = fingerprint
         text = dump_json(about, "the run's fingerprint")
         try:
             for name in ("rollouts", "policies", "checkpoint", "checkpoint.before", "checkpoint.new"):
@@ -413,3 +424,16 @@ def _differences(known: Any, wanted: Any, path: str = "") -> list[str]:
 
 def _shortened(value: Any) -> str:
     return shorten(json.dumps(value, ensure_ascii=False), 80)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = key if prefix in ("", "config.") else prefix + key
+        if isinstance(value, Mapping) and "fingerprint" in value:
+            out[name] = value["fingerprint"][:8]
+        elif isinstance(value, Mapping) and value:
+            out |= _flat(value, f"{name}.")
+        else:
+            out[name] = json.dumps(value) if isinstance(value, list | dict) else value
+    return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -60,7 +59,7 @@ class Runs(Displayable, Sequence[Run]):
         """Table with one row per run: the settings that differ between runs, the results, and the other settings."""
         import pandas
 
-        settings = {name: _flat(run.settings()) for name, run in self._runs.items()}
+        settings = {name: run.flat_settings() for name, run in self._runs.items()}
         rows = {}
         for name, run in self._runs.items():
             first = {key: settings[name].get(key) for key in self.different} | _results(run)
@@ -70,7 +69,7 @@ class Runs(Displayable, Sequence[Run]):
     @functools.cached_property
     def different(self) -> tuple[str, ...]:
         """Names of the settings that differ between the runs."""
-        every = [_flat(run.settings()) for run in self._runs.values()]
+        every = [run.flat_settings() for run in self._runs.values()]
         names = dict.fromkeys(name for settings in every for name in settings)
         return tuple(n for n in names if any(s.get(n, ...) != every[0].get(n, ...) for s in every))
 
@@ -117,7 +116,7 @@ class Runs(Displayable, Sequence[Run]):
 
 def _results(run: Run) -> dict[str, Any]:
     """Return the last and best results of a run. `seconds` is the total duration of all steps."""
-    records, total = run.records, _flat(run.settings()).get("steps")
+    records, total = run.records, run.flat_settings().get("steps")
     out: dict[str, Any] = {"state": "finished" if records and len(records) == total else "unfinished"}
     out |= {"step": len(records), "seconds": sum(r.get("seconds", 0.0) for r in records)}
     for name in ("success", "reward", "eval_success"):
@@ -126,18 +125,4 @@ def _results(run: Run) -> dict[str, Any]:
             out |= {name: values[-1], f"best {name}": max(values)}
     steps = run.path / "steps.jsonl"
     out["written"] = datetime.fromtimestamp(steps.stat().st_mtime).isoformat(" ", "minutes") if steps.exists() else None
-    return out
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings to dotted names. Config settings have no prefix; functions become fingerprints."""
-    out: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = key if prefix in ("", "config.") else prefix + key
-        if isinstance(value, Mapping) and "fingerprint" in value:
-            out[name] = value["fingerprint"][:8]
-        elif isinstance(value, Mapping) and value:
-            out |= _flat(value, f"{name}.")
-        else:
-            out[name] = json.dumps(value) if isinstance(value, list | dict) else value
     return out

@@ -1,0 +1,90 @@
+"""Trackers, which copy the records of a training run to another tool."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.trainer.run_dir import Run
+
+
+class Tracker:
+    """Base class of trackers; see `TrainRun.track`. The methods are called in the event loop and should be fast."""
+
+    def begin(self, run: Run) -> int:
+        """Start tracking a run, which may continue after an interrupt.
+
+        Args:
+            run: Folder of the run. `run.id` identifies the run when it continues, and `run.flat_settings()` returns its
+                hyperparameters. Its records are those of the completed steps.
+
+        Returns:
+            Number of the last step that was already tracked. `step` receives the records after it.
+        """
+        return len(run.records)
+
+    def step(self, record: dict[str, float]) -> None:
+        """Track the record of a step."""
+
+    def end(self, outcome: str) -> None:
+        """Stop tracking. `outcome` is done, stopped, interrupted or failed."""
+
+
+class TrackerSet:
+    """Trackers of one run. A tracker that raises is removed with a warning, so that it never costs a step."""
+
+    def __init__(self) -> None:
+        self._trackers: list[Tracker] = []
+        self._last: dict[int, int] | None = None  # last tracked step by index; None unless the run is in progress
+
+    def add(self, trackers: Iterable[Tracker]) -> None:
+        for tracker in trackers:
+            if not isinstance(tracker, Tracker):
+                raise SettingsError(
+                    f"a tracker must be an instance of a subclass of af.trackers.Tracker, got {tracker!r}; for a "
+                    "function of the record use run.subscribe(function)"
+                )
+            if tracker in self._trackers:
+                raise SettingsError(f"{tracker!r} is already a tracker of this run")
+            if self._last is not None:
+                raise SettingsError("trackers must be added before the run is awaited")
+            self._trackers.append(tracker)
+
+    def begin(self, run: Run) -> None:
+        """Start tracking, unless it has started, and send the records that a tracker does not have."""
+        if self._last is not None:
+            return
+        self._last = {}
+        for tracker in list(self._trackers):
+            try:
+                self._last[id(tracker)] = tracker.begin(run)
+            except Exception as error:
+                self._remove(tracker, error)
+        for record in run.records:
+            self.step(record)
+
+    def step(self, record: dict[str, float]) -> None:
+        """Send a record to the trackers that do not have it."""
+        for tracker in list(self._trackers) if self._last is not None else ():
+            assert self._last is not None
+            if record["step"] <= self._last[id(tracker)]:
+                continue
+            try:
+                tracker.step(dict(record))
+                self._last[id(tracker)] = int(record["step"])
+            except Exception as error:
+                self._remove(tracker, error)
+
+    def end(self, outcome: str) -> None:
+        """Stop tracking."""
+        started, self._last = self._last is not None, None
+        for tracker in list(self._trackers) if started else ():
+            try:
+                tracker.end(outcome)
+            except Exception as error:
+                self._remove(tracker, error)
+
+    def _remove(self, tracker: Tracker, error: Exception) -> None:
+        self._trackers.remove(tracker)
+        warnings.warn(f"{tracker!r} raised {type(error).__name__}: {error}; the run continues without it", stacklevel=3)
