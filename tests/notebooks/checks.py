@@ -106,4 +106,8 @@ assert {len(t.rows) for t in rollout} == {1} and before.success <= 0.4 and after
 assert {turn.author for t in pair for turn in t.actions} == {"planner", "worker"}
 assert 0 < int(batch.mask.sum()) < sum(int(row.action_mask.sum()) for t in pair for row in t.rows)
 """,
+    "33_why_it_does_not_learn": """
+assert not healthy.serious and run.diagnose()[0].name == "constant_reward"
+assert repaired.summary()["success"] > 0
+""",
 }
