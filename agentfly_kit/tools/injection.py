@@ -95,10 +95,10 @@ class InjectedFunction(Generic[P, R]):
                 f"put @staticmethod above @af.{self.kind}, not below it; a classmethod cannot be a {self.kind}"
             )
         own_name = ""
-        if self.kind == "tool" and callable(function) and not inspect.isclass(function):
-            if not (inspect.isroutine(function) or isinstance(function, functools.partial)):
-                own_name = type(function).__name__
-                function = typing.cast(Any, function).__call__  # the method of a callable object
+        ready = inspect.isroutine(function) or inspect.isclass(function) or isinstance(function, functools.partial)
+        if self.kind == "tool" and callable(function) and not ready:
+            own_name = type(function).__name__
+            function = typing.cast(Any, function).__call__  # the method of a callable object
         plain = functions.underlying(function) if self.kind == "tool" else function
         if not inspect.isfunction(plain):
             raise self.error_type(f"a {self.kind} must be a function defined with `def`, got {shown}; wrap it in one")
