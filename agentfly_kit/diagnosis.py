@@ -143,14 +143,20 @@ class _Evidence:
         return tuple(group for group in groups if len(group) > 1)
 
     @cached_property
+    def flat_groups(self) -> tuple[tuple[Trajectory, ...], ...]:
+        """Groups whose chains have the same reward, but do not all succeed."""
+        equal = (group for group in self.groups if len({t.reward for t in group}) == 1)
+        return tuple(group for group in equal if not all(t.success for t in group))
+
+    @cached_property
     def actions(self) -> tuple[Turn, ...]:
         return tuple(turn for t in self.chains for turn in t.actions)
 
     @cached_property
     def results(self) -> tuple[ToolResult, ...]:
-        """Results of the calls that could be parsed."""
-        calls = (call for t in self.chains for call in t.tool_calls if call.error is None)
-        return tuple(call.result for call in calls if call.result is not None)
+        """Results of the calls that could be parsed and name a tool."""
+        calls = ((_tool_names(t), call) for t in self.chains for call in t.tool_calls if call.error is None)
+        return tuple(call.result for known, call in calls if call.result is not None and call.name in known)
 
     @cached_property
     def uncertainty(self) -> float:
@@ -164,6 +170,11 @@ class _Evidence:
         """Values of each metric that all of at least eight scored chains have, except success."""
         names = set.intersection(*(set(t.metrics) for t in self.scored)) if len(self.scored) >= 8 else set()
         return {name: tuple(t.metrics[name] for t in self.scored) for name in sorted(names - {"success"})}
+
+
+def _tool_names(t: Trajectory) -> set[str]:
+    """Return the names of the tools in the prompt, or, if they are not recorded, of those that were called."""
+    return {schema["function"]["name"] for schema in t.tools} or {call.name for call in t.tool_calls}
 
 
 def _most_common(texts: Sequence[str]) -> str:
@@ -255,15 +266,15 @@ def _unparsed_calls(e: _Evidence) -> _Result:
     problems: list[str] = []
     total = 0
     for t in e.chains:
-        known = {schema["function"]["name"] for schema in t.tools}
+        known = _tool_names(t)
         for turn in t.actions:
             total += len(turn.tool_calls)
             if turn.stop == "length":  # an unclosed call is then due to the limit
                 continue
             problems += [call.error for call in turn.tool_calls if call.error is not None]
             names = [call.name for call in turn.tool_calls if call.error is None]
-            problems += [f"there is no tool named {name!r}" for name in names if known and name not in known]
-            if known and not turn.tool_calls and (found := _CALL.search(turn.text)):
+            problems += [f"there is no tool named {name!r}" for name in names if name not in known]
+            if t.tools and not turn.tool_calls and (found := _CALL.search(turn.text)):
                 total += 1
                 problems.append(f"a call was taken for an answer: {turn.text[found.start() :]}"[:100])
     if len(problems) <= 0.2 * total:
@@ -314,11 +325,11 @@ def _collapsed_entropy(e: _Evidence) -> _Result:
     def sampled(t: Trajectory) -> Any:
         return tuple(turn.ids or turn.text for turn in t.turns if turn.kind == "action")
 
-    same = sum(len({sampled(t) for t in group}) == 1 and not all(t.success for t in group) for group in e.groups)
+    same = sum(len({sampled(t) for t in group}) == 1 for group in e.flat_groups)
     if same <= 0.3 * len(e.groups):
         return None
     entropy = f"mean entropy {e.uncertainty:.2g} nats per token"
-    text = f"In {same} of {len(e.groups)} groups all chains are the same ({entropy})."
+    text = f"In {same} of {len(e.groups)} groups all chains and rewards are the same ({entropy})."
     return text, same / len(e.groups), 0.1 + same / len(e.groups)
 
 
@@ -435,8 +446,7 @@ def _constant_reward(e: _Evidence) -> _Result:
 
 
 def _no_signal(e: _Evidence) -> _Result:
-    flat = [group for group in e.groups if len({t.reward for t in group}) == 1]
-    failed = sum(not all(t.success for t in group) for group in flat)
+    failed = len(e.flat_groups)
     if failed <= 0.3 * len(e.groups):
         return None
     text = f"In {failed} of {len(e.groups)} groups all chains have the same reward, without success."

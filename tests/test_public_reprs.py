@@ -128,6 +128,8 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Failure": failure,
     "Evaluation": lambda: evaluation(),
     "FileSandbox": lambda: af.FileSandbox(),
+    "Finding": lambda: af.Finding(EVIL, EVIL, math.nan, EVIL, EVIL, 0.5),
+    "Findings": lambda: af.Findings([af.Finding(EVIL, EVIL, math.nan, EVIL, EVIL, 0.5)] * 300),
     "Grader": lambda: af.Grader(),
     "Group": lambda: Group(EVIL, (trajectory(),) * 300),
     "LocalEngine": lambda: af.LocalEngine(agents.shipped()),
