@@ -70,7 +70,8 @@ class Findings(tuple[Finding, ...], Displayable):
         return Findings(finding for finding in self if finding.serious)
 
     def __repr__(self) -> str:
-        return "\n".join(map(repr, self)) if self else "nothing was found"
+        more = [f"and {len(self) - 8} more"] if len(self) > 8 else []
+        return "\n".join([*map(repr, self[:8]), *more]) if self else "nothing was found"
 
 
 def diagnose(
