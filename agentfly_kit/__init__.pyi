@@ -19,6 +19,9 @@ from agentfly_kit.batch.batch import Batch as Batch
 from agentfly_kit.batch.collate import collate as collate
 from agentfly_kit.batch.turn_data import turn_data as turn_data
 from agentfly_kit.chat.chat import Chat as Chat
+from agentfly_kit.diagnosis import Finding as Finding
+from agentfly_kit.diagnosis import Findings as Findings
+from agentfly_kit.diagnosis import diagnose as diagnose
 from agentfly_kit.endpoint.endpoint import Endpoint as Endpoint
 from agentfly_kit.engines.base import Engine as Engine
 from agentfly_kit.engines.local.engine import LocalEngine as LocalEngine

@@ -19,7 +19,7 @@ LAYERS = [
     "tools policy _doctor",
     "rewards engines endpoint ppo",
     "agent",
-    "evaluation envs",
+    "evaluation envs diagnosis",
     "trainer tiny",
     "integrations",
     "widgets",

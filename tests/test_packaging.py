@@ -175,7 +175,21 @@ def test_the_old_name_of_widgets_is_refused() -> None:
 
 def test_extras_are_the_agreed_words() -> None:
     assert sorted(EXTRAS) == sorted(
-        ["lab", "trl", "vllm", "envs", "containers", "remote", "agents", "frameworks", "sql", "docs", "test", "all"]
+        [
+            "lab",
+            "trl",
+            "vllm",
+            "envs",
+            "containers",
+            "remote",
+            "agents",
+            "frameworks",
+            "mcp",
+            "sql",
+            "docs",
+            "test",
+            "all",
+        ]
     )
     (everything,) = EXTRAS["all"]
     assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == set(EXTRAS) - {"all", "vllm", "frameworks"}

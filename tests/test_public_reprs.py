@@ -128,6 +128,8 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Failure": failure,
     "Evaluation": lambda: evaluation(),
     "FileSandbox": lambda: af.FileSandbox(),
+    "Finding": lambda: af.Finding(EVIL, EVIL, math.nan, EVIL, EVIL, 0.5),
+    "Findings": lambda: af.Findings([af.Finding(EVIL, EVIL, math.nan, EVIL, EVIL, 0.5)] * 300),
     "Grader": lambda: af.Grader(),
     "Group": lambda: Group(EVIL, (trajectory(),) * 300),
     "LocalEngine": lambda: af.LocalEngine(agents.shipped()),
@@ -222,7 +224,7 @@ def test_reprs_of_partly_filled_objects(name: str) -> None:
     """An object has no attributes in a debugger at the start of `__init__`."""
     cls = type(OBJECTS[name]())
     empty = cls.__new__(cls)
-    assert cls.__name__ in repr(empty) or "Agent" in repr(empty) or issubclass(cls, dict)
+    assert cls.__name__ in repr(empty) or "Agent" in repr(empty) or issubclass(cls, dict | tuple)
     assert empty._repr_html_()
 
 

@@ -105,6 +105,7 @@ class Source:
         state: State of the run, as `TrainRun.state`; empty if unknown.
         word: The state in words.
         detail: Further information on the state, such as how to continue the run.
+        finding: The first serious finding of the run's `diagnose`; empty if there is none.
     """
 
     def __init__(self, run: Any, name: str | None) -> None:
@@ -124,7 +125,8 @@ class Source:
         self.name = name if name is not None else (self.folder.name if self.folder is not None else "")
         self.total: int | None = None
         self.gone = False
-        self.state = self.word = self.detail = ""
+        self.state = self.word = self.detail = self.finding = ""
+        self._diagnosed = 0  # number of steps at the last call of `diagnose`
         self.steps, self.columns = columns([])
         self.read()
 
@@ -138,6 +140,10 @@ class Source:
         self.total = int(total) if isinstance(total, int) else None
         self.state = getattr(run, "state", "")
         self.word, self.detail = (self.state, "") if self.path is not None else self._describe(run)
+        if self.state and len(self.steps) != self._diagnosed and hasattr(run, "diagnose"):
+            self._diagnosed = len(self.steps)
+            serious = run.diagnose().serious
+            self.finding = f"{serious[0].sentence} {serious[0].remedy}" if serious else ""
 
     @property
     def changed(self) -> bool:

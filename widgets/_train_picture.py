@@ -28,10 +28,13 @@ def page(about: dict[str, Any], runs: Sequence[Source], title: str) -> str:
     name = f" · {', '.join(names)}" if names else ""
     out = [tag("div", tag("b", escape(title)), escape(f"{name} (when this was drawn)"), style="margin:2px 0 6px")]
     for each in runs:
+        of = f" of {each.name}" if len(runs) > 1 else ""
         if each.word:
             own = f"{each.name}: " if len(runs) > 1 else ""
             detail = f". {each.detail}" if each.detail else ""
             out.append(tag("div", escape(own), tag("b", escape(each.word)), escape(detail), style="margin:0 0 6px"))
+        if each.finding:
+            out.append(tag("div", tag("b", escape(f"Finding{of}: ")), escape(each.finding), style="margin:0 0 6px"))
     steps = np.unique(np.concatenate([each.steps for each in runs]))
     if not len(steps):
         return tag("div", *out, tag("div", "No step is recorded yet."))

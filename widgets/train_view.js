@@ -140,6 +140,7 @@ export default {
           // With several runs, only the states of unfinished runs are shown.
           const named = (run, i, text) => (single ? text : `${nameOf(i)}: ${text}`);
           const notes = about.runs.map((run, i) => (run.gone ? named(run, i, "The run no longer exists: these are its last numbers.") : run.detail && (single || run.state !== "not started") ? named(run, i, run.detail) : null)).filter(Boolean);
+          notes.push(...about.runs.flatMap((run, i) => (run.finding ? [named(run, i, `Finding: ${run.finding}`)] : [])));
           if (!steps.length) notes.unshift("No step is recorded yet.");
           note.replaceChildren(...notes.map((text) => h("div", {}, text)));
           note.hidden = !notes.length;

@@ -46,6 +46,8 @@ class TrainView(ChainsView, LiveView):
     An unknown name is rejected with a list of the available names. While a run is unfinished, names that begin with
     "metric_" or "eval_metric_" are accepted before they are recorded.
 
+    If `run.diagnose()` finds a serious reason why a live run does not learn, the first one is shown above the charts.
+
     The view updates at most 10 times per second. A folder is read when the view is created, when a page opens the view,
     and by `view.refresh()`.
 
@@ -127,6 +129,7 @@ class TrainView(ChainsView, LiveView):
                         "name": sendable(each.name), "n": len(each.steps), "total": each.total, "gone": each.gone,
                         "last": int(each.steps[-1]) if len(each.steps) else None, "state": each.state,
                         "word": sendable(each.word), "detail": sendable(each.detail),
+                        "finding": sendable(each.finding),
                     }
                     for each in self._sources
                 ],

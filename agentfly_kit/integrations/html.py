@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from agentfly_kit.agent.runner import RolloutHandle
     from agentfly_kit.batch.batch import Batch
     from agentfly_kit.chat.chat import ChatReport, Drift
+    from agentfly_kit.diagnosis import Findings
     from agentfly_kit.evaluation import Evaluation
     from agentfly_kit.policy.policy import Policy
     from agentfly_kit.pool.pool import Pool
@@ -440,13 +441,20 @@ def diagnosis(diagnosis: Diagnosis) -> str:
     return table(("", "component", "status", "command"), rows)
 
 
+def findings(findings: Findings) -> str:
+    if not findings:
+        return heading("nothing was found")
+    rows = [(f.effect, f.name, f.sentence, f.remedy, Code(f.widget)) for f in findings]
+    return table(("effect", "finding", "what was found", "remedy", "evidence"), rows)
+
+
 _RENDERERS: dict[str, Callable[[Any], str]] = {
     "Agent": agent, "Batch": batch, "Chain": chain, "ChatReport": chat_report, "Diagnosis": diagnosis, "Drift": drift,
-    "Evaluation": evaluation, "Group": group, "Policy": policy, "Pool": pool, "Reward": reward, "RewardSet": reward_set,
-    "SQLResult": sql_result, "Score": reward_trace, "Rollout": rollout, "RolloutDiff": rollout_diff,
-    "RolloutHandle": rollout_handle, "Run": run, "Runs": runs, "Stats": stats, "Task": task, "Tasks": tasks,
-    "Distribution": token_distribution, "Tool": tool, "ToolCall": tool_call, "ToolSet": tool_set, "TrainRun": run,
-    "Trajectory": trajectory,
+    "Evaluation": evaluation, "Findings": findings, "Group": group, "Policy": policy, "Pool": pool, "Reward": reward,
+    "RewardSet": reward_set, "SQLResult": sql_result, "Score": reward_trace, "Rollout": rollout,
+    "RolloutDiff": rollout_diff, "RolloutHandle": rollout_handle, "Run": run, "Runs": runs, "Stats": stats,
+    "Task": task, "Tasks": tasks, "Distribution": token_distribution, "Tool": tool, "ToolCall": tool_call,
+    "ToolSet": tool_set, "TrainRun": run, "Trajectory": trajectory,
 }  # fmt: skip
 
 

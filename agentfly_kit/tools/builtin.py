@@ -1,4 +1,4 @@
-"""Built-in tools: `python`, `shell` and `sql` run code, and six others work on files.
+"""Built-in tools: `python`, `shell` and `sql` run code, and six others work on files. `mcp` connects to other tools.
 
 Use as `Agent(tools=[af.toolbox.python])` or `Agent(tools=af.toolbox.code)`, with a pool of the sandbox class that each
 tool requires. Built-in tools use only the public API, so a copy with other descriptions works as well.
@@ -11,6 +11,7 @@ from agentfly_kit.sandboxes.python import PythonSandbox
 from agentfly_kit.sandboxes.result import SandboxResult
 from agentfly_kit.sandboxes.shell import ShellResult, ShellSandbox
 from agentfly_kit.sandboxes.sql import SQLResult, SQLSandbox
+from agentfly_kit.tools.mcp import mcp as mcp
 from agentfly_kit.tools.tool import tool
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import dis
+import functools
 import hashlib
 import inspect
 import linecache
@@ -102,7 +103,7 @@ async def call_user_function(
 
 def _trim_traceback(error: BaseException, function: Callable[..., Any]) -> BaseException:
     """Remove the frames that precede the user function from the traceback."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    code = getattr(underlying(function), "__code__", None)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:
         trace = trace.tb_next
@@ -129,7 +130,7 @@ def source_of(function: Callable[..., Any]) -> str:
     The source is read once per code object, because the file may change while the old code still runs. Autoreload
     replaces the code object of a function.
     """
-    plain = inspect.unwrap(function)
+    plain = underlying(function)
     code = getattr(plain, "__code__", None)
     if code is None:
         return f"<no source; {function!r}>"
@@ -160,14 +161,28 @@ def fingerprint(function: Callable[..., Any], *more: str) -> str:
     """Return a hash (16 hex digits) of the source, the referenced constants, and the referenced user functions.
 
     User functions are those of the same module, and of modules that are not installed packages. Of other values, only
-    immutable ones (numbers, strings, tuples) are included, because lists, dicts and objects may hold state.
+    immutable ones (numbers, strings, tuples) are included, because lists, dicts and objects may hold state. The same
+    applies to the arguments of a `functools.partial`.
     """
-    return _digest(source_of(function), *more, *_referenced_values(function, set()))
+    if isinstance(function, functools.partial):
+        fixed = (function.args, tuple(sorted(function.keywords.items())))
+        more = (*more, str([[_stable_repr(value) for value in values] for values in fixed]))
+    return _digest(source_of(function), *more, *_referenced_values(underlying(function), set()))
+
+
+def underlying(function: Any) -> Any:
+    """Return the function that a `functools.partial`, a bound method or a decorated function runs."""
+    while isinstance(function, functools.partial) or inspect.ismethod(function) or hasattr(function, "__wrapped__"):
+        if isinstance(function, functools.partial):
+            function = function.func
+        else:
+            function = function.__func__ if inspect.ismethod(function) else inspect.unwrap(function)
+    return function
 
 
 def current_definition(function: Callable[..., Any]) -> Any:
     """Return the object to which the function's name currently refers, or None if unknown, as for local functions."""
-    plain = inspect.unwrap(function)
+    plain = underlying(function)
     value: Any = None
     for i, part in enumerate(plain.__qualname__.split(".")):
         value = plain.__globals__.get(part) if i == 0 else vars(value).get(part) if isinstance(value, type) else None

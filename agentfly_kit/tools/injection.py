@@ -78,11 +78,14 @@ class InjectedFunction(Generic[P, R]):
         name: str | None,
         timeout: float | None,
         injected_names: Collection[str] | None = None,
+        *,
+        open_arguments: bool = False,
     ) -> None:
         """Analyze the function.
 
         If `injected_names` is given, all parameters are injected, and names not in `injected_names` refer to task
-        fields. Otherwise, only parameters whose annotation requests an injection are injected.
+        fields. Otherwise, only parameters whose annotation requests an injection are injected. With `open_arguments`,
+        the function may take `**arguments`, which a schema describes.
         """
         shown = getattr(function, "__qualname__", repr(function))
         if isinstance(function, InjectedFunction):
@@ -91,33 +94,42 @@ class InjectedFunction(Generic[P, R]):
             raise self.error_type(
                 f"put @staticmethod above @af.{self.kind}, not below it; a classmethod cannot be a {self.kind}"
             )
-        if not inspect.isfunction(function):
+        own_name = ""
+        ready = inspect.isroutine(function) or inspect.isclass(function) or isinstance(function, functools.partial)
+        if self.kind == "tool" and callable(function) and not ready:
+            own_name = type(function).__name__
+            function = typing.cast(Any, function).__call__  # the method of a callable object
+        plain = functions.underlying(function) if self.kind == "tool" else function
+        if not inspect.isfunction(plain):
             raise self.error_type(f"a {self.kind} must be a function defined with `def`, got {shown}; wrap it in one")
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
             raise self.error_type(f"a {self.kind} must return one result, got the generator {shown}")
-        functools.update_wrapper(self, function, updated=())
+        functools.update_wrapper(self, plain, updated=())
         self.function = function
-        self.name: str = name if name is not None else function.__name__
+        self.name: str = name if name is not None else own_name or plain.__name__
         self.timeout = timeout
         functions.source_of(function)  # read the source now, because the file may change later
         self._injected_names = injected_names or ()
         if timeout is not None and not timeout > 0:
             raise self._error(f"timeout must be above 0 seconds, or None for no limit, got {timeout!r}")
         try:
-            annotations = functions.type_hints(function)
+            annotations = functions.type_hints(plain)
         except Exception as error:
             raise self._error(
                 f"annotations must be resolvable, got {type(error).__name__}: {error}; define or import the name "
                 "before the function, and not only under TYPE_CHECKING"
             ) from None
         # A function is a method if it is defined in a class body and its first parameter is `self`.
-        parameters = list(inspect.signature(function).parameters.values())
-        outer = function.__qualname__.rpartition(".")[0]  # "", "Class", "maker.<locals>" or "maker.<locals>.Class"
+        fixed = function.keywords if isinstance(function, functools.partial) else {}
+        parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in fixed]
+        outer = plain.__qualname__.rpartition(".")[0]  # "", "Class", "maker.<locals>" or "maker.<locals>.Class"
         self._method = bool(parameters) and parameters[0].name == "self" and outer != "" and not outer.endswith(">")
         # All parameters, with resolved annotations, and the injections of the injected parameters.
         self._parameters: dict[str, inspect.Parameter] = {}
         self._hidden: dict[str, Injection] = {}
         for p in parameters[1:] if self._method else parameters:
+            if open_arguments and p.kind is p.VAR_KEYWORD:
+                continue
             if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
                 raise self._error(
                     f"parameter {p.name!r} must accept a keyword argument, got a {p.kind.description} parameter; "

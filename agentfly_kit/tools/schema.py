@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Union
 
 import docstring_parser
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
@@ -18,33 +19,71 @@ from agentfly_kit.errors import ToolSchemaError
 REQUIRED: Any = inspect.Parameter.empty
 
 
-def parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Return the descriptions of a function and its parameters from a Google, NumPy or Sphinx docstring."""
+def parse_docstring(text: str | None, owner: str) -> tuple[str, dict[str, str]]:
+    """Return the descriptions of the function `owner` and its parameters from a Google, NumPy or Sphinx docstring."""
     try:
-        parsed = docstring_parser.parse(inspect.getdoc(function) or "")
+        parsed = docstring_parser.parse(text or "")
     except docstring_parser.ParseError as error:
-        raise ToolSchemaError(f"the docstring of {function.__name__} must be valid, got {error}") from None
+        raise ToolSchemaError(f"the docstring of {owner} must be valid, got {error}") from None
     parts = [part.strip() for part in (parsed.short_description, parsed.long_description) if part]
     return "\n\n".join(parts), {p.arg_name: " ".join((p.description or "").split()) for p in parsed.params}
+
+
+class Parameter(NamedTuple):
+    """Visible parameter of a tool. Unlike `inspect.Parameter`, its name may be any string, as in a JSON schema."""
+
+    name: str
+    annotation: Any
+    default: Any = REQUIRED
 
 
 class Arguments:
     """Visible parameters of the function named `owner`: generates their JSON schema and validates JSON values.
 
     A description in an annotation takes precedence over a description in the docstring. With `optional`, parameters do
-    not need a description.
+    not need a description. A given `schema` is used as it is.
     """
 
     def __init__(
         self,
         owner: str,
-        parameters: Sequence[inspect.Parameter],
+        parameters: Sequence[inspect.Parameter | Parameter],
         documented: Mapping[str, str],
         optional: bool = False,
+        schema: dict[str, Any] | None = None,
     ) -> None:
         self.owner = owner
         self.parameters = {p.name: p for p in parameters}
         self._adapters = {p.name: self._adapter(p) for p in parameters}
+        self.schema = self._generate_schema(parameters, documented, optional) if schema is None else schema
+
+    @classmethod
+    def from_schema(cls, owner: str, schema: Any) -> Arguments:
+        """Use the JSON schema of an object. The types of its properties are checked, but not deeper constraints."""
+        properties = schema.get("properties", {}) if isinstance(schema, Mapping) else None
+        if not isinstance(properties, Mapping) or schema.get("type", "object") != "object":
+            raise ToolSchemaError(
+                f"{owner}: schema must be the JSON schema of an object, such as {{'type': 'object', 'properties': "
+                f"{{'city': {{'type': 'string'}}}}}}, got {schema!r:.80}"
+            )
+        required = schema.get("required", ())
+        if unknown := [name for name in required if name not in properties]:
+            raise ToolSchemaError(f"{owner}: required must name properties of the schema, got {unknown[0]!r}")
+        try:
+            json.dumps(schema)
+            parameters = [
+                Parameter(str(name), _annotation(part), REQUIRED if name in required else None)
+                for name, part in properties.items()
+            ]
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ToolSchemaError(f"{owner}: schema must be a JSON schema, got {schema!r:.80} ({error})") from None
+        whole = {"type": "object", **schema, "properties": dict(properties)}
+        return cls(owner, parameters, {}, schema=copy.deepcopy(whole))
+
+    def _generate_schema(
+        self, parameters: Sequence[inspect.Parameter | Parameter], documented: Mapping[str, str], optional: bool
+    ) -> dict[str, Any]:
+        owner = self.owner
         # Use a single call, so that different classes with the same name get different definitions.
         schemas, shared = TypeAdapter.json_schemas([(n, "validation", a) for n, a in self._adapters.items()])
         properties: dict[str, Any] = {}
@@ -66,9 +105,9 @@ class Arguments:
         root: dict[str, Any] = {"type": "object", "properties": properties}
         if required := [p.name for p in parameters if p.default is REQUIRED]:
             root["required"] = required
-        self.schema = _simplify(root, shared.get("$defs", {}))
+        return _simplify(root, shared.get("$defs", {}))
 
-    def _adapter(self, parameter: inspect.Parameter) -> TypeAdapter[Any]:
+    def _adapter(self, parameter: inspect.Parameter | Parameter) -> TypeAdapter[Any]:
         name, annotation = parameter.name, parameter.annotation
         if annotation is REQUIRED:
             raise ToolSchemaError(f"{self.owner}: parameter {name!r} must have a type, for example {name}: str")
@@ -83,7 +122,7 @@ class Arguments:
             ) from None
         return adapter
 
-    def _json_default(self, parameter: inspect.Parameter) -> Any:
+    def _json_default(self, parameter: inspect.Parameter | Parameter) -> Any:
         try:
             value = self._adapters[parameter.name].dump_python(parameter.default, mode="json", warnings="error")
             return json.loads(json.dumps(value, allow_nan=False))
@@ -119,6 +158,25 @@ class Arguments:
             end = "" if self.parameters[name].default is REQUIRED else f" = {json.dumps(entry.get('default'))}"
             texts.append(f"{name}: {type_name(entry)}{end}")
         return f"({', '.join(texts)})"
+
+
+# Python types of the JSON types. An integer is also a number, and stays an integer.
+_TYPES: dict[str, Any] = {
+    "string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict, "null": None,
+}  # fmt: skip
+
+
+def _annotation(part: Mapping[str, Any]) -> Any:
+    """Return the Python type of the values that a part of a JSON schema describes; Any if it is not known."""
+    if "enum" in part or "const" in part:
+        values = part.get("enum", [part.get("const")])
+        return Literal[tuple(values)] if all(isinstance(v, str | int | None) for v in values) else Any
+    kinds = part.get("anyOf") or part.get("oneOf")
+    if kinds or isinstance(part.get("type"), list):
+        return Union[tuple(_annotation(kind) for kind in kinds or [{**part, "type": t} for t in part["type"]])]  # noqa: UP007
+    if part.get("type") == "array" and isinstance(part.get("items"), Mapping):
+        return list[_annotation(part["items"])]  # type: ignore[misc]
+    return _TYPES.get(part.get("type", ""), Any)
 
 
 def _validation_messages(name: str, error: ValidationError) -> list[str]:
@@ -181,4 +239,5 @@ def type_name(entry: Mapping[str, Any]) -> str:
         return " | ".join(type_name(part) for part in entry["anyOf"])
     if entry.get("type") == "array" and isinstance(entry.get("items"), dict):
         return f"array of {type_name(entry['items'])}"
-    return str(entry.get("type", "object" if "$ref" in entry else "any"))
+    kinds = entry.get("type", "object" if "$ref" in entry else "any")
+    return " | ".join(kinds) if isinstance(kinds, list) else str(kinds)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import json
 import math
 import re
@@ -30,6 +31,7 @@ from agentfly_kit.tools import function as functions
 from agentfly_kit.tools.context import Context, temporary_context
 from agentfly_kit.tools.injection import FunctionSet, InjectedFunction
 from agentfly_kit.tools.schema import Arguments, parse_docstring
+from agentfly_kit.tools.source import parse_source, sandboxed
 from agentfly_kit.types import Task, ToolCall, ToolResult
 
 P = ParamSpec("P")
@@ -48,6 +50,8 @@ class Tool(Displayable, InjectedFunction[P, R]):
 
     kind = "tool"
     error_type = ToolSchemaError
+    # Source code of a tool made by `from_source`.
+    written: str | None = None
 
     def __init__(
         self,
@@ -57,8 +61,10 @@ class Tool(Displayable, InjectedFunction[P, R]):
         timeout: float | None = 60.0,
         max_chars: int | None = 8192,
         describe: Describe = "required",
+        description: str | None = None,
+        schema: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(function, name, timeout)
+        super().__init__(function, name, timeout, open_arguments=schema is not None)
         self.max_chars = max_chars
         self._instance: Any = None
         if not _NAME.fullmatch(self.name):
@@ -70,11 +76,86 @@ class Tool(Displayable, InjectedFunction[P, R]):
             raise self._error(f"max_chars must be at least 1, or None for no limit, got {max_chars!r}")
         if describe not in get_args(Describe):
             raise self._error(f"describe must be 'required' or 'optional', got {describe!r}")
-        self.description, documented = parse_docstring(function)
-        visible = [p for p in self._parameters.values() if p.name not in self._hidden]
-        self._arguments = Arguments(self.name, visible, documented, describe == "optional")
+        if description is not None and not isinstance(description, str):
+            raise self._error(f"description must be a string or None, got {description!r:.80}")
+        plain = functions.underlying(self.function)
+        # A `__call__` without docstring would inherit that of `type.__call__`.
+        is_object = plain.__name__ == "__call__" and not plain.__doc__
+        own = inspect.getdoc(type(getattr(self.function, "__self__", None)) if is_object else plain)
+        documentation, documented = parse_docstring(own, self.name)
+        self.description = documentation if description is None else description
+        if schema is not None:
+            self._arguments = Arguments.from_schema(self.name, schema)
+            if both := set(self._arguments.parameters) & set(self._hidden):
+                raise self._error(f"properties of the schema must not be injected parameters, got {sorted(both)[0]!r}")
+        else:
+            visible = [p for p in self._parameters.values() if p.name not in self._hidden]
+            self._arguments = Arguments(self.name, visible, documented, describe == "optional")
         if not self.description and describe == "required":
             raise self._error('the function must have a docstring, for example """Return the current time."""')
+
+    @classmethod
+    def from_schema(
+        cls,
+        name: str,
+        schema: Mapping[str, Any],
+        call: Callable[..., Any],
+        *,
+        description: str | None = None,
+        timeout: float | None = 60.0,
+        max_chars: int | None = 8192,
+    ) -> Tool[..., Any]:
+        """Create a tool from a JSON schema instead of type annotations.
+
+        Names and types of the arguments are checked against the schema before `call(**arguments)` runs, but no other
+        constraints. Arguments that the model leaves out are not passed.
+
+        Args:
+            name: name shown to the model.
+            schema: JSON schema of the arguments, or {"type": "function", "function": {...}} as in a request.
+            call: callable that receives the arguments by name. Parameters annotated with a sandbox class,
+                `FromTask[...]` or `Context` are injected.
+            description: description shown to the model; by default that of the schema, or the docstring of `call`.
+            timeout: limit in seconds for one call, or None.
+            max_chars: maximum length of the observation in characters, or None.
+
+        Raises:
+            ToolSchemaError: if the schema is not that of an object, or `call` is not a function.
+        """
+        if isinstance(schema, Mapping) and isinstance(given := schema.get("function"), Mapping):
+            description = given.get("description") if description is None else description
+            schema = given.get("parameters", {})
+        return cls(
+            call, name=name, timeout=timeout, max_chars=max_chars, describe="optional", description=description,
+            schema=schema,
+        )  # fmt: skip
+
+    @classmethod
+    def from_source(
+        cls, source: str, *, name: str | None = None, timeout: float = 10.0, max_chars: int | None = 8192
+    ) -> Tool[..., Any]:
+        """Create a tool from the source code of one function, which runs only in the chain's `PythonSandbox`.
+
+        In this process the text is parsed, and never executed. The function needs a docstring, and its parameters need
+        descriptions and types: str, int, float, bool, list, dict, Literal and unions of these. Every call defines the
+        function anew, so that nothing the model runs in the same sandbox can replace it.
+
+        Args:
+            source: source code of the function, at most 64,000 characters. Imports belong into the function.
+            name: name shown to the model; the function's name by default.
+            timeout: limit in seconds for one call.
+            max_chars: maximum length of the observation in characters, or None.
+
+        Raises:
+            ToolSchemaError: if the text is not such a function. The message names the line.
+        """
+        written = parse_source(source, timeout)
+        made = cls(
+            sandboxed(written), name=written.name if name is None else name, timeout=timeout + 110,
+            max_chars=max_chars, schema=written.schema, description=written.description,
+        )  # fmt: skip
+        made.written = source
+        return made
 
     # --- methods ---
 
@@ -111,8 +192,19 @@ class Tool(Displayable, InjectedFunction[P, R]):
             "function": {"name": self.name, "description": self.description, "parameters": parameters},
         }
 
+    @property
+    def source(self) -> str:
+        """Source code that the tool runs."""
+        return super().source if self.written is None else self.written
+
     def _settings(self) -> str:
         return f"{self.name} {self.timeout} {self.max_chars} {json.dumps(self.schema)}"
+
+    @property
+    def content(self) -> tuple[str, int | None]:
+        """What equality of tool sets compares: the fingerprint, and the identity of the object of a bound method."""
+        instance = self._instance if self._instance is not None else getattr(self.function, "__self__", None)
+        return self.fingerprint, None if instance is None else id(instance)
 
     def __repr__(self) -> str:
         hidden = f", hidden: {', '.join(self._hidden)}" if self._hidden else ""
@@ -199,6 +291,7 @@ def tool(
     timeout: float | None = 60.0,
     max_chars: int | None = 8192,
     describe: Describe = "required",
+    description: str | None = None,
 ) -> Callable[[Callable[P, R]], Tool[P, R]]: ...
 def tool(
     function: Callable[P, R] | None = None,
@@ -208,8 +301,12 @@ def tool(
     timeout: float | None = 60.0,
     max_chars: int | None = 8192,
     describe: Describe = "required",
+    description: str | None = None,
 ) -> Tool[P, R] | Callable[[Callable[P, R]], Tool[P, R]]:
     """Decorate a function as a tool: `@tool`, or `@tool(name=..., timeout=...)`. The function can still be called.
+
+    Bound methods, `functools.partial` objects and objects with a `__call__` method become tools as well. Arguments that
+    a partial fixes are hidden from the model.
 
     Every parameter needs a type and a description, in the docstring or as `Annotated[int, "..."]`. Parameters annotated
     with a sandbox class (leased for the chain), `FromTask[...]` (a task field) or `Context` are injected and hidden
@@ -224,13 +321,16 @@ def tool(
         timeout: limit in seconds for one call of the function, or None.
         max_chars: maximum length of the observation in characters, or None.
         describe: "required", or "optional" to allow a function or parameters without a description, in prototypes.
+        description: description shown to the model; that of the docstring by default.
 
     Raises:
         ToolSchemaError: if no schema can be generated. The message names the function and the parameter.
     """
 
     def decorate(function: Callable[P, R]) -> Tool[P, R]:
-        return Tool(function, name=name, timeout=timeout, max_chars=max_chars, describe=describe)
+        return Tool(
+            function, name=name, timeout=timeout, max_chars=max_chars, describe=describe, description=description
+        )
 
     return decorate if function is None else decorate(function)
 
@@ -351,6 +451,38 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
             replace(call, result=result, rerunner=function and Rerun(function, context.task, pools))
             for call, result, function in zip(calls, results, known, strict=True)
         )
+
+    def add(self, tool: Tool[..., Any] | Callable[..., Any]) -> ToolSet:
+        """Return a set with another tool at the end. Its name must be new."""
+        return ToolSet([*self, tool])
+
+    def revise(self, tool: Tool[..., Any] | Callable[..., Any]) -> ToolSet:
+        """Return a set in which a tool replaces the one with its name, at the same position.
+
+        Raises:
+            KeyError: if the set has no tool of this name.
+        """
+        new = tool if isinstance(tool, Tool) else Tool(tool)
+        old = self[new.name]
+        return ToolSet(new if each is old else each for each in self)
+
+    def remove(self, name: str) -> ToolSet:
+        """Return a set without the tool of this name.
+
+        Raises:
+            KeyError: if the set has no tool of this name.
+        """
+        old = self[name]
+        return ToolSet(each for each in self if each is not old)
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if both sets have tools with the same fingerprints and instances, in the same order."""
+        if not isinstance(other, ToolSet):
+            return NotImplemented
+        return [t.content for t in self] == [t.content for t in other]
+
+    def __hash__(self) -> int:
+        return hash(self.names)
 
     def __repr__(self) -> str:
         return f"<ToolSet {', '.join(self.names) or 'empty'}>"

@@ -30,6 +30,7 @@ from agentfly_kit.agent.rollout import Rollout, warn_about_success
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import task_list
 from agentfly_kit.batch.batch import drop_counts
+from agentfly_kit.diagnosis import Findings, diagnose
 from agentfly_kit.errors import (
     AgentFlyError,
     EmptyBatch,
@@ -190,6 +191,8 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 stacklevel=4,
             )
         self._optimizer: torch.optim.Optimizer | None = None
+        # Rollout and statistics of the last step that this handle executed, for `diagnose`.
+        self._latest: tuple[Rollout, Stats | None] | None = None
         # Number of completed iterations, current KL coefficient, and prefetched chains.
         self._state = LoopState(0, self.config.kl_coef)
         # Number of steps yielded by this handle, which are not replayed when iteration continues.
@@ -257,6 +260,13 @@ class TrainRun(Handle["TrainRun"], Displayable):
         if self._workers.is_main:
             self._trackers.add(trackers)
         return self
+
+    def diagnose(self) -> Findings:
+        """Find reasons why the run does not learn: `af.diagnose` of the last step and of the records so far."""
+        if self._latest is None:
+            return self.run.diagnose()
+        rollout, stats = self._latest
+        return diagnose(rollout, stats=stats, records=self.records)
 
     def stop(self) -> None:
         """Stop after the current iteration. A paused iteration is resumed first."""
@@ -454,6 +464,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         record["seconds_update"] = updated - rolled
         record["seconds"] = time.perf_counter() - began
         self._warn(index, rollout, record)
+        self._latest = rollout, stats
 
         state = LoopState(index + 1, kl_coef, prefetched)
         try:

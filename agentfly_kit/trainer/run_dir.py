@@ -23,6 +23,7 @@ from agentfly_kit._async.listeners import Listeners
 from agentfly_kit._display import Displayable, shorten
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.rollout_io import atomic_write, dump_json
+from agentfly_kit.diagnosis import Findings, diagnose
 from agentfly_kit.errors import RunError, RunMismatch
 from agentfly_kit.policy.policy import Policy
 
@@ -216,6 +217,11 @@ class Run(Displayable):
     def rollout(self, step: int) -> Rollout:
         """Load the training rollout of a step, counted from 1. Requires `TrainConfig(save_rollouts=True)`."""
         return Rollout.load(self.rollout_path(f"step-{step:05d}"))
+
+    def diagnose(self) -> Findings:
+        """Find reasons why the run does not learn: `af.diagnose` of its records and of its last saved rollout."""
+        last = self.rollout_path(f"step-{len(self.records):05d}")
+        return diagnose(Rollout.load(last) if last.exists() else None, records=self.records)
 
     # --- checkpoint ---
 

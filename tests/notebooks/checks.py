@@ -107,4 +107,8 @@ assert {turn.author for t in chains for turn in t.actions} == {"planner", "worke
 assert int(batch.mask.sum()) == sampled["worker"] > 0 and sampled["planner"] > 0
 assert pair_after.success - pair_before.success >= 0.3
 """,
+    "33_why_it_does_not_learn": """
+assert not healthy.serious and run.diagnose()[0].name == "constant_reward"
+assert repaired.summary()["success"] > 0
+""",
 }

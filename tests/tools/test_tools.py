@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import datetime
 import enum
+import functools
 import linecache
 import pickle
 import subprocess
@@ -1020,3 +1021,126 @@ def test_fingerprint_without_source_is_stable_across_processes() -> None:
     other = {"__name__": "__main__"}
     exec(compile(CELL.replace("* LIMIT", "- LIMIT"), "<nowhere>", "exec"), other)
     assert without["f"].fingerprint != other["f"].fingerprint  # type: ignore[attr-defined]
+
+
+# --- any callable ---------------------------------------------------------------------------------
+
+
+class Shop:
+    """Prices of a shop."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def price(self, amount: Annotated[int, "how many"]) -> int:
+        """Return the price."""
+        return amount * self.factor
+
+    def __call__(self, amount: Annotated[int, "how many"]) -> int:
+        return amount + self.factor
+
+
+async def test_methods_partials_and_objects_are_tools() -> None:
+    plus_five = functools.partial(add.function, b=5)
+    tools = ToolSet([Shop(3).price, plus_five, Shop(4)])
+    assert tools.names == ("price", "add", "Shop")
+    assert (await tools["price"].try_(amount=2)).observation == "6"
+    assert (await tools["add"].try_(a=2)).observation == "7"
+    assert (await tools["Shop"].try_(amount=2)).observation == "6"
+    assert tools["Shop"].schema["function"]["description"] == "Prices of a shop."
+    assert list(parameters(tools["add"])["properties"]) == ["a"], "the model must not change what the partial fixes"
+    assert not (await tools["add"].try_(a=2, b=1)).ok
+    assert tool(functools.partial(add.function, b=5)).fingerprint == tools["add"].fingerprint
+    assert tool(functools.partial(add.function, b=6)).fingerprint != tools["add"].fingerprint
+
+
+async def test_a_partial_of_a_coroutine_function_is_awaited() -> None:
+    async def late(a: Annotated[int, "a"], b: Annotated[int, "b"]) -> int:
+        """Add."""
+        await asyncio.sleep(0)
+        return a + b
+
+    assert (await tool(functools.partial(late, b=1)).try_(a=1)).observation == "2"
+
+
+def test_a_given_description_replaces_the_docstring() -> None:
+    assert tool(description="Sum of two.")(add.function).schema["function"]["description"] == "Sum of two."
+    with pytest.raises(ToolSchemaError, match="description must be a string"):
+        tool(description=3)(add.function)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("given", [3, "text", int, len, Shop])
+def test_what_is_not_a_function_with_types_is_rejected(given: Any) -> None:
+    with pytest.raises(ToolSchemaError):
+        tool(given)
+
+
+# --- schemas --------------------------------------------------------------------------------------
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "city-name": {"type": "string"}, "days": {"type": ["integer", "null"]}, "unit": {"enum": ["c", "f"]},
+        "points": {"type": "array", "items": {"type": "number"}},
+    },
+    "required": ["city-name"],
+}  # fmt: skip
+
+
+async def test_a_tool_from_a_schema_checks_the_types_and_passes_what_was_given() -> None:
+    weather = Tool.from_schema("weather", CITY, lambda **given: given, description="Return the weather.")
+    assert parameters(weather) == CITY
+    assert (await weather.try_(**{"city-name": "Oslo"})).observation == '{"city-name":"Oslo"}'
+    assert (await weather.try_(**{"city-name": "Oslo", "points": [1, 2.5]})).ok
+    for wrong in ({}, {"city-name": 3}, {"city-name": "a", "unit": "k"}, {"city-name": "a", "x": 1},
+                  {"city-name": "a", "points": ["x"]}):  # fmt: skip
+        result = await weather.try_(**wrong)
+        assert not result.ok and "weather was not run" in result.observation, wrong
+    whole = {"type": "function", "function": {"name": "w", "description": "Weather.", "parameters": CITY}}
+    assert Tool.from_schema("weather", whole, lambda **given: given).description == "Weather."
+
+
+async def test_a_tool_from_a_schema_is_given_what_it_asks_for() -> None:
+    def guess(context: Context, **arguments: Any) -> str:
+        return f"{context.task.id} {arguments['number']}"
+
+    made = Tool.from_schema("guess", {"properties": {"number": {"type": "integer"}}}, guess)
+    assert (await made.try_(number=2)).observation == "none 2"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [None, [], {"type": "string"}, {"properties": []}, {"properties": {"a": 3}}, {"required": ["a"]},
+     {"properties": {"a": {"default": object()}}}],
+)  # fmt: skip
+def test_what_is_not_a_schema_of_an_object_is_rejected(schema: Any) -> None:
+    with pytest.raises(ToolSchemaError, match="weather: "):
+        Tool.from_schema("weather", schema, lambda **given: given)
+
+
+# --- sets as data ---------------------------------------------------------------------------------
+
+
+def test_sets_are_changed_by_copies_and_compared_by_content() -> None:
+    start = ToolSet([calculator, add])
+    twice = Tool(add.function, name="twice")
+    more = start.add(twice)
+    assert more.names == ("calculator", "add", "twice") and start.names == ("calculator", "add")
+    assert more.remove("twice") == start and more != start and hash(more.remove("twice")) == hash(start)
+    revised = start.revise(Tool(add.function, name="calculator"))
+    assert revised.names == start.names and revised != start
+    assert revised.revise(calculator) == start
+    assert ToolSet([add, calculator]) != start, "the order is that of the prompt"
+    assert ToolSet([Shop(3).price]) != ToolSet([Shop(4).price]), "other instances are other tools"
+    shop = Shop(3)
+    assert ToolSet([shop.price]) == ToolSet([shop.price])
+
+
+def test_names_that_are_missing_or_taken_are_rejected() -> None:
+    start = ToolSet([calculator])
+    with pytest.raises(ToolSchemaError, match="unique"):
+        start.add(calculator)
+    with pytest.raises(KeyError, match=r"add.*calculator"):
+        start.revise(add)
+    with pytest.raises(KeyError, match="add"):
+        start.remove("add")

@@ -22,6 +22,10 @@ import agentfly_kit as af
 from agentfly_kit import widgets as w
 
 
+def half() -> float:
+    return 0.5
+
+
 def started(path: Path | None, steps: int = 4, **more: Any) -> Any:
     policy = agents.fresh()
     agent = agents.agent(policy, max_turns=2, sampling=af.Sampling(max_tokens=16))
@@ -43,6 +47,21 @@ def shown(view: Any) -> tuple[str, str]:
 
 
 # --- states ----------------------------------------------------------------------------------------
+
+
+async def test_the_first_serious_finding_is_shown(tmp_path: Path) -> None:
+    policy = agents.fresh()
+    tasks = agents.tasks(4)
+    config = af.TrainConfig(steps=1, tasks_per_step=2, group_size=4)
+    agent = agents.agent(policy).replace(reward=half)
+    run = af.train(agent, policy, tasks, config, run=tmp_path / "constant")
+    view = w.TrainView(run)
+    assert view._about["runs"][0]["finding"] == ""
+    await run
+    view.refresh()
+    finding = view._about["runs"][0]["finding"]
+    assert finding.startswith("All 8 scored chains have the reward 0.5")
+    assert finding in check_static(view).text
 
 
 async def test_the_states_of_a_run_that_is_paused_and_stopped(tmp_path: Path) -> None:

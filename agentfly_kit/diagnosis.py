@@ -1,0 +1,505 @@
+"""`diagnose`: reasons why training does not learn, found in a rollout, a batch and the statistics of a step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from agentfly_kit._display import Displayable
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.batch.batch import Batch
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.ppo.stats import Stats
+from agentfly_kit.types import ToolResult, Trajectory, Turn
+
+# A finding with at least this effect is serious.
+SERIOUS = 0.5
+# Task fields that hold the reference answer.
+_ANSWERS = ("answer", "answers", "gold", "solution", "target", "expected", "ground_truth", "label")
+# Beginnings of tool calls in common formats, which an answer does not contain.
+_CALL = re.compile(r'<tool_call|<function|<\|tool|<\|python_tag|\[TOOL_CALLS\]|"arguments"\s*:|^Action:', re.MULTILINE)
+# Length from which an action is examined for repetition, and the length of the repeated parts, in tokens.
+_LONG_ACTION, _NGRAM = 24, 4
+
+
+@dataclass(frozen=True)
+class Finding(Displayable):
+    """A reason why training may not learn.
+
+    Attributes:
+        name: Identifier of the check, such as "unparsed_calls".
+        sentence: What was found, with numbers.
+        number: The number on which the finding is based, usually a share.
+        remedy: What to do about it.
+        widget: Expression that shows the evidence in a notebook, where `w` is `af.widgets`.
+        effect: Estimated share of the training signal that is lost or wrong, from 0 to 1.
+    """
+
+    name: str
+    sentence: str
+    number: float
+    remedy: str
+    widget: str
+    effect: float
+
+    @property
+    def serious(self) -> bool:
+        """True if `effect` is at least 0.5."""
+        return self.effect >= SERIOUS
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {self.sentence} {self.remedy} See {self.widget}."
+
+
+class Findings(tuple[Finding, ...], Displayable):
+    """The findings of `diagnose`: serious causes, then their serious symptoms, then the others."""
+
+    __slots__ = ()
+
+    @property
+    def serious(self) -> Findings:
+        return Findings(finding for finding in self if finding.serious)
+
+    def __repr__(self) -> str:
+        more = [f"and {len(self) - 8} more"] if len(self) > 8 else []
+        return "\n".join([*map(repr, self[:8]), *more]) if self else "nothing was found"
+
+
+def diagnose(
+    rollout: Rollout | None,
+    batch: Batch | None = None,
+    stats: Stats | None = None,
+    *,
+    records: Sequence[Mapping[str, float]] = (),
+) -> Findings:
+    """Find reasons why training does not learn. The arguments are only read.
+
+    Args:
+        rollout: Chains of one training step; None examines only `stats` and `records`.
+        batch: Batch made of these chains, to check its mask and advantages.
+        stats: Statistics of the update. `ppo_step(detail=True)` adds the tokens that moved most.
+        records: Records of the run so far, oldest first. The last one is used if `stats` is None.
+
+    Returns:
+        The findings, the one with the largest likely effect first. Serious findings that usually explain others, such
+        as unparsed calls, come before their symptoms, such as groups without signal.
+
+    Raises:
+        SettingsError: If there is nothing to examine, or an argument is of the wrong type or of other chains.
+    """
+    for name, value, of in (("rollout", rollout, Rollout), ("batch", batch, Batch), ("stats", stats, Stats)):
+        if value is not None and not isinstance(value, of):
+            raise SettingsError(f"{name} must be a {of.__name__} or None, got {type(value).__name__}")
+    if not rollout and batch is None and stats is None and not records:
+        raise SettingsError("diagnose needs a rollout with at least one chain, a batch, stats or records, got none")
+    known = {t.id for t in rollout or ()}
+    others = [t.id for t in batch.trajectories if t.id not in known] if batch is not None and known else []
+    if others:
+        raise SettingsError(f"batch must be made of the chains of rollout, but it holds {others[0]!r}")
+    numbers = stats.scalars() if stats is not None else dict(records[-1]) if records else {}
+    evidence = _Evidence(rollout or Rollout(()), batch, numbers, stats, tuple(records))
+    found: list[tuple[tuple[bool, bool, float], Finding]] = []
+    for check, is_symptom, widget, remedy in _CHECKS:
+        if (result := check(evidence)) is not None:
+            sentence, number, effect = result
+            name = check.__name__.removeprefix("_")
+            finding = Finding(name, sentence, number, remedy, widget, min(1.0, effect))
+            # Effects are rough estimates, so those that are nearly equal stay in the order of the table.
+            found.append(((not finding.serious, finding.serious and is_symptom, -round(finding.effect, 1)), finding))
+    return Findings(finding for _, finding in sorted(found, key=lambda item: item[0]))
+
+
+# --- evidence --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    rollout: Rollout
+    batch: Batch | None
+    numbers: Mapping[str, float]
+    stats: Stats | None
+    records: tuple[Mapping[str, float], ...]
+
+    @cached_property
+    def chains(self) -> tuple[Trajectory, ...]:
+        return self.rollout.trajectories
+
+    @cached_property
+    def scored(self) -> tuple[Trajectory, ...]:
+        return tuple(t for t in self.chains if t.reward is not None)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[Trajectory, ...], ...]:
+        """Scored chains of each group with at least two of them."""
+        groups = (tuple(t for t in group if t.reward is not None) for group in self.rollout.groups)
+        return tuple(group for group in groups if len(group) > 1)
+
+    @cached_property
+    def flat_groups(self) -> tuple[tuple[Trajectory, ...], ...]:
+        """Groups whose chains have the same reward, but do not all succeed."""
+        equal = (group for group in self.groups if len({t.reward for t in group}) == 1)
+        return tuple(group for group in equal if not all(t.success for t in group))
+
+    @cached_property
+    def actions(self) -> tuple[Turn, ...]:
+        return tuple(turn for t in self.chains for turn in t.actions)
+
+    @cached_property
+    def results(self) -> tuple[ToolResult, ...]:
+        """Results of the calls that could be parsed and name a tool."""
+        calls = ((_tool_names(t), call) for t in self.chains for call in t.tool_calls if call.error is None)
+        return tuple(call.result for known, call in calls if call.result is not None and call.name in known)
+
+    @cached_property
+    def uncertainty(self) -> float:
+        """Mean entropy of the sampled tokens; without entropies, the mean of -logprob; NaN without tokens."""
+        sampled = (turn for turn in self.actions if turn.sampled)
+        values = [v for turn in sampled for v in (turn.entropies or [-x for x in turn.logprobs or ()])]
+        return float(np.mean(values)) if values else math.nan
+
+    @cached_property
+    def components(self) -> dict[str, tuple[float, ...]]:
+        """Values of each metric that all of at least eight scored chains have, except success."""
+        names = set.intersection(*(set(t.metrics) for t in self.scored)) if len(self.scored) >= 8 else set()
+        return {name: tuple(t.metrics[name] for t in self.scored) for name in sorted(names - {"success"})}
+
+
+def _tool_names(t: Trajectory) -> set[str]:
+    """Return the names of the tools in the prompt, or, if they are not recorded, of those that were called."""
+    return {schema["function"]["name"] for schema in t.tools} or {call.name for call in t.tool_calls}
+
+
+def _most_common(texts: Sequence[str]) -> str:
+    text = " ".join(Counter(texts).most_common(1)[0][0].split())
+    return repr(text if len(text) <= 100 else text[:97] + "...")
+
+
+def _centered(values: npt.NDArray[np.float64], keys: Sequence[Any]) -> npt.NDArray[np.float64]:
+    """Subtract from each value the mean of the values with the same key."""
+    members: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        members.setdefault(key, []).append(i)
+    out = values.copy()
+    for indices in members.values():
+        out[indices] -= values[indices].mean()
+    return out
+
+
+# --- causes ----------------------------------------------------------------------------------------
+
+# Sentence, number and effect of a finding, or None.
+_Result: TypeAlias = tuple[str, float, float] | None
+
+
+def _unscored(e: _Evidence) -> _Result:
+    count, total = len(e.chains) - len(e.scored), len(e.chains)
+    if count <= 0.05 * total:
+        return None
+    return f"{count} of {total} chains have no reward: {e.rollout.unscored_reason}.", count / total, 0.5 + count / total
+
+
+def _wrong_mask(e: _Evidence) -> _Result:
+    if e.batch is None:
+        return None
+    foreign = missing = total = 0
+    rows = list(zip(e.batch.trajectories, e.batch.rows, e.batch.mask.numpy(), strict=True))
+    trained = {t.turns[i].author for t, row, mask in rows for i in set(row.turn_index[mask[: len(row)]].tolist())}
+    for _, row, mask in rows:
+        # With `authors=`, the tokens of other authors are left out on purpose.
+        wanted = row.sampled_by(*trained)
+        foreign += int((mask[: len(row)] & ~row.action_mask).sum())
+        missing += int((wanted & ~mask[: len(row)]).sum())
+        total += int(wanted.sum())
+    share = (foreign + missing) / max(1, total)
+    text = (
+        f"The batch trains {foreign} tokens that no policy sampled and leaves out {missing} of {total} sampled tokens."
+    )
+    return (text, share, 0.5 + share) if share > 0.01 else None
+
+
+def _leaked_answer(e: _Evidence) -> _Result:
+    tasks: dict[str, tuple[str, str]] = {}
+    for t in e.chains:
+        field = next((name for name in _ANSWERS if isinstance(t.task.fields.get(name), str | int | float)), None)
+        if field is not None and t.task.id not in tasks and (answer := str(t.task.fields[field]).strip()):
+            turns = itertools.takewhile(lambda turn: not turn.sampled, t.turns)
+            tasks[t.task.id] = answer, "\n".join(str(m.get("content") or "") for turn in turns for m in turn.messages)
+    if len(tasks) < 2:
+        return None
+    answers, prompts = zip(*tasks.values(), strict=True)
+    found = sum(map(_contains, prompts, answers))
+    # "yes", or a small number, may be in a prompt by chance: as often as the answer of another task.
+    share = (found - sum(map(_contains, prompts, (*answers[1:], answers[0])))) / len(tasks)
+    text = f"The answer is in the prompt of {found} of {len(tasks)} tasks."
+    return (text, share, 0.3 + share) if share >= 0.3 else None
+
+
+def _contains(text: str, answer: str) -> bool:
+    return re.search(rf"(?<![\w.-]){re.escape(answer)}(?!\w|\.\d)", text) is not None
+
+
+def _gibberish(e: _Evidence) -> _Result:
+    if not e.uncertainty > 1.5:
+        return None
+    text = f"The sampled tokens have a mean entropy of {e.uncertainty:.2f} nats: the texts are nearly random."
+    return text, e.uncertainty, e.uncertainty / 3
+
+
+def _failing_tools(e: _Evidence) -> _Result:
+    failed = [str(result.error) for result in e.results if result.error is not None]
+    if not failed or len(failed) <= 0.05 * len(e.results):
+        return None
+    share = len(failed) / len(e.results)
+    text = f"{len(failed)} of {len(e.results)} tool calls raised an unexpected exception: {_most_common(failed)}."
+    return text, share, 0.5 + share
+
+
+def _unparsed_calls(e: _Evidence) -> _Result:
+    problems: list[str] = []
+    total = 0
+    for t in e.chains:
+        known = _tool_names(t)
+        for turn in t.actions:
+            total += len(turn.tool_calls)
+            if turn.stop == "length":  # an unclosed call is then due to the limit
+                continue
+            problems += [call.error for call in turn.tool_calls if call.error is not None]
+            names = [call.name for call in turn.tool_calls if call.error is None]
+            problems += [f"there is no tool named {name!r}" for name in names if name not in known]
+            if t.tools and not turn.tool_calls and (found := _CALL.search(turn.text)):
+                total += 1
+                problems.append(f"a call was taken for an answer: {turn.text[found.start() :]}"[:100])
+    if len(problems) <= 0.2 * total:
+        return None
+    text = f"{len(problems)} of {total} tool calls could not be read; most often: {_most_common(problems)}."
+    return text, len(problems) / total, len(problems) / total
+
+
+def _rejected_calls(e: _Evidence) -> _Result:
+    refused = [result.observation for result in e.results if not result.ok and result.error is None]
+    if len(e.results) < 4 or len(refused) <= 0.4 * len(e.results):
+        return None
+    text = f"{len(refused)} of {len(e.results)} tool calls were refused; most often: {_most_common(refused)}."
+    return text, len(refused) / len(e.results), len(refused) / len(e.results)
+
+
+def _long_observations(e: _Evidence) -> _Result:
+    return _truncation(e, long=True)
+
+
+def _truncated(e: _Evidence) -> _Result:
+    return _truncation(e, long=False)
+
+
+def _truncation(e: _Evidence, long: bool) -> _Result:
+    cut = [t for t in e.chains if t.truncated]
+    if len(cut) <= 0.1 * len(e.chains):
+        return None
+    stop, count = Counter(t.stop for t in cut).most_common(1)[0]
+    text = f"{len(cut)} of {len(e.chains)} chains were truncated, {count} of them by {stop}"
+    # Observations that did not fit have no token ids, so characters are compared.
+    turns = [turn for t in cut for turn in t.turns if turn.kind != "prompt"] if stop == "context_full" else []
+    sizes = [sum(len(str(m.get("content") or "")) for m in turn.messages) or len(turn.text) for turn in turns]
+    seen = [(size, turn) for size, turn in zip(sizes, turns, strict=True) if turn.kind == "observation"]
+    share = sum(size for size, _ in seen) / max(1, sum(sizes))
+    if long != (share > 0.6):
+        return None
+    if long:
+        names = [call.name for _, turn in seen for call in turn.tool_calls] or ["the environment"]
+        text += f"; {share:.0%} of their text after the prompt is tool output, most often of {_most_common(names)}"
+    # Without the limit, the truncated chains might have earned what the successful ones did.
+    failed = sum(not t.success for t in cut)
+    effect = failed / max(1, failed + sum(bool(t.success) for t in e.scored))
+    return f"{text}.", len(cut) / len(e.chains), effect
+
+
+def _collapsed_entropy(e: _Evidence) -> _Result:
+    def sampled(t: Trajectory) -> Any:
+        return tuple(turn.ids or turn.text for turn in t.turns if turn.kind == "action")
+
+    same = sum(len({sampled(t) for t in group}) == 1 for group in e.flat_groups)
+    if same <= 0.3 * len(e.groups):
+        return None
+    entropy = f"mean entropy {e.uncertainty:.2g} nats per token"
+    text = f"In {same} of {len(e.groups)} groups all chains and rewards are the same ({entropy})."
+    return text, same / len(e.groups), 0.1 + same / len(e.groups)
+
+
+def _repetition(e: _Evidence) -> _Result:
+    long = [turn.ids for turn in e.actions if turn.ids is not None and len(turn.ids) >= _LONG_ACTION]
+    distinct = [len({ids[k : k + _NGRAM] for k in range(len(ids) - _NGRAM + 1)}) / len(ids) for ids in long]
+    loops = sum(share < 0.4 for share in distinct)
+    if loops <= 0.1 * len(e.actions):
+        return None
+    text = f"{loops} of {len(e.actions)} actions repeat the same few tokens."
+    return text, loops / len(e.actions), 0.3 + loops / len(e.actions)
+
+
+def _length_reward(e: _Evidence) -> _Result:
+    if len(e.scored) < 8:
+        return None
+    rewards = np.array([t.reward for t in e.scored], dtype=float)
+    actions = [[turn for turn in t.turns if turn.kind == "action"] for t in e.scored]
+    lengths = np.array([sum(len(turn.ids or turn.text) for turn in turns) for turns in actions], dtype=float)
+    # Successful chains may well be longer, so chains with the same success are compared.
+    within = _centered(rewards, [t.group for t in e.scored])
+    rest, length = (_centered(x, [(t.group, t.success) for t in e.scored]) for x in (rewards, lengths))
+    if within.var() == 0 or length.var() == 0 or rest.var() == 0:
+        return None
+    correlation = float(np.corrcoef(rest, length)[0, 1])
+    share = float(rest.var() / within.var()) * correlation**2
+    if share < 0.3 or abs(correlation) < 0.8:
+        return None
+    text = (
+        f"The length of a chain decides {share:.0%} of the differences between rewards in a group (correlation "
+        f"{correlation:+.2f} among chains of equal success)."
+    )
+    return text, share, 0.2 + share
+
+
+def _reversed_advantages(e: _Evidence) -> _Result:
+    if e.batch is None or e.batch.advantages[e.batch.mask].isnan().any():
+        return None
+    advantages = e.batch.advantages.nanmean(1).double().numpy()
+    rewards = _centered(e.batch.rewards.double().numpy(), e.batch.groups.tolist())
+    if rewards.var() == 0 or np.isnan(advantages).any() or advantages.var() == 0:
+        return None
+    correlation = float(np.corrcoef(rewards, advantages)[0, 1])
+    text = f"The advantages fall with the reward (correlation {correlation:+.2f} within groups)."
+    return (text, correlation, 1.0) if correlation < -0.3 else None
+
+
+def _sampler_gap(e: _Evidence) -> _Result:
+    gap = e.numbers.get("sampler_gap", 0.0)
+    return (f"Engine and policy disagree by up to {gap:.2g} nats on the same token.", gap, gap) if gap > 0.1 else None
+
+
+def _policy_moved(e: _Evidence) -> _Result:
+    kl, clipped = e.numbers.get("approx_kl", 0.0), e.numbers.get("clip_fraction", 0.0)
+    if e.stats is not None and e.stats.detail is not None:
+        change = e.stats.detail["logprob_after"] - e.stats.detail["logprob_before"]
+        kl = max(kl, float(np.nanmean(np.expm1(change) - change)))
+    worst = max([kl, *(record.get("approx_kl", 0.0) for record in e.records)])
+    if worst <= 0.3 and clipped <= 0.5:
+        return None
+    when = f" at most, by {kl:.2g} in the last step" if worst > kl else ""
+    lr = f" at lr {e.numbers['lr']:.2g}" if "lr" in e.numbers else ""
+    text = (
+        f"An update moved the policy by {worst:.2g} nats per token{lr}{when}; {clipped:.0%} of the ratios were clipped."
+    )
+    return text, worst, max(worst, clipped)
+
+
+def _dropped(e: _Evidence) -> _Result:
+    reasons = [t.dropped for t in e.scored if t.dropped is not None]
+    if len(reasons) <= 0.5 * len(e.chains):
+        return None
+    text = f"{len(reasons)} of {len(e.chains)} chains were left out, most often: {_most_common(reasons)}."
+    return text, len(reasons) / len(e.chains), len(reasons) / len(e.chains)
+
+
+def _duplicate_component(e: _Evidence) -> _Result:
+    by: dict[tuple[float, ...], list[str]] = {}
+    for name, values in e.components.items():
+        if len(set(values)) > 1:
+            by.setdefault(values, []).append(name)
+    same = max(by.values(), key=len, default=[])
+    text = f"{' and '.join(same)} were equal in all {len(e.scored)} chains."
+    return (text, len(same), 0.3) if len(same) > 1 else None
+
+
+def _constant_component(e: _Evidence) -> _Result:
+    names = [name for name, values in e.components.items() if len(set(values)) == 1]
+    text = f"{', '.join(names)} never varied in {len(e.scored)} chains."
+    return (text, len(names), 0.2) if names and len(e.components) > 1 else None
+
+
+def _moved_tokens(e: _Evidence) -> _Result:
+    detail, batch = (e.stats.detail, e.stats.batch) if e.stats else (None, None)
+    if detail is None or batch is None:
+        return None
+    change = np.nan_to_num(np.abs(detail["logprob_after"] - detail["logprob_before"]))
+    places = [divmod(int(i), change.shape[1]) for i in np.argsort(change, axis=None)[:-4:-1]]
+    texts = ", ".join(f"{batch.rows[i].token_texts[j]!r} ({detail['ratio'][i, j]:.2f})" for i, j in places)
+    return f"The tokens that moved most, with their ratios: {texts}.", float(change.max()), 0.05
+
+
+# --- symptoms --------------------------------------------------------------------------------------
+
+
+def _constant_reward(e: _Evidence) -> _Result:
+    varied = sum(len({t.final for t in group}) > 1 for group in e.groups)
+    solved = all(t.success for t in e.scored) and varied <= 0.5 * len(e.groups)
+    if len(e.scored) < 4 or len({t.reward for t in e.scored}) != 1 or solved:
+        return None
+    value = float(e.scored[0].reward or 0.0)
+    text = f"All {len(e.scored)} scored chains have the reward {value:g}; the answers differ in {varied} groups."
+    return text, value, 1.0
+
+
+def _no_signal(e: _Evidence) -> _Result:
+    failed = len(e.flat_groups)
+    if failed <= 0.3 * len(e.groups):
+        return None
+    text = f"In {failed} of {len(e.groups)} groups all chains have the same reward, without success."
+    return text, failed / len(e.groups), 0.9 * failed / len(e.groups)
+
+
+def _no_calls(e: _Evidence) -> _Result:
+    if not any(t.tools for t in e.chains) or any(turn.tool_calls for turn in e.actions):
+        return None
+    failed = sum(not t.success for t in e.chains) / len(e.chains)
+    return f"No tool was called in {len(e.chains)} chains.", 0.0, 0.7 * failed
+
+
+def _solved(e: _Evidence) -> _Result:
+    solved = sum(all(t.success for t in group) for group in e.groups)
+    if solved <= 0.6 * len(e.groups):
+        return None
+    return f"In {solved} of {len(e.groups)} groups all chains succeed.", solved / len(e.groups), 0.3
+
+
+_CHAINS, _CHAIN, _BATCH = "w.TrajectoryView(rollout)", "w.TokenView(rollout[0])", "w.TokenView(batch)"
+# Check, whether it usually follows from another one, widget and remedy; in the order of the data flow, which decides
+# between findings of nearly equal effect.
+_CHECKS: tuple[tuple[Callable[[_Evidence], _Result], bool, str, str], ...] = (
+    (_unscored, False, "w.TrajectoryView(rollout.failed)",
+     "Such chains are never trained on. Repair the reward or the host, and rerun `rollout.failed.tasks`."),
+    (_wrong_mask, False, _BATCH, "Keep the mask that `collate` made; `authors=` selects the tokens of a role."),
+    (_leaked_answer, False, _CHAIN,
+     "Remove it from the messages, the first observation or `before_chain`, unless the task is to extract it."),
+    (_gibberish, False, _CHAIN, "Sample at temperature 1; engine, policy and tokenizer must belong together."),
+    (_failing_tools, False, _CHAINS,
+     "Repair the tool: `await call.rerun()` raises its exception. `af.ToolError` is for mistakes of the model."),
+    (_unparsed_calls, False, _CHAINS,
+     "Use the names and the format that the model writes, `af.Chat(tokenizer, format=...)`, or imitate calls first."),
+    (_rejected_calls, False, _CHAINS, "Compare the arguments with the schema; its description can give an example."),
+    (_long_observations, False, _CHAIN, "Return less from the tool, or set `@af.tool(max_chars=)`."),
+    (_truncated, False, _CHAINS, "Raise the limit: `Sampling(max_tokens=)`, `Agent(max_turns=)`, the context length."),
+    (_collapsed_entropy, False, _CHAINS,
+     "Sample at temperature 1. After a collapse, start from an earlier policy, with a smaller lr or `entropy_coef=`."),
+    (_repetition, False, _CHAINS, "Start from an earlier policy with a smaller lr, or filter such chains."),
+    (_length_reward, False, _CHAINS, "Reduce the weight of the length, or apply it only to chains that succeed."),
+    (_reversed_advantages, False, _BATCH, "Check the sign of the estimator."),
+    (_sampler_gap, False, _BATCH,
+     "Send the weights to the engine (`await engine.update(policy)`), use the same precision, or set `correction=`."),
+    (_policy_moved, False, "w.TrainView(run)", "Lower lr by a factor of 3 to 10, or set `target_kl=0.05`."),
+    (_dropped, False, _CHAINS, "Relax `filters=`, or replace the groups with `refill=`."),
+    (_duplicate_component, False, _CHAINS, "If both are parts of the reward, it counts twice."),
+    (_constant_component, False, _CHAINS, "As a part of the reward it teaches nothing; check that it can vary."),
+    (_moved_tokens, False, "w.TokenView(stats)", "Check that these tokens deserve it."),
+    (_constant_reward, True, _CHAINS,
+     "Score the chain of an expert (`await reward.try_(trajectory)`). If it earns more, the tasks are too hard."),
+    (_no_signal, True, _CHAINS, "Use larger groups, easier tasks, a reward with partial credit, or `refill=`."),
+    (_no_calls, True, _CHAIN, "Check that the prompt shows the tools, or imitate chains with calls first."),
+    (_solved, True, _CHAINS, "Little is left to learn; use harder tasks."),
+)  # fmt: skip

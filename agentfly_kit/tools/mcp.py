@@ -1,0 +1,268 @@
+"""Tools of servers that speak the Model Context Protocol (MCP)."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+import shlex
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from agentfly_kit.errors import SandboxError, SettingsError, ToolSchemaError
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.tools.tool import Tool, ToolSet
+from agentfly_kit.types import ToolResult
+
+# Maximum number of pages of a list of tools, so that a list without end is an error.
+_PAGES = 100
+
+
+class MCPTools(ToolSet):
+    """Tools of an MCP server.
+
+    Attributes:
+        pool: Pool of sessions, for `Agent(pools=[tools.pool])`; None if all chains share one session.
+    """
+
+    pool: Pool[Any] | None = None
+
+
+@asynccontextmanager
+async def mcp(
+    server: str | Sequence[str] | Any, *, sessions: int = 0, timeout: float = 60.0, max_chars: int | None = 8192
+) -> AsyncIterator[MCPTools]:
+    """Connect to an MCP server and return its tools: `async with af.toolbox.mcp("python server.py") as tools`.
+
+    The tools are those that the server listed at the beginning. Images and other content that is not text are shown to
+    the model by type and size. If the server reports an error, the model sees its text; if the server cannot be reached
+    any more, the chain is unscored.
+
+    A server started by a command runs outside of any sandbox, with the rights of this process, and its descriptions and
+    results become part of the prompts: trust a server as you would an installed package. Requests of the server, such
+    as for a sample of the model, are refused.
+
+    Args:
+        server: URL of a server (streamable HTTP), command that starts one (stdio), as a string or a list of arguments,
+            or anything that `mcp.Client` accepts.
+        sessions: 0 shares one session between all chains. Otherwise every chain has a session of its own, from a pool
+            of this size: pass `Agent(tools=tools, pools=[tools.pool])`.
+        timeout: limit in seconds for connecting and for each call.
+        max_chars: maximum length of an observation in characters, or None.
+
+    Raises:
+        SettingsError: if an argument is invalid, or the package `mcp` is not installed.
+        SandboxError: if the server cannot be started or does not answer.
+        ToolSchemaError: if the schema of a tool is invalid.
+    """
+    if isinstance(sessions, bool) or not isinstance(sessions, int) or sessions < 0:
+        raise SettingsError(f"sessions must be an integer of at least 0 (0 shares one session), got {sessions!r}")
+    if not timeout > 0:
+        raise SettingsError(f"timeout must be above 0 seconds, got {timeout!r}")
+    connect, label = _connector(server)
+
+    class MCPSession(_Session):
+        """Session of one chain. Every server has a class of its own, by which its pool is found."""
+
+        def __init__(self) -> None:
+            super().__init__(connect, label, timeout)
+
+    first = MCPSession()
+    await first.start()
+    try:
+        listed = await first.list_tools()
+        tools = MCPTools(_tool(each, MCPSession if sessions else first, timeout, max_chars) for each in listed)
+        if not sessions:
+            yield tools
+            return
+        await first.close()
+        async with Pool(MCPSession, size=sessions) as pool:
+            tools.pool = pool
+            yield tools
+    finally:
+        await first.close()
+
+
+def _connector(server: Any) -> tuple[Callable[[Any], Any], str]:
+    """Return a function that maps a file for errors to an argument of `mcp.Client`, and a name for messages."""
+    try:
+        from mcp import StdioServerParameters, stdio_client
+    except ImportError as error:
+        raise SettingsError("af.toolbox.mcp needs the package mcp; type: pip install 'agentfly_kit[mcp]'") from error
+    if isinstance(server, str) and re.match(r"https?://", server):
+        return lambda _: server, server
+    if isinstance(server, str) or (isinstance(server, Sequence) and all(isinstance(part, str) for part in server)):
+        command = shlex.split(server) if isinstance(server, str) else list(server)
+        if not command:
+            raise SettingsError("server must be a URL or a command, got an empty one")
+        server = StdioServerParameters(command=command[0], args=command[1:])
+    if isinstance(server, StdioServerParameters):
+        return lambda errors: stdio_client(server, errlog=errors), " ".join([server.command, *server.args])
+    if server is None or isinstance(server, bool | int | float | bytes | dict):
+        raise SettingsError(f"server must be a URL, a command, or an argument of mcp.Client, got {server!r:.80}")
+    return lambda _: server, type(server).__name__
+
+
+class _Session:
+    """Connection to a server, held by a task of its own, because it must be closed by the task that opened it."""
+
+    def __init__(self, connect: Callable[[Any], Any], label: str, timeout: float) -> None:
+        self._connect, self._label, self._timeout = connect, label, timeout
+        self._client: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+
+    async def start(self) -> None:
+        if self._task is not None:
+            return
+        self._stop = asyncio.Event()
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._hold(ready), name=f"MCP session with {self._label}")
+        try:
+            async with asyncio.timeout(self._timeout):
+                await asyncio.shield(ready)
+        except TimeoutError:
+            await self._abort()
+            raise SandboxError(f"the MCP server {self._label} did not answer within {self._timeout:g} s") from None
+        except BaseException:
+            await self._abort()
+            raise
+
+    async def _hold(self, ready: asyncio.Future[None]) -> None:
+        from mcp import Client
+
+        with tempfile.TemporaryFile("w+", errors="replace") as errors:
+            try:
+                async with Client(self._connect(errors), read_timeout_seconds=self._timeout) as self._client:
+                    if not ready.done():
+                        ready.set_result(None)
+                    await self._stop.wait()
+            except Exception as error:
+                errors.seek(0)
+                said = " ".join(errors.read()[-500:].split())
+                if not ready.done():
+                    inner = _innermost(error)
+                    what = f"{type(inner).__name__}: {inner}" + (f"; it wrote: {said}" if said else "")
+                    ready.set_exception(SandboxError(f"the MCP server {self._label} could not be used ({what})"))
+            finally:
+                self._client = None
+                if not ready.done():
+                    ready.cancel()
+
+    async def _abort(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def close(self) -> None:
+        """End the session and, with stdio, the server. Also if the caller is cancelled, the task ends."""
+        task, self._task = self._task, None
+        self._stop.set()
+        if task is not None:
+            await asyncio.wait([task])
+
+    async def reset(self) -> None:
+        await self.close()
+        await self.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._client is not None
+
+    async def list_tools(self) -> list[Any]:
+        found: list[Any] = []
+        cursor: str | None = None
+        for _ in range(_PAGES):
+            page = await self._request(functools.partial(_list_page, cursor=cursor))
+            found += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                return found
+        raise SandboxError(f"the MCP server {self._label} lists its tools on more than {_PAGES} pages")
+
+    async def run(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        result = await self._request(lambda client: client.call_tool(name, arguments))
+        return ToolResult(not result.is_error, _text(result))
+
+    async def _request(self, request: Callable[[Any], Any]) -> Any:
+        """Send a request; the timeout also covers a server that answers with messages but never with a result."""
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+
+        if self._client is None:
+            raise SandboxError(f"the session with the MCP server {self._label} has ended")
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await request(self._client)
+        except MCPError as error:
+            if error.code == REQUEST_TIMEOUT:
+                raise TimeoutError from error
+            if error.code == CONNECTION_CLOSED:
+                raise SandboxError(f"the MCP server {self._label} ended: {error}") from error
+            raise
+
+
+async def _list_page(client: Any, cursor: str | None) -> Any:
+    return await client.list_tools(cursor=cursor)
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    return error
+
+
+def _tool(listed: Any, session: Any, timeout: float, max_chars: int | None) -> Tool[..., Any]:
+    """Return a tool that calls the listed one, in a given session, or in that of the chain if a class is given."""
+    its_name = listed.name  # may contain characters that names of tools must not
+    name = re.sub(r"[^a-zA-Z0-9_-]", "_", its_name)[:64]
+    name = name if re.match(r"[a-zA-Z_]", name) else f"_{name}"[:64]
+
+    async def run(of: _Session, arguments: dict[str, Any]) -> ToolResult:
+        try:
+            return await of.run(its_name, arguments)
+        except TimeoutError:
+            return ToolResult(False, f"{name} took longer than {timeout:g} s and was cancelled.")
+
+    if isinstance(session, type):
+
+        async def call(session_of_chain: Any, **arguments: Any) -> ToolResult:
+            return await run(session_of_chain, arguments)
+
+        call.__annotations__["session_of_chain"] = session
+    else:
+
+        async def call(**arguments: Any) -> ToolResult:  # type: ignore[misc]
+            return await run(session, arguments)
+
+    try:
+        # The session limits the time, because an abandoned request would stay open.
+        return Tool.from_schema(
+            name, listed.input_schema, call, description=listed.description or listed.title or "", timeout=None,
+            max_chars=max_chars,
+        )  # fmt: skip
+    except ToolSchemaError as error:
+        raise ToolSchemaError(f"tool {its_name!r} of the MCP server: {error}") from None
+
+
+def _text(result: Any) -> str:
+    """Return the content of a result as text; structured content only if there is no other."""
+    parts = []
+    for block in result.content:
+        if block.type == "text":
+            parts.append(block.text)
+        elif block.type == "resource" and hasattr(block.resource, "text"):
+            parts.append(block.resource.text)
+        elif block.type == "resource_link":
+            parts.append(f"[link {block.uri}]")
+        else:
+            held = getattr(block, "resource", block)
+            data, kind = str(getattr(held, "data", "") or getattr(held, "blob", "")), getattr(held, "mime_type", None)
+            parts.append(f"[{block.type} {kind}, {len(data) * 3 // 4} bytes, not shown]")
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False, separators=(",", ":"))
+    return "\n".join(parts)

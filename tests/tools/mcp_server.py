@@ -1,0 +1,68 @@
+"""MCP server for the tests, over stdio or, with a port as argument, over streamable HTTP."""
+
+import asyncio
+import os
+import sys
+
+from mcp.server.mcpserver import Image, MCPServer
+
+server = MCPServer("test server")
+calls = {"count": 0}
+
+
+@server.tool()
+def add(a: int, b: int = 1) -> int:
+    """Add two integers."""
+    return a + b
+
+
+@server.tool(name="no.te")
+def note(text: str) -> str:
+    """Count the notes of this server process, and repeat the text."""
+    calls["count"] += 1
+    return f"{text} {calls['count']}"
+
+
+@server.tool()
+def picture() -> Image:
+    """Return a picture."""
+    return Image(data=b"\x89PNG" * 25, format="png")
+
+
+@server.tool()
+def fail() -> str:
+    """Raise an error."""
+    raise ValueError("no such city")
+
+
+@server.tool()
+def flood() -> str:
+    """Return five million characters."""
+    return "x" * 5_000_000
+
+
+@server.tool()
+async def hang() -> str:
+    """Never answer."""
+    await asyncio.Event().wait()
+    return ""
+
+
+@server.tool()
+def die() -> str:
+    """End the server process."""
+    os._exit(3)
+
+
+@server.tool()
+def forget() -> str:
+    """Remove the tool add."""
+    server.remove_tool("add")
+    return "forgotten"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        server.run("streamable-http", port=int(sys.argv[1]))
+    else:
+        server.run("stdio")

@@ -1,0 +1,150 @@
+"""Tools written as text: parsed here, executed only in the sandbox."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentfly_kit.errors import ToolSchemaError
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.sandboxes.python import PythonSandbox
+from agentfly_kit.tools.tool import Tool, ToolSet
+
+SOURCE = '''
+def area(width: float, height: float = 1.0, unit: Literal["m", "km"] = "m", notes: list[str] | None = None) -> str:
+    """Compute the area of a rectangle.
+
+    Args:
+        width: width of the rectangle.
+        height: height of the rectangle.
+        unit: unit of both.
+        notes: remarks.
+    """
+    import math
+    return f"{math.floor(width * height)} {unit}2"
+'''
+
+
+def one(body: str, arguments: str = "", documentation: str = "Do it.") -> str:
+    return f'def f({arguments}):\n    """{documentation}"""\n    {body}\n'
+
+
+async def test_the_function_runs_in_the_sandbox_with_its_schema() -> None:
+    made = Tool.from_source(SOURCE)
+    assert made.name == "area" and made.source == SOURCE and made.sandbox_types == (PythonSandbox,)
+    properties = made.schema["function"]["parameters"]["properties"]
+    assert properties["unit"]["enum"] == ["m", "km"] and properties["height"]["default"] == 1.0
+    assert properties["width"]["description"] == "width of the rectangle."
+    assert (await made.try_(width=2.5, height=2)).observation == "5 m2"
+    assert "was not run" in (await made.try_(width="wide")).observation
+
+
+async def test_every_tool_runs_its_own_body_also_after_the_model_redefined_it() -> None:
+    first, second = (Tool.from_source(one(f"return {n}"), name=f"tool{n}") for n in (1, 2))
+    async with Pool(PythonSandbox, size=1) as pool:
+        sandbox: Any
+        assert [(await t.try_(pool=pool)).observation for t in (first, second, first)] == ["1", "2", "1"]
+    async with PythonSandbox() as sandbox:
+        await sandbox.run("def f(): return 3")
+        from agentfly_kit.tools.source import parse_source, sandboxed
+
+        assert (await sandboxed(parse_source(one("return {'a': 1}")))(sandbox)).stdout == '{"a":1}\n'
+    assert first.fingerprint != second.fingerprint
+    same = Tool.from_source(one("return 1"), name="tool1")
+    assert ToolSet([first, second]) == ToolSet([same, second])
+
+
+async def test_failures_of_the_function_are_observations() -> None:
+    result = await Tool.from_source(one("return 1 / 0")).try_()
+    assert not result.ok and "ZeroDivisionError" in result.observation and result.error is None
+    result = await Tool.from_source(one("import os; os._exit(3)")).try_()
+    assert not result.ok and result.error is None
+    result = await Tool.from_source(one("while True: pass"), timeout=0.5).try_()
+    assert not result.ok and result.error is None
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (3, "source must be a string"),
+        ("x" * 1_000_000, "at most 64,000 characters, got 1,000,000"),
+        ("", "exactly one function, got 0"),
+        ("def f(:", "line 1: "),
+        ("def f():\0 pass", "source"),
+        ("(" * 5000, "source must be Python code|line 1"),
+        ("import os\n" + one("pass"), "line 1: source must be one function"),
+        ("open('x', 'w')", "line 1: source must be one function"),
+        ("class f:\n    pass", "line 1: source must be one function"),
+        ("async def f():\n    pass", "line 1: source must be one function"),
+        (one("pass") + one("pass"), "line 4: source must define exactly one function, got 2"),
+        ("def f():\n    pass", "line 1: the function must have a docstring"),
+        ("@print\n" + one("pass"), "line 1: the function must not have decorators"),
+        (one("pass", "a"), "line 1: parameter 'a' must have a type"),
+        (one("pass", "a: int"), "parameter 'a' must have a description"),
+        (one("pass", "a: os.system('x')"), "line 1: parameter 'a' must have a type made of"),
+        (one("pass", "a: Path"), "got Path"),
+        (one("pass", "a: Literal[f()]"), "must have a type made of"),
+        (one("pass", "a: int = f()"), "line 1: a default must be a literal"),
+        (one("pass", "*a"), "line 1: parameter 'a' must accept a keyword argument"),
+        (one("pass", "**a"), "line 1: parameter 'a' must accept a keyword argument"),
+    ],
+)
+def test_bad_sources_are_rejected_with_the_line(source: Any, message: str) -> None:
+    with pytest.raises(ToolSchemaError, match=message):
+        Tool.from_source(source)
+
+
+_PIECES = (
+    "import os; os.environ['AGENTFLY_CANARY'] = '1'", "def f(): os.environ['AGENTFLY_CANARY'] = '1'", "@evil",
+    "def g(a: evil()): pass", "def h(a=evil()): pass", '    """Do it."""', "    return 1", "class A(evil()): pass",
+    "lambda: 0", "\\", "\t", "if evil(): pass", "evil()", "f'{evil()}'", "while evil(): pass", "\x0c", "def f(a: int):",
+    '    """Do it.\n\n    Args:\n        a: a.\n    """', "(" * 50, "async def f(): evil()", "    yield evil()",
+)  # fmt: skip
+
+
+def _try_random_sources(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    def evil(*_: Any) -> Any:
+        raise AssertionError("code of a tool was executed in this process")
+
+    monkeypatch.setattr("builtins.evil", evil, raising=False)
+    monkeypatch.delenv("AGENTFLY_CANARY", raising=False)
+    rng = random.Random(int(os.environ.get("TEST_SEED", "0")))
+    accepted = 0
+    for _ in range(count):
+        pieces = rng.choices(_PIECES, k=rng.randint(1, 5))
+        if rng.random() < 0.3:
+            pieces = [_PIECES[16], _PIECES[17], *(f"    {piece}" for piece in pieces)]
+        try:
+            made = Tool.from_source("\n".join(pieces))
+        except ToolSchemaError:
+            continue
+        accepted += 1
+        assert made.fingerprint and made.schema and repr(made) and ToolSet([made])
+    assert "AGENTFLY_CANARY" not in os.environ
+    return accepted
+
+
+def test_random_sources_are_never_executed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _try_random_sources(500, monkeypatch) > 5, "some sources must be tools, else the test shows nothing"
+
+
+@pytest.mark.real
+def test_ten_thousand_random_sources_are_never_executed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _try_random_sources(10_000, monkeypatch) > 100
+
+
+async def test_a_tool_cannot_write_files_of_the_host(tmp_path: Path) -> None:
+    file = tmp_path / "canary"
+    await Tool.from_source(one(f"open({str(file)!r}, 'w').write('x')")).try_()
+    if (await _isolation()) == "none":
+        pytest.skip("this machine has no isolation, which lets code in a sandbox write files of the user")
+    assert not file.exists()
+
+
+async def _isolation() -> str | None:
+    async with PythonSandbox() as sandbox:
+        return sandbox.isolation
