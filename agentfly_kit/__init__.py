@@ -14,6 +14,7 @@ __version__ = "0.2.0"
 _WHERE = {
     "Agent": "agent.agent",
     "Batch": "batch.batch",
+    "Branch": "agent.branching",
     "Budget": "agent.budget",
     "Chain": "agent.chain_editing",
     "Chat": "chat.chat",

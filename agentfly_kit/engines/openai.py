@@ -111,6 +111,8 @@ class OpenAIEngine(Engine):
         """Whether samples have logprobs: "yes" in exact mode, else "no"."""
         return "yes" if self._exact else "no"
 
+    entropies = "no"  # an entropy needs all logprobs, and the server returns only the highest
+
     @property
     def version(self) -> int:
         return self._version

@@ -106,4 +106,9 @@ assert {len(t.rows) for t in rollout} == {1} and before.success <= 0.4 and after
 assert {turn.author for t in pair for turn in t.actions} == {"planner", "worker"}
 assert 0 < int(batch.mask.sum()) < sum(int(row.action_mask.sum()) for t in pair for row in t.rows)
 """,
+    "17_branches": """
+assert {len(group) for group in rollout.groups} == {16}
+assert rollout.summary()["executed"] < sum(len(t.tool_calls) for t in rollout)
+assert all(abs(row["weighted"] - truth) < 0.05 for row in results.values() if "weighted" in row)
+""",
 }

@@ -54,6 +54,7 @@ class _Acquire(_Message):
     owner: Annotated[str, pydantic.StringConstraints(max_length=1000)] = "somebody"
     timeout: Seconds | None = None
     run: Annotated[str, pydantic.StringConstraints(max_length=1000)] = ""
+    queue: bool = True
     wait: Seconds = 0.0
 
 
@@ -457,7 +458,7 @@ class PoolServer:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout if message.queue else 0):
                 await client.lease_slots.acquire()
         except TimeoutError:
             raise PoolTimeout(
@@ -466,7 +467,7 @@ class PoolServer:
             ) from None
         try:
             left = max(0.0, timeout - (loop.time() - began))
-            lease = await self.pool.acquire(message.owner, left, run=run)
+            lease = await self.pool.acquire(message.owner, left, run=run, queue=message.queue)
         except BaseException:
             client.lease_slots.release()
             raise
