@@ -33,7 +33,7 @@ from typing import Any
 import agentfly_kit as af
 from agentfly_kit.batch.turn_data import executed_calls
 
-CALLS = 3000
+CALLS = 2000
 MOST_STEPS = 24
 SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": "grpo"},
