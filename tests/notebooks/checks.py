@@ -109,6 +109,6 @@ assert 0 < int(batch.mask.sum()) < sum(int(row.action_mask.sum()) for t in pair 
     "17_branches": """
 assert {len(group) for group in rollout.groups} == {16}
 assert rollout.summary()["executed"] < sum(len(t.tool_calls) for t in rollout)
-assert all(abs(row["weighted"] - truth) < 0.05 for row in results.values() if "weighted" in row)
+assert all(abs(row["weighted"] - truth) < 0.05 for row in rows.values() if "weighted" in row)
 """,
 }
