@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.agent.harness import create_chain
@@ -62,6 +63,7 @@ class Agent(AgentSettings):
         tasks: Iterable[Task] | Task,
         group_size: int = 1,
         *,
+        branch: Branch | None = None,
         max_concurrency: int = 64,
         budget: Budget | None = None,
         group_budget: Budget | None = None,
@@ -75,6 +77,8 @@ class Agent(AgentSettings):
         Args:
             tasks: the tasks, or a single task.
             group_size: number of chains per task.
+            branch: sample each group as a tree of `group_size` leaves, whose chains fork after tool results; see
+                `af.Branch`. With None, all chains of a group are independent.
             max_concurrency: maximum number of chains that run concurrently.
             budget: limits shared by all chains, or None.
             group_budget: limits shared by the chains of each group, or None.
@@ -86,5 +90,5 @@ class Agent(AgentSettings):
                 Ids and seeds are the same as in a single process.
         """
         return RolloutHandle(
-            self, tasks, group_size, max_concurrency, budget, group_budget, index, purpose, progress, share
+            self, tasks, group_size, branch, max_concurrency, budget, group_budget, index, purpose, progress, share
         )

@@ -165,6 +165,11 @@ class BaseChain(Displayable):
     def _seed(self, turn: int, attempt: int = 0) -> int:
         return self.seed_key.seed(self.agent.seed, self.task.id, turn, attempt)
 
+    @property
+    def trajectory_seed(self) -> int:
+        """The seed recorded in the trajectory, which is that of its first action."""
+        return self._seed(0)
+
     def _action_seed(self, attempt: int) -> int:
         """Return the seed of the next action."""
         return self._seed(self.actions, attempt)
@@ -452,7 +457,7 @@ class BaseChain(Displayable):
             reward=score.reward,
             metrics=score.metrics,
             error=self.error,
-            seed=self._seed(0),
+            seed=self.trajectory_seed,
             sampling=self.agent.sampling,
             seconds=time.perf_counter() - self._started_at,
             tools=self._schemas,

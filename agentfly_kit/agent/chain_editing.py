@@ -121,7 +121,8 @@ class Chain(BaseChain):
             self._end("error", Failure.from_exception("chain", error))
         except Exception as error:
             if limit.expired():
-                self._end(stop)
+                if self.stop != "answered":  # else the limit was reached while the chain waited for its group
+                    self._end(stop)
             else:  # for example, a TimeoutError of a server, which is not the chain's time limit
                 where = "engine" if isinstance(error, EngineError) else "chain"
                 self._end("error", Failure.from_exception(where, error))
@@ -136,6 +137,10 @@ class Chain(BaseChain):
         # Do not sample if the hook has forced an action.
         if self.stop is None and not self.pending_calls:
             await (sample or self.sample)()
+            above = self.turn.parent
+            # Only the first action has the first turn above it. Others follow a tool result, maybe in a new row.
+            if self.hooks.branch is not None and self.turn.kind == "action" and above is not self.turns[0]:
+                await self.hooks.branch(self)
             if self._compacting_can_help():
                 await call_hook(agent.on_context_full, self)
         if self.stop is None and self.pending_calls:
@@ -293,42 +298,63 @@ class Chain(BaseChain):
                 sandbox or tool state, which cannot be rewound.
         """
         with self._exclusive("rewind"):
-            path = self.turns
-            target = path[to] if isinstance(to, int) and -len(path) <= to < len(path) else to
-            if isinstance(target, int) or not any(turn is target for turn in path):
-                raise SettingsError(f"to must be one of chain.turns, or its index, got {target!r}")
-            held = self.context.held
-            later = path[next(i for i, turn in enumerate(path) if turn is target) :]
-            used = any(turn is self._context_used_at for turn in later)
-            if self.turn is not target and used and (held or self.context.state):
-                what = ", ".join(sandbox_type.__name__ for sandbox_type in held) or "state that its tools keep"
-                raise SettingsError(f"this chain cannot go back: it holds {what}, which would not go back with it")
-            self.error = None
-            stop = None
-            if target.completes_action:
-                # A truncated action is not an answer, and its tool calls are not run.
-                stop = "turn_tokens" if target.stop == "length" else None if target.tool_calls else "answered"
-            self._append(target, stop)
-            if target.kind == "observation" and target.ids == ():
-                self._append_observation(target)  # it was not encoded, because it ended the chain or its row
-            return self.turn
+            return self._move_to(self._earlier_turn(to, "to"))
+
+    def _earlier_turn(self, to: Turn | int, name: str) -> Turn:
+        """Return a turn of this chain. Raise SettingsError if the sandboxes are not in the state of that turn."""
+        path = self.turns
+        target = path[to] if isinstance(to, int) and -len(path) <= to < len(path) else to
+        if isinstance(target, int) or not any(turn is target for turn in path):
+            raise SettingsError(f"{name} must be one of chain.turns, or its index, got {target!r}")
+        held = self.context.held
+        later = path[next(i for i, turn in enumerate(path) if turn is target) :]
+        used = any(turn is self._context_used_at for turn in later)
+        if self.turn is not target and used and (held or self.context.state):
+            what = ", ".join(sandbox_type.__name__ for sandbox_type in held) or "state that its tools keep"
+            raise SettingsError(f"this chain cannot go back: it holds {what}, which would not go back with it")
+        return target
+
+    def _move_to(self, target: Turn) -> Turn:
+        self.error = None
+        stop = None
+        if target.completes_action:
+            # A truncated action is not an answer, and its tool calls are not run.
+            stop = "turn_tokens" if target.stop == "length" else None if target.tool_calls else "answered"
+        self._append(target, stop)
+        if target.kind == "observation" and target.ids == ():
+            self._append_observation(target)  # it was not encoded, because it ended the chain or its row
+        return self.turn
 
     @pending_call
-    async def fork(self, *, same_seeds: bool = False, number: int | None = None) -> Chain:
+    async def fork(
+        self,
+        *,
+        at: Turn | int | None = None,
+        same_seeds: bool = False,
+        number: int | None = None,
+        queue: bool = True,
+    ) -> Chain:
         """Return a new chain with the same turns, which continues independently in forks of the sandboxes.
 
         Args:
+            at: the turn after which the fork continues, or its index in `chain.turns`; by default the last turn.
             same_seeds: whether the fork samples with the seeds of this chain instead of its own.
             number: number of the fork, at least 1, which determines its id and seeds; by default the next number.
+            queue: whether to wait for other chains to release sandboxes.
 
         Raises:
+            SettingsError: if tools have run since the turn `at` and the chain has a sandbox or tool state.
             SandboxError: if a sandbox or the state of the tools cannot be forked.
+            PoolTimeout: if the pool has no sandbox for the fork in time or, with queue=False, without waiting.
         """
         if number is not None and (not isinstance(number, int) or number < 1):
             raise SettingsError(f"number must be an integer of at least 1, got {number!r}")
         with self._exclusive("fork"):
+            target = None if at is None else self._earlier_turn(at, "at")
             twin = self._twin(self._forks + 1 if number is None else number, same_seeds)
-            twin.context = await self.context.fork(twin.id)
+            if target is not None:
+                twin._move_to(target)
+            twin.context = await self.context.fork(twin.id, queue=queue)
             return twin
 
     def _twin(self, number: int, same_seeds: bool = False) -> Chain:

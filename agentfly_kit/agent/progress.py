@@ -29,6 +29,11 @@ class ChainKey:
     def id(self) -> str:
         return f"{self.group}/{self.chain}{self.fork}"
 
+    @property
+    def position(self) -> tuple[int, tuple[int, ...]]:
+        """Position in the group: the chain, then the number of each fork on the path. A fork follows its parent."""
+        return self.chain, tuple(int(number) for number in self.fork.split(".")[1:])
+
     def seed(self, run_seed: int, task: str, turn: int, attempt: int = 0) -> int:
         """Return the seed of the action at index `turn`. `task` is the task id; for `attempt`, see `Chain.sample`."""
         parts = (self.purpose, self.rollout, task, self.group, self.chain, self.fork, turn)
@@ -53,6 +58,8 @@ class ChainHooks:
     gate: Callable[[], Awaitable[object]] = _open
     # Called with the chain and the number of forks that `after_observation` returned.
     spawn: Callable[[Any, int], Awaitable[None]] | None = None
+    # Awaited with the chain after each action that follows a tool result, before the tool calls of the action run.
+    branch: Callable[[Any], Awaitable[None]] | None = None
     usages: tuple[BudgetUsage, ...] = ()
     # Name of the rollout, so that a pool can alternate between rollouts.
     run: str = ""

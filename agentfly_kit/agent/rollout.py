@@ -16,6 +16,7 @@ from agentfly_kit._async.pending_call import pending_call
 from agentfly_kit._display import Displayable, shorten
 from agentfly_kit.agent import rollout_io
 from agentfly_kit.agent.turns import with_turn_rewards
+from agentfly_kit.batch.turn_data import executed_calls
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.success import SuccessRule, check_success_rule, record_success, sign_flip_test
@@ -39,11 +40,13 @@ class Rollout(Displayable):
         groups: One group per task.
         seconds: Wall-clock time of the rollout.
         not_run: Stop reasons (`run_tokens`, ...) of chains that a shared budget prevented from starting, by id.
+        forks_refused: Number of requested forks that were not made, for example because no sandbox was free.
     """
 
     groups: tuple[Group, ...] = ()
     seconds: float = field(default=0.0, compare=False)
     not_run: dict[str, str] = field(default_factory=dict)
+    forks_refused: int = 0
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
@@ -76,13 +79,19 @@ class Rollout(Displayable):
 
     @classmethod
     def from_trajectories(
-        cls, trajectories: Iterable[Trajectory], seconds: float = 0.0, not_run: Mapping[str, str] | None = None
+        cls,
+        trajectories: Iterable[Trajectory],
+        seconds: float = 0.0,
+        not_run: Mapping[str, str] | None = None,
+        forks_refused: int = 0,
     ) -> Rollout:
         """Create a rollout by grouping trajectories by their `group`, in order of first appearance."""
         by: dict[str, list[Trajectory]] = {}
         for t in trajectories:
             by.setdefault(t.group, []).append(t)
-        return cls(tuple(Group(name, tuple(ts)) for name, ts in by.items()), seconds, dict(not_run or {}))
+        return cls(
+            tuple(Group(name, tuple(ts)) for name, ts in by.items()), seconds, dict(not_run or {}), forks_refused
+        )
 
     def with_drop_reasons(self, dropped: Iterable[Any]) -> Rollout:
         """Return a copy in which the trajectories in `dropped` (that is, `batch.dropped`) have their drop reasons."""
@@ -95,7 +104,9 @@ class Rollout(Displayable):
     def summary(self) -> dict[str, float]:
         """Return the mean success and reward of the scored trajectories, and statistics of all trajectories.
 
-        `reward_max` is included only if the rewards vary but no trajectory can succeed; see `success_hint`.
+        `reward_max` is included only if the rewards vary but no trajectory can succeed; see `success_hint`. `forks` and
+        `executed` are included if chains were forked: the number of forks, and the number of tool calls of all chains
+        in which a call shared by several chains counts once (`calls` is the mean of all calls of a chain).
         """
         ts = self.trajectories
         scored = [t for t in ts if t.reward is not None]
@@ -103,6 +114,8 @@ class Rollout(Displayable):
         out: dict[str, float] = {"trajectories": len(ts)}
         if self.not_run:
             out["not_run"] = len(self.not_run)
+        if self.forks_refused:
+            out["forks_refused"] = self.forks_refused
         if scored:
             out["success"] = sum(bool(t.success) for t in scored) / len(scored)
             out["reward"] = sum(rewards) / len(rewards)
@@ -116,6 +129,8 @@ class Rollout(Displayable):
             out["seconds"] = self.seconds
             if all(t.exact for t in ts):
                 out["tokens"] = sum(int(row.action_mask.sum()) for t in ts for row in t.rows) / len(ts)
+            if forks := sum(t.id != f"{t.group}/{t.chain}" for t in ts):
+                out["forks"], out["executed"] = forks, executed_calls(ts)
             if any(len(t.rows) > 1 for t in ts):
                 out["rows"] = sum(len(t.rows) for t in ts) / len(ts)
         return out
@@ -215,7 +230,7 @@ class Rollout(Displayable):
 
     def save(self, path: str | Path) -> Path:
         """Write the rollout to a .jsonl file atomically. All task fields must be representable in JSON."""
-        rollout_io.write(Path(path), self.trajectories, self.seconds, self.not_run)
+        rollout_io.write(Path(path), self.trajectories, self.seconds, self.not_run, self.forks_refused)
         return Path(path)
 
     @classmethod

@@ -139,7 +139,9 @@ def atomic_write(path: Path) -> Iterator[Any]:
             temporary.unlink()
 
 
-def write(path: Path, trajectories: Sequence[Trajectory], seconds: float, not_run: Mapping[str, str]) -> None:
+def write(
+    path: Path, trajectories: Sequence[Trajectory], seconds: float, not_run: Mapping[str, str], forks_refused: int
+) -> None:
     token_texts: dict[int, str] = {}
     for t in trajectories:
         for turn in t.turns:
@@ -149,14 +151,16 @@ def write(path: Path, trajectories: Sequence[Trajectory], seconds: float, not_ru
     header = {"format": _FORMAT, "version": version, "seconds": seconds, "pieces": token_texts}
     if not_run:
         header["not_run"] = dict(not_run)
+    if forks_refused:
+        header["forks_refused"] = forks_refused
     with atomic_write(path) as file:
         file.write(dump_json(header, "the header") + "\n")
         for t in trajectories:
             file.write(dump_json(_trajectory_to_json(t), f"trajectory {t.id!r}") + "\n")
 
 
-def read(path: Path) -> tuple[list[Trajectory], float, dict[str, str]]:
-    """Return the trajectories of a saved rollout, its duration in seconds, and its `not_run`; see `Rollout.load`."""
+def read(path: Path) -> tuple[list[Trajectory], float, dict[str, str], int]:
+    """Return the arguments of `Rollout.from_trajectories` for a saved rollout."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -174,6 +178,6 @@ def read(path: Path) -> tuple[list[Trajectory], float, dict[str, str]]:
             number += 1
             if line:
                 trajectories.append(_trajectory_from_json(json.loads(line), token_texts))
-        return trajectories, header["seconds"], dict(header.get("not_run", {}))
+        return trajectories, header["seconds"], dict(header.get("not_run", {})), header.get("forks_refused", 0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path}:{number} is damaged: {type(error).__name__}: {error}") from error

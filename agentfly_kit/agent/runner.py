@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import itertools
 import math
 from collections import deque
@@ -11,8 +13,9 @@ from typing import Any
 
 from agentfly_kit._async.gc_pause import relaxed_gc
 from agentfly_kit._async.interrupts import keep_interruptible
-from agentfly_kit._async.pending_call import Handle, cancelling, wait_all
+from agentfly_kit._async.pending_call import Handle, cancelling, wait_all, warn_or_log
 from agentfly_kit._display import Displayable, explain_interrupt
+from agentfly_kit.agent.branching import Branch, BranchGroup
 from agentfly_kit.agent.budget import Budget, BudgetUsage
 from agentfly_kit.agent.chain import call_hook
 from agentfly_kit.agent.chain_editing import Chain
@@ -22,7 +25,7 @@ from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings, task_list
 from agentfly_kit.errors import NotAwaited, RewardError, SettingsError
 from agentfly_kit.success import record_success
-from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory
+from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory, Turn
 
 _rollouts = itertools.count(1)
 
@@ -35,7 +38,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
 
     Attributes:
         partial: The chains that have finished so far, as a `Rollout`.
-        total: Number of chains, including the forks that hooks have requested so far.
+        total: Number of chains, including the forks so far. With `branch`, the number of leaves.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         agent: AgentSettings,
         tasks: Iterable[Task] | Task,
         group_size: int,
+        branch: Branch | None,
         max_concurrency: int,
         budget: Budget | None,
         group_budget: Budget | None,
@@ -68,6 +72,10 @@ class RolloutHandle(Handle[Rollout], Displayable):
                 )
             if limit is not None and limit.tool_calls is not None and agent.harness is not None:
                 raise SettingsError(f"{name}={limit} must not limit tool_calls: the harness runs its own tools")
+        if not isinstance(branch, Branch | None):
+            raise SettingsError(f"branch must be an af.Branch, such as af.Branch(initial=4), got {branch!r}")
+        # Number of groups that may begin.
+        self._num_free = 0 if branch is None else branch.groups_at_once(agent, group_size, max_concurrency)
         agent.check_tasks(given)
         if agent.exact:
             # Render the first prompt here, so that a template that rejects every task raises. If a template rejects a
@@ -75,20 +83,28 @@ class RolloutHandle(Handle[Rollout], Displayable):
             agent.chat.prompt(agent.opening(given[0]), agent.tools.schemas)
         self.agent = agent
         self.group_size = group_size
+        self.branch = branch
         self.max_concurrency = max_concurrency
         self._tasks = len(given)
         self._shows_bar = progress
         self._bar: Any = None
         self._name = f"rollout {next(_rollouts)}"
-        self._planned = _plan(given, group_size, index, purpose, share)
+        size = group_size if branch is None else branch.num_initial(group_size)
+        self._planned = _plan(given, size, index, purpose, share)
         self._progress = Progress()
         for task, key in self._planned:
             self._progress.add(key, task)
         self._run_usage = None if budget is None else BudgetUsage(budget, "run")
-        groups = {key.group for _, key in self._planned}
-        self._group_usages = {} if group_budget is None else {g: BudgetUsage(group_budget, "group") for g in groups}
+        self._group_ids = {key.group for _, key in self._planned}
+        self._group_usages = (
+            {} if group_budget is None else {g: BudgetUsage(group_budget, "group") for g in self._group_ids}
+        )
         # Task and key of each chain that has not started, and the chain itself if it is a fork.
         self._queue: deque[tuple[Task, ChainKey, Chain | None]] = deque()
+        # With `branch`: first chains of the groups that have not begun, and the groups that have, by id.
+        self._unbegun = deque([(t, key) for t, key in self._planned if key.chain == 0] if branch else [])
+        self._branching: dict[str, BranchGroup] = {}
+        self._forks_refused = 0
         self._workers: list[asyncio.Task[None]] = []
         self._running_workers = 0
         self._done: dict[str, Trajectory] = {}
@@ -103,14 +119,14 @@ class RolloutHandle(Handle[Rollout], Displayable):
 
     @property
     def total(self) -> int:
-        return len(self._planned)
+        return len(self._planned) if self.branch is None else len(self._group_ids) * self.group_size
 
     @property
     def partial(self) -> Rollout:
         """The finished chains so far, in the order of the tasks."""
         done = [self._done[key.id] for _, key in self._planned if key.id in self._done]
         not_run = {key.id: self._not_run[key.id] for _, key in self._planned if key.id in self._not_run}
-        return Rollout.from_trajectories(done, self._progress.seconds, not_run)
+        return Rollout.from_trajectories(done, self._progress.seconds, not_run, self._forks_refused)
 
     def snapshot(self) -> RolloutSnapshot:
         """Return the current state of every chain. This is cheap enough to call several times per second."""
@@ -234,7 +250,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
         return self.partial
 
     async def _run_chains(self) -> None:
-        self._queue.extend((task, key, None) for task, key in self._planned)
+        if self.branch is None:
+            self._queue.extend((task, key, None) for task, key in self._planned)
         if self._run_usage is not None:
             self._run_usage.start()
         if self._shows_bar:
@@ -242,7 +259,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
 
             self._bar = tqdm(total=self.total, desc="chains", unit="chain")
         try:
-            for _ in range(self.total):
+            self._begin_groups()
+            for _ in range(len(self._queue)):
                 self._add_worker()
             # Await workers one by one: asyncio.wait would scan all of them whenever one finishes. Forks add workers.
             for worker in self._workers:
@@ -255,6 +273,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
             # Wait for the workers, because a worker cancelled while it releases a sandbox first completes the release.
             # Close the forks that have not run, because they hold forked sandboxes.
             closing = [asyncio.ensure_future(fork.close()) for _, _, fork in self._queue if fork is not None]
+            self._unbegun.clear()
             for worker in self._workers:
                 worker.cancel()
             try:
@@ -278,7 +297,13 @@ class RolloutHandle(Handle[Rollout], Displayable):
         """Run chains from the queue until it is empty."""
         try:
             while self._queue:
-                await self._run_chain(*self._queue.popleft())
+                task, key, fork = self._queue.popleft()
+                try:
+                    await self._run_chain(task, key, fork)
+                except Exception:
+                    self._chain_ended(key)  # its group must not wait for it
+                    raise
+                self._chain_ended(key)
         finally:
             self._running_workers -= 1
 
@@ -289,7 +314,9 @@ class RolloutHandle(Handle[Rollout], Displayable):
             usage.start()
         stop = next((stop for usage in usages if (stop := usage.exhausted())), None)
         if stop is None:
-            hooks = ChainHooks(self._progress.report, self._unpaused.wait, self._spawn, usages, self._name)
+            group = self._branching.get(key.group)
+            branch = None if group is None else group.branch
+            hooks = ChainHooks(self._progress.report, self._unpaused.wait, self._spawn, branch, usages, self._name)
             try:
                 chain = fork or create_chain(self.agent, task, key, hooks)
             except Exception as error:  # for example, the chat template rejects the task's messages
@@ -308,15 +335,64 @@ class RolloutHandle(Handle[Rollout], Displayable):
             self._bar.update()
 
     async def _spawn(self, chain: Chain, count: int) -> None:
-        """Fork a chain `count` times, and queue the forks after the chain and its earlier forks."""
         for _ in range(count):
-            fork = await chain.fork()
-            key = fork.key
-            siblings = [i for i, (_, k) in enumerate(self._planned) if (k.group, k.chain) == (key.group, key.chain)]
-            self._planned.insert(siblings[-1] + 1, (fork.task, key))
-            self._progress.add(key, fork.task)
-            self._queue.append((fork.task, key, fork))
+            await self._fork(chain)
+
+    async def _fork(self, chain: Chain, at: Turn | None = None) -> bool:
+        """Fork a chain and queue the fork. If that fails, count it, warn about the first failure and return False."""
+        try:
+            # A chain that keeps its sandboxes must not wait for sandboxes of chains that wait for it.
+            fork = await chain.fork(at=at, queue=False)
+        except Exception as error:
+            self._forks_refused += 1
+            if self._forks_refused == 1:
+                warn_or_log(f"the chain {chain.id!r} was not forked: {error}")
+            return False
+        self._add_chain(fork.task, fork.key, fork)
+        return True
+
+    def _add_chain(self, task: Task, key: ChainKey, fork: Chain | None = None) -> None:
+        """Queue a fork or an additional chain, which is listed by its position in the group."""
+        before = [i for i, (_, k) in enumerate(self._planned) if k.group == key.group and k.position < key.position]
+        self._planned.insert(before[-1] + 1, (task, key))
+        self._progress.add(key, task)
+        self._queue.append((task, key, fork))
+        self._add_worker()
+
+    # --- branching ---
+
+    def _begin_groups(self) -> None:
+        """Begin groups while all their chains have room. A group that waited for sandboxes could wait for itself."""
+        while self._unbegun and self._num_free:
+            assert self.branch is not None
+            self._num_free -= 1
+            task, first = self._unbegun.popleft()
+            group = BranchGroup(
+                self.branch,
+                self.group_size,
+                functools.partial(self._begin_chain, task, first),
+                self._fork,
+                self._end_group,
+            )
+            self._branching[first.group] = group
+            group.begin(self.branch.num_initial(self.group_size))
+
+    def _begin_chain(self, task: Task, first: ChainKey, index: int) -> None:
+        assert self.branch is not None
+        key = dataclasses.replace(first, chain=index)
+        if index < self.branch.num_initial(self.group_size):  # listed from the beginning
+            self._queue.append((task, key, None))
             self._add_worker()
+        else:
+            self._add_chain(task, key)
+
+    def _chain_ended(self, key: ChainKey) -> None:
+        if key.group in self._branching:
+            self._branching[key.group].ended()
+
+    def _end_group(self) -> None:
+        self._num_free += 1
+        self._begin_groups()
 
     def _failed_trajectory(self, task: Task, key: ChainKey, error: Exception) -> Trajectory:
         """Return the trajectory of a chain that could not be created, and report it."""

@@ -124,9 +124,7 @@ def _turn_ids(trajectories: list[Trajectory], sampled: list[tuple[int, ...]]) ->
         ids: list[Hashable] = [(n, i) for i in at]
         longest = 0
         for other in forks.setdefault((t.group, t.chain), []):
-            # Count the leading turns that both trajectories have, then the sampled ones among them.
-            pairs = zip(trajectories[other].turns, t.turns, strict=False)
-            turns = next((i for i, (a, b) in enumerate(pairs) if not _is_same_turn(a, b)), len(t.turns))
+            turns = _num_common_turns(trajectories[other], t)
             shared = min(sum(i < turns for i in at), len(at) - 1, len(sampled[other]) - 1)
             if shared > longest:
                 longest = shared
@@ -134,6 +132,28 @@ def _turn_ids(trajectories: list[Trajectory], sampled: list[tuple[int, ...]]) ->
         forks[t.group, t.chain].append(n)
         out.append(tuple(ids))
     return tuple(out)
+
+
+def executed_calls(rollout: Any) -> int:
+    """Return the number of tool calls of all trajectories, where a call in a turn shared by forked chains counts once.
+
+    Args:
+        rollout: A rollout, a trajectory, or an iterable of trajectories.
+    """
+    total = 0
+    seen: dict[tuple[str, int], list[Trajectory]] = {}
+    for t in as_trajectories(rollout):
+        family = seen.setdefault((t.group, t.chain), [])
+        start = max((_num_common_turns(other, t) for other in family), default=0)
+        total += sum(len(turn.tool_calls) for turn in t.turns[start:] if turn.kind == "observation")
+        family.append(t)
+    return total
+
+
+def _num_common_turns(a: Trajectory, b: Trajectory) -> int:
+    """Return the number of leading turns that both trajectories have."""
+    pairs = enumerate(zip(a.turns, b.turns, strict=False))
+    return next((i for i, (x, y) in pairs if not _is_same_turn(x, y)), min(len(a.turns), len(b.turns)))
 
 
 _turn_content = operator.attrgetter("kind", "author", "ids", "sampled", "logprobs", "seed")

@@ -19,6 +19,7 @@ class Engine(Displayable, ABC):
     Attributes:
         tokens: "exact" if `Sample.ids` contains the ids that were sampled, "none" if the engine returns only text.
         logprobs: Whether samples have logprobs: "yes" or "no".
+        entropies: Whether samples have entropies: "yes" or "no".
         reproducible: True if the same ids, sampling settings and seed give the same sample regardless of concurrent
             requests.
         author: Author recorded for the sampled tokens. Only tokens with author "policy" are trained.
@@ -26,6 +27,7 @@ class Engine(Displayable, ABC):
 
     tokens: Literal["exact", "none"] = "exact"
     logprobs: Literal["yes", "no"] = "yes"
+    entropies: Literal["yes", "no"] = "yes"
     reproducible: bool = False
     author: str = "policy"
 

@@ -107,6 +107,8 @@ class OpenAIEngine(Engine):
         """Whether samples have logprobs: "yes" in exact mode, else "no"."""
         return "yes" if self._exact else "no"
 
+    entropies = "no"  # an entropy needs all logprobs, and the server returns only the highest
+
     @property
     def max_length(self) -> int:
         return self._length or super().max_length

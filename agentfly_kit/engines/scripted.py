@@ -27,6 +27,7 @@ class ScriptedEngine(Engine):
 
     tokens = "exact"
     logprobs = "no"
+    entropies = "no"
     reproducible = True
     author = "script"
 

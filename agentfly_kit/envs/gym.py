@@ -308,7 +308,7 @@ class _SingleSandboxPool:
         self.sandbox = sandbox
         self.turn: object = None
 
-    async def acquire(self, owner: str, *, run: str) -> _SingleSandboxPool:
+    async def acquire(self, owner: str, *, run: str, queue: bool = True) -> _SingleSandboxPool:
         return self
 
     async def release(self, lease: Any) -> None: ...

@@ -95,7 +95,9 @@ class BasePool(ABC, Generic[S]):
         _POOLS.add(self)
 
     @abstractmethod
-    async def acquire(self, owner: str = "somebody", timeout: float | None = None, *, run: str = "") -> Lease[S]: ...
+    async def acquire(
+        self, owner: str = "somebody", timeout: float | None = None, *, run: str = "", queue: bool = True
+    ) -> Lease[S]: ...
 
     @abstractmethod
     async def release(self, lease: Lease[S], *, reusable: bool = True) -> None: ...

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from .._async.delivery import deliver, running_loop
 from .._async.pending_call import maybe_await
-from ..errors import IsolationError, PoolClosed, SandboxError, SettingsError
+from ..errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
 from .base import BasePool, Lease
 from .calls import call, call_within, kill, kill_all
 from .environment import is_environment
@@ -245,6 +245,8 @@ class PoolCore(BasePool[S]):
 def _acquire_error(name: str, error: BaseException | None) -> Exception:
     if error is None:
         return PoolClosed(f"the pool of {name} is closed; create a new one")
+    if isinstance(error, PoolTimeout):
+        return PoolTimeout(f"no {name} is free")
     error_type = IsolationError if isinstance(error, IsolationError) else SandboxError
     refusal = error_type(f"no {name} could be started" + (f": {error}" if str(error) else ""))
     refusal.__cause__ = error

@@ -141,16 +141,21 @@ class Pool(Displayable, PoolCore[S]):
 
     # --- leasing
 
-    async def acquire(self, owner: str = "somebody", timeout: float | None = None, *, run: str = "") -> Lease[S]:
+    async def acquire(
+        self, owner: str = "somebody", timeout: float | None = None, *, run: str = "", queue: bool = True
+    ) -> Lease[S]:
         """Wait for a sandbox and lease it until `release`.
 
         Args:
             owner: name of the holder, shown in snapshots and error messages.
             timeout: maximum time to wait, in seconds; None means the pool's `acquire_timeout`.
             run: name of the rollout. Rollouts take turns; requests of the same rollout are served in order of arrival.
+            queue: whether to wait for the release of a lease. With False, only a sandbox that is idle, starting or
+                being reset is waited for.
 
         Raises:
-            PoolTimeout: if no sandbox becomes free in time. The message lists the holders.
+            PoolTimeout: if no sandbox becomes free in time. The message lists the holders. With queue=False, if all
+                sandboxes are leased or requested.
             PoolClosed: if the pool is closed.
             SandboxError, IsolationError: if no sandbox can be started.
         """
@@ -158,7 +163,7 @@ class Pool(Displayable, PoolCore[S]):
         deadline = time.monotonic() + timeout
         self._forget_closed_loops()
         while True:
-            slot = await self._request(owner, run, deadline, timeout)
+            slot = await self._request(owner, run, queue, deadline, timeout)
             with self._lock:
                 if slot.state == "leased" and slot.sandbox is not None:
                     lease = Lease(self, slot.id, slot.sandbox, owner)
@@ -168,10 +173,10 @@ class Pool(Displayable, PoolCore[S]):
         self._schedule_wakeup()
         return lease
 
-    async def _request(self, owner: str, run: str, deadline: float, timeout: float) -> Slot:
+    async def _request(self, owner: str, run: str, queue: bool, deadline: float, timeout: float) -> Slot:
         """Request a sandbox and return the slot that was granted."""
         future: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
-        self._dispatch(self._state.requested, future, owner, run)
+        self._dispatch(self._state.requested, future, owner, run, queue)
         try:
             if not future.done():
                 with keep_interruptible():

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..errors import PoolTimeout
 from .records import Change, PoolEvent, SlotState
 
 # After this many consecutive failed starts, starts are paused. The pause doubles with each further failure.
@@ -138,10 +139,15 @@ class PoolState:
 
     # --- events
 
-    def requested(self, ticket: Any, owner: str, run: str = "") -> None:
-        """Event: a sandbox was requested, on behalf of a run unless `run` is empty. Waiting runs take turns."""
+    def requested(self, ticket: Any, owner: str, run: str = "", queue: bool = True) -> None:
+        """Event: a sandbox was requested, on behalf of a run unless `run` is empty. Waiting runs take turns.
+
+        With queue=False, the request is refused if it could be granted only after a lease was released.
+        """
         if self.closed:
             self._effects.refuse.append((ticket, None))
+        elif not queue and self.count("leased") + len(self.waiters) >= self.size:
+            self._effects.refuse.append((ticket, PoolTimeout()))
         else:
             self._was_used = True
             self.waiters[ticket] = Waiter(owner, run, self._now)

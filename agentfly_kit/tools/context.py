@@ -95,6 +95,8 @@ class Context(Displayable):
         self.run = run
         self._leases: dict[BasePool[Any], asyncio.Task[Any]] = {}
         self._locks: dict[BasePool[Any], asyncio.Lock] = {}
+        # Arguments of `acquire`, besides the owner and the run.
+        self._acquire_options: dict[str, Any] = {}
         self._closed = False
         self._close_lock = asyncio.Lock()
 
@@ -127,7 +129,7 @@ class Context(Displayable):
         return typing.cast(S, lease.sandbox)
 
     async def _acquire(self, pool: BasePool[Any]) -> Any:
-        lease = await pool.acquire(self.trajectory_id, run=self.run)
+        lease = await pool.acquire(self.trajectory_id, run=self.run, **self._acquire_options)
         if environments.is_environment(pool.sandbox_type):
             try:
                 await self._reset_environment(pool.sandbox_type, lease.sandbox)
@@ -180,11 +182,12 @@ class Context(Displayable):
         """The sandboxes that the chain holds, by class."""
         return {pool.sandbox_type: lease.result().sandbox for pool, lease in self._leases.items() if _is_held(lease)}
 
-    async def fork(self, trajectory_id: str) -> Context:
+    async def fork(self, trajectory_id: str, *, queue: bool = True) -> Context:
         """Return a context for a new chain, with copies of `state` and `fields` and forks of the held sandboxes.
 
         Raises:
             SandboxError: if a held sandbox has no `fork`, or `state` cannot be copied. Nothing is leased in this case.
+            PoolTimeout: if no sandbox becomes free in time or, with queue=False, is free now; see `Pool.acquire`.
         """
         for sandbox_type, sandbox in self.held.items():
             if not callable(getattr(sandbox, "fork", None)):
@@ -210,12 +213,15 @@ class Context(Displayable):
             ) from error
         twin.fields._own = copy.deepcopy(self.fields._own)
         twin.reset_results = dict(self.reset_results)
+        if not queue:
+            twin._acquire_options = {"queue": False}
         try:
             for sandbox_type, sandbox in self.held.items():
                 await maybe_await(sandbox.fork(await twin.sandbox(sandbox_type)))
         except BaseException:
             await twin.close()
             raise
+        twin._acquire_options = {}
         return twin
 
     async def close(self) -> None:

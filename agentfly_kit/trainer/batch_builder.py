@@ -80,7 +80,7 @@ class BatchBuilder:
         def estimator(rewards: Tensor, groups: Tensor) -> Tensor:
             turns = turn_data(rollout, rewards=[None if math.isnan(r) else r for r in rewards.tolist()])
             if name == "arpo":
-                return estimators.arpo(rewards, groups, turn_ids=turns.turn_ids)
+                return estimators.arpo(rewards, groups, turn_ids=turns.turn_ids, attribution=self.config.attribution)
             return estimators.gigpo(
                 rewards, groups, turn_rewards=turns.turn_rewards, states=turns.states, gamma=self.config.gamma
             )

@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from agentfly_kit import advantages
+from agentfly_kit.advantages.turns import Attribution
+from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.batch.collate import AdvantagePer, TruncationMode
 from agentfly_kit.batch.filters import Filter, is_group_filter
@@ -32,6 +34,7 @@ _READ_BY = {
     "whiten": TOKEN_ESTIMATORS,
     "value_coef": ("gae",),
     "value_clip": ("gae",),
+    "attribution": ("arpo",),
 }
 
 
@@ -47,10 +50,13 @@ class TrainConfig(PPOConfig):
         steps: Number of iterations of the run.
         tasks_per_step: Number of tasks sampled in each iteration.
         group_size: Number of chains sampled for each task; together they form a group.
+        branch: Sample each group as a tree of `group_size` leaves; see `af.Branch`. None samples independent chains.
         advantage: Advantage estimator: "grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl", "gigpo", "arpo", "gae",
             "reinforce_plus_plus", "reinforce_plus_plus_baseline", or the function with one of these names in
             `af.advantages`. Any other function must map rewards (N,) and groups (N,) to advantages of shape (N,), or
             (N, K) for one advantage per sampled turn (see `turn_data`). "gae" requires a policy with a value head.
+        attribution: How "arpo" credits turns that several leaves share: "soft", "hard" or "inverse_branching"; see
+            `af.advantages.arpo`.
         advantage_per: How outcome estimators count a chain that has several rows: as one member of its group
             ("trajectory"), or as one member per row ("row").
         authors: Authors whose tokens are trained, if the policy samples for several roles; None for all authors.
@@ -105,7 +111,9 @@ class TrainConfig(PPOConfig):
     steps: int = 24
     tasks_per_step: int = 16
     group_size: int = 8
+    branch: Branch | None = None
     advantage: str | Callable[..., Tensor] = "grpo"
+    attribution: Attribution = "soft"
     advantage_per: AdvantagePer = "trajectory"
     authors: tuple[str, ...] | str | None = None
     gamma: float = 1.0
@@ -139,6 +147,7 @@ class TrainConfig(PPOConfig):
         check_choice(self, "keep", *get_args(KeepPolicies))
         check_choice(self, "truncated", *get_args(TruncationMode))
         check_choice(self, "advantage_per", *get_args(AdvantagePer))
+        check_choice(self, "attribution", *get_args(Attribution))
         self._check_advantage()
         self._check_effects()
         if not (math.isfinite(self.lr) and self.lr > 0):
@@ -158,6 +167,8 @@ class TrainConfig(PPOConfig):
         for name in ("budget", "group_budget"):
             if not isinstance(value := getattr(self, name), Budget | None):
                 raise SettingsError(f"{name} must be an af.Budget, such as af.Budget(tokens=1000), got {value!r}")
+        if not isinstance(self.branch, Branch | None):
+            raise SettingsError(f"branch must be an af.Branch, such as af.Branch(initial=4), got {self.branch!r}")
         filters: Any = self.filters
         if not isinstance(filters, list | tuple):
             raise SettingsError(

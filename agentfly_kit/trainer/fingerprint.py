@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.tools import function as functions
 from agentfly_kit.trainer.rollouts import RolloutSampler
@@ -18,8 +19,8 @@ def _as_json(value: Any) -> Any:
         return {"function": _as_json(value.func), "with": filled}
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
-    if isinstance(value, Budget):
-        return dataclasses.asdict(value)
+    if isinstance(value, Branch | Budget):
+        return {f.name: _as_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if callable(value):
         function = value if hasattr(value, "__code__") else getattr(value, "function", type(value).__call__)
         return {"source": functions.source_of(function), "fingerprint": functions.fingerprint(function)}

@@ -615,6 +615,8 @@ def _check(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | No
             f"group_size must be at least 2 for advantage={config.advantage!r}, which compares the chains of a group: "
             "alone, a chain has advantage 0; use 'reinforce_plus_plus' or 'gae' for single chains"
         )
+    if config.branch is not None:
+        config.branch.groups_at_once(agent, config.group_size, config.max_concurrency)
     if not agent.reward and agent.group_reward is None:
         raise SettingsError("the agent has no reward to learn from; add one with agent.replace(reward=...)")
     if agent.sampling.greedy:

@@ -99,6 +99,7 @@ class RolloutSampler:
         self.handle = agent.rollout(
             tasks,
             config.group_size,
+            branch=config.branch,
             max_concurrency=config.max_concurrency,
             budget=config.budget,
             group_budget=config.group_budget,

@@ -7,6 +7,7 @@ import functools
 from typing import Annotated, Any
 
 import pytest
+from agents import ForkingBox, put_call, put_forking, scripted
 
 import agentfly_kit as af
 from agentfly_kit.agent.chain_editing import Chain
@@ -132,6 +133,27 @@ async def test_forks_of_one_task_run_concurrently() -> None:
     assert len(rollout) == 6
     assert most == 6
     assert "rollout of 1 tasks x 1, 6 of 6 chains done" in repr(run)
+
+
+@pytest.mark.parametrize("max_concurrency", [1, 2])
+async def test_forks_do_not_wait_for_sandboxes_of_their_siblings(max_concurrency: int) -> None:
+    """Both chains hold one of two sandboxes and request two forks. A fork that waited would wait for its siblings."""
+    async with af.Pool(ForkingBox, size=2) as pool:
+        a = scripted(
+            [put_call("x", "put_forking"), "6"],
+            tools=[put_forking],
+            pools=[pool],
+            reward=right,
+            after_observation=lambda chain: 0 if chain.key.fork else 2,
+        )
+        with pytest.warns(UserWarning, match="not forked: no ForkingBox is free"):
+            rollout = await asyncio.wait_for(a.rollout(TASKS[:2], max_concurrency=max_concurrency), 10)
+        summary = rollout.summary()
+        assert all(t.reward == 1 for t in rollout), [t.error for t in rollout]
+        assert len(rollout) == 2 + summary.get("forks", 0)
+        assert summary.get("forks", 0) + summary["forks_refused"] == 4
+        assert summary["forks_refused"] >= 1
+        assert pool.snapshot().leased == 0
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,8 @@ async def test_first_come_first_served_over_all_clients(server: PoolServer):
         held = [await one.acquire("a"), await two.acquire("b")]
         with pytest.raises(PoolTimeout, match=r"no Notes free after 0\.1 s \(2 of 2 leased.*held by a .*, b "):
             await one.acquire("c", timeout=0.1)
+        with pytest.raises(PoolTimeout, match="no Notes is free"):
+            await one.acquire("c", queue=False)
         waiting = []
         for number in range(4):
             waiting.append(asyncio.ensure_future((one, two)[number % 2].acquire(f"w{number}")))

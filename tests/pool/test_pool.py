@@ -147,6 +147,8 @@ async def test_a_timeout_names_the_holders():
         )
         assert isinstance(caught.value, TimeoutError)
         assert pool.snapshot().waiting == 0
+        with pytest.raises(PoolTimeout, match="no Notes is free"):
+            await pool.acquire("late", queue=False)
         await pool.release(one)
         await pool.release(two)
 

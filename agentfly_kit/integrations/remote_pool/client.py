@@ -159,8 +159,10 @@ class RemotePool(Displayable, BasePool[S]):
 
     # --- leases
 
-    async def acquire(self, owner: str = "somebody", timeout: float | None = None, *, run: str = "") -> Lease[S]:
-        """Lease a sandbox until `release` is called.
+    async def acquire(
+        self, owner: str = "somebody", timeout: float | None = None, *, run: str = "", queue: bool = True
+    ) -> Lease[S]:
+        """Lease a sandbox until `release` is called; see `Pool.acquire` for the arguments.
 
         Requests of all clients are served in order of arrival; requests that name a `run` alternate with those of other
         runs.
@@ -171,7 +173,7 @@ class RemotePool(Displayable, BasePool[S]):
         timeout = self.acquire_timeout if timeout is None else timeout
         link = self._link
         reply: dict[str, Any] = await link.run_and_wait(
-            link.acquire(owner, timeout, run), on_unclaimed=link.release_unclaimed
+            link.acquire(owner, timeout, run, queue), on_unclaimed=link.release_unclaimed
         )
         link.held[reply["lease"]] = None
         sandbox: Any = RemoteSandbox(link, reply["lease"], self.name, link.methods, reply.get("isolation"))
@@ -409,9 +411,9 @@ class _Link:
             if not self.connected.is_set():
                 await self.fetch_info()
 
-    async def acquire(self, owner: str, timeout: float, run: str) -> dict[str, Any]:
+    async def acquire(self, owner: str, timeout: float, run: str, queue: bool) -> dict[str, Any]:
         await self.connect()
-        return await self.post_and_poll("acquire", owner=owner[:1000], run=run[:1000], timeout=timeout)
+        return await self.post_and_poll("acquire", owner=owner[:1000], run=run[:1000], timeout=timeout, queue=queue)
 
     async def post_and_poll(self, path: str, **body: Any) -> dict[str, Any]:
         """Repeat a request until the server returns a result. If the caller is cancelled, cancel the request there."""

@@ -54,6 +54,7 @@ class _Acquire(_Message):
     owner: Annotated[str, pydantic.StringConstraints(max_length=1000)] = "somebody"
     timeout: Seconds | None = None
     run: Annotated[str, pydantic.StringConstraints(max_length=1000)] = ""
+    queue: bool = True
     wait: Seconds = 0.0
 
 
@@ -417,7 +418,7 @@ class PoolServer:
         run = (
             f"{message.client} {message.run}" if message.run else ""
         )  # runs of different clients are distinct even if they have the same name
-        lease = await self.pool.acquire(message.owner, timeout, run=run)
+        lease = await self.pool.acquire(message.owner, timeout, run=run, queue=message.queue)
         name = secrets.token_hex(16)
         client.leases[name] = _HeldLease(lease, asyncio.get_running_loop().time())
         return name

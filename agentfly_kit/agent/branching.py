@@ -1,0 +1,229 @@
+"""Branching of the chains of a group after tool results, as in ARPO (arXiv 2507.19849, section 3.1)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agentfly_kit import seeds
+from agentfly_kit._display import Displayable
+from agentfly_kit.agent.progress import ChainKey
+from agentfly_kit.agent.settings import AgentSettings
+from agentfly_kit.errors import AlignmentError, SettingsError, checks_keywords
+from agentfly_kit.types import Turn
+
+# Hooks that change a chain between a tool result and the next action, or fork chains themselves.
+_REFUSED_HOOKS = ("harness", "before_turn", "after_observation")
+
+
+@checks_keywords
+@dataclass(frozen=True)
+class Branch(Displayable):
+    """Sampling of a group as a tree with `group_size` leaves: chains fork where the policy became less certain.
+
+    `initial` chains begin. When every unfinished chain of the group has sampled the action that follows a tool result,
+    each of them forks with probability P = clip(base + weight (H - H_0), 0, 1), until the group has `group_size`
+    leaves. H is the uncertainty of that action, and H_0 that of the first action of the chain. A fork starts at the
+    tool result and samples an action of its own. When all chains have ended, new chains replace the missing leaves.
+
+    Args:
+        initial: Number of chains that begin, between 1 and the group size (N of the paper). None is half of the group.
+        base: Probability of a fork if the uncertainty has not changed (alpha of the paper).
+        weight: Change of this probability with the uncertainty (beta of the paper).
+        threshold: Fork if P is above this value (tau of the paper). None forks with probability P, as ARPO's code does.
+        width: Number of forks at one point.
+        tokens: Number of tokens at the beginning of an action by which its uncertainty is measured.
+        measure: "entropy" is the mean exact entropy of these tokens, divided by the logarithm of the vocabulary size.
+            "surprisal" uses -logprob in place of the entropy, for engines that report no entropies. A function receives
+            the `Turn` of the action and returns a number, preferably between 0 and 1.
+
+    Raises:
+        SettingsError: If a value is invalid.
+    """
+
+    initial: int | None = None
+    base: float = 0.5
+    weight: float = 0.2
+    threshold: float | None = None
+    width: int = 1
+    tokens: int = 20
+    measure: Literal["entropy", "surprisal"] | Callable[[Turn], float] = "entropy"
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "width", "tokens"):
+            value = getattr(self, name)
+            if value is None and name == "initial":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SettingsError(f"{name} must be an integer of at least 1, got {value!r}")
+        for name in ("base", "weight", "threshold"):
+            value = getattr(self, name)
+            if value is None and name == "threshold":
+                continue
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise SettingsError(f"{name} must be a finite number, got {value!r}")
+        if not callable(self.measure) and self.measure not in ("entropy", "surprisal"):
+            raise SettingsError(f"measure must be 'entropy', 'surprisal' or a function of a turn, got {self.measure!r}")
+
+    def num_initial(self, group_size: int) -> int:
+        """Return the number of chains that begin in each group."""
+        return max(1, group_size // 2) if self.initial is None else self.initial
+
+    def uncertainty(self, turn: Turn, vocabulary: int) -> float:
+        """Return the uncertainty of an action; `vocabulary` is the number of tokens of the tokenizer.
+
+        Raises:
+            AlignmentError: If the turn has no entropies (logprobs), or `measure` returns no finite number.
+        """
+        if callable(self.measure):
+            value = self.measure(turn)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise AlignmentError(f"measure must return a finite number, got {value!r}")
+            return float(value)
+        values = turn.entropies if self.measure == "entropy" else turn.logprobs
+        if not values:
+            kind = "entropies" if self.measure == "entropy" else "logprobs"
+            raise AlignmentError(f"branch needs {kind}, but the engine reported none for {turn!r}")
+        first = values[: self.tokens]
+        return abs(math.fsum(first)) / len(first) / math.log(vocabulary)
+
+    def probability(self, turn: Turn, first: Turn, vocabulary: int) -> float:
+        """Return the probability of a fork at the action `turn` of a chain with the first action `first`."""
+        change = self.uncertainty(turn, vocabulary) - self.uncertainty(first, vocabulary)
+        return min(1.0, max(0.0, self.base + self.weight * change))
+
+    def groups_at_once(self, agent: AgentSettings, group_size: int, max_concurrency: int) -> int:
+        """Return how many groups may run concurrently if no chain may wait for a sandbox of another chain.
+
+        Raises:
+            SettingsError: If the agent cannot branch, or there is no room for one group.
+        """
+        if self.num_initial(group_size) > group_size:
+            raise SettingsError(f"initial must be at most group_size={group_size}, got {self.initial}")
+        for name in _REFUSED_HOOKS:
+            if getattr(agent, name) is not None:
+                raise SettingsError(f"branch must not be combined with the {name} of the agent")
+        engine = agent.engine
+        if self.measure == "entropy" and engine.entropies == "no":
+            raise SettingsError(
+                f"branch needs entropies, which {type(engine).__name__} does not report; use measure='surprisal' if it "
+                "reports logprobs, or a function of a turn"
+            )
+        if self.measure == "surprisal" and engine.logprobs == "no":
+            raise SettingsError(
+                f"measure='surprisal' needs logprobs, which {type(engine).__name__} does not report; use a function of "
+                "a turn"
+            )
+        for pool in agent.pools:
+            kind = pool.sandbox_type
+            if not callable(getattr(kind, "fork", None)) and any(
+                issubclass(kind, t) for t in agent.tools.sandbox_types
+            ):
+                raise SettingsError(f"branch needs sandboxes that can fork, but {kind.__name__} has no method fork")
+        limits = {
+            "max_concurrency": max_concurrency,
+            "the slots of the engine": getattr(engine, "slots", max_concurrency),
+            **{f"the pool of {pool.sandbox_type.__name__}": pool.snapshot().size for pool in agent.pools},
+        }
+        name, room = min(limits.items(), key=lambda item: item[1])
+        if room < group_size:
+            raise SettingsError(
+                f"a group of {group_size} leaves runs as a whole, so {name} must be at least {group_size}, got {room}"
+            )
+        return int(room) // group_size
+
+
+@dataclass
+class _Waiting:
+    """A chain that waits for the decision of its group. `forks` is the number of forks granted to it."""
+
+    is_forking: bool
+    forks: asyncio.Future[int]
+
+
+class BranchGroup:
+    """Decides which chains of one group fork and when new chains begin, independently of the order of events.
+
+    Args:
+        branch: the settings.
+        size: number of leaves.
+        begin: called with the index of each chain that begins.
+        fork: called with a chain and the turn after which a fork continues; returns whether the fork was made.
+        on_end: called when all leaves have ended.
+    """
+
+    def __init__(
+        self,
+        branch: Branch,
+        size: int,
+        begin: Callable[[int], None],
+        fork: Callable[[Any, Turn], Awaitable[bool]],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._branch, self._size = branch, size
+        self._begin, self._fork, self._on_end = begin, fork, on_end
+        # Leaves that have begun or were granted, and chains that have not ended.
+        self._leaves = self._running = 0
+        self._num_begun = 0
+        self._waiting: dict[ChainKey, _Waiting] = {}
+        # Turns after which the forks have been decided. Turns are compared by identity, so they are kept alive here.
+        self._decided: dict[int, Turn] = {}
+
+    def begin(self, count: int) -> None:
+        self._leaves += count
+        self._running += count
+        for _ in range(count):
+            self._num_begun += 1
+            self._begin(self._num_begun - 1)
+
+    def ended(self) -> None:
+        """Report that a chain of the group has ended."""
+        self._running -= 1
+        self._decide()
+
+    async def branch(self, chain: Any) -> None:
+        """Wait until all chains of the group have ended or wait here, and fork this chain if that was decided."""
+        action = chain.turn
+        if id(action.parent) in self._decided:
+            return  # a fork, whose siblings were decided together
+        first = next(turn for turn in chain.turns if turn.kind == "action")
+        probability = self._branch.probability(action, first, len(chain.agent.chat.tokenizer))
+        if self._branch.threshold is None:
+            # A random number of this chain and action, so that it depends on no other chain.
+            is_forking = seeds.derive(chain.trajectory_seed, "branch", chain.actions) < probability * 2**63
+        else:
+            is_forking = probability > self._branch.threshold
+        self._decided[id(action.parent)] = action.parent
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[chain.key] = _Waiting(is_forking, future)
+        self._decide()
+        made = 0
+        try:
+            for _ in range(await future):
+                if await self._fork(chain, action.parent):
+                    made += 1
+                    self._running += 1
+        finally:  # also if the time limit of the chain was reached
+            self._waiting.pop(chain.key, None)
+            if future.done() and not future.cancelled():
+                self._leaves -= future.result() - made
+
+    def _decide(self) -> None:
+        """Grant the forks of all waiting chains, or begin the missing chains, unless a chain is still running."""
+        if len(self._waiting) < self._running:
+            return
+        waiting, self._waiting = self._waiting, {}
+        for key in sorted(waiting, key=lambda key: key.position):
+            chain = waiting[key]
+            if not chain.forks.done():  # not cancelled
+                count = min(self._branch.width, self._size - self._leaves) if chain.is_forking else 0
+                self._leaves += count
+                chain.forks.set_result(count)
+        if self._running == 0:
+            if self._leaves < self._size:
+                self.begin(self._size - self._leaves)
+            else:
+                self._on_end()

@@ -1,0 +1,470 @@
+"""Branching of groups: number of leaves, seeds, shared turns, room in pools, cancellation, invalid settings."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from agents import (
+    Box,
+    ForkingBox,
+    Played,
+    agent,
+    calculator,
+    call,
+    chat,
+    fresh,
+    played,
+    put,
+    put_call,
+    put_forking,
+    scripted,
+)
+from agents import tasks as calculator_tasks
+from cancelling import settled, tasks_left
+from test_ppo_more import gradient
+
+import agentfly_kit as af
+from agentfly_kit.advantages import branch_weights
+from agentfly_kit.batch.turn_data import executed_calls
+from agentfly_kit.engines.base import Engine
+from agentfly_kit.errors import SandboxError, SettingsError
+from agentfly_kit.trainer.batch_builder import BatchBuilder
+from agentfly_kit.types import Sample, Sampling, Task, TurnRequest
+
+
+def numbered(count: int) -> list[Task]:
+    return [Task(f"t{i}", ({"role": "user", "content": f"question {i}"},), {"answer": "5"}) for i in range(count)]
+
+
+class Coin(Engine):
+    """Engine that draws its actions from the seed: each action calls a tool with a fixed probability, else answers.
+
+    The answer is right with a probability that depends on the number of calls before. Entropies are random too.
+    """
+
+    reproducible = True
+
+    def __init__(self, calls: float = 0.5, right: Sequence[float] = (0.2, 0.5, 0.8), name: str = "put_forking") -> None:
+        self.calls, self.right, self.name = calls, right, name
+
+    async def sample(
+        self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
+    ) -> Sample:
+        assert request is not None
+        rng = random.Random(seed)
+        for _ in range(rng.randrange(3)):
+            await asyncio.sleep(0)
+        if rng.random() < self.calls and request.turn < len(self.right) - 1:
+            text = put_call(str(rng.randrange(10)), self.name)
+        else:
+            text = "5" if rng.random() < self.right[request.turn] else "6"
+        out = (*chat().encode(text), chat().stop_ids[0])
+        return Sample(out, (-0.5,) * len(out), (rng.random() * 3,) * len(out), "stop", (0,) * len(out))
+
+
+def coins(pool: Any, **settings: Any) -> af.Agent:
+    engine = settings.pop("engine", None) or Coin()
+    return agent(engine=engine, chat=chat(), tools=[put_forking], pools=[pool], **settings)
+
+
+def assert_trees(rollout: af.Rollout, size: int) -> None:
+    for group in rollout.groups:
+        assert len(group) == size
+        by = {t.id: t for t in group}
+        assert len(by) == size
+        for t in group:
+            parent = by.get(t.id.rpartition(".")[0])
+            if parent is not None:
+                shared = [turn for turn, other in zip(t.turns, parent.turns, strict=False) if turn is other]
+                assert shared[-1].kind == "observation"
+                assert shared == list(t.turns[: len(shared)])
+                assert t.turns[len(shared)].seed != parent.turns[len(shared)].seed
+
+
+async def test_every_group_has_all_leaves_for_random_settings() -> None:
+    rng = random.Random(0)
+    async with af.Pool(ForkingBox, size=64) as pool:
+        for _ in range(60):
+            size = rng.randint(1, 12)
+            branch = af.Branch(
+                initial=rng.choice([None, rng.randint(1, size)]),
+                base=rng.random(),
+                weight=rng.uniform(-2, 2),
+                threshold=rng.choice([None, rng.random()]),
+                width=rng.randint(1, 4),
+                tokens=rng.randint(1, 30),
+            )
+            a = coins(pool, engine=Coin(calls=rng.random()), seed=rng.randrange(1000))
+            rollout = await a.rollout(numbered(3), size, branch=branch)
+            assert_trees(rollout, size)
+            assert executed_calls(rollout) <= sum(len(t.tool_calls) for t in rollout)
+            assert pool.snapshot().leased == 0
+            assert {t.stop for t in rollout} == {"answered"}
+
+
+async def test_results_do_not_depend_on_concurrency() -> None:
+    """Nested forks, added chains and sandboxes; the order of the events differs."""
+    found = []
+    for concurrency, size in ((8, 8), (16, 24), (64, 64)):
+        async with af.Pool(ForkingBox, size=size) as pool:
+            rollout = await coins(pool).rollout(
+                numbered(6), 8, branch=af.Branch(initial=2, base=0.7, weight=0.5), max_concurrency=concurrency
+            )
+            assert_trees(rollout, 8)
+            found.append(rollout)
+    assert found[0].trajectories == found[1].trajectories == found[2].trajectories
+    assert any(t.id.count(".") == 2 for t in found[0])
+    assert found[0].summary()["forks"] == sum("." in t.id for t in found[0])
+
+
+async def test_parts_of_a_rollout_have_the_same_trajectories() -> None:
+    branch = af.Branch(initial=2, base=0.7)
+    async with af.Pool(ForkingBox, size=16) as pool:
+        whole = await coins(pool).rollout(numbered(4), 6, branch=branch)
+        parts = [await coins(pool).rollout(numbered(4), 6, branch=branch, share=(i, 2)) for i in range(2)]
+    assert [group for pair in zip(*(part.groups for part in parts), strict=True) for group in pair] == list(
+        whole.groups
+    )
+
+
+async def test_without_forks_the_trajectories_are_those_of_a_plain_rollout() -> None:
+    a = agent()
+    branch = af.Branch(initial=3, base=0.0, weight=0.0)
+    assert (await a.rollout(calculator_tasks(3), 4, branch=branch)).trajectories == (
+        await a.rollout(calculator_tasks(3), 4)
+    ).trajectories
+
+
+async def test_forks_of_a_policy_at_any_concurrency() -> None:
+    results = [
+        await agent(sampling=af.Sampling(max_tokens=64, temperature=1.5)).rollout(
+            calculator_tasks(6), 6, branch=af.Branch(initial=2, base=0.9), max_concurrency=concurrency
+        )
+        for concurrency in (6, 13, 64)
+    ]
+    assert results[0].trajectories == results[1].trajectories == results[2].trajectories
+    assert_trees(results[0], 6)
+    assert results[0].summary()["forks"] >= 3
+
+
+async def test_share_of_forks_is_the_mean_probability() -> None:
+    """The group has room for every fork, so each decision is an independent draw."""
+    branch = af.Branch(initial=4, base=0.4, weight=0.3, tokens=1)
+    engine = Coin(calls=1.0, right=(0.5, 0.5))
+    async with af.Pool(ForkingBox, size=64) as pool:
+        rollout = await coins(pool, engine=engine).rollout(numbered(150), 8, branch=branch)
+    roots = [t for t in rollout if t.chain < 4 and "." not in t.id]
+    vocabulary = len(chat().tokenizer)
+    probabilities = [branch.probability(t.actions[1], t.actions[0], vocabulary) for t in roots]
+    assert min(probabilities) < 0.35 < 0.45 < max(probabilities)
+    forked = {t.id.rpartition(".")[0] for t in rollout if "." in t.id}
+    deviation = math.sqrt(sum(p * (1 - p) for p in probabilities))
+    assert abs(len(forked) - sum(probabilities)) <= 3 * deviation
+    # With a threshold, exactly the chains above it fork.
+    async with af.Pool(ForkingBox, size=64) as pool:
+        rollout = await coins(pool, engine=engine).rollout(
+            numbered(20), 8, branch=af.Branch(initial=4, base=0.4, weight=0.3, tokens=1, threshold=0.4)
+        )
+    for t in rollout:
+        if t.chain < 4 and "." not in t.id:
+            above = branch.probability(t.actions[1], t.actions[0], vocabulary) > 0.4
+            assert above == any(other.id == f"{t.id}.1" for other in rollout)
+
+
+@pytest.mark.parametrize(("calls", "ratio"), [(1, 0.75), (2, 0.64), (3, 0.74), (5, 0.85)])
+async def test_executed_calls_relative_to_independent_chains(calls: int, ratio: float) -> None:
+    """Chains of a fixed number of calls. With one call, 1 - P/2 of the calls run, because added chains cannot fork."""
+    engine = Coin(calls=1.0, right=(0.5,) * (calls + 1), name="calculator")
+    a = agent(engine=engine, chat=chat(), tools=[calculator], max_turns=8)
+    rollout = await a.rollout(numbered(60), 16, branch=af.Branch(initial=8, weight=0.0))
+    assert executed_calls(rollout) / (calls * 16 * 60) == pytest.approx(ratio, abs=0.03)
+
+
+async def test_bias_of_the_mean_over_leaves_and_its_correction() -> None:
+    """Only chains that call the tool fork, and they succeed more often."""
+    engine = Coin(calls=0.5, right=(0.2, 0.8))
+    async with af.Pool(ForkingBox, size=64) as pool:
+        rollout = await coins(pool, engine=engine).rollout(
+            numbered(400), 8, branch=af.Branch(initial=4, base=0.8, weight=0.0)
+        )
+    turns = af.turn_data(rollout)
+    names = [t.group for t in rollout]
+    rewards = [t.reward or 0.0 for t in rollout]
+    plain = sum(rewards) / len(rewards)
+    weights = branch_weights(turns.turn_ids, names).tolist()
+    weighted = sum(w * r for w, r in zip(weights, rewards, strict=True)) / 400
+    assert plain > 0.55
+    assert weighted == pytest.approx(0.5, abs=0.025)
+
+
+async def test_call_that_several_leaves_share_runs_once() -> None:
+    ran: list[str] = []
+
+    @af.tool
+    def look(expression: str) -> str:
+        """Look.
+
+        Args:
+            expression: what.
+        """
+        ran.append(expression)
+        return "seen"
+
+    a = played([call("1", "look"), "5"], tools=[look])
+    rollout = await a.rollout(
+        numbered(2), 4, branch=af.Branch(initial=2, base=1.0, weight=0.0), group_budget=af.Budget(tool_calls=3)
+    )
+    assert [t.id for t in rollout.groups[0]] == [f"rollout-0:t0/{i}" for i in ("0", "0.1", "1", "1.1")]
+    assert len(ran) == 4
+    summary = rollout.summary()
+    assert (summary["forks"], summary["executed"], summary["calls"]) == (4, 4, 1)
+
+
+async def test_saved_rollout_has_the_same_summary(tmp_path: Any) -> None:
+    async with af.Pool(ForkingBox, size=16) as pool:
+        rollout = await coins(pool).rollout(numbered(4), 6, branch=af.Branch(initial=2, base=0.9))
+    loaded = af.Rollout.load(rollout.save(tmp_path / "rollout.jsonl"))
+    assert loaded.summary() == rollout.summary()
+    assert loaded.summary()["executed"] < rollout.summary()["calls"] * len(rollout)
+
+
+# --- training ---
+
+
+async def test_attributions_of_branching_chains() -> None:
+    """Soft and hard credit give the same gradient with a token mean and other gradients with a sequence mean."""
+    policy = fresh()
+    a = agent(policy, sampling=af.Sampling(max_tokens=64, temperature=1.5))
+    rollout = await a.rollout(calculator_tasks(16), 8, branch=af.Branch(initial=2, base=1.0))
+    assert rollout.summary()["forks"] >= 8
+    rollout = af.Rollout.from_trajectories(t.replace(reward=float(i % 2)) for i, t in enumerate(rollout))
+
+    def batch(attribution: str) -> af.Batch:
+        config = af.TrainConfig(advantage="arpo", attribution=attribution)  # type: ignore[arg-type]
+        return BatchBuilder(policy, config).build(rollout, 0.0)
+
+    soft, hard, unbiased = (batch(each) for each in ("soft", "hard", "inverse_branching"))
+    torch.testing.assert_close(soft.advantages, af.collate(rollout, af.advantages.grpo).advantages, equal_nan=True)
+    for how, same in (("token_mean", True), ("seq_mean_token_mean", False)):
+        first, second = (gradient(policy, each, aggregate=how)[0] for each in (soft, hard))
+        difference = float((first - second).norm() / first.norm())
+        assert (difference < 1e-5) == same, (how, difference)
+        assert difference < 0.5
+    third = gradient(policy, unbiased, aggregate="token_mean")[0]
+    assert float((third - gradient(policy, soft, aggregate="token_mean")[0]).norm()) > 0.01 * float(third.norm())
+
+
+async def test_training_with_branching_continues_where_it_stopped(tmp_path: Any) -> None:
+    config = af.TrainConfig(
+        steps=2, tasks_per_step=2, group_size=4, branch=af.Branch(2), advantage="arpo", attribution="hard", lr=1e-4
+    )
+    tasks = af.load_tasks("lookup").train[:4]
+    weights = []
+    for stops in ((2,), (1, 2)):
+        for count in stops:
+            policy = af.tiny.policy("lookup")
+            run = af.train(af.envs.lookup.agent(policy), policy, tasks, config, run=tmp_path / str(len(stops)))
+            async for step in run:
+                assert step.replayed or [len(group) for group in step.rollout.groups] == [4, 4]
+                if len(run.records) == count:
+                    break
+        weights.append(policy.fingerprint())
+    assert weights[0] == weights[1]
+    changed = config.replace(branch=af.Branch(3))
+    with pytest.raises(af.RunMismatch, match="branch"):
+        await af.train(af.envs.lookup.agent(policy), policy, tasks, changed, run=tmp_path / "1")
+
+
+def test_training_settings_that_cannot_branch() -> None:
+    with pytest.raises(SettingsError, match=r"branch must be an af[.]Branch, such as .*, got 4"):
+        af.TrainConfig(branch=4)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="attribution must be"):
+        af.TrainConfig(advantage="arpo", attribution="firm")  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="attribution has an effect only with advantage 'arpo'"):
+        af.TrainConfig(attribution="hard")
+    policy = af.tiny.policy("lookup")
+    small = af.envs.lookup.agent(policy, size=4)
+    config = af.TrainConfig(branch=af.Branch(4), advantage="arpo")
+    with pytest.raises(SettingsError, match="the pool of Lookup must be at least 8, got 4"):
+        af.train(small, policy, af.load_tasks("lookup").train, config)
+
+
+# --- forks that are refused ---
+
+
+class Stubborn(ForkingBox):
+    async def fork(self, into: ForkingBox) -> None:
+        raise SandboxError("busy inside")
+
+
+async def test_fork_that_fails_is_replaced_by_a_new_chain() -> None:
+    async with af.Pool(Stubborn, size=8) as pool:
+        with pytest.warns(UserWarning, match="was not forked: busy inside") as caught:
+            rollout = await coins(pool).rollout(numbered(3), 4, branch=af.Branch(initial=2, base=1.0))
+    assert len([w for w in caught if "not forked" in str(w.message)]) == 1
+    assert [len(group) for group in rollout.groups] == [4, 4, 4]
+    assert "forks" not in rollout.summary()
+    assert rollout.summary()["forks_refused"] >= 1
+    assert all(t.stop == "answered" for t in rollout)
+
+
+async def test_pool_used_by_others_refuses_forks_without_waiting() -> None:
+    async with af.Pool(ForkingBox, size=4) as pool:
+        async with pool.lease(owner="another"), pool.lease(owner="another"):
+            with pytest.warns(UserWarning, match="was not forked: no ForkingBox is free"):
+                rollout = await asyncio.wait_for(
+                    coins(pool, engine=Coin(calls=1.0)).rollout(numbered(2), 4, branch=af.Branch(initial=2, base=1.0)),
+                    20,
+                )
+        assert [len(group) for group in rollout.groups] == [4, 4]
+
+
+async def test_chain_that_answered_is_not_cut_off_while_it_waits_for_its_group() -> None:
+    class Slow(Coin):
+        async def sample(self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None) -> Sample:
+            assert request is not None
+            if request.turn == 1 and not self.slept:
+                self.slept = True
+                await asyncio.sleep(30)
+            return await super().sample(ids, sampling, seed, request=request)
+
+    engine = Slow(calls=1.0, right=(0.5, 0.5))
+    engine.slept = False  # type: ignore[attr-defined]
+    async with af.Pool(ForkingBox, size=4) as pool:
+        rollout = await coins(pool, engine=engine, timeout=0.5).rollout(
+            numbered(1), 2, branch=af.Branch(initial=2, base=1.0)
+        )
+        assert sorted(t.stop for t in rollout) == ["answered", "timeout"]
+        assert pool.snapshot().leased == 0
+
+
+# --- cancellation ---
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.soak)])
+async def test_cancelled_rollouts_hold_no_lease(count: int) -> None:
+    rng = random.Random(1)
+    async with af.Pool(ForkingBox, size=12) as pool:
+        for i in range(count):
+            run = coins(pool, seed=i).rollout(numbered(3), 6, branch=af.Branch(initial=2, base=0.9))
+            waiting = asyncio.ensure_future(run)
+            for _ in range(rng.randrange(120)):
+                await asyncio.sleep(0)
+            if rng.random() < 0.3:
+                await asyncio.sleep(0.001 * rng.randrange(8))
+            if rng.random() < 0.5:
+                run.stop()
+            else:
+                waiting.cancel()
+            await asyncio.wait([waiting])
+            assert await settled(lambda: not tasks_left()), tasks_left()
+            s = pool.snapshot()
+            assert (s.leased, s.waiting) == (0, 0), f"after rollout {i}: {pool!r}"
+
+
+# --- forks at an earlier turn ---
+
+
+async def test_fork_at_an_earlier_turn() -> None:
+    async with af.Pool(ForkingBox, size=4) as pool:
+        a = played([put_call("x", "put_forking"), put_call("y", "put_forking"), "5"], tools=[put_forking], pools=[pool])
+        chain = a.chain(numbered(1)[0])
+        await chain.step()
+        await chain.sample()
+        twin = await chain.fork(at=2)
+        assert twin.turn is chain.turns[2]
+        assert twin.turns[:3] == chain.turns[:3]
+        await twin.sample()
+        assert twin.turn.seed != chain.turn.seed
+        again = await chain.fork(at=chain.turns[2], same_seeds=True)
+        await again.sample()
+        assert again.turn == chain.turn
+        await twin.act()
+        await chain.act()
+        assert [box.log for c in (chain, twin, again) for box in c.context.held.values()] == [
+            ["x", "y"],
+            ["x", "y"],
+            ["x"],
+        ]
+        with pytest.raises(SettingsError, match="cannot go back: it holds ForkingBox"):
+            await chain.fork(at=2)
+        with pytest.raises(SettingsError, match=r"at must be one of chain\.turns, or its index, got 9"):
+            await chain.fork(at=9)
+        for c in (chain, twin, again):
+            await c.close()
+
+
+# --- invalid settings ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"initial": 0}, "initial must be an integer of at least 1, got 0"),
+        ({"initial": 2.0}, "initial must be an integer of at least 1, got 2.0"),
+        ({"width": 0}, "width must be an integer of at least 1, got 0"),
+        ({"tokens": True}, "tokens must be an integer of at least 1, got True"),
+        ({"base": math.nan}, "base must be a finite number, got nan"),
+        ({"weight": math.inf}, "weight must be a finite number, got inf"),
+        ({"threshold": "high"}, "threshold must be a finite number, got 'high'"),
+        ({"measure": "variance"}, "measure must be 'entropy', 'surprisal' or a function of a turn, got 'variance'"),
+    ],
+)
+def test_invalid_branch(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        af.Branch(**settings)
+
+
+def test_agents_that_cannot_branch_are_rejected_before_anything_runs() -> None:
+    small, fixed = af.Pool(ForkingBox, size=4), af.Pool(Box, size=64)
+    a = coins(small)
+    for branch, group_size, more, message in (
+        (af.Branch(9), 8, a, "initial must be at most group_size=8, got 9"),
+        (3, 8, a, "branch must be an af.Branch, such as .*, got 3"),
+        (af.Branch(), 8, a, "a group of 8 leaves runs as a whole, so the pool of ForkingBox must be at least 8, got 4"),
+        (af.Branch(), 80, played(["5"]), "so max_concurrency must be at least 80, got 64"),
+        (
+            af.Branch(),
+            40,
+            agent(engine=af.LocalEngine(agent().engine.policy, slots=8)),
+            "the slots of the engine must be",
+        ),
+        (af.Branch(), 2, a.replace(after_observation=lambda chain: 0), "not be combined with the after_observation"),
+        (af.Branch(), 2, a.replace(before_turn=lambda chain: None), "not be combined with the before_turn"),
+        (af.Branch(), 2, agent(tools=(), harness=lambda endpoint: None), "not be combined with the harness"),
+        (af.Branch(), 2, scripted(["5"]), "branch needs entropies, which ScriptedEngine does not report"),
+        (af.Branch(measure="surprisal"), 2, scripted(["5"]), "needs logprobs, which ScriptedEngine does not report"),
+        (af.Branch(), 2, played(["5"], tools=[put], pools=[fixed]), "can fork, but Box has no method fork"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            more.rollout(numbered(1), group_size, branch=branch)  # type: ignore[arg-type]
+
+
+async def test_measures_of_uncertainty() -> None:
+    (t,) = await played([call("1"), "5"]).rollout(numbered(1))
+    vocabulary = len(chat().tokenizer)
+    assert af.Branch().uncertainty(t.actions[0], vocabulary) == pytest.approx(1 / math.log(vocabulary))
+    assert af.Branch(measure="surprisal", tokens=2).uncertainty(t.actions[0], vocabulary) == pytest.approx(
+        0.5005 / math.log(vocabulary)
+    )
+    a = scripted([call("1"), "5"])
+    rollout = await a.rollout(numbered(1), 4, branch=af.Branch(2, base=1.0, measure=lambda turn: 0.5))
+    assert [t.id.rpartition("/")[2] for t in rollout] == ["0", "0.1", "1", "1.1"]
+    (t, _) = await a.rollout(numbered(1), 2, branch=af.Branch(2, measure=lambda turn: math.nan))
+    assert t.stop == "error"
+    assert "measure must return a finite number, got nan" in str(t.error)
+
+    class Silent(Played):
+        async def sample(self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None) -> Sample:
+            sample = await super().sample(ids, sampling, seed, request=request)
+            return Sample(sample.ids, sample.logprobs, None, sample.stop, sample.versions)
+
+    a = agent(engine=Silent([call("1"), "5"]), chat=chat())
+    (t, _) = await a.rollout(numbered(1), 2, branch=af.Branch(2))
+    assert "branch needs entropies, but the engine reported none" in str(t.error)
