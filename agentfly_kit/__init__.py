@@ -71,6 +71,8 @@ _WHERE = {
     "doctor": "_doctor",
     "evaluate": "evaluation",
     "from_tokens": "agent.captured",
+    "imitate": "ppo",
+    "imitation_step": "ppo",
     "load_tasks": "tasks",
     "pools": "pool.base",
     "ppo_step": "ppo",

@@ -37,6 +37,8 @@ from agentfly_kit.pool.base import pools as pools
 from agentfly_kit.pool.pool import Pool as Pool
 from agentfly_kit.ppo import PPOConfig as PPOConfig
 from agentfly_kit.ppo import adamw as adamw
+from agentfly_kit.ppo import imitate as imitate
+from agentfly_kit.ppo import imitation_step as imitation_step
 from agentfly_kit.ppo import ppo_step as ppo_step
 from agentfly_kit.ppo import ppo_step_async as ppo_step_async
 from agentfly_kit.ppo import shaped_rewards as shaped_rewards
