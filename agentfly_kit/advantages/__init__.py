@@ -22,6 +22,7 @@ from agentfly_kit.advantages.outcomes import (
     trajectory_level,
 )
 from agentfly_kit.advantages.tokens import (
+    distillation,
     gae,
     optimal_token_baseline,
     reinforce_plus_plus,
@@ -33,6 +34,7 @@ from agentfly_kit.advantages.turns import arpo, branch_weights, gigpo
 __all__ = [
     "arpo",
     "branch_weights",
+    "distillation",
     "dr_grpo",
     "gae",
     "gdpo",

@@ -27,7 +27,7 @@ from agentfly_kit.policy.prefix_tree import PackedTrees, PrefixTree, build_prefi
 
 _log = logging.getLogger(__name__)
 
-ScoreName = Literal["logprob", "entropy", "value", "hidden"]
+ScoreName = Literal["logprob", "entropy", "value", "hidden", "sum_squared_probs"]
 
 # Cost per operation of masked attention relative to a matrix product, measured on a CPU; see docs/log.md.
 _MASKED_ATTENTION_COST = 4.0
@@ -41,6 +41,7 @@ class ForwardOutput:
     entropy: Tensor | None  # (N,)
     value: Tensor | None  # (N,)
     hidden: Tensor  # (N, d): the states that predict the tokens
+    sum_squared_probs: Tensor | None = None  # (N,)
 
 
 class ValueHead(nn.Linear):
@@ -151,7 +152,14 @@ class LanguageModel:
         return bool(torch.allclose(expected, product, atol=1e-3, rtol=1e-3))
 
     def forward(
-        self, ids: Tensor, mask: Tensor, temperatures: Tensor, *, entropy: bool = False, value: bool = False
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        temperatures: Tensor,
+        *,
+        entropy: bool = False,
+        value: bool = False,
+        sum_squared_probs: bool = False,
     ) -> ForwardOutput:
         """Compute logprobs, and optionally entropies and values, where the mask is 1, with gradients.
 
@@ -163,6 +171,7 @@ class LanguageModel:
             temperatures: Sampling temperature of each row.
             entropy: Compute entropies.
             value: Compute values; the policy must have a value head.
+            sum_squared_probs: Compute the sum of the squared probabilities of all tokens.
 
         Raises:
             AlignmentError: If the mask is 1 at position 0, which no earlier token can predict.
@@ -187,6 +196,7 @@ class LanguageModel:
             entropy=-(logp.exp() * logp).sum(-1)[each] if entropy else None,
             value=self._values(ids, packed, place, states)[each] if value else None,
             hidden=states[each],
+            sum_squared_probs=(2 * logp).exp().sum(-1)[each] if sum_squared_probs else None,
         )
 
     def _locate_states(self, ids: Tensor, mask: Tensor) -> tuple[PackedTrees | None, Tensor]:
@@ -223,7 +233,7 @@ class LanguageModel:
 
         Args:
             batch: The batch.
-            want: Scores to compute: any of "logprob", "entropy", "value" and "hidden".
+            want: Scores to compute: any of "logprob", "entropy", "value", "hidden" and "sum_squared_probs".
             micro_tokens: Upper limit of the tokens per forward pass; `self.micro_tokens` if None.
 
         Returns:
@@ -250,8 +260,8 @@ class LanguageModel:
                 if wanted == {"value"} and isinstance(self.value_head, Critic):  # no forward pass of the policy
                     got = {"value": self._values(inputs[0], *self._locate_states(*inputs), None)}
                 else:
-                    entropy, value = "entropy" in wanted, "value" in wanted
-                    got = vars(self.forward(*inputs, batch.temperatures[rows], entropy=entropy, value=value))
+                    options = {name: name in wanted for name in ("entropy", "value", "sum_squared_probs")}
+                    got = vars(self.forward(*inputs, batch.temperatures[rows], **options))
                 r, c = mask.nonzero(as_tuple=True)
                 for name in wanted:
                     out[name][rows[r], c] = got[name].float().cpu()

@@ -20,16 +20,20 @@ from agentfly_kit.ppo.config import PPOConfig, check_at_least, check_choice
 from agentfly_kit.trainer.run_dir import KeepPolicies
 from agentfly_kit.types import Task
 
-OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl")
+OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl", "opo", "gdpo")
 TURN_ESTIMATORS = ("gigpo", "arpo")
-TOKEN_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+TOKEN_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "optimal_token_baseline")
 # Estimators for which the only chain of a group has advantage 0.
-GROUP_ESTIMATORS = (*OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, "reinforce_plus_plus_baseline")
+GROUP_ESTIMATORS = (*OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, *TOKEN_ESTIMATORS[2:])
+# Estimators that do not compare chains; "none" is for `teacher_coef` alone.
+_SINGLE_ESTIMATORS = ("remax", "none")
+# Estimators with inputs of one entry per trajectory, so that they cannot count rows.
+_PER_TRAJECTORY = ("opo", "gdpo", *_SINGLE_ESTIMATORS, *TURN_ESTIMATORS, *TOKEN_ESTIMATORS)
 # Settings that are used only by some estimators, with the names of these estimators.
 _READ_BY = {
     "gamma": ("gae", "reinforce_plus_plus", "gigpo"),
     "lam": ("gae",),
-    "whiten": TOKEN_ESTIMATORS,
+    "whiten": TOKEN_ESTIMATORS[:3],
     "value_coef": ("gae",),
     "value_clip": ("gae",),
 }
@@ -47,10 +51,14 @@ class TrainConfig(PPOConfig):
         steps: Number of iterations of the run.
         tasks_per_step: Number of tasks sampled in each iteration.
         group_size: Number of chains sampled for each task; together they form a group.
-        advantage: Advantage estimator: "grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl", "gigpo", "arpo", "gae",
-            "reinforce_plus_plus", "reinforce_plus_plus_baseline", or the function with one of these names in
-            `af.advantages`. Any other function must map rewards (N,) and groups (N,) to advantages of shape (N,), or
-            (N, K) for one advantage per sampled turn (see `turn_data`). "gae" requires a policy with a value head.
+        advantage: Advantage estimator: "grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl", "opo", "gdpo", "remax",
+            "gigpo", "arpo", "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "optimal_token_baseline", or
+            the function with one of these names in `af.advantages`. Any other function must map rewards (N,) and groups
+            (N,) to advantages of shape (N,), or (N, K) for one advantage per sampled turn (see `turn_data`). "gae"
+            requires a policy with a value head, "gdpo" an agent with several rewards; "remax" runs an additional greedy
+            chain for each task. "none" takes no advantage from the reward, for `teacher_coef` alone.
+        teacher_coef: Coefficient of on-policy distillation: adds this multiple of log p(teacher) - log p(sampler) to
+            the advantage of each token, which is its part of the reverse KL towards the `teacher=` of `train`.
         advantage_per: How outcome estimators count a chain that has several rows: as one member of its group
             ("trajectory"), or as one member per row ("row").
         authors: Authors whose tokens are trained, if the policy samples for several roles; None for all authors.
@@ -106,6 +114,7 @@ class TrainConfig(PPOConfig):
     tasks_per_step: int = 16
     group_size: int = 8
     advantage: str | Callable[..., Tensor] = "grpo"
+    teacher_coef: float = 0.0
     advantage_per: AdvantagePer = "trajectory"
     authors: tuple[str, ...] | str | None = None
     gamma: float = 1.0
@@ -134,7 +143,11 @@ class TrainConfig(PPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "steps", "tasks_per_step", "group_size", "checkpoint_every", "max_concurrency")
-        check_at_least(self, 0, "refill")
+        check_at_least(self, 0, "refill", "teacher_coef")
+        if not math.isfinite(self.teacher_coef) or (self.advantage == "none" and self.teacher_coef == 0):
+            raise SettingsError(
+                f"teacher_coef must be a finite number, and above 0 with advantage='none', got {self.teacher_coef}"
+            )
         check_choice(self, "overlap", 0, 1)
         check_choice(self, "keep", *get_args(KeepPolicies))
         check_choice(self, "truncated", *get_args(TruncationMode))
@@ -169,7 +182,11 @@ class TrainConfig(PPOConfig):
             raise SettingsError(f"refill={self.refill} needs filters=, such as [af.filters.equal_rewards]")
         if self.truncated == "bootstrap" and self.advantage != "gae":
             raise SettingsError(f"truncated='bootstrap' needs the values of advantage='gae', got {self.advantage!r}")
-        if self.advantage_per == "row" and self.advantage in (*TURN_ESTIMATORS, *TOKEN_ESTIMATORS):
+        if self.advantage == "gdpo" and (self.truncated == "penalty" or (self.kl_in == "reward" and self.kl_coef > 0)):
+            raise SettingsError("gdpo compares separate rewards: use truncated='score' and kl_in='loss'")
+        if self.advantage == "remax" and self.overlap:
+            raise SettingsError("overlap must be 0 for advantage='remax', whose greedy chains need the same weights")
+        if self.advantage_per == "row" and self.advantage in _PER_TRAJECTORY:
             raise SettingsError(
                 f"advantage_per must be 'trajectory' for advantage={self.advantage!r}, which sees whole chains"
             )
@@ -185,12 +202,14 @@ class TrainConfig(PPOConfig):
         name = getattr(inner, "__name__", str(inner))
         if not callable(given) or inner is getattr(advantages, name, None):
             known = (
-                OUTCOME_ESTIMATORS if inner is not given else OUTCOME_ESTIMATORS + TURN_ESTIMATORS + TOKEN_ESTIMATORS
+                OUTCOME_ESTIMATORS[:-2]
+                if inner is not given
+                else OUTCOME_ESTIMATORS + _SINGLE_ESTIMATORS + TURN_ESTIMATORS + TOKEN_ESTIMATORS
             )
             if name not in known:
                 raise SettingsError(
                     f"advantage must be one of {', '.join(map(repr, known))}, or a function of rewards and groups, got "
-                    f"{name!r}; train does not compute the inputs of other estimators in af.advantages"
+                    f"{name!r}; advantage_per='trajectory', the default, is trajectory_level"
                 )
             if inner is given:
                 object.__setattr__(self, "advantage", name)

@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 from agentfly_kit.agent.budget import Budget
+from agentfly_kit.policy.policy import Policy
 from agentfly_kit.tools import function as functions
 from agentfly_kit.trainer.rollouts import RolloutSampler
 
@@ -30,11 +31,19 @@ def _as_json(value: Any) -> Any:
 _HOOKS = ("before_chain", "before_turn", "after_observation", "on_context_full", "group_reward")
 
 
-def fingerprint(sampler: RolloutSampler, start: str) -> dict[str, Any]:
+# Settings that are omitted at their default value, so that runs from before they were added continue.
+_NEW_SETTINGS = ("teacher_coef",)
+
+
+def fingerprint(sampler: RolloutSampler, start: str, teacher: Policy | None = None) -> dict[str, Any]:
     """Return the fingerprint of a run as JSON. `start` is the fingerprint of the initial weights."""
     agent, config = sampler.agent, sampler.config
+    settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    for name in _NEW_SETTINGS:
+        if settings[name] == getattr(type(config), name):
+            del settings[name]
     return {
-        "config": {f.name: _as_json(getattr(config, f.name)) for f in dataclasses.fields(config)},
+        "config": {name: _as_json(value) for name, value in settings.items()},
         "agent": {
             "system": agent.system,
             "max_turns": agent.max_turns,
@@ -54,4 +63,5 @@ def fingerprint(sampler: RolloutSampler, start: str) -> dict[str, Any]:
         "reward": {r.name: {"source": r.source, "fingerprint": r.fingerprint} for r in agent.reward},
         "tasks": {"count": len(sampler.tasks), "digest": sampler.tasks_digest},
         "policy": start,
+        **({} if teacher is None else {"teacher": teacher.fingerprint()}),
     }
