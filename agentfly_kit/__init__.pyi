@@ -6,6 +6,7 @@ from agentfly_kit import losses as losses
 from agentfly_kit import tiny as tiny
 from agentfly_kit import widgets as widgets  # type: ignore[attr-defined]  # its folder is widgets/
 from agentfly_kit._doctor import doctor as doctor
+from agentfly_kit.agent import hooks as hooks
 from agentfly_kit.agent.agent import Agent as Agent
 from agentfly_kit.agent.budget import Budget as Budget
 from agentfly_kit.agent.captured import captured as captured

@@ -19,6 +19,7 @@ from agentfly_kit.advantages.outcomes import (
     opo,
     remax,
     rloo,
+    row_credit,
     trajectory_level,
 )
 from agentfly_kit.advantages.tokens import (
@@ -49,6 +50,7 @@ __all__ = [
     "reinforce_plus_plus_baseline",
     "remax",
     "rloo",
+    "row_credit",
     "trajectory_level",
     "whiten",
 ]

@@ -129,7 +129,7 @@ class BatchBuilder:
     def _collate(self, rollout: Rollout, advantages: Any, truncated: TruncationMode | None = None) -> Batch:
         """Collate a rollout with the settings of the run. `truncated`, if given, overrides `config.truncated`."""
         config = self.config
-        return collate(
+        batch = collate(
             rollout,
             advantages,
             per=config.advantage_per,
@@ -139,6 +139,10 @@ class BatchBuilder:
             allow_truncated_sampling=config.correction is not None,
             filters=config.filters,
         )
+        if advantages is None or config.row_credit == "broadcast":
+            return batch
+        factors = estimators.row_credit(batch.trajectory_index, config.row_credit, discount=config.row_discount)
+        return batch.replace(advantages=batch.advantages * factors[:, None])
 
     def _with_reference_logprobs(self, batch: Batch) -> Batch:
         """Add the logprobs of the reference policy if the KL penalty is part of the reward."""

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from agentfly_kit import advantages
+from agentfly_kit.advantages.outcomes import RowCredit
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.batch.collate import AdvantagePer, TruncationMode
 from agentfly_kit.batch.filters import Filter, is_group_filter
@@ -61,6 +62,9 @@ class TrainConfig(PPOConfig):
             the advantage of each token, which is its part of the reverse KL towards the `teacher=` of `train`.
         advantage_per: How outcome estimators count a chain that has several rows: as one member of its group
             ("trajectory"), or as one member per row ("row").
+        row_credit: How the advantage of a chain is distributed over its rows: "broadcast", "last", "uniform" or
+            "geometric"; see `af.advantages.row_credit`. For outcome estimators with advantage_per="trajectory".
+        row_discount: Factor per later row, for row_credit="geometric".
         authors: Authors whose tokens are trained, if the policy samples for several roles; None for all authors.
         gamma: Discount factor of the rewards, for "gae", "reinforce_plus_plus" and "gigpo".
         lam: Lambda of generalized advantage estimation, for "gae".
@@ -116,6 +120,8 @@ class TrainConfig(PPOConfig):
     advantage: str | Callable[..., Tensor] = "grpo"
     teacher_coef: float = 0.0
     advantage_per: AdvantagePer = "trajectory"
+    row_credit: RowCredit = "broadcast"
+    row_discount: float = 0.9
     authors: tuple[str, ...] | str | None = None
     gamma: float = 1.0
     lam: float = 0.95
@@ -152,6 +158,7 @@ class TrainConfig(PPOConfig):
         check_choice(self, "keep", *get_args(KeepPolicies))
         check_choice(self, "truncated", *get_args(TruncationMode))
         check_choice(self, "advantage_per", *get_args(AdvantagePer))
+        check_choice(self, "row_credit", *get_args(RowCredit))
         self._check_advantage()
         self._check_effects()
         if not (math.isfinite(self.lr) and self.lr > 0):
@@ -168,6 +175,8 @@ class TrainConfig(PPOConfig):
                 f"kl_target and the initial kl_coef must be above 0, got kl_target={self.kl_target} with "
                 f"kl_coef={self.kl_coef}"
             )
+        if not 0 <= self.row_discount <= 1:
+            raise SettingsError(f"row_discount must be from 0 to 1, got {self.row_discount}")
         for name in ("budget", "group_budget"):
             if not isinstance(value := getattr(self, name), Budget | None):
                 raise SettingsError(f"{name} must be an af.Budget, such as af.Budget(tokens=1000), got {value!r}")
@@ -225,6 +234,11 @@ class TrainConfig(PPOConfig):
         """Raise if a setting that was changed from its default has no effect."""
         conditions = {
             "kl_horizon": ("with kl_target", self.kl_target is not None),
+            "row_credit": (
+                "with outcome estimators and advantage_per='trajectory'",
+                self.advantage_per == "trajectory" and self.advantage not in (*TURN_ESTIMATORS, *TOKEN_ESTIMATORS),
+            ),
+            "row_discount": ("with row_credit='geometric'", self.row_credit == "geometric"),
             "truncated_penalty": ("with truncated='penalty'", self.truncated == "penalty"),
             "kl_kind": ("with kl_coef above 0", self.kl_coef > 0),
             "kl_in": ("with kl_coef above 0", self.kl_coef > 0),

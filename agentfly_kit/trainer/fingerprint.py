@@ -32,7 +32,7 @@ _HOOKS = ("before_chain", "before_turn", "after_observation", "on_context_full",
 
 
 # Settings that are omitted at their default value, so that runs from before they were added continue.
-_NEW_SETTINGS = ("teacher_coef",)
+_NEW_SETTINGS = ("teacher_coef", "row_credit", "row_discount")
 
 
 def fingerprint(sampler: RolloutSampler, start: str, teacher: Policy | None = None) -> dict[str, Any]:
@@ -57,6 +57,8 @@ def fingerprint(sampler: RolloutSampler, start: str, teacher: Policy | None = No
             "history": agent.chat.history,
             "hooks": {name: _as_json(getattr(agent, name)) for name in _HOOKS},
             **({} if agent.success is None else {"success": _as_json(agent.success)}),
+            **({} if agent.nudge is None else {"nudge": [agent.nudge, agent.max_nudges]}),
+            **({"show_exceptions": True} if agent.show_exceptions else {}),
             **({} if agent.harness is None else {"harness": _as_json(agent.harness.function)}),
         },
         "tools": {t.name: {"source": t.source, "fingerprint": t.fingerprint} for t in agent.tools},

@@ -497,6 +497,10 @@ async def test_the_progress_bar_shows_the_steps(capsys: pytest.CaptureFixture[st
         ({"lam": 0.9, "advantage": "gigpo"}, "lam has an effect only with advantage 'gae'"),
         ({"whiten": False, "advantage": lambda rewards, groups: rewards}, "whiten has an effect only with"),
         ({"value_coef": 0.1}, "value_coef has an effect only with advantage 'gae'"),
+        ({"row_credit": "first"}, "row_credit must be one of 'broadcast', 'last', 'uniform', 'geometric'"),
+        ({"row_credit": "last", "advantage": "gigpo"}, "row_credit has an effect only with outcome estimators"),
+        ({"row_discount": 0.5}, "row_discount has an effect only with row_credit='geometric'"),
+        ({"row_discount": 1.5, "row_credit": "geometric"}, "row_discount must be from 0 to 1, got 1.5"),
         ({"kl_horizon": 10}, "kl_horizon has an effect only with kl_target"),
         ({"truncated_penalty": 1.0}, "truncated_penalty has an effect only with truncated='penalty'"),
         ({"kl_kind": "k2"}, "kl_kind has an effect only with kl_coef above 0"),
@@ -520,7 +524,7 @@ def test_invalid_settings_are_rejected_on_construction(options: dict[str, Any], 
 @pytest.mark.parametrize("name", advantages.__all__)
 async def test_every_estimator_trains_or_is_rejected_before_a_chain_runs(name: str) -> None:
     function = getattr(advantages, name)
-    if name in ("branch_weights", "distillation", "trajectory_level", "whiten"):
+    if name in ("branch_weights", "distillation", "row_credit", "trajectory_level", "whiten"):
         for given in (name, function):
             with pytest.raises(SettingsError, match=f"got '{name}'; advantage_per='trajectory', the default, is traj"):
                 SMALL.replace(advantage=given)
