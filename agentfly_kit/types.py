@@ -573,8 +573,9 @@ class Row(Displayable):
     def written_by(self, *authors: str) -> npt.NDArray[np.bool_]:
         """Return the mask of the tokens of actions of these authors, sampled or not; all authors by default."""
         return self._concatenate(
-            lambda _, turn: [turn.kind in ("action", "forced") and turn.author in (authors or (turn.author,))]
-            * turn.num_tokens,
+            lambda _, turn: (
+                [turn.kind in ("action", "forced") and turn.author in (authors or (turn.author,))] * turn.num_tokens
+            ),
             "bool",
         )
 

@@ -3,7 +3,8 @@
     make bench-imitation                                  # both, about 5 minutes of one core
     make bench-imitation ARGS="--part warm-start"
 
-warm-start    random weights, imitation of correct demonstrations, then GRPO: success and CPU seconds after each phase.
+warm-start    random weights, imitation of correct demonstrations, then of demonstrations of mixed quality, then GRPO:
+              success and CPU seconds after each phase.
 distillation  episodes until the held-out success is 90 % of the teacher's: GRPO, and distillation alone, over seeds.
               The teacher is the shipped policy after 24 iterations of GRPO; the students begin as the shipped policy.
 """
@@ -27,13 +28,15 @@ from agentfly_kit.tiny.calculator import Recipe
 SMALL: dict[str, Any] = {"tasks_per_step": 4, "group_size": 4, "minibatch": 16, "evaluate_every": 1}
 
 
-async def warm_start(steps: int, iterations: int, seed: int) -> dict[str, Any]:
+async def warm_start(steps: int, mixed: int, iterations: int, seed: int) -> dict[str, Any]:
     tasks = af.load_tasks("calculator")
     began = time.process_time()
     policy = af.Policy(tiny.model(seed=seed), af.Chat(tiny.tokenizer()))
     writer = Recipe(policy.chat, seed)
-    demonstrations = [writer.demonstrate("solves", writer.sample()) for _ in range(32 * steps)]
-    await af.imitate(policy, demonstrations, epochs=1, minibatch=32, lr=3e-3)
+    for batches, count, lr in zip(writer.batches(), (steps, mixed), (3e-3, 1e-3), strict=True):
+        demonstrations = [d for _, batch in zip(range(count), batches, strict=False) for d in batch]
+        await af.imitate(policy, demonstrations, epochs=1, minibatch=32, lr=lr)
+    policy.version = 0  # the run below starts from these weights
     imitated = time.process_time() - began
     agent = calculator.agent(policy)
     before = (await af.evaluate(agent, tasks.test)).success
@@ -85,12 +88,13 @@ def main() -> None:
     parser.add_argument("--part", choices=("warm-start", "distillation"))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=24, help="iterations at most, for distillation")
-    parser.add_argument("--demonstrations", type=int, default=250, help="updates of imitation, of 32 demonstrations")
-    parser.add_argument("--iterations", type=int, default=8, help="iterations of GRPO after imitation")
+    parser.add_argument("--demonstrations", type=int, default=350, help="updates on 32 correct demonstrations")
+    parser.add_argument("--mixed", type=int, default=50, help="updates on 32 demonstrations of mixed quality")
+    parser.add_argument("--iterations", type=int, default=6, help="iterations of GRPO after imitation")
     given = parser.parse_args()
     out: dict[str, Any] = {}
     if given.part in (None, "warm-start"):
-        out["warm-start"] = asyncio.run(warm_start(given.demonstrations, given.iterations, 0))
+        out["warm-start"] = asyncio.run(warm_start(given.demonstrations, given.mixed, given.iterations, 0))
     if given.part in (None, "distillation"):
         out["distillation"] = asyncio.run(distillation(given.seeds, given.steps))
     sys.stdout.write(json.dumps(out, indent=2) + "\n")

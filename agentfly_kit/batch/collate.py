@@ -231,8 +231,10 @@ def _author_names(
     writing = {turn.author for turn in turns if (turn.kind in ("action", "forced") if imitate else turn.sampled)}
     if not names or not writing.issuperset(names):
         known = ", ".join(map(repr, sorted(writing))) or "there are none"
-        what = "imitate must be True or names of authors of actions" if imitate else (
-            "authors must be names of authors whose tokens were sampled"
+        what = (
+            "imitate must be True or names of authors of actions"
+            if imitate
+            else ("authors must be names of authors whose tokens were sampled")
         )
         raise BatchError(f"{what} ({known}), got {authors!r}")
     return names
@@ -242,9 +244,7 @@ def _not_sampled(names: tuple[str, ...]) -> str:
     return f"no token was sampled by {' or '.join(names) or 'a policy'}"
 
 
-def _not_imitable_reason(
-    t: Trajectory, masks: list[npt.NDArray[np.bool_]], truncated: TruncationMode
-) -> str | None:
+def _not_imitable_reason(t: Trajectory, masks: list[npt.NDArray[np.bool_]], truncated: TruncationMode) -> str | None:
     """Return why a trajectory is excluded from an imitation batch, or None if it is kept."""
     if t.stop == "error":
         return f"unscored ({t.error.where if t.error else t.stop})"

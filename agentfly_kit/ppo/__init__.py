@@ -1,4 +1,4 @@
-"""One step on a batch: PPO or imitation. `step` contains the algorithm, `config` its settings, `inputs` the values computed first."""
+"""One step on a batch: PPO or imitation. `step` contains the algorithm, `inputs` the values computed first."""
 
 from agentfly_kit.ppo.config import PPOConfig
 from agentfly_kit.ppo.distributed import gather

@@ -133,7 +133,7 @@ async def test_a_full_context_is_summarized_by_the_policy() -> None:
     room = len(played([]).chain(TASK).ids) + 4 * len(chat().encode(call("1+1"))) + 24
     script = [call("1+1"), call("1+1"), call("1+1"), call("1+1")]
     for n in range(1, 4):
-        t, engine = await summarized([*script[:n], "found 2", "2", "2"], room)
+        t, _ = await summarized([*script[:n], "found 2", "2", "2"], room)
         if len(t.rows) > 1:
             break
     assert (t.stop, t.reward, len(t.rows)) == ("answered", 1.0, 3)

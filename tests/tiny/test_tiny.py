@@ -12,8 +12,8 @@ import torch
 import agentfly_kit as af
 from agentfly_kit import chat, tiny
 from agentfly_kit.envs import calculator, family
-from agentfly_kit.tiny.recipe import demonstration
 from agentfly_kit.tiny.calculator import Expression, Recipe, expression, tasks
+from agentfly_kit.tiny.recipe import demonstration
 
 TOOLS = Recipe.tools
 
@@ -117,15 +117,21 @@ def test_a_rendered_conversation_is_the_ids_that_an_agent_sees(arguments: Any, p
 
 def test_a_demonstration_is_masked_by_who_wrote_it(policy: Any, writer: Recipe) -> None:
     d = writer.demonstrate("solves", Expression("3*(4+5)"))
-    written = policy.chat.text([i for i, by_assistant in zip(d.ids.tolist(), d.rows[0].written_by(), strict=True) if by_assistant])
+    written = policy.chat.text(
+        [i for i, by_assistant in zip(d.ids.tolist(), d.rows[0].written_by(), strict=True) if by_assistant]
+    )
     assert written == (
         '<tool_call>{"name":"calculator","arguments":{"expression":"3*(4+5)"}}</tool_call><|im_end|>27<|im_end|>'
     )
-    assert "27" not in policy.chat.text(d.ids.tolist()[: d.ids.tolist().index(policy.chat.encode("<tool_response>")[0])])
+    assert "27" not in policy.chat.text(
+        d.ids.tolist()[: d.ids.tolist().index(policy.chat.encode("<tool_response>")[0])]
+    )
 
 
 def test_every_habit_is_a_conversation(policy: Any, writer: Recipe) -> None:
-    texts = {name: policy.chat.text(writer.demonstrate(name, Expression("3*(4+5)")).ids.tolist()) for name in Recipe.habits}
+    texts = {
+        name: policy.chat.text(writer.demonstrate(name, Expression("3*(4+5)")).ids.tolist()) for name in Recipe.habits
+    }
     assert texts["solves"].endswith("27<|im_end|>")
     assert texts["unsure"].endswith("I don't know<|im_end|>")
     assert "<tool_call>" not in texts["unsure"] + texts["guesses"]

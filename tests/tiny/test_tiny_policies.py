@@ -92,7 +92,9 @@ async def test_a_demonstration_has_the_token_ids_of_a_chain_that_does_the_same(n
     own = tiny.recipe(name)(chat(name))
     for task in af.load_tasks(name).test[:6]:
         shown = own.demonstrate("solves", EXAMPLES[name](task, str(task.messages[-1]["content"])))
-        said = chat(name).text([i for i, mine in zip(shown.ids.tolist(), shown.rows[0].written_by(), strict=True) if mine])
+        said = chat(name).text(
+            [i for i, mine in zip(shown.ids.tolist(), shown.rows[0].written_by(), strict=True) if mine]
+        )
         script = af.ScriptedEngine(said.split(END)[:-1])
         (t,) = (await agent(name, script, chat=chat(name)).rollout([task])).trajectories
         assert t.stop in ("answered", "env_done"), t.error

@@ -30,7 +30,7 @@ async def sampled(policy: Policy, **settings: Any) -> Any:
 
 
 def test_the_expected_gradient_is_that_of_the_kl_over_the_vocabulary() -> None:
-    """Weighted by their probabilities, the policy gradients of all next tokens sum to the gradient of the reverse KL."""
+    """The policy gradients of all next tokens, weighted by their probabilities, sum to that of the reverse KL."""
     student, teacher = random_policy(1), random_policy(2)
     vocabulary = student.vocab_size
     prompt = torch.tensor([5, 17, 40, 8])
@@ -161,7 +161,7 @@ async def test_gdpo_normalizes_each_reward() -> None:
 
 
 async def test_the_optimal_token_baseline_gets_the_probabilities_of_all_tokens() -> None:
-    rollout, batch = await built("optimal_token_baseline")
+    _, batch = await built("optimal_token_baseline")
     policy = fresh()
     logits = policy.model(input_ids=batch.ids).logits.float()
     squares = torch.softmax(logits, -1).square().sum(-1)
