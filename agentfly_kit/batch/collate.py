@@ -89,8 +89,8 @@ def collate(
     Raises:
         EmptyBatch: If no row is left.
         BatchError: If an engine returned text without token ids, trajectories cannot be trained on as they were
-            sampled, or a weight is negative or not finite.
-        AlignmentError: If the advantages have the wrong shape.
+            sampled.
+        AlignmentError: If the advantages have the wrong shape, or a weight is negative or not finite.
         SettingsError: If `truncated`, `per` or a filter is invalid.
     """
     check_choice("truncated", truncated, TruncationMode)

@@ -112,7 +112,8 @@ async def imitate(
         The statistics of each update.
 
     Raises:
-        BatchError: If there is nothing to imitate, a trajectory has no token ids, or a weight is invalid.
+        AlignmentError: If a weight is negative or not finite.
+        BatchError: If there is nothing to imitate, or a trajectory has no token ids.
         SettingsError: If a setting is invalid.
     """
     for name, value in (("epochs", epochs), ("minibatch", minibatch)):

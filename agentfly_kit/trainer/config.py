@@ -21,20 +21,21 @@ from agentfly_kit.ppo.config import PPOConfig, check_at_least, check_choice
 from agentfly_kit.trainer.run_dir import KeepPolicies
 from agentfly_kit.types import Task
 
-OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl", "opo", "gdpo")
+OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl")
+# Outcome estimators with further inputs, which `BatchBuilder` computes; "none" is for `teacher_coef` alone.
+_EXTENDED_ESTIMATORS = ("opo", "gdpo", "remax", "none")
 TURN_ESTIMATORS = ("gigpo", "arpo")
-TOKEN_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "optimal_token_baseline")
+_WHITENED_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+TOKEN_ESTIMATORS = (*_WHITENED_ESTIMATORS, "optimal_token_baseline")
 # Estimators for which the only chain of a group has advantage 0.
-GROUP_ESTIMATORS = (*OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, *TOKEN_ESTIMATORS[2:])
-# Estimators that do not compare chains; "none" is for `teacher_coef` alone.
-_SINGLE_ESTIMATORS = ("remax", "none")
-# Estimators with inputs of one entry per trajectory, so that they cannot count rows.
-_PER_TRAJECTORY = ("opo", "gdpo", *_SINGLE_ESTIMATORS, *TURN_ESTIMATORS, *TOKEN_ESTIMATORS)
+GROUP_ESTIMATORS = (
+    *OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, "opo", "gdpo", "reinforce_plus_plus_baseline", "optimal_token_baseline",
+)  # fmt: skip
 # Settings that are used only by some estimators, with the names of these estimators.
 _READ_BY = {
     "gamma": ("gae", "reinforce_plus_plus", "gigpo"),
     "lam": ("gae",),
-    "whiten": TOKEN_ESTIMATORS[:3],
+    "whiten": _WHITENED_ESTIMATORS,
     "value_coef": ("gae",),
     "value_clip": ("gae",),
 }
@@ -195,7 +196,11 @@ class TrainConfig(PPOConfig):
             raise SettingsError("gdpo compares separate rewards: use truncated='score' and kl_in='loss'")
         if self.advantage == "remax" and self.overlap:
             raise SettingsError("overlap must be 0 for advantage='remax', whose greedy chains need the same weights")
-        if self.advantage_per == "row" and self.advantage in _PER_TRAJECTORY:
+        if self.advantage_per == "row" and self.advantage in (
+            *_EXTENDED_ESTIMATORS,
+            *TURN_ESTIMATORS,
+            *TOKEN_ESTIMATORS,
+        ):
             raise SettingsError(
                 f"advantage_per must be 'trajectory' for advantage={self.advantage!r}, which sees whole chains"
             )
@@ -211,9 +216,9 @@ class TrainConfig(PPOConfig):
         name = getattr(inner, "__name__", str(inner))
         if not callable(given) or inner is getattr(advantages, name, None):
             known = (
-                OUTCOME_ESTIMATORS[:-2]
+                OUTCOME_ESTIMATORS
                 if inner is not given
-                else OUTCOME_ESTIMATORS + _SINGLE_ESTIMATORS + TURN_ESTIMATORS + TOKEN_ESTIMATORS
+                else OUTCOME_ESTIMATORS + _EXTENDED_ESTIMATORS + TURN_ESTIMATORS + TOKEN_ESTIMATORS
             )
             if name not in known:
                 raise SettingsError(
