@@ -18,6 +18,7 @@ _MODULES = {
     "envs": "envs",
     "errors": "errors",
     "filters": "batch.filters",
+    "hooks": "agent.hooks",
     "losses": "losses",
     "tiny": "tiny",
     "toolbox": "tools.builtin",

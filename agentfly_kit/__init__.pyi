@@ -6,6 +6,7 @@ from agentfly_kit import losses as losses
 from agentfly_kit import tiny as tiny
 from agentfly_kit import widgets as widgets  # type: ignore[attr-defined]  # its folder is widgets/
 from agentfly_kit._doctor import doctor as doctor
+from agentfly_kit.agent import hooks as hooks
 from agentfly_kit.agent.agent import Agent as Agent
 from agentfly_kit.agent.branching import Branch as Branch
 from agentfly_kit.agent.budget import Budget as Budget
@@ -43,6 +44,8 @@ from agentfly_kit.pool.base import pools as pools
 from agentfly_kit.pool.pool import Pool as Pool
 from agentfly_kit.ppo import PPOConfig as PPOConfig
 from agentfly_kit.ppo import adamw as adamw
+from agentfly_kit.ppo import imitate as imitate
+from agentfly_kit.ppo import imitation_step as imitation_step
 from agentfly_kit.ppo import ppo_step as ppo_step
 from agentfly_kit.ppo import ppo_step_async as ppo_step_async
 from agentfly_kit.ppo import shaped_rewards as shaped_rewards

@@ -569,6 +569,15 @@ class Row(Displayable):
             return self.action_mask
         return self._concatenate(lambda _, turn: [turn.sampled and turn.author in authors] * turn.num_tokens, "bool")
 
+    def written_by(self, *authors: str) -> npt.NDArray[np.bool_]:
+        """Return the mask of the tokens of actions of these authors, sampled or not; all authors by default."""
+        return self._concatenate(
+            lambda _, turn: (
+                [turn.kind in ("action", "forced") and turn.author in (authors or (turn.author,))] * turn.num_tokens
+            ),
+            "bool",
+        )
+
     @cached_property
     def logprobs(self) -> npt.NDArray[np.float32]:
         """Logprobs under the sampling policy in nats; NaN where the mask is 0."""

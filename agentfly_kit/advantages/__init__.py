@@ -19,9 +19,11 @@ from agentfly_kit.advantages.outcomes import (
     opo,
     remax,
     rloo,
+    row_credit,
     trajectory_level,
 )
 from agentfly_kit.advantages.tokens import (
+    distillation,
     gae,
     optimal_token_baseline,
     reinforce_plus_plus,
@@ -33,6 +35,7 @@ from agentfly_kit.advantages.turns import arpo, branch_weights, gigpo
 __all__ = [
     "arpo",
     "branch_weights",
+    "distillation",
     "dr_grpo",
     "gae",
     "gdpo",
@@ -47,6 +50,7 @@ __all__ = [
     "reinforce_plus_plus_baseline",
     "remax",
     "rloo",
+    "row_credit",
     "trajectory_level",
     "whiten",
 ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from math import comb
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from agentfly_kit.advantages.inputs import (
     require_finite,
     whitened,
 )
-from agentfly_kit.errors import AlignmentError, SettingsError, check_shape
+from agentfly_kit.errors import AlignmentError, SettingsError, check_choice, check_shape
 
 
 def grpo(
@@ -211,6 +212,32 @@ def maxrl(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") ->
         raise ValueError(f"rewards[{at}] must be at least 0, got {g.reward[at].item()}")
     mean = g.group_sum(g.reward) / g.count.clamp(min=1)
     return g.singleton(torch.where(mean > 0, g.centred() / torch.where(mean > 0, mean, 1.0), 0.0), singleton)
+
+
+RowCredit = Literal["broadcast", "last", "uniform", "geometric"]
+
+
+def row_credit(trajectory_index: Groups, how: RowCredit, *, discount: float = 0.9) -> Tensor:
+    """Factors that distribute the advantage of a trajectory over its rows, in the order in which they were sampled.
+
+    "broadcast" gives every row the whole advantage, "last" only the last row, "uniform" 1 / (number of rows) to each,
+    and "geometric" discount ** (number of later rows).
+
+    Shapes:  trajectory_index (B,) -> (B,).
+    Raises:  SettingsError for a discount outside of 0 to 1.
+    """
+    check_choice("how", how, RowCredit)
+    if not 0 <= discount <= 1:
+        raise SettingsError(f"discount must be from 0 to 1, got {discount!r}")
+    ids: list[Hashable] = trajectory_index.tolist() if isinstance(trajectory_index, Tensor) else [*trajectory_index]
+    rows, seen = Counter(ids), Counter[Hashable]()
+    out = []
+    for trajectory in ids:
+        seen[trajectory] += 1
+        later = rows[trajectory] - seen[trajectory]
+        factors = {"broadcast": 1.0, "last": float(later == 0), "uniform": 1 / rows[trajectory]}
+        out.append(discount**later if how == "geometric" else factors[how])
+    return torch.tensor(out)
 
 
 def trajectory_level(

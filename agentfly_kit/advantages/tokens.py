@@ -243,6 +243,27 @@ def optimal_token_baseline(
     return tok.out(tok.rows.split(out))
 
 
+def distillation(teacher_logprobs: Numbers, logprobs: Numbers, mask: Any) -> Tensor:
+    """On-policy distillation: log p(teacher) - log p(sampler) of each sampled token.
+
+    Its mean over samples is minus the reverse KL, KL(policy || teacher), at the states that the policy visits, and the
+    policy gradient with it is the exact gradient of that KL at each state in expectation. Later tokens do not count for
+    earlier ones (discount 0). Add it to other advantages, or use it alone.
+
+    Shapes:  teacher_logprobs, logprobs, mask (B, T) or (T,) -> the same; 0 where masked.
+    Units:   nats.
+    Raises:  ValueError for a logprob of an action token that is not finite.
+    Source:  On-Policy Distillation of Language Models, arXiv 2306.13649, with the reverse KL; the per-token policy
+             gradient is that of MiniLLM, arXiv 2306.08543, without its terms for later tokens.
+    """
+    lp = as_floats(logprobs, "logprobs")
+    m = as_bool_mask(mask, lp)
+    teacher = as_floats(teacher_logprobs, "teacher_logprobs", lp)
+    check_shape("teacher_logprobs", teacher, lp.shape)
+    teacher = require_finite(teacher, m, "teacher_logprobs", "at every action token")
+    return teacher - require_finite(lp, m, "logprobs", "at every action token")
+
+
 def whiten(advantages: Numbers, mask: Any, *, std: Std = "sample", eps: float = 1e-6) -> Tensor:
     """Shift and scale to mean 0 and std 1 over all action tokens of the batch; 0 where masked.
 

@@ -174,7 +174,11 @@ def stop_after_action(agent: AgentSettings, turn: Turn, limit: int, limited_by: 
             return "context_full"
         at_limit = agent.max_tokens is not None and action_tokens(turn) >= agent.max_tokens
         return limited_by or ("chain_tokens" if at_limit else "turn_tokens")
-    return None if turn.tool_calls else "answered"
+    if turn.tool_calls:
+        return None
+    nudges = sum(earlier.author == "nudge" for earlier in turn.path)
+    can_continue = agent.nudge is not None and nudges < agent.max_nudges and turn.actions < agent.max_turns
+    return None if can_continue else "answered"
 
 
 def stop_after_calls(

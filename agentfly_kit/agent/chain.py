@@ -39,6 +39,7 @@ from agentfly_kit.agent.turns import (
     result_message,
     text_fields,
     token_fields,
+    with_exception_text,
     with_turn_rewards,
 )
 from agentfly_kit.chat.formats import Parsed
@@ -51,6 +52,7 @@ from agentfly_kit.types import (
     UNSCORED_STOPS,
     Alternatives,
     Failure,
+    Message,
     Sample,
     Sampling,
     Task,
@@ -182,6 +184,14 @@ class BaseChain(Displayable):
         self._listeners.notify(self)
         return turn
 
+    def _append_action(self, turn: Turn, stop: str | None) -> Turn:
+        """Append a sampled action and, if it called no tool and does not end the chain, the agent's nudge."""
+        self._append(turn, stop)
+        if stop is None and not turn.tool_calls and self.agent.nudge is not None:
+            message: Message = {"role": "user", "content": self.agent.nudge}
+            self._append_observation(observation_turn(self.agent, turn, [message], "nudge"))
+        return turn
+
     def _append_observation(self, turn: Turn) -> Turn:
         """Append an observation that an action can follow, with token ids; see `encode_observation`."""
         encoded, leaf = encode_observation(self.agent, turn)
@@ -284,7 +294,7 @@ class BaseChain(Displayable):
                     sample = await agent.engine.sample(ids, sampling, seed, request=request)
                     turn = self._action_turn(sample, sampling, seed)
                     reserved.used = turn.num_tokens
-                    self._append(turn, self._stop_after_action(turn, sampling.max_tokens, reserved.limited_by))
+                    self._append_action(turn, self._stop_after_action(turn, sampling.max_tokens, reserved.limited_by))
                     event.detail = turn.text
         return turn
 
@@ -371,6 +381,8 @@ class BaseChain(Displayable):
             around=lambda call: self._reporting("tool", "tool", index, call.name, call.id),
             refused=refused,
         )
+        if self.agent.show_exceptions:
+            done = [with_exception_text(call) for call in done]
         results = [call.result for call in done if call.result is not None]
         rewards = [result.reward for result in results if result.reward is not None]
         turn = observation_turn(

@@ -432,4 +432,4 @@ class Chain(BaseChain):
             ended = len(sample.turns) == n + 1 and sample.stop != "cancelled"
             self.has_sampled = True
             turn = dataclasses.replace(sample.turns[n], parent=self.turn, reward=None)
-            return self._append(turn, sample.stop if ended else None)
+            return self._append_action(turn, sample.stop if ended else None)

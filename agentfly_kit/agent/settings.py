@@ -25,6 +25,7 @@ from agentfly_kit.types import Group, Message, Sampling, Task, Trajectory
 _COUNTS = {
     "max_turns": False,
     "max_invalid_calls": False,
+    "max_nudges": False,
     "max_tokens": True,
     "max_tool_calls": True,
     "max_concurrent_requests": True,
@@ -44,7 +45,7 @@ _HOOKS = {
 
 # Settings that have no effect with a harness, because it replaces the built-in agent loop.
 _WITHOUT_HARNESS = (
-    "tools", "system", "max_tool_calls", "before_chain", "before_turn", "after_observation", "on_context_full",
+    "tools", "system", "max_tool_calls", "nudge", "before_chain", "before_turn", "after_observation", "on_context_full",
 )  # fmt: skip
 
 
@@ -91,6 +92,11 @@ class AgentSettings(Displayable):
         max_tool_calls: Maximum number of tool calls per chain, or None for no limit. Malformed and unknown calls are
             not counted. Calls over the limit are not run.
         max_invalid_calls: Number of consecutive actions with only malformed or unknown calls after which a chain ends.
+        nudge: What to do after a sampled action without a tool call. None ends the chain with "answered". A text is
+            given to the model as a user message, for example "Call a tool.", and the chain continues.
+        max_nudges: Maximum number of nudges per chain; the next action without a tool call is the answer.
+        show_exceptions: Whether the model sees the text of exceptions of tools. By default it sees only that the tool
+            failed, and the text of a `ToolError`, because other exceptions may contain the answer.
         timeout: Time limit per chain in seconds, including waiting times, or None for no limit.
         sampling: Sampling settings of each action.
         pools: A pool or a list of pools, from which tools and rewards get their sandboxes.
@@ -129,6 +135,9 @@ class AgentSettings(Displayable):
     max_tokens: int | None = None
     max_tool_calls: int | None = None
     max_invalid_calls: int = 3
+    nudge: str | None = None
+    max_nudges: int = 1
+    show_exceptions: bool = False
     timeout: float | None = None
     sampling: Sampling = field(default_factory=Sampling)
     pools: Sequence[Any] = ()
@@ -164,6 +173,10 @@ class AgentSettings(Displayable):
                 raise SettingsError(f"{name} must be at least 1{', or None' if may_be_none else ''}, got {value!r}")
         if self.timeout is not None and not self.timeout > 0:
             raise SettingsError(f"timeout must be above 0 seconds, or None for no limit, got {self.timeout!r}")
+        if self.nudge is not None and not (isinstance(self.nudge, str) and self.nudge.strip()):
+            raise SettingsError(f"nudge must be a text for the model, or None, got {self.nudge!r}")
+        if self.nudge is None and self.max_nudges != 1:
+            raise SettingsError(f"max_nudges has an effect only with nudge, got {self.max_nudges}")
         for name, parameters in _HOOKS.items():
             if (hook := getattr(self, name)) is not None:
                 check_accepts(name, hook, *parameters)

@@ -120,6 +120,15 @@ def result_message(call: ToolCall) -> Message:
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
 
 
+def with_exception_text(call: ToolCall) -> ToolCall:
+    """Add the text of an exception to the result of a tool call that failed; failures of the host are unchanged."""
+    result = call.result
+    if result is None or result.error is None or result.error.host:
+        return call
+    text = f"{call.name} failed: {result.error.type}: {result.error.message[:2000]}"
+    return dataclasses.replace(call, result=dataclasses.replace(result, observation=text))
+
+
 def observation_turn(
     agent: AgentSettings,
     before: Turn,

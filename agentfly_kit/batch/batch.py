@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import AlignmentError, check_shape
+from agentfly_kit.errors import AlignmentError, BatchError, check_shape
 from agentfly_kit.types import Row, Trajectory
 
 # (B,) fields of a batch.
@@ -73,6 +73,8 @@ class Batch(Displayable):
         dropped: Trajectories and rows that were excluded, with reasons.
         num_given: Number of trajectories passed to `collate`, including dropped ones.
         flagged: Fraction of the given trajectories that are unscored, and fraction that are truncated.
+        imitation: True for `collate(imitate=)`: the mask is True at imitated tokens, which need no logprobs, and
+            `advantages` are their weights.
     """
 
     trajectories: tuple[Trajectory, ...] = field(repr=False)
@@ -98,6 +100,7 @@ class Batch(Displayable):
     dropped: tuple[Dropped, ...] = ()
     num_given: int = 0
     flagged: tuple[float, float] = (0.0, 0.0)
+    imitation: bool = False
 
     def __len__(self) -> int:
         return len(self.trajectories)
@@ -131,15 +134,22 @@ class Batch(Displayable):
                 raise AlignmentError(f"{name} must be a bool tensor, got {getattr(self, name).dtype}")
         # Reject values that would make a loss wrong without raising an error.
         column = torch.arange(shape[1])
-        for requirement, violated in (
+        requirements = [
             ("mask must be False on padding", self.mask & (column >= self.lengths[:, None])),
             ("mask must be False at position 0, which nothing predicts", self.mask & (column == 0)),
-            ("logprobs must be finite where the mask is 1", self.mask & ~torch.isfinite(self.logprobs)),
-            ("logprobs must not be above 0", self.mask & (self.logprobs > 1e-3)),
             ("ids must not be negative", self.ids < 0),
-            ("rewards must be finite", ~torch.isfinite(self.rewards)),
             ("temperatures must be above 0", ~(self.temperatures > 0)),
-        ):
+        ]
+        if self.imitation:
+            valid = torch.isfinite(self.advantages) & (self.advantages >= 0)
+            requirements += [("weights (advantages) must be finite numbers of at least 0", self.mask & ~valid)]
+        else:
+            requirements += [
+                ("logprobs must be finite where the mask is 1", self.mask & ~torch.isfinite(self.logprobs)),
+                ("logprobs must not be above 0", self.mask & (self.logprobs > 1e-3)),
+                ("rewards must be finite", ~torch.isfinite(self.rewards)),
+            ]
+        for requirement, violated in requirements:
             if bool(violated.any()):
                 raise AlignmentError(f"{requirement}; the first violation is at {violated.nonzero()[0].tolist()}")
 
@@ -161,6 +171,12 @@ class Batch(Displayable):
                 changes[name] = torch.where(mask, value.float(), torch.nan)
         return replace(self, **changes)
 
+    def select(self, rows: Tensor) -> Batch:
+        """Return a batch of the rows with the given indices, (n,) int64, in this order."""
+        tensors = {name: getattr(self, name) for name in (*_ROW_FIELDS, *_PADDING)}
+        chosen: dict[str, Any] = {name: x[rows] for name, x in tensors.items() if x is not None}
+        return replace(self, trajectories=tuple(self.trajectories[i] for i in rows.tolist()), **chosen)
+
     def __repr__(self) -> str:
         left = f", {len(self.dropped)} left out" if self.dropped else ""
         return f"Batch({len(self)} rows, {self.ids.shape[1]} wide, {int(self.mask.sum())} action tokens{left})"
@@ -181,6 +197,8 @@ def join(batches: Sequence[Batch]) -> Batch:
             parts = [p + offset for p, offset in zip(parts, offsets, strict=False)]
         out[name] = torch.cat(parts)
     num_given = sum(b.num_given for b in batches)
+    if len({b.imitation for b in batches}) > 1:
+        raise BatchError("batches must be all for imitation, or all for reinforcement learning, to be joined")
     unscored, truncated = (sum(b.flagged[k] * b.num_given for b in batches) / max(num_given, 1) for k in (0, 1))
     return Batch(
         trajectories=tuple(t for b in batches for t in b.trajectories),
@@ -188,4 +206,5 @@ def join(batches: Sequence[Batch]) -> Batch:
         dropped=tuple(d for b in batches for d in b.dropped),
         num_given=num_given,
         flagged=(unscored, truncated),
+        imitation=batches[0].imitation,
     )

@@ -16,7 +16,14 @@ from torch import Tensor
 from agentfly_kit.batch.batch import Batch, Dropped
 from agentfly_kit.batch.filters import Filter, drop_reasons
 from agentfly_kit.batch.turn_data import as_trajectories, credited_turn, sampled_turn_indices
-from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, check_choice, checks_keywords
+from agentfly_kit.errors import (
+    AlignmentError,
+    BatchError,
+    EmptyBatch,
+    SettingsError,
+    check_choice,
+    checks_keywords,
+)
 from agentfly_kit.types import UNSCORED_STOPS, Row, Trajectory
 
 TruncationMode = Literal["score", "mask", "bootstrap", "penalty"]
@@ -42,6 +49,7 @@ def collate(
     *,
     per: AdvantagePer = "trajectory",
     authors: str | Sequence[str] | None = None,
+    imitate: bool | str | Sequence[str] = False,
     truncated: TruncationMode = "score",
     penalty: float = 0.5,
     allow_truncated_sampling: bool = False,
@@ -60,6 +68,10 @@ def collate(
             reward of its trajectory.
         authors: Authors whose tokens are trained on, if this policy sampled them. None trains on all sampled tokens.
             Turn rewards earned by other authors are ignored.
+        imitate: Authors whose actions are imitated, or True for all authors, sampled or not: the mask is then 1 at the
+            tokens of these actions, and `advantages` are weights of at least 0, by default 1. Trajectories without a
+            reward are included, and those of weight 0 are dropped: `lambda r, g: (r > 0).float()` is rejection
+            sampling. The batch is for `imitation_step`.
         truncated: How to treat trajectories that a limit cut off. "score" trains on them. "mask" excludes their rows
             after the advantages have been computed. "penalty" first subtracts `penalty` from their reward. "bootstrap"
             is the same as "score", for estimators that receive the value of the state at the cut, such as
@@ -76,13 +88,15 @@ def collate(
 
     Raises:
         EmptyBatch: If no row is left.
-        BatchError: If an engine returned text without token ids, or trajectories cannot be trained on as they were
+        BatchError: If an engine returned text without token ids, trajectories cannot be trained on as they were
             sampled.
-        AlignmentError: If the advantages have the wrong shape.
+        AlignmentError: If the advantages have the wrong shape, or a weight is negative or not finite.
         SettingsError: If `truncated`, `per` or a filter is invalid.
     """
     check_choice("truncated", truncated, TruncationMode)
     check_choice("per", per, AdvantagePer)
+    if imitate and authors is not None:
+        raise SettingsError(f"authors must be None with imitate={imitate!r}, which names the authors to imitate")
     given = as_trajectories(rollout)
     if not given:
         raise BatchError("rollout must hold at least one trajectory, got none")
@@ -96,14 +110,21 @@ def collate(
 
     # The estimator receives one reward per unit. A unit is a trajectory or, with per="row", a row with trained tokens
     # (a trajectory without trained tokens is then one unit).
-    names = _author_names(authors, given)
+    names = _author_names(None if imitate is True else imitate or authors, given, bool(imitate))
     rows: list[_TrainedRow] = []
     dropped: list[Dropped] = []
     units: list[Trajectory] = []
     num_kept = 0
     for t in given:
-        reason = _unusable_reason(t, names, truncated, allow_truncated_sampling)
-        masks = [row.sampled_by(*names) for row in t.rows]
+        if not t.exact:
+            raise BatchError(
+                f"trajectory {t.id!r} must have token ids to be trained on, but its engine gives text only"
+            )
+        masks = [row.written_by(*names) if imitate else row.sampled_by(*names) for row in t.rows]
+        if imitate:
+            reason = filtered.get(t.id) or _not_imitable_reason(t, masks, truncated)
+        else:
+            reason = _unusable_reason(t, names, truncated, allow_truncated_sampling)
         trained = [j for j, mask in enumerate(masks) if mask.any()]
         first_unit = len(units)
         units += [t] * (max(1, len(trained)) if per == "row" else 1)
@@ -118,7 +139,7 @@ def collate(
         num_kept += 1
     if not rows:
         reasons = "; ".join(sorted({d.reason for d in dropped}))
-        remedy = "; to imitate them, use af.trl.sft_dataset(rollout)" if "actions written by" in reasons else ""
+        remedy = "; to imitate them, use collate(imitate=True)" if "actions written by" in reasons else ""
         raise EmptyBatch(f"none of {len(given)} trajectories can be trained on: {reasons}{remedy}", tuple(dropped))
 
     # Pad the rows on the right with NumPy, because assigning to tensor slices takes ten times as long.
@@ -141,7 +162,7 @@ def collate(
     versions[~mask] = -1
     logprobs[~mask] = entropies[~mask] = np.nan
     kept_mass = np.where(mask, np.nan_to_num(kept_mass, nan=1.0), np.nan)
-    if np.isnan(logprobs[mask]).any() or mask[:, 0].any():
+    if not imitate and (np.isnan(logprobs[mask]).any() or mask[:, 0].any()):
         raise AlignmentError("a sampled token must have a logprob and follow another token; the record is damaged")
 
     groups: dict[str, int] = {}
@@ -160,36 +181,62 @@ def collate(
         groups=torch.tensor([groups[r.trajectory.group] for r in rows]),
         trajectory_index=torch.tensor([r.trajectory_index for r in rows]),
         row_index=torch.tensor([r.row.index for r in rows]),
-        temperatures=torch.tensor([r.trajectory.sampling.temperature for r in rows]),
+        temperatures=torch.tensor([1.0 if imitate else r.trajectory.sampling.temperature for r in rows]),
         versions=torch.from_numpy(versions),
         lengths=lengths,
         truncated=torch.tensor([r.trajectory.truncated and r.is_last for r in rows]),
-        kept_mass=torch.from_numpy(kept_mass) if any(r.trajectory.sampling.truncates for r in rows) else None,
+        kept_mass=torch.from_numpy(kept_mass)
+        if not imitate and any(r.trajectory.sampling.truncates for r in rows)
+        else None,
         dropped=tuple(dropped),
         num_given=len(given),
         flagged=flagged,
+        imitation=bool(imitate),
     )
     if advantages is None:
-        return batch
+        return batch.replace(advantages=torch.ones(shape)) if imitate else batch
     if callable(advantages):
         advantages = advantages(_rewards(units), torch.tensor([groups[t.group] for t in units]))
     values = torch.as_tensor(advantages, dtype=torch.float32)
-    return batch.replace(advantages=_advantages_per_token(batch, values, [r.unit for r in rows], len(units), per))
+    batch = batch.replace(advantages=_advantages_per_token(batch, values, [r.unit for r in rows], len(units), per))
+    return _without_zero_weights(batch) if imitate else batch
+
+
+def _without_zero_weights(batch: Batch) -> Batch:
+    """Check the weights of an imitation batch, and drop rows whose tokens all have weight 0."""
+    batch.check()
+    kept = (batch.advantages.nan_to_num() > 0).any(1)
+    dropped = tuple(
+        Dropped(t.id, "weight 0", row)
+        for t, row, keep in zip(batch.trajectories, batch.row_index.tolist(), kept.tolist(), strict=True)
+        if not keep
+    )
+    if not bool(kept.any()):
+        raise EmptyBatch("weights must be above 0 for at least one trajectory, got only 0", dropped)
+    return batch.select(kept.nonzero()[:, 0]).replace(dropped=(*batch.dropped, *dropped))
 
 
 def _rewards(trajectories: list[Trajectory]) -> Tensor:
     return torch.tensor([math.nan if t.reward is None else float(t.reward) for t in trajectories])
 
 
-def _author_names(authors: str | Sequence[str] | None, trajectories: list[Trajectory]) -> tuple[str, ...]:
+def _author_names(
+    authors: str | Sequence[str] | None, trajectories: list[Trajectory], imitate: bool
+) -> tuple[str, ...]:
     """Convert `authors` to a tuple of names, where () stands for all authors."""
     if authors is None:
         return ()
     names = (authors,) if isinstance(authors, str) else tuple(authors)
-    sampling = {turn.author for t in trajectories for turn in t.turns if turn.sampled}
-    if not names or not sampling.issuperset(names):
-        known = ", ".join(map(repr, sorted(sampling))) or "there are none"
-        raise BatchError(f"authors must be names of authors whose tokens were sampled ({known}), got {authors!r}")
+    turns = [turn for t in trajectories for turn in t.turns]
+    writing = {turn.author for turn in turns if (turn.kind in ("action", "forced") if imitate else turn.sampled)}
+    if not names or not writing.issuperset(names):
+        known = ", ".join(map(repr, sorted(writing))) or "there are none"
+        what = (
+            "imitate must be True or names of authors of actions"
+            if imitate
+            else ("authors must be names of authors whose tokens were sampled")
+        )
+        raise BatchError(f"{what} ({known}), got {authors!r}")
     return names
 
 
@@ -197,12 +244,19 @@ def _not_sampled(names: tuple[str, ...]) -> str:
     return f"no token was sampled by {' or '.join(names) or 'a policy'}"
 
 
+def _not_imitable_reason(t: Trajectory, masks: list[npt.NDArray[np.bool_]], truncated: TruncationMode) -> str | None:
+    """Return why a trajectory is excluded from an imitation batch, or None if it is kept."""
+    if t.stop == "error":
+        return f"unscored ({t.error.where if t.error else t.stop})"
+    if not any(mask.any() for mask in masks):
+        return "no action was written by the imitated authors"
+    return "truncated" if truncated == "mask" and t.truncated else None
+
+
 def _unusable_reason(
     t: Trajectory, names: tuple[str, ...], truncated: TruncationMode, allow_truncated_sampling: bool
 ) -> str | None:
     """Return why a trajectory is excluded from the batch, or None if it is kept. Arguments are as in `collate`."""
-    if not t.exact:
-        raise BatchError(f"trajectory {t.id!r} must have token ids to be trained on, but its engine gives text only")
     if t.reward is None:
         ended = t.stop if t.stop in UNSCORED_STOPS else "no reward returned a number"
         return f"unscored ({t.error.where if t.error else ended})"
@@ -237,7 +291,6 @@ def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[np
     The reward of a turn goes to the last token of the turn that earned it (`credited_turn`), and is ignored if that
     token is not trained on. The reward of the trajectory goes to its last trained token.
     """
-    assert t.reward is not None
     out = [np.where(mask, np.float32(0), np.float32(np.nan)) for mask in masks]
     # Row and column of the last token of each turn.
     last_token = [
@@ -250,7 +303,7 @@ def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[np
             j, column = last_token[credited_turn(t, i)]
             out[j][column] += turn.reward  # NaN stays NaN where the mask is 0
     j = max(j for j, mask in enumerate(masks) if mask.any())
-    out[j][masks[j].nonzero()[0][-1]] += t.reward
+    out[j][masks[j].nonzero()[0][-1]] += math.nan if t.reward is None else t.reward
     return out
 
 

@@ -1,11 +1,11 @@
-"""Metrics for short answers: exact match and F1 after SQuAD's normalisation."""
+"""Metrics for short answers: exact match, F1, precision and recall of words, after SQuAD's normalisation."""
 
 from __future__ import annotations
 
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from agentfly_kit.errors import SettingsError
@@ -33,16 +33,36 @@ def exact_match(response: str, answers: Iterable[str]) -> float:
 def f1(response: str, answers: Iterable[str]) -> float:
     """Return the highest word-level F1 score over the answers, counting repeated words.
 
-    If one side has no words, the score is 1 if both have none, else 0.
+    If one side has no words, the score is 1 if both have none, else 0. The same holds for `precision` and `recall`.
     """
-    return max((_f1(normalised(response).split(), normalised(answer).split()) for answer in answers), default=0.0)
+    return _best(response, answers, lambda common, words, expected: 2 * common / (words + expected))
 
 
-def _f1(response: list[str], answer: list[str]) -> float:
-    if not response or not answer:
-        return float(response == answer)
-    common = sum((Counter(response) & Counter(answer)).values())
-    return 2 * common / (len(response) + len(answer))
+def precision(response: str, answers: Iterable[str]) -> float:
+    """Return the highest share of the response's words that occur in an answer, counting repeated words."""
+    return _best(response, answers, lambda common, words, expected: common / words)
+
+
+def recall(response: str, answers: Iterable[str]) -> float:
+    """Return the highest share of an answer's words that occur in the response, counting repeated words.
+
+    A response that contains everything has recall 1, so as a reward alone it teaches to write long answers.
+    """
+    return _best(response, answers, lambda common, words, expected: common / expected)
+
+
+def _best(response: str, answers: Iterable[str], score: Callable[[int, int, int], float]) -> float:
+    """Return the highest score, a function of the numbers of common words, of the response's and of the answer's."""
+    words = normalised(response).split()
+    scores = []
+    for answer in answers:
+        expected = normalised(answer).split()
+        if words and expected:
+            common = sum((Counter(words) & Counter(expected)).values())
+            scores.append(score(common, len(words), len(expected)))
+        else:
+            scores.append(float(words == expected))
+    return max(scores, default=0.0)
 
 
 def extract_answer(final: str | None) -> str | None:

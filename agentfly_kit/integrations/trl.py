@@ -27,49 +27,41 @@ from agentfly_kit.errors import BatchError, SettingsError
 from agentfly_kit.integrations.adapters import environment as environment
 from agentfly_kit.integrations.adapters import reward as reward
 from agentfly_kit.ppo import PPOConfig
-from agentfly_kit.types import Message, Row, Task, Trajectory
+from agentfly_kit.types import Message, Task, Trajectory
 
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def sft_dataset(rows: Iterable[Any], authors: str | Sequence[str] | None = None) -> Any:
+def sft_dataset(rows: Iterable[Trajectory], authors: str | Sequence[str] | None = None) -> Any:
     """Convert rows to a `datasets.Dataset` for SFTTrainer, with the columns "input_ids" and "labels".
 
     Action tokens are labelled with their ids, all other tokens with -100. SFTTrainer uses such rows unchanged, without
     rendering a chat template or inferring a mask. Rows without labelled tokens are omitted.
 
     Args:
-        rows: A rollout or trajectories (all their rows are used), or objects with `ids` and a `mask` of the same
-            length, such as the demonstrations of `tiny`. To imitate successes only, pass
+        rows: A rollout or trajectories; all their rows are used. To imitate successes only, pass
             `[t for t in rollout if t.success]`.
         authors: Authors whose action tokens are labelled, such as "policy" or "script". None labels all actions,
-            whether sampled, scripted or forced. Only used for trajectories.
+            whether sampled, scripted or forced.
 
     Raises:
-        BatchError: If a row's ids and mask have different lengths, or a trajectory or row has no labelled token.
+        BatchError: If a trajectory has no labelled token.
     """
     from datasets import Dataset
 
     names = (authors,) if isinstance(authors, str) else authors
     out: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
-    for given in rows:
-        if isinstance(given, Trajectory):
-            parts = [(row.ids, _label_mask(row, names)) for row in given.rows]
-        else:
-            parts = [(given.ids, given.mask)]
-        if not any(any(mask) for _, mask in parts):
+    for trajectory in rows:
+        masks = [row.written_by(*names or ()) for row in trajectory.rows]
+        if not any(mask.any() for mask in masks):
             raise BatchError(
-                f"{given!r} must have a token to label, but none was written in an action"
+                f"{trajectory!r} must have a token to label, but none was written in an action"
                 f"{'' if names is None else ' of ' + ' or '.join(names)}; leave it out"
             )
-        for ids, mask in parts:
-            if len(ids) != len(mask):
-                raise BatchError(
-                    f"ids and mask of a row must have the same length, got {len(ids)} ids and a mask of {len(mask)}"
-                )
-            if any(mask):
-                out["input_ids"].append([int(i) for i in ids])
-                out["labels"].append([int(i) if m else -100 for i, m in zip(ids, mask, strict=True)])
+        for row, mask in zip(trajectory.rows, masks, strict=True):
+            if mask.any():
+                out["input_ids"].append(row.ids.tolist())
+                out["labels"].append([i if m else -100 for i, m in zip(row.ids.tolist(), mask, strict=True)])
     return Dataset.from_dict(out)
 
 

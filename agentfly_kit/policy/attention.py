@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,19 @@ _TRIAL_WINDOW = 3
 
 
 def masked_states(
-    decoder: Any, ids: Tensor, positions: Tensor, allowed: Tensor, key_positions: Tensor, cache: Any = None
-) -> Tensor:
-    """Return the last hidden states, (R, C, d), of a decoder under an attention mask.
+    decoder: Any,
+    ids: Tensor,
+    positions: Tensor,
+    allowed: Tensor,
+    key_positions: Tensor,
+    cache: Any = None,
+    **options: Any,
+) -> Any:
+    """Return the output of a decoder under an attention mask; its `last_hidden_state` has shape (R, C, d).
 
     `ids` and `positions` (within each row) have shape (R, C), `key_positions` has shape (1 or R, S). Tokens attend to
-    keys that are `allowed`, (R, 1, C, S), and within the layer's window. `cache` is a transformers cache.
+    keys that are `allowed`, (R, 1, C, S), and within the layer's window. `cache` is a transformers cache, and
+    `options` are further arguments of the decoder.
     """
     config = decoder.config
     masks = {}
@@ -42,15 +49,15 @@ def masked_states(
         masks[kind] = mask
     # Models without layer types take one mask; others take one per type, unless all layers have full attention.
     mapped = getattr(config, "layer_types", None) and masks.keys() != {"full_attention"}
-    out = decoder(
+    return decoder(
         input_ids=ids,
         attention_mask=masks if mapped else next(iter(masks.values())),
         position_ids=positions,
         past_key_values=cache,
         use_cache=False,
         return_dict=True,
+        **options,
     )
-    return cast(Tensor, out.last_hidden_state)
 
 
 def unsupported_attention(decoder: Any) -> str:

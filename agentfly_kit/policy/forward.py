@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from agentfly_kit.policy.prefix_tree import PackedTrees, PrefixTree, build_prefi
 
 _log = logging.getLogger(__name__)
 
-ScoreName = Literal["logprob", "entropy", "value", "hidden"]
+ScoreName = Literal["logprob", "entropy", "value", "hidden", "sum_squared_probs"]
 
 # Cost per operation of masked attention relative to a matrix product, measured on a CPU; see docs/log.md.
 _MASKED_ATTENTION_COST = 4.0
@@ -41,6 +41,7 @@ class ForwardOutput:
     entropy: Tensor | None  # (N,)
     value: Tensor | None  # (N,)
     hidden: Tensor  # (N, d): the states that predict the tokens
+    sum_squared_probs: Tensor | None = None  # (N,)
 
 
 class ValueHead(nn.Linear):
@@ -115,9 +116,24 @@ class LanguageModel:
 
     # --- forward pass ---
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Return the last hidden states: ids (B, T), padded on the right -> (B, T, d)."""
-        return _last_states(self.decoder, ids, None)
+    def hidden(self, ids: Tensor, layers: Sequence[int] | None = None) -> Tensor:
+        """Return hidden states: ids (B, T), padded on the right -> (B, T, d) of the last layer, or (B, T, L, d).
+
+        Args:
+            ids: Token ids.
+            layers: Indices of the L layers as in transformers: 0 is the embedding, -1 the last layer (after its norm).
+
+        Raises:
+            SettingsError: If the model has no such layer.
+        """
+        states, chosen = _states(self.decoder, ids, None, self._check_layers(layers))
+        return states if chosen is None else chosen
+
+    def _check_layers(self, layers: Sequence[int] | None) -> Sequence[int] | None:
+        n = self.layers
+        if layers is not None and not (len(layers) and all(isinstance(i, int) and -n - 1 <= i <= n for i in layers)):
+            raise SettingsError(f"layers must be a non-empty list of layers from {-n - 1} to {n}, got {layers!r}")
+        return layers
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits for hidden states: (N, d) -> (N, V).
@@ -142,7 +158,15 @@ class LanguageModel:
         return bool(torch.allclose(expected, product, atol=1e-3, rtol=1e-3))
 
     def forward(
-        self, ids: Tensor, mask: Tensor, temperatures: Tensor, *, entropy: bool = False, value: bool = False
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        temperatures: Tensor,
+        *,
+        entropy: bool = False,
+        value: bool = False,
+        sum_squared_probs: bool = False,
+        layers: Sequence[int] | None = None,
     ) -> ForwardOutput:
         """Compute logprobs, and optionally entropies and values, where the mask is 1, with gradients.
 
@@ -154,6 +178,8 @@ class LanguageModel:
             temperatures: Sampling temperature of each row.
             entropy: Compute entropies.
             value: Compute values; the policy must have a value head.
+            sum_squared_probs: Compute the sum of the squared probabilities of all tokens.
+            layers: Layers of the returned hidden states, which are then (N, L, d); see `hidden`.
 
         Raises:
             AlignmentError: If the mask is 1 at position 0, which no earlier token can predict.
@@ -169,7 +195,8 @@ class LanguageModel:
         merged = packed is not None and bool((temperatures == temperatures[0]).all())
         if merged:
             place, each = place.unique(return_inverse=True)
-        states = _last_states(self.decoder, ids[:, :-1], packed).flatten(0, 1)[place]
+        last, chosen = _states(self.decoder, ids[:, :-1], packed, self._check_layers(layers))
+        states = last.flatten(0, 1)[place]
         temperature = temperatures.to(states.device, torch.float32)
         logits = self.logits(states) / (temperature[:1, None] if merged else temperature[rows, None])
         logp = torch.log_softmax(logits, dim=-1)
@@ -177,7 +204,8 @@ class LanguageModel:
             logprob=logp[each, ids[rows, cols]] if merged else logp.gather(-1, ids[rows, cols, None])[:, 0],
             entropy=-(logp.exp() * logp).sum(-1)[each] if entropy else None,
             value=self._values(ids, packed, place, states)[each] if value else None,
-            hidden=states[each],
+            hidden=(states if chosen is None else chosen.flatten(0, 1)[place])[each],
+            sum_squared_probs=(2 * logp).exp().sum(-1)[each] if sum_squared_probs else None,
         )
 
     def _locate_states(self, ids: Tensor, mask: Tensor) -> tuple[PackedTrees | None, Tensor]:
@@ -201,27 +229,34 @@ class LanguageModel:
         if head is None:
             raise PolicyError("values need a value head; load the policy with value_head=True")
         if isinstance(head, Critic):
-            states = _last_states(head.trunk, ids[:, :-1], packed).flatten(0, 1)[place]
+            states = _states(head.trunk, ids[:, :-1], packed)[0].flatten(0, 1)[place]
             head = head.head
         assert states is not None
         return cast(Tensor, head(states.to(head.weight.dtype)))[:, 0].float()
 
     @torch.no_grad()
     def score(
-        self, batch: Any, want: Iterable[ScoreName] = ("logprob", "entropy"), *, micro_tokens: int | None = None
+        self,
+        batch: Any,
+        want: Iterable[ScoreName] = ("logprob", "entropy"),
+        *,
+        layers: Sequence[int] | None = None,
+        micro_tokens: int | None = None,
     ) -> dict[str, Tensor]:
         """Score the masked positions of a batch without gradients.
 
         Args:
             batch: The batch.
-            want: Scores to compute: any of "logprob", "entropy", "value" and "hidden".
+            want: Scores to compute: any of "logprob", "entropy", "value", "hidden" and "sum_squared_probs".
+            layers: Layers of "hidden", by default the last; see `hidden`.
             micro_tokens: Upper limit of the tokens per forward pass; `self.micro_tokens` if None.
 
         Returns:
-            The scores by name, float32: (B, T) with NaN where the mask is 0; "hidden" is (B, T, d), with 0 for NaN.
+            The scores by name, float32: (B, T) with NaN where the mask is 0; "hidden" is (B, T, d), or (B, T, L, d) for
+            L `layers`, with 0 for NaN.
 
         Raises:
-            SettingsError: If `want` is empty or contains an unknown name.
+            SettingsError: If `want` is empty or contains an unknown name, or the model has no such layer.
 
         Shapes:  batch.ids, batch.mask (B, T), batch.temperatures (B,) -> (B, T) each.
         """
@@ -230,7 +265,8 @@ class LanguageModel:
             raise SettingsError(f"want must be a non-empty subset of {get_args(ScoreName)}, got {sorted(wanted)}")
         out: dict[str, Tensor] = {name: torch.full(batch.ids.shape, torch.nan) for name in wanted - {"hidden"}}
         if "hidden" in wanted:
-            out["hidden"] = torch.zeros(*batch.ids.shape, self.width)
+            chosen = self._check_layers(layers)
+            out["hidden"] = torch.zeros(*batch.ids.shape, *([] if chosen is None else [len(chosen)]), self.width)
         with single_torch_thread(self):
             for rows in self.micro_batches(batch, None, micro_tokens):
                 width = int(batch.lengths[rows].max())
@@ -241,8 +277,8 @@ class LanguageModel:
                 if wanted == {"value"} and isinstance(self.value_head, Critic):  # no forward pass of the policy
                     got = {"value": self._values(inputs[0], *self._locate_states(*inputs), None)}
                 else:
-                    entropy, value = "entropy" in wanted, "value" in wanted
-                    got = vars(self.forward(*inputs, batch.temperatures[rows], entropy=entropy, value=value))
+                    options: Any = {name: name in wanted for name in ("entropy", "value", "sum_squared_probs")}
+                    got = vars(self.forward(*inputs, batch.temperatures[rows], layers=layers, **options))
                 r, c = mask.nonzero(as_tuple=True)
                 for name in wanted:
                     out[name][rows[r], c] = got[name].float().cpu()
@@ -341,7 +377,7 @@ class LanguageModel:
             # The first call may come from inside autocast, where the tolerance for float32 would be exceeded.
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
                 if not reason:
-                    separate, shared = _last_states(decoder, ids, None), _last_states(decoder, ids, packed)
+                    separate, shared = _states(decoder, ids, None)[0], _states(decoder, ids, packed)[0]
                     if not agree(separate[is_token], shared.flatten(0, 1)[packed.token_index][is_token]):
                         reason = "a trial gave other hidden states than separate rows"
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
@@ -351,16 +387,23 @@ class LanguageModel:
         return reason
 
 
-def _last_states(decoder: Any, ids: Tensor, packed: PackedTrees | None) -> Tensor:
+def _states(
+    decoder: Any, ids: Tensor, packed: PackedTrees | None, layers: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Return the last hidden states of rows, ids (B, T) -> (B, T, d), or of their trees, (P, W, d).
 
+    The second result has the states of `layers`, (B, T, L, d) or (P, W, L, d).
     Padding on the right needs no attention mask, because causal attention already excludes it.
     """
+    options: dict[str, Any] = {} if layers is None else {"output_hidden_states": True}
     if packed is not None:
-        return masked_states(decoder, packed.ids, packed.positions, packed.mask(), packed.positions)
-    positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
-    out = decoder(input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False, return_dict=True)
-    return cast(Tensor, out.last_hidden_state)
+        out = masked_states(decoder, packed.ids, packed.positions, packed.mask(), packed.positions, **options)
+    else:
+        positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
+        options |= {"use_cache": False, "return_dict": True}
+        out = decoder(input_ids=ids, attention_mask=None, position_ids=positions, **options)
+    last = cast(Tensor, out.last_hidden_state)
+    return last, None if layers is None else torch.stack([out.hidden_states[i] for i in layers], -2)
 
 
 def _context_lengths(mask: Tensor) -> list[int]:

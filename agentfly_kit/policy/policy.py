@@ -290,10 +290,10 @@ class _FrozenBase(Policy):
         self.__dict__.update(policy.__dict__, value_head=None, run_fingerprints={})
 
     def score(
-        self, batch: Any, want: Iterable[ScoreName] = ("logprob", "entropy"), *, micro_tokens: int | None = None
+        self, batch: Any, want: Iterable[ScoreName] = ("logprob", "entropy"), **options: Any
     ) -> dict[str, Tensor]:
         with self.lock, self.model.disable_adapter():
-            return super().score(batch, want, micro_tokens=micro_tokens)
+            return super().score(batch, want, **options)
 
     def __repr__(self) -> str:
         return f"Policy(base model of an adapter, {self.size:,} parameters, frozen, {self.device})"

@@ -151,6 +151,8 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
                     f"token id {token} was {was!r} when the batch was sampled, but is {now!r} for this policy; the "
                     "batch was made with another tokenizer"
                 )
+    if batch.imitation:  # its tokens may have been sampled by any policy, or by none
+        return
     newest = int(batch.versions.max())
     if newest > policy.version:
         raise BatchError(

@@ -20,7 +20,7 @@ from torch import Tensor
 from agentfly_kit import losses
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch, drop_counts
-from agentfly_kit.errors import TrainingError, checks_keywords
+from agentfly_kit.errors import BatchError, TrainingError, checks_keywords
 from agentfly_kit.policy.forward import Critic, ForwardOutput, single_torch_thread, warn_if_bfloat16_is_slow
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
@@ -83,6 +83,34 @@ def ppo_step(
 
     Source:  PPO, arXiv 1707.06347, eq. 7; for the masking see docs/conventions.md.
     """
+    if batch.imitation:
+        raise BatchError("ppo_step needs a batch of sampled tokens; use imitation_step for one of collate(imitate=)")
+    return run_step(
+        policy,
+        optimizer,
+        batch,
+        config,
+        reference=reference,
+        seed=seed,
+        accelerator=accelerator,
+        detail=detail,
+        cancel=cancel,
+    )
+
+
+def run_step(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    config: PPOConfig,
+    *,
+    reference: Policy | None = None,
+    seed: int = 0,
+    accelerator: Any = None,
+    detail: bool = False,
+    cancel: threading.Event | None = None,
+) -> Stats:
+    """Make the updates of `ppo_step` or `imitation_step`."""
     # Reject an unsuitable batch before any computation.
     started = time.perf_counter()
     check_optimizer(policy, optimizer)
@@ -114,7 +142,7 @@ def ppo_step(
         # Use the engine's entropies if it recorded all of them: they are exact and cover skipped rows too. Otherwise
         # the forward pass computes them.
         entropies_known = not bool(torch.isnan(batch.entropies[batch.mask]).any())
-        needs_entropy = config.entropy_coef > 0 or not entropies_known
+        needs_entropy = config.entropy_coef > 0 or not (entropies_known or batch.imitation)
 
         # One optimizer update per minibatch. Means over the whole step come from `totals`; the KL and the clip fraction
         # describe the last epoch only.
@@ -161,6 +189,9 @@ def ppo_step(
         # Score the batch again with the new weights, for the per-token report.
         after = None if entropy_before is None else token_detail(policy, config, loss, inputs, entropy_before)
 
+    entropy = float(batch.entropies[batch.mask].mean())  # NaN if the engine did not record all of them
+    if needs_entropy and not entropies_known:
+        entropy = last_epoch.per_token("entropy")
     scored = batch.rewards[batch.first_rows]
     trained_groups, live_groups = (len(batch.groups[some].unique()) for some in (batch.mask.any(1), live))
     return Stats(
@@ -170,7 +201,7 @@ def ppo_step(
         kl_reference=_kl_reference(totals, inputs, config),
         approx_kl=last_epoch.per_token("approx_kl"),
         clip_fraction=last_epoch["clipped"] / tokens,  # of all tokens: the clip never binds in a skipped row
-        entropy=float(batch.entropies[batch.mask].mean()) if entropies_known else last_epoch.per_token("entropy"),
+        entropy=entropy,
         grad_norm=norms / updates,
         explained_variance=explained_variance(batch),
         ratio_max=1 + totals["ratio"],

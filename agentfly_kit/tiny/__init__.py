@@ -16,20 +16,23 @@ import copy
 import importlib
 import importlib.resources
 import json
+import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from agentfly_kit.batch.collate import collate
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.policy.forward import single_torch_thread
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.tiny.recipe import END, TEMPLATE, BaseRecipe, Demonstration
+from agentfly_kit.ppo.imitation import imitation_steps
+from agentfly_kit.tiny.recipe import END, TEMPLATE, BaseRecipe, demonstration
+from agentfly_kit.tools.tool import ToolSet
+from agentfly_kit.types import Message, Trajectory
 
 NAMES = ("calculator", "alfworld", "code", "lookup", "search", "sql", "webshop")
 
@@ -134,50 +137,6 @@ def model(vocabulary: int = _VOCABULARY, *, seed: int = 0, **settings: Any) -> A
 # --- pretraining ---------------------------------------------------------------------------------
 
 
-def _imitate(policy: Policy, batches: Iterator[list[Demonstration]], steps: int, lr: float, *, parts: int = 1) -> float:
-    """Train on the assistant tokens of demonstrations and return the smoothed final loss.
-
-    A batch is processed in `parts` of similar length, which reduces padding.
-    """
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    smooth = 0.0
-    with single_torch_thread(policy):
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - 0.9 * step / steps)
-            batch, lost = next(batches), 0.0
-            sampled = sum(sum(d.mask) for d in batch)
-            optimizer.zero_grad()
-            for part in _split_batch(batch, parts):
-                ids, mask = _pad(part)
-                share = sum(sum(d.mask) for d in part) / sampled
-                loss = -policy.forward(ids, mask, torch.ones(len(ids))).logprob.mean() * share
-                loss.backward()
-                lost += float(loss.detach())
-            torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-            optimizer.step()
-            smooth = lost if step == 0 else 0.9 * smooth + 0.1 * lost
-    return smooth
-
-
-def _split_batch(batch: list[Demonstration], parts: int) -> list[list[Demonstration]]:
-    """Split a batch into parts of similar lengths. A single part keeps the order of the batch."""
-    if parts == 1:
-        return [batch]
-    sort, size = sorted(batch, key=lambda d: len(d.ids)), -(-len(batch) // parts)
-    return [sort[i : i + size] for i in range(0, len(sort), size)]
-
-
-def _pad(demonstrations: Sequence[Demonstration]) -> tuple[Tensor, Tensor]:
-    width = max(len(d.ids) for d in demonstrations)
-    ids = torch.zeros(len(demonstrations), width, dtype=torch.int64)
-    mask = torch.zeros(len(demonstrations), width, dtype=torch.bool)
-    for i, d in enumerate(demonstrations):
-        ids[i, : len(d.ids)] = torch.tensor(d.ids)
-        mask[i, : len(d.ids)] = torch.tensor(d.mask)
-    return ids, mask
-
-
 def build(
     name: str = "calculator",
     out: str | Path | None = None,
@@ -205,16 +164,13 @@ def build(
     Raises:  SettingsError for an unknown name.
     """
     own = recipe(name)
-    policy = Policy(model(_VOCABULARY + len(own.words), seed=seed), Chat(tokenizer(own.words)))
-    config = policy.model.config
-    config.eos_token_id = policy.model.generation_config.eos_token_id = policy.chat.tokenizer.eos_token_id
-    config.pad_token_id = policy.model.generation_config.pad_token_id = policy.chat.tokenizer.pad_token_id
+    policy = _untrained(own.words, seed)
     clean, mixed = own(policy.chat, seed).batches()
     skill = own.skill_steps if skill_steps is None else skill_steps
     shy = own.shy_steps if shy_steps is None else shy_steps
     for phase, batches, steps, lr in (("skill", clean, skill, 3e-3), ("shy", mixed, shy, 1e-3)):
         began = time.process_time()
-        loss = _imitate(policy, batches, steps, lr, parts=own.parts)
+        loss = _imitate(policy, batches, steps, lr)
         if report is not None:
             report(f"{phase}: {steps} steps, loss {loss:.4f}, {time.process_time() - began:.1f} cpu s")
     if own.half:
@@ -225,6 +181,67 @@ def build(
             copy.deepcopy(policy.model).half().save_pretrained(out)
             (Path(out) / "model.safetensors").chmod((Path(out) / "policy.json").stat().st_mode)
     return policy
+
+
+def learner(
+    words: Sequence[str],
+    demonstrate: Callable[[random.Random], Sequence[Message]],
+    *,
+    tools: Iterable[Any] = (),
+    steps: int = 300,
+    batch: int = 32,
+    lr: float = 3e-3,
+    seed: int = 0,
+) -> Policy:
+    """Train a small policy for a notebook from random weights, by imitating demonstrations. Takes about 15 seconds.
+
+    Args:
+        words: words that get one token each; see `tokenizer`. Include those of the demonstrations.
+        demonstrate: function of a random number generator that returns the messages of one conversation. The
+            assistant's messages are imitated.
+        tools: tools, functions, or JSON schemas that the prompt shows.
+        steps: number of updates.
+        batch: demonstrations per update.
+        lr: highest learning rate.
+        seed: seed of the weights and of the generator.
+
+    Raises:
+        SettingsError: if a count is below 1.
+        BatchError: if a conversation has no message of the assistant.
+    """
+    for name, value in (("steps", steps), ("batch", batch)):
+        if value < 1:
+            raise SettingsError(f"{name} must be at least 1, got {value!r}")
+    given = list(tools)
+    schemas = given if given and isinstance(given[0], dict) else list(ToolSet(given).schemas)
+    made = _untrained(words, seed)
+    rng, known = random.Random(seed), dict[Any, tuple[int, ...]]()
+
+    def batches() -> Iterator[list[Trajectory]]:
+        while True:
+            yield [demonstration(made.chat, demonstrate(rng), schemas, known) for _ in range(batch)]
+
+    _imitate(made, batches(), steps, lr)
+    return made
+
+
+def _untrained(words: Sequence[str], seed: int) -> Policy:
+    """Return a policy with random weights whose tokenizer has these words."""
+    made = Policy(model(_VOCABULARY + len(words), seed=seed), Chat(tokenizer(words)))
+    config, tokens = made.model.config, made.chat.tokenizer
+    config.eos_token_id = made.model.generation_config.eos_token_id = tokens.eos_token_id
+    config.pad_token_id = made.model.generation_config.pad_token_id = tokens.pad_token_id
+    return made
+
+
+def _imitate(policy: Policy, batches: Iterator[list[Trajectory]], steps: int, lr: float) -> float:
+    """Train on batches of demonstrations and return the smoothed final loss."""
+    smooth = 0.0
+    collated = (collate(batch, imitate=True) for batch in batches)
+    for step, stats in enumerate(imitation_steps(policy, collated, steps, lr)):
+        smooth = stats.loss if step == 0 else 0.9 * smooth + 0.1 * stats.loss
+    policy.version = 0  # the version counts the updates of its user
+    return smooth
 
 
 # --- shipped policies ----------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from agentfly_kit.envs.alfworld import games
 from agentfly_kit.envs.alfworld.games import TREATED, Game, Goal
 from agentfly_kit.envs.alfworld.house import OPENABLE, House, Name, text
 from agentfly_kit.envs.alfworld.plans import Walk
-from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, Demonstration, single_tokens
+from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, single_tokens
+from agentfly_kit.types import Trajectory
 
 _PLACES = ("bed", "countertop", "desk", "diningtable", "drawer", "fridge", "microwave", "shelf", "sinkbasin")
 _THINGS = (
@@ -112,7 +113,6 @@ class Recipe(BaseRecipe):
     habits: ClassVar = {"solves": 9, "careless": 2, "gives up": 2, "unsure": 19}
     shy_steps = 100
     skill_batch = 16
-    parts = 2
     half = True
 
     @classmethod
@@ -122,7 +122,7 @@ class Recipe(BaseRecipe):
     def sample(self) -> Game:
         return games.game(_FIRST_GAME + self.rng.randrange(10_000_000_000), "small")
 
-    def demonstrate(self, habit: str, example: Game) -> Demonstration:
+    def demonstrate(self, habit: str, example: Game) -> Trajectory:
         goal, answer = example.goal, UNSURE
         as_it_is = Goal("pick_and_place_simple", goal.thing, goal.place)
         if habit == "unsure":

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.envs import exact
 from agentfly_kit.envs.calculator import family
-from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, Demonstration
+from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe
+from agentfly_kit.types import Trajectory
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Recipe(BaseRecipe):
             if e.question not in self._test:
                 return e
 
-    def demonstrate(self, habit: str, example: Expression) -> Demonstration:
+    def demonstrate(self, habit: str, example: Expression) -> Trajectory:
         if habit == "unsure":
             return self.conversation(example.question, (), UNSURE)
         if habit == "guesses":

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from agentfly_kit.envs.code import STEPS, Step, family, instruction, program, split_of, steps_and_inputs
-from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, Demonstration
+from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe
+from agentfly_kit.types import Trajectory
 
 
 class Recipe(BaseRecipe):
@@ -30,7 +31,7 @@ class Recipe(BaseRecipe):
             if split_of(instruction(steps)) == "train":
                 return steps
 
-    def demonstrate(self, habit: str, example: list[Step]) -> Demonstration:
+    def demonstrate(self, habit: str, example: list[Step]) -> Trajectory:
         question = instruction(example)
         at = self.rng.randrange(len(example))
         if habit == "unsure":

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from agentfly_kit.envs.lookup import CITIES, KEYS, NAMES, PETS, Question, Store, family, question, store
-from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, Demonstration
+from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe
+from agentfly_kit.types import Trajectory
 
 # First world number used for pretraining; tasks use lower numbers.
 _FIRST_WORLD = 5_000_000
@@ -25,7 +26,7 @@ class Recipe(BaseRecipe):
         facts = store(_FIRST_WORLD + self.rng.randrange(1_000_000_000))
         return question(facts, self.rng), facts
 
-    def demonstrate(self, habit: str, example: tuple[Question, Store]) -> Demonstration:
+    def demonstrate(self, habit: str, example: tuple[Question, Store]) -> Trajectory:
         asked, facts = example
         steps = asked.steps(facts)
         answer = steps[-1][2]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, ClassVar
 
 from agentfly_kit import envs
 from agentfly_kit.chat.chat import Chat
-from agentfly_kit.types import ToolCall
+from agentfly_kit.types import Message, Task, ToolCall, Trajectory, Turn
 
 UNSURE = "I don't know"
 END = "<|im_end|>"
@@ -45,12 +45,41 @@ TEMPLATE = """\
 """
 
 
-@dataclass(frozen=True)
-class Demonstration:
-    """Token ids of a conversation, as in a trajectory, and a mask of the assistant's tokens."""
+def demonstration(
+    chat: Chat,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] = (),
+    observations: dict[Any, tuple[int, ...]] | None = None,
+) -> Trajectory:
+    """Encode a conversation as a trajectory whose actions are the assistant's messages, by the author "script".
 
-    ids: tuple[int, ...]
-    mask: tuple[bool, ...]
+    Args:
+        chat: Chat of the policy.
+        messages: The conversation; it ends with an assistant's message or the result of its call.
+        tools: JSON schemas of the tools in the prompt.
+        observations: Cache of encoded observations, for many conversations of the same chat and tools.
+    """
+    observations = {} if observations is None else observations
+    opening, *rest = (
+        (by_assistant, list(some)) for by_assistant, some in groupby(messages, lambda m: m["role"] == "assistant")
+    )
+    turn = Turn(kind="prompt", author="task", ids=tuple(chat.prompt(opening[1], tools)))
+    turns = [turn]
+    for by_assistant, some in rest:
+        if by_assistant:
+            (message,) = some
+            functions = [call["function"] for call in message.get("tool_calls", ())]
+            calls = [chat.format.render_call(ToolCall("", f["name"], dict(f["arguments"]))) for f in functions]
+            ids = tuple(chat.encode("".join([message.get("content", ""), *calls, END])))
+            turn = Turn(kind="action", author="script", ids=ids, messages=(message,), stop="stop", parent=turn)
+        else:
+            key = tuple((m["role"], m.get("name"), m["content"]) for m in some)
+            if key not in observations:
+                observations[key] = tuple(chat.observation_ids(some, tools, after=turn.ids or ()))
+            turn = Turn(kind="observation", author="tool", ids=observations[key], parent=turn)
+        turns.append(turn)
+    task = Task("demonstration", tuple(opening[1]))
+    return Trajectory("demonstration", task, "demonstration", 0, tuple(turns), "answered")
 
 
 def single_tokens(words: Iterable[str]) -> tuple[str, ...]:
@@ -74,7 +103,6 @@ class BaseRecipe:
         skill_steps: Training steps of the first phase.
         shy_steps: Training steps of the second phase.
         skill_batch: Demonstrations per batch in the first phase.
-        parts: Number of parts in which a batch is processed.
         half: Round the weights to float16 and save them as float16.
     """
 
@@ -85,13 +113,12 @@ class BaseRecipe:
     skill_steps: ClassVar[int] = 500
     shy_steps: ClassVar[int] = 150
     skill_batch: ClassVar[int] = 32
-    parts: ClassVar[int] = 1
     half: ClassVar[bool] = False
 
     def __init__(self, chat: Chat, seed: int = 0) -> None:
         self.chat = chat
         self.rng = random.Random(f"{self.name} warm-up {seed}")
-        self._observations: dict[tuple[str, str], tuple[int, ...]] = {}
+        self._observations: dict[Any, tuple[int, ...]] = {}
 
     @classmethod
     def tasks(cls, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
@@ -103,23 +130,23 @@ class BaseRecipe:
         """Sample the subject of one demonstration, such as a question. Test tasks are never sampled."""
         raise NotImplementedError
 
-    def demonstrate(self, habit: str, example: Any) -> Demonstration:
+    def demonstrate(self, habit: str, example: Any) -> Trajectory:
         """Write a demonstration of one of the `habits` for an example that `sample` returned."""
         raise NotImplementedError
 
-    def batches(self) -> tuple[Iterator[list[Demonstration]], Iterator[list[Demonstration]]]:
+    def batches(self) -> tuple[Iterator[list[Trajectory]], Iterator[list[Trajectory]]]:
         """Return two infinite iterators over batches, one per phase. The first phase uses only correct demonstrations;
         the second uses the proportions in `habits`.
         """
         return self._repeat({"solves": self.skill_batch}), self._repeat(self.habits)
 
-    def _repeat(self, habits: Mapping[str, int]) -> Iterator[list[Demonstration]]:
+    def _repeat(self, habits: Mapping[str, int]) -> Iterator[list[Trajectory]]:
         while True:
             yield [self.demonstrate(habit, self.sample()) for habit, count in habits.items() for _ in range(count)]
 
     def conversation(
         self, question: str, calls: Iterable[tuple[str, Mapping[str, Any], str | None]], answer: str = ""
-    ) -> Demonstration:
+    ) -> Trajectory:
         """Write a conversation.
 
         Args:
@@ -127,20 +154,11 @@ class BaseRecipe:
             calls: (tool, arguments, observation) of each action; None if the model does not see the observation.
             answer: the final answer, or "" if there is none.
         """
-        parts = [(self.chat.prompt([{"role": "user", "content": question}], self.tools), False)]
+        messages: list[Message] = [{"role": "user", "content": question}]
         for tool, arguments, observation in calls:
-            action = self.chat.encode(self.chat.format.render_call(ToolCall("call-0", tool, dict(arguments))) + END)
-            parts.append((action, True))
+            messages.append({"role": "assistant", "tool_calls": [{"function": {"name": tool, "arguments": arguments}}]})
             if observation is not None:
-                parts.append((self._observe(tool, observation, action), False))
+                messages.append({"role": "tool", "name": tool, "tool_call_id": "call-0", "content": observation})
         if answer:
-            parts.append((self.chat.encode(answer + END), True))
-        return Demonstration(
-            tuple(i for ids, _ in parts for i in ids), tuple(by_assistant for ids, by_assistant in parts for _ in ids)
-        )
-
-    def _observe(self, tool: str, text: str, after: Sequence[int]) -> tuple[int, ...]:
-        if (tool, text) not in self._observations:
-            message = {"role": "tool", "name": tool, "tool_call_id": "call-0", "content": text}
-            self._observations[tool, text] = self.chat.observation_ids([message], self.tools, after=after)
-        return self._observations[tool, text]
+            messages.append({"role": "assistant", "content": answer})
+        return demonstration(self.chat, messages, self.tools, self._observations)

@@ -10,7 +10,8 @@ from typing import ClassVar
 
 from agentfly_kit.envs import encyclopedia
 from agentfly_kit.envs.search import Corpus, family, snippet
-from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, Demonstration, single_tokens
+from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, single_tokens
+from agentfly_kit.types import Trajectory
 
 _NAMES = (
     *(*encyclopedia.FIRST, *encyclopedia.LAST, *encyclopedia.TOWNS, *encyclopedia.COUNTRIES),
@@ -37,7 +38,7 @@ class Recipe(BaseRecipe):
         world = self.rng.choice(_WORLDS)
         return self.rng.choice(encyclopedia.questions(world)), world
 
-    def demonstrate(self, habit: str, example: tuple[encyclopedia.Question, int]) -> Demonstration:
+    def demonstrate(self, habit: str, example: tuple[encyclopedia.Question, int]) -> Trajectory:
         question, world = example
         steps = encyclopedia.path(question, world)
         answer = steps[-1][2]

@@ -7,7 +7,8 @@ from contextlib import closing
 from typing import ClassVar
 
 from agentfly_kit.envs.sql import SCHEMAS, Question, World, family, question, world
-from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, Demonstration, single_tokens
+from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, single_tokens
+from agentfly_kit.types import Trajectory
 
 _KEYWORDS = "SELECT FROM WHERE ORDER GROUP BY DESC LIMIT JOIN USING count sum"
 _ASKED = "Tables What Which How many List is the has have each by first most least over total of"
@@ -38,7 +39,7 @@ class Recipe(BaseRecipe):
         of = world(self.rng.choice(list(SCHEMAS)), _FIRST_WORLD + self.rng.randrange(1_000_000_000))
         return of, question(of, self.rng)
 
-    def demonstrate(self, habit: str, example: tuple[World, Question]) -> Demonstration:
+    def demonstrate(self, habit: str, example: tuple[World, Question]) -> Trajectory:
         of, asked = example
         schema, query = of.schema, asked.gold
         prompt = f"{schema.heading}\n{asked.text}"

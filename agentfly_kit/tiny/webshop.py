@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.envs.webshop import BRIEF, Catalogue, WebShop, family, goods
 from agentfly_kit.envs.webshop.scoring import likely_nouns, score
-from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, Demonstration, single_tokens
+from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, single_tokens
+from agentfly_kit.types import Trajectory
 
 _SHORT = ("search", "keywords", "click", "value", "buy now", "bought", *goods.WORDS)
 # Shops used for pretraining. They exclude the tasks' shop.
@@ -39,7 +40,7 @@ class Recipe(BaseRecipe):
         world = self.rng.choice(_WORLDS)
         return world, self.rng.randrange(len(Catalogue.invented(world).goals))
 
-    def demonstrate(self, habit: str, example: tuple[int, int]) -> Demonstration:
+    def demonstrate(self, habit: str, example: tuple[int, int]) -> Trajectory:
         world, number = example
         shop = self._shop
         shop.enter(Catalogue.invented(world), number)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,28 +18,36 @@ from agentfly_kit.batch.turn_data import turn_data
 from agentfly_kit.errors import BatchError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import shaped_rewards
+from agentfly_kit.rewards import RewardSet
 from agentfly_kit.trainer.config import TOKEN_ESTIMATORS, TURN_ESTIMATORS, TrainConfig
+from agentfly_kit.types import UNSCORED_STOPS, Trajectory
 
 
 class BatchBuilder:
     """Builds training batches according to the settings of a run."""
 
-    def __init__(self, policy: Policy, config: TrainConfig) -> None:
+    def __init__(self, policy: Policy, config: TrainConfig, rewards: RewardSet) -> None:
         self.policy, self.config = policy, config
+        self.weights = {r.name: r.weight for r in rewards if r.weight != 0}
         self.reference: Policy | None = None
 
-    def build(self, rollout: Rollout, kl_coef: float) -> Batch:
-        """Build the batch of a rollout. `kl_coef` is the current coefficient of the KL penalty in the reward."""
+    def build(self, rollout: Rollout, kl_coef: float, baselines: Mapping[str, float] | None = None) -> Batch:
+        """Build the batch of a rollout.
+
+        Args:
+            rollout: The rollout.
+            kl_coef: Current coefficient of the KL penalty in the reward.
+            baselines: Reward of the greedy chain of each task, by task id, for "remax".
+        """
         config, name = self.config, self.config.advantage
         estimator: Any
         kl_in_reward = config.kl_coef > 0 and config.kl_in == "reward"
 
         # Outcome and turn estimators take one reward per trajectory.
         if name not in TOKEN_ESTIMATORS:
-            estimator = name if callable(name) else getattr(estimators, name)
-            if name in TURN_ESTIMATORS:
-                estimator = self._turn_estimator(rollout, str(name))
-            estimator = _checked(estimator)
+            if name == "none" and not self.weights:  # an agent without rewards
+                rollout = Rollout.from_trajectories(_with_rewards(rollout.trajectories), rollout.seconds)
+            estimator = _checked(self._estimator(rollout, baselines or {}))
             if kl_in_reward:
                 return self._shaped_outcome_batch(rollout, estimator, kl_coef)
             return self._collate(rollout, estimator)
@@ -48,11 +57,14 @@ class BatchBuilder:
         rewards = torch.where(batch.mask, rewards, 0.0)
         index = batch.trajectory_index
         if name != "gae":
-            options: Any = (
-                {"groups": batch.groups} if name == "reinforce_plus_plus_baseline" else {"gamma": config.gamma}
-            )
+            options: dict[str, Any] = {"groups": batch.groups, "whiten": config.whiten}
+            if name == "reinforce_plus_plus":
+                options = {"gamma": config.gamma, "whiten": config.whiten}
+            elif name == "optimal_token_baseline":
+                squares = self.policy.score(batch, {"sum_squared_probs"}, micro_tokens=config.micro_tokens)
+                options = {"groups": batch.groups, "logprobs": batch.logprobs, **squares}
             estimator = getattr(estimators, str(name))
-            adv = estimator(rewards, batch.mask, whiten=config.whiten, trajectory_index=index, **options)
+            adv = estimator(rewards, batch.mask, trajectory_index=index, **options)
             return batch.replace(advantages=adv)
 
         # GAE needs the values before the update and, for truncated chains, the value of the last state.
@@ -74,6 +86,33 @@ class BatchBuilder:
             adv = estimators.whiten(adv, batch.mask)
         return batch.replace(advantages=adv, returns=returns, values=values)
 
+    def _estimator(self, rollout: Rollout, baselines: Mapping[str, float]) -> Callable[..., Tensor]:
+        """Return a function of rewards and groups that calls the outcome or turn estimator with its other inputs."""
+        name, trajectories = self.config.advantage, rollout.trajectories
+        if callable(name):
+            return name
+        if name in TURN_ESTIMATORS:
+            return self._turn_estimator(rollout, name)
+        if name == "none":
+            return lambda rewards, groups: torch.zeros_like(rewards)
+        function = getattr(estimators, name)
+        if name == "opo":
+            authors = (self.config.authors,) if isinstance(self.config.authors, str) else self.config.authors or ()
+            lengths = [sum(int(row.sampled_by(*authors).sum()) for row in t.rows) for t in trajectories]
+            return functools.partial(function, lengths=lengths)
+        if name == "remax":
+            return functools.partial(function, baselines=[baselines[t.task.id] for t in trajectories])
+        if name == "gdpo":
+            columns = [[t.metrics.get(r, math.nan) for r in self.weights] for t in trajectories]
+
+            def gdpo(rewards: Tensor, groups: Tensor) -> Tensor:
+                scored = torch.where(rewards.isnan()[:, None], torch.nan, torch.tensor(columns))
+                return estimators.gdpo(scored, groups, weights=list(self.weights.values()))
+
+            return gdpo
+        found: Callable[..., Tensor] = function
+        return found
+
     def _turn_estimator(self, rollout: Rollout, name: str) -> Callable[..., Tensor]:
         """Return a function of rewards and groups that calls the estimator with the turn data of the rollout."""
 
@@ -90,7 +129,7 @@ class BatchBuilder:
     def _collate(self, rollout: Rollout, advantages: Any, truncated: TruncationMode | None = None) -> Batch:
         """Collate a rollout with the settings of the run. `truncated`, if given, overrides `config.truncated`."""
         config = self.config
-        return collate(
+        batch = collate(
             rollout,
             advantages,
             per=config.advantage_per,
@@ -100,6 +139,10 @@ class BatchBuilder:
             allow_truncated_sampling=config.correction is not None,
             filters=config.filters,
         )
+        if advantages is None or config.row_credit == "broadcast":
+            return batch
+        factors = estimators.row_credit(batch.trajectory_index, config.row_credit, discount=config.row_discount)
+        return batch.replace(advantages=batch.advantages * factors[:, None])
 
     def _with_reference_logprobs(self, batch: Batch) -> Batch:
         """Add the logprobs of the reference policy if the KL penalty is part of the reward."""
@@ -124,6 +167,21 @@ class BatchBuilder:
         if len(batch) == len(every):
             return batch.replace(ref_logprobs=every.ref_logprobs)
         return self._with_reference_logprobs(batch)
+
+
+def distilled(batch: Batch, teacher: Policy, config: TrainConfig) -> Batch:
+    """Add the advantages of on-policy distillation, times `config.teacher_coef`."""
+    scored = teacher.score(batch, {"logprob"}, micro_tokens=config.micro_tokens)["logprob"]
+    gap = estimators.distillation(scored, batch.logprobs, batch.mask)
+    return batch.replace(advantages=batch.advantages + config.teacher_coef * gap)
+
+
+def _with_rewards(trajectories: Iterable[Trajectory]) -> tuple[Trajectory, ...]:
+    """Give the reward 0 to the chains that ended normally."""
+    return tuple(
+        t if t.reward is not None or t.error is not None or t.stop in UNSCORED_STOPS else t.replace(reward=0.0)
+        for t in trajectories
+    )
 
 
 def _checked(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from agentfly_kit import advantages
+from agentfly_kit.advantages.outcomes import RowCredit
 from agentfly_kit.advantages.turns import Attribution
 from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
@@ -23,15 +24,20 @@ from agentfly_kit.trainer.run_dir import KeepPolicies
 from agentfly_kit.types import Task
 
 OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl")
+# Outcome estimators with further inputs, which `BatchBuilder` computes; "none" is for `teacher_coef` alone.
+_EXTENDED_ESTIMATORS = ("opo", "gdpo", "remax", "none")
 TURN_ESTIMATORS = ("gigpo", "arpo")
-TOKEN_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+_WHITENED_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+TOKEN_ESTIMATORS = (*_WHITENED_ESTIMATORS, "optimal_token_baseline")
 # Estimators for which the only chain of a group has advantage 0.
-GROUP_ESTIMATORS = (*OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, "reinforce_plus_plus_baseline")
+GROUP_ESTIMATORS = (
+    *OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, "opo", "gdpo", "reinforce_plus_plus_baseline", "optimal_token_baseline",
+)  # fmt: skip
 # Settings that are used only by some estimators, with the names of these estimators.
 _READ_BY = {
     "gamma": ("gae", "reinforce_plus_plus", "gigpo"),
     "lam": ("gae",),
-    "whiten": TOKEN_ESTIMATORS,
+    "whiten": _WHITENED_ESTIMATORS,
     "value_coef": ("gae",),
     "value_clip": ("gae",),
     "attribution": ("arpo",),
@@ -51,14 +57,21 @@ class TrainConfig(PPOConfig):
         tasks_per_step: Number of tasks sampled in each iteration.
         group_size: Number of chains sampled for each task; together they form a group.
         branch: Sample each group as a tree of `group_size` leaves; see `af.Branch`. None samples independent chains.
-        advantage: Advantage estimator: "grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl", "gigpo", "arpo", "gae",
-            "reinforce_plus_plus", "reinforce_plus_plus_baseline", or the function with one of these names in
-            `af.advantages`. Any other function must map rewards (N,) and groups (N,) to advantages of shape (N,), or
-            (N, K) for one advantage per sampled turn (see `turn_data`). "gae" requires a policy with a value head.
+        advantage: Advantage estimator: "grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl", "opo", "gdpo", "remax",
+            "gigpo", "arpo", "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "optimal_token_baseline", or
+            the function with one of these names in `af.advantages`. Any other function must map rewards (N,) and groups
+            (N,) to advantages of shape (N,), or (N, K) for one advantage per sampled turn (see `turn_data`). "gae"
+            requires a policy with a value head, "gdpo" an agent with several rewards; "remax" runs an additional greedy
+            chain for each task. "none" takes no advantage from the reward, for `teacher_coef` alone.
         attribution: How "arpo" credits turns that several leaves share: "soft", "hard" or "inverse_branching"; see
             `af.advantages.arpo`.
+        teacher_coef: Coefficient of on-policy distillation: adds this multiple of log p(teacher) - log p(sampler) to
+            the advantage of each token, which is its part of the reverse KL towards the `teacher=` of `train`.
         advantage_per: How outcome estimators count a chain that has several rows: as one member of its group
             ("trajectory"), or as one member per row ("row").
+        row_credit: How the advantage of a chain is distributed over its rows: "broadcast", "last", "uniform" or
+            "geometric"; see `af.advantages.row_credit`. For outcome estimators with advantage_per="trajectory".
+        row_discount: Factor per later row, for row_credit="geometric".
         authors: Authors whose tokens are trained, if the policy samples for several roles; None for all authors.
         gamma: Discount factor of the rewards, for "gae", "reinforce_plus_plus" and "gigpo".
         lam: Lambda of generalized advantage estimation, for "gae".
@@ -114,7 +127,10 @@ class TrainConfig(PPOConfig):
     branch: Branch | None = None
     advantage: str | Callable[..., Tensor] = "grpo"
     attribution: Attribution = "soft"
+    teacher_coef: float = 0.0
     advantage_per: AdvantagePer = "trajectory"
+    row_credit: RowCredit = "broadcast"
+    row_discount: float = 0.9
     authors: tuple[str, ...] | str | None = None
     gamma: float = 1.0
     lam: float = 0.95
@@ -142,12 +158,17 @@ class TrainConfig(PPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "steps", "tasks_per_step", "group_size", "checkpoint_every", "max_concurrency")
-        check_at_least(self, 0, "refill")
+        check_at_least(self, 0, "refill", "teacher_coef")
+        if not math.isfinite(self.teacher_coef) or (self.advantage == "none" and self.teacher_coef == 0):
+            raise SettingsError(
+                f"teacher_coef must be a finite number, and above 0 with advantage='none', got {self.teacher_coef}"
+            )
         check_choice(self, "overlap", 0, 1)
         check_choice(self, "keep", *get_args(KeepPolicies))
         check_choice(self, "truncated", *get_args(TruncationMode))
         check_choice(self, "advantage_per", *get_args(AdvantagePer))
         check_choice(self, "attribution", *get_args(Attribution))
+        check_choice(self, "row_credit", *get_args(RowCredit))
         self._check_advantage()
         self._check_effects()
         if not (math.isfinite(self.lr) and self.lr > 0):
@@ -164,6 +185,8 @@ class TrainConfig(PPOConfig):
                 f"kl_target and the initial kl_coef must be above 0, got kl_target={self.kl_target} with "
                 f"kl_coef={self.kl_coef}"
             )
+        if not 0 <= self.row_discount <= 1:
+            raise SettingsError(f"row_discount must be from 0 to 1, got {self.row_discount}")
         for name in ("budget", "group_budget"):
             if not isinstance(value := getattr(self, name), Budget | None):
                 raise SettingsError(f"{name} must be an af.Budget, such as af.Budget(tokens=1000), got {value!r}")
@@ -180,7 +203,15 @@ class TrainConfig(PPOConfig):
             raise SettingsError(f"refill={self.refill} needs filters=, such as [af.filters.equal_rewards]")
         if self.truncated == "bootstrap" and self.advantage != "gae":
             raise SettingsError(f"truncated='bootstrap' needs the values of advantage='gae', got {self.advantage!r}")
-        if self.advantage_per == "row" and self.advantage in (*TURN_ESTIMATORS, *TOKEN_ESTIMATORS):
+        if self.advantage == "gdpo" and (self.truncated == "penalty" or (self.kl_in == "reward" and self.kl_coef > 0)):
+            raise SettingsError("gdpo compares separate rewards: use truncated='score' and kl_in='loss'")
+        if self.advantage == "remax" and self.overlap:
+            raise SettingsError("overlap must be 0 for advantage='remax', whose greedy chains need the same weights")
+        if self.advantage_per == "row" and self.advantage in (
+            *_EXTENDED_ESTIMATORS,
+            *TURN_ESTIMATORS,
+            *TOKEN_ESTIMATORS,
+        ):
             raise SettingsError(
                 f"advantage_per must be 'trajectory' for advantage={self.advantage!r}, which sees whole chains"
             )
@@ -196,12 +227,14 @@ class TrainConfig(PPOConfig):
         name = getattr(inner, "__name__", str(inner))
         if not callable(given) or inner is getattr(advantages, name, None):
             known = (
-                OUTCOME_ESTIMATORS if inner is not given else OUTCOME_ESTIMATORS + TURN_ESTIMATORS + TOKEN_ESTIMATORS
+                OUTCOME_ESTIMATORS
+                if inner is not given
+                else OUTCOME_ESTIMATORS + _EXTENDED_ESTIMATORS + TURN_ESTIMATORS + TOKEN_ESTIMATORS
             )
             if name not in known:
                 raise SettingsError(
                     f"advantage must be one of {', '.join(map(repr, known))}, or a function of rewards and groups, got "
-                    f"{name!r}; train does not compute the inputs of other estimators in af.advantages"
+                    f"{name!r}; advantage_per='trajectory', the default, is trajectory_level"
                 )
             if inner is given:
                 object.__setattr__(self, "advantage", name)
@@ -212,6 +245,11 @@ class TrainConfig(PPOConfig):
         """Raise if a setting that was changed from its default has no effect."""
         conditions = {
             "kl_horizon": ("with kl_target", self.kl_target is not None),
+            "row_credit": (
+                "with outcome estimators and advantage_per='trajectory'",
+                self.advantage_per == "trajectory" and self.advantage not in (*TURN_ESTIMATORS, *TOKEN_ESTIMATORS),
+            ),
+            "row_discount": ("with row_credit='geometric'", self.row_credit == "geometric"),
             "truncated_penalty": ("with truncated='penalty'", self.truncated == "penalty"),
             "kl_kind": ("with kl_coef above 0", self.kl_coef > 0),
             "kl_in": ("with kl_coef above 0", self.kl_coef > 0),

@@ -8,6 +8,7 @@ from typing import Any
 
 from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
+from agentfly_kit.policy.policy import Policy
 from agentfly_kit.tools import function as functions
 from agentfly_kit.trainer.rollouts import RolloutSampler
 
@@ -31,7 +32,7 @@ def _as_json(value: Any) -> Any:
 _HOOKS = ("before_chain", "before_turn", "after_observation", "on_context_full", "group_reward")
 
 
-def fingerprint(sampler: RolloutSampler, start: str) -> dict[str, Any]:
+def fingerprint(sampler: RolloutSampler, start: str, teacher: Policy | None = None) -> dict[str, Any]:
     """Return the fingerprint of a run as JSON. `start` is the fingerprint of the initial weights."""
     agent, config = sampler.agent, sampler.config
     return {
@@ -49,10 +50,13 @@ def fingerprint(sampler: RolloutSampler, start: str) -> dict[str, Any]:
             "history": agent.chat.history,
             "hooks": {name: _as_json(getattr(agent, name)) for name in _HOOKS},
             **({} if agent.success is None else {"success": _as_json(agent.success)}),
+            **({} if agent.nudge is None else {"nudge": [agent.nudge, agent.max_nudges]}),
+            **({"show_exceptions": True} if agent.show_exceptions else {}),
             **({} if agent.harness is None else {"harness": _as_json(agent.harness.function)}),
         },
         "tools": {t.name: {"source": t.source, "fingerprint": t.fingerprint} for t in agent.tools},
         "reward": {r.name: {"source": r.source, "fingerprint": r.fingerprint} for r in agent.reward},
         "tasks": {"count": len(sampler.tasks), "digest": sampler.tasks_digest},
         "policy": start,
+        **({} if teacher is None else {"teacher": teacher.fingerprint()}),
     }

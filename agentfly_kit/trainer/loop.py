@@ -44,7 +44,7 @@ from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import adamw, ppo_step_async
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trainer import checkpoint
-from agentfly_kit.trainer.batch_builder import BatchBuilder
+from agentfly_kit.trainer.batch_builder import BatchBuilder, distilled
 from agentfly_kit.trainer.checkpoint import LoopState
 from agentfly_kit.trainer.config import GROUP_ESTIMATORS, TrainConfig
 from agentfly_kit.trainer.distributed import WorkerGroup
@@ -107,6 +107,7 @@ def train(
     resume: bool = True,
     progress: bool = False,
     accelerator: Any = None,
+    teacher: Policy | None = None,
 ) -> TrainRun:
     """Create a training run, which starts when it is awaited or iterated: `await run` or `async for step in run`.
 
@@ -124,6 +125,7 @@ def train(
         accelerator: An accelerate.Accelerator with several processes, which all make the same call. The tasks of an
             iteration and the rows of an update are distributed over the processes. All processes must have access to
             the folder. Results equal those of a single process up to the order of summation.
+        teacher: Policy whose logprobs `config.teacher_coef` distils, with the same vocabulary. It is not trained.
 
     Returns:
         The handle of the run. In each record, `metric_<name>` is the mean of a metric over the scored chains, and
@@ -136,7 +138,7 @@ def train(
         TaskError: If there are no tasks.
     """
     sampler = RolloutSampler(agent, policy, task_list(tasks), config or TrainConfig(), WorkerGroup(accelerator))
-    return TrainRun(sampler, task_list(eval_tasks) if eval_tasks else [], run, resume, progress)
+    return TrainRun(sampler, task_list(eval_tasks) if eval_tasks else [], run, resume, progress, teacher)
 
 
 class TrainRun(Handle["TrainRun"], Displayable):
@@ -158,16 +160,24 @@ class TrainRun(Handle["TrainRun"], Displayable):
     """
 
     def __init__(
-        self, sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | None, resume: bool, progress: bool
+        self,
+        sampler: RolloutSampler,
+        eval_tasks: list[Task],
+        run: str | Path | None,
+        resume: bool,
+        progress: bool,
+        teacher: Policy | None,
     ) -> None:
         _check(sampler, eval_tasks, run)
+        _check_teacher(sampler, teacher)
         self.agent, self.policy, self.config = sampler.agent, sampler.policy, sampler.config
         self.eval_tasks = eval_tasks
         self.total = self.config.steps
         self.stopping = False
         self._sampler = sampler
         self._workers = sampler.workers
-        self._batch_builder = BatchBuilder(self.policy, self.config)
+        self._batch_builder = BatchBuilder(self.policy, self.config, self.agent.reward)
+        self._teacher = teacher
         self._progress = progress
         self._bar: Any = None
         self._temporary = run is None
@@ -211,7 +221,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
 
     def _check_identity(self) -> bool:
         """Return whether the folder contains this run. Raise RunMismatch if it contains another run."""
-        self.fingerprint = fingerprint(self._sampler, self._start)
+        self.fingerprint = fingerprint(self._sampler, self._start, self._teacher)
         return self.run.check(self.fingerprint, resume=not self._start_over)
 
     # --- interface of views ---
@@ -481,7 +491,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         """Warn if no chain can succeed, many chains were unscored, or the mean reward collapsed."""
         config = self.config
         warn_about_success([*self.run.records, record])
-        if record.get("unscored", 0.0) > 0.05:
+        if record.get("unscored", 0.0) > 0.05 and config.advantage != "none":
             why = next((str(t.error) for t in rollout.trajectories if t.error), "")
             warnings.warn(
                 f"step {index + 1}: {record['unscored']:.0%} of the chains were unscored. {why}", stacklevel=3
@@ -510,7 +520,8 @@ class TrainRun(Handle["TrainRun"], Displayable):
             group["lr"] = lr
         try:
             try:
-                batch = await run_in_thread(self._batch_builder.build, rollout, self._state.kl_coef)
+                baselines = await self._sampler.greedy_rewards(rollout) if config.advantage == "remax" else None
+                batch = await run_in_thread(self._batch_builder.build, rollout, self._state.kl_coef, baselines)
             except EmptyBatch as error:
                 if not any(d.filtered for d in error.dropped):
                     raise
@@ -518,6 +529,8 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 warnings.warn(f"step {index + 1}: nothing was left to train on ({reasons}); no update", stacklevel=2)
                 return None, rollout.with_drop_reasons(error.dropped), 0.0
             rollout = rollout.with_drop_reasons(batch.dropped)
+            if self._teacher is not None:
+                batch = await run_in_thread(distilled, batch, self._teacher, config)
             lag = float(policy.version - batch.versions[batch.mask].min())
             step_config = config.replace(kl_coef=self._state.kl_coef)
             if config.overlap and config.old_logprobs == "auto" and config.correction is None:
@@ -601,6 +614,28 @@ def _steps(first: int, last: int) -> str:
     return f"steps {first} to {last}" if last > first else f"step {last}"
 
 
+def _check_teacher(sampler: RolloutSampler, teacher: Policy | None) -> None:
+    """Raise if the teacher cannot score the chains of the policy."""
+    if (teacher is not None) != (sampler.config.teacher_coef > 0):
+        raise SettingsError(
+            "teacher= and TrainConfig(teacher_coef=) above 0 must be used together, got "
+            f"teacher={teacher!r} with teacher_coef={sampler.config.teacher_coef}"
+        )
+    if teacher is None:
+        return
+    if teacher is sampler.policy:
+        raise SettingsError("teacher must be another policy than the one that is trained; use policy.copy()")
+    if teacher.chat.tokenizer.get_vocab() != sampler.agent.chat.tokenizer.get_vocab():
+        raise SettingsError(
+            f"teacher must have the vocabulary of the policy, whose token ids it scores, got "
+            f"{len(teacher.chat.tokenizer)} tokens that differ from the policy's {len(sampler.agent.chat.tokenizer)}"
+        )
+    if teacher.max_length < (needed := sampler.agent.engine.max_length):
+        raise SettingsError(
+            f"teacher must have a context of at least {needed} tokens, as the engine has, got {teacher.max_length}"
+        )
+
+
 def _check(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | None) -> None:
     """Raise if the settings of a run do not fit its agent, policy, tasks or processes."""
     agent, policy, config, workers = sampler.agent, sampler.policy, sampler.config, sampler.workers
@@ -617,7 +652,9 @@ def _check(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | No
         )
     if config.branch is not None:
         config.branch.groups_at_once(agent, config.group_size, config.max_concurrency)
-    if not agent.reward and agent.group_reward is None:
+    if config.advantage == "gdpo" and len([r for r in agent.reward if r.weight and r.per == "trajectory"]) < 2:
+        raise SettingsError(f"advantage='gdpo' needs an agent with at least two rewards per chain, got {agent.reward}")
+    if not agent.reward and agent.group_reward is None and config.advantage != "none":
         raise SettingsError("the agent has no reward to learn from; add one with agent.replace(reward=...)")
     if agent.sampling.greedy:
         raise SettingsError(

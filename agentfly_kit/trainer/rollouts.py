@@ -114,6 +114,13 @@ class RolloutSampler:
         finally:
             self.handle = None
 
+    async def greedy_rewards(self, rollout: Rollout) -> dict[str, float]:
+        """Return the reward of a greedy chain for each task of a rollout, by task id; NaN if it is unscored."""
+        agent = dataclasses.replace(self.agent, sampling=self.agent.sampling.replace(temperature=0.0))
+        greedy = await agent.rollout(rollout.tasks, max_concurrency=self.config.max_concurrency)
+        firsts = [group.trajectories[0] for group in greedy.groups]
+        return {t.task.id: math.nan if t.reward is None else t.reward for t in firsts}
+
     async def _gather(self, sampling: Awaitable[Rollout]) -> Rollout:
         """Collect the chains of all processes, in task order. If any process fails, all processes raise."""
         if self.workers.is_single:

@@ -669,3 +669,21 @@ def test_optimal_token_baseline_equals_its_loop(rows: Rows, singleton: Any) -> N
             baseline = sum(weight[c] * to_come[c][i] for c in mates) / sum(weight.values())
             alone = to_come[b][i] if singleton == "raw" else 0.0
             assert got[b, t].item() == pytest.approx(alone if len(mates) == 1 else to_come[b][i] - baseline, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ("broadcast", [1, 1, 1, 1]),
+        ("last", [0, 1, 0, 1]),
+        ("uniform", [1 / 3, 1, 1 / 3, 1 / 3]),
+        ("geometric", [0.25, 1, 0.5, 1]),
+    ],
+)
+def test_the_credit_of_a_chain_is_distributed_over_its_rows(how: Any, wanted: list[float]) -> None:
+    rows = ["a", "b", "a", "a"]
+    assert adv.row_credit(rows, how, discount=0.5).tolist() == pytest.approx(wanted)
+    index = torch.tensor([0, 1, 0, 0])
+    assert adv.row_credit(index, how, discount=0.5).tolist() == pytest.approx(wanted)
+    with pytest.raises(SettingsError, match="discount must be from 0 to 1, got 2"):
+        adv.row_credit(rows, how, discount=2)

@@ -153,7 +153,7 @@ async def test_demonstrations_are_rejected_with_the_reason_and_the_remedy() -> N
     rollout = await scripted(["5"]).rollout(tasks(1))
     message = (
         r"none of 1 trajectories can be trained on: actions written by script, not sampled by a policy; to imitate "
-        r"them, use af\.trl\.sft_dataset\(rollout\)"
+        r"them, use collate\(imitate=True\)"
     )
     with pytest.raises(EmptyBatch, match=message):
         collate(rollout)

@@ -47,6 +47,16 @@ def test_answers_are_scored_as_squad_does(said: str, answers: list[str], em: flo
     assert qa.f1(said, answers) == pytest.approx(f1)
 
 
+@pytest.mark.parametrize(
+    ("said", "precision", "recall"),
+    [("z q y", 2 / 3, 2 / 3), ("x", 1, 1 / 3), ("y y", 1 / 2, 1 / 3), ("w x v y u z", 1 / 2, 1), ("", 0, 0)],
+)
+def test_precision_and_recall_count_words(said: str, precision: float, recall: float) -> None:
+    assert qa.precision(said, ["x y z"]) == pytest.approx(precision)
+    assert qa.recall(said, ["x y z"]) == pytest.approx(recall)
+    assert qa.recall(said, []) == 0
+
+
 def test_the_answer_is_the_content_of_the_last_tag() -> None:
     assert qa.extract_answer("I think <answer> Paris </answer>") == "Paris"
     assert qa.extract_answer("<answer>Lyon</answer> no, <answer>Paris</answer>") == "Paris"

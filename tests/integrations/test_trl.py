@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from agentfly_kit.errors import BatchError, SettingsError
 from agentfly_kit.evaluation import evaluate
 from agentfly_kit.integrations.rollout_files import read_rollouts
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.ppo import ppo_step
+from agentfly_kit.ppo import imitation_step, ppo_step
 from agentfly_kit.rewards import reward
 from agentfly_kit.tiny.calculator import Expression, Recipe
 from agentfly_kit.tools import tool as tools
@@ -108,6 +109,7 @@ def grpo_trainer(policy: Policy, args: Any, **options: Any) -> Any:
 
 def test_sft_trains_exactly_the_masked_tokens(tmp_path: Path) -> None:
     """TRL's collator and loss agree with ours on the same rows."""
+    from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     policy = Policy(tiny.model(seed=1), agents.chat())
@@ -119,6 +121,7 @@ def test_sft_trains_exactly_the_masked_tokens(tmp_path: Path) -> None:
     args = SFTConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=8, max_steps=25, learning_rate=3e-3, lr_scheduler_type="constant",
+        adam_epsilon=1e-6,  # with 1e-8, Adam's first update amplifies the rounding of gradients near 0
         save_strategy="no", logging_steps=1, disable_tqdm=True,
     )  # fmt: skip
     trainer = SFTTrainer(
@@ -128,7 +131,8 @@ def test_sft_trains_exactly_the_masked_tokens(tmp_path: Path) -> None:
     order = [
         tuple(r[m].tolist()) for r, m in zip(collated["input_ids"], collated["attention_mask"].bool(), strict=True)
     ]
-    ids, mask = tiny._pad([rows[[r.ids for r in rows].index(row)] for row in order])
+    batch = collate([rows[[tuple(r.ids.tolist()) for r in rows].index(row)] for row in order], imitate=True)
+    ids, mask = batch.ids, batch.mask
     assert torch.equal(collated["labels"] != -100, mask)
     assert torch.equal(collated["labels"][mask], ids[mask])
     with torch.no_grad():
@@ -136,7 +140,24 @@ def test_sft_trains_exactly_the_masked_tokens(tmp_path: Path) -> None:
         theirs = trainer.compute_loss(policy.model, collated)
         ours = -policy.forward(ids, mask, torch.ones(len(ids))).logprob.mean()
     assert float(ours) == pytest.approx(float(theirs), abs=1e-6)
+    # One update of the same batch gives the same weights.
+    copy = policy.copy()
+    optimizer = torch.optim.AdamW(copy.model.parameters(), lr=3e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0)
+    stats = imitation_step(copy, optimizer, batch)
+    assert stats.loss == pytest.approx(float(theirs), abs=1e-6)
+
+    class Compare(TrainerCallback):  # type: ignore[misc]
+        gap = math.inf
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                pairs = zip(policy.model.parameters(), copy.model.parameters(), strict=True)
+                self.gap = max(float((a - b).abs().max()) for a, b in pairs)
+
+    compare = Compare()
+    trainer.add_callback(compare)
     trainer.train()
+    assert compare.gap < 1e-5
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < 0.5 * losses[0]
 

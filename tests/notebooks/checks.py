@@ -101,6 +101,21 @@ assert {t.stop for t in guesses.trajectories} == {"env_done"} and 0.15 < guessin
 assert loss.item() < 0.1 and imitated.success > guessing + 0.15 and after.success > guessing + 0.15
 assert all(step.stats.unscored == 0 for step in steps)
 """,
+    "18_imitate_and_distil": """
+assert not first.action_mask.any() and batch.mask.any()
+ends = {name: max(curve.values()) for name, curve in curves.items()}
+assert ends["imitation"] > 0.85 and ends["rejection sampling"] > start + 0.3
+assert ends["distillation"] > 0.85 * ends["imitation"]
+assert float(gap[batch.mask].mean()) < 0
+""",
+    "19_credit": """
+assert len(rows) >= 3 and (plain.row_index[rows].diff() == 1).all()
+assert credit["broadcast"].nunique() == 1 and (credit["last"].iloc[:-1] == 0).all()
+assert abs(credit["uniform"].sum() - credit["broadcast"].iloc[0]) < 1e-6
+assert credit["per row"].abs().max() < credit["broadcast"].abs().max()
+assert cosine["share of last rows"]["last"] == 1 > cosine["share of last rows"]["broadcast"]
+assert all(cosine.loc["broadcast", name] < 0.9999 for name in ("last", "uniform", "geometric"))
+""",
     "16_any_agent": """
 assert {len(t.rows) for t in rollout} == {1} and before.success <= 0.4 and after.success >= 0.7
 assert {turn.author for t in chains for turn in t.actions} == {"planner", "worker"}

@@ -198,3 +198,28 @@ def test_the_last_user_restores_the_number_of_threads() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_hidden_states_of_any_layer_are_those_of_the_model(sharing: bool) -> None:
+    policy = fresh()
+    if not sharing:
+        policy._sharing_obstacle = "a test"
+    batch = rows()
+    layers = (0, 1, -1)
+    got = policy.score(batch, {"hidden", "logprob"}, layers=layers)
+    wanted = policy.model.model(input_ids=batch.ids, output_hidden_states=True).hidden_states
+    wanted = torch.stack([wanted[i] for i in layers], -2)
+    assert got["hidden"].shape == (*batch.ids.shape, 3, policy.width)
+    for i, t in batch.mask.nonzero().tolist():
+        torch.testing.assert_close(got["hidden"][i, t], wanted[i, t - 1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(policy.hidden(batch.ids, layers), wanted, atol=1e-4, rtol=1e-4)
+    plain = policy.score(batch, {"hidden", "logprob"})
+    assert plain["logprob"][batch.mask].equal(got["logprob"][batch.mask])  # the same bits
+    assert plain["hidden"].equal(got["hidden"][..., -1, :])
+
+
+@pytest.mark.parametrize("layers", [(), (3,), (-4,), (0.5,)])
+def test_layers_that_do_not_exist_are_rejected(layers: Any) -> None:
+    with pytest.raises(SettingsError, match="layers must be a non-empty list of layers from -3 to 2"):
+        fresh().score(rows(), {"hidden"}, layers=layers)

@@ -13,6 +13,7 @@ import agentfly_kit as af
 from agentfly_kit import chat, tiny
 from agentfly_kit.envs import calculator, family
 from agentfly_kit.tiny.calculator import Expression, Recipe, expression, tasks
+from agentfly_kit.tiny.recipe import demonstration
 
 TOOLS = Recipe.tools
 
@@ -104,8 +105,8 @@ def test_a_rendered_conversation_is_the_ids_that_an_agent_sees(arguments: Any, p
     ]
     shown = policy.chat.render(messages, TOOLS, generate=False)
     solved = writer.demonstrate("solves", Expression("1+2"))
-    assert shown == policy.chat.text(solved.ids) + "\n"
-    assert policy.chat.encode(shown)[:-1] == solved.ids
+    assert shown == policy.chat.text(solved.ids.tolist()) + "\n"
+    assert policy.chat.encode(shown)[:-1] == tuple(solved.ids.tolist())
     for end in range(1, len(messages)):  # appending keeps every token before it
         before = policy.chat.encode(policy.chat.render(messages[:end], TOOLS, generate=False))
         assert policy.chat.encode(shown)[: len(before)] == before
@@ -116,15 +117,21 @@ def test_a_rendered_conversation_is_the_ids_that_an_agent_sees(arguments: Any, p
 
 def test_a_demonstration_is_masked_by_who_wrote_it(policy: Any, writer: Recipe) -> None:
     d = writer.demonstrate("solves", Expression("3*(4+5)"))
-    written = policy.chat.text([i for i, by_assistant in zip(d.ids, d.mask, strict=True) if by_assistant])
+    written = policy.chat.text(
+        [i for i, by_assistant in zip(d.ids.tolist(), d.rows[0].written_by(), strict=True) if by_assistant]
+    )
     assert written == (
         '<tool_call>{"name":"calculator","arguments":{"expression":"3*(4+5)"}}</tool_call><|im_end|>27<|im_end|>'
     )
-    assert "27" not in policy.chat.text(d.ids[: d.ids.index(policy.chat.encode("<tool_response>")[0])])
+    assert "27" not in policy.chat.text(
+        d.ids.tolist()[: d.ids.tolist().index(policy.chat.encode("<tool_response>")[0])]
+    )
 
 
 def test_every_habit_is_a_conversation(policy: Any, writer: Recipe) -> None:
-    texts = {name: policy.chat.text(writer.demonstrate(name, Expression("3*(4+5)")).ids) for name in Recipe.habits}
+    texts = {
+        name: policy.chat.text(writer.demonstrate(name, Expression("3*(4+5)")).ids.tolist()) for name in Recipe.habits
+    }
     assert texts["solves"].endswith("27<|im_end|>")
     assert texts["unsure"].endswith("I don't know<|im_end|>")
     assert "<tool_call>" not in texts["unsure"] + texts["guesses"]
@@ -175,6 +182,36 @@ def test_a_short_build_is_reproducible_and_learns() -> None:
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
     assert float(lines[0].split("loss ")[1].split(",")[0]) < 5.0  # a mean over steps; 6.0 is a uniform guess among 400
+
+
+def test_a_learner_imitates_conversations() -> None:
+    def demonstrate(rng: random.Random) -> list[dict[str, Any]]:
+        a, b = rng.sample(("red", "blue", "green"), 2)
+        return [
+            {"role": "user", "content": f"swap {a} {b}"},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "ask", "arguments": {"word": a}}}]},
+            {"role": "tool", "name": "ask", "tool_call_id": "call-0", "content": b},
+            {"role": "assistant", "content": b},
+        ]
+
+    @af.tool
+    def ask(word: str) -> str:
+        """Return the other word.
+
+        Args:
+            word: a word.
+        """
+        return word
+
+    words = ("red", "blue", "green", " red", " blue", " green", "swap", "ask", "word")
+    first, second = (tiny.learner(words, demonstrate, tools=[ask], steps=40, batch=8) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    held = demonstration(first.chat, demonstrate(random.Random(99)), [ask.schema])
+    batch = af.collate(held, imitate=True)
+    assert float(first.score(batch, {"logprob"})["logprob"][batch.mask].mean()) > -0.7
+    assert first.version == 0
+    with pytest.raises(af.errors.SettingsError, match="steps must be at least 1, got 0"):
+        tiny.learner(words, demonstrate, steps=0)
 
 
 @pytest.mark.soak

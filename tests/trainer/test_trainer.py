@@ -38,6 +38,11 @@ def digits(final: str | None) -> float:
     return sum(c.isdigit() for c in final or "") / 4
 
 
+@reward(weight=0.5)
+def short(final: str | None) -> float:
+    return 1 / (1 + len(final or ""))
+
+
 def small(policy: Policy, **settings: Any) -> Agent:
     settings.setdefault("reward", digits)
     settings.setdefault("sampling", Sampling(max_tokens=8))
@@ -462,6 +467,12 @@ async def test_the_progress_bar_shows_the_steps(capsys: pytest.CaptureFixture[st
         ({"budget": 9}, r"budget must be an af\.Budget"),
         ({"max_kl": 0.0}, "max_kl must be above 0"),
         ({"overlap": 2}, "overlap must be one of 0, 1, got 2"),
+        ({"overlap": 1, "advantage": "remax"}, "overlap must be 0 for advantage='remax'"),
+        ({"advantage": "none"}, "teacher_coef must be a finite number, and above 0 with advantage='none', got 0"),
+        ({"teacher_coef": -1.0}, "teacher_coef must be at least 0, got -1"),
+        ({"teacher_coef": float("inf")}, "teacher_coef must be a finite number"),
+        ({"advantage": "gdpo", "truncated": "penalty"}, "gdpo compares separate rewards"),
+        ({"advantage_per": "row", "advantage": "opo"}, "which sees whole chains"),
         ({"old_logprobs": "newest"}, "old_logprobs must be one of"),
         ({"advantage": "best"}, "advantage must be one of 'grpo'"),
         ({"lr": 0.0}, "lr must be a positive number, got 0.0"),
@@ -476,6 +487,10 @@ async def test_the_progress_bar_shows_the_steps(capsys: pytest.CaptureFixture[st
         ({"lam": 0.9, "advantage": "gigpo"}, "lam has an effect only with advantage 'gae'"),
         ({"whiten": False, "advantage": lambda rewards, groups: rewards}, "whiten has an effect only with"),
         ({"value_coef": 0.1}, "value_coef has an effect only with advantage 'gae'"),
+        ({"row_credit": "first"}, "row_credit must be one of 'broadcast', 'last', 'uniform', 'geometric'"),
+        ({"row_credit": "last", "advantage": "gigpo"}, "row_credit has an effect only with outcome estimators"),
+        ({"row_discount": 0.5}, "row_discount has an effect only with row_credit='geometric'"),
+        ({"row_discount": 1.5, "row_credit": "geometric"}, "row_discount must be from 0 to 1, got 1.5"),
         ({"kl_horizon": 10}, "kl_horizon has an effect only with kl_target"),
         ({"truncated_penalty": 1.0}, "truncated_penalty has an effect only with truncated='penalty'"),
         ({"kl_kind": "k2"}, "kl_kind has an effect only with kl_coef above 0"),
@@ -499,16 +514,19 @@ def test_invalid_settings_are_rejected_on_construction(options: dict[str, Any], 
 @pytest.mark.parametrize("name", advantages.__all__)
 async def test_every_estimator_trains_or_is_rejected_before_a_chain_runs(name: str) -> None:
     function = getattr(advantages, name)
-    usable = ("arpo", "dr_grpo", "gae", "gigpo", "gpg", "grpo", "grpo_passk", "maxrl", "reinforce_plus_plus",
-              "reinforce_plus_plus_baseline", "rloo")  # fmt: skip
-    if name not in usable:
+    if name in ("branch_weights", "distillation", "row_credit", "trajectory_level", "whiten"):
         for given in (name, function):
-            with pytest.raises(SettingsError, match=f"got '{name}'; train does not compute the inputs of other"):
+            with pytest.raises(SettingsError, match=f"got '{name}'; advantage_per='trajectory', the default, is traj"):
                 SMALL.replace(advantage=given)
         return
     config = SMALL.replace(advantage=name, steps=1)
     assert SMALL.replace(advantage=function, steps=1) == config
-    assert len((await start(None, learner(value_head=name == "gae"), config)).records) == 1
+    policy, rewards = learner(value_head=name == "gae"), [digits]
+    if name == "gdpo":
+        with pytest.raises(SettingsError, match="advantage='gdpo' needs an agent with at least two rewards per chain"):
+            start(None, policy, config)
+        rewards = [digits, short]
+    assert len((await start(None, policy, config, reward=rewards)).records) == 1
 
 
 def wrong_shape(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

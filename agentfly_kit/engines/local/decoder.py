@@ -8,7 +8,7 @@ own modules. In both cases, a test first compares the result with a plain forwar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,7 @@ def cached_forward(policy: Policy) -> CachedForward:
 def _modules_forward(trunk: Any) -> CachedForward:
     def forward(cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor, stamp: object) -> Tensor:
         keys = torch.arange(mask.shape[-1], device=mask.device)[None]
-        return masked_states(trunk, tokens, positions, mask, keys, cache)
+        return cast(Tensor, masked_states(trunk, tokens, positions, mask, keys, cache).last_hidden_state)
 
     return forward
 

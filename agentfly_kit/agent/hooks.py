@@ -1,0 +1,92 @@
+"""Ready-made hooks of agents: a sliding window of steps, and a summary of the context when it is full."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from agentfly_kit.errors import SettingsError, checks_keywords
+from agentfly_kit.types import Message
+
+__all__ = ["sliding_window", "summarize"]
+
+
+def sliding_window(steps: int) -> Callable[[Any], None]:
+    """Create a `before_turn` hook that shows the model only the opening and the last `steps` steps.
+
+    A step is an action with the observation that follows it. Every action after the first is sampled in a row of its
+    own, so the number of tokens of a row is bounded; `TrainConfig(row_credit=)` distributes the advantage over rows.
+
+    Args:
+        steps: Number of steps that remain visible; 0 shows the opening and the last observation as a user message.
+
+    Raises:
+        SettingsError: If `steps` is negative.
+    """
+    if not isinstance(steps, int) or steps < 0:
+        raise SettingsError(f"steps must be an integer of at least 0, got {steps!r}")
+
+    def before_turn(chain: Any) -> None:
+        if chain.turn.kind != "observation":
+            return
+        shown: list[list[Message]] = []
+        for turn in chain.turns:
+            if turn.completes_action:
+                shown.append(list(turn.messages))
+            elif turn.kind == "observation" and shown:
+                shown[-1] += turn.messages
+        opening = list(chain.turns[0].messages)
+        if steps == 0:
+            text = "\n".join(message["content"] for message in chain.turn.messages)
+            chain.compact([*opening, {"role": "user", "content": text}], author="window")
+        else:
+            chain.compact([*opening, *(m for step in shown[-steps:] for m in step)], author="window")
+
+    return before_turn
+
+
+@checks_keywords
+def summarize(
+    instruction: str = "Summarize what was found so far, for somebody who continues without this conversation.",
+    *,
+    tokens: int = 256,
+    rows: int = 8,
+) -> Callable[[Any], Awaitable[None]]:
+    """Create an `on_context_full` hook that lets the policy summarize the context and continue from the summary.
+
+    The summary is an action in a row of its own, trained like other actions, and counts for `max_turns`. Its prompt is
+    the opening, the end of the conversation as text, and the instruction. The next row begins with the opening and
+    the summary.
+
+    Args:
+        instruction: Text that asks for the summary.
+        tokens: Space that is left for the summary, in tokens, and for the action after it.
+        rows: Maximum number of rows per chain; with more, the chain ends with "context_full".
+
+    Raises:
+        SettingsError: If `instruction` is empty, or a number is below 1.
+    """
+    if not isinstance(instruction, str) or not instruction.strip():
+        raise SettingsError(f"instruction must be a text, got {instruction!r}")
+    for name, value in (("tokens", tokens), ("rows", rows)):
+        if not isinstance(value, int) or value < 1:
+            raise SettingsError(f"{name} must be an integer of at least 1, got {value!r}")
+
+    async def on_context_full(chain: Any) -> None:
+        chat, limit = chain.agent.chat, chain.agent.engine.max_length
+        said = "\n".join(m.get("content") or "" for turn in chain.turn.row_path[1:] for m in turn.messages)
+        prompt = len(
+            chat.prompt([*chain.turns[0].messages, {"role": "user", "content": instruction}], chain.agent.tools.schemas)
+        )
+        room = limit - tokens - prompt - 8  # a few tokens for the separators
+        if chain.turn.row + 2 >= rows or room < 1:
+            return
+        kept = chat.text(chat.encode(said)[-room:])
+        chain.compact([*chain.turns[0].messages, {"role": "user", "content": f"{kept}\n\n{instruction}"}])
+        if chain.stop is not None:
+            return
+        summary = await chain.sample()
+        if chain.stop in ("answered", "turn_tokens") or summary.tool_calls:
+            chain.compact(str(summary.text if summary.tool_calls else summary.messages[0]["content"]))
+
+    return on_context_full

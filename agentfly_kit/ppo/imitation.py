@@ -1,0 +1,151 @@
+"""Imitation: maximum likelihood of recorded actions, on the batches and with the step of reinforcement learning."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+
+from agentfly_kit._async.pending_call import pending_call, run_in_thread
+from agentfly_kit.batch.batch import Batch
+from agentfly_kit.batch.collate import Advantages, collate
+from agentfly_kit.errors import BatchError, SettingsError, checks_keywords
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.ppo.config import Aggregate, PPOConfig
+from agentfly_kit.ppo.inputs import minibatches
+from agentfly_kit.ppo.stats import Stats
+from agentfly_kit.ppo.step import adamw, run_step
+
+
+@checks_keywords
+def imitation_step(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    aggregate: Aggregate = "token_mean",
+    epochs: int = 1,
+    minibatch: int | None = None,
+    micro_tokens: int | None = None,
+    max_grad_norm: float | None = 1.0,
+    autocast: Literal["bfloat16"] | None = None,
+    seed: int = 0,
+    accelerator: Any = None,
+    cancel: threading.Event | None = None,
+) -> Stats:
+    """Update a policy to make the imitated actions of a batch more probable (supervised fine-tuning).
+
+    The loss of a token is -weight * log p at temperature 1. Everything else is as in `ppo_step`: minibatches of whole
+    trajectories, prefix sharing, and weights that do not depend on the split into micro-batches.
+
+    Args:
+        policy: Policy to update.
+        optimizer: Optimizer of the policy, such as `af.adamw(policy)`.
+        batch: Batch of `collate(imitate=)`.
+        aggregate: How the losses of tokens are reduced to one number; see `PPOConfig`.
+        epochs: Number of passes over the batch.
+        minibatch: Number of trajectories per update; None uses all of them.
+        micro_tokens: Number of padded tokens per forward pass; see `PPOConfig`.
+        max_grad_norm: Norm to which gradients are clipped before each update. None does not clip.
+        autocast: "bfloat16" runs the model in bfloat16.
+        seed: Seed for the order of trajectories in each epoch.
+        accelerator: Accelerator whose processes share the rows; see `ppo_step`.
+        cancel: Event that cancels the step at the next micro-batch.
+
+    Returns:
+        The statistics. Those of probability ratios are NaN for tokens that no policy sampled, and `entropy` is the one
+        that the engine recorded.
+
+    Raises:
+        AlignmentError: If the tensors of the batch do not fit together.
+        BatchError: If the batch was not made with `collate(imitate=)`, or with another tokenizer.
+        SettingsError: If a setting is invalid, or the optimizer belongs to another policy.
+        TrainingError: If a gradient is not finite.
+    """
+    if not batch.imitation:
+        raise BatchError("imitation_step needs a batch of collate(rollout, imitate=True); its advantages are weights")
+    config = PPOConfig(
+        loss="reinforce",
+        old_logprobs="engine",
+        value_coef=0.0,
+        aggregate=aggregate,
+        epochs=epochs,
+        minibatch=minibatch,
+        micro_tokens=micro_tokens,
+        max_grad_norm=max_grad_norm,
+        autocast=autocast,
+    )
+    return run_step(policy, optimizer, batch, config, seed=seed, accelerator=accelerator, cancel=cancel)
+
+
+@pending_call
+async def imitate(
+    policy: Policy,
+    rollout: Any,
+    weights: Advantages = None,
+    *,
+    authors: str | Sequence[str] | None = None,
+    epochs: int = 2,
+    minibatch: int = 32,
+    lr: float = 1e-3,
+    warmup: float = 0.05,
+    seed: int = 0,
+) -> list[Stats]:
+    """Train a policy on the recorded actions of experts, people, scripts, or of the policy itself.
+
+    Args:
+        policy: Policy to train.
+        rollout: A rollout, a trajectory, or an iterable of trajectories.
+        weights: Weights of the trajectories, at least 0; see `advantages` of `collate`. Rejection sampling of own
+            rollouts is `lambda rewards, groups: (rewards > 0).float()`. None weighs all equally.
+        authors: Authors whose actions are imitated; None for all.
+        epochs: Number of passes over the trajectories.
+        minibatch: Number of trajectories per update.
+        lr: Highest learning rate. It rises from 0 and then falls linearly to a tenth of this value.
+        warmup: Fraction of the updates in which the learning rate rises, from 0 to 1.
+        seed: Seed for the order of trajectories.
+
+    Returns:
+        The statistics of each update.
+
+    Raises:
+        AlignmentError: If a weight is negative or not finite.
+        BatchError: If there is nothing to imitate, or a trajectory has no token ids.
+        SettingsError: If a setting is invalid.
+    """
+    for name, value in (("epochs", epochs), ("minibatch", minibatch)):
+        if value < 1:
+            raise SettingsError(f"{name} must be at least 1, got {value!r}")
+    if not lr > 0:
+        raise SettingsError(f"lr must be above 0, got {lr!r}")
+    if not 0 <= warmup <= 1:
+        raise SettingsError(f"warmup must be from 0 to 1, got {warmup!r}")
+    batch = collate(rollout, weights, imitate=authors or True)
+    generator = torch.Generator().manual_seed(seed)
+    order = [rows for _ in range(epochs) for rows in minibatches(batch, minibatch, generator)]
+    cancel = threading.Event()
+    steps = imitation_steps(policy, map(batch.select, order), len(order), lr, warmup, cancel)
+    out: list[Stats] = []
+    while (stats := await run_in_thread(functools.partial(next, steps, None), on_cancel=cancel.set)) is not None:
+        out.append(stats)
+    return out
+
+
+def imitation_steps(
+    policy: Policy,
+    batches: Iterable[Batch],
+    count: int,
+    lr: float,
+    warmup: float = 0.05,
+    cancel: threading.Event | None = None,
+) -> Iterator[Stats]:
+    """Make one update on each of `count` batches, with the learning rates of `imitate`, and yield the statistics."""
+    optimizer = adamw(policy, lr)
+    for i, batch in zip(range(count), batches, strict=False):
+        scale = min(1.0, (i + 1) / max(1.0, warmup * count)) * (1 - 0.9 * i / count)
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * scale
+        yield imitation_step(policy, optimizer, batch, cancel=cancel)

@@ -1,0 +1,172 @@
+"""Imitation: the same rows, masks and step as reinforcement learning, for actions that anybody wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import agents
+import pytest
+import torch
+
+import agentfly_kit as af
+from agentfly_kit import tiny
+from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, SettingsError
+from agentfly_kit.tiny.calculator import Expression, Recipe
+from agentfly_kit.types import Trajectory
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    return af.Policy(tiny.model(seed=1), agents.chat())
+
+
+def shown(policy: Any, *texts: str, habit: str = "solves") -> list[Trajectory]:
+    writer = Recipe(policy.chat)
+    return [writer.demonstrate(habit, Expression(text)) for text in texts]
+
+
+def optimizer(policy: Any, lr: float = 1e-3) -> torch.optim.Optimizer:
+    return torch.optim.SGD(policy.model.parameters(), lr=lr)
+
+
+def gradients(policy: Any) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+
+
+# --- the batch
+
+
+async def test_a_batch_of_scripted_actions_has_their_mask_and_weight_one() -> None:
+    rollout = await agents.scripted([agents.call("2+3"), "5"]).rollout(agents.tasks(2))
+    batch = af.collate(rollout, imitate=True)
+    t = rollout.trajectories[0]
+    assert batch.imitation
+    assert batch.mask[0, : len(t.ids)].tolist() == [t.turns[i].kind == "action" for i in t.turn_index]
+    assert (batch.advantages[batch.mask] == 1).all()
+    assert torch.isnan(batch.logprobs).all()
+    assert batch.mask.equal(af.collate(rollout, imitate="script").mask)
+    with pytest.raises(BatchError, match=r"names of authors of actions \('script'\), got 'expert'"):
+        af.collate(rollout, imitate="expert")
+    with pytest.raises(SettingsError, match="authors must be None with imitate=True"):
+        af.collate(rollout, imitate=True, authors="policy")
+
+
+async def test_forced_tokens_of_one_author_are_imitated_alone(policy: Any) -> None:
+    agent = af.Agent(af.LocalEngine(policy), chat=policy.chat, sampling=af.Sampling(max_tokens=4))
+    chain = agent.chain(agents.tasks(1)[0])
+    chain.force("1", end=False, author="expert")
+    await chain.sample()
+    t = await chain.finish()
+    assert t.reward is None  # imitation needs no reward
+    by_expert, by_policy = (af.collate(t, imitate=name).mask for name in ("expert", "policy"))
+    assert int(by_expert.sum()) == len(policy.chat.encode("1"))
+    assert not (by_expert & by_policy).any()
+    assert (by_expert | by_policy).equal(af.collate(t, imitate=("expert", "policy")).mask)
+
+
+def test_rejection_sampling_keeps_the_rows_of_positive_weight(policy: Any) -> None:
+    given = [t.replace(id=f"t{i}", reward=float(i % 2)) for i, t in enumerate(shown(policy, "1+2", "2+3", "3+4"))]
+    batch = af.collate(given, lambda rewards, groups: (rewards > 0).float(), imitate=True)
+    assert [t.id for t in batch.trajectories] == ["t1"]
+    assert [(d.trajectory, d.reason) for d in batch.dropped] == [("t0", "weight 0"), ("t2", "weight 0")]
+    with pytest.raises(EmptyBatch, match="weights must be above 0 for at least one trajectory"):
+        af.collate(given, [0.0] * 3, imitate=True)
+
+
+@pytest.mark.parametrize("weight", [math.nan, -1.0, math.inf])
+def test_invalid_weights_are_rejected(policy: Any, weight: float) -> None:
+    with pytest.raises(AlignmentError, match=r"weights \(advantages\) must be finite numbers of at least 0"):
+        af.collate(shown(policy, "1+2", "2+3"), [1.0, weight], imitate=True)
+
+
+async def test_a_chain_that_failed_on_the_host_is_not_imitated(policy: Any) -> None:
+    good, bad = shown(policy, "1+2", "2+3")
+    batch = af.collate([good, bad.replace(id="bad", stop="error")], imitate=True)
+    assert len(batch) == 1
+    assert batch.dropped[0].reason == "unscored (error)"
+
+
+def test_text_without_token_ids_is_rejected(policy: Any) -> None:
+    (t,) = shown(policy, "1+2")
+    turns = tuple(dataclasses.replace(turn, ids=None) for turn in t.turns)
+    with pytest.raises(BatchError, match="must have token ids"):
+        af.collate(t.replace(turns=turns), imitate=True)
+
+
+# --- the step
+
+
+def test_the_loss_is_the_mean_negative_logprob(policy: Any) -> None:
+    copy = policy.copy()
+    batch = af.collate(shown(policy, "1+2", "2*(3+4)", "9-8"), imitate=True)
+    expected = -policy.score(batch, {"logprob"})["logprob"][batch.mask].mean()
+    stats = af.imitation_step(copy, optimizer(copy), batch)
+    assert stats.loss == pytest.approx(float(expected), abs=1e-6)
+    assert math.isnan(stats.entropy)
+    assert stats.updates == 1
+    assert copy.version == policy.version + 1
+
+
+def test_only_masked_tokens_are_targets_and_shared_prefixes_change_nothing(policy: Any) -> None:
+    """The gradient equals that of a plain cross-entropy with labels -100 outside of the actions."""
+    texts = ("1+2", "1+2", "1+2-3", "9*9")
+    batch = af.collate(shown(policy, *texts), imitate=True)
+    ours, plain = policy.copy(), policy.copy()
+    af.imitation_step(ours, optimizer(ours), batch, max_grad_norm=None)
+    labels = torch.where(batch.mask, batch.ids, -100)
+    logits = plain.model(input_ids=batch.ids, attention_mask=batch.attention.long()).logits
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
+    expected = gradients(plain)
+    assert float((gradients(ours) - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_a_weight_scales_the_loss_of_its_rows(policy: Any) -> None:
+    one, two = shown(policy, "1+2", "2*(3+4)")
+    parts = []
+    for given, weights in (([one, two], [2.0, 0.5]), ([one, two], [1.0, 1.0])):
+        copy = policy.copy()
+        batch = af.collate(given, weights, imitate=True)
+        parts.append(af.imitation_step(copy, optimizer(copy), batch).loss)
+        logprobs = policy.score(batch, {"logprob"})["logprob"]
+        assert parts[-1] == pytest.approx(
+            -float((logprobs * batch.advantages)[batch.mask].sum() / batch.mask.sum()), abs=1e-5
+        )
+    assert parts[0] != pytest.approx(parts[1])
+
+
+def test_each_step_rejects_the_batches_of_the_other(policy: Any) -> None:
+    batch = af.collate(shown(policy, "1+2"), imitate=True)
+    with pytest.raises(BatchError, match="use imitation_step for one of collate"):
+        af.ppo_step(policy, af.adamw(policy), batch)
+    with pytest.raises(BatchError, match="needs a batch of collate"):
+        af.imitation_step(policy, af.adamw(policy), dataclasses.replace(batch, imitation=False))
+
+
+# --- imitate
+
+
+async def test_imitation_teaches_and_is_reproducible(policy: Any) -> None:
+    given = shown(policy, *(f"{a}+{b}" for a in range(1, 7) for b in range(1, 7)))
+    first, second = policy.copy(), policy.copy()
+    stats = await af.imitate(first, given, epochs=6, minibatch=12, lr=3e-3)
+    again = await af.imitate(second, given, epochs=6, minibatch=12, lr=3e-3)
+    assert len(stats) == 18
+    assert stats[-1].loss < 0.5 * stats[0].loss
+    assert [s.loss for s in stats] == [s.loss for s in again]
+    assert stats[-1].lr < stats[1].lr <= 3e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"minibatch": 0}, "minibatch must be at least 1, got 0"),
+        ({"lr": math.nan}, "lr must be above 0, got nan"),
+        ({"warmup": 2.0}, "warmup must be from 0 to 1, got 2.0"),
+    ],
+)
+async def test_invalid_settings_are_rejected(policy: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        await af.imitate(policy, shown(policy, "1+2"), **options)

@@ -1,0 +1,179 @@
+"""On-policy distillation and estimators whose inputs `train` computes, against computations by hand."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from agents import assert_same_gradient, fresh, random_policy
+from test_trainer import SMALL, TASKS, digits, short, small, start
+
+from agentfly_kit import advantages, tiny
+from agentfly_kit.batch.batch import Batch
+from agentfly_kit.batch.collate import collate
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.trainer.batch_builder import BatchBuilder, distilled
+from agentfly_kit.trainer.config import TrainConfig
+
+DISTIL = SMALL.replace(advantage="none", teacher_coef=1.0, steps=1)
+
+
+async def sampled(policy: Policy, **settings: Any) -> Any:
+    return await small(policy, **settings).rollout(TASKS[:3], 4)
+
+
+# --- distillation
+
+
+def test_the_expected_gradient_is_that_of_the_kl_over_the_vocabulary() -> None:
+    """The policy gradients of all next tokens, weighted by their probabilities, sum to that of the reverse KL."""
+    student, teacher = random_policy(1), random_policy(2)
+    vocabulary = student.vocab_size
+    prompt = torch.tensor([5, 17, 40, 8])
+
+    states = torch.log_softmax(student.logits(student.hidden(prompt[None])[0, -1:]), -1)[0]
+    with torch.no_grad():
+        target = torch.log_softmax(teacher.logits(teacher.hidden(prompt[None])[0, -1:]), -1)[0]
+    (states.exp() * (states - target)).sum().backward()
+    wanted = torch.cat([p.grad.flatten().clone() for p in student.model.parameters() if p.grad is not None])
+    student.model.zero_grad()
+
+    # One row per next token, through the forward pass and the estimator of a training step.
+    ids = torch.cat([prompt.expand(vocabulary, -1), torch.arange(vocabulary)[:, None]], 1)
+    mask = torch.zeros(ids.shape, dtype=torch.bool)
+    mask[:, -1] = True
+    ours = student.forward(ids, mask, torch.ones(vocabulary)).logprob
+    with torch.no_grad():
+        theirs = teacher.forward(ids, mask, torch.ones(vocabulary)).logprob
+    gap = advantages.distillation(theirs[:, None], ours.detach()[:, None], torch.ones(vocabulary, 1))[:, 0]
+    (ours.detach().exp() * -gap * ours).sum().backward()
+    got = torch.cat([p.grad.flatten() for p in student.model.parameters() if p.grad is not None])
+    assert_same_gradient(got, wanted)
+
+
+async def test_the_advantage_is_the_gap_of_logprobs_alone_or_added() -> None:
+    policy, teacher = fresh(), tiny.policy("calculator")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p.mul_(1.01)
+    rollout = await sampled(policy)
+    plain = collate(rollout, advantages.grpo)
+    gap = teacher.score(plain, {"logprob"})["logprob"] - plain.logprobs
+    alone = distilled(BatchBuilder(policy, DISTIL, small(policy).reward).build(rollout, 0.0), teacher, DISTIL)
+    assert torch.allclose(alone.advantages[alone.mask], gap[plain.mask])
+    both = distilled(plain, teacher, DISTIL.replace(advantage="grpo", teacher_coef=0.5))
+    assert torch.allclose(both.advantages[both.mask], (plain.advantages + 0.5 * gap)[plain.mask])
+    same = distilled(plain, policy.copy(), DISTIL)
+    assert float((same.advantages - plain.advantages)[plain.mask].abs().max()) < 1e-4
+
+
+async def test_distillation_needs_no_reward_and_moves_the_policy_to_the_teacher() -> None:
+    policy = fresh()
+    teacher = policy.copy()
+    with torch.no_grad():  # a teacher that never says "I don't know"
+        never = policy.chat.encode("I")[0]
+        teacher.model.get_output_embeddings().weight[never] *= -1
+    config = DISTIL.replace(steps=3, tasks_per_step=6)
+    run = start(None, policy, config, reward=None, teacher=teacher)
+    gaps = []
+    async for step in run:
+        batch = collate([t.replace(reward=0.0) for t in step.rollout or ()])
+        scored = teacher.score(batch, {"logprob"})["logprob"]
+        gaps.append(float((batch.logprobs - scored)[batch.mask].mean()))
+    assert gaps[-1] < gaps[0]
+    assert run.fingerprint["teacher"] == teacher.fingerprint()
+
+
+def test_without_a_teacher_the_fingerprint_is_that_of_earlier_versions() -> None:
+    recorded = start().fingerprint
+    assert "teacher" not in recorded
+    assert "teacher_coef" not in recorded["config"]
+
+
+@pytest.mark.parametrize(
+    ("teacher", "config", "message"),
+    [
+        (None, DISTIL, "teacher= and TrainConfig.teacher_coef=. above 0 must be used together"),
+        (fresh, SMALL, "teacher= and TrainConfig.teacher_coef=. above 0 must be used together"),
+        (functools.partial(tiny.policy, "lookup"), DISTIL, "teacher must have the vocabulary of the policy"),
+        (lambda: random_policy(0), DISTIL, "teacher must have a context of at least 512 tokens.*got 256"),
+    ],
+)
+def test_an_unfit_teacher_is_rejected(teacher: Any, config: TrainConfig, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        start(None, fresh(), config, teacher=teacher and teacher())
+
+
+def test_a_policy_is_not_its_own_teacher() -> None:
+    policy = fresh()
+    with pytest.raises(SettingsError, match="teacher must be another policy"):
+        start(None, policy, DISTIL, teacher=policy)
+
+
+# --- inputs of estimators
+
+
+async def built(name: str, **options: Any) -> tuple[Any, Batch]:
+    policy = fresh()
+    agent = small(policy, reward=[digits, short])
+    rollout = await agent.rollout(TASKS[:3], 4)
+    builder = BatchBuilder(policy, SMALL.replace(advantage=name), agent.reward)
+    return rollout, builder.build(rollout, 0.0, **options)
+
+
+def firsts(batch: Batch) -> torch.Tensor:
+    """Return the advantage of each row, which all of its tokens share."""
+    return torch.stack([a[m][0] for a, m in zip(batch.advantages, batch.mask, strict=True)])
+
+
+async def test_opo_weighs_by_sampled_tokens() -> None:
+    rollout, batch = await built("opo")
+    lengths = [int(t.action_mask.sum()) for t in rollout]
+    wanted = advantages.opo(batch.rewards, batch.groups, lengths=lengths)
+    assert torch.allclose(firsts(batch), wanted.float())
+    assert not torch.allclose(wanted, advantages.dr_grpo(batch.rewards, batch.groups))
+
+
+async def test_remax_subtracts_the_reward_of_the_greedy_chain() -> None:
+    baselines = {task.id: 0.1 * i for i, task in enumerate(TASKS[:3])}
+    rollout, batch = await built("remax", baselines=baselines)
+    wanted = [(t.reward or 0.0) - baselines[t.task.id] for t in rollout]
+    assert torch.allclose(firsts(batch), torch.tensor(wanted))
+    run = start(None, fresh(), SMALL.replace(advantage="remax"))
+    greedy = await run._sampler.greedy_rewards(rollout)
+    agent = run.agent.replace(sampling=run.agent.sampling.replace(temperature=0.0))
+    assert greedy == {t.task.id: t.reward for t in await agent.rollout(TASKS[:3])}
+    unscored = BatchBuilder(fresh(), SMALL.replace(advantage="remax"), agent.reward).build(
+        rollout, 0.0, dict.fromkeys(baselines, math.nan)
+    )
+    assert (firsts(unscored) == 0).all()
+
+
+async def test_gdpo_normalizes_each_reward() -> None:
+    rollout, batch = await built("gdpo")
+    columns = [[t.metrics["digits"], t.metrics["short"]] for t in rollout]
+    assert torch.allclose(firsts(batch), advantages.gdpo(columns, batch.groups, weights=[1.0, 0.5]))
+
+
+async def test_the_optimal_token_baseline_gets_the_probabilities_of_all_tokens() -> None:
+    _, batch = await built("optimal_token_baseline")
+    policy = fresh()
+    logits = policy.model(input_ids=batch.ids).logits.float()
+    squares = torch.softmax(logits, -1).square().sum(-1)
+    squares = torch.nn.functional.pad(squares[:, :-1], (1, 0))
+    scored = policy.score(batch, {"sum_squared_probs"})["sum_squared_probs"]
+    assert torch.allclose(scored[batch.mask], squares[batch.mask], atol=1e-5)
+    wanted = advantages.optimal_token_baseline(
+        torch.where(batch.mask, batch.token_rewards, 0.0),
+        batch.mask,
+        groups=batch.groups,
+        logprobs=batch.logprobs,
+        sum_squared_probs=squares,
+        trajectory_index=batch.trajectory_index,
+    )
+    assert torch.allclose(batch.advantages[batch.mask], wanted[batch.mask], atol=1e-5)
