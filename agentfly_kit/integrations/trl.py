@@ -65,14 +65,6 @@ def sft_dataset(rows: Iterable[Trajectory], authors: str | Sequence[str] | None 
     return Dataset.from_dict(out)
 
 
-def _label_mask(row: Row, authors: Sequence[str] | None) -> list[bool]:
-    mask: list[bool] = []
-    for turn in row.turns:
-        labelled = turn.kind in ("action", "forced") and (authors is None or turn.author in authors)
-        mask += [labelled] * turn.num_tokens
-    return mask
-
-
 # --- settings ------------------------------------------------------------------------------------
 
 _AGGREGATES: dict[str, losses.AggregateMode] = {

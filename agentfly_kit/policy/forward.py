@@ -87,6 +87,10 @@ class LanguageModel:
     def vocab_size(self) -> int:
         return int(self.model.get_output_embeddings().weight.shape[0])
 
+    @property
+    def layers(self) -> int:
+        return int(getattr(self.model.config.get_text_config(), "num_hidden_layers", 1))
+
     @cached_property
     def max_length(self) -> int:
         """Maximum context length of the model in tokens."""
@@ -357,8 +361,7 @@ class LanguageModel:
         heads = config.num_attention_heads
         inner = heads * (getattr(config, "head_dim", None) or self.width // heads)
         weights = max(1, self.size - self.vocab_size * self.width)
-        layers = int(getattr(self.model.config.get_text_config(), "num_hidden_layers", 1))
-        scale = 2 * weights / (4 * layers * inner) / _MASKED_ATTENTION_COST
+        scale = 2 * weights / (4 * self.layers * inner) / _MASKED_ATTENTION_COST
         return build_prefix_trees(ids, _context_lengths(mask), scale=scale, max_tokens=max_tokens)
 
     @cached_property

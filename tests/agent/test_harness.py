@@ -8,6 +8,7 @@ import io
 import json
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from agents import Played, calculator, call, chat, exact, shipped, tasks
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.harness import HarnessChain
+from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.endpoint.endpoint import Endpoint
 from agentfly_kit.endpoint.reply import ChainEnded, RequestError
