@@ -239,6 +239,7 @@ def _on_sandbox(given: Tool[..., Any], edits: int = 0) -> Tool[..., Any]:
         return output
 
     own: Any = functools.update_wrapper(call, given.function)
+    del own.__wrapped__  # the tool is this function, not the built-in one
     own.__qualname__ = f"Repo.{given.name}"  # a tool whose first parameter is `self` is a method
     shown = [p for p in inspect.signature(given.function).parameters.values() if p.name != "sandbox"]
     own.__signature__ = inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *shown])
