@@ -185,14 +185,21 @@ def _with_rewards(trajectories: Iterable[Trajectory]) -> tuple[Trajectory, ...]:
 
 
 def _checked(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap an estimator so that it raises BatchError if the function fails."""
+    """Wrap an estimator so that it raises BatchError if the function fails or returns a wrong shape."""
     inner = getattr(estimator, "func", estimator)
     name = getattr(inner, "__name__", type(inner).__name__)
 
     def checked(rewards: Tensor, groups: Tensor) -> Tensor:
         try:
-            return torch.as_tensor(estimator(rewards, groups), dtype=torch.float32)
+            values = torch.as_tensor(estimator(rewards, groups), dtype=torch.float32)
         except Exception as error:
             raise BatchError(f"the advantage function {name} raised {type(error).__name__}: {error}") from error
+        if values.ndim not in (1, 2) or len(values) != len(rewards):
+            n = len(rewards)
+            raise BatchError(
+                f"the advantage function {name} must return the shape ({n},), or ({n}, K) for one advantage per "
+                f"sampled turn, for {n} rewards, got the shape {tuple(values.shape)}"
+            )
+        return values
 
     return checked
