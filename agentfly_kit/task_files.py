@@ -51,7 +51,7 @@ def bundled_folder() -> Any:
 
 
 def bundled_json(*path: str) -> Any:
-    """Read a bundled JSON file, such as ("alfworld", "world.json")."""
+    """Read a bundled JSON file, such as ("vocabularies", "alfworld.json")."""
     return json.loads(bundled_folder().joinpath(*path).read_text(encoding="utf-8"))
 
 

@@ -177,6 +177,7 @@ def test_extras_are_the_agreed_words() -> None:
     assert sorted(EXTRAS) == sorted(
         [
             "lab",
+            "trackers",
             "trl",
             "vllm",
             "envs",

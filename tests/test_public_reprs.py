@@ -120,6 +120,7 @@ def rows(count: int) -> list[dict[str, Any]]:
 OBJECTS: dict[str, Callable[[], Any]] = {
     "Agent": lambda: agents.agent(system=EVIL[:40], name=EVIL),
     "Batch": batch,
+    "Branch": lambda: af.Branch(initial=8),
     "Budget": lambda: af.Budget(tokens=3),
     "Chat": agents.chat,
     "Chain": lambda: agents.agent().chain(af.Task("a", ({"role": "user", "content": EVIL[:25]},), {"answer": "5"})),

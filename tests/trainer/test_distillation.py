@@ -89,12 +89,6 @@ async def test_distillation_needs_no_reward_and_moves_the_policy_to_the_teacher(
     assert run.fingerprint["teacher"] == teacher.fingerprint()
 
 
-def test_without_a_teacher_the_fingerprint_is_that_of_earlier_versions() -> None:
-    recorded = start().fingerprint
-    assert "teacher" not in recorded
-    assert "teacher_coef" not in recorded["config"]
-
-
 @pytest.mark.parametrize(
     ("teacher", "config", "message"),
     [

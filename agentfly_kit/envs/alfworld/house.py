@@ -19,7 +19,7 @@ Name = tuple[str, int]
 
 # Object types by property, the object types in each receptacle type (ALFWorld's `canContain`), and the receptacles
 # (minimum, maximum count) and objects of each room.
-WORLD = task_files.bundled_json("alfworld", "world.json")
+WORLD = task_files.bundled_json("vocabularies", "alfworld.json")
 OPENABLE, HEATABLE, COOLABLE, CLEANABLE, SLICEABLE, KNIVES = (
     frozenset(WORLD["kinds"][name].split())
     for name in ("openable", "heatable", "coolable", "cleanable", "sliceable", "knives")

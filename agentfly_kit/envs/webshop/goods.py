@@ -11,7 +11,7 @@ from typing import Any
 
 from agentfly_kit import task_files
 
-_WORDS = task_files.bundled_json("webshop", "words.json")
+_WORDS = task_files.bundled_json("vocabularies", "webshop.json")
 BRANDS = tuple(_WORDS["brands"].split())
 # Option -> its values.
 VALUES: dict[str, tuple[str, ...]] = {name: tuple(values.split()) for name, values in _WORDS["values"].items()}

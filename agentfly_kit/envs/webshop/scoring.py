@@ -29,7 +29,7 @@ ALIKE = 85
 MODEL = "en_core_web_sm"
 
 # Colour words that the reward recognizes, in WebShop's order, on which `color_of` depends.
-COLORS = tuple(task_files.bundled_json("webshop", "words.json")["colors"].split())
+COLORS = tuple(task_files.bundled_json("vocabularies", "webshop.json")["colors"].split())
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ _LATIN = dict.fromkeys(range(128, 256))
 # --- the nouns of a title ------------------------------------------------------------------------
 
 
-_OTHERS = frozenset([*task_files.bundled_json("webshop", "words.json")["others"].split(), *COLORS])
+_OTHERS = frozenset([*task_files.bundled_json("vocabularies", "webshop.json")["others"].split(), *COLORS])
 _ENDINGS = re.compile(r".{2,}(able|ible|ful|less|ous|ive|ish|proof|resistant|friendly|free|ened|ated|ized|ly)")
 
 
