@@ -38,7 +38,7 @@ class Chain(BaseChain):
 
     origin: Trajectory | None = None
     origin_key: ChainKey | None = None
-    _forks = 0  # highest fork number so far
+    num_forks = 0  # highest fork number so far
 
     @classmethod
     def from_trajectory(cls, agent: AgentSettings, trajectory: Trajectory) -> Chain:
@@ -351,7 +351,7 @@ class Chain(BaseChain):
             raise SettingsError(f"number must be an integer of at least 1, got {number!r}")
         with self._exclusive("fork"):
             target = None if at is None else self._earlier_turn(at, "at")
-            twin = self._twin(self._forks + 1 if number is None else number, same_seeds)
+            twin = self._twin(self.num_forks + 1 if number is None else number, same_seeds)
             if target is not None:
                 twin._move_to(target)
             twin.context = await self.context.fork(twin.id, queue=queue)
@@ -359,7 +359,7 @@ class Chain(BaseChain):
 
     def _twin(self, number: int, same_seeds: bool = False) -> Chain:
         """Return the fork with this number, without forking the sandboxes."""
-        self._forks = max(self._forks, number)
+        self.num_forks = max(self.num_forks, number)
         twin = Chain(self.agent, self.task, dataclasses.replace(self.key, fork=f"{self.key.fork}.{number}"), self.hooks)
         twin.author = self.author
         twin.turn, twin.stop, twin.error = self.turn, self.stop, self.error
@@ -397,7 +397,7 @@ class Chain(BaseChain):
             forking = asyncio.Lock()
             try:
                 async with asyncio.TaskGroup() as group:
-                    twins = [self._twin(self._forks + 1) for _ in range(n)]
+                    twins = [self._twin(self.num_forks + 1) for _ in range(n)]
                     jobs = [group.create_task(self._sample_in(twin, to_end, forking)) for twin in twins]
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None

@@ -23,11 +23,12 @@ from agentfly_kit.agent.harness import create_chain
 from agentfly_kit.agent.progress import ChainHooks, ChainKey, Progress, RolloutEvent, RolloutSnapshot
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings, task_list
-from agentfly_kit.errors import NotAwaited, RewardError, SettingsError
+from agentfly_kit.errors import NotAwaited, PoolTimeout, RewardError, SettingsError
 from agentfly_kit.success import record_success
 from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory, Turn
 
 _rollouts = itertools.count(1)
+_FORK_RETRY_SECONDS = 0.05  # interval at which a chain that waits for a sandbox for its fork tries again
 
 
 class RolloutHandle(Handle[Rollout], Displayable):
@@ -105,6 +106,9 @@ class RolloutHandle(Handle[Rollout], Displayable):
         self._unbegun = deque([(t, key) for t, key in self._planned if key.chain == 0] if branch else [])
         self._branching: dict[str, BranchGroup] = {}
         self._forks_refused = 0
+        # Chains in progress, and those of them that wait for a sandbox for a fork.
+        self._running: set[Any] = set()
+        self._forking: set[Any] = set()
         self._workers: list[asyncio.Task[None]] = []
         self._running_workers = 0
         self._done: dict[str, Trajectory] = {}
@@ -322,7 +326,11 @@ class RolloutHandle(Handle[Rollout], Displayable):
             except Exception as error:  # for example, the chat template rejects the task's messages
                 self._finished(self._failed_trajectory(task, key, error))
             else:
-                trajectory = await chain.run()
+                self._running.add(chain)
+                try:
+                    trajectory = await chain.run()
+                finally:
+                    self._running.discard(chain)
                 if chain.never_started:
                     stop = trajectory.stop
                 else:
@@ -335,21 +343,48 @@ class RolloutHandle(Handle[Rollout], Displayable):
             self._bar.update()
 
     async def _spawn(self, chain: Chain, count: int) -> None:
-        for _ in range(count):
-            await self._fork(chain)
-
-    async def _fork(self, chain: Chain, at: Turn | None = None) -> bool:
-        """Fork a chain and queue the fork. If that fails, count it, warn about the first failure and return False."""
+        """Fork a chain `count` times. If a pool has no sandbox for a fork, wait until another chain releases one."""
+        self._forking.add(chain)
         try:
-            # A chain that keeps its sandboxes must not wait for sandboxes of chains that wait for it.
-            fork = await chain.fork(at=at, queue=False)
-        except Exception as error:
-            self._forks_refused += 1
-            if self._forks_refused == 1:
-                warn_or_log(f"the chain {chain.id!r} was not forked: {error}")
-            return False
+            for _ in range(count):
+                number = chain.num_forks + 1
+                while True:
+                    try:
+                        await self._fork(chain, number=number)
+                    except PoolTimeout as error:
+                        if self._can_release(chain):
+                            await asyncio.sleep(_FORK_RETRY_SECONDS)
+                            continue
+                        self._refuse_fork(chain, error)
+                    break
+        finally:
+            self._forking.discard(chain)
+
+    def _can_release(self, chain: Chain) -> bool:
+        """Return whether a running chain holds a sandbox like those of `chain` and waits for no sandbox itself."""
+        needed = chain.context.held.keys()
+        others = (other.context for other in self._running - self._forking)
+        return any(not other.is_waiting and needed & other.held.keys() for other in others)
+
+    async def _fork(self, chain: Chain, at: Turn | None = None, number: int | None = None) -> None:
+        """Fork a chain and queue the fork. Raise PoolTimeout if that would need a sandbox that another chain holds."""
+        fork = await chain.fork(at=at, number=number, queue=False)
         self._add_chain(fork.task, fork.key, fork)
+
+    async def _fork_in_group(self, chain: Chain, at: Turn) -> bool:
+        """Fork a chain of a `BranchGroup`, or return False. Its group has room, unless others use the pool too."""
+        try:
+            await self._fork(chain, at)
+        except Exception as error:
+            self._refuse_fork(chain, error)
+            return False
         return True
+
+    def _refuse_fork(self, chain: Chain, error: Exception) -> None:
+        """Count a fork that could not be made, and warn about the first one."""
+        self._forks_refused += 1
+        if self._forks_refused == 1:
+            warn_or_log(f"the chain {chain.id!r} was not forked: {error}")
 
     def _add_chain(self, task: Task, key: ChainKey, fork: Chain | None = None) -> None:
         """Queue a fork or an additional chain, which is listed by its position in the group."""
@@ -371,7 +406,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
                 self.branch,
                 self.group_size,
                 functools.partial(self._begin_chain, task, first),
-                self._fork,
+                self._fork_in_group,
                 self._end_group,
             )
             self._branching[first.group] = group

@@ -182,6 +182,11 @@ class Context(Displayable):
         """The sandboxes that the chain holds, by class."""
         return {pool.sandbox_type: lease.result().sandbox for pool, lease in self._leases.items() if _is_held(lease)}
 
+    @property
+    def is_waiting(self) -> bool:
+        """True while a sandbox is being acquired."""
+        return any(not lease.done() for lease in self._leases.values())
+
     async def fork(self, trajectory_id: str, *, queue: bool = True) -> Context:
         """Return a context for a new chain, with copies of `state` and `fields` and forks of the held sandboxes.
 

@@ -119,7 +119,7 @@ both = pytest.mark.parametrize("whom", ["waiter", "itself"])
 @each
 @both
 async def test_rollout(whom: Whom, count: int | None) -> None:
-    async with af.Pool(Box, size=4) as pool:  # a fork is not made if it would have to wait for a sandbox
+    async with af.Pool(Box, size=2) as pool:
         a = everything(pool)
         runs: list[Any] = []
 
@@ -250,7 +250,7 @@ async def test_server(whom: Whom, count: int | None) -> None:
 
 @pytest.mark.parametrize("how", ["returns", "raises", "interrupted"])
 def test_event_loop_that_ends_during_a_rollout_leaves_nothing(how: str) -> None:
-    pool = af.Pool(Box, size=4)
+    pool = af.Pool(Box, size=2)
     policy = fresh()
     a = everything(pool)
     b = agent(policy, sampling=Sampling(max_tokens=40))
@@ -287,7 +287,7 @@ def test_event_loop_that_ends_during_a_rollout_leaves_nothing(how: str) -> None:
 
 def test_event_loop_that_is_closed_without_cancelling() -> None:
     """The tasks are garbage collected without being cancelled."""
-    pool = af.Pool(Box, size=4)
+    pool = af.Pool(Box, size=2)
     a = everything(pool)
     b = agent(fresh())
     loop = asyncio.new_event_loop()
