@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 SUCCESS = re.compile(r"success: (\d*\.\d+) -> (\d*\.\d+)(?![^\s'\"])")
+LOADING = re.compile(r"(loading \S+ \.\.\.\n)+")
 ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -40,9 +41,11 @@ def title(source: str) -> str:
 
 
 def static(notebook: Any) -> None:
-    """Remove widget views that have a text/html alternative, so that the page is readable without a kernel."""
+    """Remove what depends on the kernel or on time: views that have a text/html alternative, and lines about loading."""
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
+        if "outputs" in cell:
+            cell.outputs = [o for o in cell.outputs if not LOADING.fullmatch(o.get("text", "-"))]
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if "text/html" in data:
