@@ -41,7 +41,7 @@ def title(source: str) -> str:
 
 
 def static(notebook: Any) -> None:
-    """Remove what depends on the kernel or on time: views that have a text/html alternative, and lines about loading."""
+    """Remove what depends on the kernel or the time: views that have a text/html alternative, and loading lines."""
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         if "outputs" in cell:
