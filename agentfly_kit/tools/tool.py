@@ -138,7 +138,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
 
         In this process the text is parsed, and never executed. The function needs a docstring, and its parameters need
         descriptions and types: str, int, float, bool, list, dict, Literal and unions of these. Every call defines the
-        function anew, so that nothing the model runs in the same sandbox can replace it.
+        function again, so that other code in the sandbox cannot replace it.
 
         Args:
             source: source code of the function, at most 64,000 characters. Imports belong into the function.
@@ -202,7 +202,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
 
     @property
     def content(self) -> tuple[str, int | None]:
-        """What equality of tool sets compares: the fingerprint, and the identity of the object of a bound method."""
+        """Value compared by `ToolSet.__eq__`: the fingerprint, and the identity of the object of a bound method."""
         instance = self._instance if self._instance is not None else getattr(self.function, "__self__", None)
         return self.fingerprint, None if instance is None else id(instance)
 
