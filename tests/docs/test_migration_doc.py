@@ -6,6 +6,10 @@ import ast
 import inspect
 import linecache
 import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import agents
@@ -15,7 +19,7 @@ from paths import ROOT
 TEXT = (ROOT / "docs" / "migration.md").read_text()
 SNIPPETS = [
     (TEXT[: match.start()].count("\n") + 2, match[1], match[2])
-    for match in re.finditer(r"```python(?: (ours|trl|verifiers))?\n(.*?)```", TEXT, re.DOTALL)
+    for match in re.finditer(r"```python(?: (ours|trl|verifiers|art|tinker))?\n(.*?)```", TEXT, re.DOTALL)
 ]
 
 
@@ -68,7 +72,6 @@ def test_the_snippets_of_trl_are_accepted_by_trl() -> None:
     policy = agents.fresh()
     import tempfile
     import warnings
-    from pathlib import Path
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -77,3 +80,66 @@ def test_the_snippets_of_trl_are_accepted_by_trl() -> None:
         grpo_trainer(policy, args, reward_funcs=names["exact"])
         counting = grpo_trainer(policy, args, reward_funcs=[], environment_factory=names["Counter"])
     assert [tool.__name__ for tool in counting.tools] == ["increment"]
+
+
+# Not in the environment, because these packages pin versions of packages that others here need in newer versions.
+ART = "openpipe-art==0.5.18 litellm==1.82.0 polars polars-runtime-32 tblib setproctitle nest-asyncio fastuuid "
+ART += "h2 hpack hyperframe"
+TINKER = "tinker==0.38.0 tinker-cookbook==0.6.1 tml-renderers chz pyqwest"
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, folder: Path, packages: str) -> None:
+    """Install packages without their dependencies in a folder and add it to the import path of this test."""
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", str(folder), *packages.split()]
+    subprocess.run(command, check=True)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+
+
+@pytest.mark.real
+async def test_the_snippet_of_art_runs_as_a_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import agentfly_kit as af
+
+    _install(monkeypatch, tmp_path, ART)
+    import art  # type: ignore[import-not-found, unused-ignore]
+
+    trained: list[Any] = []
+
+    class Backend:
+        async def train(self, *args: Any) -> None:
+            inspect.signature(art.Backend.train).bind(self, *args)
+            trained.extend(args[1])
+
+    async def solve(endpoint: af.Endpoint) -> None:
+        names: dict[str, Any] = {"art": art, "client": endpoint.client, "backend": Backend()}
+        names["model"] = SimpleNamespace(name="policy")
+        names["scenarios"] = [SimpleNamespace(question="What is 2+3?", answer=text) for text in ("5", "6")]
+        (source,) = (source for _, kind, source in SNIPPETS if kind == "art")
+        await eval(compile(source, "<art>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+
+    agent = af.Agent(af.ScriptedEngine(["5"] * 16), chat=agents.fresh().chat, harness=solve, max_turns=16)
+    t = (await agent.rollout(af.tasks_from([{"question": "What is 2+3?"}]))).trajectories[0]
+    assert t.error is None and len(list(t.rows)) == 16
+    assert [[x.reward for x in group.trajectories] for group in trained] == [[1.0] * 8, [0.0] * 8]
+
+
+@pytest.mark.real
+async def test_the_snippet_of_tinker_is_an_environment_of_tinker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(monkeypatch, tmp_path, TINKER)
+    from tinker_cookbook import renderers  # type: ignore[import-not-found, unused-ignore]
+    from tinker_cookbook.rl import types  # type: ignore[import-not-found, unused-ignore]
+
+    tokenizer = agents.fresh().chat.tokenizer
+    names: dict[str, Any] = {"Env": types.Env, "StepResult": types.StepResult}
+    (source,) = (source for _, kind, source in SNIPPETS if kind == "tinker")
+    exec(source, names)
+    env = names["SumEnv"]()
+    env.renderer = renderers.get_renderer("role_colon", tokenizer)
+    env.messages, env.answer, env.stop_condition = [{"role": "user", "content": "2+3"}], "5", []
+    observation, _ = await env.initial_observation()
+    assert observation.to_ints()
+    for text, reward in (("5", 1.0), ("6", 0.0)):
+        result = await env.step(tokenizer.encode(text, add_special_tokens=False))
+        assert (result.reward, result.episode_done) == (reward, True)
