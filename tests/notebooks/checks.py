@@ -141,7 +141,8 @@ assert not healthy.serious and run.diagnose()[0].name == "constant_reward"
 assert repaired.summary()["success"] > 0
 """,
     "17_branches": """
-assert {len(group) for group in rollout.groups} == {16}
+assert {len(group) for group in rollout.groups} == {16} and decisions.P.between(0, 1).all()
+assert abs(table.weight.sum() - 1) < 1e-9
 assert rollout.summary()["executed"] < sum(len(t.tool_calls) for t in rollout)
 assert all(abs(row["weighted"] - truth) < 0.05 for row in rows.values() if "weighted" in row)
 """,
