@@ -46,6 +46,20 @@ assert gaps["LocalEngine"] <= 1e-5 and max(gaps.values()) <= 1e-4
 assert not t.action_mask.any() and {turn.author for turn in t.actions} == {"script"}
 assert [t.stop for t in cut] == ["answered"] * 4 + ["run_turns"] and len(cut) + len(cut.not_run) == len(tasks)
 """,
+    "06_widgets": """
+assert len(rollout) == 128
+assert [turn.kind for turn in called.turns] == ["prompt", "action", "observation", "action"]
+assert {"advantage", "ratio", "clipped", "prob_before", "prob_after", "sampler_gap"} <= set(ratios.signals)
+assert list(lanes.selection.to_frame()["trajectory"]) == [going.partial.trajectories[0].id]
+assert lanes.counts["done"] == 64
+assert curves.steps == (1, 2, 3, 4, 5) and len(opened) == 64
+last = both.to_frame()["success"].unstack("run").iloc[-1]
+assert last["lr 2e-4"] > last["lr 2e-5"]
+assert good.ok and good.observation == "27" and not refused.ok and refused.error is None
+assert not (scores.to_frame()["change"] == "lost").any() and with_tools.flipped.empty  # exact answers are also near
+assert chain.snapshot().final == "2"
+assert "<script" not in picture._repr_html_() and len(picture._repr_html_()) < 100_000
+""",
     "07_masked_ppo": """
 assert kl["right"]["own tokens"] > kl["right"]["tokens after"]
 assert kl["one late"]["tokens after"] > 20 * kl["one late"]["own tokens"]
@@ -127,7 +141,8 @@ assert not healthy.serious and run.diagnose()[0].name == "constant_reward"
 assert repaired.summary()["success"] > 0
 """,
     "17_branches": """
-assert {len(group) for group in rollout.groups} == {16}
+assert {len(group) for group in rollout.groups} == {16} and decisions.P.between(0, 1).all()
+assert abs(table.weight.sum() - 1) < 1e-9
 assert rollout.summary()["executed"] < sum(len(t.tool_calls) for t in rollout)
 assert all(abs(row["weighted"] - truth) < 0.05 for row in rows.values() if "weighted" in row)
 """,
