@@ -280,7 +280,7 @@ def _unparsed_calls(e: _Evidence) -> _Result:
                 problems.append(f"a call was taken for an answer: {turn.text[found.start() :]}"[:100])
     if len(problems) <= 0.2 * total:
         return None
-    text = f"{len(problems)} of {total} tool calls could not be read; most often: {_most_common(problems)}."
+    text = f"{len(problems)} of {total} tool calls could not be run; most often: {_most_common(problems)}."
     return text, len(problems) / total, len(problems) / total
 
 
@@ -473,33 +473,34 @@ _CHAINS, _CHAIN, _BATCH = "w.TrajectoryView(rollout)", "w.TokenView(rollout[0])"
 # between findings of nearly equal effect.
 _CHECKS: tuple[tuple[Callable[[_Evidence], _Result], bool, str, str], ...] = (
     (_unscored, False, "w.TrajectoryView(rollout.failed)",
-     "Such chains are never trained on. Repair the reward or the host, and rerun `rollout.failed.tasks`."),
-    (_wrong_mask, False, _BATCH, "Keep the mask that `collate` made; `authors=` selects the tokens of a role."),
+     "Such chains are never trained on. Repair the reward or the host, and rerun rollout.failed.tasks."),
+    (_wrong_mask, False, _BATCH, "Keep the mask that collate made; collate(authors=) selects those of a role."),
     (_leaked_answer, False, _CHAIN,
-     "Remove it from the messages, the first observation or `before_chain`, unless the task is to extract it."),
+     "Remove it from the messages, the first observation or before_chain, unless the task is to extract it."),
     (_gibberish, False, _CHAIN, "Sample at temperature 1; engine, policy and tokenizer must belong together."),
     (_failing_tools, False, _CHAINS,
-     "Repair the tool: `await call.rerun()` raises its exception. `af.ToolError` is for mistakes of the model."),
+     "Repair the tool: await call.rerun() raises its exception. af.ToolError is for mistakes of the model."),
     (_unparsed_calls, False, _CHAINS,
-     "Use the names and the format that the model writes, `af.Chat(tokenizer, format=...)`, or imitate calls first."),
+     "Use the names and the format that the model writes, af.Chat(tokenizer, format=...), or imitate calls first."),
     (_rejected_calls, False, _CHAINS, "Compare the arguments with the schema; its description can give an example."),
-    (_long_observations, False, _CHAIN, "Return less from the tool, or set `@af.tool(max_chars=)`."),
-    (_truncated, False, _CHAINS, "Raise the limit: `Sampling(max_tokens=)`, `Agent(max_turns=)`, the context length."),
+    (_long_observations, False, _CHAIN, "Return less from the tool, or set @af.tool(max_chars=...)."),
+    (_truncated, False, _CHAINS, "Raise the limit: Sampling(max_tokens=), Agent(max_turns=), the context length."),
     (_collapsed_entropy, False, _CHAINS,
-     "Sample at temperature 1. After a collapse, start from an earlier policy, with a smaller lr or `entropy_coef=`."),
+     "Sample at temperature 1. After a collapse, start from an earlier policy, with a smaller lr or an entropy_coef."),
     (_repetition, False, _CHAINS, "Start from an earlier policy with a smaller lr, or filter such chains."),
     (_length_reward, False, _CHAINS, "Reduce the weight of the length, or apply it only to chains that succeed."),
     (_reversed_advantages, False, _BATCH, "Check the sign of the estimator."),
     (_sampler_gap, False, _BATCH,
-     "Send the weights to the engine (`await engine.update(policy)`), use the same precision, or set `correction=`."),
-    (_policy_moved, False, "w.TrainView(run)", "Lower lr by a factor of 3 to 10, or set `target_kl=0.05`."),
-    (_dropped, False, _CHAINS, "Relax `filters=`, or replace the groups with `refill=`."),
+     "Send the weights to the engine (await engine.update(policy)), use the same precision, or set correction=."),
+    (_policy_moved, False, "w.TrainView(run)", "Lower lr by a factor of 3 to 10, or set target_kl=0.05."),
+    (_dropped, False, _CHAINS, "Relax TrainConfig(filters=), or replace the groups with refill=."),
     (_duplicate_component, False, _CHAINS, "If both are parts of the reward, it counts twice."),
     (_constant_component, False, _CHAINS, "As a part of the reward it teaches nothing; check that it can vary."),
     (_moved_tokens, False, "w.TokenView(stats)", "Check that these tokens deserve it."),
     (_constant_reward, True, _CHAINS,
-     "Score the chain of an expert (`await reward.try_(trajectory)`). If it earns more, the tasks are too hard."),
-    (_no_signal, True, _CHAINS, "Use larger groups, easier tasks, a reward with partial credit, or `refill=`."),
+     "Score the chain of an expert (await reward.try_(trajectory)). If it earns more, the tasks are too hard."),
+    (_no_signal, True, _CHAINS,
+     "Use larger groups, easier tasks, a reward with partial credit, or TrainConfig(refill=)."),
     (_no_calls, True, _CHAIN, "Check that the prompt shows the tools, or imitate chains with calls first."),
     (_solved, True, _CHAINS, "Little is left to learn; use harder tasks."),
 )  # fmt: skip

@@ -120,7 +120,7 @@ def test_calls_that_do_not_parse() -> None:
         )
     )
     assert found[0].name == "unparsed_calls" and found[0].number == 0.5
-    assert "12 of 24 tool calls could not be read; most often: 'the tool call is not valid JSON'" in found[0].sentence
+    assert "12 of 24 tool calls could not be run; most often: 'the tool call is not valid JSON'" in found[0].sentence
     # Calls in another format are taken for answers.
     tools = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
     chains = [trajectory(f"t{i}", 0.0, text='<tool_call>{"name": "add"}', tools=tools) for i in range(4)]
@@ -207,6 +207,7 @@ async def test_planted_faults_are_named_first(fault: str) -> None:
         f.sentence.endswith(".") and f.remedy and f.widget.startswith("w.") and math.isfinite(f.number) for f in found
     )
     assert html.escape(found[0].sentence) in found._repr_html_()
+    assert not any("`" in f.remedy for f in found), "tables and views show plain text"
 
 
 @pytest.mark.real

@@ -367,7 +367,7 @@ def test_a_missing_task_field_is_rejected() -> None:
         RewardSet([exact]).check([TASK, wrong])
     assert str(caught.value) == (
         "reward exact requires the field 'answer', which task 'w' does not have (its fields: anwser, level; also "
-        "available: final, trajectory, context); rename the parameter or give it a default"
+        "available: final, trajectory, context); did you mean 'anwser'?; rename the parameter or give it a default"
     )
     exact.check([TASK])
     RewardSet([exact]).check([TASK])

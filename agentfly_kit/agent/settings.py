@@ -10,8 +10,9 @@ from typing import Any
 from agentfly_kit._async.concurrency import ConcurrencyLimits
 from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat
+from agentfly_kit.endpoint.endpoint import Endpoint
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.errors import SettingsError, TaskError, check_accepts
+from agentfly_kit.errors import SettingsError, TaskError, check_accepts, suggest_keyword
 from agentfly_kit.pool.environment import is_environment, reset_arguments
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.success import SuccessRule, check_success_rule
@@ -57,6 +58,19 @@ class Harness(InjectedFunction[..., Any]):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function, None, None, ("endpoint", "task", "context"))
+        for name, parameter in self._parameters.items():
+            wanted = {Endpoint: "endpoint", Task: "task"}.get(parameter.annotation, name)
+            if name != wanted:
+                raise self._error(
+                    f"parameter {name!r} of type {parameter.annotation.__name__} must be named {wanted!r}"
+                )
+        if "endpoint" not in self._parameters:
+            misspelled = next((name for name in self._parameters if suggest_keyword(name, ["endpoint"])), None)
+            hint = f"rename {misspelled!r}" if misspelled else "use endpoint.base_url, endpoint.client or endpoint.chat"
+            raise self._error(
+                "a harness must have the parameter 'endpoint', because it reaches the policy only through it, got "
+                f"({', '.join(self._parameters)}); {hint}"
+            )
 
     def _settings(self) -> str:
         return self.name

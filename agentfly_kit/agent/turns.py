@@ -70,13 +70,15 @@ def assistant_message(parsed: Parsed) -> tuple[Message, tuple[ToolCall, ...]]:
         # The model receives the error as the result of the call, unless the turn was truncated, which ends the chain.
         broken = ToolCall(f"call-{len(calls)}", "", {}, error=parsed.complaint or "the tool call was not closed")
         calls = (*calls, broken)
-    if calls:
-        message["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-            for c in calls
-            if c.error is None
-        ]
-    return message, calls
+    return with_calls(message, calls), calls
+
+
+def with_calls(message: Message, calls: Sequence[ToolCall]) -> Message:
+    """Add the calls that could be parsed to an assistant message, in the format of chat templates."""
+    if not calls:
+        return message
+    functions = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in calls if call.error is None]
+    return {**message, "tool_calls": [{"id": id, "type": "function", "function": f} for id, f in functions]}
 
 
 def forced_beginning(turn: Turn) -> tuple[int, ...]:

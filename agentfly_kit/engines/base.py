@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import EngineError
+from agentfly_kit.chat.chat import Chat
+from agentfly_kit.errors import EngineError, SettingsError
 from agentfly_kit.types import Sample, Sampling, TurnRequest
 
 
@@ -56,6 +57,14 @@ class Engine(Displayable, ABC):
     async def distribution(self, ids: Sequence[int], sampling: Sampling, *, top: int = 20) -> tuple[Any, Any, float]:
         """Return the `top` most probable next ids, their logprobs, and the entropy of the full distribution in nats."""
         raise EngineError(f"{type(self).__name__} does not support distribution(); use LocalEngine")
+
+    async def score(self, ids: Sequence[int]) -> tuple[float, ...]:
+        """Return the logprob of each id after the first, given the ids before it, at temperature 1 in nats."""
+        raise EngineError(f"{type(self).__name__} cannot score given ids; use policy.score, or OpenAIEngine with vLLM")
+
+    async def check_teacher(self, chat: Chat, length: int) -> None:
+        """Raise SettingsError unless `score` accepts `length` ids of the tokenizer of `chat`."""
+        raise SettingsError(f"teacher must be a Policy, or an OpenAIEngine with a vLLM server, got {self!r}")
 
     async def update(self, policy: Any) -> None:
         """Use the weights of `policy` for all further sampling."""

@@ -7,6 +7,7 @@ mode, token ids are sent and returned, as with an engine in this process; the se
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -19,7 +20,7 @@ from urllib.parse import urlsplit
 from agentfly_kit.chat import formats
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.errors import ChatTemplateError, EngineError
+from agentfly_kit.errors import ChatTemplateError, EngineError, SettingsError
 from agentfly_kit.types import Message, Sample, Sampling, ToolCall, TurnRequest
 
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -139,15 +140,18 @@ class OpenAIEngine(Engine):
         Raises:
             EngineError: If the server cannot be reached or rejects the API key.
         """
+        await self._read_length()
+        warm = await self._logprobs_after_temperature()
+        self._exact = self._probed = warm is not None
+        self._logprobs_tempered = bool(warm)
+        return self
+
+    async def _read_length(self) -> None:
         if self._length is None:
             listed = await self._request_or_empty("GET", "/models")
             for entry in listed.get("data", []):
                 if entry.get("id") == self.model and entry.get("max_model_len"):
                     self._length = int(entry["max_model_len"])
-        warm = await self._logprobs_after_temperature()
-        self._exact = self._probed = warm is not None
-        self._logprobs_tempered = bool(warm)
-        return self
 
     async def _verify_exact(self) -> None:
         """Probe the server before the first exact sample; concurrent callers wait for the same probe."""
@@ -305,6 +309,45 @@ class OpenAIEngine(Engine):
             calls=calls or None,
             seconds=time.perf_counter() - began,
         )
+
+    # --- scoring of given tokens, for distillation ---
+
+    async def score(self, ids: Sequence[int]) -> tuple[float, ...]:
+        """Return the logprob of each id after the first, given the ids before it, at temperature 1 in nats.
+
+        The server must have `prompt_logprobs` and `logprob_token_ids`, as vLLM 0.32 does.
+
+        Raises:
+            EngineError: If the server fails or returns no such logprobs, or the ids do not fit into its context.
+        """
+        *before, last = (int(i) for i in ids)
+        if len(before) >= self.max_length:
+            raise EngineError(f"at most {self.max_length} ids can be scored by {self!r}, got {len(ids)}")
+        # vLLM samples at least one token, for which there must be room, so the last id is scored as that token.
+        body = self._completion(before, Sampling(max_tokens=1)) | {"prompt_logprobs": 0, "logprob_token_ids": [last]}
+        answer = await self._request("POST", "/completions", body)
+        try:
+            choice = answer["choices"][0]
+            given = zip(choice["prompt_logprobs"], before, strict=True)
+            scored = [float(by_id[str(i)]["logprob"]) for by_id, i in itertools.islice(given, 1, None)]
+            return (*scored, float(choice["logprobs"]["top_logprobs"][0][f"token_id:{last}"]))
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineError(f"{self.base_url} returned no logprobs of given ids: {_shortened(answer)}") from error
+
+    async def check_teacher(self, chat: Chat, length: int) -> None:
+        await self._read_length()
+        if self.max_length < length:
+            raise SettingsError(
+                f"teacher must have a context of at least {length} tokens, as the engine has, got {self.max_length}"
+            )
+        ids = list(range(len(chat.tokenizer)))
+        body = {"model": self.model, "tokens": ids}
+        answer = await self._request_or_empty("POST", f"{self.base_url.removesuffix('/v1')}/detokenize", body)
+        if answer.get("prompt") != chat.tokenizer.decode(ids):
+            raise SettingsError(
+                f"teacher must have the vocabulary of the policy, whose token ids it scores, but {self!r} does not "
+                f"decode the {len(ids)} ids of the policy's tokenizer to the same text with /detokenize"
+            )
 
     # --- HTTP ---
 

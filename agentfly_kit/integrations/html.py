@@ -444,7 +444,7 @@ def diagnosis(diagnosis: Diagnosis) -> str:
 def findings(findings: Findings) -> str:
     if not findings:
         return heading("nothing was found")
-    rows = [(f.effect, f.name, f.sentence, f.remedy, Code(f.widget)) for f in findings]
+    rows = [(f.effect, f.name, f.sentence, f.remedy, f.widget) for f in findings]
     return table(("effect", "finding", "what was found", "remedy", "evidence"), rows)
 
 

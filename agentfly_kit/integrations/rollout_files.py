@@ -22,6 +22,7 @@ from typing import Any
 
 from agentfly_kit import task_files
 from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.agent.turns import with_calls
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import TaskError
 from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Trajectory, Turn
@@ -315,13 +316,7 @@ def _message(given: Mapping[str, Any]) -> tuple[Message, tuple[ToolCall, ...]]:
     if given.get("reasoning_content"):
         message["thinking"] = str(given["reasoning_content"])
     calls = tuple(_call(call, i) for i, call in enumerate(given.get("tool_calls") or ()))
-    if calls:
-        message["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-            for c in calls
-            if c.error is None
-        ]
-    return message, calls
+    return with_calls(message, calls), calls
 
 
 def _call(given: Any, index: int) -> ToolCall:

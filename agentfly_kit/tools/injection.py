@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
 
 from agentfly_kit._async.pending_call import PendingCall
-from agentfly_kit.errors import AgentFlyError, TaskError
+from agentfly_kit.errors import AgentFlyError, TaskError, suggest_keyword
 from agentfly_kit.tools import function as functions
 from agentfly_kit.tools.context import Context
 from agentfly_kit.types import Task
@@ -155,14 +155,13 @@ class InjectedFunction(Generic[P, R]):
         return self.error_type(f"{self.name}: {text}")
 
     def _injectable(self) -> str:
-        """Return the end of an error message, which lists the possible parameters of a reward; "" for a tool."""
+        """Return the end of an error message, which lists the possible parameters; "" for a tool."""
         if not self._injected_names:
             return ""
-        names = ", ".join(self._injected_names)
-        return (
-            f"; parameters can be {names}, a sandbox, or a field of the task. A reward function written for TRL or "
-            "verifiers can be passed as af.trl.reward(function)"
-        )
+        text = f"; parameters can be {', '.join(self._injected_names)}, a sandbox, or a field of the task"
+        if self.kind == "reward":
+            text += ". A reward function written for TRL or verifiers can be passed as af.trl.reward(function)"
+        return text
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         function = self._bound()
@@ -209,11 +208,12 @@ class InjectedFunction(Generic[P, R]):
                 if name not in task.fields:
                     have = ", ".join(task.fields) or "none"
                     also = f"; also available: {', '.join(self._injected_names)}" if self._injected_names else ""
-                    if self._injected_names and name in ("prompt", "state", "info"):
+                    hint = suggest_keyword(name, (*self._injected_names, *task.fields))
+                    if self.kind == "reward" and name in ("prompt", "state", "info"):
                         also += "; for a reward function of verifiers use af.trl.reward(function)"
                     raise TaskError(
                         f"{self.kind} {self.name} requires the field {name!r}, which task {task.id!r} does not have "
-                        f"(its fields: {have}{also}); rename the parameter or give it a default"
+                        f"(its fields: {have}{also}){hint}; rename the parameter or give it a default"
                     )
 
     @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -11,11 +12,14 @@ import torch
 from torch import Tensor
 
 from agentfly_kit import advantages as estimators
+from agentfly_kit._async.pending_call import run_in_thread, wait_all
 from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.batch.collate import TruncationMode, collate
 from agentfly_kit.batch.turn_data import turn_data
-from agentfly_kit.errors import BatchError
+from agentfly_kit.engines.base import Engine
+from agentfly_kit.errors import BatchError, SettingsError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import shaped_rewards
 from agentfly_kit.rewards import RewardSet
@@ -169,11 +173,55 @@ class BatchBuilder:
         return self._with_reference_logprobs(batch)
 
 
-def distilled(batch: Batch, teacher: Policy, config: TrainConfig) -> Batch:
+async def distilled(batch: Batch, teacher: Policy | Engine, config: TrainConfig) -> Batch:
     """Add the advantages of on-policy distillation, times `config.teacher_coef`."""
-    scored = teacher.score(batch, {"logprob"}, micro_tokens=config.micro_tokens)["logprob"]
+    if isinstance(teacher, Policy):
+        score = functools.partial(teacher.score, batch, {"logprob"}, micro_tokens=config.micro_tokens)
+        scored = (await run_in_thread(score))["logprob"]
+    else:
+        scored = torch.zeros_like(batch.logprobs)
+        rows = [ids[:length].tolist() for ids, length in zip(batch.ids, batch.lengths.tolist(), strict=True)]
+        tasks = [asyncio.ensure_future(teacher.score(row)) for row in rows]
+        try:
+            for i, logprobs in enumerate(await asyncio.gather(*tasks)):
+                scored[i, 1 : len(rows[i])] = torch.tensor(logprobs)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await wait_all(tasks)
     gap = estimators.distillation(scored, batch.logprobs, batch.mask)
     return batch.replace(advantages=batch.advantages + config.teacher_coef * gap)
+
+
+def check_teacher(teacher: Policy | Engine | None, agent: AgentSettings, policy: Policy, config: TrainConfig) -> None:
+    """Raise SettingsError if the teacher cannot score the chains of the policy; a server is asked at the start."""
+    if (teacher is not None) != (config.teacher_coef > 0):
+        raise SettingsError(
+            "teacher= and TrainConfig(teacher_coef=) above 0 must be used together, got "
+            f"teacher={teacher!r} with teacher_coef={config.teacher_coef}"
+        )
+    if teacher is None:
+        return
+    if teacher is policy or teacher is agent.engine:
+        raise SettingsError("teacher must be another policy than the one that is trained; use policy.copy()")
+    if isinstance(teacher, Engine) and type(teacher).check_teacher is not Engine.check_teacher:
+        if agent.sampling.temperature != 1:
+            raise SettingsError(
+                "an engine as teacher scores at temperature 1, so Agent(sampling=) must sample at temperature 1, got "
+                f"{agent.sampling.temperature}"
+            )
+        return
+    if not isinstance(teacher, Policy):
+        raise SettingsError(f"teacher must be a Policy, or an OpenAIEngine with a vLLM server, got {teacher!r}")
+    if teacher.chat.tokenizer.get_vocab() != agent.chat.tokenizer.get_vocab():
+        raise SettingsError(
+            f"teacher must have the vocabulary of the policy, whose token ids it scores, got "
+            f"{len(teacher.chat.tokenizer)} tokens that differ from the policy's {len(agent.chat.tokenizer)}"
+        )
+    if teacher.max_length < (needed := agent.engine.max_length):
+        raise SettingsError(
+            f"teacher must have a context of at least {needed} tokens, as the engine has, got {teacher.max_length}"
+        )
 
 
 def _with_rewards(trajectories: Iterable[Trajectory]) -> tuple[Trajectory, ...]:

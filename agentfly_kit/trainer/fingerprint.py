@@ -8,6 +8,7 @@ from typing import Any
 
 from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
+from agentfly_kit.engines.base import Engine
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.tools import function as functions
 from agentfly_kit.trainer.rollouts import RolloutSampler
@@ -32,7 +33,7 @@ def _as_json(value: Any) -> Any:
 _HOOKS = ("before_chain", "before_turn", "after_observation", "on_context_full", "group_reward")
 
 
-def fingerprint(sampler: RolloutSampler, start: str, teacher: Policy | None = None) -> dict[str, Any]:
+def fingerprint(sampler: RolloutSampler, start: str, teacher: Policy | Engine | None = None) -> dict[str, Any]:
     """Return the fingerprint of a run as JSON. `start` is the fingerprint of the initial weights."""
     agent, config = sampler.agent, sampler.config
     return {
@@ -58,5 +59,9 @@ def fingerprint(sampler: RolloutSampler, start: str, teacher: Policy | None = No
         "reward": {r.name: {"source": r.source, "fingerprint": r.fingerprint} for r in agent.reward},
         "tasks": {"count": len(sampler.tasks), "digest": sampler.tasks_digest},
         "policy": start,
-        **({} if teacher is None else {"teacher": teacher.fingerprint()}),
+        **(
+            {}
+            if teacher is None
+            else {"teacher": teacher.fingerprint() if isinstance(teacher, Policy) else getattr(teacher, "model", "")}
+        ),
     }

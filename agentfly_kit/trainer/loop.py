@@ -31,6 +31,7 @@ from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import task_list
 from agentfly_kit.batch.batch import drop_counts
 from agentfly_kit.diagnosis import Findings, diagnose
+from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import (
     AgentFlyError,
     EmptyBatch,
@@ -44,7 +45,7 @@ from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import adamw, ppo_step_async
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trainer import checkpoint
-from agentfly_kit.trainer.batch_builder import BatchBuilder, distilled
+from agentfly_kit.trainer.batch_builder import BatchBuilder, check_teacher, distilled
 from agentfly_kit.trainer.checkpoint import LoopState
 from agentfly_kit.trainer.config import GROUP_ESTIMATORS, TrainConfig
 from agentfly_kit.trainer.distributed import WorkerGroup
@@ -107,7 +108,7 @@ def train(
     resume: bool = True,
     progress: bool = False,
     accelerator: Any = None,
-    teacher: Policy | None = None,
+    teacher: Policy | Engine | None = None,
 ) -> TrainRun:
     """Create a training run, which starts when it is awaited or iterated: `await run` or `async for step in run`.
 
@@ -125,7 +126,8 @@ def train(
         accelerator: An accelerate.Accelerator with several processes, which all make the same call. The tasks of an
             iteration and the rows of an update are distributed over the processes. All processes must have access to
             the folder. Results equal those of a single process up to the order of summation.
-        teacher: Policy whose logprobs `config.teacher_coef` distils, with the same vocabulary. It is not trained.
+        teacher: Policy whose logprobs `config.teacher_coef` distils, with the same vocabulary, or an `OpenAIEngine` for
+            a vLLM server with such a model. It is not trained.
 
     Returns:
         The handle of the run. In each record, `metric_<name>` is the mean of a metric over the scored chains, and
@@ -166,10 +168,10 @@ class TrainRun(Handle["TrainRun"], Displayable):
         run: str | Path | None,
         resume: bool,
         progress: bool,
-        teacher: Policy | None,
+        teacher: Policy | Engine | None,
     ) -> None:
         _check(sampler, eval_tasks, run)
-        _check_teacher(sampler, teacher)
+        check_teacher(teacher, sampler.agent, sampler.policy, sampler.config)
         self.agent, self.policy, self.config = sampler.agent, sampler.policy, sampler.config
         self.eval_tasks = eval_tasks
         self.total = self.config.steps
@@ -391,6 +393,8 @@ class TrainRun(Handle["TrainRun"], Displayable):
     async def _prepare(self) -> None:
         """Claim the folder, and load the last checkpoint or write the first checkpoint."""
         policy, config, workers = self.policy, self.config, self._workers
+        if isinstance(self._teacher, Engine):
+            await self._teacher.check_teacher(self.agent.chat, self.agent.engine.max_length)
         known = await workers.run_on_main(
             lambda: self.run.claim(self.fingerprint, resume=not self._start_over, start_version=policy.version)
         )
@@ -530,7 +534,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 return None, rollout.with_drop_reasons(error.dropped), 0.0
             rollout = rollout.with_drop_reasons(batch.dropped)
             if self._teacher is not None:
-                batch = await run_in_thread(distilled, batch, self._teacher, config)
+                batch = await distilled(batch, self._teacher, config)
             lag = float(policy.version - batch.versions[batch.mask].min())
             step_config = config.replace(kl_coef=self._state.kl_coef)
             if config.overlap and config.old_logprobs == "auto" and config.correction is None:
@@ -612,28 +616,6 @@ class TrainRun(Handle["TrainRun"], Displayable):
 
 def _steps(first: int, last: int) -> str:
     return f"steps {first} to {last}" if last > first else f"step {last}"
-
-
-def _check_teacher(sampler: RolloutSampler, teacher: Policy | None) -> None:
-    """Raise if the teacher cannot score the chains of the policy."""
-    if (teacher is not None) != (sampler.config.teacher_coef > 0):
-        raise SettingsError(
-            "teacher= and TrainConfig(teacher_coef=) above 0 must be used together, got "
-            f"teacher={teacher!r} with teacher_coef={sampler.config.teacher_coef}"
-        )
-    if teacher is None:
-        return
-    if teacher is sampler.policy:
-        raise SettingsError("teacher must be another policy than the one that is trained; use policy.copy()")
-    if teacher.chat.tokenizer.get_vocab() != sampler.agent.chat.tokenizer.get_vocab():
-        raise SettingsError(
-            f"teacher must have the vocabulary of the policy, whose token ids it scores, got "
-            f"{len(teacher.chat.tokenizer)} tokens that differ from the policy's {len(sampler.agent.chat.tokenizer)}"
-        )
-    if teacher.max_length < (needed := sampler.agent.engine.max_length):
-        raise SettingsError(
-            f"teacher must have a context of at least {needed} tokens, as the engine has, got {teacher.max_length}"
-        )
 
 
 def _check(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | None) -> None:

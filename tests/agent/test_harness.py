@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from agents import Played, calculator, call, chat, exact, shipped, tasks
 
+from agentfly_kit import tiny
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.harness import HarnessChain
@@ -24,8 +25,11 @@ from agentfly_kit.endpoint.endpoint import Endpoint
 from agentfly_kit.endpoint.reply import ChainEnded, RequestError
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import BatchError, SettingsError, TaskError
+from agentfly_kit.evaluation import evaluate
 from agentfly_kit.tools.context import Context
 from agentfly_kit.tools.tool import ToolSet
+from agentfly_kit.trainer.config import TrainConfig
+from agentfly_kit.trainer.loop import train
 from agentfly_kit.types import Sample, Sampling, Task, ToolCall, Trajectory
 
 TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5", "question": "What is 2+3?"})
@@ -308,6 +312,52 @@ async def test_parameters_are_task_fields_and_are_checked_before_anything_runs()
 
     with pytest.raises(TaskError, match="requires the field 'missing'"):
         harnessed(wants, ["5"]).rollout([TASK])
+
+
+@pytest.mark.parametrize(
+    ("harness", "message"),
+    [
+        (lambda endpiont: "5", r"'endpoint', because it reaches the policy only through it, got \(endpiont\); rename"),
+        (lambda question, base_url: "5", r"got \(question, base_url\); use endpoint.base_url, endpoint.client or"),
+        (lambda endpoint, /: "5", "must accept a keyword argument, got a positional-only parameter; name each"),
+        (lambda endpoint, *fields: "5", "must accept a keyword argument, got a variadic positional parameter; name"),
+        (lambda endpoint, **fields: "5", r"remove / and \*; parameters can be endpoint, task, context, a sandbox, or"),
+    ],
+)
+def test_parameters_that_no_task_can_provide_are_rejected_with_the_settings(harness: Any, message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as caught:
+        harnessed(harness, [])
+    assert "TRL" not in str(caught.value), "the hint is for rewards"
+
+
+def test_parameters_of_a_type_of_this_package_have_a_fixed_name() -> None:
+    async def client(client: Endpoint) -> str:
+        return "5"
+
+    async def item(endpoint: Endpoint, item: Task) -> str:
+        return "5"
+
+    with pytest.raises(SettingsError, match="client: parameter 'client' of type Endpoint must be named 'endpoint'"):
+        harnessed(client, [])
+    with pytest.raises(SettingsError, match="item: parameter 'item' of type Task must be named 'task'"):
+        harnessed(item, [])
+
+
+async def test_a_misspelled_task_field_is_rejected_before_a_run_starts(tmp_path: Path) -> None:
+    async def wants(anser: str, endpoint: Endpoint) -> str:
+        return anser
+
+    policy = tiny.policy("calculator")
+    agent = harnessed(wants, ["5"]).replace(engine=LocalEngine(policy), chat=policy.chat)
+    for start in (
+        lambda: agent.chain(TASK),
+        lambda: agent.rollout([TASK]),
+        lambda: evaluate(agent, [TASK]),
+        lambda: train(agent, policy, [TASK], TrainConfig(steps=1), run=tmp_path / "run"),
+    ):
+        with pytest.raises(TaskError, match=r"requires the field 'anser', which .*; did you mean 'answer'"):
+            await start()
+    assert not (tmp_path / "run").exists()
 
 
 async def test_editing_methods_are_refused() -> None:

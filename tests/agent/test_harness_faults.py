@@ -206,7 +206,7 @@ async def test_a_thread_that_hangs_is_left_and_its_sandbox_is_free() -> None:
             late.append((error.status, error.code))
         return "5"
 
-    async def quick(box: Box) -> str:
+    async def quick(box: Box, endpoint: Endpoint) -> str:
         return "5"
 
     agent = harnessed(hanging, ["x"], timeout=0.3, pools=[pool])

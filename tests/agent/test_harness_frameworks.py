@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import importlib.util
 import json
 import os
@@ -14,14 +15,23 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.real
-
 FOLDER = Path(__file__).parent / "frameworks"
 PACKAGES = {
     "with_openai": "openai", "with_langchain": "langchain_openai", "with_langgraph": "langgraph",
     "with_openai_agents": "agents", "with_pydantic_ai": "pydantic_ai", "with_autogen": "autogen_agentchat",
     "with_smolagents": "smolagents",
 }  # fmt: skip
+# SHA-256 of the agent files. They are ordinary programs of their frameworks: a change of this package that requires a
+# change of one of them breaks the agents of users.
+DIGESTS = {
+    "with_openai": "8b86afb0ce287bb91a7aed8d4ccb3c69081a179d302c92e853f3dca58eb6d781",
+    "with_langchain": "b66723748b09d1d15e40d1708a0dd03630aaf5ec60615711e72c13521c337042",
+    "with_langgraph": "849f100995880a7ff376471da63d3997c40a94c02bba7916b044ac1dd6802304",
+    "with_openai_agents": "6fa4c2d9d89578b9328085fe5a78f19799038c6264b12064574971d0510d67e0",
+    "with_pydantic_ai": "18ca4652081b991aabcd00bc5f080ca074ae96a177d5c50779c329ce290eda7b",
+    "with_autogen": "5fbf22d996a13149d1c708083c69b5ebbfb9ce88c9ef1b2ba0d30145a09aee05",
+    "with_smolagents": "adc6b56d466cff7d076359032a62afbc64bf70c913b520274c4f6956913925c4",
+}
 
 
 @functools.cache
@@ -43,8 +53,9 @@ def chains_of(module: str, function: str = "solve", concurrency: int = 16) -> li
     return chains
 
 
-def test_the_agents_import_nothing_of_this_package() -> None:
+def test_the_agents_are_unchanged_and_import_nothing_of_this_package() -> None:
     for path in FOLDER.glob("with_*.py"):
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == DIGESTS[path.stem], path
         names = {
             (getattr(node, "module", None) or node.names[0].name).partition(".")[0]
             for node in ast.walk(ast.parse(path.read_text()))
@@ -54,6 +65,7 @@ def test_the_agents_import_nothing_of_this_package() -> None:
     assert {path.stem for path in FOLDER.glob("with_*.py")} == set(PACKAGES)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("module", "function"),
     [
@@ -69,11 +81,13 @@ def test_every_framework_that_sends_back_the_history_gives_the_same_tokens(modul
     assert chains_of(module, function) == reference
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("concurrency", [1, 64])
 def test_concurrency_does_not_change_the_tokens(concurrency: int) -> None:
     assert chains_of("with_openai", concurrency=concurrency) == chains_of("with_openai")
 
 
+@pytest.mark.real
 def test_autogen_ends_after_one_tool_call_with_the_same_first_action() -> None:
     """AutoGen wraps the task in its own messages, but the rows and first actions are the same."""
     plain = chains_of("with_autogen", "solve_without_reflection")
@@ -87,6 +101,7 @@ def test_autogen_ends_after_one_tool_call_with_the_same_first_action() -> None:
         assert two["logprobs"][0] == one["logprobs"][0]
 
 
+@pytest.mark.real
 def test_smolagents_runs_in_a_thread() -> None:
     """The system prompt of about 1,500 tokens exceeds the tiny policy's context, so every chain ends there."""
     assert {chain["stop"] for chain in chains_of("with_smolagents")} == {"context_full"}

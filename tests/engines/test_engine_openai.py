@@ -18,10 +18,13 @@ import pytest
 
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.batch.collate import collate
+from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.engines.openai import OpenAIEngine
 from agentfly_kit.envs.judging import Judge
-from agentfly_kit.errors import BatchError, ChatTemplateError, EngineError
+from agentfly_kit.errors import BatchError, ChatTemplateError, EngineError, SettingsError
 from agentfly_kit.evaluation import evaluate
+from agentfly_kit.trainer.config import TrainConfig
+from agentfly_kit.trainer.loop import train
 from agentfly_kit.types import Sampling
 
 Answer = tuple[int, Any, dict[str, str]]
@@ -411,6 +414,64 @@ async def test_exact_tokens_refuse_what_could_not_be_recorded(server: Server) ->
         await without.sample([1, 2], Sampling(), 0)
     await model.close()
     await without.close()
+
+
+# --- a server as the teacher of a distillation ---
+
+
+def teach(server: Server, length: int = 1024, text: str | None = None) -> None:
+    """Answer like vLLM: the logprob of each token of the prompt, and the text of all ids of the vocabulary."""
+
+    def say(path: str, body: dict[str, Any]) -> Any:
+        if path == "/v1/models":
+            return {"data": [{"id": "tiny", "max_model_len": length}]}
+        if path == "/detokenize":
+            return {"prompt": agents.chat().tokenizer.decode(body["tokens"]) if text is None else text}
+        scored = [{str(i): {"logprob": -i / 100}} for i in body["prompt"]]
+        last = {f"token_id:{i}": -i / 100 for i in body["logprob_token_ids"]}
+        return {"choices": [{"prompt_logprobs": [None, *scored[1:]], "logprobs": {"top_logprobs": [last]}}]}
+
+    server.answer = say
+
+
+async def test_given_ids_are_scored(server: Server) -> None:
+    teach(server, 8)
+    model = engine(server)
+    await model.check_teacher(agents.chat(), 8)
+    assert await model.score([5, 6, 7]) == (-0.06, -0.07)
+    assert server.got[-1][1]["prompt_logprobs"] == 0 and server.got[-1][1]["temperature"] == 1.0
+    with pytest.raises(EngineError, match=r"at most 8 ids can be scored by .*, got 9"):
+        await model.score(range(9))
+    serve(server)
+    with pytest.raises(EngineError, match="returned no logprobs of given ids"):
+        await model.score([5, 6])
+    await model.close()
+
+
+async def test_a_server_with_another_vocabulary_or_context_is_no_teacher(server: Server) -> None:
+    policy = agents.fresh()
+    agent = agents.agent(policy)
+    config = TrainConfig(steps=1, advantage="none", teacher_coef=1.0)
+
+    async def reject(message: str, trained: Agent = agent) -> None:
+        teacher = engine(server)
+        with pytest.raises(SettingsError, match=message):
+            await train(trained, policy, agents.tasks(2), config, teacher=teacher)
+        await teacher.close()
+        assert policy.version == 0
+
+    teach(server, 511)
+    await reject("teacher must have a context of at least 512 tokens, as the engine has, got 511")
+    teach(server, text="other words")
+    await reject(r"teacher must have the vocabulary of the policy.*does not decode the")
+    server.answer = lambda path, body: (404, {"error": "no such page"}, {})
+    await reject("does not decode the")
+    warm = agent.replace(sampling=agent.sampling.replace(temperature=0.7))
+    await reject(r"must sample at temperature 1, got 0\.7", warm)
+    for other in (agent.engine, agents.shipped()):
+        wrong = other if other is agent.engine else LocalEngine(other)
+        with pytest.raises(SettingsError, match="teacher must be"):
+            train(agent, policy, agents.tasks(2), config, teacher=wrong)
 
 
 def test_settings_are_checked() -> None:

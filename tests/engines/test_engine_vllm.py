@@ -21,6 +21,7 @@ import pytest
 import torch
 from cancelling import Whom, cancel_at, settled, some, tasks_left
 
+from agentfly_kit import tiny
 from agentfly_kit.advantages import grpo
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.batch.collate import collate
@@ -29,10 +30,11 @@ from agentfly_kit.engines.local.sampling import truncate
 from agentfly_kit.engines.openai import OpenAIEngine
 from agentfly_kit.engines.vllm import weight_transfer
 from agentfly_kit.engines.vllm.engine import VLLMEngine
-from agentfly_kit.errors import EngineError
+from agentfly_kit.errors import EngineError, SettingsError
 from agentfly_kit.evaluation import evaluate
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import adamw, ppo_step
+from agentfly_kit.trainer.batch_builder import distilled
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.loop import train
 from agentfly_kit.types import Sample, Sampling
@@ -746,3 +748,34 @@ async def test_a_vllm_server_gives_exact_tokens(server: tuple[str, Policy]) -> N
         results = [call.result for t in rollout.trajectories for call in t.tool_calls]
         assert any(result is not None and result.ok for result in results)
         await text.close()
+
+
+@installed
+@pytest.mark.real
+async def test_a_vllm_server_is_the_teacher_of_a_distillation(server: tuple[str, Policy]) -> None:
+    url, same = server
+    student = agents.fresh()
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.mul_(1.01)
+    teacher = OpenAIEngine(url, "tiny", stop_ids=same.chat.stop_ids)
+    agent = agents.agent(student)
+    rollout = await agent.rollout(agents.tasks(4), 4)
+    row = (rollout[0].ids.tolist() * 40)[:512]  # as long as the context
+    mask = torch.arange(len(row))[None] > 0
+    wanted = same.forward(torch.tensor([row]), mask, torch.ones(1)).logprob.detach()
+    assert torch.allclose(torch.tensor(await teacher.score(row)), wanted.flatten(), atol=GAP)
+
+    config = TrainConfig(steps=2, tasks_per_step=4, group_size=4, advantage="none", teacher_coef=1.0)
+    batch = collate(rollout, grpo)
+    ours, theirs = await distilled(batch, same, config), await distilled(batch, teacher, config)
+    assert float((ours.advantages - batch.advantages)[batch.mask].abs().max()) > 10 * GAP, "the teacher differs"
+    assert torch.allclose(ours.advantages[batch.mask], theirs.advantages[batch.mask], atol=GAP)
+
+    run = train(agent, student, agents.tasks(8), config, teacher=teacher)
+    await run
+    assert len(run.records) == 2 and student.version > 0 and run.fingerprint["teacher"] == "tiny"
+    other = tiny.policy("lookup")
+    with pytest.raises(SettingsError, match="does not decode the"):
+        await train(agents.agent(other), other, agents.tasks(8), config, teacher=teacher)
+    await teacher.close()

@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 
-from mcp.server.mcpserver import Image, MCPServer
+from mcp.server.mcpserver import Context, Image, MCPServer
 
 server = MCPServer("test server")
 calls = {"count": 0}
@@ -59,6 +59,29 @@ def forget() -> str:
     """Remove the tool add."""
     server.remove_tool("add")
     return "forgotten"
+
+
+@server.tool()
+async def change(context: Context) -> str:
+    """Replace the tool add by one that needs other arguments, and announce it."""
+    server.remove_tool("add")
+
+    @server.tool(name="add")
+    def other(left: str, right: str) -> str:
+        """Join two texts."""
+        return left + right
+
+    await context.session.send_tool_list_changed()
+    return "changed"
+
+
+@server.tool()
+async def chatter(context: Context) -> str:
+    """Send two thousand messages and a megabyte of errors before the answer."""
+    sys.stderr.write("noise\n" * 200_000)
+    for i in range(2000):
+        await context.report_progress(i, 2000)
+    return "done"
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def tasks_left() -> list[str]:
 
 async def test_results_errors_and_pictures_of_a_server() -> None:
     async with toolbox.mcp(SERVER, timeout=20) as tools:
-        assert tools.names == ("add", "no_te", "picture", "fail", "flood", "hang", "die", "forget")
+        assert tools.names == ("add", "no_te", "picture", "fail", "flood", "hang", "die", "forget", "change", "chatter")
         assert tools["add"].schema["function"]["description"] == "Add two integers."
         assert (await tools["add"].try_(a=2)).observation == "3"
         assert "was not run" in (await tools["add"].try_(a="two")).observation
@@ -55,6 +55,23 @@ async def test_tools_that_the_server_removes_fail_as_observations() -> None:
         await tools["forget"].try_()
         gone = await tools["add"].try_(a=1)
         assert not gone.ok and "add" in gone.observation and gone.error is None
+
+
+async def test_a_tool_whose_schema_the_server_changes_fails_as_an_observation() -> None:
+    async with toolbox.mcp(SERVER, timeout=20) as tools:
+        before = tools["add"].fingerprint
+        assert (await tools["change"].try_()).observation == "changed"
+        other = await tools["add"].try_(a=1)
+        assert not other.ok and other.error is None and "left" in other.observation
+        assert tools["add"].fingerprint == before, "the set stays as it was listed"
+    assert not tasks_left()
+
+
+async def test_a_server_that_sends_many_messages_still_answers() -> None:
+    async with toolbox.mcp(SERVER, timeout=60) as tools:
+        assert (await tools["chatter"].try_()).observation == "done"
+        assert (await tools["add"].try_(a=1)).observation == "2"
+    assert not tasks_left()
 
 
 async def test_a_server_that_hangs_or_dies() -> None:
@@ -155,6 +172,38 @@ async def test_chains_cancelled_at_random_leave_no_session_process_or_task() -> 
         await asyncio.gather(*running, return_exceptions=True)
         assert len(tasks_left()) < 12, tasks_left()
         assert (await tools["add"].try_(a=1)).ok
+    assert not tasks_left()
+
+
+async def _cancel_chains(tools: Any, rng: random.Random, **settings: Any) -> int:
+    """Run 64 chains and cancel each at a random time. Return the number of those that had ended before."""
+    agent = _agent(tools, **settings)
+    chains = [agent.chain(task) for task in agents.tasks(64)]
+    running = [asyncio.ensure_future(chain.run()) for chain in chains]
+    for i in rng.sample(range(64), 64):
+        await asyncio.sleep(rng.random() * 0.03)
+        running[i].cancel()
+    ended = sum(not isinstance(x, BaseException) for x in await asyncio.gather(*running, return_exceptions=True))
+    for chain in chains:
+        await chain.close()
+    return ended
+
+
+async def test_chains_of_an_agent_cancelled_at_random_leave_no_session_process_or_task() -> None:
+    async with toolbox.mcp(SERVER, timeout=20) as tools:
+        assert await _cancel_chains(tools, random.Random(1)) < 64
+        assert (await tools["add"].try_(a=1)).ok, "the shared session is still usable"
+    assert not tasks_left()
+
+
+@pytest.mark.real  # every session is a process that imports the package mcp
+async def test_cancelled_chains_with_sessions_of_their_own_leave_nothing() -> None:
+    async with toolbox.mcp(SERVER, sessions=4, timeout=60) as tools:
+        assert tools.pool is not None
+        assert await _cancel_chains(tools, random.Random(2), pools=[tools.pool]) < 64
+        assert tools.pool.snapshot().leased == 0
+        (again,) = await _agent(tools, pools=[tools.pool]).rollout(agents.tasks(1))
+        assert again.stop == "answered"
     assert not tasks_left()
 
 

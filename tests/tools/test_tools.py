@@ -770,7 +770,7 @@ async def test_missing_field_is_a_failure_unless_it_has_a_default() -> None:
     assert result.error is not None
     words = (
         "tool lookup requires the field 'facts', which task 'bare' does not have (its fields: fact); "
-        "rename the parameter or give it a default"
+        "did you mean 'fact'?; rename the parameter or give it a default"
     )
     assert result.error.message == words
     with pytest.raises(TaskError) as caught:

@@ -64,11 +64,11 @@ async def test_the_advantage_is_the_gap_of_logprobs_alone_or_added() -> None:
     rollout = await sampled(policy)
     plain = collate(rollout, advantages.grpo)
     gap = teacher.score(plain, {"logprob"})["logprob"] - plain.logprobs
-    alone = distilled(BatchBuilder(policy, DISTIL, small(policy).reward).build(rollout, 0.0), teacher, DISTIL)
+    alone = await distilled(BatchBuilder(policy, DISTIL, small(policy).reward).build(rollout, 0.0), teacher, DISTIL)
     assert torch.allclose(alone.advantages[alone.mask], gap[plain.mask])
-    both = distilled(plain, teacher, DISTIL.replace(advantage="grpo", teacher_coef=0.5))
+    both = await distilled(plain, teacher, DISTIL.replace(advantage="grpo", teacher_coef=0.5))
     assert torch.allclose(both.advantages[both.mask], (plain.advantages + 0.5 * gap)[plain.mask])
-    same = distilled(plain, policy.copy(), DISTIL)
+    same = await distilled(plain, policy.copy(), DISTIL)
     assert float((same.advantages - plain.advantages)[plain.mask].abs().max()) < 1e-4
 
 

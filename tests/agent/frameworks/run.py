@@ -51,7 +51,7 @@ async def main(module: str, name: str, concurrency: int) -> None:
         }
         for t in rollout
     ]
-    print(json.dumps({"chains": chains, "kit": "agentfly_kit" in (inspect.getsource(sys.modules[module]))}))
+    print(json.dumps({"chains": chains}))
 
 
 TASKS = af.load_tasks("calculator").train[:8]
