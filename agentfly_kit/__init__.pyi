@@ -26,6 +26,7 @@ from agentfly_kit.diagnosis import Findings as Findings
 from agentfly_kit.diagnosis import diagnose as diagnose
 from agentfly_kit.endpoint.endpoint import Endpoint as Endpoint
 from agentfly_kit.engines.base import Engine as Engine
+from agentfly_kit.engines.fleet import Fleet as Fleet
 from agentfly_kit.engines.local.engine import LocalEngine as LocalEngine
 from agentfly_kit.engines.openai import OpenAIEngine as OpenAIEngine
 from agentfly_kit.engines.scripted import ScriptedEngine as ScriptedEngine
