@@ -197,6 +197,7 @@ ELSEWHERE = {
     "RemotePool": "needs a server; a pool in all other respects",
     "VLLMEngine": "needs vLLM; its repr is tested with it",
     "serve_pool": "a server; its repr is tested with it",
+    "serve_vllm": "a server; its repr is tested with it",
     "RunMismatch": "an exception",
     "ToolError": "an exception",
 }

@@ -89,7 +89,9 @@ class _Server:
                 self.transport = "shm"
         elif engine.weights != "http":
             sender = urlsplit(engine.weights)
-            self.listen, self._sender = ("", sender.port or 0), sender.hostname or ""
+            self._sender = sender.hostname or ""
+            # A loopback address is the end of a tunnel; for any other, the interface may have a different address.
+            self.listen = self._sender if _is_loopback(self._sender) else "", sender.port or 0
 
     def _request(self, path: str, body: dict[str, Any] | None = None, retries: int | None = None) -> Awaitable[Any]:
         return self.engine._request("POST", self._root + path, body, retries=retries)
