@@ -61,7 +61,7 @@ class VLLMServer(Displayable):
         self.port = port
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="agentfly-server-"))
-        self._finalizer = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._finalizer: Any = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         # Log of vLLM and its processes.
         self.log = self._folder / "vllm.log"
         self._ready = False
@@ -83,7 +83,9 @@ class VLLMServer(Displayable):
 
     def engine(self, **settings: Any) -> OpenAIEngine:
         """Return an engine that samples token ids on this server. `settings` are those of `OpenAIEngine`."""
-        return OpenAIEngine(self.url, _MODEL, tokens="exact", stop_ids=self._model.stop_ids, **settings)
+        engine = OpenAIEngine(self.url, _MODEL, tokens="exact", stop_ids=self._model.stop_ids, **settings)
+        weakref.finalize(engine, lambda _: None, self)  # while an engine is in use, the server is not collected
+        return engine
 
     async def start(self) -> VLLMServer:
         """Start the server and wait until it answers, which takes up to a minute. Has no effect if it is running.
