@@ -26,9 +26,11 @@ from agentfly_kit.diagnosis import Findings as Findings
 from agentfly_kit.diagnosis import diagnose as diagnose
 from agentfly_kit.endpoint.endpoint import Endpoint as Endpoint
 from agentfly_kit.engines.base import Engine as Engine
+from agentfly_kit.engines.fleet import Fleet as Fleet
 from agentfly_kit.engines.local.engine import LocalEngine as LocalEngine
 from agentfly_kit.engines.openai import OpenAIEngine as OpenAIEngine
 from agentfly_kit.engines.scripted import ScriptedEngine as ScriptedEngine
+from agentfly_kit.engines.serving import serve_vllm as serve_vllm
 from agentfly_kit.engines.vllm.engine import VLLMEngine as VLLMEngine
 from agentfly_kit.errors import RunMismatch as RunMismatch
 from agentfly_kit.errors import ToolError as ToolError

@@ -20,6 +20,7 @@ from agentfly_kit.agent.rollout import RolloutDiff
 from agentfly_kit.batch.batch import Dropped
 from agentfly_kit.batch.turn_data import TurnData
 from agentfly_kit.chat.chat import ChatReport, Drift
+from agentfly_kit.engines.fleet import FleetMember
 from agentfly_kit.envs.judging import Criterion, Judge, Judgement, Ranking, Rubric
 from agentfly_kit.pool.records import PoolEvent, PoolSnapshot, SandboxInfo
 from agentfly_kit.rewards import Score
@@ -128,6 +129,8 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Context": lambda: af.Context(task()),
     "Failure": failure,
     "Evaluation": lambda: evaluation(),
+    "Fleet": lambda: af.Fleet([af.OpenAIEngine("http://<script>/v1", EVIL)]),
+    "FleetMember": lambda: FleetMember("http://<script>", af.LocalEngine(agents.shipped()), reason=EVIL),
     "FileSandbox": lambda: af.FileSandbox(),
     "Finding": lambda: af.Finding(EVIL, EVIL, math.nan, EVIL, EVIL, 0.5),
     "Findings": lambda: af.Findings([af.Finding(EVIL, EVIL, math.nan, EVIL, EVIL, 0.5)] * 300),
@@ -194,6 +197,7 @@ ELSEWHERE = {
     "RemotePool": "needs a server; a pool in all other respects",
     "VLLMEngine": "needs vLLM; its repr is tested with it",
     "serve_pool": "a server; its repr is tested with it",
+    "serve_vllm": "a server; its repr is tested with it",
     "RunMismatch": "an exception",
     "ToolError": "an exception",
 }

@@ -24,6 +24,7 @@ class Engine(Displayable, ABC):
         reproducible: True if the same ids, sampling settings and seed give the same sample regardless of concurrent
             requests.
         author: Author recorded for the sampled tokens. Only tokens with author "policy" are trained.
+        vocab_size: Number of tokens in the vocabulary; None if the engine does not know it.
     """
 
     tokens: Literal["exact", "none"] = "exact"
@@ -31,6 +32,7 @@ class Engine(Displayable, ABC):
     entropies: Literal["yes", "no"] = "yes"
     reproducible: bool = False
     author: str = "policy"
+    vocab_size: int | None = None
 
     @property
     def max_length(self) -> int:

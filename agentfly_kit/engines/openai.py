@@ -26,7 +26,7 @@ from agentfly_kit.types import Message, Sample, Sampling, ToolCall, TurnRequest
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 # Maximum wait before a retry in seconds, even if the server's Retry-After is longer.
 _MAX_RETRY_WAIT = 30.0
-_SERVE_COMMAND = (
+SERVE_COMMAND = (
     "python -m vllm.entrypoints.openai.api_server --model <folder> --logprobs-mode processed_logprobs "
     "--generation-config vllm"
 )
@@ -42,6 +42,10 @@ class OpenAIEngine(Engine):
 
     The engine is not reproducible: results depend on the server's batch composition, and no seeds are sent.
 
+    `update` loads the weights of a policy into a vLLM server that `serve_vllm`, or the command in its error message,
+    has started. A server that was restarted has its initial weights again; the engine notices this if the restart
+    interrupted one of its requests, and does not sample until the next update.
+
     Args:
         base_url: Address of the API, including "/v1".
         model: Name of the model on the server.
@@ -54,6 +58,11 @@ class OpenAIEngine(Engine):
         backoff: Wait before the first retry in seconds; it doubles with each further retry.
         max_length: Context length in tokens, if the server does not report it.
         extra_body: Additional fields of each request.
+        weights: How `update` sends weights: "shm" through shared memory to a server on this machine, "http" over a
+            socket that this process opens for the duration of an update, or "auto" for "shm" if the server's address
+            is a loopback address and "http" otherwise. The weights are not encrypted. If the server cannot reach this
+            machine at the address of the interface that leads to it, give the address, such as
+            "http://10.0.0.5:7000".
     """
 
     reproducible = False
@@ -71,12 +80,17 @@ class OpenAIEngine(Engine):
         backoff: float = 0.5,
         max_length: int | None = None,
         extra_body: dict[str, Any] | None = None,
+        weights: str = "auto",
     ) -> None:
         address = urlsplit(base_url)
         if address.scheme not in ("http", "https") or not address.netloc:
             raise EngineError(f"base_url must be an address such as 'http://127.0.0.1:8000/v1', got {base_url!r}")
         if tokens not in ("exact", "none"):
             raise EngineError(f"tokens must be 'exact' or 'none', got {tokens!r}")
+        if weights not in ("auto", "shm", "http") and not (weights.startswith("http://") and urlsplit(weights).netloc):
+            raise EngineError(
+                f"weights must be 'auto', 'shm', 'http' or an address such as 'http://10.0.0.5:7000', got {weights!r}"
+            )
         self.base_url = base_url.rstrip("/")
         self.model = model
         self.stop_ids = tuple(stop_ids or ())
@@ -92,6 +106,18 @@ class OpenAIEngine(Engine):
         self._logprobs_tempered = False
         self._extra = dict(extra_body or {})
         self._length = max_length
+        self.weights = weights
+        # Dtype of the served model, known after the first update.
+        self.dtype: str | None = None
+        self._version = 0
+        # Why the server's weights are not those of the last update; empty if they are.
+        self._update_failure = ""
+        # Number of failed updates; a request that overlaps one is discarded.
+        self._failed_updates = 0
+        # Label that the server has for the weights of the last update, until it is restarted.
+        self._label = ""
+        # True if a request failed since the label was last checked.
+        self._disconnected = False
         # One client per event loop, because an httpx2 client can only be used in the loop in which it was created.
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
         self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = weakref.WeakKeyDictionary()
@@ -113,6 +139,11 @@ class OpenAIEngine(Engine):
     @property
     def max_length(self) -> int:
         return self._length or super().max_length
+
+    @property
+    def version(self) -> int:
+        """Version of the weights of the last update; 0 before the first."""
+        return self._version
 
     def __repr__(self) -> str:
         what = "exact tokens" if self._exact else "text only"
@@ -164,7 +195,7 @@ class OpenAIEngine(Engine):
                 self._exact = True  # keep the declared mode, because the waiting chains send ids
                 raise EngineError(
                     f"{self.base_url} returns no token ids with logprobs, which tokens='exact' requires; "
-                    f"omit tokens=, or serve with {_SERVE_COMMAND}"
+                    f"omit tokens=, or serve with {SERVE_COMMAND}"
                 )
 
     async def _logprobs_after_temperature(self) -> bool | None:
@@ -197,7 +228,7 @@ class OpenAIEngine(Engine):
         """Send a request and return the response; empty if the server does not support the request."""
         try:
             return await self._request(method, path, body)
-        except _Refused as error:
+        except Refused as error:
             if error.status in (401, 403):
                 raise
             return {}
@@ -221,6 +252,7 @@ class OpenAIEngine(Engine):
             raise EngineError("exact tokens require stop_ids=, the ids that end a turn, such as policy.chat.stop_ids")
         if not self._probed:
             await self._verify_exact()
+        self._check_weights()
         if sampling.truncates:
             raise EngineError(
                 f"{sampling}: the server does not report the probability mass removed by truncation, so the recorded "
@@ -229,10 +261,17 @@ class OpenAIEngine(Engine):
         if not self._logprobs_tempered and sampling.temperature not in (0.0, 1.0):
             raise EngineError(
                 f"temperature={sampling.temperature}: this server returns logprobs before temperature scaling; sample "
-                f"at temperature 1, or serve with {_SERVE_COMMAND}"
+                f"at temperature 1, or serve with {SERVE_COMMAND}"
             )
         limit = min(sampling.max_tokens, self.max_length - len(ids))
+        version, failed_updates = self._version, self._failed_updates
         answer = await self._request("POST", "/completions", self._completion(ids, sampling, limit))
+        if self._failed_updates != failed_updates:
+            raise EngineError(
+                "an update of the weights failed while the request ran, so its result was discarded; sample again"
+            )
+        if self._disconnected and self._label:
+            await self._check_label()
         try:
             choice = answer["choices"][0]
             out = tuple(int(i) for i in choice["token_ids"])
@@ -247,7 +286,7 @@ class OpenAIEngine(Engine):
             logprobs=logprobs,
             entropies=None,  # entropy needs all logprobs, and the server returns only the highest
             stop=stop,
-            versions=(0,) * len(out),
+            versions=(version,) * len(out),
             seconds=time.perf_counter() - began,
         )
 
@@ -282,7 +321,7 @@ class OpenAIEngine(Engine):
         body |= {name: value for name, value in options.items() if value != getattr(Sampling(), name)}
         try:
             answer = await self._request("POST", "/chat/completions", body | self._extra)
-        except _Refused as error:
+        except Refused as error:
             if error.status != 400 or "tool" not in str(error):
                 raise
             raise EngineError(
@@ -349,6 +388,36 @@ class OpenAIEngine(Engine):
                 f"decode the {len(ids)} ids of the policy's tokenizer to the same text with /detokenize"
             )
 
+    # --- weights ---
+
+    async def update(self, policy: Any) -> None:
+        """Load a policy's weights into the vLLM server. Running requests wait and continue with the new weights.
+
+        After a failed or cancelled update the engine does not sample until an update succeeds.
+
+        Raises:
+            EngineError: If the server cannot load the weights; the message contains the remedy.
+        """
+        from agentfly_kit.engines.vllm.remote import update_servers
+
+        if error := (await update_servers(policy, [self]))[0]:
+            raise error
+
+    def _check_weights(self) -> None:
+        if self._update_failure:
+            raise EngineError(
+                f"the weights of {self.base_url} are undefined ({self._update_failure}); call await "
+                "engine.update(policy) to send them again"
+            )
+
+    async def _check_label(self) -> None:
+        """Raise EngineError if the server was restarted since the last update."""
+        self._disconnected = False
+        found = await self._request("GET", self.base_url.removesuffix("/v1") + "/weight_info")
+        if found.get("weight_version") != self._label:
+            self._disconnected, self._update_failure = True, "the server was restarted"
+        self._check_weights()
+
     # --- HTTP ---
 
     def _client(self) -> Any:
@@ -363,25 +432,28 @@ class OpenAIEngine(Engine):
             self._clients[loop] = client
         return client
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, retries: int | None = None
+    ) -> dict[str, Any]:
         """Send a request, with retries, and return the decoded response. Cancellation closes the connection.
 
         Raises:
-            _Refused: If the server rejects the request with a status for which a retry is useless.
+            Refused: If the server rejects the request with a status for which a retry is useless.
             EngineError: If all attempts failed, or the response is not valid JSON.
         """
         import httpx2
 
         client = self._client()
         url = path if "://" in path else self.base_url + path
-        last = ""
-        for attempt in range(self.retries + 1):
+        last, retries = "", self.retries if retries is None else retries
+        for attempt in range(retries + 1):
             wait = self.backoff * 2**attempt * random.uniform(0.75, 1.25)
             try:
                 async with asyncio.timeout(self.timeout):
                     response = await client.request(method, url, json=body)
             except (httpx2.TransportError, TimeoutError) as error:
                 last = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                self._disconnected = True
             else:
                 if response.status_code < 300:
                     try:
@@ -393,12 +465,12 @@ class OpenAIEngine(Engine):
                     return answer if isinstance(answer, dict) else {"answer": answer}
                 last = f"{response.status_code} {_error_text(response)}"
                 if response.status_code not in _RETRIED_STATUSES:
-                    raise _Refused(f"{url} refused: {last}", response.status_code)
+                    raise Refused(f"{url} refused: {last}", response.status_code)
                 wait = max(wait, _retry_after_seconds(response.headers.get("retry-after")))
-            if attempt < self.retries:
+            if attempt < retries:
                 await asyncio.sleep(min(wait, _MAX_RETRY_WAIT))
         raise EngineError(
-            f"{url} failed {self.retries + 1} times, the last time with {last}; check that the server is running, or "
+            f"{url} failed {retries + 1} times, the last time with {last}; check that the server is running, or "
             "increase retries=, backoff= or timeout="
         )
 
@@ -431,7 +503,7 @@ class TextChat(Chat):
         return f"TextChat(no tokenizer, format {self.format.name!r})"
 
 
-class _Refused(EngineError):
+class Refused(EngineError):
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
         self.status = status

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from agentfly_kit.batch.batch import Batch
     from agentfly_kit.chat.chat import ChatReport, Drift
     from agentfly_kit.diagnosis import Findings
+    from agentfly_kit.engines.fleet import Fleet
     from agentfly_kit.evaluation import Evaluation
     from agentfly_kit.policy.policy import Policy
     from agentfly_kit.pool.pool import Pool
@@ -411,6 +412,11 @@ def pool(pool: Pool[Any]) -> str:
     return out + (f"<p>the last start failed: {escape(s.error, 1000)}</p>" if s.error else "")
 
 
+def fleet(fleet: Fleet) -> str:
+    rows = [(m.name, m.state, m.running, len(m.sessions), m.gap, m.reason) for m in fleet.members]
+    return heading(fleet) + table(("engine", "state", "running", "chains", "gap in nats", "reason"), rows)
+
+
 _KEY_METRICS = (
     "step", "success", "reward", "eval_success", "approx_kl", "clip_fraction", "entropy", "grad_norm", "turns",
     "seconds",
@@ -450,8 +456,8 @@ def findings(findings: Findings) -> str:
 
 _RENDERERS: dict[str, Callable[[Any], str]] = {
     "Agent": agent, "Batch": batch, "Chain": chain, "ChatReport": chat_report, "Diagnosis": diagnosis, "Drift": drift,
-    "Evaluation": evaluation, "Findings": findings, "Group": group, "Policy": policy, "Pool": pool, "Reward": reward,
-    "RewardSet": reward_set, "SQLResult": sql_result, "Score": reward_trace, "Rollout": rollout,
+    "Evaluation": evaluation, "Findings": findings, "Fleet": fleet, "Group": group, "Policy": policy, "Pool": pool,
+    "Reward": reward, "RewardSet": reward_set, "SQLResult": sql_result, "Score": reward_trace, "Rollout": rollout,
     "RolloutDiff": rollout_diff, "RolloutHandle": rollout_handle, "Run": run, "Runs": runs, "Stats": stats,
     "Task": task, "Tasks": tasks, "Distribution": token_distribution, "Tool": tool, "ToolCall": tool_call,
     "ToolSet": tool_set, "TrainRun": run, "Trajectory": trajectory,

@@ -32,6 +32,8 @@ from agentfly_kit.agent.settings import task_list
 from agentfly_kit.batch.batch import drop_counts
 from agentfly_kit.diagnosis import Findings, diagnose
 from agentfly_kit.engines.base import Engine
+from agentfly_kit.engines.fleet import Fleet
+from agentfly_kit.engines.openai import OpenAIEngine
 from agentfly_kit.errors import (
     AgentFlyError,
     EmptyBatch,
@@ -657,5 +659,10 @@ def _check(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | No
             raise SettingsError(
                 f"budget must be None with {workers.size} processes, each of which would count it alone, got "
                 f"{config.budget}; use group_budget=, whose chains run in one process"
+            )
+        if isinstance(agent.engine, Fleet | OpenAIEngine):
+            raise SettingsError(
+                f"the engine must be one of each process, such as LocalEngine or VLLMEngine, with {workers.size} "
+                f"processes, got {agent.engine!r}: every process would send its weights to the same servers"
             )
     agent.check_tasks([*sampler.tasks, *eval_tasks])

@@ -5,16 +5,15 @@ exact tokens of a real vLLM server are tested in test_engine_vllm.py.
 """
 
 import asyncio
-import http.server
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import agents
 import pytest
+from http_server import Server, Slow
 
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.batch.collate import collate
@@ -27,87 +26,11 @@ from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.loop import train
 from agentfly_kit.types import Sampling
 
-Answer = tuple[int, Any, dict[str, str]]
-
-
-class Server:
-    """HTTP server that responds with `answer(path, body)` and records the requests in `got`."""
-
-    def __init__(self) -> None:
-        self.got: list[tuple[str, dict[str, Any]]] = []
-        self.headers: list[dict[str, str]] = []
-        self.closed = threading.Event()
-        self.answer: Callable[[str, dict[str, Any]], Any] = lambda path, body: chat("42")
-        server = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:
-                size = int(self.headers.get("Content-Length") or 0)
-                body = json.loads(self.rfile.read(size) or b"{}")
-                server.got.append((self.path, body))
-                server.headers.append(dict(self.headers))
-                try:
-                    said = server.answer(self.path, body)
-                except Slow as slow:
-                    self.hang(slow.seconds)
-                    return
-                except EOFError:  # disconnect in the middle of the response
-                    self.close_connection = True
-                    self.send_response(200)
-                    self.send_header("Content-Length", "1000")
-                    self.end_headers()
-                    self.wfile.write(b'{"choices": [{"message"')
-                    return
-                except ConnectionError:
-                    self.close_connection = True
-                    self.connection.shutdown(socket.SHUT_RDWR)
-                    return
-                status, content, headers = said if isinstance(said, tuple) else (200, said, {})
-                data = content if isinstance(content, bytes) else json.dumps(content).encode()
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            do_GET = do_POST
-
-            def hang(self, seconds: float) -> None:
-                """Send no response, and set `closed` if the client disconnects."""
-                self.close_connection = True
-                self.connection.settimeout(seconds)
-                try:
-                    if self.connection.recv(1) == b"":
-                        server.closed.set()
-                except OSError:
-                    pass
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}/v1"
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,))
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
-
-
-class Slow(Exception):
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     server = Server()
+    server.answer = lambda path, body: chat("42")
     yield server
     server.stop()
 
@@ -206,7 +129,7 @@ async def test_text_can_be_evaluated_and_is_refused_for_training(server: Server)
     rollout = await agent.rollout(tasks)
     with pytest.raises(BatchError, match="text only"):
         collate(rollout)
-    with pytest.raises(EngineError, match="has no weights to update"):
+    with pytest.raises(EngineError, match="updating the weights requires tokens='exact'"):
         await model.update(agents.shipped())
     with pytest.raises(ChatTemplateError, match="no tokenizer"):
         agent.chain(tasks[0]).force("hello")

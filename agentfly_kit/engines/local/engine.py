@@ -86,6 +86,10 @@ class LocalEngine(Engine):
         return self.policy.max_length
 
     @property
+    def vocab_size(self) -> int:  # type: ignore[override]
+        return self.policy.vocab_size
+
+    @property
     def prefilled(self) -> int:
         """Number of context tokens computed so far, excluding copied and reused ones."""
         return self._batch.prefilled

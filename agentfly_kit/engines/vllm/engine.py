@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.vllm.host import Host, load_config
+from agentfly_kit.engines.vllm.weight_transfer import architecture, check_architecture
 from agentfly_kit.engines.vllm.worker import EXTRA_COLUMNS
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
@@ -122,7 +123,7 @@ class VLLMEngine(Engine):
         return int(given or getattr(self._config, "max_position_embeddings", 0) or 1 << 30)
 
     @property
-    def vocab_size(self) -> int:
+    def vocab_size(self) -> int:  # type: ignore[override]
         """Number of tokens in the model's vocabulary."""
         return int(self._config.vocab_size)
 
@@ -366,15 +367,7 @@ class VLLMEngine(Engine):
             EngineError: If the policy has a different architecture, or `weights="ipc"` is not possible (the engine
                 then keeps its weights), or if vLLM fails.
         """
-        if not isinstance(policy, Policy):
-            raise EngineError(f"update needs a Policy, got a {type(policy).__name__}")
-        ours, theirs = self._config, policy.model.config
-        for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings"):
-            if getattr(ours, name, None) != getattr(theirs, name, None):
-                raise EngineError(
-                    f"this engine serves {self._name} with {name}={getattr(ours, name, None)!r}, but the policy has "
-                    f"{getattr(theirs, name, None)!r}; weights can be changed, the architecture cannot"
-                )
+        check_architecture(f"this engine, which serves {self._name},", architecture(self._config), policy)
         host = await self._ready()
         host.check_awake()
         await host.load(policy, self._weights)

@@ -183,7 +183,7 @@ class Host:
         if self._llm is None or self._llm.errored:
             return EngineError(
                 f"vLLM's core has died ({what}); call await engine.close() and engine.start() to load the model again. "
-                f"{self.tail()}"
+                f"{tail(self.log)}"
             )
         return EngineError(f"vLLM rejected a request or failed: {what}")
 
@@ -361,20 +361,7 @@ class Host:
     def _advice(self, error: BaseException) -> str:
         if isinstance(error, EngineError):
             return ""
-        log = self.tail()
-        tried = [hint for words, hint in _HINTS.items() if words.lower() in f"{error} {log}".lower()]
-        return f"Try: {'; '.join(tried) or 'see the end of the log'}. {log}"
-
-    def tail(self) -> str:
-        """Return the errors in the log and its last lines, for an error message."""
-        try:
-            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            return ""
-        # The cause is far above the end, because each process reports the failure of its child process.
-        named = [line for line in lines[:-_TAIL_LINES] if _ERROR.search(line)]
-        shown = [*dict.fromkeys(named[-8:]), *lines[-_TAIL_LINES:]]
-        return f"From vLLM's log, {self.log}:\n" + "\n".join(line[:300] for line in shown)
+        return advice(self.log, str(error))
 
     # --- shutdown ---
 
@@ -403,6 +390,25 @@ class Host:
             self._llm = None
             _detach_log(self.log)
             self._loop.close()
+
+
+def advice(log: Path, error: str = "") -> str:
+    """Return possible remedies for an error of vLLM, and the `tail` of its log."""
+    shown = tail(log)
+    tried = [hint for words, hint in _HINTS.items() if words.lower() in f"{error} {shown}".lower()]
+    return f"Try: {'; '.join(tried) or 'see the end of the log'}. {shown}"
+
+
+def tail(log: Path) -> str:
+    """Return the errors in a log and its last lines, for an error message."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    # The cause is far above the end, because each process reports the failure of its child process.
+    named = [line for line in lines[:-_TAIL_LINES] if _ERROR.search(line)]
+    shown = [*dict.fromkeys(named[-8:]), *lines[-_TAIL_LINES:]]
+    return f"From vLLM's log, {log}:\n" + "\n".join(line[:300] for line in shown)
 
 
 @contextlib.contextmanager

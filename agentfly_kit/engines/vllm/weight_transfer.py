@@ -1,23 +1,28 @@
 """Transfer of a policy's weights to another process, in chunks of bounded size through a shared buffer.
 
-The buffer is in host memory (a file in /dev/shm) or on a GPU that both processes use (CUDA IPC); the two differ only in
-how it is created and opened. The buffer and its contents are described by numbers, strings and bytes, never by pickled
-objects. `Delivery` is the sender; `open_buffer` and `ChunkReader` are used by the receiver.
+The buffer is in host memory (a file in /dev/shm), on a GPU that both processes use (CUDA IPC), or in the sender, from
+which the receiver fetches each chunk over HTTP; the three differ only in how it is created and opened. The buffer and
+its contents are described by numbers, strings and bytes, never by pickled objects. `Delivery` is the sender;
+`open_buffer`, `fetch_chunk` and `ChunkReader` are used by the receiver.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import http.client
 import inspect
 import mmap
 import os
+import secrets
 import shutil
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
 from agentfly_kit.errors import EngineError
 
@@ -26,8 +31,8 @@ if TYPE_CHECKING:
 
     from agentfly_kit.policy.policy import Policy
 
-# CUDA IPC or shared host memory.
-WeightTransport = Literal["ipc", "shm"]
+# CUDA IPC, shared host memory, or HTTP.
+WeightTransport = Literal["ipc", "shm", "http"]
 # Part of a tensor in the buffer: [name, dtype, shape, offset in the tensor, offset in the buffer, size], in bytes.
 TensorSlice = list[Any]
 # A weight's name, a tensor with its dtype and shape, and a function that returns its values, with any adapter merged.
@@ -36,7 +41,11 @@ WeightSource = tuple[str, "torch.Tensor", "Callable[[], torch.Tensor]"]
 # Maximum size of the buffer in bytes, the only additional memory of a delivery, independent of the model's size.
 #
 # In host memory small chunks are faster, but each chunk costs a message.
-CHUNK: dict[WeightTransport, int] = {"shm": 64 << 20, "ipc": 512 << 20}
+CHUNK: dict[WeightTransport, int] = {"shm": 64 << 20, "ipc": 512 << 20, "http": 64 << 20}
+# Seconds without any data after which a receiver stops waiting for a chunk.
+_FETCH_TIMEOUT = 30.0
+# Settings of a model that must agree before weights are sent.
+_ARCHITECTURE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
 # Alignment of tensors in the buffer in bytes, so that they can be viewed as any dtype.
 _ALIGN = 64
 _SHM_DIR = "/dev/shm"
@@ -50,6 +59,25 @@ _CUDA_HANDLE_FIELDS = (
     "event_handle",
     "event_sync_required",
 )
+
+
+def architecture(config: Any) -> dict[str, Any]:
+    """Return the settings of a transformers config that must agree before weights are sent."""
+    return {name: getattr(config, name, None) for name in _ARCHITECTURE}
+
+
+def check_architecture(engine: str, served: dict[str, Any], policy: Any) -> None:
+    """Raise EngineError if an engine that serves a model with this `architecture` cannot load the policy's weights."""
+    from agentfly_kit.policy.policy import Policy
+
+    if not isinstance(policy, Policy):
+        raise EngineError(f"update needs a Policy, got a {type(policy).__name__}")
+    for name, wanted in architecture(policy.model.config).items():
+        if served.get(name) != wanted:
+            raise EngineError(
+                f"{engine} has {name}={served.get(name)!r}, but the policy has {wanted!r}; weights can be changed, the "
+                "architecture cannot"
+            )
 
 
 # --- contents -------------------------------------------------------------------------------------------
@@ -299,8 +327,91 @@ class CudaMemory:
         torch.cuda.ipc_collect()
 
 
+class ServedMemory:
+    """Buffer in host memory that other processes fetch over HTTP, also from other machines.
+
+    The connection is not encrypted, and a secret path is the only protection.
+    """
+
+    def __init__(self, size: int, addresses: Iterable[tuple[str, int]]) -> None:
+        """Create a buffer of `size` bytes, served at these interfaces and ports; port 0 selects a free one.
+
+        Raises:
+            OSError: If an address is not one of this machine, or the port is taken.
+        """
+        import http.server
+
+        import torch
+
+        self.tensor = torch.empty(max(size, 1), dtype=torch.uint8)
+        secret, content = f"/{secrets.token_urlsafe(24)}/", memoryview(self.tensor.numpy())  # type: ignore[arg-type]
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                count = self.path.removeprefix(secret)
+                if self.path == count or not count.isdecimal() or int(count) > len(content):
+                    self.send_error(404)
+                    return
+                self.send_response(200)
+                self.send_header("Content-Length", count)
+                self.end_headers()
+                self.wfile.write(content[: int(count)])
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._servers: list[http.server.ThreadingHTTPServer] = []
+        ports = {}
+        try:
+            for address in dict.fromkeys(addresses):
+                server = http.server.ThreadingHTTPServer(address, Handler)
+                self._servers.append(server)
+                ports[address] = server.server_port
+                threading.Thread(
+                    target=server.serve_forever, args=(0.02,), name="agentfly-weights", daemon=True
+                ).start()
+        except BaseException:
+            self.close()
+            raise
+        self.handle: dict[str, Any] = {"transport": "http", "size": self.tensor.numel(), "path": secret, "ports": ports}
+
+    def close(self) -> None:
+        """Stop serving the buffer."""
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
+
+
+def fetch_chunk(url: str, slices: Iterable[TensorSlice], buffer: torch.Tensor) -> None:
+    """Read the bytes of these slices from the `ServedMemory` of another process into a buffer in host memory.
+
+    Raises:
+        OSError, http.client.HTTPException: If the other process cannot be reached or refuses.
+    """
+    size = max((start + part for *_, start, part in slices), default=0)
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_FETCH_TIMEOUT)
+    try:
+        connection.request("GET", f"{address.path}{size}")
+        response = connection.getresponse()
+        if response.status != 200:
+            raise OSError(f"{address.netloc} answered {response.status} {response.reason}")
+        rest = memoryview(buffer.numpy())[:size]  # type: ignore[arg-type]
+        while rest:
+            count = response.readinto(rest)
+            if not count:
+                raise OSError(f"{address.netloc} closed the connection {len(rest)} bytes before the end of a chunk")
+            rest = rest[count:]
+    except OSError as error:
+        raise OSError(f"cannot read from {address.netloc}: {type(error).__name__}: {error}") from error
+    finally:
+        connection.close()
+
+
 def open_buffer(handle: dict[str, Any], device: torch.device | None = None) -> torch.Tensor:
     """Open the buffer of another process as a uint8 tensor; deleting the tensor closes it.
+
+    For HTTP the tensor is a buffer of this process, into which `fetch_chunk` reads each chunk.
 
     Args:
         handle: Handle of the buffer.
@@ -313,6 +424,8 @@ def open_buffer(handle: dict[str, Any], device: torch.device | None = None) -> t
 
     if handle["transport"] == "shm":
         return _map_file(Path(handle["path"]))
+    if handle["transport"] == "http":
+        return torch.empty(handle["size"], dtype=torch.uint8)
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     here = gpu_uuid(device) if device is not None else ""
@@ -378,17 +491,20 @@ class Delivery:
     could not open the buffer.
     """
 
-    def __init__(self, policy: Policy, transport: WeightTransport, limit: int) -> None:
+    def __init__(
+        self, policy: Policy, transport: WeightTransport, limit: int, addresses: Iterable[tuple[str, int]] = ()
+    ) -> None:
         self.transport: WeightTransport = transport
         self.version = policy.version
         # True if a worker may already have received weights.
         self.has_sent = False
         self._policy = policy
         self._limit = limit
+        self._addresses = tuple(addresses)  # for HTTP
         # With a single thread, the release runs after all other work, even after an error or a cancellation.
         self._thread = ThreadPoolExecutor(1, "agentfly-weights")
         self._locked = False
-        self._buffer: SharedMemory | CudaMemory | None = None
+        self._buffer: SharedMemory | CudaMemory | ServedMemory | None = None
         self._chunks: list[list[TensorSlice]] = []
         self._values: dict[str, Callable[[], torch.Tensor]] = {}
 
@@ -424,6 +540,11 @@ class Delivery:
                 self._buffer = CudaMemory(size, found[0][1].device)
             except RuntimeError as error:
                 raise BufferNotOpened(f"{type(error).__name__}: {error}") from error
+        elif self.transport == "http":
+            try:
+                self._buffer = ServedMemory(size, self._addresses)
+            except OSError as error:
+                raise EngineError(f"the weights cannot be served at {self._addresses}: {error}") from error
         else:
             try:
                 self._buffer = SharedMemory(size)

@@ -14,7 +14,14 @@ import signal
 import threading
 from typing import Any
 
-from agentfly_kit.engines.vllm.weight_transfer import ChunkReader, TensorSlice, gpu_uuid, open_buffer
+from agentfly_kit.engines.vllm.weight_transfer import (
+    ChunkReader,
+    TensorSlice,
+    architecture,
+    fetch_chunk,
+    gpu_uuid,
+    open_buffer,
+)
 
 # Number of columns that `exact_sampler` inserts between the logprob of the sampled token and the top logprobs.
 EXTRA_COLUMNS = 2
@@ -34,8 +41,13 @@ class WorkerExtension:
         Returns:
             "exact": whether the exact sampler could be installed, and "gpu_uuid": the GPU's UUID ("" on a CPU).
         """
-        _exit_with(parent_pid)
+        exit_with(parent_pid, os.getppid(), os.getpid())
         return {"exact": exact_sampler(self.model_runner), "gpu_uuid": gpu_uuid(self.device)}
+
+    def agentfly_describe(self) -> dict[str, Any]:
+        """Return the `architecture` of the served model and its dtype."""
+        config = self.vllm_config.model_config
+        return architecture(config.hf_config) | {"dtype": str(config.dtype).removeprefix("torch.")}
 
     def agentfly_receive(
         self, handle: dict[str, Any], slices: list[TensorSlice], number: int, last: bool
@@ -43,7 +55,7 @@ class WorkerExtension:
         """Load one chunk of new weights, identified by their transformers names.
 
         Args:
-            handle: Handle of the buffer, the same for all chunks of a delivery.
+            handle: Handle of the buffer, the same for all chunks of a delivery; with a "url" for HTTP.
             slices: Contents of the buffer.
             number: Index of the chunk. 0 starts a new delivery and aborts an unfinished one.
             last: True for the last chunk of the delivery.
@@ -60,12 +72,16 @@ class WorkerExtension:
             self.agentfly_abort()
             try:
                 buffer = open_buffer(handle, self.device)
+                if "url" in handle:
+                    fetch_chunk(handle["url"], slices, buffer)
             except Exception as error:  # GPU drivers raise errors of many types
                 return f"{type(error).__name__}: {error}"
             self._agentfly_receiver = _WeightReceiver(self.model_runner.get_model(), self.vllm_config, buffer)
         if self._agentfly_receiver is None:
             raise ValueError(f"chunk {number} of new weights arrived without chunk 0; send all chunks again")
         try:
+            if number and "url" in handle:
+                fetch_chunk(handle["url"], slices, self._agentfly_receiver.buffer)
             self._agentfly_receiver.receive(slices, number, last)
         except BaseException:
             self.agentfly_abort()
@@ -85,7 +101,7 @@ class _WeightReceiver:
     """State of a delivery. A layerwise reload in vLLM starts with the first chunk and ends with the last chunk."""
 
     def __init__(self, model: Any, config: Any, buffer: Any) -> None:
-        self._model, self._config, self._buffer = model, config, buffer
+        self._model, self._config, self.buffer = model, config, buffer
         self._unpacking = ChunkReader()
         self._next = 0
         self._wanted = {name for name, _ in model.named_parameters()}
@@ -106,13 +122,13 @@ class _WeightReceiver:
             if number == 0:
                 # On a CPU, matrices are repacked after loading, so a plain load would have no effect.
                 initialize_layerwise_reload(self._model)
-            whole = list(self._unpacking.read(slices, self._buffer))
+            whole = list(self._unpacking.read(slices, self.buffer))
             loaded = self._model.load_weights(iter(whole)) if whole else set()
             self._loaded = None if self._loaded is None or loaded is None else self._loaded | set(loaded)
             if last:
                 self._finish()
-        if self._buffer.is_cuda:
-            torch.cuda.synchronize(self._buffer.device)  # the sender overwrites the buffer after this returns
+        if self.buffer.is_cuda:
+            torch.cuda.synchronize(self.buffer.device)  # the sender overwrites the buffer after this returns
         if last:
             unseen = self._wanted - self._loaded if self._loaded is not None else set()
             lacks = sorted({*self._unpacking.unfinished, *unseen})
@@ -136,28 +152,24 @@ class _WeightReceiver:
 
         with torch.no_grad(), set_current_vllm_config(self._config), contextlib.suppress(Exception):
             self._finish()
-        if self._buffer.is_cuda:
+        if self.buffer.is_cuda:
             with contextlib.suppress(Exception):
-                torch.cuda.synchronize(self._buffer.device)  # finish pending copies before the buffer is closed
+                torch.cuda.synchronize(self.buffer.device)  # finish pending copies before the buffer is closed
 
 
-def _exit_with(parent_pid: int) -> None:
-    """Kill this process, and the core that started it, once the parent process has exited."""
+def exit_with(parent_pid: int, *processes: int) -> None:
+    """Kill processes, or process groups (negative numbers), once the parent process has exited."""
     if not hasattr(os, "pidfd_open"):
         return
-    core = os.getppid()
 
     def watch() -> None:
         try:
-            handle = os.pidfd_open(parent_pid)
-            select.select([handle], [], [])
+            select.select([os.pidfd_open(parent_pid)], [], [])
         except ProcessLookupError:
             pass
-        for process in (core, os.getpid()):
-            try:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
     threading.Thread(target=watch, name="agentfly-watch", daemon=True).start()
 

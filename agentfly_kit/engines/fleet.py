@@ -1,0 +1,356 @@
+"""An engine that distributes requests over several engines, such as vLLM servers on several machines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import warnings
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from agentfly_kit._async.pending_call import run_in_thread
+from agentfly_kit._display import Displayable, short_repr
+from agentfly_kit.engines.base import Engine
+from agentfly_kit.engines.openai import OpenAIEngine
+from agentfly_kit.errors import EngineError
+from agentfly_kit.policy.forward import single_torch_thread
+from agentfly_kit.types import Sample, Sampling, TurnRequest
+
+# Prompt of a check, in tokens, and the number of tokens sampled from it. The prompt is longer than a block of vLLM's
+# prefix cache, so that a stale cache is noticed too.
+_PROMPT, _SAMPLED = 48, 8
+# Token ids and their logprobs.
+_Answer = tuple[tuple[int, ...], tuple[float, ...]]
+
+
+@dataclass(eq=False, repr=False)
+class FleetMember(Displayable):
+    """An engine of a `Fleet` and its state.
+
+    Attributes:
+        name: Address of a server, otherwise class and index of the engine.
+        engine: The engine.
+        state: "up"; "down" if it failed an update, or a request that another engine then answered; "stale" if its
+            logprobs are not those of the policy. Only engines that are up sample.
+        running: Number of requests in progress.
+        sessions: Unfinished chains whose requests go to this engine.
+        gap: Largest difference in nats between a logprob of the engine and the policy, in the last check.
+        reason: Why the engine is not up.
+    """
+
+    name: str
+    engine: Engine
+    state: Literal["up", "down", "stale"] = "up"
+    running: int = 0
+    sessions: set[str] = field(default_factory=set, repr=False)
+    gap: float = math.nan
+    reason: str = ""
+    # Tokens and logprobs of the last check, and the policy's logprobs of these tokens.
+    answer: _Answer | None = field(default=None, repr=False)
+    expected: tuple[float, ...] = field(default=(), repr=False)
+    # True after a failed request, until the engine has passed a check.
+    suspect: bool = field(default=False, repr=False)
+
+
+class Fleet(Engine):
+    """Sample on several engines, such as vLLM servers on several machines: `af.Fleet([af.OpenAIEngine(...), ...])`.
+
+    The requests of a chain go to one engine, which keeps its KV cache; a new chain goes to the engine with the fewest
+    unfinished chains. If an engine fails, its requests are sent to another one, so that no chain is lost.
+
+    `update` sends the weights of the policy to all engines, then compares a few logprobs of each engine with those of
+    the policy. An engine that fails or has other weights is excluded with a warning, and tried again in the next
+    update. `members` shows the state of each engine.
+
+    Args:
+        engines: At least one engine. All return token ids, or all return text.
+        tolerance: Largest difference in nats between the logprobs of an engine and the policy; by default 1e-3 for a
+            policy in float32 and 0.05 in 16 bits. If the servers use another dtype than the policy, set 0.05.
+
+    Raises:
+        EngineError: If the engines differ in what they return or in their vocabulary, or one of them is a Fleet.
+    """
+
+    def __init__(self, engines: Iterable[Engine], *, tolerance: float | None = None) -> None:
+        found = list(engines)
+        if not found:
+            raise EngineError("engines must contain at least one engine, got none")
+        for engine in found:
+            if not isinstance(engine, Engine) or isinstance(engine, Fleet):
+                raise EngineError(f"engines must be engines and not a Fleet, got {short_repr(engine)}")
+        names = [getattr(engine, "base_url", f"{type(engine).__name__} {i}") for i, engine in enumerate(found)]
+        if len(set(names)) < len(names) or len(set(map(id, found))) < len(found):
+            raise EngineError(f"engines must be different engines or servers, got {', '.join(names)}")
+        if tolerance is not None and not tolerance > 0:
+            raise EngineError(f"tolerance must be above 0, got {tolerance}")
+        for name in ("tokens", "logprobs", "entropies", "author", "vocab_size"):
+            values = {str(value) for engine in found if (value := getattr(engine, name)) is not None}
+            if len(values) > 1:
+                raise EngineError(f"engines must agree in {name}, got {' and '.join(sorted(values))}")
+        self.members = tuple(FleetMember(name, engine) for name, engine in zip(names, found, strict=True))
+        self.tolerance = tolerance
+        # Without exact tokens there are no logprobs to compare.
+        self._checks = self.tokens == "exact" and self.logprobs == "yes"
+        self._checked = not self._checks
+        # Tokens and logprobs that an engine with the right weights gives.
+        self._reference: _Answer | None = None
+        self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
+
+    # --- capabilities ---
+
+    @property
+    def _first(self) -> Engine:
+        return self.members[0].engine
+
+    @property
+    def tokens(self) -> Literal["exact", "none"]:  # type: ignore[override]
+        return self._first.tokens
+
+    @property
+    def logprobs(self) -> Literal["yes", "no"]:  # type: ignore[override]
+        return self._first.logprobs
+
+    @property
+    def entropies(self) -> Literal["yes", "no"]:  # type: ignore[override]
+        return self._first.entropies
+
+    @property
+    def author(self) -> str:  # type: ignore[override]
+        return self._first.author
+
+    @property
+    def reproducible(self) -> bool:  # type: ignore[override]
+        """True if all engines are reproducible."""
+        return all(member.engine.reproducible for member in self.members)
+
+    @property
+    def max_length(self) -> int:
+        """Context length of the engine with the shortest one."""
+        return min(member.engine.max_length for member in self.members)
+
+    @property
+    def vocab_size(self) -> int | None:  # type: ignore[override]
+        return next((size for member in self.members if (size := member.engine.vocab_size)), None)
+
+    @property
+    def policy(self) -> Any:
+        """Policy whose weights an engine shares. If no engine shares weights, there is no such attribute."""
+        for member in self.members:
+            if hasattr(member.engine, "policy"):
+                return member.engine.policy
+        raise AttributeError("no engine of this Fleet shares the weights of a policy")
+
+    def __repr__(self) -> str:
+        states = [member.state for member in self.members]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in ("up", "down", "stale") if state in states)
+        return f"Fleet({len(states)} engines: {counts})"
+
+    # --- sampling ---
+
+    async def sample(
+        self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
+    ) -> Sample:
+        session = request.session if request is not None else None
+        sample: Sample = await self._run(ids, session, lambda e: e.sample(ids, sampling, seed, request=request))
+        return sample
+
+    async def distribution(self, ids: Sequence[int], sampling: Sampling, *, top: int = 20) -> tuple[Any, Any, float]:
+        found: tuple[Any, Any, float] = await self._run(ids, None, lambda e: e.distribution(ids, sampling, top=top))
+        return found
+
+    def release(self, session: str) -> None:
+        for member in self.members:
+            if session in member.sessions:
+                member.sessions.discard(session)
+                member.engine.release(session)
+
+    async def _run(self, ids: Sequence[int], session: str | None, call: Callable[[Engine], Awaitable[Any]]) -> Any:
+        """Call one engine after another until one of them succeeds."""
+        if not self._checked:
+            async with self._lock():
+                if not self._checked:
+                    await self._check(list(self.members))
+        if len(ids) >= self.max_length:
+            raise EngineError(f"{len(ids)} ids leave no space for an action in a context of {self.max_length} tokens")
+        failed: dict[FleetMember, EngineError] = {}
+        while (member := await self._choose(session, failed)) is not None:
+            member.running += 1
+            try:
+                got = await call(member.engine)
+            except EngineError as error:
+                failed[member] = error
+                member.suspect = True
+                continue
+            finally:
+                member.running -= 1
+            for other, reason in failed.items():
+                self._exclude(other, "down", str(reason))
+            return got
+        reasons = {m.name: str(failed.get(m, m.reason)) for m in self.members}
+        raise EngineError(f"no engine of the Fleet could sample: {_list_reasons(reasons)}")
+
+    async def _choose(self, session: str | None, failed: dict[FleetMember, EngineError]) -> FleetMember | None:
+        """Return the engine for a request; None if none is left. Engines that failed are checked before further use."""
+        left = [m for m in self.members if m.state == "up" and m not in failed]
+        usable = [m for m in left if not m.suspect]
+        if left and not usable:
+            async with self._lock():
+                await self._check([m for m in left if m.suspect])
+            usable = [m for m in left if m.state == "up"]
+        if not usable:
+            return None
+        kept = next((m for m in usable if session in m.sessions), None)
+        chosen = kept or min(usable, key=lambda m: (len(m.sessions), m.running))
+        if session is not None and kept is None:
+            self.release(session)  # its engine has failed
+            chosen.sessions.add(session)
+        return chosen
+
+    def _lock(self) -> asyncio.Lock:
+        return self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+
+    def _exclude(self, member: FleetMember, state: Literal["down", "stale"], reason: str) -> None:
+        news = member.state == "up"
+        member.state, member.reason = state, reason
+        if news:
+            warnings.warn(f"{member.name} samples no more until the next update, because {reason}", stacklevel=2)
+
+    # --- weights ---
+
+    async def update(self, policy: Any) -> None:
+        """Send the policy's weights to all engines concurrently, and check each of them.
+
+        Raises:
+            EngineError: If no engine has the weights of the policy.
+        """
+        from agentfly_kit.engines.vllm.remote import update_servers
+
+        async with self._lock():
+            servers = {m: m.engine for m in self.members if isinstance(m.engine, OpenAIEngine)}
+            others = [m for m in self.members if m not in servers]
+            errors: list[BaseException | None] = [*await update_servers(policy, list(servers.values()))]
+            errors += await asyncio.gather(*(m.engine.update(policy) for m in others), return_exceptions=True)
+            updated = []
+            for member, error in zip([*servers, *others], errors, strict=True):
+                if error is None:
+                    updated.append(member)
+                elif isinstance(error, EngineError):
+                    self._exclude(member, "down", str(error))
+                else:
+                    raise error
+            await self._check(updated, policy)
+        if not any(m.state == "up" for m in self.members):
+            raise EngineError(f"no engine was updated: {_list_reasons({m.name: m.reason for m in self.members})}")
+
+    async def probe(self, policy: Any = None) -> Fleet:
+        """Check all engines now, including excluded ones; those that pass are used again.
+
+        Args:
+            policy: Policy whose weights the engines should have. None compares them with the last check, or with each
+                other if there was none.
+
+        Returns:
+            This fleet.
+        """
+        async with self._lock():
+            await self._check(list(self.members), policy)
+        return self
+
+    async def _check(self, members: list[FleetMember], policy: Any = None) -> None:
+        """Sample a few tokens from each engine, compare their logprobs, and set state and gap of the engines."""
+        self._checked = True
+        if not self._checks:
+            for member in members:
+                member.state, member.reason, member.suspect = "up", "", False
+            return
+        answers = await asyncio.gather(*(self._ask(member) for member in members))
+        if policy is None:
+            policy = getattr(self, "policy", None)
+        scores: dict[Any, tuple[float, ...]] = {}
+        if policy is not None:
+            scores = await run_in_thread(
+                _score, policy, self._prompt(), {a[0] for a in answers if isinstance(a, tuple)}
+            )
+        for member, answer in zip(members, answers, strict=True):
+            if isinstance(answer, EngineError):
+                self._exclude(member, "down", str(answer))
+                continue
+            if scores:
+                expected = answer[0], scores[answer[0]]
+            else:
+                # Without a policy, compare with the last check, or with the first engine.
+                expected = self._reference = self._reference or answer
+            member.gap = _gap(answer, expected)
+            if reason := self._why_stale(member, answer, expected[1], policy):
+                self._exclude(member, "stale", reason)
+            else:
+                member.state, member.reason, member.suspect = "up", "", False
+                member.answer, member.expected = answer, expected[1]
+        if scores:
+            self._reference = next(iter(scores.items()))
+
+    def _why_stale(self, member: FleetMember, answer: _Answer, expected: tuple[float, ...], policy: Any) -> str:
+        """Return why the engine does not have the expected weights; empty if it has them."""
+        limit = self.tolerance or (1e-3 if policy is None or policy.model.dtype.itemsize >= 4 else 0.05)
+        if not member.gap <= limit:
+            dtype = getattr(member.engine, "dtype", None)
+            return (
+                f"its logprobs differ by {member.gap:.2g} nats from the expected ones, more than {limit:g}: it has "
+                f"other weights, or another precision than the policy{f' (its dtype is {dtype})' if dtype else ''}"
+            )
+        # A small update changes logprobs by less than the tolerance, but not by nothing.
+        moved = max((abs(a - b) for a, b in zip(member.expected, expected, strict=False)), default=0.0)
+        if answer == member.answer and moved > limit / 10:
+            return f"its logprobs are the same as before the update, which changed those of the policy by {moved:.2g}"
+        return ""
+
+    def _prompt(self) -> list[int]:
+        size = min(self.vocab_size or 256, 256)
+        length = max(1, min(_PROMPT, self.max_length - _SAMPLED - 1))
+        return [(7 * i * i + 3 * i + 5) % size for i in range(length)]
+
+    async def _ask(self, member: FleetMember) -> _Answer | EngineError:
+        try:
+            got = await member.engine.sample(self._prompt(), Sampling(temperature=0.0, max_tokens=_SAMPLED), 0)
+        except EngineError as error:
+            return error
+        assert got.ids is not None and got.logprobs is not None
+        return got.ids, got.logprobs
+
+    async def close(self) -> None:
+        """Close all engines."""
+        await asyncio.gather(*(member.engine.close() for member in self.members))
+
+
+def _score(
+    policy: Any, prompt: list[int], answers: Iterable[tuple[int, ...]]
+) -> dict[tuple[int, ...], tuple[float, ...]]:
+    """Return the policy's logprobs of each answer to the prompt."""
+    import torch
+
+    scores = {}
+    for ids in answers:
+        row = torch.tensor([[*prompt, *ids]], device=policy.device)
+        mask = torch.arange(row.shape[1], device=policy.device)[None] >= len(prompt)
+        with policy.lock, torch.no_grad(), single_torch_thread(policy):
+            found = policy.forward(row, mask, torch.ones(1, device=policy.device)).logprob
+        scores[ids] = tuple(found.float().tolist())
+    return scores
+
+
+def _gap(answer: _Answer, expected: _Answer) -> float:
+    """Return the largest difference of logprobs, up to the first token that differs; inf if that is the first one."""
+    same = itertools.takewhile(
+        lambda pair: pair[0][0] == pair[1][0],
+        zip(zip(*answer, strict=True), zip(*expected, strict=True), strict=False),
+    )
+    return max((abs(a - b) for (_, a), (_, b) in same), default=math.inf)
+
+
+def _list_reasons(reasons: dict[str, str]) -> str:
+    if len(set(reasons.values())) == 1:
+        return next(iter(reasons.values()))
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

@@ -1,0 +1,193 @@
+"""Start vLLM servers on this machine: `async with serve_vllm(policy) as server: engine = server.engine()`.
+
+`python -m agentfly_kit.engines.serving PID ...` is the server's process, which ends with the process PID.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any
+
+from agentfly_kit._display import Displayable
+from agentfly_kit.engines.openai import OpenAIEngine
+from agentfly_kit.engines.vllm.engine import VLLMEngine
+from agentfly_kit.engines.vllm.host import advice
+from agentfly_kit.errors import EngineError
+from agentfly_kit.policy.policy import Policy
+
+# Name of the model in requests.
+_MODEL = "policy"
+_POLL_SECONDS = 0.2
+
+
+class VLLMServer(Displayable):
+    """Start a vLLM server in a process of its own, which samples from a policy and takes new weights from its engine.
+
+    Use `server = await serve_vllm(policy).start()` and later `await server.close()`, or `async with`. The server ends
+    with this process, even if that is killed. It listens on the loopback interface only, because its development
+    endpoints let every client change its weights; from another machine, use a tunnel (`ssh -L`).
+
+    Args:
+        policy: The policy, or a folder or hub name of a model.
+        port: Port to listen on; 0 selects a free port.
+        environment: Additional environment variables, such as `{"CUDA_VISIBLE_DEVICES": "1"}`.
+        engine_args: Arguments of vLLM's AsyncEngineArgs; see `VLLMEngine` for the defaults.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | str | Path,
+        *,
+        port: int = 0,
+        environment: dict[str, str] | None = None,
+        **engine_args: Any,
+    ) -> None:
+        if not isinstance(port, int) or not 0 <= port < 65536:
+            raise EngineError(f"port must be an integer from 0 to 65535, got {port!r}")
+        # Never started: it holds the model's folder and settings.
+        self._model = VLLMEngine(policy, **engine_args)
+        self._environment = environment or {}
+        self.port = port
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="agentfly-server-"))
+        self._finalizer: Any = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        # Log of vLLM and its processes.
+        self.log = self._folder / "vllm.log"
+        self._ready = False
+
+    @property
+    def url(self) -> str:
+        """Address of the API, for `OpenAIEngine`."""
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the server's process, which leads its process group; None if the server is not running."""
+        running = self._process is not None and self._process.poll() is None
+        return self._process.pid if running and self._process is not None else None
+
+    def __repr__(self) -> str:
+        state = "not running" if self.pid is None else "running" if self._ready else "starting"
+        return f"VLLMServer({self.url}, {state})"
+
+    def engine(self, **settings: Any) -> OpenAIEngine:
+        """Return an engine that samples token ids on this server. `settings` are those of `OpenAIEngine`."""
+        engine = OpenAIEngine(self.url, _MODEL, tokens="exact", stop_ids=self._model.stop_ids, **settings)
+        weakref.finalize(engine, lambda _: None, self)  # while an engine is in use, the server is not collected
+        return engine
+
+    async def start(self) -> VLLMServer:
+        """Start the server and wait until it answers, which takes up to a minute. Has no effect if it is running.
+
+        Returns:
+            This server.
+
+        Raises:
+            EngineError: If the server does not start; the message contains the end of its log and possible remedies.
+        """
+        if self.pid is None:
+            self._ready = False
+            if self.port == 0:
+                with socket.socket() as free:
+                    free.bind(("127.0.0.1", 0))
+                    self.port = free.getsockname()[1]
+            self._spawn()
+        try:
+            while not self._ready:
+                if self.pid is None:
+                    raise EngineError(f"the vLLM server did not start. {advice(self.log)}")
+                await asyncio.sleep(_POLL_SECONDS)
+                self._ready = await asyncio.to_thread(_answers, self.port)
+        except BaseException:
+            _kill(self._process)
+            raise
+        return self
+
+    def _spawn(self) -> None:
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(os.getpid()), *self._flags()],
+                env=os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"} | self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # interrupts of the notebook's kernel go to its process group
+            )
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _stop, self._process, self._folder)
+
+    def _flags(self) -> list[str]:
+        settings = self._model._settings()
+        flags = ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", _MODEL]
+        flags.append("--disable-uvicorn-access-log")  # a line per request
+        for name, value in settings.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{flag}" if value else f"--no-{flag}")
+            elif value is not None:
+                flags += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
+        return flags
+
+    async def close(self) -> None:
+        """Stop the server and its processes. Idempotent."""
+        await asyncio.shield(asyncio.to_thread(_kill, self._process))
+
+    async def __aenter__(self) -> VLLMServer:
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+serve_vllm = VLLMServer
+
+
+def _answers(port: int) -> bool:
+    """Return True if the server is ready for requests."""
+    import http.client
+
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _kill(process: subprocess.Popen[bytes] | None) -> None:
+    """Kill the process group; vLLM's processes hold no unique data, and its CPU worker never exits by itself."""
+    if process is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _stop(process: subprocess.Popen[bytes], folder: Path) -> None:
+    _kill(process)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _main() -> None:
+    import runpy
+
+    from agentfly_kit.engines.vllm.worker import exit_with
+
+    exit_with(int(sys.argv.pop(1)), -os.getpgrp())
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _main()

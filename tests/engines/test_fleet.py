@@ -1,0 +1,343 @@
+"""Fleet: distribution of chains, failover, and detection of engines with other weights.
+
+The engines run in this process; fleets of vLLM servers are tested in test_fleet_vllm.py.
+"""
+
+import asyncio
+import collections
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import agents
+import pytest
+import torch
+
+from agentfly_kit import Fleet
+from agentfly_kit.engines.base import Engine
+from agentfly_kit.engines.local.engine import LocalEngine
+from agentfly_kit.engines.openai import OpenAIEngine
+from agentfly_kit.engines.scripted import ScriptedEngine
+from agentfly_kit.errors import EngineError, SettingsError
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.trainer.config import TrainConfig
+from agentfly_kit.trainer.loop import train
+from agentfly_kit.types import Sample, Sampling, TurnRequest
+
+
+class Server(Engine):
+    """Engine with its own copy of the weights, like a server; it can be stopped, and can ignore updates."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.copy = policy.copy()
+        self.local = LocalEngine(self.copy)
+        self.vocab_size = policy.vocab_size
+        self.sessions: list[str] = []
+        self.requests = 0
+        self.stopped = self.ignores_updates = False
+        # Number of requests after which the server stops.
+        self.limit = 10**9
+
+    @property
+    def max_length(self) -> int:
+        return self.copy.max_length
+
+    async def sample(
+        self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
+    ) -> Sample:
+        self.requests += request is not None
+        if request is not None:
+            self.sessions.append(request.session)
+        sample = await self.local.sample(ids, sampling, seed, request=request)
+        self.stopped = self.stopped or self.requests > self.limit
+        if self.stopped:
+            raise EngineError("connection refused")
+        return sample
+
+    async def update(self, policy: Any) -> None:
+        if self.stopped:
+            raise EngineError("connection refused")
+        if not self.ignores_updates:
+            self.copy.load_state(policy.state())
+            self.copy.version = policy.version
+
+
+def servers(policy: Policy, count: int = 2) -> list[Server]:
+    return [Server(policy) for _ in range(count)]
+
+
+def nudge(policy: Policy, scale: float = 0.02) -> None:
+    generator = torch.Generator().manual_seed(policy.version)
+    with torch.no_grad():
+        for tensor in policy.model.parameters():
+            tensor.add_(scale * torch.randn(tensor.shape, generator=generator))
+    policy.version += 1
+
+
+def states(fleet: Fleet) -> list[str]:
+    return [member.state for member in fleet.members]
+
+
+# --- distribution --------------------------------------------------------------------------------
+
+
+async def test_chains_stay_with_their_engine_and_are_balanced() -> None:
+    members = servers(agents.shipped(), 3)
+    fleet = Fleet(members)
+    rollout = await agents.agent(engine=fleet).rollout(agents.tasks(32), group_size=3, max_concurrency=96)
+    assert not rollout.failed and any(len(t.actions) > 1 for t in rollout)
+    seen = [set(member.sessions) for member in members]
+    assert sum(len(sessions) for sessions in seen) == len(set.union(*seen)) == 96
+    assert [len(sessions) for sessions in seen] == [32, 32, 32]
+    assert all(not m.sessions and not m.running for m in fleet.members)  # released with the chains
+
+
+async def test_a_fleet_samples_what_one_engine_samples() -> None:
+    policy = agents.shipped()
+    fleet = Fleet([LocalEngine(policy), LocalEngine(policy)])
+    assert fleet.reproducible and fleet.policy is policy and fleet.max_length == policy.max_length
+    alone = await agents.agent(policy).rollout(agents.tasks(8), group_size=2)
+    together = await agents.agent(policy, engine=fleet).rollout(agents.tasks(8), group_size=2)
+    assert [t.ids.tolist() for t in alone] == [t.ids.tolist() for t in together]
+    task = agents.tasks(1)[0]
+    distributions = [await agents.agent(engine=e).chain(task).distribution(top=4) for e in (fleet, LocalEngine(policy))]
+    assert distributions[0] == distributions[1]
+
+
+async def test_a_slow_engine_gets_fewer_chains() -> None:
+    fast, slow = servers(agents.shipped())
+    fleet = await Fleet([fast, slow]).probe()
+    hold = asyncio.Event()
+    original = slow.local.sample
+
+    async def wait(*args: Any, **more: Any) -> Sample:
+        await hold.wait()
+        return await original(*args, **more)
+
+    slow.local.sample = wait  # type: ignore[method-assign]
+    agent = agents.agent(engine=fleet, max_turns=1)
+    running = asyncio.ensure_future(agent.rollout(agents.tasks(24), max_concurrency=4))
+    while fast.requests < 20:
+        await asyncio.sleep(0.01)
+    assert slow.requests == fleet.members[1].running <= 4
+    hold.set()
+    assert not (await running).failed
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_fails_loses_no_chain() -> None:
+    members = servers(agents.shipped(), 3)
+    members[1].limit = 9
+    fleet = Fleet(members)
+    alone = await agents.agent().rollout(agents.tasks(16), group_size=3)
+    with pytest.warns(UserWarning, match="Server 1 samples no more until the next update, because connection refused"):
+        rollout = await agents.agent(engine=fleet).rollout(agents.tasks(16), group_size=3)
+    assert not rollout.failed and states(fleet) == ["up", "down", "up"]
+    assert [t.ids.tolist() for t in rollout] == [t.ids.tolist() for t in alone]
+    assert repr(fleet) == "Fleet(3 engines: 2 up, 1 down)"
+    members[1].stopped, members[1].limit = False, 10**9
+    await fleet.update(agents.shipped())
+    assert states(fleet) == ["up"] * 3
+
+
+async def test_if_all_engines_fail_the_error_lists_them_and_they_are_used_again_once_they_answer() -> None:
+    members = servers(agents.shipped())
+    fleet = Fleet(members)
+    for member in members:
+        member.limit = 0
+    agent = agents.agent(engine=fleet)
+    trajectory = (await agent.rollout(agents.tasks(1))).trajectories[0]
+    assert trajectory.stop == "error" and trajectory.error is not None
+    assert "no engine of the Fleet could sample: connection refused" in trajectory.error.message
+    for member in members:
+        member.stopped, member.limit = False, 10**9
+    assert (await agent.rollout(agents.tasks(1))).trajectories[0].error is None
+    assert states(fleet) == ["up", "up"]
+
+
+async def test_an_engine_that_returns_with_other_weights_is_not_used() -> None:
+    """A server that is restarted has its initial weights."""
+    policy = agents.fresh()
+    members = servers(policy)
+    fleet = Fleet(members)
+    nudge(policy)
+    await fleet.update(policy)
+    for member in members:
+        member.limit = 0
+    agent = agents.agent(policy, engine=fleet)
+    assert (await agent.rollout(agents.tasks(1))).failed
+    for member in members:
+        member.stopped, member.limit = False, 10**9
+    members[0].copy.load_state(agents.shipped().state())
+    with pytest.warns(UserWarning, match="Server 0 samples no more.*other weights"):
+        assert not (await agent.rollout(agents.tasks(2))).failed
+    assert states(fleet) == ["stale", "up"] and not members[0].sessions[1:]
+
+
+async def test_a_request_that_no_engine_accepts_excludes_no_engine() -> None:
+    policy = agents.shipped()
+    fleet = Fleet([LocalEngine(policy), LocalEngine(policy)])
+    with pytest.raises(EngineError, match="exceed the vocabulary"):
+        await fleet.sample([10**6], Sampling(), 0)
+    with pytest.raises(EngineError, match="leave no space"):
+        await fleet.sample([1] * policy.max_length, Sampling(), 0)
+    assert (await fleet.sample([1], Sampling(max_tokens=2), 0)).ids and states(fleet) == ["up", "up"]
+
+
+async def test_all_engines_fail_an_update() -> None:
+    members = servers(agents.shipped())
+    fleet = Fleet(members)
+    members[0].stopped = members[1].stopped = True
+    excluded = pytest.warns(UserWarning, match="because connection refused")
+    with excluded, pytest.raises(EngineError, match="no engine was updated: connection refused"):
+        await fleet.update(agents.shipped())
+    with pytest.raises(EngineError, match="no engine of the Fleet could sample: connection refused"):
+        await fleet.sample([1], Sampling(), 0)
+
+
+async def test_cancelled_requests_are_not_counted() -> None:
+    fleet = await Fleet(servers(agents.shipped())).probe()
+    task = asyncio.ensure_future(fleet.sample([1, 2], Sampling(max_tokens=400), 0))
+    while not any(m.running for m in fleet.members):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not any(m.running for m in fleet.members) and states(fleet) == ["up", "up"]
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.02, 2e-5])
+async def test_an_engine_with_old_weights_is_found_after_one_update(scale: float) -> None:
+    """A change below the tolerance is noticed because the engine's logprobs did not change at all."""
+    policy = agents.fresh()
+    members = servers(policy, 3)
+    fleet = Fleet(members)
+    await fleet.update(policy)
+    assert states(fleet) == ["up"] * 3 and all(m.gap <= 1e-5 for m in fleet.members)
+    members[2].ignores_updates = True
+    nudge(policy, scale)
+    with pytest.warns(UserWarning, match="Server 2 samples no more until the next update, because its logprobs"):
+        await fleet.update(policy)
+    assert states(fleet) == ["up", "up", "stale"]
+    assert "2 up, 1 stale" in repr(fleet) and "stale" in fleet._repr_html_()
+    members[2].sessions.clear()
+    rollout = await agents.agent(policy, engine=fleet).rollout(agents.tasks(8))
+    assert not rollout.failed and not members[2].sessions
+    assert {int(v) for t in rollout for v in t.versions[t.action_mask]} == {policy.version}
+    members[2].ignores_updates = False
+    nudge(policy, scale)
+    await fleet.update(policy)
+    assert states(fleet) == ["up"] * 3
+
+
+async def test_an_update_that_changes_nothing_excludes_no_engine() -> None:
+    policy = agents.fresh()
+    fleet = Fleet(servers(policy))
+    for _ in range(2):
+        await fleet.update(policy)
+        policy.version += 1
+    assert states(fleet) == ["up", "up"]
+
+
+async def test_weights_changed_by_someone_else_are_found_by_a_probe() -> None:
+    policy = agents.fresh()
+    members = servers(policy)
+    fleet = Fleet(members)
+    await fleet.update(policy)
+    nudge(members[0].copy)
+    with pytest.warns(UserWarning, match="Server 0.*other weights"):
+        await fleet.probe()
+    assert states(fleet) == ["stale", "up"]
+
+
+async def test_engines_of_different_models_are_found_before_the_first_request() -> None:
+    policy, other = agents.fresh(), agents.fresh()
+    nudge(other)
+    fleet = Fleet([Server(policy), Server(other)])
+    with pytest.warns(UserWarning, match="Server 1.*other weights"):
+        rollout = await agents.agent(policy, engine=fleet).rollout(agents.tasks(4))
+    assert not rollout.failed and states(fleet) == ["up", "stale"]
+
+
+async def test_a_policy_in_16_bits_has_another_tolerance() -> None:
+    policy = agents.fresh()
+    fleet = Fleet(servers(policy))
+    policy.model.to(torch.bfloat16)
+    await fleet.update(policy)  # the engines keep float32, with weights rounded to 16 bits
+    assert states(fleet) == ["up", "up"] and max(m.gap for m in fleet.members) > 1e-4
+    strict = Fleet(servers(agents.fresh()), tolerance=1e-6)
+    with pytest.warns(UserWarning, match="more than 1e-06"), pytest.raises(EngineError, match="no engine was updated"):
+        await strict.update(policy)
+
+
+async def test_training_on_a_fleet_is_training_on_one_engine() -> None:
+    config = TrainConfig(steps=2, tasks_per_step=4, group_size=4)
+    curves = []
+    for count in (1, 3):
+        policy = agents.fresh()
+        run = await train(agents.agent(policy, engine=Fleet(servers(policy, count))), policy, agents.tasks(16), config)
+        curves.append([[r[key] for key in ("reward", "loss", "sampler_gap")] for r in run.records])
+    assert curves[0] == curves[1]
+
+
+async def test_a_fleet_samples_ahead_with_a_lag_of_one_step() -> None:
+    policy = agents.fresh()
+    fleet = Fleet(servers(policy))
+    config = TrainConfig(steps=4, tasks_per_step=4, group_size=4, overlap=1)
+    steps = [step async for step in train(agents.agent(policy, engine=fleet), policy, agents.tasks(16), config)]
+    version = 0
+    for step in steps:
+        assert step.rollout is not None and step.stats is not None
+        ages = collections.Counter(version - int(v) for t in step.rollout for v in t.versions[t.action_mask])
+        # The chains of a step were sampled with the weights before the previous update.
+        previous = steps[step.step - 2].stats.updates if step.step > 1 else 0  # type: ignore[union-attr]
+        assert set(ages) == {previous} and step.record["lag"] == previous
+        version += step.stats.updates
+    assert states(fleet) == ["up", "up"]
+
+
+async def test_engines_that_share_the_policy_cannot_sample_ahead() -> None:
+    policy = agents.fresh()
+    agent = agents.agent(policy, engine=Fleet([LocalEngine(policy)]))
+    config = TrainConfig(steps=2, tasks_per_step=2, group_size=2, overlap=1)
+    with pytest.raises(SettingsError, match="overlap=1 needs a LocalEngine"):
+        await train(agent, policy, agents.tasks(4), config)
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+def test_engines_that_do_not_fit_together_are_refused() -> None:
+    policy = agents.shipped()
+    local = LocalEngine(policy)
+    server, other = servers(policy)
+    other.vocab_size = 7
+    for engines, message in (
+        ([], "at least one engine, got none"),
+        ([local, Fleet([LocalEngine(policy)])], "not a Fleet, got Fleet"),
+        ([local, "http://gpu1:8000/v1"], "must be engines and not a Fleet, got 'http://gpu1"),
+        ([local, local], "different engines"),
+        ([OpenAIEngine("http://a:1/v1", "m"), OpenAIEngine("http://a:1/v1", "m")], "different engines or servers"),
+        ([OpenAIEngine("http://a:1/v1", "m", tokens="exact"), OpenAIEngine("http://b:1/v1", "m")], "agree in tokens"),
+        ([local, ScriptedEngine(["a"])], "agree in logprobs"),
+        ([server, other], "agree in vocab_size, got"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            Fleet(engines)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="tolerance must be above 0, got 0"):
+        Fleet([local], tolerance=0)
+
+
+async def test_engines_without_logprobs_are_not_compared() -> None:
+    fleet = Fleet([ScriptedEngine(["a"]), ScriptedEngine(["b"])])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (fleet.author, fleet.logprobs, (await fleet.probe()).reproducible) == ("script", "no", True)
+        rollout = await agents.agent(engine=fleet, chat=agents.chat(), max_turns=1).rollout(agents.tasks(4))
+    assert sorted(t.final for t in rollout) == ["a", "a", "b", "b"]
+    await fleet.close()

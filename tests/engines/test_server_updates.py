@@ -1,0 +1,401 @@
+"""Weights sent to servers over HTTP, and what servers can do wrong.
+
+The servers have vLLM's API and sample with LocalEngine, because vLLM does not fail on demand and takes a minute to
+start. Fleets of vLLM servers are tested in test_fleet_vllm.py.
+"""
+
+import asyncio
+import http.client
+import threading
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import agents
+import pytest
+import torch
+from http_server import Server
+from test_fleet import nudge, states
+
+from agentfly_kit.engines.fleet import Fleet
+from agentfly_kit.engines.local.engine import LocalEngine
+from agentfly_kit.engines.openai import OpenAIEngine
+from agentfly_kit.engines.vllm import remote
+from agentfly_kit.engines.vllm.weight_transfer import (
+    ChunkReader,
+    ServedMemory,
+    architecture,
+    fetch_chunk,
+    open_buffer,
+)
+from agentfly_kit.errors import EngineError, SettingsError
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.trainer.config import TrainConfig
+from agentfly_kit.trainer.loop import train
+from agentfly_kit.types import Sampling
+
+
+class PolicyServer(Server):
+    """Server with the part of vLLM's API that an exact OpenAIEngine uses.
+
+    `fault` is called before each request with its path and body, and may raise or return another response.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.initial = policy
+        self.transports: list[str] = []
+        self.chunks = 0
+        self.fault: Callable[[str, dict[str, Any]], Any] = lambda path, body: None
+        self.dtype = "float32"
+        self.clients: list[OpenAIEngine] = []
+        self._loading = threading.Lock()
+        self.answer = lambda path, body: self.fault(path, body) or self.respond(path, body)
+        self.restart()
+
+    def restart(self) -> None:
+        """Load the initial weights, as a new process would."""
+        self.policy = self.initial.copy()
+        self.engine = LocalEngine(self.policy)
+        self.label, self.paused, self._reader = "default", False, None
+
+    def respond(self, path: str, body: dict[str, Any]) -> Any:
+        path = path.split("?")[0]
+        if path == "/v1/models":
+            return {"data": [{"id": "tiny", "max_model_len": self.policy.max_length}]}
+        if path == "/v1/completions":
+            return asyncio.run(self.complete(body))
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+        elif path == "/update_weight_version":
+            self.label = body["new_version"]
+        elif path == "/weight_info":
+            return {"weight_version": self.label}
+        elif path == "/collective_rpc":
+            return {"results": [getattr(self, body["method"])(*body.get("args", ()))]}
+        elif path != "/reset_prefix_cache":
+            return 404, {"error": "no such page"}, {}
+        return {"success": True}
+
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        ids, temperature = body["prompt"], body["temperature"]
+        sampling = Sampling(temperature=temperature, max_tokens=body["max_tokens"])
+        found = await self.engine.sample(ids, sampling, len(ids))
+        best = await self.engine.distribution(ids, Sampling(temperature=temperature or 1.0), top=5)
+        top = {f"token_id:{id}": logprob for id, logprob in zip(*best[:2], strict=True)}
+        logprobs = {"token_logprobs": found.logprobs, "top_logprobs": [top]}
+        choice = {"token_ids": found.ids, "logprobs": logprobs, "finish_reason": found.stop, "stop_reason": None}
+        return {"choices": [choice]}
+
+    def agentfly_describe(self) -> dict[str, Any]:
+        return architecture(self.policy.model.config) | {"dtype": self.dtype}
+
+    def agentfly_receive(self, handle: dict[str, Any], slices: list[Any], number: int, last: bool) -> Any:
+        assert self.paused
+        with self._loading:
+            if number == 0:
+                try:
+                    buffer = open_buffer(handle)
+                    if "url" in handle:
+                        fetch_chunk(handle["url"], slices, buffer)
+                except (OSError, http.client.HTTPException) as error:
+                    return f"{type(error).__name__}: {error}"
+                self._reader, self._buffer, self._next = ChunkReader(), buffer, 0
+            if self._reader is None or number != self._next:
+                raise ConnectionError  # vLLM answers with status 500
+            if number and "url" in handle:
+                fetch_chunk(handle["url"], slices, self._buffer)
+            self._next, self.chunks = number + 1, self.chunks + 1
+            state = dict(self.policy.model.state_dict())
+            with torch.no_grad():
+                for name, tensor in self._reader.read(slices, self._buffer):
+                    state[name].copy_(tensor)
+            self.policy.version += last  # the keys and values of other weights are not used
+            self.transports.append(handle["transport"])
+        return None
+
+    def agentfly_abort(self) -> None:
+        self._reader = None
+
+    def client(self, **settings: Any) -> OpenAIEngine:
+        settings = {"tokens": "exact", "backoff": 0.01, "timeout": 20.0, "retries": 1} | settings
+        engine = OpenAIEngine(self.url, "tiny", stop_ids=self.policy.chat.stop_ids, **settings)
+        self.clients.append(engine)
+        return engine
+
+
+@pytest.fixture
+def policy() -> Policy:
+    return agents.fresh()
+
+
+@pytest.fixture
+async def pair(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[PolicyServer, PolicyServer]]:
+    """Two servers with the weights of the policy, which receive further weights in several chunks."""
+    monkeypatch.setattr(remote, "CHUNK", dict.fromkeys(remote.CHUNK, 200_000))
+    servers = PolicyServer(policy), PolicyServer(policy)
+    yield servers
+    for server in servers:
+        for engine in server.clients:
+            await engine.close()
+        server.stop()
+
+
+def gap(server: PolicyServer, policy: Policy) -> float:
+    weights = policy.model.state_dict()
+    return max(float((tensor - weights[name]).abs().max()) for name, tensor in server.policy.model.state_dict().items())
+
+
+# --- transport -----------------------------------------------------------------------------------
+
+
+def test_served_memory_is_read_by_those_who_know_its_path() -> None:
+    memory = ServedMemory(1000, [("127.0.0.1", 0), ("127.0.0.1", 0)])
+    memory.tensor[:] = torch.arange(1000) % 256
+    handle = memory.handle
+    url = f"http://127.0.0.1:{handle['ports']['127.0.0.1', 0]}"
+    buffer = open_buffer(handle)
+    fetch_chunk(url + handle["path"], [["a", "uint8", [10], 0, 0, 10], ["b", "uint8", [7], 0, 90, 7]], buffer)
+    assert torch.equal(buffer[:97], memory.tensor[:97])
+    for wrong, slices in (
+        (url + "/", []),
+        (url + handle["path"][:-2] + "/", []),
+        (url + handle["path"], [["a", "uint8", [2000], 0, 0, 2000]]),
+    ):
+        with pytest.raises(OSError, match="answered 404"):
+            fetch_chunk(wrong, slices, torch.empty(3000, dtype=torch.uint8))
+    memory.close()
+    with pytest.raises(OSError, match=r"cannot read from 127\.0\.0\.1:\d+: ConnectionRefusedError"):
+        fetch_chunk(url + handle["path"], [], buffer)
+
+
+@pytest.mark.parametrize(("weights", "transport"), [("auto", "shm"), ("http", "http"), ("http://localhost", "http")])
+async def test_a_server_gets_the_weights(
+    pair: tuple[PolicyServer, PolicyServer], policy: Policy, weights: str, transport: str
+) -> None:
+    server, _ = pair
+    engine = server.client(weights=weights)
+    prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
+    assert (await engine.sample(prompt, Sampling(max_tokens=2), 0)).versions == (0, 0)
+    nudge(policy)
+    await engine.update(policy)
+    assert gap(server, policy) == 0 and set(server.transports) == {transport} and server.chunks > 3
+    assert (engine.version, engine.dtype, engine.vocab_size) == (1, "float32", policy.vocab_size)
+    assert server.label.startswith("1-") and not server.paused and not policy.lock.locked()
+    sample = await engine.sample(prompt, Sampling(max_tokens=8), 0)
+    assert set(sample.versions or ()) == {1}
+
+
+async def test_a_fleet_of_servers_gets_the_weights_and_is_checked(
+    pair: tuple[PolicyServer, PolicyServer], policy: Policy
+) -> None:
+    fleet = Fleet([pair[0].client(weights="http"), pair[1].client()])
+    for _ in range(2):
+        nudge(policy)
+        await fleet.update(policy)
+        assert [gap(server, policy) for server in pair] == [0, 0] and states(fleet) == ["up", "up"]
+        assert all(member.gap <= 1e-5 for member in fleet.members)
+    assert [set(server.transports) for server in pair] == [{"http"}, {"shm"}]
+    rollout = await agents.agent(policy, engine=fleet).rollout(agents.tasks(8), group_size=2)
+    assert not rollout.failed and {int(v) for t in rollout for v in t.versions[t.action_mask]} == {2}
+
+
+# --- servers that fail ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["status 500", "reset", "restarted", "stays paused"])
+async def test_a_server_that_fails_during_an_update_is_excluded_until_the_next(
+    pair: tuple[PolicyServer, PolicyServer], policy: Policy, how: str
+) -> None:
+    good, bad = pair
+    fleet = Fleet([good.client(weights="http"), bad.client(weights="http")])
+
+    def fault(path: str, body: dict[str, Any]) -> Any:
+        if how == "stays paused" and path == "/resume":
+            return 500, {"error": "no"}, {}
+        if body.get("method") == "agentfly_receive" and body["args"][2] == 1:
+            if how == "reset":
+                raise ConnectionError
+            if how == "status 500":
+                return 500, {"error": {"message": "out of memory"}}, {}
+            if how == "restarted":
+                bad.restart()
+                bad.paused = True  # passes the server's own assertion
+        return None
+
+    bad.fault = fault
+    nudge(policy)
+    with pytest.warns(UserWarning, match=f"{urlsplit(bad.url).port}/v1 samples no more until the next update"):
+        await fleet.update(policy)
+    assert states(fleet) == ["up", "down"] and gap(good, policy) == 0
+    if how == "status 500":
+        assert "out of memory" in fleet.members[1].reason
+    if how != "stays paused":
+        assert not bad.paused
+        with pytest.raises(EngineError, match=r"weights of http.* are undefined"):
+            await fleet.members[1].engine.sample([1], Sampling(), 0)
+    bad.got.clear()
+    assert not (await agents.agent(policy, engine=fleet).rollout(agents.tasks(6))).failed and not bad.got
+    bad.fault = lambda path, body: None
+    await fleet.update(policy)
+    assert states(fleet) == ["up", "up"] and gap(bad, policy) == 0
+
+
+async def test_a_server_that_is_restarted_does_not_sample_with_its_initial_weights(
+    pair: tuple[PolicyServer, PolicyServer], policy: Policy
+) -> None:
+    """The engine retries the request that the restart interrupted, and the new process answers it."""
+    server, _ = pair
+    engine = server.client(retries=3)
+    nudge(policy)
+    await engine.update(policy)
+    lost = []
+
+    def fault(path: str, body: dict[str, Any]) -> Any:
+        if path == "/v1/completions" and not lost:
+            lost.append(path)
+            raise ConnectionError
+
+    server.fault = fault
+    assert (await engine.sample([1, 2], Sampling(max_tokens=4), 0)).ids  # a lost connection alone is no restart
+    lost.clear()
+    server.restart()
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"are undefined \(the server was restarted\); call await engine.update"):
+            await engine.sample([1, 2], Sampling(max_tokens=4), 0)
+    await engine.update(policy)
+    assert (await engine.sample([1, 2], Sampling(max_tokens=4), 0)).ids and gap(server, policy) == 0
+
+
+async def test_a_server_that_dies_during_a_rollout_loses_no_chain(
+    pair: tuple[PolicyServer, PolicyServer], policy: Policy
+) -> None:
+    fleet = Fleet([server.client() for server in pair])
+    agent = agents.agent(policy, engine=fleet)
+    await fleet.update(policy)
+    count = []
+
+    def fault(path: str, body: dict[str, Any]) -> Any:
+        if path == "/v1/completions":
+            count.append(path)
+            if len(count) > 8:
+                raise ConnectionError
+
+    pair[1].fault = fault
+    with pytest.warns(UserWarning, match="samples no more until the next update, because http.*failed 2 times"):
+        rollout = await agent.rollout(agents.tasks(16), group_size=2)
+    assert len(rollout) == 32 and not rollout.failed and states(fleet) == ["up", "down"]
+
+
+async def test_a_cancelled_update_is_known_to_be_incomplete(
+    pair: tuple[PolicyServer, PolicyServer], policy: Policy
+) -> None:
+    server, _ = pair
+    engine = server.client()
+    reached, go_on = threading.Event(), threading.Event()
+
+    def fault(path: str, body: dict[str, Any]) -> Any:
+        if body.get("method") == "agentfly_receive" and body["args"][2] == 1:
+            reached.set()
+            go_on.wait(20)
+
+    server.fault = fault
+    nudge(policy)
+    update = asyncio.ensure_future(engine.update(policy))
+    await asyncio.to_thread(reached.wait, 20)
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    go_on.set()
+    assert not policy.lock.locked()
+    with pytest.raises(EngineError, match="it was interrupted"):
+        await engine.sample([1], Sampling(), 0)
+    server.fault = lambda path, body: None
+    await engine.update(policy)
+    assert gap(server, policy) == 0 and (await engine.sample([1], Sampling(max_tokens=2), 0)).ids
+
+
+# --- servers that do not fit ---------------------------------------------------------------------
+
+
+async def test_weights_that_a_server_cannot_load_are_refused_before_it_is_paused(
+    pair: tuple[PolicyServer, PolicyServer], policy: Policy
+) -> None:
+    server, _ = pair
+    other = policy.copy()
+    other.model.config.vocab_size = 7
+    with pytest.raises(EngineError, match=r"the server at http.* has vocab_size=\d+, but the policy has 7"):
+        await server.client().update(other)
+    with pytest.raises(EngineError, match="update needs a Policy, got a str"):
+        await server.client().update("weights")
+    server.fault = lambda path, body: (404, {"error": "Not Found"}, {}) if path == "/collective_rpc" else None
+    with pytest.raises(EngineError, match=r"cannot be changed \(.*404.*VLLM_SERVER_DEV_MODE=1 python -m vllm"):
+        await server.client().update(policy)
+    with pytest.raises(EngineError, match="requires tokens='exact'"):
+        await server.client(tokens="none").update(policy)
+    assert {path for path, _ in server.got} == {"/collective_rpc"}
+
+
+async def test_an_address_that_the_server_cannot_reach_is_named(
+    pair: tuple[PolicyServer, PolicyServer], policy: Policy
+) -> None:
+    server, _ = pair
+    before = gap(server, policy)
+    engine = server.client(weights="http://nowhere.invalid:0")
+    nudge(policy)
+    says = (
+        r"cannot read the weights \(OSError: cannot read from nowhere\.invalid:.*set weights='http://<address>:<port>'"
+    )
+    with pytest.raises(EngineError, match=says):
+        await engine.update(policy)
+    assert before == 0 < gap(server, policy) and not server.paused
+    assert (await engine.sample([1, 2], Sampling(max_tokens=2), 0)).versions == (0, 0)  # it keeps its weights
+    server.fault = lambda path, body: (
+        {"results": ["FileNotFoundError: buffer"]} if body.get("method") == "agentfly_receive" else None
+    )
+    with pytest.raises(
+        EngineError, match=r"FileNotFoundError.*must run on this machine as this user; use weights='http"
+    ):
+        await server.client().update(policy)
+    with pytest.raises(EngineError, match="weights must be 'auto', 'shm', 'http' or an address such as"):
+        server.client(weights="nccl")
+
+
+async def test_a_server_with_another_precision_is_named(
+    pair: tuple[PolicyServer, PolicyServer], policy: Policy
+) -> None:
+    pair[1].dtype = "bfloat16"
+    fleet = Fleet([server.client() for server in pair])
+    load = pair[1].agentfly_receive
+
+    def rounded(*args: Any) -> Any:
+        got = load(*args)
+        for tensor in pair[1].policy.model.parameters():
+            tensor.data.copy_(tensor.data.bfloat16())
+        return got
+
+    pair[1].agentfly_receive = rounded  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match=r"differ by .* nats .* another precision .*its dtype is bfloat16"):
+        await fleet.update(policy)
+    assert states(fleet) == ["up", "stale"] and 1e-3 < fleet.members[1].gap < 0.05
+    tolerant = Fleet([member.engine for member in fleet.members], tolerance=0.05)
+    await tolerant.update(policy)
+    assert states(tolerant) == ["up", "up"]
+
+
+async def test_the_shortest_context_counts(pair: tuple[PolicyServer, PolicyServer], policy: Policy) -> None:
+    fleet = Fleet([pair[0].client(), pair[1].client(max_length=96)])
+    assert fleet.max_length == 96
+    with pytest.raises(EngineError, match="100 ids leave no space for an action in a context of 96 tokens"):
+        await fleet.sample([1] * 100, Sampling(), 0)
+    assert states(fleet) == ["up", "up"]
+
+
+async def test_several_processes_do_not_send_weights_to_the_same_servers(
+    pair: tuple[PolicyServer, PolicyServer], policy: Policy
+) -> None:
+    accelerator = SimpleNamespace(num_processes=2, process_index=0)  # the settings are checked before it is used
+    agent = agents.agent(policy, engine=Fleet([server.client() for server in pair]))
+    with pytest.raises(SettingsError, match="every process would send its weights to the same servers"):
+        train(agent, policy, agents.tasks(2), TrainConfig(steps=1), run="run", accelerator=accelerator)
