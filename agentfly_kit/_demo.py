@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 SUCCESS = re.compile(r"success: (\d*\.\d+) -> (\d*\.\d+)(?![^\s'\"])")
-LOADING = re.compile(r"(loading \S+ \.\.\.\n)+")
+LOADING = re.compile(r"(loading [^\n]+ \.\.\.\n)+")
 ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
