@@ -90,3 +90,14 @@ def test_slow_loading_is_shown_in_a_notebook(
         threading.enumerate()[-1].join()
     assert capsys.readouterr().out == "loading a <policy> ...\n"
     assert threading.active_count() == before
+
+
+def test_saved_notebooks_have_no_loading_lines() -> None:
+    from nbformat import v4
+
+    from agentfly_kit import _demo
+
+    lines = ("loading agentfly_kit.tiny ...\nloading the policy '/a b/tiny' ...\n", "loading 3 tasks\n")
+    cell = v4.new_code_cell(outputs=[v4.new_output("stream", text=text) for text in lines])
+    _demo.static(v4.new_notebook(cells=[cell]))
+    assert [output.text for output in cell.outputs] == ["loading 3 tasks\n"]
