@@ -261,7 +261,6 @@ class Fleet(Engine):
 
     async def _check(self, members: list[FleetMember], policy: Any = None) -> None:
         """Sample a few tokens from each engine, compare their logprobs, and set state and gap of the engines."""
-        self._checked = True
         if not self._checks:
             for member in members:
                 member.state, member.reason, member.suspect = "up", "", False
@@ -282,15 +281,15 @@ class Fleet(Engine):
                 expected = answer[0], scores[answer[0]]
             else:
                 # Without a policy, compare with the last check, or with the first engine.
-                expected = self._reference = self._reference or answer
+                expected = self._reference or answer
             member.gap = _gap(answer, expected)
             if reason := self._why_stale(member, answer, expected[1], policy):
                 self._exclude(member, "stale", reason)
             else:
                 member.state, member.reason, member.suspect = "up", "", False
                 member.answer, member.expected = answer, expected[1]
-        if scores:
-            self._reference = next(iter(scores.items()))
+                self._reference = expected
+        self._checked = True
 
     def _why_stale(self, member: FleetMember, answer: _Answer, expected: tuple[float, ...], policy: Any) -> str:
         """Return why the engine does not have the expected weights; empty if it has them."""

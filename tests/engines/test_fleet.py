@@ -224,6 +224,8 @@ async def test_an_engine_with_old_weights_is_found_after_one_update(scale: float
     with pytest.warns(UserWarning, match="Server 2 samples no more until the next update, because its logprobs"):
         await fleet.update(policy)
     assert states(fleet) == ["up", "up", "stale"]
+    await fleet.probe()  # compares with an engine that passed
+    assert states(fleet) == ["up", "up", "stale"]
     assert "2 up, 1 stale" in repr(fleet) and "stale" in fleet._repr_html_()
     members[2].sessions.clear()
     rollout = await agents.agent(policy, engine=fleet).rollout(agents.tasks(8))
@@ -258,10 +260,11 @@ async def test_weights_changed_by_someone_else_are_found_by_a_probe() -> None:
 async def test_engines_of_different_models_are_found_before_the_first_request() -> None:
     policy, other = agents.fresh(), agents.fresh()
     nudge(other)
-    fleet = Fleet([Server(policy), Server(other)])
+    members = [Server(policy), Server(other)]
+    fleet = Fleet(members)
     with pytest.warns(UserWarning, match="Server 1.*other weights"):
         rollout = await agents.agent(policy, engine=fleet).rollout(agents.tasks(4))
-    assert not rollout.failed and states(fleet) == ["up", "stale"]
+    assert not rollout.failed and states(fleet) == ["up", "stale"] and not members[1].sessions
 
 
 async def test_a_policy_in_16_bits_has_another_tolerance() -> None:
