@@ -61,7 +61,7 @@ docs:  ## build the documentation in build/site
 moving-picture: install  ## record docs/images/live.webp in a browser
 	@$(PY) scripts/moving-picture
 
-POLICIES := alfworld calculator code lookup search sql webshop
+POLICIES := alfworld calculator code lookup search sql sums webshop
 policy: install  ## regenerate the shipped tasks and policies in data/ (minutes)
 	@for name in $(POLICIES); do $(PY) -m agentfly_kit.tiny tasks --name $$name --out data/$$name && \
 		$(PY) -m agentfly_kit.tiny policy --name $$name --out data/policies/$$name || exit 1; done

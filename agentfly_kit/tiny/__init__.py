@@ -34,7 +34,7 @@ from agentfly_kit.tiny.recipe import END, TEMPLATE, BaseRecipe, demonstration
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.types import Message, Trajectory
 
-NAMES = ("calculator", "alfworld", "code", "lookup", "search", "sql", "webshop")
+NAMES = ("calculator", "alfworld", "code", "lookup", "search", "sql", "sums", "webshop")
 
 _VOCABULARY = 400
 
