@@ -131,4 +131,8 @@ assert {len(group) for group in rollout.groups} == {16}
 assert rollout.summary()["executed"] < sum(len(t.tool_calls) for t in rollout)
 assert all(abs(row["weighted"] - truth) < 0.05 for row in rows.values() if "weighted" in row)
 """,
+    "29_tptu": """
+assert before["one-step"].success < after["one-step"].success < after["sequential"].success
+assert results["calls of one-step, dependent"] == 1 < results["calls of sequential, dependent"]
+""",
 }
