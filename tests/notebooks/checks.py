@@ -157,4 +157,8 @@ assert longer.proposed.tolist() == [0.5, 0.4, 0.4, 0.6] and len(trace) == 3
 assert sorted(learned.names) == sorted(NAMES) and rescued is not None and EMPTY == af.ToolSet()
 assert not os.path.exists("made") and results["reader, test"] > 0.7
 """,
+    "29_tptu": """
+assert before["one-step"].success < after["one-step"].success < after["sequential"].success
+assert results["calls of one-step, dependent"] == 1 < results["calls of sequential, dependent"]
+""",
 }
