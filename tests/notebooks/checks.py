@@ -122,6 +122,10 @@ assert {turn.author for t in chains for turn in t.actions} == {"planner", "worke
 assert int(batch.mask.sum()) == sampled["worker"] > 0 and sampled["planner"] > 0
 assert pair_after.success - pair_before.success >= 0.3
 """,
+    "20_agent_lightning": """
+assert {turn.author for t in chains for turn in t.actions} == {"planner", "people", "things"}
+assert len({len(t.actions) for t in chains}) > 3 and trained > 0 == pull["things"]
+""",
     "33_why_it_does_not_learn": """
 assert not healthy.serious and run.diagnose()[0].name == "constant_reward"
 assert repaired.summary()["success"] > 0
