@@ -15,6 +15,7 @@ FAMILIES: tuple[str, ...] = (
     "calculator",
     "chess",
     "code",
+    "competition",
     "judge",
     "lookup",
     "math",

@@ -24,7 +24,7 @@ def ready() -> list[str]:
     return [name for name in FAMILIES if not getattr(af.envs, name).family.missing and name not in APART]
 
 
-FEWER = {"alfworld": 24, "code": 24, "repo": 6, "sql": 16}
+FEWER = {"alfworld": 24, "code": 24, "competition": 16, "repo": 6, "sql": 16}
 """Number of tasks of families whose chains are slow."""
 
 
@@ -320,6 +320,8 @@ async def test_a_fork_continues_from_the_same_state_or_raises(name: str) -> None
         ("sql", {"gold": "SELECT 1"}, "it has no database: add a field 'script'"),
         ("sql", {"gold": "SELECT 1", "database": "nowhere.sqlite"}, "'nowhere.sqlite' does not exist"),
         ("sql", {"script": "SELECT 1"}, "it has no field 'gold'"),
+        ("competition", {"competition": "stocks", "world": 1}, "field 'competition' must be one of 'slope', 'tide'"),
+        ("competition", {"competition": "slope"}, "field 'world' is missing"),
         ("math", {"answer": None}, "answer must be a string or a number, got None (NoneType)"),
     ],
 )

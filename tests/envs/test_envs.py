@@ -104,7 +104,7 @@ async def test_chains_of_a_group_get_the_same_seed_which_a_task_may_set() -> Non
     assert 5 in seeds
 
 
-@pytest.mark.parametrize("family", ["code", "repo", "sql"])
+@pytest.mark.parametrize("family", ["code", "competition", "repo", "sql"])
 async def test_unknown_sandbox_settings_are_rejected_by_name(family: str) -> None:
     """They are rejected when the agent is created, not when its first chain needs a sandbox."""
     module = getattr(af.envs, family)

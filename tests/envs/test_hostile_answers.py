@@ -71,7 +71,8 @@ ARGUMENTS = ("", "\x00", "\ud800", "1e999", "9**9**9", "(" * LONG, "a[" * LONG, 
 
 @pytest.mark.parametrize("name", INSTALLED)
 async def test_no_argument_of_a_tool_fails_its_chain(name: str) -> None:
-    options = {"code": {"seconds": 0.5}, "sql": {"seconds": 0.5}, "repo": {"seconds": 0.5}}.get(name, {})
+    options = {"code": {"seconds": 0.5}, "sql": {"seconds": 0.5}, "repo": {"seconds": 0.5},
+               "competition": {"seconds": 0.5}}.get(name, {})  # fmt: skip
     environment, context, pools = await episode(name, **options)
     try:
         for tool in getattr(af.envs, name).family.tools:

@@ -140,6 +140,18 @@ assert pair_after.success - pair_before.success >= 0.3
 assert len(rollout) == 256 and not rollout.failed
 assert not HAVE_VLLM or (before > 1e-3 and max(lags) > 0 == lags[0])
 """,
+    "20_agent_lightning": """
+assert {turn.author for t in chains for turn in t.actions} == {"planner", "people", "things"}
+assert len({len(t.actions) for t in chains}) > 3 and trained > 0 == pull["things"]
+""",
+    "22_masksearch": """
+assert hack["recall"] == 1 and hack["f1"] < 0.15 and bounds["searches"] == 1
+assert results["mixed gaps"] >= results["no practice"] + 0.2
+""",
+    "23_mle_gym": """
+assert results["after"] >= 0.6 and results["after"] >= results["control"] + 0.25
+assert set(curves) == set(evaluations) and chain.reward == 0
+""",
     "33_why_it_does_not_learn": """
 assert not healthy.serious and run.diagnose()[0].name == "constant_reward"
 assert repaired.summary()["success"] > 0

@@ -1,0 +1,391 @@
+"""competition: small machine-learning competitions, scored by the position on a leaderboard (as in MLE-Dojo).
+
+A chain writes Python programs that read train.csv and test.csv and write submission.csv. The programs run in a sandbox
+with the standard library only. The labels of the test rows never enter the sandbox: the environment reads
+submission.csv and scores it in this process. `data/competition/baselines.py` is in the folder of every chain.
+
+    agent = af.envs.competition.agent(engine, chat=chat, options={"shaped": True})
+
+Four kinds of data are generated: "slope" (a plane), "tide" (a curved surface), "growth" (factors) and "ring" (two
+classes). Each has a public and a private leaderboard of eight competitors.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentfly_kit import task_files
+from agentfly_kit.envs.base import SandboxEnvironment
+from agentfly_kit.envs.family import Family, Move, first_world, int_field, row_id, tool_outputs
+from agentfly_kit.errors import SandboxError, SettingsError, TaskError, ToolError
+from agentfly_kit.sandboxes.python import PythonSandbox
+from agentfly_kit.sandboxes.settings import forward_signature
+from agentfly_kit.tools.tool import tool
+from agentfly_kit.types import Message, Task, ToolResult
+
+# Kind -> metric. Lower is better, except for accuracy.
+KINDS = {"slope": "rmse", "tide": "mae", "growth": "rmsle", "ring": "accuracy"}
+# A position of at least this value counts as a success.
+MEDAL = 0.75
+_TRAIN, _TEST, _COMPETITORS = 120, 100, 8
+# Longest submission that is read, in characters.
+_LONGEST = 32_768
+
+# --- scores --------------------------------------------------------------------------------------
+
+
+def position(score: float, leaderboard: Sequence[float], *, lower: bool = False) -> float:
+    """Return the share of a leaderboard that a score reaches or beats.
+
+    With the rank k of the first of N competitors that is not better, or N + 1, this is (N - k + 1) / N. A tie counts as
+    a win.
+
+    Args:
+        score: score of the submission.
+        leaderboard: scores of the N competitors, in any order.
+        lower: whether lower scores are better.
+
+    Raises:
+        SettingsError: if the leaderboard is empty or a number is NaN.
+    Source:
+        MLE-Dojo, arXiv 2505.07782, and its code; averaged over both leaderboards it is the reward there.
+    """
+    if not leaderboard or math.isnan(score) or any(map(math.isnan, leaderboard)):
+        raise SettingsError(f"a position needs a leaderboard and numbers, got {score!r} and {list(leaderboard)!r:.100}")
+    return sum(score <= other if lower else score >= other for other in leaderboard) / len(leaderboard)
+
+
+def raw_score(metric: str, predictions: Sequence[float], labels: Sequence[float]) -> float:
+    """Return the value of a metric of `KINDS`. For "rmsle", negative predictions count as 0."""
+    if metric == "accuracy":
+        return sum(p == y for p, y in zip(predictions, labels, strict=True)) / len(labels)
+    if metric == "rmsle":
+        predictions, labels = ([math.log1p(max(v, 0.0)) for v in values] for values in (predictions, labels))
+    gaps = [abs(p - y) for p, y in zip(predictions, labels, strict=True)]
+    if metric == "mae":
+        return sum(gaps) / len(gaps)
+    return math.sqrt(sum(gap * gap for gap in gaps) / len(gaps))
+
+
+def read_submission(text: str, ids: Sequence[int]) -> list[float]:
+    """Return the predictions of a submission, in the order of `ids`.
+
+    Raises:
+        ToolError: naming the first line that is wrong.
+    """
+    header, *lines = text.strip().splitlines() or [""]
+    if header.strip() != "id,y":
+        raise ToolError(f"the first line of submission.csv must be 'id,y', got {header[:40]!r}")
+    if len(lines) != len(ids):
+        raise ToolError(f"submission.csv must have {len(ids)} rows, got {len(lines)}")
+    found = []
+    for number, line in zip(ids, lines, strict=True):
+        name, _, value = line.partition(",")
+        try:
+            found.append(float(value) if len(value) <= 40 and name.strip() == str(number) else math.nan)
+        except ValueError:
+            found.append(math.nan)
+        if not math.isfinite(found[-1]):
+            raise ToolError(f"row {number} of submission.csv must be '{number},' and a number, got {line[:40]!r}")
+    return found
+
+
+# --- generated competitions ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Competition:
+    """A generated competition. `labels` and the leaderboards are never shown to the chain."""
+
+    name: str
+    metric: str
+    train: tuple[tuple[float, ...], ...]
+    test: tuple[tuple[float, ...], ...]
+    labels: tuple[float, ...]
+    public: tuple[float, ...]
+    private: tuple[float, ...]
+
+    @property
+    def lower(self) -> bool:
+        return self.metric != "accuracy"
+
+    def score(self, predictions: Sequence[float]) -> tuple[float, float, float]:
+        """Return the raw score on the public half of the test rows, and the positions on both leaderboards."""
+        places = []
+        for half, board in enumerate((self.public, self.private)):
+            raw = raw_score(self.metric, predictions[half::2], self.labels[half::2])
+            places.append(position(raw, board, lower=self.lower))
+        return raw_score(self.metric, predictions[::2], self.labels[::2]), places[0], places[1]
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Content of the chain's folder."""
+        return {
+            "train.csv": "id,x1,x2,y\n"
+            + "".join(f"{i},{x:.6f},{z:.6f},{y:.6g}\n" for i, (x, z, y) in enumerate(self.train)),
+            "test.csv": "id,x1,x2\n" + "".join(f"{i},{x:.6f},{z:.6f}\n" for i, (x, z) in enumerate(self.test)),
+            "sample_submission.csv": "id,y\n" + "".join(f"{i},0\n" for i in range(_TEST)),
+            "baselines.py": _baselines(),
+        }
+
+
+@functools.cache
+def _baselines() -> str:
+    return task_files.bundled_folder().joinpath("competition", "baselines.py").read_text(encoding="utf-8")
+
+
+@functools.lru_cache(256)
+def generate(kind: str, world: int) -> Competition:
+    """Return competition number `world` of a kind. Competitors are the true labels with more and more noise."""
+    rng = random.Random(f"competition {kind} {world}")
+    a, b, c = (rng.choice((-1, 1)) * rng.uniform(1.0, 2.0) for _ in range(3))
+    laws: dict[str, Callable[[float, float], float]] = {
+        "slope": lambda x, z: a * x + b * z + c,
+        "tide": lambda x, z: a * x * x + b * x * z + c * z,
+        "growth": lambda x, z: math.exp(a * x + b * z + 1.0),
+        "ring": lambda x, z: float(x * x + z * z < 0.64),
+    }
+    points = [(round(rng.uniform(-1, 1), 6), round(rng.uniform(-1, 1), 6)) for _ in range(_TRAIN + _TEST)]
+
+    def noisy(point: tuple[float, float], noise: float) -> float:
+        y = laws[kind](*point)
+        if kind == "ring":
+            return 1.0 - y if rng.random() < min(0.6 * noise, 0.5) else y
+        return float(f"{y * math.exp(rng.gauss(0, noise)) if kind == 'growth' else y + rng.gauss(0, noise):.6g}")
+
+    ys = [noisy(point, 0.08) for point in points]
+    test, labels = points[_TRAIN:], ys[_TRAIN:]
+    boards: tuple[list[float], list[float]] = ([], [])
+    for i in range(_COMPETITORS):
+        guesses = [noisy(point, 0.12 * 1.45**i) for point in test]
+        for half, board in enumerate(boards):
+            board.append(raw_score(KINDS[kind], guesses[half::2], labels[half::2]))
+    name = f"{kind}-{hashlib.sha256(f'{kind} {world}'.encode()).hexdigest()[:8]}"
+    train = tuple((*point, y) for point, y in zip(points, ys[:_TRAIN], strict=False))
+    best_first = (tuple(sorted(board, reverse=kind == "ring")) for board in boards)
+    return Competition(name, KINDS[kind], train, tuple(test), tuple(labels), *best_first)
+
+
+# --- environment ---------------------------------------------------------------------------------
+
+_SEED = """
+for _name, _text in {files!r}.items():
+    with open(_name, "w") as _file:
+        _file.write(_text)
+"""
+_COLLECT = f"""
+def _collect():
+    import os, stat
+    try:
+        about = os.lstat("submission.csv")
+    except OSError:
+        return "missing"
+    try:
+        if not stat.S_ISREG(about.st_mode):
+            return "strange"
+        if about.st_size > {_LONGEST}:
+            return "long"
+        with open("submission.csv", encoding="utf-8", errors="replace") as file:
+            return "ok\\n" + file.read({_LONGEST})
+    finally:
+        os.rename("submission.csv", "submission.old") if stat.S_ISDIR(about.st_mode) else os.remove("submission.csv")
+print(_collect())
+"""
+_REFUSED = {
+    "missing": "the program wrote no submission.csv",
+    "strange": "submission.csv is not a file",
+    "long": f"submission.csv has more than {_LONGEST} bytes",
+}
+
+
+@forward_signature(PythonSandbox, packages=False, max_output=2**17)
+class Contest(SandboxEnvironment):
+    """Environment with one competition and an interpreter in whose folder its files are.
+
+    The reward is the best position of all submissions, averaged over the public and the private leaderboard.
+
+    Args:
+        shaped: if true, the turn reward of a submission is its improvement of the best position, and the final reward
+            is 0. The sum is the same, and submitting the same file again earns nothing.
+        seconds: time limit for one program.
+        **sandbox: settings of `PythonSandbox`.
+    """
+
+    _sandbox: PythonSandbox
+
+    def __init__(self, *, shaped: bool = False, seconds: float = 5.0, **sandbox: Any) -> None:
+        self._sandbox = PythonSandbox(**({"packages": False, "max_output": 2**17} | sandbox))
+        self._shaped, self._seconds, self._used = shaped, seconds, False
+        self.best, self.submissions, self.events = 0.0, 0, list[str]()
+
+    def check_task(self, task: Task) -> None:
+        """Raise TaskError if the kind of competition is unknown or `world` is not an integer."""
+        kind = task.fields.get("competition")
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise TaskError(f"field 'competition' must be one of {', '.join(map(repr, KINDS))}, got {kind!r:.100}")
+        int_field(task, "world")
+
+    async def reset(self, task: Task, seed: int) -> None:
+        """Write the files of the task's competition."""
+        self.check_task(task)
+        self._contest = generate(task.fields["competition"], task.fields["world"])
+        self.best, self.submissions, self.events = 0.0, 0, []
+        await self._restart()
+
+    async def _restart(self) -> None:
+        if self._used:
+            await self._sandbox.reset()
+        self._used = True
+        written = await self._sandbox.run(_SEED.format(files=self._contest.files), timeout=60.0)
+        if not written.ok:
+            raise SandboxError(f"the files of the competition could not be written: {written.error}")
+
+    @tool
+    def request_info(self, info: str) -> str:
+        """Get information about the competition.
+
+        Args:
+            info: overview, metric, data, sample_submission or all.
+        """
+        better = "lower" if self._contest.lower else "higher"
+        texts = {
+            "overview": f"{self._contest.name}: predict y from x1 and x2. Write submission.csv with columns id and y.",
+            "metric": f"{self._contest.metric}, {better} is better; the position on the leaderboard counts",
+            "data": f"train.csv ({_TRAIN} rows: id,x1,x2,y), test.csv ({_TEST} rows: id,x1,x2), "
+            "baselines.py (models that write a submission)",
+            "sample_submission": "id,y\n0,0\n1,0",
+        }
+        if info != "all" and info not in texts:
+            raise ToolError(f"info must be {', '.join(texts)} or all")
+        return "\n".join(texts.values()) if info == "all" else texts[info]
+
+    @tool(timeout=120.0)
+    async def validate(self, code: str) -> ToolResult:
+        """Run a program without submitting what it writes.
+
+        Args:
+            code: the program.
+        """
+        return self._log("validate", *await self._run(code, submit=False))
+
+    @tool(timeout=120.0)
+    async def execute(self, code: str) -> ToolResult:
+        """Run a program and submit the submission.csv that it writes.
+
+        Args:
+            code: the program.
+        """
+        return self._log("execute", *await self._run(code, submit=True))
+
+    @tool
+    def history(self) -> str:
+        """List the programs run so far and their results."""
+        return "\n".join(self.events) or "nothing was run"
+
+    @tool(name="reset", timeout=120.0)
+    async def restart(self) -> str:
+        """Restore the folder and the interpreter. Submissions made so far still count."""
+        await self._restart()
+        return "The folder is as it was at the beginning."
+
+    async def _run(self, code: str, *, submit: bool) -> tuple[bool, str, float]:
+        """Run a program and return whether it succeeded, what the model sees, and the improvement of the best."""
+        result = await self._sandbox.run(code, timeout=self._seconds)
+        collected = await self._sandbox.run(_COLLECT, timeout=10.0)
+        if not result.ok:
+            return False, f"the program failed: {(result.error or 'stopped').strip().splitlines()[-1][:300]}", 0.0
+        status, _, text = collected.stdout.partition("\n")
+        if not collected.ok or status != "ok":
+            return False, _REFUSED.get(status, "submission.csv cannot be read"), 0.0
+        try:
+            predictions = read_submission(text, range(len(self._contest.test)))
+        except ToolError as error:
+            return False, str(error), 0.0
+        if not submit:
+            return True, "the submission is valid", 0.0
+        raw, public, private = self._contest.score(predictions)
+        gain = max(0.0, (public + private) / 2 - self.best)
+        self.best += gain
+        self.submissions += 1
+        return True, f"{self._contest.metric} {raw:.4f}, position {public:.2f}", gain
+
+    def _log(self, what: str, ok: bool, text: str, gain: float) -> ToolResult:
+        self.events.append(f"{len(self.events) + 1}. {what}: {text}")
+        return ToolResult(ok, text, reward=gain if self._shaped else None)
+
+    async def reward(self) -> dict[str, float]:
+        """Return the best position, or 0 if `shaped`. Success is a best position of at least `MEDAL`.
+
+        Additional metrics: best, submissions (valid ones) and programs (all programs run).
+        """
+        counts = {"submissions": float(self.submissions), "programs": float(len(self.events))}
+        reward = 0.0 if self._shaped else self.best
+        return {"reward": reward, "success": float(self.best >= MEDAL), "best": self.best} | counts
+
+    async def fork(self, into: Contest) -> None:
+        """Copy the state and replay the programs. Raise SandboxError if a result differs."""
+        into._contest, into._used = self._contest, True
+        into.best, into.submissions, into.events = self.best, self.submissions, list(self.events)
+        await self._sandbox.fork(into._sandbox)
+
+
+# --- tasks ---------------------------------------------------------------------------------------
+
+
+def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
+    """Generate rows {"id", "question", "competition", "world"}. The kinds alternate; no world is in both splits."""
+    found = []
+    for i in range(n):
+        kind, world = list(KINDS)[i % len(KINDS)], first_world(split, seed) + i
+        metric = KINDS[kind]
+        question = (
+            f"Competition {generate(kind, world).name}: predict y from x1 and x2, measured by {metric}. "
+            "baselines.py has zero, mean, median, linear, quadratic, exponential and knn."
+        )
+        found.append(
+            {"id": row_id("competition", split, seed, i), "question": question, "competition": kind, "world": world}
+        )
+    return found
+
+
+# Kind -> the model of baselines.py that fits it.
+BEST = {"slope": "linear()", "tide": "quadratic()", "growth": "exponential()", "ring": "quadratic()"}
+
+
+def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
+    """Submit the model that fits the data."""
+    if tool_outputs(messages):
+        return "done"
+    return "execute", {"code": f"import baselines\nbaselines.{BEST[task.fields['competition']]}"}
+
+
+def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
+    """Submit constants, or random numbers of the wrong length, or ask for information."""
+    if rng.random() < 0.3:
+        return rng.choice(["done", "I don't know"])
+    codes = ("baselines.zero()", "baselines.mean()", "baselines.median()", "open('submission.csv', 'w').write('id,y')")
+    if rng.random() < 0.2:
+        return "request_info", {"info": rng.choice(("overview", "metric", "prizes"))}
+    return rng.choice(("validate", "execute")), {"code": f"import baselines\n{rng.choice(codes)}"}
+
+
+family = Family(
+    name="competition",
+    what="machine-learning competitions with leaderboards; programs run in a sandbox without the labels",
+    environment=Contest,
+    rows=rows,
+    expert_player=expert_player,
+    random_player=random_player,
+    max_turns=8,
+    max_tokens=256,
+    pool_size=8,
+    size="256 train and 64 test tasks included; any number can be generated",
+    splits={"train": 256, "test": 64},
+)
+tasks, agent, expert, random_agent = family.tasks, family.agent, family.expert, family.random_agent
