@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import functools
 import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import packages
 import pytest
 
 FOLDER = Path(__file__).parent / "frameworks"
@@ -37,14 +41,30 @@ DIGESTS = {
 @functools.cache
 def chains_of(module: str, function: str = "solve", concurrency: int = 16) -> list[dict[str, Any]]:
     """Run an agent in a new process, so that the frameworks do not influence each other."""
+    if module == "with_autogen":
+        return _run(module, function, concurrency, autogen())
     if importlib.util.find_spec(PACKAGES[module]) is None:
         pytest.skip(f"not installed: {PACKAGES[module]}")
+    return _run(module, function, concurrency, FOLDER)
+
+
+@functools.cache
+def autogen() -> Path:
+    """Install AutoGen in a folder. It requires protobuf < 6, which other packages of the environment do not accept."""
+    folder = Path(tempfile.mkdtemp(prefix="agentfly-autogen-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    versions = "autogen-agentchat==0.7.5 autogen-core==0.7.5 autogen-ext==0.7.5"
+    packages.install(folder, f"{versions} jsonref protobuf==5.29.6")
+    return folder
+
+
+def _run(module: str, function: str, concurrency: int, path: Path) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, str(FOLDER / "run.py"), module, function, str(concurrency)],
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(FOLDER), str(path)])},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -6,13 +6,12 @@ import ast
 import inspect
 import linecache
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import agents
+import packages
 import pytest
 from paths import ROOT
 
@@ -82,25 +81,18 @@ def test_the_snippets_of_trl_are_accepted_by_trl() -> None:
     assert [tool.__name__ for tool in counting.tools] == ["increment"]
 
 
-# Not in the environment, because these packages pin versions of packages that others here need in newer versions.
 ART = "openpipe-art==0.5.18 litellm==1.82.0 polars polars-runtime-32 tblib setproctitle nest-asyncio fastuuid "
 ART += "h2 hpack hyperframe"
 TINKER = "tinker==0.38.0 tinker-cookbook==0.6.1 tml-renderers chz pyqwest"
-
-
-def _install(monkeypatch: pytest.MonkeyPatch, folder: Path, packages: str) -> None:
-    """Install packages without their dependencies in a folder and add it to the import path of this test."""
-    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", str(folder), *packages.split()]
-    subprocess.run(command, check=True)
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
 
 @pytest.mark.real
 async def test_the_snippet_of_art_runs_as_a_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import agentfly_kit as af
 
-    _install(monkeypatch, tmp_path, ART)
+    packages.install(tmp_path, ART)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import art  # type: ignore[import-not-found, unused-ignore]
 
     trained: list[Any] = []
@@ -127,7 +119,8 @@ async def test_the_snippet_of_art_runs_as_a_harness(tmp_path: Path, monkeypatch:
 async def test_the_snippet_of_tinker_is_an_environment_of_tinker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _install(monkeypatch, tmp_path, TINKER)
+    packages.install(tmp_path, TINKER)
+    monkeypatch.syspath_prepend(tmp_path)
     from tinker_cookbook import renderers  # type: ignore[import-not-found, unused-ignore]
     from tinker_cookbook.rl import types  # type: ignore[import-not-found, unused-ignore]
 
