@@ -59,7 +59,9 @@ class Harness(InjectedFunction[..., Any]):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function, None, None, ("endpoint", "task", "context"))
         for name, parameter in self._parameters.items():
-            wanted = {Endpoint: "endpoint", Task: "task"}.get(parameter.annotation, name)
+            wanted = (
+                "endpoint" if parameter.annotation is Endpoint else "task" if parameter.annotation is Task else name
+            )
             if name != wanted:
                 raise self._error(
                     f"parameter {name!r} of type {parameter.annotation.__name__} must be named {wanted!r}"

@@ -359,9 +359,9 @@ class OpenAIEngine(Engine):
         Raises:
             EngineError: If the server fails or returns no such logprobs, or the ids do not fit into its context.
         """
+        if not 2 <= len(ids) <= self.max_length:
+            raise EngineError(f"ids must be 2 to {self.max_length} ids to be scored by {self!r}, got {len(ids)}")
         *before, last = (int(i) for i in ids)
-        if len(before) >= self.max_length:
-            raise EngineError(f"at most {self.max_length} ids can be scored by {self!r}, got {len(ids)}")
         # vLLM samples at least one token, for which there must be room, so the last id is scored as that token.
         body = self._completion(before, Sampling(max_tokens=1)) | {"prompt_logprobs": 0, "logprob_token_ids": [last]}
         answer = await self._request("POST", "/completions", body)

@@ -363,7 +363,7 @@ async def test_given_ids_are_scored(server: Server) -> None:
     await model.check_teacher(agents.chat(), 8)
     assert await model.score([5, 6, 7]) == (-0.06, -0.07)
     assert server.got[-1][1]["prompt_logprobs"] == 0 and server.got[-1][1]["temperature"] == 1.0
-    with pytest.raises(EngineError, match=r"at most 8 ids can be scored by .*, got 9"):
+    with pytest.raises(EngineError, match=r"ids must be 2 to 8 ids to be scored by .*, got 9"):
         await model.score(range(9))
     serve(server)
     with pytest.raises(EngineError, match="returned no logprobs of given ids"):
