@@ -138,4 +138,9 @@ assert longer.proposed.tolist() == [0.5, 0.4, 0.4, 0.6] and len(trace) == 3
 assert sorted(learned.names) == sorted(NAMES) and rescued is not None and EMPTY == af.ToolSet()
 assert not os.path.exists("made") and results["reader, test"] > 0.7
 """,
+    "26_evoagent": """
+assert alone == [FIRST] and 13 <= small.total() <= 37
+assert len(set(population)) == len(population) and calls.total() < 1 + 11 * T * N + T
+assert results["fittest agent, test"] > results["first agent, test"] + 0.2
+""",
 }
