@@ -143,4 +143,9 @@ assert alone == [FIRST] and 13 <= small.total() <= 37
 assert len(set(population)) == len(population) and calls.total() < 1 + 11 * T * N + T
 assert results["fittest agent, test"] > results["first agent, test"] + 0.2
 """,
+    "24_meco": """
+assert sum(int(t.action_mask[len(t.turns[0].ids)]) for t in gate.rollout) == 0
+assert abs(gate.success - success(corrected)) < 1e-6 and best_rates[0.1] >= best_rates[0.9]
+assert says_call["test"].std() < 0.05 and table["first token"].between(0.4, 0.6).all()
+""",
 }
