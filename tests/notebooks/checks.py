@@ -173,4 +173,14 @@ assert not os.path.exists("made") and results["reader, test"] > 0.7
 assert before["one-step"].success < after["one-step"].success < after["sequential"].success
 assert results["calls of one-step, dependent"] == 1 < results["calls of sequential, dependent"]
 """,
+    "26_evoagent": """
+assert alone == [FIRST] and 13 <= small.total() <= 37
+assert len(set(population)) == len(population) and calls.total() < 1 + 11 * T * N + T
+assert results["fittest agent, test"] > results["first agent, test"] + 0.2
+""",
+    "24_meco": """
+assert sum(int(t.action_mask[len(t.turns[0].ids)]) for t in gate.rollout) == 0
+assert abs(gate.success - success(corrected)) < 1e-6 and best_rates[0.1] >= best_rates[0.9]
+assert says_call["test"].std() < 0.05 and table["first token"].between(0.4, 0.6).all()
+""",
 }
