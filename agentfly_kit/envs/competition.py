@@ -137,7 +137,7 @@ class Competition:
 
 @functools.cache
 def _baselines() -> str:
-    return task_files.bundled_folder().joinpath("competition", "baselines.py").read_text(encoding="utf-8")
+    return str(task_files.bundled_folder().joinpath("competition", "baselines.py").read_text(encoding="utf-8"))
 
 
 @functools.lru_cache(256)
