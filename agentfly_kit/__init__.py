@@ -22,6 +22,7 @@ _MODULES = {
     "losses": "losses",
     "tiny": "tiny",
     "toolbox": "tools.builtin",
+    "traces": "integrations.traces",
     "trackers": "integrations.trackers",
     "trl": "integrations.trl",
     "widgets": "widgets",

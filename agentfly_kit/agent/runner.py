@@ -232,6 +232,11 @@ class RolloutHandle(Handle[Rollout], Displayable):
         if self._task is None:
             self.agent._last_handle[:] = [self]
             self._progress.start()
+            if self.agent.watch is not None:
+                try:
+                    self.agent.watch(self)
+                except Exception as error:
+                    warn_or_log(f"Agent(watch=) raised {type(error).__name__}: {error}")
             self._task = asyncio.get_running_loop().create_task(self._run(), name="agentfly-rollout")
             self._task.add_done_callback(lambda _: self._notify_readers(None))
             if self._stopping:
@@ -432,9 +437,10 @@ class RolloutHandle(Handle[Rollout], Displayable):
     def _failed_trajectory(self, task: Task, key: ChainKey, error: Exception) -> Trajectory:
         """Return the trajectory of a chain that could not be created, and report it."""
         self._progress.report(key.id, "chain", "start", "waiting", 0)
-        self._progress.report(key.id, "chain", "end", "failed", 0, "error")
         failure = Failure.from_exception("chat", error)
-        return Trajectory(key.id, task, key.group, key.chain, (), "error", error=failure)
+        trajectory = Trajectory(key.id, task, key.group, key.chain, (), "error", error=failure)
+        self._progress.report(key.id, "chain", "end", "failed", 0, "error", result=trajectory)
+        return trajectory
 
     def _finished(self, trajectory: Trajectory) -> None:
         self._done[trajectory.id] = trajectory
