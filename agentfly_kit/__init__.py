@@ -20,6 +20,7 @@ _MODULES = {
     "filters": "batch.filters",
     "hooks": "agent.hooks",
     "losses": "losses",
+    "ray": "integrations.ray",
     "tiny": "tiny",
     "toolbox": "tools.builtin",
     "traces": "integrations.traces",

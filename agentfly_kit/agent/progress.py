@@ -178,12 +178,16 @@ class Progress:
         detail: str = "",
         call: str = "",
         result: Trajectory | None = None,
+        seconds: float | None = None,
     ) -> None:
-        """Update the state of a chain and notify the listeners; see `RolloutEvent` for the arguments."""
+        """Update the state of a chain and notify the listeners; see `RolloutEvent` for the arguments.
+
+        `seconds` is the time of an event that is reported later.
+        """
         before = self._states.get(trajectory)
         if before is None:  # a fork that was created and run by a hook
             return
-        seconds = self.seconds
+        seconds = self.seconds if seconds is None else seconds
         self._states[trajectory] = self._next_state(before, kind, phase, state, turn, detail, seconds)
         if self.listeners:
             self._sequence += 1
