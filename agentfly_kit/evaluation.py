@@ -11,6 +11,7 @@ from agentfly_kit._async.pending_call import pending_call
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.budget import Budget
+from agentfly_kit.agent.remote import GroupWorkers
 from agentfly_kit.agent.rollout import Rollout, RolloutDiff
 from agentfly_kit.agent.settings import task_list
 from agentfly_kit.errors import SettingsError
@@ -97,6 +98,7 @@ async def evaluate(
     greedy: bool = False,
     budget: Budget | None = None,
     group_budget: Budget | None = None,
+    workers: GroupWorkers | None = None,
 ) -> Evaluation:
     """Roll out `samples` chains of each task for each seed, and summarise their rewards.
 
@@ -114,6 +116,7 @@ async def evaluate(
         budget: limits shared by all chains of a seed. Chains that could not start because of the budget are listed in
             `evaluation.rollout.not_run` and are not evaluated.
         group_budget: limits shared by the chains of one task and seed.
+        workers: processes that run the groups, created by `af.ray.workers`, or None for this process.
 
     Raises:
         SettingsError: if the agent has no reward, no chain was scored, or `seeds` is empty or has duplicates.
@@ -140,6 +143,7 @@ async def evaluate(
             group_budget=group_budget,
             index=seed,
             purpose="evaluate",
+            workers=workers,
         )
         found.extend(rollout.trajectories)
         not_run.update(rollout.not_run)

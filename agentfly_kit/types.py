@@ -398,10 +398,15 @@ class ToolCall(Displayable):
         """
         if self.rerunner is None:
             raise EngineError(
-                f"this call of {self.name!r} cannot be rerun: it was loaded from disk, or its tool is unknown; "
+                f"this call of {self.name!r} cannot be rerun: it was loaded from disk or made in another process, or "
+                f"its tool is unknown; "
                 f"call the tool directly: await tool.try_(**call.arguments)"
             )
         return self.rerunner(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The pools of a rerunner cannot be sent to another process.
+        return self.__dict__ | {"rerunner": None}
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{k}={v!r}" for k, v in self.arguments.items())

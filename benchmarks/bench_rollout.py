@@ -8,6 +8,8 @@ engine   Sampled tokens per CPU second of `LocalEngine` (chains as coroutines, e
          the same work, so differences between rounds are due to other load, and the fastest round is reported.
 chains   `ScriptedEngine` with 20 ms per turn and 200 ms per tool call: wall time of 64 chains relative to the latency
          of one chain, CPU cost per trajectory with 4,096 chains relative to 64, and memory per waiting chain.
+traces   CPU time of 64 chains of the calculator policy with `af.traces.opentelemetry()` and an in-memory exporter,
+         relative to the same chains without. Both alternate, and the median ratio of the pairs is reported.
 vllm     The same chains with `VLLMEngine`, if vLLM is installed. The CPU time includes all processes of vLLM.
 """
 
@@ -282,6 +284,53 @@ def chain_figures() -> dict[str, Any]:
     return asyncio.run(measure())
 
 
+@af.tool
+def calculator(expression: str) -> int:
+    """Evaluate an arithmetic expression.
+
+    Args:
+        expression: for example "3*(4+5)".
+    """
+    return int(eval(expression))
+
+
+@af.reward
+def answered(final: str | None, answer: str) -> float:
+    return float(final == answer)
+
+
+def trace_figures(rounds: int) -> dict[str, float]:
+    if importlib.util.find_spec("opentelemetry") is None:
+        return {}
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    policy = af.tiny.policy("calculator")
+    agent = af.Agent(af.LocalEngine(policy), chat=policy.chat, tools=[calculator], reward=answered)
+    traced = agent.replace(watch=af.traces.opentelemetry(provider.get_tracer("bench")))
+    tasks = af.load_tasks("calculator").test[:8]
+
+    def cpu(given: af.Agent) -> float:
+        gc.collect()
+        began = time.process_time()
+        asyncio.run(_awaited(given.rollout(tasks, 8)))
+        provider.force_flush()
+        return time.process_time() - began
+
+    for given in (agent, traced):
+        cpu(given)
+    pairs = [(cpu(agent), cpu(traced)) for _ in range(rounds)]
+    return {
+        "cpu seconds of 64 chains": round(statistics.median(a for a, _ in pairs), 3),
+        "with traces over without": round(statistics.median(b / a for a, b in pairs), 3),
+        "spans a chain": round(len(exporter.get_finished_spans()) / (rounds + 1) / 64, 2),
+    }
+
+
 async def _awaited(run: Any) -> Any:
     return await run
 
@@ -293,6 +342,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     figures = {"engine": engine_figures(arguments.rounds, arguments.batch), "chains": chain_figures()}
+    figures["traces"] = trace_figures(arguments.rounds)
     figures["vllm"] = asyncio.run(vllm_figures(arguments.rounds, arguments.batch))
     text = json.dumps(figures, indent=1)
     print(text)

@@ -178,6 +178,8 @@ def test_extras_are_the_agreed_words() -> None:
         [
             "lab",
             "trackers",
+            "otel",
+            "ray",
             "trl",
             "vllm",
             "envs",

@@ -10,6 +10,7 @@ from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.agent.harness import create_chain
+from agentfly_kit.agent.remote import GroupWorkers
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import AgentSettings, task_list
 from agentfly_kit.errors import SettingsError, checks_keywords
@@ -71,6 +72,7 @@ class Agent(AgentSettings):
         purpose: str = "rollout",
         progress: bool = False,
         share: tuple[int, int] = (0, 1),
+        workers: GroupWorkers | None = None,
     ) -> RolloutHandle:
         """Run `group_size` chains of each task concurrently. The rollout starts when the returned handle is awaited.
 
@@ -88,7 +90,20 @@ class Agent(AgentSettings):
             progress: show a progress bar.
             share: (i, n) runs every n-th task, starting with task i, if the rollout is distributed over n processes.
                 Ids and seeds are the same as in a single process.
+            workers: processes that run the groups, created by `af.ray.workers`, or None for this process. Ids and seeds
+                do not depend on them. `max_concurrency` and the limits of the agent then apply to each worker.
         """
         return RolloutHandle(
-            self, tasks, group_size, branch, max_concurrency, budget, group_budget, index, purpose, progress, share
+            self,
+            tasks,
+            group_size,
+            branch,
+            max_concurrency,
+            budget,
+            group_budget,
+            index,
+            purpose,
+            progress,
+            share,
+            workers,
         )

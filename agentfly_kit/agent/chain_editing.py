@@ -87,7 +87,7 @@ class Chain(BaseChain):
         Errors of the engine, the tools or the host are not raised. They end the chain, which is then unscored, with
         `error` set.
         """
-        state, detail = "cancelled", ""
+        state, detail, trajectory = "cancelled", "", None
         self.hooks.report(self.id, "chain", "start", "waiting", self.actions)
         try:
             await self._run_to_end()
@@ -100,7 +100,9 @@ class Chain(BaseChain):
                 warn_or_log(f"after_chain raised {type(error).__name__}: {error}")
             return trajectory
         finally:
-            self.hooks.report(self.id, "chain", "end", state, self.actions, detail)
+            self.hooks.report(
+                self.id, "chain", "end", state, self.actions, detail, result=trajectory or self.snapshot()
+            )
 
     async def _run_to_end(self) -> None:
         # Use the earliest of the deadlines of the chain and its shared budgets.

@@ -82,6 +82,7 @@ class RolloutEvent(Displayable):
         time: Seconds since the start of the rollout.
         detail: Text (end of a turn), tool name (tool), stop reason (end of a chain), or description of a failure.
         call: Id of the tool call, for events of kind "tool". The calls of one action run concurrently.
+        result: The trajectory, at the end of a chain, even if the chain was cancelled; otherwise None.
     """
 
     sequence: int
@@ -94,6 +95,7 @@ class RolloutEvent(Displayable):
     time: float
     detail: str = ""
     call: str = ""
+    result: Trajectory | None = None
 
 
 class ChainState(NamedTuple):
@@ -167,19 +169,30 @@ class Progress:
         return (self._ended_at or time.perf_counter()) - self._started_at
 
     def report(
-        self, trajectory: str, kind: Any, phase: Any, state: Any, turn: int, detail: str = "", call: str = ""
+        self,
+        trajectory: str,
+        kind: Any,
+        phase: Any,
+        state: Any,
+        turn: int,
+        detail: str = "",
+        call: str = "",
+        result: Trajectory | None = None,
+        seconds: float | None = None,
     ) -> None:
-        """Update the state of a chain and notify the listeners; see `RolloutEvent` for the arguments."""
+        """Update the state of a chain and notify the listeners; see `RolloutEvent` for the arguments.
+
+        `seconds` is the time of an event that is reported later.
+        """
         before = self._states.get(trajectory)
         if before is None:  # a fork that was created and run by a hook
             return
-        seconds = self.seconds
+        seconds = self.seconds if seconds is None else seconds
         self._states[trajectory] = self._next_state(before, kind, phase, state, turn, detail, seconds)
         if self.listeners:
             self._sequence += 1
-            self.listeners.notify(
-                RolloutEvent(self._sequence, kind, phase, trajectory, before.task, turn, state, seconds, detail, call)
-            )
+            event = (kind, phase, trajectory, before.task, turn, state, seconds, detail, call, result)
+            self.listeners.notify(RolloutEvent(self._sequence, *event))
 
     def _next_state(
         self, before: ChainState, kind: str, phase: str, state: str, turn: int, detail: str, seconds: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -21,6 +22,7 @@ from agentfly_kit.agent.chain import call_hook
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.agent.harness import create_chain
 from agentfly_kit.agent.progress import ChainHooks, ChainKey, Progress, RolloutEvent, RolloutSnapshot
+from agentfly_kit.agent.remote import GroupResult, GroupWorkers, RolloutRequest
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings, task_list
 from agentfly_kit.errors import NotAwaited, PoolTimeout, RewardError, SettingsError
@@ -55,6 +57,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         purpose: str,
         progress: bool,
         share: tuple[int, int],
+        workers: GroupWorkers | None,
     ) -> None:
         given = task_list(tasks)
         for name, count in (("group_size", group_size), ("max_concurrency", max_concurrency)):
@@ -75,6 +78,13 @@ class RolloutHandle(Handle[Rollout], Displayable):
                 raise SettingsError(f"{name}={limit} must not limit tool_calls: the harness runs its own tools")
         if not isinstance(branch, Branch | None):
             raise SettingsError(f"branch must be an af.Branch, such as af.Branch(initial=4), got {branch!r}")
+        if workers is not None:
+            if budget is not None:
+                raise SettingsError(
+                    f"budget must be None with workers, each of which would count it alone, got {budget}; use "
+                    "group_budget=, whose chains run in one worker"
+                )
+            workers.check(agent)
         # Number of groups that may begin.
         self._num_free = 0 if branch is None else branch.groups_at_once(agent, group_size, max_concurrency)
         agent.check_tasks(given)
@@ -92,6 +102,10 @@ class RolloutHandle(Handle[Rollout], Displayable):
         self._name = f"rollout {next(_rollouts)}"
         size = group_size if branch is None else branch.num_initial(group_size)
         self._planned = _plan(given, size, index, purpose, share)
+        # Processes that run the groups, the rollout that they run, and the indices of the tasks of this process.
+        self._remote = workers
+        self._request = RolloutRequest(given, group_size, branch, max_concurrency, group_budget, index, purpose)
+        self._numbers = range(share[0], len(given), share[1])
         self._progress = Progress()
         for task, key in self._planned:
             self._progress.add(key, task)
@@ -232,6 +246,11 @@ class RolloutHandle(Handle[Rollout], Displayable):
         if self._task is None:
             self.agent._last_handle[:] = [self]
             self._progress.start()
+            if self.agent.watch is not None:
+                try:
+                    self.agent.watch(self)
+                except Exception as error:
+                    warn_or_log(f"Agent(watch=) raised {type(error).__name__}: {error}")
             self._task = asyncio.get_running_loop().create_task(self._run(), name="agentfly-rollout")
             self._task.add_done_callback(lambda _: self._notify_readers(None))
             if self._stopping:
@@ -247,14 +266,16 @@ class RolloutHandle(Handle[Rollout], Displayable):
     async def _run(self) -> Rollout:
         with relaxed_gc(min(self.max_concurrency, self.total)):
             await self._run_chains()
-        if self.agent.group_reward is not None:
+        if self.agent.group_reward is not None and self._remote is None:  # workers have added it
             async with asyncio.TaskGroup() as comparing:
                 for group in self.partial.groups:
                     comparing.create_task(self._add_group_reward(group))
         return self.partial
 
     async def _run_chains(self) -> None:
-        if self.branch is None:
+        if self._remote is not None:
+            self._unbegun.clear()
+        elif self.branch is None:
             self._queue.extend((task, key, None) for task, key in self._planned)
         if self._run_usage is not None:
             self._run_usage.start()
@@ -263,6 +284,11 @@ class RolloutHandle(Handle[Rollout], Displayable):
 
             self._bar = tqdm(total=self.total, desc="chains", unit="chain")
         try:
+            if self._remote is not None:
+                results = self._remote.run_groups(self.agent, self._request, self._numbers, self._unpaused.wait)
+                async with contextlib.aclosing(results):
+                    async for number, result in results:
+                        self._add_group(self._request.tasks[number], result)
             self._begin_groups()
             for _ in range(len(self._queue)):
                 self._add_worker()
@@ -432,13 +458,33 @@ class RolloutHandle(Handle[Rollout], Displayable):
     def _failed_trajectory(self, task: Task, key: ChainKey, error: Exception) -> Trajectory:
         """Return the trajectory of a chain that could not be created, and report it."""
         self._progress.report(key.id, "chain", "start", "waiting", 0)
-        self._progress.report(key.id, "chain", "end", "failed", 0, "error")
         failure = Failure.from_exception("chat", error)
-        return Trajectory(key.id, task, key.group, key.chain, (), "error", error=failure)
+        trajectory = Trajectory(key.id, task, key.group, key.chain, (), "error", error=failure)
+        self._progress.report(key.id, "chain", "end", "failed", 0, "error", result=trajectory)
+        return trajectory
 
     def _finished(self, trajectory: Trajectory) -> None:
         self._done[trajectory.id] = trajectory
         self._notify_readers(trajectory)
+
+    def _add_group(self, task: Task, result: GroupResult) -> None:
+        """Add the chains and events of a group that a worker has run."""
+        group = result.keys[0].group
+        places = [i for i, (_, key) in enumerate(self._planned) if key.group == group]
+        self._planned[places[0] : places[-1] + 1] = [(task, key) for key in result.keys]
+        for key in result.keys:
+            self._progress.add(key, task)
+        began = self._progress.seconds - result.seconds
+        for e in result.events:
+            self._progress.report(
+                e.trajectory, e.kind, e.phase, e.state, e.turn, e.detail, e.call, e.result, began + e.time
+            )
+        self._not_run |= result.not_run
+        self._forks_refused += result.forks_refused
+        for trajectory in result.finished:
+            self._finished(trajectory.replace(task=task))
+        if self._bar is not None:
+            self._bar.update(len(result.keys))
 
     async def _add_group_reward(self, group: Group) -> None:
         """Add the result of `group_reward` to the rewards of a group. If the hook raises, the group is unscored."""

@@ -42,6 +42,7 @@ _HOOKS = {
     "on_context_full": ("chain",),
     "after_chain": ("chain", "trajectory"),
     "group_reward": ("group",),
+    "watch": ("rollout",),
 }
 
 # Settings that have no effect with a harness, because it replaces the built-in agent loop.
@@ -135,6 +136,8 @@ class AgentSettings(Displayable):
         after_chain: Called with each finished chain of a rollout and its trajectory.
         group_reward: Called with each group after all chains of a rollout have ended, for rewards that compare chains.
             Returns one number per chain, in order, to add to its reward, or None to leave the chain unscored.
+        watch: Called with the `RolloutHandle` of each rollout of the agent when it starts, including those of
+            evaluations and training runs, for example to subscribe to its events; see `af.traces`.
         harness: Function that runs an agent of any framework on one task and replaces the built-in loop. The function
             sends requests to `endpoint`, an `af.Endpoint`. It returns the final answer, or None to use the last action
             as the answer. Parameters are injected: `endpoint`, `task`, `context` and task fields by name, sandboxes by
@@ -168,6 +171,7 @@ class AgentSettings(Displayable):
     on_context_full: Callable[[Any], Any] | None = None
     after_chain: Callable[[Any, Trajectory], Any] | None = None
     group_reward: Callable[[Group], Any] | None = None
+    watch: Callable[[Any], Any] | None = None
     harness: Any = None
     # Concurrency limits shared by all chains of the agent; created from the settings above unless given.
     _concurrency: Any = field(default=None, repr=False)

@@ -80,11 +80,22 @@ class Chat(Displayable):
         self.format = formats.get((self.detected_format or "hermes") if format == "auto" else format)
         opening = self.template.opening()
         self._open_tag = "<think>" if opening.rfind("<think>") > opening.rfind("</think>") else ""
+        self._create_caches()
+        # Ids that end an action: end-of-turn tokens of the template, the eos token, and `stop`.
+        self.stop_ids: tuple[int, ...] = self._stop_ids(stop)
+
+    def _create_caches(self) -> None:
         self._render_cache: dict[str, tuple[int, ...]] = {}
         self._decode = functools.lru_cache(_CACHE_SIZE)(self._decode_ids)
         self._token_text = functools.cache(self._decode_token)
-        # Ids that end an action: end-of-turn tokens of the template, the eos token, and `stop`.
-        self.stop_ids: tuple[int, ...] = self._stop_ids(stop)
+
+    def __getstate__(self) -> dict[str, Any]:
+        caches = ("_render_cache", "_decode", "_token_text")
+        return {name: value for name, value in self.__dict__.items() if name not in caches}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._create_caches()
 
     # --- text and ids ---
 

@@ -122,6 +122,12 @@ class OpenAIEngine(Engine):
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
         self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = weakref.WeakKeyDictionary()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_locks", "_clients")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _locks=weakref.WeakKeyDictionary(), _clients=weakref.WeakKeyDictionary())
+
     # --- capabilities ---
 
     @property

@@ -65,6 +65,12 @@ class Policy(Displayable, LanguageModel):
         # Fingerprint of the initial weights by run folder, so that a re-executed notebook cell resumes its run.
         self.run_fingerprints: dict[str, str] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("lock", "run_fingerprints")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, lock=threading.Lock(), run_fingerprints={})
+
     # --- loading and saving ---
 
     @classmethod

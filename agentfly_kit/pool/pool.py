@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import time
 import weakref
@@ -92,7 +93,15 @@ class Pool(Displayable, PoolCore[S]):
         self.start_timeout = start_timeout
         self.options = options
         self._healthy = healthy
+        self._arguments = {
+            "min_idle": min_idle, "max_uses": max_uses, "max_age": max_age, "max_lease": max_lease, "healthy": healthy,
+            "max_starting": max_starting, "acquire_timeout": acquire_timeout, "start_timeout": start_timeout,
+        } | options  # fmt: skip
         self._register()
+
+    def __reduce__(self) -> Any:
+        # In another process, the pool starts its own sandboxes.
+        return functools.partial(Pool, self.sandbox_type, self.size, **self._arguments), ()
 
     # --- inspection
 

@@ -29,7 +29,7 @@ def _as_json(value: Any) -> Any:
     return value
 
 
-# Hooks in the fingerprint. `after_chain` is omitted, because it does not affect training.
+# Hooks in the fingerprint. `after_chain` and `watch` are omitted, because they do not affect training.
 _HOOKS = ("before_chain", "before_turn", "after_observation", "on_context_full", "group_reward")
 
 

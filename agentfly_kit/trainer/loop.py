@@ -26,6 +26,7 @@ from agentfly_kit import losses, seeds
 from agentfly_kit._async.pending_call import Handle, run_in_thread, wait_all
 from agentfly_kit._display import Displayable, explain_interrupt
 from agentfly_kit.agent.agent import Agent
+from agentfly_kit.agent.remote import GroupWorkers
 from agentfly_kit.agent.rollout import Rollout, warn_about_success
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import task_list
@@ -111,6 +112,7 @@ def train(
     progress: bool = False,
     accelerator: Any = None,
     teacher: Policy | Engine | None = None,
+    workers: GroupWorkers | None = None,
 ) -> TrainRun:
     """Create a training run, which starts when it is awaited or iterated: `await run` or `async for step in run`.
 
@@ -130,6 +132,8 @@ def train(
             the folder. Results equal those of a single process up to the order of summation.
         teacher: Policy whose logprobs `config.teacher_coef` distils, with the same vocabulary, or an `OpenAIEngine` for
             a vLLM server with such a model. It is not trained.
+        workers: Processes that run the rollouts and evaluations, created by `af.ray.workers`, or None for this process.
+            The records do not depend on them.
 
     Returns:
         The handle of the run. In each record, `metric_<name>` is the mean of a metric over the scored chains, and
@@ -141,7 +145,8 @@ def train(
         SettingsError: If the settings do not fit the agent, the policy, the tasks or the accelerator.
         TaskError: If there are no tasks.
     """
-    sampler = RolloutSampler(agent, policy, task_list(tasks), config or TrainConfig(), WorkerGroup(accelerator))
+    group = WorkerGroup(accelerator)
+    sampler = RolloutSampler(agent, policy, task_list(tasks), config or TrainConfig(), group, workers)
     return TrainRun(sampler, task_list(eval_tasks) if eval_tasks else [], run, resume, progress, teacher)
 
 
@@ -460,7 +465,12 @@ class TrainRun(Handle["TrainRun"], Displayable):
         evaluation = None
         if config.evaluate_every and ((index + 1) % config.evaluate_every == 0 or index + 1 == self.total):
             await self.agent.engine.update(self.policy)  # evaluate the updated weights
-            evaluation = await evaluate(self.agent, self.eval_tasks, max_concurrency=config.max_concurrency)
+            evaluation = await evaluate(
+                self.agent,
+                self.eval_tasks,
+                max_concurrency=config.max_concurrency,
+                workers=self._sampler.rollout_workers,
+            )
 
         kl_coef = self._state.kl_coef
         record = self._make_record(index, rollout, stats, evaluation)
@@ -650,6 +660,17 @@ def _check(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | No
             "the agent's engine must sample from the policy that is trained; use "
             "agent.replace(engine=af.LocalEngine(policy))"
         )
+    if (remote := sampler.rollout_workers) is not None:
+        remote.check(agent)
+        if not workers.is_single:
+            raise SettingsError(
+                f"workers must be None with {workers.size} processes, each of which runs its own chains"
+            )
+        if config.budget is not None:
+            raise SettingsError(
+                f"budget must be None with workers, each of which would count it alone, got {config.budget}; use "
+                "group_budget=, whose chains run in one worker"
+            )
     if not workers.is_single:
         if run is None:
             raise SettingsError("several processes need run=, one folder that all of them see")

@@ -17,6 +17,7 @@ import torch
 from agentfly_kit import seeds
 from agentfly_kit._async.pending_call import run_in_thread
 from agentfly_kit.agent.agent import Agent
+from agentfly_kit.agent.remote import GroupWorkers
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.batch.filters import drop_reasons
@@ -33,11 +34,19 @@ class RolloutSampler:
 
     Attributes:
         handle: Rollout in progress; None between rollouts.
+        rollout_workers: Processes that run the groups of rollouts and evaluations, or None for this process.
     """
 
     def __init__(
-        self, agent: Agent, policy: Policy, tasks: list[Task], config: TrainConfig, workers: WorkerGroup
+        self,
+        agent: Agent,
+        policy: Policy,
+        tasks: list[Task],
+        config: TrainConfig,
+        workers: WorkerGroup,
+        rollout_workers: GroupWorkers | None = None,
     ) -> None:
+        self.rollout_workers = rollout_workers
         self.agent, self.policy, self.tasks, self.config, self.workers = agent, policy, tasks, config, workers
         self.task_sampler = TaskSampler(tasks, config.tasks_per_step, config.seed, config.difficulty)
         self.handle: RolloutHandle | None = None
@@ -106,6 +115,7 @@ class RolloutSampler:
             index=index,
             purpose=purpose,
             share=(workers.rank, workers.size),
+            workers=self.rollout_workers,
         )
         if self._paused:
             self.handle.pause()
@@ -117,7 +127,9 @@ class RolloutSampler:
     async def greedy_rewards(self, rollout: Rollout) -> dict[str, float]:
         """Return the reward of a greedy chain for each task of a rollout, by task id; NaN if it is unscored."""
         agent = dataclasses.replace(self.agent, sampling=self.agent.sampling.replace(temperature=0.0))
-        greedy = await agent.rollout(rollout.tasks, max_concurrency=self.config.max_concurrency)
+        greedy = await agent.rollout(
+            rollout.tasks, max_concurrency=self.config.max_concurrency, workers=self.rollout_workers
+        )
         firsts = [group.trajectories[0] for group in greedy.groups]
         return {t.task.id: math.nan if t.reward is None else t.reward for t in firsts}
 

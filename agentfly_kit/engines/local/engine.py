@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import threading
 import weakref
 from collections import deque
@@ -72,6 +73,10 @@ class LocalEngine(Engine):
         self._exiting = False
         # Accessed only by the engine's thread.
         self._batch = ContinuousBatch(policy, self.slots, alternatives)
+
+    def __reduce__(self) -> Any:
+        # In another process, the engine starts with empty caches and its own copy of the policy.
+        return functools.partial(LocalEngine, self.policy, slots=self.slots, alternatives=self.alternatives), ()
 
     # --- capabilities ---
 

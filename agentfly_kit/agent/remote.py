@@ -1,0 +1,109 @@
+"""Groups of a rollout that run in other processes, such as `af.ray.workers`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agentfly_kit.agent.branching import Branch
+from agentfly_kit.agent.budget import Budget
+from agentfly_kit.agent.progress import ChainKey, RolloutEvent
+from agentfly_kit.agent.settings import AgentSettings
+from agentfly_kit.types import Failure, Task, Trajectory
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """Arguments of `Agent.rollout`, from which another process runs any of its groups."""
+
+    tasks: Sequence[Task]
+    group_size: int
+    branch: Branch | None
+    max_concurrency: int
+    group_budget: Budget | None
+    index: int
+    purpose: str
+
+    def handle(self, agent: Any, number: int) -> Any:
+        """Return the `RolloutHandle` of a rollout of one group. Ids and seeds are those of the whole rollout."""
+        return agent.rollout(
+            self.tasks,
+            self.group_size,
+            branch=self.branch,
+            max_concurrency=self.max_concurrency,
+            group_budget=self.group_budget,
+            index=self.index,
+            purpose=self.purpose,
+            share=(number, len(self.tasks)),
+        )
+
+    def groups_at_once(self, agent: AgentSettings) -> int:
+        """Return how many groups may run concurrently in one process."""
+        if self.branch is not None:
+            return self.branch.groups_at_once(agent, self.group_size, self.max_concurrency)
+        slots = getattr(agent.engine, "slots", self.max_concurrency)
+        return max(1, int(min(slots, self.max_concurrency)) // self.group_size)
+
+
+@dataclass(frozen=True)
+class GroupResult:
+    """Result of a group.
+
+    Attributes:
+        keys: Keys of its chains, including forks, in order.
+        finished: Finished chains.
+        not_run: Chains that a budget prevented from starting, and their stop reasons.
+        forks_refused: Number of forks that could not be made.
+        events: Events of its chains. Their times are relative to the start of the group.
+        seconds: Duration of the group.
+    """
+
+    keys: Sequence[ChainKey]
+    finished: Sequence[Trajectory]
+    not_run: dict[str, str]
+    forks_refused: int
+    events: Sequence[RolloutEvent]
+    seconds: float
+
+
+class GroupWorkers(Protocol):
+    """Processes that run groups of rollouts."""
+
+    def check(self, agent: AgentSettings) -> None:
+        """Raise SettingsError if the workers cannot run rollouts of this agent."""
+
+    def run_groups(
+        self,
+        agent: AgentSettings,
+        request: RolloutRequest,
+        numbers: Sequence[int],
+        gate: Callable[[], Awaitable[object]],
+    ) -> AsyncGenerator[tuple[int, GroupResult], None]:
+        """Run the groups of the tasks with these indices, and yield each index with its result as groups finish.
+
+        `gate` is awaited before a group starts; it blocks while the rollout is paused.
+        """
+
+
+async def run_group(agent: Any, request: RolloutRequest, number: int) -> GroupResult:
+    """Run one group of a rollout in this process."""
+    handle = request.handle(agent, number)
+    events: list[RolloutEvent] = []
+    handle.subscribe(events.append)
+    rollout = await handle
+    keys = [key for _, key in handle._planned]
+    return GroupResult(keys, rollout.trajectories, rollout.not_run, rollout.forks_refused, events, rollout.seconds)
+
+
+def failed_group(agent: Any, request: RolloutRequest, number: int, error: BaseException) -> GroupResult:
+    """Return the result of a group whose workers died: unscored chains with stop reason "error"."""
+    failure = Failure("worker", type(error).__name__, str(error))
+    planned = request.handle(agent, number)._planned
+    chains = [Trajectory(key.id, task, key.group, key.chain, (), "error", error=failure) for task, key in planned]
+    events = [
+        RolloutEvent(0, "chain", phase, chain.id, chain.task.id, 0, state, 0.0, detail, "", result)
+        for chain in chains
+        for phase, state, detail, result in (("start", "waiting", "", None), ("end", "failed", "error", chain))
+    ]
+    return GroupResult([key for _, key in planned], chains, {}, 0, events, 0.0)

@@ -1,0 +1,340 @@
+"""Rollouts on a Ray cluster: `af.ray.workers`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.util
+import itertools
+import os
+import socket
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+from agentfly_kit import __version__
+from agentfly_kit._async.pending_call import run_in_thread, wait_all
+from agentfly_kit._display import Displayable
+from agentfly_kit.agent.agent import Agent
+from agentfly_kit.agent.remote import GroupResult, RolloutRequest, failed_group, run_group
+from agentfly_kit.agent.settings import AgentSettings
+from agentfly_kit.engines.local.engine import LocalEngine
+from agentfly_kit.errors import EngineError, SettingsError
+
+__all__ = ["Workers", "workers"]
+
+# Number of times a group is run again after the death of its worker.
+_MAX_RETRIES = 3
+# Time in seconds to wait for a worker that Ray restarts, and interval between the attempts to reach it.
+_RESTART_SECONDS, _RETRY_SECONDS = 120.0, 0.5
+# Settings of an agent that stay those with which the workers were created, or that have no effect in a worker.
+_NOT_SENT = ("engine", "chat", "pools", "watch", "_concurrency", "_last_handle", "_warned")
+
+
+def workers(agent: Agent, n: int, *, timeout: float = 300.0, **options: Any) -> Workers:
+    """Start `n` processes on the Ray cluster that run groups of rollouts of `agent`.
+
+    Each process has a copy of the agent with its own engine and its own pools, so sandboxes run on its node. Connect to
+    the cluster with `ray.init` first.
+
+    Args:
+        agent: The agent. Everything in it must be picklable; functions of a notebook are.
+        n: Number of processes.
+        timeout: Time limit for the start of the processes in seconds.
+        options: Options of Ray for actors, such as `num_cpus`, `num_gpus` or `runtime_env`. By default each process
+            takes one CPU, and Ray spreads the processes over the nodes.
+
+    Raises:
+        SettingsError: If Ray is not connected, a part of the agent cannot be pickled, or the processes cannot start.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise SettingsError('ray is not installed: pip install "agentfly_kit[ray]"')
+    import ray
+
+    if not isinstance(agent, Agent):
+        raise SettingsError(f"agent must be an Agent, got {agent!r}")
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise SettingsError(f"n must be an integer of at least 1, got {n!r}")
+    if not ray.is_initialized():
+        raise SettingsError('Ray is not connected: call ray.init("auto") on a cluster, or ray.init() for this machine')
+    copy = agent.replace(watch=None)
+    try:
+        sent = ray.put(copy)
+    except Exception as error:
+        raise SettingsError(f"the agent cannot be sent to workers: {_unpicklable_part(copy) or error}") from error
+    return Workers(agent, sent, n, timeout, options)
+
+
+def _unpicklable_part(agent: Agent) -> str | None:
+    """Return which part of the agent cannot be pickled, and why."""
+    from ray import cloudpickle
+
+    for name, value in _parts(agent):
+        try:
+            cloudpickle.dumps(value)
+        except Exception as error:
+            return f"its {name} cannot be pickled ({type(error).__name__}: {error})"
+    return None
+
+
+def _parts(agent: Agent) -> Iterator[tuple[str, Any]]:
+    for tool in agent.tools:
+        yield f"tool {tool.name!r}", tool
+    for reward in agent.reward:
+        yield f"reward {reward.name!r}", reward
+    for pool in agent.pools:
+        yield f"pool of {pool.sandbox_type.__name__}", pool
+    if isinstance(agent.engine, LocalEngine):
+        yield "policy", agent.engine.policy
+    for setting in dataclasses.fields(agent):
+        yield setting.name, getattr(agent, setting.name)
+
+
+class _GroupRunner:
+    """Actor that runs groups. It is created in a worker process."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._prepared = -1
+        self._preparing = asyncio.Lock()
+
+    async def describe(self) -> dict[str, Any]:
+        return {"version": __version__, "node": socket.gethostname(), "pid": os.getpid()}
+
+    async def run_group(self, rollout: int, described: list[Any], number: int) -> GroupResult:
+        """Run a group of a rollout. `described` holds a reference to its `_Description`."""
+        async with self._preparing:
+            if rollout != self._prepared:
+                description: _Description = await described[0]
+                self._running = self._agent.replace(**description.settings)
+                self._request = description.request
+                if description.weights is not None:
+                    policy = self._agent.engine.policy  # type: ignore[attr-defined]
+                    policy.load_state(description.weights)
+                    policy.version = description.version
+                self._prepared = rollout
+        return await run_group(self._running, self._request, number)
+
+    async def close(self) -> None:
+        """Close the sandboxes of this process."""
+        for pool in self._agent.pools:
+            await pool.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Description:
+    """What a worker must know of a rollout: its arguments, the settings that changed, and the current weights."""
+
+    request: RolloutRequest
+    settings: dict[str, Any]
+    weights: dict[str, Any] | None
+    version: int
+
+
+class Workers(Displayable):
+    """Processes on a Ray cluster that run the groups of rollouts, created by `af.ray.workers`.
+
+    Pass them as `agent.rollout(..., workers=)`, `af.evaluate(..., workers=)` or `af.train(..., workers=)`. A group runs
+    in one process. If the process or its node dies, its groups run again elsewhere, with the same seeds and at most
+    three times, and Ray starts another process. Concurrent rollouts on the same workers run one after the other.
+
+    Attributes:
+        nodes: Host name and process id of each worker when it started.
+    """
+
+    def __init__(self, agent: Agent, sent: Any, n: int, timeout: float, options: dict[str, Any]) -> None:
+        import ray
+
+        self._agent = agent
+        self._rollouts = itertools.count()
+        self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
+        given = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": -1} | options
+        try:
+            runner = ray.remote(**given)(_GroupRunner)
+        except (TypeError, ValueError) as error:
+            raise SettingsError(f"options must be options of Ray for actors: {error}") from error
+        self._actors: list[Any] = [runner.remote(sent) for _ in range(n)]
+        try:
+            found = ray.get([actor.describe.remote() for actor in self._actors], timeout=timeout)
+            self._check_versions(found)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, ray.exceptions.GetTimeoutError):
+                raise SettingsError(
+                    f"{n} workers did not start within {timeout:g} s; each needs {_resources(given)}, and the cluster "
+                    f"has {_resources(ray.available_resources())} free"
+                ) from None
+            if isinstance(error, ray.exceptions.RayError):
+                raise SettingsError(
+                    f"a worker did not start; every node needs agentfly_kit {__version__} and the modules "
+                    f"of the agent's tools and rewards: {error}"
+                ) from None
+            raise
+        self.nodes = tuple(f"{worker['node']}:{worker['pid']}" for worker in found)
+
+    def _check_versions(self, found: Sequence[dict[str, Any]]) -> None:
+        for worker in found:
+            if worker["version"] != __version__:
+                raise SettingsError(
+                    f"every node must have agentfly_kit {__version__}, got {worker['version']} on {worker['node']}"
+                )
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def __repr__(self) -> str:
+        return f"Workers({len(self._actors)} Ray actors)" if self._actors else "Workers(closed)"
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the sandboxes of the workers and end their processes. Idempotent."""
+        import ray
+
+        if self._actors and ray.is_initialized():
+            closing = [actor.close.remote() for actor in self._actors]
+            ray.wait(closing, num_returns=len(closing), timeout=10.0)
+            for actor in self._actors:
+                ray.kill(actor)
+        self._actors = []
+
+    # --- rollouts ---
+
+    def check(self, agent: AgentSettings) -> None:
+        """Raise SettingsError if the workers are closed or were created for another engine, chat or pools."""
+        if not self._actors:
+            raise SettingsError("these workers are closed; af.ray.workers(agent, n) starts others")
+        mine = self._agent
+        # With `overlap=1`, a LocalEngine has a copy of the policy. Its weights are sent with each rollout.
+        same_engine = agent.engine is mine.engine or (
+            isinstance(agent.engine, LocalEngine)
+            and isinstance(mine.engine, LocalEngine)
+            and _shapes(agent.engine) == _shapes(mine.engine)
+        )
+        for name, same in (
+            ("engine", same_engine),
+            ("chat", agent.chat is mine.chat),
+            ("pools", all(a is b for a, b in itertools.zip_longest(agent.pools, mine.pools))),
+        ):
+            if not same:
+                raise SettingsError(
+                    f"workers must be created from an agent with the same {name}: af.ray.workers(agent, {len(self)})"
+                )
+
+    def _describe(self, agent: AgentSettings, request: RolloutRequest) -> Any:
+        """Return a reference to the description of a rollout, with the current weights."""
+        import ray
+
+        names = [f.name for f in dataclasses.fields(agent) if f.name not in _NOT_SENT]
+        changed = {
+            name: getattr(agent, name) for name in names if getattr(agent, name) is not getattr(self._agent, name)
+        }
+        if not isinstance(agent.engine, LocalEngine):
+            return ray.put(_Description(request, changed, None, 0))
+        policy = agent.engine.policy
+        with policy.lock:
+            weights = {name: tensor.detach().cpu() for name, tensor in policy.state().items()}
+            return ray.put(_Description(request, changed, weights, policy.version))
+
+    async def run_groups(
+        self,
+        agent: AgentSettings,
+        request: RolloutRequest,
+        numbers: Sequence[int],
+        gate: Callable[[], Awaitable[object]],
+    ) -> AsyncGenerator[tuple[int, GroupResult], None]:
+        """Run groups of a rollout on the workers; see `GroupWorkers`."""
+        import ray
+
+        async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            self.check(agent)
+            described = [await run_in_thread(self._describe, agent, request)]
+            rollout = next(self._rollouts)
+            waiting: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+            for number in numbers:
+                waiting.put_nowait((number, 0))
+            results: asyncio.Queue[tuple[int, GroupResult] | Exception] = asyncio.Queue()
+
+            async def serve(actor: Any) -> None:
+                """Run groups on one worker until cancelled, or until the worker cannot be restarted."""
+                while True:
+                    number, retries = await waiting.get()
+                    await gate()
+                    reference = actor.run_group.remote(rollout, described, number)
+                    try:
+                        results.put_nowait((number, await reference))
+                    except asyncio.CancelledError:
+                        ray.cancel(reference)
+                        raise
+                    except ray.exceptions.RayTaskError as error:
+                        results.put_nowait(error.cause if isinstance(error.cause, Exception) else error)
+                    except ray.exceptions.RayError as error:  # the worker, its node or its result was lost
+                        if retries < _MAX_RETRIES:
+                            waiting.put_nowait((number, retries + 1))
+                        else:
+                            results.put_nowait((number, failed_group(self._agent, request, number, error)))
+                        if not await _is_reachable(actor):
+                            return
+
+            # One group more per worker would not be faster than leaving it to a worker that becomes free.
+            at_once = min(request.groups_at_once(agent), -(-len(numbers) // len(self._actors)))
+            serving = [asyncio.create_task(serve(actor)) for _ in range(at_once) for actor in self._actors]
+            try:
+                for _ in numbers:
+                    yield await _next_result(results, serving)
+            finally:
+                for task in serving:
+                    task.cancel()
+                await wait_all(serving)
+
+
+async def _next_result(
+    results: asyncio.Queue[tuple[int, GroupResult] | Exception], serving: Sequence[asyncio.Task[None]]
+) -> tuple[int, GroupResult]:
+    """Wait for the next result. Raise EngineError if no worker is left."""
+    getting = asyncio.ensure_future(results.get())
+    try:
+        while not getting.done():
+            for task in serving:
+                if task.done():
+                    task.result()  # raises if the loop of this worker failed
+            left = [task for task in serving if not task.done()]
+            if not left:
+                raise EngineError(f"all workers died, and Ray restarted none of them within {_RESTART_SECONDS:g} s")
+            await asyncio.wait((getting, *left), return_when=asyncio.FIRST_COMPLETED)
+        result = getting.result()
+        if isinstance(result, Exception):
+            raise result
+        return result
+    finally:
+        getting.cancel()
+
+
+async def _is_reachable(actor: Any) -> bool:
+    """Wait until Ray has restarted a worker. Return False if that takes too long."""
+    import ray
+
+    try:
+        async with asyncio.timeout(_RESTART_SECONDS):
+            while True:
+                try:
+                    await actor.describe.remote()
+                    return True
+                except ray.exceptions.RayError:
+                    await asyncio.sleep(_RETRY_SECONDS)
+    except TimeoutError:
+        return False
+
+
+def _shapes(engine: LocalEngine) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in engine.policy.state().items()}
+
+
+def _resources(amounts: dict[str, Any]) -> str:
+    names = {"num_cpus": "CPU", "num_gpus": "GPU"}
+    shown = {names.get(name, name): value for name, value in amounts.items() if names.get(name, name) in ("CPU", "GPU")}
+    return " and ".join(f"{value:g} {name}" for name, value in shown.items() if value) or "no CPU"
