@@ -152,7 +152,6 @@ assert results["mixed gaps"] >= results["no practice"] + 0.2
 assert results["after"] >= 0.55 and results["after"] >= results["control"] + 0.25
 assert set(curves) == set(evaluations) and chain.reward == 0
 """,
-""",
     "33_why_it_does_not_learn": """
 assert not healthy.serious and run.diagnose()[0].name == "constant_reward"
 assert repaired.summary()["success"] > 0
