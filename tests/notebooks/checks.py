@@ -133,6 +133,6 @@ assert all(abs(row["weighted"] - truth) < 0.05 for row in rows.values() if "weig
 """,
     "29_tptu": """
 assert before["one-step"].success < after["one-step"].success < after["sequential"].success
-assert results["calls of one-step, dependent"] == 1 < results["calls of sequential, dependent"]
+assert results["calls, one-step, dependent"] == 1 < results["calls, sequential, dependent"]
 """,
 }
