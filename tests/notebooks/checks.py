@@ -171,7 +171,7 @@ assert not os.path.exists("made") and results["reader, test"] > 0.7
 """,
     "29_tptu": """
 assert before["one-step"].success < after["one-step"].success < after["sequential"].success
-assert results["calls of one-step, dependent"] == 1 < results["calls of sequential, dependent"]
+assert results["calls, one-step, dependent"] == 1 < results["calls, sequential, dependent"]
 """,
     "26_evoagent": """
 assert alone == [FIRST] and 13 <= small.total() <= 37
