@@ -101,9 +101,8 @@ def failed_group(agent: Any, request: RolloutRequest, number: int, error: BaseEx
     failure = Failure("worker", type(error).__name__, str(error))
     planned = request.handle(agent, number)._planned
     chains = [Trajectory(key.id, task, key.group, key.chain, (), "error", error=failure) for task, key in planned]
-    events = [
-        RolloutEvent(0, "chain", phase, chain.id, chain.task.id, 0, state, 0.0, detail, "", result)
-        for chain in chains
-        for phase, state, detail, result in (("start", "waiting", "", None), ("end", "failed", "error", chain))
-    ]
+    events = []
+    for chain in chains:
+        events.append(RolloutEvent(0, "chain", "start", chain.id, chain.task.id, 0, "waiting", 0.0))
+        events.append(RolloutEvent(0, "chain", "end", chain.id, chain.task.id, 0, "failed", 0.0, "error", "", chain))
     return GroupResult([key for _, key in planned], chains, {}, 0, events, 0.0)

@@ -8,11 +8,11 @@ import importlib.util
 import itertools
 import os
 import socket
+import sys
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
-from agentfly_kit import __version__
 from agentfly_kit._async.pending_call import run_in_thread, wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
@@ -22,6 +22,8 @@ from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import EngineError, SettingsError
 
 __all__ = ["Workers", "workers"]
+
+__version__: str = sys.modules["agentfly_kit"].__version__
 
 # Number of times a group is run again after the death of its worker.
 _MAX_RETRIES = 3

@@ -50,7 +50,7 @@ async def test_a_pickled_agent_samples_the_same() -> None:
     same(mine, theirs)
     assert there.engine.policy.fingerprint() == here.engine.policy.fingerprint()  # type: ignore[attr-defined]
     (pool,) = there.pools
-    assert (pool.size, pool._state.max_uses, pool._acquire_timeout) == (3, 5, 7.0)
+    assert (pool.size, pool._arguments) == (3, here.pools[0]._arguments)
 
 
 async def test_trajectories_can_be_pickled_although_their_pools_cannot() -> None:
