@@ -185,7 +185,7 @@ def test_evaluations_and_events(three: tuple[af.Agent, Any]) -> None:
     asyncio.run(go())
 
 
-@pytest.mark.real
+@pytest.mark.soak
 def test_branches_and_forks(three: tuple[af.Agent, Any]) -> None:
     given, workers = three
 
@@ -234,7 +234,7 @@ def test_a_killed_worker_costs_no_chain(cluster: Any, tmp_path: Path) -> None:
         asyncio.run(go())
 
 
-@pytest.mark.real
+@pytest.mark.soak
 def test_groups_that_kill_every_worker_become_errors(cluster: Any) -> None:
     driver = os.getpid()
 
@@ -267,7 +267,7 @@ class Deadly:
         return call() if task.id == self.task and turn == 0 else "1"
 
 
-@pytest.mark.real
+@pytest.mark.soak
 def test_a_removed_node_costs_no_chain(cluster: Any) -> None:
     @af.tool
     async def calculator(expression: str) -> str:
@@ -305,8 +305,7 @@ def merged(first: Any, second: Any) -> Any:
     return first
 
 
-@pytest.mark.real
-@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.real), pytest.param(1, marks=pytest.mark.soak)])
 def test_a_training_run_equals_that_of_one_process(cluster: Any, overlap: int) -> None:
     config = SMALL.replace(steps=3, evaluate_every=3, overlap=overlap)
 
@@ -460,7 +459,7 @@ def test_bad_input(cluster: Any, three: tuple[af.Agent, Any]) -> None:
         given.rollout([af.Task("t", ({"role": "user", "content": "?"},))], workers=workers)
 
 
-@pytest.mark.real
+@pytest.mark.soak
 def test_a_node_without_the_kit(cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent("""
