@@ -53,7 +53,7 @@ class ChainHooks:
     """Callbacks and budgets through which a rollout controls a chain. The defaults are for interactive chains."""
 
     # Called with every progress event.
-    report: Report = lambda *_: None
+    report: Report = lambda *_, **__: None
     # Awaited before each action and before its tool calls; blocks while the rollout is paused.
     gate: Callable[[], Awaitable[object]] = _open
     # Called with the chain and the number of forks that `after_observation` returned.
