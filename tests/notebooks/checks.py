@@ -179,4 +179,8 @@ assert sum(int(t.action_mask[len(t.turns[0].ids)]) for t in gate.rollout) == 0
 assert abs(gate.success - success(corrected)) < 1e-6 and best_rates[0.1] >= best_rates[0.9]
 assert says_call["test"].std() < 0.05 and table["first token"].between(0.4, 0.6).all()
 """,
+    "28_roles": """
+assert {turn.author for t in before.rollout for turn in t.actions} == set(ROLES)
+assert results["after"] > results["before"] > results["no broadcast"]
+""",
 }
