@@ -154,9 +154,8 @@ assert repaired.summary()["success"] > 0
 """,
     "17_branches": """
 assert {len(group) for group in rollout.groups} == {16} and decisions.P.between(0, 1).all()
-assert abs(table.weight.sum() - 1) < 1e-9
+assert abs(sum(weights) / len(sampled.groups) - 1) < 1e-6
 assert rollout.summary()["executed"] < sum(len(t.tool_calls) for t in rollout)
-assert all(abs(row["weighted"] - truth) < 0.05 for row in rows.values() if "weighted" in row)
 """,
     "25_tools_as_weights": """
 assert apply(two, "remove", "gap") == one and len(two) == 2 and hash(apply(two, "remove", "gap")) == hash(one)
