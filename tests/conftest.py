@@ -57,12 +57,13 @@ LONGEST = (
 SPREAD_OVER_WORKERS = ("test_notebooks", "test_tiny_policies")
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.config.option.markexpr == "real" and item.path.stem not in SPREAD_OVER_WORKERS:
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.markexpr == "real":
-        for item in items:
-            if item.path.stem not in SPREAD_OVER_WORKERS:
-                item.add_marker(pytest.mark.xdist_group(item.path.stem))
         order = {name: i for i, name in enumerate(LONGEST)}
         items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
