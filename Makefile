@@ -36,7 +36,7 @@ RAY_TESTS := tests/integrations/test_ray.py
 # tests/conftest.py says which tests run in the same worker, and in which order.
 test-real: docs  ## run the slow tests: all notebooks, the installed wheel, vLLM, and containers if available
 	@scripts/install lab test otel ray trl containers remote envs agents frameworks $(VLLM)
-	@scripts/pytest-some -m real -n 2 --dist loadgroup --no-loadscope-reorder --durations=20 --durations-min=10 \
+	@scripts/pytest-some -m real -n 2 --no-loadscope-reorder --durations=20 --durations-min=10 \
 		--ignore $(RAY_TESTS) $(ARGS)
 	@scripts/pytest-some -m real --durations=20 --durations-min=10 $(ARGS) $(RAY_TESTS)
 

@@ -19,6 +19,7 @@ from typing import Any
 import browser
 import hypothesis
 import pytest
+from xdist.scheduler.loadscope import LoadScopeScheduling
 
 # Workers of pytest-xdist and background processes of a shell ignore SIGINT. Child processes would inherit this, so that
 # tests could not interrupt them.
@@ -57,9 +58,14 @@ LONGEST = (
 SPREAD_OVER_WORKERS = ("test_notebooks", "test_tiny_policies")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    if item.config.option.markexpr == "real" and item.path.stem not in SPREAD_OVER_WORKERS:
-        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+class _ByFile(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return nodeid if Path(file).stem in SPREAD_OVER_WORKERS else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    return _ByFile(config, log) if config.option.markexpr == "real" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
