@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import agents
@@ -87,32 +89,21 @@ TINKER = "tinker==0.38.0 tinker-cookbook==0.6.1 tml-renderers chz pyqwest"
 
 
 @pytest.mark.real
-async def test_the_snippet_of_art_runs_as_a_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import agentfly_kit as af
-
+def test_the_snippet_of_art_runs_as_a_harness(tmp_path: Path) -> None:
     packages.install(tmp_path, ART)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    import art  # type: ignore[import-not-found, unused-ignore]
-
-    trained: list[Any] = []
-
-    class Backend:
-        async def train(self, *args: Any) -> None:
-            inspect.signature(art.Backend.train).bind(self, *args)
-            trained.extend(args[1])
-
-    async def solve(endpoint: af.Endpoint) -> None:
-        names: dict[str, Any] = {"art": art, "client": endpoint.client, "backend": Backend()}
-        names["model"] = SimpleNamespace(name="policy")
-        names["scenarios"] = [SimpleNamespace(question="What is 2+3?", answer=text) for text in ("5", "6")]
-        (source,) = (source for _, kind, source in SNIPPETS if kind == "art")
-        await eval(compile(source, "<art>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
-
-    agent = af.Agent(af.ScriptedEngine(["5"] * 16), chat=agents.fresh().chat, harness=solve, max_turns=16)
-    t = (await agent.rollout(af.tasks_from([{"question": "What is 2+3?"}]))).trajectories[0]
-    assert t.error is None and len(list(t.rows)) == 16
-    assert [[x.reward for x in group.trajectories] for group in trained] == [[1.0] * 8, [0.0] * 8]
+    (source,) = (source for _, kind, source in SNIPPETS if kind == "art")
+    path = os.pathsep.join([str(ROOT / "tests"), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("art_harness.py"))],
+        input=source,
+        env={**os.environ, "PYTHONPATH": path, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == f"{[[1.0] * 8, [0.0] * 8]} 16"
 
 
 @pytest.mark.real

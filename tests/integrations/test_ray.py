@@ -153,7 +153,7 @@ def test_a_rollout_equals_that_of_one_process(three: tuple[af.Agent, Any]) -> No
     asyncio.run(go())
 
 
-@pytest.mark.real
+@pytest.mark.soak
 def test_evaluations_and_events(three: tuple[af.Agent, Any]) -> None:
     """Settings that differ from those of the workers' agent are sent, events arrive, and `async for` works."""
     given, workers = three
@@ -371,7 +371,7 @@ def test_a_closure_of_a_notebook_travels(cluster: Any) -> None:
     assert done.stdout.splitlines()[-1] == "[7.0, 7.0] 7"
 
 
-@pytest.mark.real
+@pytest.mark.soak
 def test_sandboxes_of_a_pool_run_in_the_workers(cluster: Any) -> None:
     pool = Pool(Box, size=2)
     given = scripted([put_call("a"), "x"], tools=[put], pools=[pool])
@@ -382,7 +382,7 @@ def test_sandboxes_of_a_pool_run_in_the_workers(cluster: Any) -> None:
     assert {t.stop for t in rollout} == {"answered"}
 
 
-@pytest.mark.real
+@pytest.mark.soak
 def test_close_leaves_no_process(cluster: Any) -> None:
     workers = af.ray.workers(scripted(["x"]), 2)
     pids = [int(name.rpartition(":")[2]) for name in workers.nodes]
@@ -406,7 +406,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.real
+@pytest.mark.soak
 def test_stopping_leaves_the_workers_usable(three: tuple[af.Agent, Any]) -> None:
     given, workers = three
 
@@ -420,7 +420,7 @@ def test_stopping_leaves_the_workers_usable(three: tuple[af.Agent, Any]) -> None
     asyncio.run(go())
 
 
-@pytest.mark.real
+@pytest.mark.soak
 def test_bad_input(cluster: Any, three: tuple[af.Agent, Any]) -> None:
     given, workers = three
     with pytest.raises(SettingsError, match=r"budget must be None with workers.*group_budget="):
