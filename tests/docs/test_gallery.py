@@ -152,7 +152,7 @@ def test_the_gallery_has_its_pictures() -> None:
     assert sum(path.stat().st_size for path in KEPT.glob("*.png")) < 2_000_000
 
 
-@pytest.mark.real
+@pytest.mark.soak
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 def test_pictures_for_the_gallery(notebook: Any) -> None:
     from PIL import Image

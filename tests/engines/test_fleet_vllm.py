@@ -204,7 +204,7 @@ asyncio.run(main())
 
 
 @installed
-@pytest.mark.real
+@pytest.mark.soak
 def test_a_killed_notebook_leaves_no_server(tmp_path: Path) -> None:
     folder = agents.fresh().save(tmp_path / "policy")
     script = tmp_path / "notebook.py"

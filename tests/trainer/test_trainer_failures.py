@@ -161,8 +161,7 @@ for _ in sys.stdin:
 
 
 @pytest.mark.filterwarnings("ignore:the run in .* is complete")  # the last process may have finished it
-@pytest.mark.real
-@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.real), pytest.param(1, marks=pytest.mark.soak)])
 def test_a_run_killed_at_random_moments_continues_to_the_same_bits(overlap: int, tmp_path: Path) -> None:
     seed = dice.seed()
     rng = random.Random(seed)
