@@ -125,7 +125,7 @@ class _GroupRunner:
 
 @dataclasses.dataclass(frozen=True)
 class _Description:
-    """What a worker must know of a rollout: its arguments, the settings that changed, and the current weights."""
+    """Arguments of a rollout, the settings of the agent that changed, and the current weights."""
 
     request: RolloutRequest
     settings: dict[str, Any]

@@ -205,7 +205,7 @@ def test_branches_and_forks(three: tuple[af.Agent, Any]) -> None:
 
 @pytest.mark.real
 def test_a_killed_worker_costs_no_chain(cluster: Any, tmp_path: Path) -> None:
-    """A worker that is killed amid a rollout: its groups run again, and the result is the same."""
+    """The groups of a worker that is killed during a rollout run again with the same result."""
     mark = tmp_path / "killed"
 
     @af.tool
