@@ -6,9 +6,12 @@ to the model.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
+import math
+import numbers
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, get_args
 
@@ -56,6 +59,32 @@ def check_choice(name: str, value: object, choices: Any) -> None:
     """Raise SettingsError if `value` is not in the Literal type `choices`."""
     if value not in get_args(choices):
         raise SettingsError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}")
+
+
+_PLAIN_TYPES = {"bool": "True or False", "int": "an integer", "float": "a number", "str": "a string", "None": "None"}
+
+
+def check_types(settings: Any) -> None:
+    """Raise SettingsError if a field of a dataclass does not hold a value of its annotated type, or holds NaN.
+
+    Checks fields annotated with bool, int, float, str and None, such as "int | None", and no others. Integers are
+    accepted as floats, but True and False are not accepted as numbers.
+    """
+    for field in dataclasses.fields(settings):
+        types = str(field.type).split(" | ")
+        if not _PLAIN_TYPES.keys() >= set(types):
+            continue
+        value = getattr(settings, field.name)
+        if isinstance(value, bool):
+            fits = "bool" in types
+        elif isinstance(value, numbers.Integral):
+            fits = "int" in types or "float" in types
+        elif isinstance(value, numbers.Real):
+            fits = "float" in types and not math.isnan(value)
+        else:
+            fits = ("None" if value is None else type(value).__name__) in types
+        if not fits:
+            raise SettingsError(f"{field.name} must be {' or '.join(_PLAIN_TYPES[t] for t in types)}, got {value!r}")
 
 
 def check_accepts(name: str, function: Any, *arguments: str) -> None:

@@ -18,7 +18,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from agentfly_kit._display import Displayable, shorten
-from agentfly_kit.errors import AlignmentError, EngineError, HostError, SettingsError, TaskError, checks_keywords
+from agentfly_kit.errors import (
+    AlignmentError,
+    EngineError,
+    HostError,
+    SettingsError,
+    TaskError,
+    check_types,
+    checks_keywords,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -198,7 +206,10 @@ class Sampling(Displayable):
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_types(self)
         stop: Any = self.stop  # accept a single string, which tuple() would split into characters
+        if not isinstance(stop, str | list | tuple):
+            raise SettingsError(f"stop must be a string, or a list or tuple of strings, got {stop!r}")
         object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise SettingsError(f"temperature must be finite and at least 0 (0 is greedy), got {self.temperature!r}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
+import agentfly_kit as af
 from agentfly_kit.errors import AlignmentError, EngineError, SettingsError, TaskError
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.types import Failure, Sample, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
@@ -208,3 +211,38 @@ def test_stats_give_only_numbers() -> None:
     assert "detail" not in numbers
     assert "phases" not in numbers
     assert all(isinstance(v, bool | int | float) for v in numbers.values())
+
+
+@pytest.mark.parametrize("settings", [af.TrainConfig, af.PPOConfig, af.Sampling, af.Branch, af.Budget])
+@pytest.mark.parametrize("wrong", ["0.1", [1], math.nan, object()], ids=["text", "list", "nan", "object"])
+def test_settings_of_the_wrong_type_are_rejected(settings: Any, wrong: Any) -> None:
+    for field in dataclasses.fields(settings):
+        if {"str", "Any"} & set(re.findall(r"\w+", str(field.type))) and isinstance(wrong, str | list):
+            continue  # this field takes text
+        with pytest.raises(SettingsError, match=field.name):
+            settings(**{field.name: wrong})
+
+
+def test_numbers_of_numpy_are_settings_and_truth_values_are_not() -> None:
+    assert af.Budget(tokens=np.int64(3)).tokens == 3 and af.TrainConfig(lr=np.float32(1e-3), lr_end=0).lr_end == 0
+    with pytest.raises(SettingsError, match=r"^lr must be a number, got True$"):
+        af.TrainConfig(lr=True)
+    with pytest.raises(SettingsError, match=r"^checkpointing must be True or False, got 1$"):
+        af.PPOConfig(checkpointing=1)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match=r"^minibatch must be an integer or None, got 2\.5$"):
+        af.PPOConfig(minibatch=2.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"clip": -0.1}, "clip must be at least 0, got -0.1"),
+        ({"dual_clip": 0.5}, "dual_clip must be above 1, or None, got 0.5"),
+        ({"max_grad_norm": 0}, "max_grad_norm must be above 0, or None, got 0"),
+        ({"correction": "tokens"}, "correction must be 'token', 'sequence', or a dict"),
+        ({"correction": {"caps": 2.0}}, "correction must be 'token', 'sequence', or a dict"),
+    ],
+)
+def test_options_of_a_step_are_checked_before_any_rollout(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(SettingsError, match=match):
+        af.TrainConfig(**settings)

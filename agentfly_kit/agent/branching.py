@@ -12,7 +12,7 @@ from agentfly_kit import seeds
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.progress import ChainKey
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.errors import AlignmentError, SettingsError, checks_keywords
+from agentfly_kit.errors import AlignmentError, SettingsError, check_types, checks_keywords
 from agentfly_kit.types import Turn
 
 # Hooks that change a chain between a tool result and the next action, or fork chains themselves.
@@ -53,17 +53,12 @@ class Branch(Displayable):
     measure: Literal["entropy", "surprisal"] | Callable[[Turn], float] = "entropy"
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("initial", "width", "tokens"):
-            value = getattr(self, name)
-            if value is None and name == "initial":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise SettingsError(f"{name} must be an integer of at least 1, got {value!r}")
         for name in ("base", "weight", "threshold"):
-            value = getattr(self, name)
-            if value is None and name == "threshold":
-                continue
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            if (value := getattr(self, name)) is not None and not math.isfinite(value):
                 raise SettingsError(f"{name} must be a finite number, got {value!r}")
         if not callable(self.measure) and self.measure not in ("entropy", "surprisal"):
             raise SettingsError(f"measure must be 'entropy', 'surprisal' or a function of a turn, got {self.measure!r}")

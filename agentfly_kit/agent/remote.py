@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
@@ -67,6 +67,7 @@ class GroupResult:
     seconds: float
 
 
+@runtime_checkable
 class GroupWorkers(Protocol):
     """Processes that run groups of rollouts."""
 

@@ -79,6 +79,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
         if not isinstance(branch, Branch | None):
             raise SettingsError(f"branch must be an af.Branch, such as af.Branch(initial=4), got {branch!r}")
         if workers is not None:
+            if not isinstance(workers, GroupWorkers):
+                raise SettingsError(f"workers must be made by af.ray.workers(agent, n), got {workers!r}")
             if budget is not None:
                 raise SettingsError(
                     f"budget must be None with workers, each of which would count it alone, got {budget}; use "

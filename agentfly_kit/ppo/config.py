@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentfly_kit import losses
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import SettingsError, check_accepts, checks_keywords
+from agentfly_kit.errors import SettingsError, check_accepts, check_types, checks_keywords
 
 if TYPE_CHECKING:
     from agentfly_kit.ppo.inputs import MicroBatch
@@ -122,22 +122,45 @@ class PPOConfig(Displayable):
     checkpointing: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choice(self, "kl_kind", *get_args(losses.KLKind))
         check_choice(self, "kl_in", "loss", "reward")
         check_choice(self, "old_logprobs", "auto", "engine", "recompute")
         check_choice(self, "autocast", "bfloat16", None)
         check_at_least(self, 1, "epochs", "minibatch", "micro_tokens")
-        check_at_least(self, 0, "value_coef", "kl_coef", "entropy_coef")
-        self.policy_loss()
+        check_at_least(self, 0, "value_coef", "value_clip", "kl_coef", "entropy_coef", "max_lag")
+        for name in ("max_grad_norm", "target_kl"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise SettingsError(f"{name} must be above 0, or None, got {value!r}")
         self.aggregate_options()
+
+        # The functions in af.losses check their own options, so call them with one token.
+        one = torch.zeros(1, 1)
+        loss = self.policy_loss()
+        if not callable(self.loss):
+            loss.function(one, one, one, one == 0)
+        if self.correction is not None:
+            try:
+                losses.importance_weights(one, one, one == 0, **self.correction_options())
+            except (TypeError, ValueError) as error:
+                raise SettingsError(
+                    "correction must be 'token', 'sequence', or a dict of options of losses.importance_weights, got "
+                    f"{self.correction!r}: {error}"
+                ) from error
 
     def policy_loss(self) -> PolicyLoss:
         """Return the policy loss with its clip options."""
         return PolicyLoss.resolve(self.loss, clip=self.clip, clip_high=self.clip_high, dual_clip=self.dual_clip)
 
+    def correction_options(self) -> dict[str, Any]:
+        """Return the options of `losses.importance_weights`; `correction` must not be None."""
+        given: Any = self.correction
+        return {"level": given} if isinstance(given, str) else dict(given)
+
     def aggregate_options(self) -> dict[str, Any]:
         """Return the options of `losses.aggregate`, with the mode under "how"."""
-        options = {"how": self.aggregate} if isinstance(self.aggregate, str) else dict(self.aggregate)
+        given: Any = self.aggregate
+        options = dict(given) if isinstance(given, Mapping) else {"how": given}
         modes = get_args(losses.AggregateMode)
         if options.get("how") not in modes or not options.keys() <= {"how", "empty_rows", "count", "denominator"}:
             raise SettingsError(

@@ -262,15 +262,10 @@ def _importance_weights(batch: Batch, old_logprobs: Tensor, config: PPOConfig) -
     """Compute the weights of `PPOConfig.correction`, (B, T), and their effective sample size, as a fraction."""
     if config.correction is None:
         return None, math.nan
-    options: dict[str, Any] = (
-        {"level": config.correction} if isinstance(config.correction, str) else dict(config.correction)
-    )
+    options = config.correction_options()
     sampler = batch.logprobs
     if batch.kept_mass is not None:  # recorded logprobs precede truncation, but tokens were drawn from the kept mass
         sampler = sampler - torch.where(batch.mask, batch.kept_mass, 1.0).log()
-    try:
-        weights = losses.importance_weights(old_logprobs, sampler, batch.mask, **options)
-    except TypeError as error:
-        raise SettingsError(f"correction must hold options of losses.importance_weights: {error}") from error
+    weights = losses.importance_weights(old_logprobs, sampler, batch.mask, **options)
     level = options.get("level", "token")
     return weights, float(losses.effective_sample_size(weights, batch.mask, level=level))

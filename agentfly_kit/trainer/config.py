@@ -187,6 +187,12 @@ class TrainConfig(PPOConfig):
             )
         if not 0 <= self.row_discount <= 1:
             raise SettingsError(f"row_discount must be from 0 to 1, got {self.row_discount}")
+        authors: Any = self.authors
+        names = (authors,) if isinstance(authors, str | None) else authors
+        if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str | None) for name in names):
+            raise SettingsError(f"authors must be a name, a tuple of names, or None for all, got {authors!r}")
+        if not (self.difficulty is None or isinstance(self.difficulty, str)):
+            check_accepts("difficulty", self.difficulty, "task")
         for name in ("budget", "group_budget"):
             if not isinstance(value := getattr(self, name), Budget | None):
                 raise SettingsError(f"{name} must be an af.Budget, such as af.Budget(tokens=1000), got {value!r}")

@@ -476,7 +476,7 @@ async def test_the_progress_bar_shows_the_steps(capsys: pytest.CaptureFixture[st
         ({"old_logprobs": "newest"}, "old_logprobs must be one of"),
         ({"advantage": "best"}, "advantage must be one of 'grpo'"),
         ({"lr": 0.0}, "lr must be a positive number, got 0.0"),
-        ({"lr": float("nan")}, "lr must be a positive number, got nan"),
+        ({"lr": float("nan")}, "lr must be a number, got nan"),
         ({"refill": 2}, "refill=2 needs filters="),
         ({"refill": -1}, "refill must be at least 0"),
         ({"truncated": "drop"}, "truncated must be one of"),
