@@ -174,8 +174,7 @@ class Chain(BaseChain):
         agent = self.agent
         with self._exclusive("distribution"):
             await self._prepare()
-            async with agent._concurrency.requests.slot():
-                ids, logprobs, entropy = await agent.engine.distribution(self.ids, agent.sampling, top=top)
+            ids, logprobs, entropy = await agent.engine.distribution(self.ids, agent.sampling, top=top)
             return Distribution(tuple(ids), agent.chat.token_texts(ids), tuple(logprobs), entropy)
 
     # --- writing turns ---
