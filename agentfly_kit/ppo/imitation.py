@@ -17,7 +17,7 @@ from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import Aggregate, PPOConfig
 from agentfly_kit.ppo.inputs import minibatches
 from agentfly_kit.ppo.stats import Stats
-from agentfly_kit.ppo.step import adamw, run_step
+from agentfly_kit.ppo.step import adamw, ppo_step
 
 
 @checks_keywords
@@ -78,7 +78,7 @@ def imitation_step(
         max_grad_norm=max_grad_norm,
         autocast=autocast,
     )
-    return run_step(policy, optimizer, batch, config, seed=seed, accelerator=accelerator, cancel=cancel)
+    return ppo_step(policy, optimizer, batch, config, seed=seed, accelerator=accelerator, cancel=cancel)
 
 
 @pending_call
