@@ -58,6 +58,13 @@ def check_choice(name: str, value: object, choices: Any) -> None:
         raise SettingsError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}")
 
 
+def check_count(name: str, value: Any, minimum: int = 1, *, optional: bool = False) -> None:
+    """Raise SettingsError if `value` is not an integer of at least `minimum`, or None if `optional`."""
+    if not (optional and value is None) and (isinstance(value, bool) or not isinstance(value, int) or value < minimum):
+        limit = ", or None for no limit" if optional else ""
+        raise SettingsError(f"{name} must be an integer of at least {minimum}{limit}, got {value!r}")
+
+
 def check_accepts(name: str, function: Any, *arguments: str) -> None:
     """Raise SettingsError if `function` cannot be called with these positional arguments."""
     if not callable(function):

@@ -12,7 +12,7 @@ from agentfly_kit import seeds
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.progress import ChainKey
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.errors import AlignmentError, SettingsError, checks_keywords
+from agentfly_kit.errors import AlignmentError, SettingsError, check_count, checks_keywords
 from agentfly_kit.types import Turn
 
 # Hooks that change a chain between a tool result and the next action, or fork chains themselves.
@@ -53,16 +53,11 @@ class Branch(Displayable):
     measure: Literal["entropy", "surprisal"] | Callable[[Turn], float] = "entropy"
 
     def __post_init__(self) -> None:
-        for name in ("initial", "width", "tokens"):
-            value = getattr(self, name)
-            if value is None and name == "initial":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingsError(f"{name} must be an integer of at least 1, got {value!r}")
-        for name in ("base", "weight", "threshold"):
-            value = getattr(self, name)
-            if value is None and name == "threshold":
-                continue
+        counts = {"initial": self.num_initial(2), "width": self.width, "tokens": self.tokens}
+        for name, count in counts.items():
+            check_count(name, count)
+        numbers = {"base": self.base, "weight": self.weight, "threshold": self.threshold or 0.0}
+        for name, value in numbers.items():
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise SettingsError(f"{name} must be a finite number, got {value!r}")
         if not callable(self.measure) and self.measure not in ("entropy", "surprisal"):

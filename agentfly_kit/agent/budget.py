@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, check_count
 from agentfly_kit.types import ToolCall, ToolResult, Turn
 
 
@@ -44,9 +44,7 @@ class Budget(Displayable):
 
     def __post_init__(self) -> None:
         for name in ("tokens", "turns", "tool_calls"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise SettingsError(f"{name} must be an integer of at least 1, or None for no limit, got {value!r}")
+            check_count(name, getattr(self, name), optional=True)
         if self.seconds is not None and not self.seconds > 0:
             raise SettingsError(f"seconds must be above 0, or None for no limit, got {self.seconds!r}")
 

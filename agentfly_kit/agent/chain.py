@@ -43,7 +43,7 @@ from agentfly_kit.agent.turns import (
     with_turn_rewards,
 )
 from agentfly_kit.chat.formats import Parsed
-from agentfly_kit.errors import AlignmentError, LeaseRevoked, SettingsError
+from agentfly_kit.errors import AlignmentError, LeaseRevoked, SettingsError, check_count
 from agentfly_kit.rewards import Score
 from agentfly_kit.success import record_success
 from agentfly_kit.tools.context import Context
@@ -251,8 +251,7 @@ class BaseChain(Displayable):
             attempt: index that selects the seed. Attempt 0 samples the same action as a rollout. After `rewind`, pass
                 1, 2, ... to sample other actions at the same turn.
         """
-        if not isinstance(attempt, int) or attempt < 0:
-            raise SettingsError(f"attempt must be an integer of at least 0, got {attempt!r}")
+        check_count("attempt", attempt, 0)
         with self._exclusive("sample"):
             await self._prepare()
             self._check_action_due()

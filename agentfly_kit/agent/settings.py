@@ -11,7 +11,7 @@ from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.endpoint.endpoint import Endpoint
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.errors import SettingsError, TaskError, check_accepts, suggest_keyword
+from agentfly_kit.errors import SettingsError, TaskError, check_accepts, check_count, suggest_keyword
 from agentfly_kit.pool.environment import is_environment, reset_arguments
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.success import SuccessRule, check_success_rule
@@ -20,15 +20,6 @@ from agentfly_kit.tools.context import Context, Fields
 from agentfly_kit.tools.injection import InjectedFunction
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.types import Group, Message, Sampling, Task, Trajectory
-
-# Settings that must be at least 1. The value is True if the setting may also be None.
-_COUNTS = {
-    "max_turns": False,
-    "max_invalid_calls": False,
-    "max_nudges": False,
-    "max_tokens": True,
-    "max_tool_calls": True,
-}
 
 # Parameter names of each hook.
 _HOOKS = {
@@ -173,10 +164,10 @@ class AgentSettings(Displayable):
             raise SettingsError(f"chat must be a Chat such as policy.chat or af.Chat(tokenizer), got {self.chat!r}")
         if not isinstance(self.sampling, Sampling):
             raise SettingsError(f"sampling must be an af.Sampling, got {self.sampling!r}")
-        for name, may_be_none in _COUNTS.items():
-            value = getattr(self, name)
-            if not (isinstance(value, int) and value >= 1) and not (value is None and may_be_none):
-                raise SettingsError(f"{name} must be at least 1{', or None' if may_be_none else ''}, got {value!r}")
+        for name in ("max_turns", "max_invalid_calls", "max_nudges"):
+            check_count(name, getattr(self, name))
+        for name in ("max_tokens", "max_tool_calls"):
+            check_count(name, getattr(self, name), optional=True)
         if self.timeout is not None and not self.timeout > 0:
             raise SettingsError(f"timeout must be above 0 seconds, or None for no limit, got {self.timeout!r}")
         if self.nudge is not None and not (isinstance(self.nudge, str) and self.nudge.strip()):

@@ -225,7 +225,9 @@ def test_invalid_budgets_are_rejected(options: Any, says: str) -> None:
     for bad in ({"tokens": 0}, {"turns": 1.5}, {"tool_calls": True}, {"seconds": 0}):
         with pytest.raises(SettingsError, match=rf"{next(iter(bad))} must be"):
             Budget(**bad)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="max_tool_calls must be at least 1, or None, got 0"):
+    with pytest.raises(
+        SettingsError, match="max_tool_calls must be an integer of at least 1, or None for no limit, got 0"
+    ):
         scripted(["5"], max_tool_calls=0)
 
 
