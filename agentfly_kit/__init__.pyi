@@ -10,8 +10,6 @@ from agentfly_kit.agent import hooks as hooks
 from agentfly_kit.agent.agent import Agent as Agent
 from agentfly_kit.agent.branching import Branch as Branch
 from agentfly_kit.agent.budget import Budget as Budget
-from agentfly_kit.agent.captured import captured as captured
-from agentfly_kit.agent.captured import from_tokens as from_tokens
 from agentfly_kit.agent.chain_editing import Chain as Chain
 from agentfly_kit.agent.rollout import Rollout as Rollout
 from agentfly_kit.agent.rollout import RolloutDiff as RolloutDiff
@@ -40,6 +38,8 @@ from agentfly_kit.integrations import ray as ray
 from agentfly_kit.integrations import traces as traces
 from agentfly_kit.integrations import trackers as trackers
 from agentfly_kit.integrations import trl as trl
+from agentfly_kit.integrations.captured import captured as captured
+from agentfly_kit.integrations.captured import from_tokens as from_tokens
 from agentfly_kit.integrations.remote_pool.client import RemotePool as RemotePool
 from agentfly_kit.integrations.remote_pool.server import serve_pool as serve_pool
 from agentfly_kit.integrations.rollout_files import read_rollouts as read_rollouts

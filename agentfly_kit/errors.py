@@ -87,6 +87,15 @@ def check_types(settings: Any) -> None:
             raise SettingsError(f"{field.name} must be {' or '.join(_PLAIN_TYPES[t] for t in types)}, got {value!r}")
 
 
+def check_count(name: str, value: Any, minimum: int = 1, *, optional: bool = False) -> None:
+    """Raise SettingsError if `value` is not an integer of at least `minimum`, or None if `optional`."""
+    is_integer = isinstance(value, numbers.Integral) and value is not True and value is not False
+    is_count = is_integer and value >= minimum
+    if not is_count and not (optional and value is None):
+        limit = ", or None for no limit" if optional else ""
+        raise SettingsError(f"{name} must be an integer of at least {minimum}{limit}, got {value!r}")
+
+
 def check_accepts(name: str, function: Any, *arguments: str) -> None:
     """Raise SettingsError if `function` cannot be called with these positional arguments."""
     if not callable(function):

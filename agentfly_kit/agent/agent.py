@@ -10,7 +10,7 @@ from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.agent.harness import create_chain
-from agentfly_kit.agent.remote import GroupWorkers
+from agentfly_kit.agent.remote import GroupWorkers, RolloutRequest
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import AgentSettings, task_list
 from agentfly_kit.errors import SettingsError, checks_keywords
@@ -24,7 +24,7 @@ class Agent(AgentSettings):
 
     def replace(self, **changes: Any) -> Agent:
         """Return a copy of the agent with some settings changed."""
-        return dataclasses.replace(self, _concurrency=None, _warned=[], _last_handle=[], **changes)
+        return dataclasses.replace(self, _warned=[], _last_handle=[], **changes)
 
     def __repr__(self) -> str:
         tools = f"harness {self.harness.name}" if self.harness else ", ".join(self.tools.names) or "no tools"
@@ -93,17 +93,5 @@ class Agent(AgentSettings):
             workers: processes that run the groups, created by `af.ray.workers`, or None for this process. Ids and seeds
                 do not depend on them. `max_concurrency` and the limits of the agent then apply to each worker.
         """
-        return RolloutHandle(
-            self,
-            tasks,
-            group_size,
-            branch,
-            max_concurrency,
-            budget,
-            group_budget,
-            index,
-            purpose,
-            progress,
-            share,
-            workers,
-        )
+        request = RolloutRequest(task_list(tasks), group_size, branch, max_concurrency, group_budget, index, purpose)
+        return RolloutHandle(self, request, budget, share, workers, progress)

@@ -12,7 +12,7 @@ from agentfly_kit import seeds
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.progress import ChainKey
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.errors import AlignmentError, SettingsError, check_types, checks_keywords
+from agentfly_kit.errors import AlignmentError, SettingsError, check_count, checks_keywords
 from agentfly_kit.types import Turn
 
 # Hooks that change a chain between a tool result and the next action, or fork chains themselves.
@@ -53,12 +53,12 @@ class Branch(Displayable):
     measure: Literal["entropy", "surprisal"] | Callable[[Turn], float] = "entropy"
 
     def __post_init__(self) -> None:
-        check_types(self)
-        for name in ("initial", "width", "tokens"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise SettingsError(f"{name} must be an integer of at least 1, got {value!r}")
-        for name in ("base", "weight", "threshold"):
-            if (value := getattr(self, name)) is not None and not math.isfinite(value):
+        counts = {"initial": self.num_initial(2), "width": self.width, "tokens": self.tokens}
+        for name, count in counts.items():
+            check_count(name, count)
+        numbers = {"base": self.base, "weight": self.weight, "threshold": self.threshold or 0.0}
+        for name, value in numbers.items():
+            if not isinstance(value, int | float) or not math.isfinite(value):
                 raise SettingsError(f"{name} must be a finite number, got {value!r}")
         if not callable(self.measure) and self.measure not in ("entropy", "surprisal"):
             raise SettingsError(f"measure must be 'entropy', 'surprisal' or a function of a turn, got {self.measure!r}")

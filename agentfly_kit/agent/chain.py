@@ -43,7 +43,7 @@ from agentfly_kit.agent.turns import (
     with_turn_rewards,
 )
 from agentfly_kit.chat.formats import Parsed
-from agentfly_kit.errors import AlignmentError, LeaseRevoked, SettingsError
+from agentfly_kit.errors import AlignmentError, LeaseRevoked, SettingsError, check_count
 from agentfly_kit.rewards import Score
 from agentfly_kit.success import record_success
 from agentfly_kit.tools.context import Context
@@ -105,7 +105,6 @@ class BaseChain(Displayable):
             trajectory_id=self.id,
             seed=self._seed(0),
             pools=agent.pools,
-            concurrency=agent._concurrency,
             run=self.hooks.run,
         )
         self._listeners: Listeners[BaseChain] = Listeners(self.id)
@@ -252,8 +251,7 @@ class BaseChain(Displayable):
             attempt: index that selects the seed. Attempt 0 samples the same action as a rollout. After `rewind`, pass
                 1, 2, ... to sample other actions at the same turn.
         """
-        if not isinstance(attempt, int) or attempt < 0:
-            raise SettingsError(f"attempt must be an integer of at least 0, got {attempt!r}")
+        check_count("attempt", attempt, 0)
         with self._exclusive("sample"):
             await self._prepare()
             self._check_action_due()
@@ -285,17 +283,16 @@ class BaseChain(Displayable):
                 return self._end_before_action(reserved.stop)
             if reserved.limited_by is not None:
                 sampling = sampling.replace(max_tokens=reserved.tokens)
-            async with agent._concurrency.requests.slot():
-                self.has_sampled = True
-                with self._reporting("turn", "sampling", index) as event:
-                    seed = self._action_seed(attempt)
-                    messages = tuple(m for turn in self.turn.row_path for m in turn.messages)
-                    request = TurnRequest(self.task, index, self._session, messages, self._schemas)
-                    sample = await agent.engine.sample(ids, sampling, seed, request=request)
-                    turn = self._action_turn(sample, sampling, seed)
-                    reserved.used = turn.num_tokens
-                    self._append_action(turn, self._stop_after_action(turn, sampling.max_tokens, reserved.limited_by))
-                    event.detail = turn.text
+            self.has_sampled = True
+            with self._reporting("turn", "sampling", index) as event:
+                seed = self._action_seed(attempt)
+                messages = tuple(m for turn in self.turn.row_path for m in turn.messages)
+                request = TurnRequest(self.task, index, self._session, messages, self._schemas)
+                sample = await agent.engine.sample(ids, sampling, seed, request=request)
+                turn = self._action_turn(sample, sampling, seed)
+                reserved.used = turn.num_tokens
+                self._append_action(turn, self._stop_after_action(turn, sampling.max_tokens, reserved.limited_by))
+                event.detail = turn.text
         return turn
 
     def _stop_after_action(self, turn: Turn, limit: int, limited_by: str | None) -> str | None:

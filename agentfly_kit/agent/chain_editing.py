@@ -24,7 +24,7 @@ from agentfly_kit.agent.turns import (
     text_fields,
     token_fields,
 )
-from agentfly_kit.errors import EngineError, SettingsError
+from agentfly_kit.errors import EngineError, SettingsError, check_count
 from agentfly_kit.types import Distribution, Failure, Message, ToolResult, Trajectory, Turn, normalize_messages
 
 
@@ -174,8 +174,7 @@ class Chain(BaseChain):
         agent = self.agent
         with self._exclusive("distribution"):
             await self._prepare()
-            async with agent._concurrency.requests.slot():
-                ids, logprobs, entropy = await agent.engine.distribution(self.ids, agent.sampling, top=top)
+            ids, logprobs, entropy = await agent.engine.distribution(self.ids, agent.sampling, top=top)
             return Distribution(tuple(ids), agent.chat.token_texts(ids), tuple(logprobs), entropy)
 
     # --- writing turns ---
@@ -349,8 +348,8 @@ class Chain(BaseChain):
             SandboxError: if a sandbox or the state of the tools cannot be forked.
             PoolTimeout: if the pool has no sandbox for the fork in time or, with queue=False, without waiting.
         """
-        if number is not None and (not isinstance(number, int) or number < 1):
-            raise SettingsError(f"number must be an integer of at least 1, got {number!r}")
+        if number is not None:
+            check_count("number", number)
         with self._exclusive("fork"):
             target = None if at is None else self._earlier_turn(at, "at")
             twin = self._twin(self.num_forks + 1 if number is None else number, same_seeds)
@@ -390,8 +389,7 @@ class Chain(BaseChain):
             SettingsError: if `n` is not positive, or the next turn cannot be an action.
             SandboxError: if `to_end=True` and a sandbox or the state of the tools cannot be forked.
         """
-        if not isinstance(n, int) or n < 1:
-            raise SettingsError(f"n must be an integer of at least 1, got {n!r}")
+        check_count("n", n)
         with self._exclusive("sample_turns"):
             await self._prepare()
             self._check_action_due()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from agentfly_kit.errors import SettingsError, checks_keywords
+from agentfly_kit.errors import SettingsError, check_count, checks_keywords
 from agentfly_kit.types import Message
 
 __all__ = ["sliding_window", "summarize"]
@@ -23,8 +23,7 @@ def sliding_window(steps: int) -> Callable[[Any], None]:
     Raises:
         SettingsError: If `steps` is negative.
     """
-    if not isinstance(steps, int) or steps < 0:
-        raise SettingsError(f"steps must be an integer of at least 0, got {steps!r}")
+    check_count("steps", steps, 0)
 
     def before_turn(chain: Any) -> None:
         if chain.turn.kind != "observation":
@@ -68,9 +67,8 @@ def summarize(
     """
     if not isinstance(instruction, str) or not instruction.strip():
         raise SettingsError(f"instruction must be a text, got {instruction!r}")
-    for name, value in (("tokens", tokens), ("rows", rows)):
-        if not isinstance(value, int) or value < 1:
-            raise SettingsError(f"{name} must be an integer of at least 1, got {value!r}")
+    check_count("tokens", tokens)
+    check_count("rows", rows)
 
     async def on_context_full(chain: Any) -> None:
         chat, limit = chain.agent.chat, chain.agent.engine.max_length

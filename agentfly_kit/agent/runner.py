@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from agentfly_kit._async.gc_pause import relaxed_gc
@@ -24,8 +24,8 @@ from agentfly_kit.agent.harness import create_chain
 from agentfly_kit.agent.progress import ChainHooks, ChainKey, Progress, RolloutEvent, RolloutSnapshot
 from agentfly_kit.agent.remote import GroupResult, GroupWorkers, RolloutRequest
 from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.agent.settings import AgentSettings, task_list
-from agentfly_kit.errors import NotAwaited, PoolTimeout, RewardError, SettingsError
+from agentfly_kit.agent.settings import AgentSettings
+from agentfly_kit.errors import NotAwaited, PoolTimeout, RewardError, SettingsError, check_count
 from agentfly_kit.success import record_success
 from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory, Turn
 
@@ -47,22 +47,16 @@ class RolloutHandle(Handle[Rollout], Displayable):
     def __init__(
         self,
         agent: AgentSettings,
-        tasks: Iterable[Task] | Task,
-        group_size: int,
-        branch: Branch | None,
-        max_concurrency: int,
+        request: RolloutRequest,
         budget: Budget | None,
-        group_budget: Budget | None,
-        index: int,
-        purpose: str,
-        progress: bool,
         share: tuple[int, int],
         workers: GroupWorkers | None,
+        progress: bool,
     ) -> None:
-        given = task_list(tasks)
-        for name, count in (("group_size", group_size), ("max_concurrency", max_concurrency)):
-            if not isinstance(count, int) or count < 1:
-                raise SettingsError(f"{name} must be an integer of at least 1, got {count!r}")
+        given, group_size, branch = request.tasks, request.group_size, request.branch
+        max_concurrency, group_budget = request.max_concurrency, request.group_budget
+        check_count("group_size", group_size)
+        check_count("max_concurrency", max_concurrency)
         if not 0 <= share[0] < share[1]:
             raise SettingsError(f"share must be (i, n) with 0 <= i < n, got {share!r}")
         for name, limit in (("budget", budget), ("group_budget", group_budget)):
@@ -103,10 +97,10 @@ class RolloutHandle(Handle[Rollout], Displayable):
         self._bar: Any = None
         self._name = f"rollout {next(_rollouts)}"
         size = group_size if branch is None else branch.num_initial(group_size)
-        self._planned = _plan(given, size, index, purpose, share)
+        self._planned = _plan(request, size, share)
         # Processes that run the groups, the rollout that they run, and the indices of the tasks of this process.
         self._remote = workers
-        self._request = RolloutRequest(given, group_size, branch, max_concurrency, group_budget, index, purpose)
+        self._request = request
         self._numbers = range(share[0], len(given), share[1])
         self._progress = Progress()
         for task, key in self._planned:
@@ -508,13 +502,12 @@ class RolloutHandle(Handle[Rollout], Displayable):
                 self._done[t.id] = record_success(t, self.agent.success)
 
 
-def _plan(
-    tasks: Sequence[Task], group_size: int, index: int, purpose: str, share: tuple[int, int]
-) -> list[tuple[Task, ChainKey]]:
+def _plan(request: RolloutRequest, group_size: int, share: tuple[int, int]) -> list[tuple[Task, ChainKey]]:
     """Return the task and the key of every chain of this process, in order."""
+    purpose, index = request.purpose, request.index
     seen: dict[str, int] = {}
     planned = []
-    for number, task in enumerate(tasks):
+    for number, task in enumerate(request.tasks):
         count = seen[task.id] = seen.get(task.id, 0) + 1
         if number % share[1] != share[0]:
             continue

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from .._async.interrupts import keep_interruptible
 from .._display import Displayable
-from ..errors import PoolTimeout, SettingsError, suggest_keyword
+from ..errors import PoolTimeout, SettingsError, check_count, suggest_keyword
 from .base import Lease, check_seconds
 from .calls import is_alive
 from .core import PoolCore
@@ -72,8 +72,7 @@ class Pool(Displayable, PoolCore[S]):
         start_timeout: float = 60.0,
         **options: Any,
     ) -> None:
-        if not isinstance(size, int) or size < 1:
-            raise SettingsError(f"size must be at least 1, got {size}")
+        check_count("size", size)
         if not isinstance(min_idle, int) or not 0 <= min_idle <= size:
             raise SettingsError(f"min_idle must be between 0 and size={size}, got {min_idle}")
         for name, value in (("max_uses", max_uses), ("max_age", max_age), ("max_starting", max_starting)):

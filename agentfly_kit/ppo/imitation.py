@@ -12,12 +12,12 @@ import torch
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.batch.collate import Advantages, collate
-from agentfly_kit.errors import BatchError, SettingsError, checks_keywords
+from agentfly_kit.errors import BatchError, SettingsError, check_count, checks_keywords
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import Aggregate, PPOConfig
 from agentfly_kit.ppo.inputs import minibatches
 from agentfly_kit.ppo.stats import Stats
-from agentfly_kit.ppo.step import adamw, run_step
+from agentfly_kit.ppo.step import adamw, ppo_step
 
 
 @checks_keywords
@@ -78,7 +78,7 @@ def imitation_step(
         max_grad_norm=max_grad_norm,
         autocast=autocast,
     )
-    return run_step(policy, optimizer, batch, config, seed=seed, accelerator=accelerator, cancel=cancel)
+    return ppo_step(policy, optimizer, batch, config, seed=seed, accelerator=accelerator, cancel=cancel)
 
 
 @pending_call
@@ -116,9 +116,8 @@ async def imitate(
         BatchError: If there is nothing to imitate, or a trajectory has no token ids.
         SettingsError: If a setting is invalid.
     """
-    for name, value in (("epochs", epochs), ("minibatch", minibatch)):
-        if value < 1:
-            raise SettingsError(f"{name} must be at least 1, got {value!r}")
+    check_count("epochs", epochs)
+    check_count("minibatch", minibatch)
     if not lr > 0:
         raise SettingsError(f"lr must be above 0, got {lr!r}")
     if not 0 <= warmup <= 1:

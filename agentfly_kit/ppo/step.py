@@ -20,7 +20,7 @@ from torch import Tensor
 from agentfly_kit import losses
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch, drop_counts
-from agentfly_kit.errors import BatchError, TrainingError, checks_keywords
+from agentfly_kit.errors import TrainingError, checks_keywords
 from agentfly_kit.policy.forward import Critic, ForwardOutput, single_torch_thread, warn_if_bfloat16_is_slow
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
@@ -83,34 +83,6 @@ def ppo_step(
 
     Source:  PPO, arXiv 1707.06347, eq. 7; for the masking see docs/conventions.md.
     """
-    if batch.imitation:
-        raise BatchError("ppo_step needs a batch of sampled tokens; use imitation_step for one of collate(imitate=)")
-    return run_step(
-        policy,
-        optimizer,
-        batch,
-        config,
-        reference=reference,
-        seed=seed,
-        accelerator=accelerator,
-        detail=detail,
-        cancel=cancel,
-    )
-
-
-def run_step(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    config: PPOConfig,
-    *,
-    reference: Policy | None = None,
-    seed: int = 0,
-    accelerator: Any = None,
-    detail: bool = False,
-    cancel: threading.Event | None = None,
-) -> Stats:
-    """Make the updates of `ppo_step` or `imitation_step`."""
     # Reject an unsuitable batch before any computation.
     started = time.perf_counter()
     check_optimizer(policy, optimizer)
@@ -198,7 +170,7 @@ def run_step(
         loss=totals["loss"] / updates,
         policy_loss=totals["policy_loss"] / updates,
         value_loss=totals["value_loss"] / updates if has_values else math.nan,
-        kl_reference=_kl_reference(totals, inputs, config),
+        kl_reference=totals.per_token("kl_reference") if config.kl_coef > 0 else math.nan,
         approx_kl=last_epoch.per_token("approx_kl"),
         clip_fraction=last_epoch["clipped"] / tokens,  # of all tokens: the clip never binds in a skipped row
         entropy=entropy,
@@ -238,7 +210,7 @@ def _objective(
     stats = {"policy_loss": policy_loss}
 
     # KL penalty towards the reference policy.
-    if config.kl_coef > 0 and config.kl_in == "loss":
+    if config.kl_coef > 0:
         assert micro.ref_logprobs is not None
         kl = losses.kl(out.logprob, micro.ref_logprobs, config.kl_kind)
         weighted = kl * log_ratio.exp() if config.kl_weighted else kl
@@ -272,11 +244,10 @@ def _objective(
 
 def _only_advantage(loss: PolicyLoss, config: PPOConfig, has_values: bool) -> bool:
     """Return whether rows with zero advantage change neither the gradient nor the decision to stop early."""
-    kl_in_loss = config.kl_coef > 0 and config.kl_in == "loss"
     return (
         loss.name != ""
-        and not (kl_in_loss or has_values)
-        and config.entropy_coef == 0
+        and not has_values
+        and config.kl_coef == config.entropy_coef == 0
         and config.target_kl is None  # target_kl needs the KL of every row
     )
 
@@ -327,18 +298,6 @@ def _cancelled(optimizer: torch.optim.Optimizer) -> asyncio.CancelledError:
     """Discard the gradients."""
     optimizer.zero_grad(set_to_none=True)
     return asyncio.CancelledError("ppo_step was cancelled; the weights are those of the last update")
-
-
-def _kl_reference(totals: RunningStats, inputs: StepInputs, config: PPOConfig) -> float:
-    """Return the mean KL to the reference policy, even if it is part of the reward; NaN if there is no reference."""
-    if config.kl_coef == 0:
-        return math.nan
-    if config.kl_in == "loss":
-        return totals.per_token("kl_reference")
-    if inputs.ref_logprobs is None:
-        return math.nan
-    mask = inputs.batch.mask
-    return float(losses.kl(inputs.old_logprobs, inputs.ref_logprobs, config.kl_kind, mask).sum() / mask.sum())
 
 
 def adamw(

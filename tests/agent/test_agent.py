@@ -118,9 +118,9 @@ async def test_strings_are_rejected_as_tasks() -> None:
     [
         ({"engine": "vllm"}, "engine must be an engine .* got 'vllm'"),
         ({"chat": "qwen"}, "chat must be a Chat .* got 'qwen'"),
-        ({"max_turns": 0}, "max_turns must be at least 1, got 0"),
-        ({"max_turns": None}, "max_turns must be an integer, got None"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"max_turns": 0}, "max_turns must be an integer of at least 1, got 0"),
+        ({"max_turns": None}, "max_turns must be an integer of at least 1, got None"),
+        ({"max_tokens": 0}, "max_tokens must be an integer of at least 1, or None for no limit, got 0"),
         ({"timeout": 0}, "timeout must be above 0"),
         ({"sampling": {"temperature": 1}}, "sampling must be"),
         ({"tools": [put]}, r"requires a Box, and no pool has it; add pools=\[af\.Pool\(Box, size=8\)\]"),

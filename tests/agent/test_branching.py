@@ -247,7 +247,7 @@ async def test_attributions_of_branching_chains() -> None:
 
     def batch(attribution: str) -> af.Batch:
         config = af.TrainConfig(advantage="arpo", attribution=attribution)  # type: ignore[arg-type]
-        return BatchBuilder(policy, config, a.reward).build(rollout, 0.0)
+        return BatchBuilder(policy, config, a.reward).build(rollout)
 
     soft, hard, unbiased = (batch(each) for each in ("soft", "hard", "inverse_branching"))
     torch.testing.assert_close(soft.advantages, af.collate(rollout, af.advantages.grpo).advantages, equal_nan=True)
@@ -407,12 +407,12 @@ async def test_fork_at_an_earlier_turn() -> None:
     ("settings", "message"),
     [
         ({"initial": 0}, "initial must be an integer of at least 1, got 0"),
-        ({"initial": 2.0}, "initial must be an integer or None, got 2.0"),
+        ({"initial": 2.0}, "initial must be an integer of at least 1, got 2.0"),
         ({"width": 0}, "width must be an integer of at least 1, got 0"),
-        ({"tokens": True}, "tokens must be an integer, got True"),
-        ({"base": math.nan}, "base must be a number, got nan"),
+        ({"tokens": True}, "tokens must be an integer of at least 1, got True"),
+        ({"base": math.nan}, "base must be a finite number, got nan"),
         ({"weight": math.inf}, "weight must be a finite number, got inf"),
-        ({"threshold": "high"}, "threshold must be a number or None, got 'high'"),
+        ({"threshold": "high"}, "threshold must be a finite number, got 'high'"),
         ({"measure": "variance"}, "measure must be 'entropy', 'surprisal' or a function of a turn, got 'variance'"),
     ],
 )

@@ -13,12 +13,12 @@ from agents import fresh
 from test_harness import harnessed, solve, task_with_question
 
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.agent.captured import captured
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.endpoint.endpoint import Endpoint
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.envs.lookup import store
 from agentfly_kit.evaluation import evaluate
+from agentfly_kit.integrations.captured import captured
 from agentfly_kit.ppo import PPOConfig, ppo_step
 from agentfly_kit.rewards import reward
 from agentfly_kit.tasks import load_tasks

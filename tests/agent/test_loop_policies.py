@@ -66,7 +66,7 @@ async def test_a_nudge_applies_in_steps_and_to_an_appended_sample() -> None:
         ({"nudge": ""}, "nudge must be a text for the model, or None, got ''"),
         ({"nudge": 3}, "nudge must be a string or None, got 3"),
         ({"max_nudges": 2}, "max_nudges has an effect only with nudge, got 2"),
-        ({"nudge": "x", "max_nudges": 0}, "max_nudges must be at least 1, got 0"),
+        ({"nudge": "x", "max_nudges": 0}, "max_nudges must be an integer of at least 1, got 0"),
     ],
 )
 def test_invalid_nudges_are_rejected(settings: dict[str, Any], message: str) -> None:

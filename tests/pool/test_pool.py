@@ -471,7 +471,7 @@ def test_alive_and_kill_must_not_be_async():
 
 
 def test_invalid_settings():
-    with pytest.raises(SettingsError, match="size must be at least 1, got 0"):
+    with pytest.raises(SettingsError, match="size must be an integer of at least 1, got 0"):
         Pool(Plain, size=0)
     with pytest.raises(SettingsError, match="min_idle must be between 0 and size=2, got 3"):
         Pool(Plain, size=2, min_idle=3)

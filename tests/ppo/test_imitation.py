@@ -161,8 +161,8 @@ async def test_imitation_teaches_and_is_reproducible(policy: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"minibatch": 0}, "minibatch must be at least 1, got 0"),
+        ({"epochs": 0}, "epochs must be an integer of at least 1, got 0"),
+        ({"minibatch": 0}, "minibatch must be an integer of at least 1, got 0"),
         ({"lr": math.nan}, "lr must be above 0, got nan"),
         ({"warmup": 2.0}, "warmup must be from 0 to 1, got 2.0"),
     ],

@@ -441,20 +441,6 @@ async def test_a_run_with_compactions_resumes_bitwise(tmp_path: Path, more: dict
         assert torch.equal(a, b)
 
 
-async def test_the_kl_in_the_reward_covers_all_rows(tmp_path: Path) -> None:
-    run = run_of(tmp_path, hook=compact_to_text, kl_coef=0.2, kl_in="reward")
-    builder = run._batch_builder
-    builder.reference = agents.random_policy(1)
-    batch = builder.build(await run.agent.rollout(agents.tasks(2), group_size=4), 0.2)
-    ref = builder.reference.score(batch, {"logprob"})["logprob"]
-    paid = torch.where(batch.mask, batch.logprobs - ref, 0.0).sum(1)
-    assert len(batch.first_rows) < len(batch)
-    whole = torch.zeros(len(batch.first_rows)).index_add(0, batch.trajectory_index, paid)
-    wanted = advantages.grpo(batch.rewards[batch.first_rows] - 0.2 * whole, batch.groups[batch.first_rows])
-    each = torch.stack([row[mask][0] for row, mask in zip(batch.advantages, batch.mask, strict=True)])
-    torch.testing.assert_close(each, wanted[batch.trajectory_index], rtol=1e-4, atol=1e-5)
-
-
 def compact_without_the_question(chain: Chain) -> None:
     """Compact to the call and its result, without the question."""
     if chain.turn.kind == "observation" and chain.turn.row == 0:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from agents import agent, tasks
 
-from agentfly_kit.agent.captured import captured, from_tokens
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.errors import AlignmentError
+from agentfly_kit.integrations.captured import captured, from_tokens
 from agentfly_kit.types import Task
 
 TASK = Task("t", ({"role": "user", "content": "?"},))
