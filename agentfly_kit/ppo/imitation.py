@@ -19,6 +19,9 @@ from agentfly_kit.ppo.inputs import minibatches
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.ppo.step import adamw, ppo_step
 
+# Fraction of the updates in which the learning rate of `imitate` rises.
+_WARMUP = 0.05
+
 
 @checks_keywords
 def imitation_step(
@@ -91,7 +94,6 @@ async def imitate(
     epochs: int = 2,
     minibatch: int = 32,
     lr: float = 1e-3,
-    warmup: float = 0.05,
     seed: int = 0,
 ) -> list[Stats]:
     """Train a policy on the recorded actions of experts, people, scripts, or of the policy itself.
@@ -104,8 +106,8 @@ async def imitate(
         authors: Authors whose actions are imitated; None for all.
         epochs: Number of passes over the trajectories.
         minibatch: Number of trajectories per update.
-        lr: Highest learning rate. It rises from 0 and then falls linearly to a tenth of this value.
-        warmup: Fraction of the updates in which the learning rate rises, from 0 to 1.
+        lr: Highest learning rate. It rises from 0 in the first 5 % of the updates, and falls linearly to a tenth of
+            this value.
         seed: Seed for the order of trajectories.
 
     Returns:
@@ -120,13 +122,11 @@ async def imitate(
     check_count("minibatch", minibatch)
     if not lr > 0:
         raise SettingsError(f"lr must be above 0, got {lr!r}")
-    if not 0 <= warmup <= 1:
-        raise SettingsError(f"warmup must be from 0 to 1, got {warmup!r}")
     batch = collate(rollout, weights, imitate=authors or True)
     generator = torch.Generator().manual_seed(seed)
     order = [rows for _ in range(epochs) for rows in minibatches(batch, minibatch, generator)]
     cancel = threading.Event()
-    steps = imitation_steps(policy, map(batch.select, order), len(order), lr, warmup, cancel)
+    steps = imitation_steps(policy, map(batch.select, order), len(order), lr, cancel)
     out: list[Stats] = []
     while (stats := await run_in_thread(functools.partial(next, steps, None), on_cancel=cancel.set)) is not None:
         out.append(stats)
@@ -138,13 +138,12 @@ def imitation_steps(
     batches: Iterable[Batch],
     count: int,
     lr: float,
-    warmup: float = 0.05,
     cancel: threading.Event | None = None,
 ) -> Iterator[Stats]:
     """Make one update on each of `count` batches, with the learning rates of `imitate`, and yield the statistics."""
     optimizer = adamw(policy, lr)
     for i, batch in zip(range(count), batches, strict=False):
-        scale = min(1.0, (i + 1) / max(1.0, warmup * count)) * (1 - 0.9 * i / count)
+        scale = min(1.0, (i + 1) / max(1.0, _WARMUP * count)) * (1 - 0.9 * i / count)
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * scale
         yield imitation_step(policy, optimizer, batch, cancel=cancel)

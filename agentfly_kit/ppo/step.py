@@ -182,8 +182,6 @@ def ppo_step(
         reward_mean=float(scored.mean()),
         reward_std=float(scored.std()) if len(scored) > 1 else 0.0,
         advantage_mean=float(batch.advantages[batch.mask].mean()),
-        unscored=batch.flagged[0],
-        truncated=batch.flagged[1],
         updates=updates,
         rows=len(batch),
         tokens=int(batch.mask.sum()),
@@ -306,16 +304,14 @@ def adamw(
     *,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.0,
-    value_lr: float | None = None,
 ) -> torch.optim.AdamW:
     """Create an AdamW optimizer for the trainable parameters of a policy.
 
     Args:
         policy: The policy.
-        lr: Learning rate of the model, and of the trunk of a separate critic.
+        lr: Learning rate of the model, and of the trunk of a separate critic. That of the value head is ten times `lr`.
         betas: Decay rates of Adam's moments.
         weight_decay: Weight decay.
-        value_lr: Learning rate of the value head. None is ten times `lr`.
 
     Returns:
         The optimizer.
@@ -328,5 +324,5 @@ def adamw(
         groups.append({"params": list(head.trunk.parameters()), "lr": lr})
         head = head.head
     if head is not None:
-        groups.append({"params": list(head.parameters()), "lr": 10 * lr if value_lr is None else value_lr})
+        groups.append({"params": list(head.parameters()), "lr": 10 * lr})
     return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
