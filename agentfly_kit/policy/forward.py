@@ -204,9 +204,9 @@ class LanguageModel:
         )
 
     def _locate_states(self, ids: Tensor, mask: Tensor) -> tuple[PackedTrees | None, Tensor]:
-        """Pack the rows into prefix trees (None if they are computed separately), and locate the states.
+        """Return the prefix trees (None if rows are computed separately), and the index of each state, (N,).
 
-        The locations, (N,), are indices in the flattened hidden states of the trees, or else of `ids[:, :-1]`.
+        The indices are those of the flattened hidden states of the trees, or else of `ids[:, :-1]`.
         """
         rows, cols = mask.nonzero(as_tuple=True)
         if bool((cols == 0).any()):
@@ -377,8 +377,8 @@ def _states(
     """Return the last hidden states of rows, ids (B, T) -> (B, T, d), or of their trees, (P, W, d).
 
     The second result has the states of `layers`, (B, T, L, d) or (P, W, L, d).
-    Padding on the right needs no attention mask, because causal attention already excludes it.
     """
+    # Padding on the right needs no attention mask, because causal attention already excludes it.
     options: dict[str, Any] = {} if layers is None else {"output_hidden_states": True}
     if packed is not None:
         out = masked_states(decoder, packed.ids, packed.positions, packed.mask(), packed.positions, **options)

@@ -275,17 +275,11 @@ async def ppo_step_async(
 ) -> Stats:
     """Run `ppo_step` in a thread, without blocking the event loop.
 
-    Raises the same errors as `ppo_step`. If cancelled, the weights are those of the last complete update.
+    If the call is cancelled, the weights are those of the last complete update.
 
     Args:
-        policy: Policy to update.
-        optimizer: Its optimizer.
-        batch: Batch with advantages.
-        config: Settings of the step.
-        options: Keyword arguments of `ppo_step`, except `cancel`.
-
-    Returns:
-        The statistics of the step.
+        policy, optimizer, batch, config: As in `ppo_step`.
+        options: Other arguments of `ppo_step`, except `cancel`.
     """
     cancel = threading.Event()
     step = functools.partial(ppo_step, policy, optimizer, batch, config, cancel=cancel, **options)
