@@ -212,9 +212,7 @@ class PoolCore(BasePool[S]):
             await call(sandbox, "reset")
         elif inspect.ismethod(getattr(sandbox, "cleanup", None)):  # a method, not a tool named "cleanup"
             await call(sandbox, "cleanup")
-        if self._healthy is not None:
-            return bool(await maybe_await(self._healthy(sandbox)))
-        return not callable(getattr(sandbox, "healthy", None)) or bool(await call(sandbox, "healthy"))
+        return self._healthy is None or bool(await maybe_await(self._healthy(sandbox)))
 
     async def _close(self, slot: Slot, previous: asyncio.Task[None] | None) -> None:
         if previous is not None and not previous.done() and previous.get_loop() is asyncio.get_running_loop():

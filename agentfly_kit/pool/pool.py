@@ -43,7 +43,7 @@ class Pool(Displayable, PoolCore[S]):
             holder's next use of the sandbox raises LeaseRevoked, the holder's chain is not scored, and the next request
             gets a new sandbox.
         healthy: `healthy(sandbox)`, sync or async, called after each reset. If it returns false or raises, the sandbox
-            is replaced. By default the sandbox's own method `healthy()` is called, if defined.
+            is replaced.
         acquire_timeout: default time to wait for a lease, in seconds.
         start_timeout: time limit in seconds for starting or resetting a sandbox. When it is exceeded, the method is
             cancelled and the sandbox replaced. The time limit of `close` is always 5 seconds. A method that does not

@@ -361,12 +361,11 @@ async def test_failed_health_checks():
             assert third.kept == []
     assert [e.detail for e in events if e.kind == "died"] == ["its health check failed"]
 
-    class Tells(Notes):
-        async def healthy(self) -> bool:
-            raise OSError("no answer")
+    async def unreachable(notes: Notes) -> bool:
+        raise OSError("no answer")
 
     events.clear()
-    async with Pool(Tells, size=1) as pool:
+    async with Pool(Notes, size=1, healthy=unreachable) as pool:
         pool.subscribe(events.append)
         for _ in range(2):
             async with pool.lease():
