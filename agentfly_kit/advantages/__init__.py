@@ -33,24 +33,7 @@ from agentfly_kit.advantages.tokens import (
 from agentfly_kit.advantages.turns import arpo, branch_weights, gigpo
 
 __all__ = [
-    "arpo",
-    "branch_weights",
-    "distillation",
-    "dr_grpo",
-    "gae",
-    "gdpo",
-    "gigpo",
-    "gpg",
-    "grpo",
-    "grpo_passk",
-    "maxrl",
-    "opo",
-    "optimal_token_baseline",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "rloo",
-    "row_credit",
-    "trajectory_level",
-    "whiten",
-]
+    "arpo", "branch_weights", "distillation", "dr_grpo", "gae", "gdpo", "gigpo", "gpg", "grpo", "grpo_passk", "maxrl",
+    "opo", "optimal_token_baseline", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo",
+    "row_credit", "trajectory_level", "whiten",
+]  # fmt: skip

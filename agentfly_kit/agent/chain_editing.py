@@ -32,11 +32,10 @@ class Chain(BaseChain):
     """One trajectory in progress. Create it with `agent.chain(task)`. Methods that add a turn return it.
 
     Attributes:
-        origin: the continued trajectory, if created by `agent.chain(trajectory)`; otherwise None.
-        origin_key: the key from which the seeds of `origin` are derived; otherwise None.
+        origin_key: the key from which the seeds of the continued trajectory are derived, if the chain was created by
+            `agent.chain(trajectory)`; otherwise None.
     """
 
-    origin: Trajectory | None = None
     origin_key: ChainKey | None = None
     num_forks = 0  # highest fork number so far
 
@@ -68,7 +67,6 @@ class Chain(BaseChain):
             leaf = turn if turn.parent is leaf else dataclasses.replace(turn, parent=leaf)
         assert leaf is not None
         chain.turn, chain.stop, chain.error = leaf, trajectory.stop, trajectory.error
-        chain.origin = trajectory
         # Parse the key from the group's id, and use it only if it reproduces the trajectory's seed.
         purpose, _, rollout = group.partition(":")[0].rpartition("-")
         if rollout.isdigit():
@@ -364,7 +362,7 @@ class Chain(BaseChain):
         twin = Chain(self.agent, self.task, dataclasses.replace(self.key, fork=f"{self.key.fork}.{number}"), self.hooks)
         twin.author = self.author
         twin.turn, twin.stop, twin.error = self.turn, self.stop, self.error
-        twin.origin, twin.origin_key = self.origin, self.origin_key
+        twin.origin_key = self.origin_key
         twin.seed_key = self.seed_key if same_seeds else twin.key
         twin._prepared, twin.has_sampled = self._prepared, self.has_sampled
         twin._started_at, twin._context_used_at = self._started_at, self._context_used_at

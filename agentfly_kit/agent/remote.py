@@ -10,7 +10,7 @@ from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.progress import ChainKey, RolloutEvent
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.types import Failure, Task, Trajectory
+from agentfly_kit.types import Task, Trajectory
 
 
 @dataclass(frozen=True)
@@ -85,25 +85,3 @@ class GroupWorkers(Protocol):
 
         `gate` is awaited before a group starts; it blocks while the rollout is paused.
         """
-
-
-async def run_group(agent: Any, request: RolloutRequest, number: int) -> GroupResult:
-    """Run one group of a rollout in this process."""
-    handle = request.handle(agent, number)
-    events: list[RolloutEvent] = []
-    handle.subscribe(events.append)
-    rollout = await handle
-    keys = [key for _, key in handle._planned]
-    return GroupResult(keys, rollout.trajectories, rollout.not_run, rollout.forks_refused, events, rollout.seconds)
-
-
-def failed_group(agent: Any, request: RolloutRequest, number: int, error: BaseException) -> GroupResult:
-    """Return the result of a group whose workers died: unscored chains with stop reason "error"."""
-    failure = Failure("worker", type(error).__name__, str(error))
-    planned = request.handle(agent, number)._planned
-    chains = [Trajectory(key.id, task, key.group, key.chain, (), "error", error=failure) for task, key in planned]
-    events = []
-    for chain in chains:
-        events.append(RolloutEvent(0, "chain", "start", chain.id, chain.task.id, 0, "waiting", 0.0))
-        events.append(RolloutEvent(0, "chain", "end", chain.id, chain.task.id, 0, "failed", 0.0, "error", "", chain))
-    return GroupResult([key for _, key in planned], chains, {}, 0, events, 0.0)

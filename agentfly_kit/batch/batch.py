@@ -71,8 +71,6 @@ class Batch(Displayable):
         kept_mass: (B, T): probability mass kept by top-p, top-k or min-p; None if none of them was used.
         ref_logprobs: (B, T): logprobs under the reference policy.
         dropped: Trajectories and rows that were excluded, with reasons.
-        num_given: Number of trajectories passed to `collate`, including dropped ones.
-        flagged: Fraction of the given trajectories that are unscored, and fraction that are truncated.
         imitation: True for `collate(imitate=)`: the mask is True at imitated tokens, which need no logprobs, and
             `advantages` are their weights.
     """
@@ -98,8 +96,6 @@ class Batch(Displayable):
     kept_mass: Tensor | None = None
     ref_logprobs: Tensor | None = None
     dropped: tuple[Dropped, ...] = ()
-    num_given: int = 0
-    flagged: tuple[float, float] = (0.0, 0.0)
     imitation: bool = False
 
     def __len__(self) -> int:
@@ -196,15 +192,11 @@ def join(batches: Sequence[Batch]) -> Batch:
             offsets = itertools.accumulate((int(p.max()) + 1 for p in parts), initial=0)
             parts = [p + offset for p, offset in zip(parts, offsets, strict=False)]
         out[name] = torch.cat(parts)
-    num_given = sum(b.num_given for b in batches)
     if len({b.imitation for b in batches}) > 1:
         raise BatchError("batches must be all for imitation, or all for reinforcement learning, to be joined")
-    unscored, truncated = (sum(b.flagged[k] * b.num_given for b in batches) / max(num_given, 1) for k in (0, 1))
     return Batch(
         trajectories=tuple(t for b in batches for t in b.trajectories),
         **out,
         dropped=tuple(d for b in batches for d in b.dropped),
-        num_given=num_given,
-        flagged=(unscored, truncated),
         imitation=batches[0].imitation,
     )

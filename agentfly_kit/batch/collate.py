@@ -100,7 +100,6 @@ def collate(
     given = as_trajectories(rollout)
     if not given:
         raise BatchError("rollout must hold at least one trajectory, got none")
-    flagged = (sum(t.reward is None for t in given) / len(given), sum(t.truncated for t in given) / len(given))
 
     # Filters receive the original rewards; filtered trajectories become unscored.
     filtered = drop_reasons(given, filters)
@@ -189,8 +188,6 @@ def collate(
         if not imitate and any(r.trajectory.sampling.truncates for r in rows)
         else None,
         dropped=tuple(dropped),
-        num_given=len(given),
-        flagged=flagged,
         imitation=bool(imitate),
     )
     if advantages is None:

@@ -254,11 +254,8 @@ class Template:
         raise problem
 
     def _call_closing(self, action: Message, mark: str, tools: Schemas) -> str | None:
-        """Return the text (brackets, tags) that closes a call after its last argument; None if the call is rejected.
-
-        The end-of-turn text is excluded. It is the text that also ends answers, or a separate control token such as
-        `<|call|>`.
-        """
+        """Return the text that closes a call after its last argument, without the end of the turn; None if rejected."""
+        # The end of the turn is the text that also ends answers, or a separate control token such as `<|call|>`.
         key = json.dumps([action, [t.get("function", {}).get("name") for t in tools]], default=str).replace(mark, "")
         if key not in self._closings:
             text = self._probe(_USER, action, tools=tools)

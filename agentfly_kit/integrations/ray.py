@@ -16,10 +16,12 @@ from typing import Any
 from agentfly_kit._async.pending_call import run_in_thread, wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.agent.remote import GroupResult, RolloutRequest, failed_group, run_group
+from agentfly_kit.agent.progress import RolloutEvent
+from agentfly_kit.agent.remote import GroupResult, RolloutRequest
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import EngineError, SettingsError
+from agentfly_kit.types import Failure, Trajectory
 
 __all__ = ["Workers", "workers"]
 
@@ -115,7 +117,12 @@ class _GroupRunner:
                     policy.load_state(description.weights)
                     policy.version = description.version
                 self._prepared = rollout
-        return await run_group(self._running, self._request, number)
+        handle = self._request.handle(self._running, number)
+        events: list[RolloutEvent] = []
+        handle.subscribe(events.append)
+        done = await handle
+        keys = [key for _, key in handle._planned]
+        return GroupResult(keys, done.trajectories, done.not_run, done.forks_refused, events, done.seconds)
 
     async def close(self) -> None:
         """Close the sandboxes of this process."""
@@ -278,7 +285,7 @@ class Workers(Displayable):
                         if retries < _MAX_RETRIES:
                             waiting.put_nowait((number, retries + 1))
                         else:
-                            results.put_nowait((number, failed_group(self._agent, request, number, error)))
+                            results.put_nowait((number, _failed_group(self._agent, request, number, error)))
                         if not await _is_reachable(actor):
                             return
 
@@ -340,3 +347,15 @@ def _resources(amounts: dict[str, Any]) -> str:
     names = {"num_cpus": "CPU", "num_gpus": "GPU"}
     shown = {names.get(name, name): value for name, value in amounts.items() if names.get(name, name) in ("CPU", "GPU")}
     return " and ".join(f"{value:g} {name}" for name, value in shown.items() if value) or "no CPU"
+
+
+def _failed_group(agent: Any, request: RolloutRequest, number: int, error: BaseException) -> GroupResult:
+    """Return the result of a group whose workers died: unscored chains with stop reason "error"."""
+    failure = Failure("worker", type(error).__name__, str(error))
+    planned = request.handle(agent, number)._planned
+    chains = [Trajectory(key.id, task, key.group, key.chain, (), "error", error=failure) for task, key in planned]
+    events = []
+    for chain in chains:
+        events.append(RolloutEvent(0, "chain", "start", chain.id, chain.task.id, 0, "waiting", 0.0))
+        events.append(RolloutEvent(0, "chain", "end", chain.id, chain.task.id, 0, "failed", 0.0, "error", "", chain))
+    return GroupResult([key for _, key in planned], chains, {}, 0, events, 0.0)

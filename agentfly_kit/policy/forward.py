@@ -53,19 +53,10 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
-class Critic(nn.Module):
-    """Separate value model: a copy of the policy's decoder with a value head. Its loss does not affect the policy."""
-
-    def __init__(self, trunk: Any, width: int) -> None:
-        super().__init__()
-        self.trunk = trunk
-        self.head = ValueHead(width)
-
-
 class LanguageModel:
     """A causal language model with an optional value head, evaluated on rows that are padded on the right."""
 
-    def __init__(self, model: Any, value_head: ValueHead | Critic | None) -> None:
+    def __init__(self, model: Any, value_head: ValueHead | None) -> None:
         self.model = model
         self.value_head = value_head
 
@@ -207,15 +198,15 @@ class LanguageModel:
         return ForwardOutput(
             logprob=logp[each, ids[rows, cols]] if merged else logp.gather(-1, ids[rows, cols, None])[:, 0],
             entropy=-(logp.exp() * logp).sum(-1)[each] if entropy else None,
-            value=self._values(ids, packed, place, states)[each] if value else None,
+            value=self._values(states)[each] if value else None,
             hidden=(states if chosen is None else chosen.flatten(0, 1)[place])[each],
             sum_squared_probs=(2 * logp).exp().sum(-1)[each] if sum_squared_probs else None,
         )
 
     def _locate_states(self, ids: Tensor, mask: Tensor) -> tuple[PackedTrees | None, Tensor]:
-        """Pack the rows into prefix trees (None if they are computed separately), and locate the states.
+        """Return the prefix trees (None if rows are computed separately), and the index of each state, (N,).
 
-        The locations, (N,), are indices in the flattened hidden states of the trees, or else of `ids[:, :-1]`.
+        The indices are those of the flattened hidden states of the trees, or else of `ids[:, :-1]`.
         """
         rows, cols = mask.nonzero(as_tuple=True)
         if bool((cols == 0).any()):
@@ -227,15 +218,11 @@ class LanguageModel:
                 return packed, packed.token_index[rows, cols - 1]
         return None, rows * (ids.shape[1] - 1) + cols - 1
 
-    def _values(self, ids: Tensor, packed: PackedTrees | None, place: Tensor, states: Tensor | None) -> Tensor:
-        """Compute the values at the indices `place`, (N,), from `states` (N, d); a separate critic ignores them."""
+    def _values(self, states: Tensor) -> Tensor:
+        """Compute the values of states, (N, d) -> (N,)."""
         head = self.value_head
         if head is None:
             raise PolicyError("values need a value head; load the policy with value_head=True")
-        if isinstance(head, Critic):
-            states = _states(head.trunk, ids[:, :-1], packed)[0].flatten(0, 1)[place]
-            head = head.head
-        assert states is not None
         return cast(Tensor, head(states.to(head.weight.dtype)))[:, 0].float()
 
     @torch.no_grad()
@@ -277,12 +264,9 @@ class LanguageModel:
                 mask = batch.mask[rows, :width]
                 if not bool(mask.any()):
                     continue
-                inputs = batch.ids[rows, :width].to(self.device), mask.to(self.device)
-                if wanted == {"value"} and isinstance(self.value_head, Critic):  # no forward pass of the policy
-                    got = {"value": self._values(inputs[0], *self._locate_states(*inputs), None)}
-                else:
-                    options: Any = {name: name in wanted for name in ("entropy", "value", "sum_squared_probs")}
-                    got = vars(self.forward(*inputs, batch.temperatures[rows], layers=layers, **options))
+                ids, temperatures = batch.ids[rows, :width].to(self.device), batch.temperatures[rows]
+                options: Any = {name: name in wanted for name in ("entropy", "value", "sum_squared_probs")}
+                got = vars(self.forward(ids, mask.to(self.device), temperatures, layers=layers, **options))
                 r, c = mask.nonzero(as_tuple=True)
                 for name in wanted:
                     out[name][rows[r], c] = got[name].float().cpu()
@@ -313,13 +297,11 @@ class LanguageModel:
             return
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        models = [self.model, self.value_head.trunk] if isinstance(self.value_head, Critic) else [self.model]
-        layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
             raise PolicyError(f"{type(self.model).__name__} has no layers that support gradient checkpointing")
         before = [layer.training for layer in layers]
-        for model in models:
-            _checkpointing(model, "enable")({"use_reentrant": False})
+        _checkpointing(self.model, "enable")({"use_reentrant": False})
         for layer in layers:
             layer.training = True  # only this module's flag, so that dropout inside the layer stays off
         try:
@@ -327,8 +309,7 @@ class LanguageModel:
         finally:
             for layer, training in zip(layers, before, strict=True):
                 layer.training = training
-            for model in models:
-                _checkpointing(model, "disable")()
+            _checkpointing(self.model, "disable")()
 
     # --- micro-batches and prefix sharing ---
 
@@ -396,8 +377,8 @@ def _states(
     """Return the last hidden states of rows, ids (B, T) -> (B, T, d), or of their trees, (P, W, d).
 
     The second result has the states of `layers`, (B, T, L, d) or (P, W, L, d).
-    Padding on the right needs no attention mask, because causal attention already excludes it.
     """
+    # Padding on the right needs no attention mask, because causal attention already excludes it.
     options: dict[str, Any] = {} if layers is None else {"output_hidden_states": True}
     if packed is not None:
         out = masked_states(decoder, packed.ids, packed.positions, packed.mask(), packed.positions, **options)

@@ -1,14 +1,12 @@
 """Applies state changes of a pool: answers requests, and starts, resets and closes sandboxes.
 
-Every state change is made by a synchronous method of `PoolState` (state.py) under a lock. The lock is never held while
-user code runs or anything is awaited. `_dispatch` then carries out the effects. The design follows httpcore's
-connection pool.
+Every state change is made by a synchronous method of `PoolState` (state.py) under a lock, which is never held while
+user code runs. `_dispatch` then carries out the effects. The design follows httpcore's connection pool.
 
 Each start, reset or close of a sandbox runs in its own task, which continues even if the waiting caller is cancelled.
-Every sandbox method has a time limit, so every task ends. Requests and tasks belong to the event loop that created
-them, and event loops may be closed. Sandboxes of cancelled tasks are killed without a loop, and the next `acquire`
-removes the requests and tasks of closed loops. A thread without a running loop, such as one that collects a lease,
-cannot start a sandbox. It asks the event loop of a waiting request instead.
+Requests and tasks belong to the event loop that created them; the next `acquire` removes those of closed loops. A
+thread without a running loop, such as one that collects a lease, asks the event loop of a waiting request to start a
+sandbox.
 """
 
 from __future__ import annotations
@@ -214,9 +212,7 @@ class PoolCore(BasePool[S]):
             await call(sandbox, "reset")
         elif inspect.ismethod(getattr(sandbox, "cleanup", None)):  # a method, not a tool named "cleanup"
             await call(sandbox, "cleanup")
-        if self._healthy is not None:
-            return bool(await maybe_await(self._healthy(sandbox)))
-        return not callable(getattr(sandbox, "healthy", None)) or bool(await call(sandbox, "healthy"))
+        return self._healthy is None or bool(await maybe_await(self._healthy(sandbox)))
 
     async def _close(self, slot: Slot, previous: asyncio.Task[None] | None) -> None:
         if previous is not None and not previous.done() and previous.get_loop() is asyncio.get_running_loop():

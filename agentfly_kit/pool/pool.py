@@ -38,13 +38,12 @@ class Pool(Displayable, PoolCore[S]):
             each chain resets it for its own task, and `cleanup()`, if defined, is called on release.
         size: maximum number of sandboxes.
         min_idle: number of idle sandboxes to keep ready, from the first request on.
-        max_uses, max_age: replace a sandbox after this many leases or seconds instead of resetting it.
+        max_uses: replace a sandbox after this many leases instead of resetting it, or None for no limit.
         max_lease: maximum duration of a lease in seconds. After that, the lease is revoked: the sandbox is closed, the
             holder's next use of the sandbox raises LeaseRevoked, the holder's chain is not scored, and the next request
             gets a new sandbox.
         healthy: `healthy(sandbox)`, sync or async, called after each reset. If it returns false or raises, the sandbox
-            is replaced. By default the sandbox's own method `healthy()` is called, if defined.
-        max_starting: maximum number of sandboxes that start concurrently, or None for no limit.
+            is replaced.
         acquire_timeout: default time to wait for a lease, in seconds.
         start_timeout: time limit in seconds for starting or resetting a sandbox. When it is exceeded, the method is
             cancelled and the sandbox replaced. The time limit of `close` is always 5 seconds. A method that does not
@@ -64,10 +63,8 @@ class Pool(Displayable, PoolCore[S]):
         *,
         min_idle: int = 0,
         max_uses: int | None = None,
-        max_age: float | None = None,
         max_lease: float = 3600.0,
         healthy: Callable[[S], object] | None = None,
-        max_starting: int | None = 8,
         acquire_timeout: float = 120.0,
         start_timeout: float = 60.0,
         **options: Any,
@@ -75,15 +72,12 @@ class Pool(Displayable, PoolCore[S]):
         check_count("size", size)
         if not isinstance(min_idle, int) or not 0 <= min_idle <= size:
             raise SettingsError(f"min_idle must be between 0 and size={size}, got {min_idle}")
-        for name, value in (("max_uses", max_uses), ("max_age", max_age), ("max_starting", max_starting)):
-            if value is not None and value <= 0:
-                raise SettingsError(f"{name} must be positive, or None for no limit, got {value!r}")
+        check_count("max_uses", max_uses, optional=True)
         check_seconds("start_timeout", start_timeout)
         check_seconds("max_lease", max_lease)
         state = PoolState(
-            size, min_idle, alive=lambda slot: is_alive(slot.sandbox), max_starting=max_starting, max_uses=max_uses,
-            max_age=max_age, max_lease=max_lease,
-        )  # fmt: skip
+            size, min_idle, alive=lambda slot: is_alive(slot.sandbox), max_uses=max_uses, max_lease=max_lease
+        )
         super().__init__(sandbox_type, acquire_timeout, state)
         _check_sandbox_type(sandbox_type, options)
         self.size = size
@@ -93,8 +87,8 @@ class Pool(Displayable, PoolCore[S]):
         self.options = options
         self._healthy = healthy
         self._arguments = {
-            "min_idle": min_idle, "max_uses": max_uses, "max_age": max_age, "max_lease": max_lease, "healthy": healthy,
-            "max_starting": max_starting, "acquire_timeout": acquire_timeout, "start_timeout": start_timeout,
+            "min_idle": min_idle, "max_uses": max_uses, "max_lease": max_lease, "healthy": healthy,
+            "acquire_timeout": acquire_timeout, "start_timeout": start_timeout,
         } | options  # fmt: skip
         self._register()
 

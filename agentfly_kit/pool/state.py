@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from ..errors import PoolTimeout
 from .records import Change, PoolEvent, SlotState
 
+# Maximum number of sandboxes that start concurrently.
+_MAX_STARTING = 8
 # After this many consecutive failed starts, starts are paused. The pause doubles with each further failure.
 _MAX_FAILURES = 3
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
@@ -30,7 +32,6 @@ class Slot:
     id: int
     state: SlotState
     since: float
-    created: float
     owner: str | None = None
     ticket: Any = None
     turn: object = None
@@ -76,9 +77,7 @@ class PoolState:
         min_idle: int = 0,
         *,
         alive: Callable[[Slot], bool] = lambda slot: True,
-        max_starting: int | None = None,
         max_uses: int | None = None,
-        max_age: float | None = None,
         max_lease: float = float("inf"),
     ) -> None:
         self.size = size
@@ -92,8 +91,7 @@ class PoolState:
         self.dead = self.recycled = self.failed_starts = 0
         self.sequence = 0  # number of the last event
         self._alive = alive
-        self._max_starting, self._max_uses, self._max_age = max_starting, max_uses, max_age
-        self._max_lease = max_lease
+        self._max_uses, self._max_lease = max_uses, max_lease
         self._served: dict[str, int] = {}  # run -> number of its last grant
         self._grants = 0
         self._next_slot = 1
@@ -187,8 +185,9 @@ class PoolState:
     def released(self, slot: Slot, reusable: bool = True) -> None:
         """Event: a lease was released. The sandbox is closed if it is not `reusable`."""
         if slot.state == "leased":
-            reason = self._retire_reason(slot) if reusable else ""
-            self._move(slot, "closing" if reason or not reusable else "resetting", reason)
+            worn = reusable and self._max_uses is not None and slot.uses >= self._max_uses
+            reason = f"used {slot.uses} times" if worn else ""
+            self._move(slot, "resetting" if reusable and not worn else "closing", reason)
 
     def was_reset(self, slot: Slot) -> None:
         """Event: a sandbox was reset and can be leased."""
@@ -268,13 +267,6 @@ class PoolState:
             if slot.state == "leased" and self._now >= slot.since + self._max_lease:
                 self._revoke(slot, "expired", f"held for {self._now - slot.since:.0f} s, longer than max_lease=")
 
-    def _retire_reason(self, slot: Slot) -> str:
-        if self._max_uses is not None and slot.uses >= self._max_uses:
-            return f"used {slot.uses} times"
-        if self._max_age is not None and self._now - slot.created >= self._max_age:
-            return f"{self._now - slot.created:.0f} s old"
-        return ""
-
     def _refuse_all(self, error: BaseException | None) -> None:
         for ticket, waiter in self.waiters.items():
             self._effects.refuse.append((ticket, error))
@@ -288,9 +280,6 @@ class PoolState:
                 return
             if not self._alive(slot):
                 self.died(slot, "found dead when it was to be lent")
-                continue
-            if reason := self._retire_reason(slot):
-                self._move(slot, "closing", reason)
                 continue
             ticket = next(self.order())
             waiter = self.waiters.pop(ticket)
@@ -316,10 +305,9 @@ class PoolState:
             wanted = max(wanted, self.min_idle - self.count("idle") - coming)
         if self.failures:
             wanted = min(wanted, 1 - self.count("starting"))
-        if self._max_starting is not None:
-            wanted = min(wanted, self._max_starting - self.count("starting"))
-        for _ in range(min(wanted, self.size - len(self.slots))):
-            slot = Slot(self._next_slot, "starting", since=self._now, created=self._now)
+        wanted = min(wanted, _MAX_STARTING - self.count("starting"), self.size - len(self.slots))
+        for _ in range(wanted):
+            slot = Slot(self._next_slot, "starting", since=self._now)
             self._next_slot += 1
             self.slots[slot.id] = slot
             self._effects.start.append(slot)

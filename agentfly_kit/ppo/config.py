@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentfly_kit import losses
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import SettingsError, check_accepts, check_types, checks_keywords
+from agentfly_kit.errors import SettingsError, check_accepts, check_choice, check_types, checks_keywords
 
 if TYPE_CHECKING:
     from agentfly_kit.ppo.inputs import MicroBatch
@@ -26,13 +26,8 @@ _ROW_WISE = ("gspo", "gmpo")
 
 
 Aggregate: TypeAlias = losses.AggregateMode | Mapping[str, Any]
+OldLogprobs: TypeAlias = Literal["auto", "engine", "recompute"]
 Correction: TypeAlias = Literal["token", "sequence"] | Mapping[str, Any]
-
-
-def check_choice(config: Any, name: str, *choices: object) -> None:
-    """Raise a SettingsError if a setting is not one of the choices."""
-    if (value := getattr(config, name)) not in choices:
-        raise SettingsError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def check_at_least(config: Any, minimum: int, *names: str) -> None:
@@ -112,7 +107,7 @@ class PPOConfig(Displayable):
     micro_tokens: int | None = None
     max_grad_norm: float | None = 1.0
     target_kl: float | None = None
-    old_logprobs: Literal["auto", "engine", "recompute"] = "auto"
+    old_logprobs: OldLogprobs = "auto"
     correction: Correction | None = None
     max_lag: int | None = 64
     autocast: Literal["bfloat16"] | None = None
@@ -120,9 +115,9 @@ class PPOConfig(Displayable):
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_choice(self, "kl_kind", *get_args(losses.KLKind))
-        check_choice(self, "old_logprobs", "auto", "engine", "recompute")
-        check_choice(self, "autocast", "bfloat16", None)
+        check_choice("kl_kind", self.kl_kind, losses.KLKind)
+        check_choice("old_logprobs", self.old_logprobs, OldLogprobs)
+        check_choice("autocast", self.autocast, Literal["bfloat16", None])
         check_at_least(self, 1, "epochs", "minibatch", "micro_tokens")
         check_at_least(self, 0, "value_coef", "value_clip", "kl_coef", "entropy_coef", "max_lag")
         for name in ("max_grad_norm", "target_kl"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -14,10 +14,16 @@ from agentfly_kit.batch.batch import Batch
 from agentfly_kit.batch.collate import Advantages, collate
 from agentfly_kit.errors import BatchError, SettingsError, check_count, checks_keywords
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.ppo.config import Aggregate, PPOConfig
+from agentfly_kit.ppo.config import PPOConfig
 from agentfly_kit.ppo.inputs import minibatches
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.ppo.step import adamw, ppo_step
+
+_DEFAULTS = PPOConfig()
+# Settings of `PPOConfig` that `imitation_step` uses.
+_SETTINGS = ("aggregate", "epochs", "minibatch", "micro_tokens", "max_grad_norm", "autocast", "checkpointing")
+# Fraction of the updates in which the learning rate of `imitate` rises.
+_WARMUP = 0.05
 
 
 @checks_keywords
@@ -25,13 +31,8 @@ def imitation_step(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
+    config: PPOConfig = _DEFAULTS,
     *,
-    aggregate: Aggregate = "token_mean",
-    epochs: int = 1,
-    minibatch: int | None = None,
-    micro_tokens: int | None = None,
-    max_grad_norm: float | None = 1.0,
-    autocast: Literal["bfloat16"] | None = None,
     seed: int = 0,
     accelerator: Any = None,
     cancel: threading.Event | None = None,
@@ -45,12 +46,8 @@ def imitation_step(
         policy: Policy to update.
         optimizer: Optimizer of the policy, such as `af.adamw(policy)`.
         batch: Batch of `collate(imitate=)`.
-        aggregate: How the losses of tokens are reduced to one number; see `PPOConfig`.
-        epochs: Number of passes over the batch.
-        minibatch: Number of trajectories per update; None uses all of them.
-        micro_tokens: Number of padded tokens per forward pass; see `PPOConfig`.
-        max_grad_norm: Norm to which gradients are clipped before each update. None does not clip.
-        autocast: "bfloat16" runs the model in bfloat16.
+        config: Settings of the step: `aggregate`, `epochs`, `minibatch`, `micro_tokens`, `max_grad_norm`, `autocast`
+            and `checkpointing`.
         seed: Seed for the order of trajectories in each epoch.
         accelerator: Accelerator whose processes share the rows; see `ppo_step`.
         cancel: Event that cancels the step at the next micro-batch.
@@ -62,22 +59,17 @@ def imitation_step(
     Raises:
         AlignmentError: If the tensors of the batch do not fit together.
         BatchError: If the batch was not made with `collate(imitate=)`, or with another tokenizer.
-        SettingsError: If a setting is invalid, or the optimizer belongs to another policy.
+        SettingsError: If another setting was changed, or the optimizer belongs to another policy.
         TrainingError: If a gradient is not finite.
     """
     if not batch.imitation:
         raise BatchError("imitation_step needs a batch of collate(rollout, imitate=True); its advantages are weights")
-    config = PPOConfig(
-        loss="reinforce",
-        old_logprobs="engine",
-        value_coef=0.0,
-        aggregate=aggregate,
-        epochs=epochs,
-        minibatch=minibatch,
-        micro_tokens=micro_tokens,
-        max_grad_norm=max_grad_norm,
-        autocast=autocast,
-    )
+    for name in PPOConfig.__dataclass_fields__:
+        value, default = getattr(config, name), getattr(type(config), name)
+        if name not in _SETTINGS and value != default:
+            raise SettingsError(f"{name} has no effect on imitation; leave it at {default!r}, got {value!r}")
+    used = {name: getattr(config, name) for name in _SETTINGS}
+    config = PPOConfig(loss="reinforce", old_logprobs="engine", value_coef=0.0, **used)
     return ppo_step(policy, optimizer, batch, config, seed=seed, accelerator=accelerator, cancel=cancel)
 
 
@@ -91,7 +83,6 @@ async def imitate(
     epochs: int = 2,
     minibatch: int = 32,
     lr: float = 1e-3,
-    warmup: float = 0.05,
     seed: int = 0,
 ) -> list[Stats]:
     """Train a policy on the recorded actions of experts, people, scripts, or of the policy itself.
@@ -104,8 +95,8 @@ async def imitate(
         authors: Authors whose actions are imitated; None for all.
         epochs: Number of passes over the trajectories.
         minibatch: Number of trajectories per update.
-        lr: Highest learning rate. It rises from 0 and then falls linearly to a tenth of this value.
-        warmup: Fraction of the updates in which the learning rate rises, from 0 to 1.
+        lr: Highest learning rate. It rises from 0 in the first 5 % of the updates, and falls linearly to a tenth of
+            this value.
         seed: Seed for the order of trajectories.
 
     Returns:
@@ -120,13 +111,11 @@ async def imitate(
     check_count("minibatch", minibatch)
     if not lr > 0:
         raise SettingsError(f"lr must be above 0, got {lr!r}")
-    if not 0 <= warmup <= 1:
-        raise SettingsError(f"warmup must be from 0 to 1, got {warmup!r}")
     batch = collate(rollout, weights, imitate=authors or True)
     generator = torch.Generator().manual_seed(seed)
     order = [rows for _ in range(epochs) for rows in minibatches(batch, minibatch, generator)]
     cancel = threading.Event()
-    steps = imitation_steps(policy, map(batch.select, order), len(order), lr, warmup, cancel)
+    steps = imitation_steps(policy, map(batch.select, order), len(order), lr, cancel)
     out: list[Stats] = []
     while (stats := await run_in_thread(functools.partial(next, steps, None), on_cancel=cancel.set)) is not None:
         out.append(stats)
@@ -138,13 +127,12 @@ def imitation_steps(
     batches: Iterable[Batch],
     count: int,
     lr: float,
-    warmup: float = 0.05,
     cancel: threading.Event | None = None,
 ) -> Iterator[Stats]:
     """Make one update on each of `count` batches, with the learning rates of `imitate`, and yield the statistics."""
     optimizer = adamw(policy, lr)
     for i, batch in zip(range(count), batches, strict=False):
-        scale = min(1.0, (i + 1) / max(1.0, warmup * count)) * (1 - 0.9 * i / count)
+        scale = min(1.0, (i + 1) / max(1.0, _WARMUP * count)) * (1 - 0.9 * i / count)
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * scale
         yield imitation_step(policy, optimizer, batch, cancel=cancel)

@@ -42,8 +42,6 @@ class Stats(Displayable):
         reward_mean: Mean reward of the trajectories in the batch.
         reward_std: Standard deviation of the rewards of the trajectories in the batch.
         advantage_mean: Mean advantage of the action tokens.
-        unscored: Fraction of trajectories without a reward.
-        truncated: Share of trajectories that a limit cut off.
         updates: Number of optimizer steps.
         rows: Number of rows in the batch.
         tokens: Action tokens trained on per epoch.
@@ -72,8 +70,6 @@ class Stats(Displayable):
     reward_mean: float = math.nan
     reward_std: float = math.nan
     advantage_mean: float = math.nan
-    unscored: float = 0.0
-    truncated: float = 0.0
     updates: int = 0
     rows: int = 0
     tokens: int = 0

@@ -21,7 +21,7 @@ from agentfly_kit import losses
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch, drop_counts
 from agentfly_kit.errors import TrainingError, checks_keywords
-from agentfly_kit.policy.forward import Critic, ForwardOutput, single_torch_thread, warn_if_bfloat16_is_slow
+from agentfly_kit.policy.forward import ForwardOutput, single_torch_thread, warn_if_bfloat16_is_slow
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
 from agentfly_kit.ppo.distributed import DistributedStep
@@ -182,8 +182,6 @@ def ppo_step(
         reward_mean=float(scored.mean()),
         reward_std=float(scored.std()) if len(scored) > 1 else 0.0,
         advantage_mean=float(batch.advantages[batch.mask].mean()),
-        unscored=batch.flagged[0],
-        truncated=batch.flagged[1],
         updates=updates,
         rows=len(batch),
         tokens=int(batch.mask.sum()),
@@ -277,17 +275,11 @@ async def ppo_step_async(
 ) -> Stats:
     """Run `ppo_step` in a thread, without blocking the event loop.
 
-    Raises the same errors as `ppo_step`. If cancelled, the weights are those of the last complete update.
+    If the call is cancelled, the weights are those of the last complete update.
 
     Args:
-        policy: Policy to update.
-        optimizer: Its optimizer.
-        batch: Batch with advantages.
-        config: Settings of the step.
-        options: Keyword arguments of `ppo_step`, except `cancel`.
-
-    Returns:
-        The statistics of the step.
+        policy, optimizer, batch, config: As in `ppo_step`.
+        options: Other arguments of `ppo_step`, except `cancel`.
     """
     cancel = threading.Event()
     step = functools.partial(ppo_step, policy, optimizer, batch, config, cancel=cancel, **options)
@@ -306,16 +298,14 @@ def adamw(
     *,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.0,
-    value_lr: float | None = None,
 ) -> torch.optim.AdamW:
     """Create an AdamW optimizer for the trainable parameters of a policy.
 
     Args:
         policy: The policy.
-        lr: Learning rate of the model, and of the trunk of a separate critic.
+        lr: Learning rate of the model. That of the value head is ten times `lr`.
         betas: Decay rates of Adam's moments.
         weight_decay: Weight decay.
-        value_lr: Learning rate of the value head. None is ten times `lr`.
 
     Returns:
         The optimizer.
@@ -323,10 +313,6 @@ def adamw(
     Source:  The default betas and the rate of the value head were measured on the calculator task; see docs/log.md.
     """
     groups: list[dict[str, Any]] = [{"params": [p for p in policy.model.parameters() if p.requires_grad], "lr": lr}]
-    head = policy.value_head
-    if isinstance(head, Critic):
-        groups.append({"params": list(head.trunk.parameters()), "lr": lr})
-        head = head.head
-    if head is not None:
-        groups.append({"params": list(head.parameters()), "lr": 10 * lr if value_lr is None else value_lr})
+    if policy.value_head is not None:
+        groups.append({"params": list(policy.value_head.parameters()), "lr": 10 * lr})
     return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -18,8 +18,8 @@ from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.batch.collate import AdvantagePer, TruncationMode
 from agentfly_kit.batch.filters import Filter, is_group_filter
-from agentfly_kit.errors import SettingsError, check_accepts, checks_keywords
-from agentfly_kit.ppo.config import PPOConfig, check_at_least, check_choice
+from agentfly_kit.errors import SettingsError, check_accepts, check_choice, checks_keywords
+from agentfly_kit.ppo.config import PPOConfig, check_at_least
 from agentfly_kit.trainer.run_dir import KeepPolicies
 from agentfly_kit.types import Task
 
@@ -158,12 +158,12 @@ class TrainConfig(PPOConfig):
             raise SettingsError(
                 f"teacher_coef must be a finite number, and above 0 with advantage='none', got {self.teacher_coef}"
             )
-        check_choice(self, "overlap", 0, 1)
-        check_choice(self, "keep", *get_args(KeepPolicies))
-        check_choice(self, "truncated", *get_args(TruncationMode))
-        check_choice(self, "advantage_per", *get_args(AdvantagePer))
-        check_choice(self, "attribution", *get_args(Attribution))
-        check_choice(self, "row_credit", *get_args(RowCredit))
+        check_choice("overlap", self.overlap, Literal[0, 1])
+        check_choice("keep", self.keep, KeepPolicies)
+        check_choice("truncated", self.truncated, TruncationMode)
+        check_choice("advantage_per", self.advantage_per, AdvantagePer)
+        check_choice("attribution", self.attribution, Attribution)
+        check_choice("row_credit", self.row_credit, RowCredit)
         self._check_advantage()
         self._check_effects()
         if not (math.isfinite(self.lr) and self.lr > 0):

@@ -513,11 +513,10 @@ class TrainRun(Handle["TrainRun"], Displayable):
     # --- updating ---
 
     async def _update(self, index: int, rollout: Rollout) -> tuple[Stats | None, Rollout, float]:
-        """Build the batch of an iteration and update the policy.
+        """Build the batch and update the policy. If this fails, save the chains.
 
-        Returns the statistics of the update (None if there was nothing to train on), the rollout with drop reasons, and
-        the maximum age of a sampled token in updates. If the update fails, the chains are saved. After a TrainingError,
-        the last checkpoint is loaded as well.
+        Returns the statistics (None if there was nothing to train on), the rollout with drop reasons, and the maximum
+        age of a sampled token in updates.
         """
         config, policy = self.config, self.policy
         assert self._optimizer is not None

@@ -370,10 +370,8 @@ def last_success(records: Sequence[Mapping[str, Any]]) -> str:
 def detect_collapse(records: Sequence[dict[str, float]], groups: int) -> str | None:
     """Describe a reward collapse that first becomes apparent with the last record; otherwise return None.
 
-    The reward has collapsed if the mean reward has stayed below half of the best value for 3 consecutive steps. The
-    best value is the maximum over steps of the mean reward minus two standard errors (`reward_std` divided by the
-    square root of `groups`, the number of groups per step). No collapse is reported unless this value is positive, so
-    that noise around zero is ignored. Steps without a scored trajectory are skipped.
+    The mean reward has stayed below half of the best value for 3 consecutive steps. The best value is the maximum of
+    the mean reward minus two standard errors over `groups` groups, so that noise around zero is ignored.
     """
     best, threshold, low = "", 0.0, 0
     for record in records:

@@ -106,8 +106,6 @@ def test_dropped_trajectories_have_a_reason() -> None:
         ("g/4", "actions written by task, not sampled by a policy"),
         ("g/5", "truncated"),
     ]
-    assert batch.num_given == 6
-    assert batch.flagged == (2 / 6, 1 / 6)
     assert "left out" in batch._repr_html_() and ">truncated<" in batch._repr_html_()
     assert len(collate(given, advantages.grpo)) == 2
 

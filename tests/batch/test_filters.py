@@ -41,8 +41,6 @@ async def test_equal_rewards_drops_whole_groups() -> None:
     assert [t.id for t in batch.trajectories] == [t.id for t in rollout.groups[0]]
     assert {d.reason for d in batch.dropped if d.filtered} == {"equal rewards"}
     assert sum(d.filtered for d in batch.dropped) == 4
-    assert batch.num_given == 12
-    assert batch.flagged[0] == pytest.approx(4 / 12), "filtered is not unscored"
     whole = collate(rollout, advantages.grpo)
     assert torch.equal(batch.advantages[batch.mask], whole.advantages[:4][whole.mask[:4]])
 

@@ -113,7 +113,7 @@ assert before.success < 0.35 and after.success > 0.5
 assert expert.reward == 1 and expert.metrics["score"] == 100 and luck.summary()["success"] == 0
 assert {t.stop for t in guesses.trajectories} == {"env_done"} and 0.15 < guessing < 0.5
 assert loss.item() < 0.1 and imitated.success > guessing + 0.15 and after.success > guessing + 0.15
-assert all(step.stats.unscored == 0 for step in steps)
+assert all(step.record["unscored"] == 0 for step in steps)
 """,
     "18_imitate_and_distil": """
 assert not first.action_mask.any() and batch.mask.any()

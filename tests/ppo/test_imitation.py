@@ -114,7 +114,7 @@ def test_only_masked_tokens_are_targets_and_shared_prefixes_change_nothing(polic
     texts = ("1+2", "1+2", "1+2-3", "9*9")
     batch = af.collate(shown(policy, *texts), imitate=True)
     ours, plain = policy.copy(), policy.copy()
-    af.imitation_step(ours, optimizer(ours), batch, max_grad_norm=None)
+    af.imitation_step(ours, optimizer(ours), batch, af.PPOConfig(max_grad_norm=None))
     labels = torch.where(batch.mask, batch.ids, -100)
     logits = plain.model(input_ids=batch.ids, attention_mask=batch.attention.long()).logits
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
@@ -142,6 +142,10 @@ def test_each_step_rejects_the_batches_of_the_other(policy: Any) -> None:
         af.ppo_step(policy, af.adamw(policy), batch)
     with pytest.raises(BatchError, match="needs a batch of collate"):
         af.imitation_step(policy, af.adamw(policy), dataclasses.replace(batch, imitation=False))
+    with pytest.raises(SettingsError, match=r"kl_coef has no effect on imitation; leave it at 0\.0, got 0\.1"):
+        af.imitation_step(policy, af.adamw(policy), batch, af.PPOConfig(kl_coef=0.1))
+    split = af.imitation_step(policy, af.adamw(policy), batch, af.PPOConfig(epochs=3, micro_tokens=20))
+    assert split.updates == 3
 
 
 # --- imitate
@@ -164,7 +168,6 @@ async def test_imitation_teaches_and_is_reproducible(policy: Any) -> None:
         ({"epochs": 0}, "epochs must be an integer of at least 1, got 0"),
         ({"minibatch": 0}, "minibatch must be an integer of at least 1, got 0"),
         ({"lr": math.nan}, "lr must be above 0, got nan"),
-        ({"warmup": 2.0}, "warmup must be from 0 to 1, got 2.0"),
     ],
 )
 async def test_invalid_settings_are_rejected(policy: Any, options: dict[str, Any], message: str) -> None:

@@ -70,7 +70,6 @@ def test_the_batch_has_every_row_of_every_trajectory() -> None:
         torch.testing.assert_close(batch.logprobs[i, :n], torch.tensor(row.logprobs), equal_nan=True)
         assert float(batch.rewards[i]) == pytest.approx(float(t.reward or 0))
     assert batch.trajectory_index.tolist() == [given.index(t) for t, _ in every]
-    assert batch.num_given == len(given)
     assert batch.first_rows.tolist() == [i for i, (_, row) in enumerate(every) if row.index == 0]
 
 
