@@ -105,6 +105,7 @@ class BaseChain(Displayable):
             trajectory_id=self.id,
             seed=self._seed(0),
             pools=agent.pools,
+            concurrency=agent._concurrency,
             run=self.hooks.run,
         )
         self._listeners: Listeners[BaseChain] = Listeners(self.id)
@@ -283,16 +284,17 @@ class BaseChain(Displayable):
                 return self._end_before_action(reserved.stop)
             if reserved.limited_by is not None:
                 sampling = sampling.replace(max_tokens=reserved.tokens)
-            self.has_sampled = True
-            with self._reporting("turn", "sampling", index) as event:
-                seed = self._action_seed(attempt)
-                messages = tuple(m for turn in self.turn.row_path for m in turn.messages)
-                request = TurnRequest(self.task, index, self._session, messages, self._schemas)
-                sample = await agent.engine.sample(ids, sampling, seed, request=request)
-                turn = self._action_turn(sample, sampling, seed)
-                reserved.used = turn.num_tokens
-                self._append_action(turn, self._stop_after_action(turn, sampling.max_tokens, reserved.limited_by))
-                event.detail = turn.text
+            async with agent._concurrency.requests.slot():
+                self.has_sampled = True
+                with self._reporting("turn", "sampling", index) as event:
+                    seed = self._action_seed(attempt)
+                    messages = tuple(m for turn in self.turn.row_path for m in turn.messages)
+                    request = TurnRequest(self.task, index, self._session, messages, self._schemas)
+                    sample = await agent.engine.sample(ids, sampling, seed, request=request)
+                    turn = self._action_turn(sample, sampling, seed)
+                    reserved.used = turn.num_tokens
+                    self._append_action(turn, self._stop_after_action(turn, sampling.max_tokens, reserved.limited_by))
+                    event.detail = turn.text
         return turn
 
     def _stop_after_action(self, turn: Turn, limit: int, limited_by: str | None) -> str | None:

@@ -172,7 +172,8 @@ class Chain(BaseChain):
         agent = self.agent
         with self._exclusive("distribution"):
             await self._prepare()
-            ids, logprobs, entropy = await agent.engine.distribution(self.ids, agent.sampling, top=top)
+            async with agent._concurrency.requests.slot():
+                ids, logprobs, entropy = await agent.engine.distribution(self.ids, agent.sampling, top=top)
             return Distribution(tuple(ids), agent.chat.token_texts(ids), tuple(logprobs), entropy)
 
     # --- writing turns ---

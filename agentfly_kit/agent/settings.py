@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentfly_kit._async.concurrency import ConcurrencyLimits
 from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.endpoint.endpoint import Endpoint
@@ -20,6 +21,8 @@ from agentfly_kit.tools.context import Context, Fields
 from agentfly_kit.tools.injection import InjectedFunction
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.types import Group, Message, Sampling, Task, Trajectory
+
+_CONCURRENCY = ("max_concurrent_requests", "max_concurrent_tools", "max_concurrent_rewards")
 
 # Parameter names of each hook.
 _HOOKS = {
@@ -104,6 +107,11 @@ class AgentSettings(Displayable):
         timeout: Time limit per chain in seconds, including waiting times, or None for no limit.
         sampling: Sampling settings of each action.
         pools: A pool or a list of pools, from which tools and rewards get their sandboxes.
+        max_concurrent_requests: Maximum number of concurrent engine requests over all chains of this agent, or None for
+            no limit.
+        max_concurrent_tools: Maximum number of concurrent tool calls, or None for no limit. A waiting call keeps its
+            sandbox; its timeout starts when the call runs.
+        max_concurrent_rewards: Maximum number of concurrent reward calls, or None for no limit.
         seed: Seed from which the seeds of all chains are derived.
         name: Author recorded for sampled turns.
         before_chain: Called with the chain before its first action, even if the chain is stepped interactively. Returns
@@ -142,6 +150,9 @@ class AgentSettings(Displayable):
     timeout: float | None = None
     sampling: Sampling = field(default_factory=Sampling)
     pools: Sequence[Any] = ()
+    max_concurrent_requests: int | None = None
+    max_concurrent_tools: int | None = None
+    max_concurrent_rewards: int | None = None
     seed: int = 0
     name: str = "policy"
     before_chain: Callable[[Any], Any] | None = None
@@ -152,6 +163,8 @@ class AgentSettings(Displayable):
     group_reward: Callable[[Group], Any] | None = None
     watch: Callable[[Any], Any] | None = None
     harness: Any = None
+    # Concurrency limits shared by all chains of the agent; created from the settings above unless given.
+    _concurrency: Any = field(default=None, repr=False)
     # Handle of the most recently started rollout, set by the runner.
     _last_handle: list[Any] = field(default_factory=list, repr=False)
     # Names of the redefined tools and rewards about which a warning was issued.
@@ -166,7 +179,7 @@ class AgentSettings(Displayable):
             raise SettingsError(f"sampling must be an af.Sampling, got {self.sampling!r}")
         for name in ("max_turns", "max_invalid_calls", "max_nudges"):
             check_count(name, getattr(self, name))
-        for name in ("max_tokens", "max_tool_calls"):
+        for name in ("max_tokens", "max_tool_calls", *_CONCURRENCY):
             check_count(name, getattr(self, name), optional=True)
         check_types(self)
         if self.timeout is not None and not self.timeout > 0:
@@ -198,7 +211,11 @@ class AgentSettings(Displayable):
                     f"a tool, the reward or the harness requires a {sandbox_type.__name__}, and no pool has it; "
                     f"add pools=[af.Pool({sandbox_type.__name__}, size=8)]"
                 )
-        for name, value in {"tools": tools, "reward": reward, "harness": harness, "pools": pools}.items():
+        limits = self._concurrency or ConcurrencyLimits(
+            self.max_concurrent_requests, self.max_concurrent_tools, self.max_concurrent_rewards
+        )
+        settings = {"tools": tools, "reward": reward, "harness": harness, "pools": pools, "_concurrency": limits}
+        for name, value in settings.items():
             object.__setattr__(self, name, value)
 
     @property

@@ -32,7 +32,7 @@ _MAX_RETRIES = 3
 # Time in seconds to wait for a worker that Ray restarts, and interval between the attempts to reach it.
 _RESTART_SECONDS, _RETRY_SECONDS = 120.0, 0.5
 # Settings of an agent that stay those with which the workers were created, or that have no effect in a worker.
-_NOT_SENT = ("engine", "chat", "pools", "watch", "_last_handle", "_warned")
+_NOT_SENT = ("engine", "chat", "pools", "watch", "_concurrency", "_last_handle", "_warned")
 
 
 def workers(agent: Agent, n: int, *, timeout: float = 300.0, **options: Any) -> Workers:

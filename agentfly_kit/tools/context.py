@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from agentfly_kit._async.concurrency import ConcurrencyLimits
 from agentfly_kit._async.pending_call import maybe_await, wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import LeaseRevoked, SandboxError, SettingsError
@@ -65,6 +66,7 @@ class Context(Displayable):
         turn: current turn, updated by the chain.
         seed: seed of the current turn, updated by the chain.
         pools: pools from which sandboxes are leased.
+        concurrency: limits on concurrent tools and rewards.
         run: name of the rollout, so that a pool can alternate between rollouts.
     """
 
@@ -76,6 +78,7 @@ class Context(Displayable):
         turn: int = 0,
         seed: int = 0,
         pools: Sequence[BasePool[Any]] = (),
+        concurrency: ConcurrencyLimits = ConcurrencyLimits(),  # noqa: B008 - it never changes
         run: str = "",
     ) -> None:
         self.task = task
@@ -88,6 +91,7 @@ class Context(Displayable):
         # Return value of each environment's `reset`, by environment class.
         self.reset_results: dict[type, Any] = {}
         self.pools = tuple(pools)
+        self.concurrency = concurrency
         self.run = run
         self._leases: dict[BasePool[Any], asyncio.Task[Any]] = {}
         self._locks: dict[BasePool[Any], asyncio.Lock] = {}
@@ -202,6 +206,7 @@ class Context(Displayable):
             turn=self.turn,
             seed=self.seed,
             pools=self.pools,
+            concurrency=self.concurrency,
             run=self.run,
         )
         try:

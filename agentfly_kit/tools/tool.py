@@ -257,7 +257,8 @@ class Tool(Displayable, InjectedFunction[P, R]):
             values, problem = self._arguments.validate(arguments)
             if problem:
                 return _fit_result(ToolResult(False, problem), self.max_chars)
-            async with self._inject(context, context.fields) as injected:
+            # Acquire the slot after the sandboxes, so that a call does not occupy a slot while it waits for a sandbox.
+            async with self._inject(context, context.fields) as injected, context.concurrency.tools.slot():
                 outcome = await functions.call_user_function(
                     self._bound(),
                     values | injected,

@@ -8,7 +8,7 @@ from typing import Any
 
 import dice
 import pytest
-from agents import ForkingBox, agent, call, chat, played, put_call, put_forking, scripted
+from agents import Box, ForkingBox, Text, agent, call, chat, played, put, put_call, put_forking, scripted
 
 import agentfly_kit as af
 from agentfly_kit.agent.budget import Budget, BudgetUsage, reserve_tokens
@@ -236,3 +236,68 @@ async def test_token_budget_is_rejected_for_text_only_engines() -> None:
     a = af.Agent(engine, chat=TextChat())
     with pytest.raises(SettingsError, match="must not limit tokens"):
         a.rollout(numbered(1), budget=Budget(tokens=5))
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    async def count(self) -> None:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.003)
+        self.now -= 1
+
+
+@pytest.mark.parametrize("two_rollouts", [False, True])
+async def test_concurrency_limits_are_separate_and_shared_by_rollouts(two_rollouts: bool) -> None:
+    asked, ran, scored = Counter(), Counter(), Counter()
+
+    async def script(task: Task, turn: int) -> str:
+        await asked.count()
+        return call("1", "slow") * 3 if turn == 0 else "5"
+
+    @af.tool
+    async def slow(expression: Text) -> str:
+        """Slow."""
+        await ran.count()
+        return expression
+
+    @af.reward
+    async def right(final: str | None) -> float:
+        await scored.count()
+        return 1.0
+
+    a = scripted(
+        script, tools=[slow], reward=right, max_concurrent_requests=5, max_concurrent_tools=4, max_concurrent_rewards=2
+    )
+    if two_rollouts:  # the limits belong to the agent
+        await asyncio.gather(a.rollout(numbered(10)), af.evaluate(a, numbered(10)))
+    else:
+        await a.rollout(numbered(16))
+    assert (asked.most, ran.most, scored.most) == (5, 4, 2)
+    asked.most = ran.most = scored.most = 0
+    free = a.replace(max_concurrent_requests=None, max_concurrent_tools=None, max_concurrent_rewards=None)
+    await free.rollout(numbered(12))
+    assert asked.most > 5 and ran.most > 4 and scored.most > 2
+
+
+async def test_tool_limit_and_small_pool_do_not_deadlock() -> None:
+    script = [put_call("x")] * 3 + ["5"]
+    async with af.Pool(Box, size=2) as pool:
+        a = scripted(script, tools=[put], pools=[pool], max_turns=5, max_concurrent_tools=1, max_concurrent_requests=1)
+        rollout = await asyncio.wait_for(a.rollout(numbered(8)), 20)
+    assert [t.stop for t in rollout] == ["answered"] * 8
+
+
+def test_concurrency_limits_work_in_several_event_loops() -> None:
+    a = scripted(["5"], max_concurrent_requests=2)
+
+    async def go() -> int:
+        return len(await a.rollout(numbered(6)))
+
+    assert [asyncio.run(go()), asyncio.run(go())] == [6, 6]
+    with pytest.raises(
+        SettingsError, match="max_concurrent_tools must be an integer of at least 1, or None for no limit, got 0"
+    ):
+        scripted(["5"], max_concurrent_tools=0)

@@ -82,16 +82,23 @@ def everything(pool: af.Pool[Any]) -> af.Agent:
         after_observation=hook,
         before_turn=lambda chain: asyncio.sleep(0),
         after_chain=lambda chain, trajectory: asyncio.sleep(0),
+        max_concurrent_requests=2,
+        max_concurrent_tools=2,
+        max_concurrent_rewards=2,
     )
 
 
-async def nothing_left(where: str, pool: af.Pool[Any] | None = None) -> None:
-    """Check that no task, busy thread or lease remains."""
+async def nothing_left(where: str, pool: af.Pool[Any] | None = None, a: af.Agent | None = None) -> None:
+    """Check that no task, busy thread, lease or concurrency slot remains."""
     assert await settled(lambda: not tasks_left()), f"{where}: {tasks_left()}"
     assert await settled(lambda: not threads_busy()), f"{where}: {threads_busy()}"
     if pool is not None:
         s = pool.snapshot()
         assert (s.leased, s.waiting, s.starting) == (0, 0, 0), f"{where}: {pool!r}"
+    if a is not None:
+        for limit in (a._concurrency.requests, a._concurrency.tools, a._concurrency.rewards):
+            for slots in limit._semaphores.values():
+                assert slots._value == limit.limit, where
 
 
 async def at_each(
@@ -122,7 +129,7 @@ async def test_rollout(whom: Whom, count: int | None) -> None:
             return runs[0]
 
         async def after(where: str) -> None:
-            await nothing_left(where, pool)
+            await nothing_left(where, pool, a)
             assert runs[0]._run_usage.tokens_left == runs[0]._run_usage.budget.tokens - runs[0]._run_usage.tokens, where
             assert all(t.stop in ("answered", "error") for t in runs[0].partial), where
 
@@ -140,7 +147,7 @@ async def test_iteration_over_a_rollout(whom: Whom, count: int | None) -> None:
             async for _ in a.rollout(TASKS[:2], max_concurrency=2):
                 await asyncio.sleep(0)
 
-        await at_each(work, lambda where: nothing_left(where, pool), whom, count and count // 2)
+        await at_each(work, lambda where: nothing_left(where, pool, a), whom, count and count // 2)
 
 
 @each
@@ -148,7 +155,7 @@ async def test_iteration_over_a_rollout(whom: Whom, count: int | None) -> None:
 async def test_interactive_chain(whom: Whom, count: int | None) -> None:
     """The chain is closed without knowing at which step it was cancelled."""
     async with af.Pool(Box, size=1) as pool:
-        a = everything(pool).replace(after_observation=None)
+        a = everything(pool).replace(after_observation=None, max_concurrent_tools=None)
         chains: list[Any] = []
 
         async def work() -> None:
@@ -187,7 +194,7 @@ async def test_interactive_fork(whom: Whom, count: int | None) -> None:
             for chain in chains:
                 await chain.close()
             chains.clear()
-            await nothing_left(where, pool)
+            await nothing_left(where, pool, a)
 
         await at_each(work, after, whom, count and 20)
 
