@@ -79,7 +79,7 @@ _STANDARD = {panel.lines[0]: panel for panel in PANELS}
 # Fields that `af.train` records, except for metrics and the reasons for which chains were dropped.
 FIELDS = (
     *dict.fromkeys(key for panel in PANELS for key in panel.columns), "advantage_mean", "dropped", "dropped_groups",
-    "effective_sample_size", "lag", "lr", "not_run", "policy_loss", "ratio_max", "reward_max", "reward_std",
+    "effective_sample_size", "kl_coef", "lag", "lr", "not_run", "policy_loss", "ratio_max", "reward_max", "reward_std",
     "rows", "trajectories", "updates", "version",
 )  # fmt: skip
 # Prefixes of the names of recorded reward metrics, in training and in evaluations.

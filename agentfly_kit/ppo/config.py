@@ -62,8 +62,10 @@ class PPOConfig(Displayable):
         kl_coef: Coefficient of the KL penalty towards the reference policy. 0 uses no reference.
         kl_kind: Estimator of the KL in the loss and in the statistics: "k1", "abs", "k2", "k3" or "k3+"; see
             `af.losses.kl`.
+        kl_in: "loss" adds the KL penalty to the loss. "reward" means that `train` subtracts it from the rewards before
+            advantages are computed (see `shaped_rewards`); `ppo_step` only reports it then.
         kl_weighted: Whether to multiply the KL of each token by its probability ratio, which makes estimate and
-            gradient unbiased for samples of the old policy (`use_bias_correction_kl` in TRL).
+            gradient unbiased for samples of the old policy (`use_bias_correction_kl` in TRL). For kl_in="loss".
         entropy_coef: Coefficient of the entropy bonus, which is subtracted from the loss. 0 adds none.
         epochs: Number of passes over the batch.
         minibatch: Number of trajectories per update, each with all of its rows. None uses all of them.
@@ -100,6 +102,7 @@ class PPOConfig(Displayable):
     value_clip: float | None = None
     kl_coef: float = 0.0
     kl_kind: losses.KLKind = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
     kl_weighted: bool = False
     entropy_coef: float = 0.0
     epochs: int = 1
@@ -116,6 +119,7 @@ class PPOConfig(Displayable):
     def __post_init__(self) -> None:
         check_types(self)
         check_choice("kl_kind", self.kl_kind, losses.KLKind)
+        check_choice("kl_in", self.kl_in, Literal["loss", "reward"])
         check_choice("old_logprobs", self.old_logprobs, OldLogprobs)
         check_choice("autocast", self.autocast, Literal["bfloat16", None])
         check_at_least(self, 1, "epochs", "minibatch", "micro_tokens")

@@ -170,7 +170,7 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
             f"updates before this policy's version {policy.version}; sample again, or allow it with max_lag=None and "
             "correction='token'"
         )
-    if config.kl_coef > 0 and reference is None and batch.ref_logprobs is None:
+    if config.kl_coef > 0 and config.kl_in == "loss" and reference is None and batch.ref_logprobs is None:
         raise SettingsError(f"kl_coef={config.kl_coef} needs reference=, a frozen policy such as policy.reference()")
     if config.correction is None and batch.kept_mass is not None and bool((batch.kept_mass[batch.mask] < 1).any()):
         raise BatchError(
@@ -203,8 +203,8 @@ def token_weights(batch: Batch, rows: Tensor, config: PPOConfig) -> Tensor:
 def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> Tensor:
     """Subtract a KL penalty towards the reference policy from the reward of every sampled token.
 
-    Computes token_rewards - coef * KL(sampled || reference) from the sampler's logprobs and `batch.ref_logprobs`. Pass
-    the result, or its sum over each row, to an advantage estimator.
+    Computes token_rewards - coef * KL(sampled || reference) from the sampler's logprobs and `batch.ref_logprobs`, as
+    `kl_in="reward"` does: pass the result, or its sum over each row, to an advantage estimator.
 
         batch = batch.replace(ref_logprobs=reference.score(batch, {"logprob"})["logprob"])
         rewards = shaped_rewards(batch, 0.05)

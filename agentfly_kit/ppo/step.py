@@ -170,7 +170,7 @@ def ppo_step(
         loss=totals["loss"] / updates,
         policy_loss=totals["policy_loss"] / updates,
         value_loss=totals["value_loss"] / updates if has_values else math.nan,
-        kl_reference=totals.per_token("kl_reference") if config.kl_coef > 0 else math.nan,
+        kl_reference=_kl_reference(totals, inputs, config),
         approx_kl=last_epoch.per_token("approx_kl"),
         clip_fraction=last_epoch["clipped"] / tokens,  # of all tokens: the clip never binds in a skipped row
         entropy=entropy,
@@ -208,7 +208,7 @@ def _objective(
     stats = {"policy_loss": policy_loss}
 
     # KL penalty towards the reference policy.
-    if config.kl_coef > 0:
+    if config.kl_coef > 0 and config.kl_in == "loss":
         assert micro.ref_logprobs is not None
         kl = losses.kl(out.logprob, micro.ref_logprobs, config.kl_kind)
         weighted = kl * log_ratio.exp() if config.kl_weighted else kl
@@ -242,10 +242,11 @@ def _objective(
 
 def _only_advantage(loss: PolicyLoss, config: PPOConfig, has_values: bool) -> bool:
     """Return whether rows with zero advantage change neither the gradient nor the decision to stop early."""
+    kl_in_loss = config.kl_coef > 0 and config.kl_in == "loss"
     return (
         loss.name != ""
-        and not has_values
-        and config.kl_coef == config.entropy_coef == 0
+        and not (kl_in_loss or has_values)
+        and config.entropy_coef == 0
         and config.target_kl is None  # target_kl needs the KL of every row
     )
 
@@ -290,6 +291,18 @@ def _cancelled(optimizer: torch.optim.Optimizer) -> asyncio.CancelledError:
     """Discard the gradients."""
     optimizer.zero_grad(set_to_none=True)
     return asyncio.CancelledError("ppo_step was cancelled; the weights are those of the last update")
+
+
+def _kl_reference(totals: RunningStats, inputs: StepInputs, config: PPOConfig) -> float:
+    """Return the mean KL to the reference policy, even if it is part of the reward; NaN if there is no reference."""
+    if config.kl_coef == 0:
+        return math.nan
+    if config.kl_in == "loss":
+        return totals.per_token("kl_reference")
+    if inputs.ref_logprobs is None:
+        return math.nan
+    mask = inputs.batch.mask
+    return float(losses.kl(inputs.old_logprobs, inputs.ref_logprobs, config.kl_kind, mask).sum() / mask.sum())
 
 
 def adamw(

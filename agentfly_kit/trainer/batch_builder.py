@@ -16,11 +16,12 @@ from agentfly_kit._async.pending_call import run_in_thread, wait_all
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.batch.batch import Batch
-from agentfly_kit.batch.collate import collate
+from agentfly_kit.batch.collate import TruncationMode, collate
 from agentfly_kit.batch.turn_data import turn_data
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import BatchError, SettingsError
 from agentfly_kit.policy.policy import Policy
+from agentfly_kit.ppo import shaped_rewards
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.trainer.config import TOKEN_ESTIMATORS, TURN_ESTIMATORS, TrainConfig
 from agentfly_kit.types import UNSCORED_STOPS, Trajectory
@@ -32,20 +33,32 @@ class BatchBuilder:
     def __init__(self, policy: Policy, config: TrainConfig, rewards: RewardSet) -> None:
         self.policy, self.config = policy, config
         self.weights = {r.name: r.weight for r in rewards if r.weight != 0}
+        self.reference: Policy | None = None
 
-    def build(self, rollout: Rollout, baselines: Mapping[str, float] | None = None) -> Batch:
-        """Build the batch of a rollout. `baselines` has the reward of the greedy chain of each task, for "remax"."""
+    def build(self, rollout: Rollout, kl_coef: float, baselines: Mapping[str, float] | None = None) -> Batch:
+        """Build the batch of a rollout.
+
+        Args:
+            rollout: The rollout.
+            kl_coef: Current coefficient of the KL penalty in the reward.
+            baselines: Reward of the greedy chain of each task, by task id, for "remax".
+        """
         config, name = self.config, self.config.advantage
         estimator: Any
+        kl_in_reward = config.kl_coef > 0 and config.kl_in == "reward"
 
         # Outcome and turn estimators take one reward per trajectory.
         if name not in TOKEN_ESTIMATORS:
             if name == "none" and not self.weights:  # an agent without rewards
                 rollout = Rollout.from_trajectories(_with_rewards(rollout.trajectories), rollout.seconds)
-            return self._collate(rollout, _checked(self._estimator(rollout, baselines or {})))
+            estimator = _checked(self._estimator(rollout, baselines or {}))
+            if kl_in_reward:
+                return self._shaped_outcome_batch(rollout, estimator, kl_coef)
+            return self._collate(rollout, estimator)
 
-        batch = self._collate(rollout, None)
-        rewards = torch.where(batch.mask, batch.token_rewards, 0.0)
+        batch = self._with_reference_logprobs(self._collate(rollout, None))
+        rewards = shaped_rewards(batch, kl_coef) if kl_in_reward else batch.token_rewards
+        rewards = torch.where(batch.mask, rewards, 0.0)
         index = batch.trajectory_index
         if name != "gae":
             options: dict[str, Any] = {"groups": batch.groups, "whiten": config.whiten}
@@ -117,15 +130,15 @@ class BatchBuilder:
 
         return estimator
 
-    def _collate(self, rollout: Rollout, advantages: Any) -> Batch:
-        """Collate a rollout with the settings of the run."""
+    def _collate(self, rollout: Rollout, advantages: Any, truncated: TruncationMode | None = None) -> Batch:
+        """Collate a rollout with the settings of the run. `truncated`, if given, overrides `config.truncated`."""
         config = self.config
         batch = collate(
             rollout,
             advantages,
             per=config.advantage_per,
             authors=config.authors,
-            truncated=config.truncated,
+            truncated=truncated or config.truncated,
             penalty=config.truncated_penalty,
             allow_truncated_sampling=config.correction is not None,
             filters=config.filters,
@@ -134,6 +147,30 @@ class BatchBuilder:
             return batch
         factors = estimators.row_credit(batch.trajectory_index, config.row_credit, discount=config.row_discount)
         return batch.replace(advantages=batch.advantages * factors[:, None])
+
+    def _with_reference_logprobs(self, batch: Batch) -> Batch:
+        """Add the logprobs of the reference policy if the KL penalty is part of the reward."""
+        if self.reference is None or self.config.kl_in != "reward":
+            return batch
+        scored = self.reference.score(batch, {"logprob"}, micro_tokens=self.config.micro_tokens)
+        return batch.replace(ref_logprobs=scored["logprob"])
+
+    def _shaped_outcome_batch(self, rollout: Rollout, estimator: Callable[..., Tensor], kl_coef: float) -> Batch:
+        """Apply an outcome estimator to rewards minus the KL penalty of the whole chain."""
+        # Masked rows of truncated chains still count in the group mean, so their KL penalty is needed too.
+        keep: TruncationMode = "score" if self.config.truncated == "mask" else self.config.truncated
+        every = self._with_reference_logprobs(self._collate(rollout, None, keep))
+        penalty = (every.token_rewards - shaped_rewards(every, kl_coef)).nansum(1)
+        shaped: dict[str, float] = {}
+        for t, reward, p in zip(every.trajectories, every.rewards.tolist(), penalty.tolist(), strict=True):
+            shaped[t.id] = shaped.get(t.id, reward) - p  # subtract the penalties of all rows of a chain
+        rewards = torch.tensor([shaped.get(t.id, math.nan) for t in rollout.trajectories])
+        names: dict[str, int] = {}
+        groups = torch.tensor([names.setdefault(t.group, len(names)) for t in rollout.trajectories])
+        batch = self._collate(rollout, estimator(rewards, groups))
+        if len(batch) == len(every):
+            return batch.replace(ref_logprobs=every.ref_logprobs)
+        return self._with_reference_logprobs(batch)
 
 
 async def distilled(batch: Batch, teacher: Policy | Engine, config: TrainConfig) -> Batch:

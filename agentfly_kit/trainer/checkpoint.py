@@ -23,6 +23,7 @@ class LoopState:
     """State of the training loop in a checkpoint, in addition to the weights and the optimizer state."""
 
     steps: int  # number of completed iterations
+    kl_coef: float
     prefetched: Rollout | None = None  # chains of the next iteration, if already sampled
 
 
@@ -42,6 +43,7 @@ def save(run: Run, policy: Policy, optimizer: torch.optim.Optimizer, loop: LoopS
             "policy": {k: v for k, v in weights.items() if k not in saved or not _same_bits(v, saved[k])},
             "policy_version": policy.version,
             "optimizer": optimizer.state_dict(),
+            "kl_coef": loop.kl_coef,
         }
         torch.save(state, folder / "state.pt")
         if loop.prefetched is not None:
@@ -65,7 +67,7 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
                 f"{file} was written by a newer version ({state['version']} > {_VERSION}); upgrade agentfly_kit"
             )
         prefetched = checkpoint / "ahead.jsonl"
-        resumed = LoopState(state["steps"], Rollout.load(prefetched) if prefetched.exists() else None)
+        resumed = LoopState(state["steps"], state["kl_coef"], Rollout.load(prefetched) if prefetched.exists() else None)
         weights = {**_saved_weights(policy, checkpoint), **state["policy"]}
         policy.load_state({name: weights[name] for name in state["names"] if name in weights})
         policy.version = state["policy_version"]

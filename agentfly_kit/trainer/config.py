@@ -82,6 +82,9 @@ class TrainConfig(PPOConfig):
             tasks.
         lr: Learning rate of the first iteration. The learning rate of a value head is ten times as high.
         lr_end: Learning rate of the last iteration; the rate changes linearly in between. None keeps `lr` throughout.
+        kl_target: Target KL to the reference policy, in nats per token. The KL coefficient starts at `kl_coef` and is
+            adapted after each iteration; see `af.losses.adaptive_kl_coef`. None keeps the coefficient fixed.
+        kl_horizon: Number of trajectories over which `kl_target` adapts the coefficient.
         max_kl: Maximum approximate KL of an iteration, in nats per token. If it is exceeded, the run ends with a
             TrainingError, the iteration is not recorded, and the weights of the last checkpoint are restored. None sets
             no limit. Without `difficulty`, a warning is also issued once when the mean reward has stayed below half of
@@ -135,6 +138,8 @@ class TrainConfig(PPOConfig):
     difficulty: str | Callable[[Task], float] | None = None
     lr: float = 3e-4
     lr_end: float | None = 3e-5
+    kl_target: float | None = None
+    kl_horizon: float = 10_000
     max_kl: float | None = 10.0
     overlap: Literal[0, 1] = 0
     filters: list[Filter] | tuple[Filter, ...] = ()
@@ -175,6 +180,11 @@ class TrainConfig(PPOConfig):
             )
         if self.max_kl is not None and not self.max_kl > 0:
             raise SettingsError(f"max_kl must be above 0, or None for no limit, got {self.max_kl}")
+        if self.kl_target is not None and not (self.kl_target > 0 and self.kl_coef > 0):
+            raise SettingsError(
+                f"kl_target and the initial kl_coef must be above 0, got kl_target={self.kl_target} with "
+                f"kl_coef={self.kl_coef}"
+            )
         if not 0 <= self.row_discount <= 1:
             raise SettingsError(f"row_discount must be from 0 to 1, got {self.row_discount}")
         authors: Any = self.authors
@@ -199,14 +209,21 @@ class TrainConfig(PPOConfig):
             raise SettingsError(f"refill={self.refill} needs filters=, such as [af.filters.equal_rewards]")
         if self.truncated == "bootstrap" and self.advantage != "gae":
             raise SettingsError(f"truncated='bootstrap' needs the values of advantage='gae', got {self.advantage!r}")
-        if self.advantage == "gdpo" and self.truncated == "penalty":
-            raise SettingsError("truncated must not be 'penalty' for advantage='gdpo', which compares separate rewards")
+        if self.advantage == "gdpo" and (self.truncated == "penalty" or (self.kl_in == "reward" and self.kl_coef > 0)):
+            raise SettingsError("gdpo compares separate rewards: use truncated='score' and kl_in='loss'")
         if self.advantage == "remax" and self.overlap:
             raise SettingsError("overlap must be 0 for advantage='remax', whose greedy chains need the same weights")
-        whole_chains = (*_EXTENDED_ESTIMATORS, *TURN_ESTIMATORS, *TOKEN_ESTIMATORS)
-        if self.advantage_per == "row" and self.advantage in whole_chains:
+        if self.advantage_per == "row" and self.advantage in (
+            *_EXTENDED_ESTIMATORS,
+            *TURN_ESTIMATORS,
+            *TOKEN_ESTIMATORS,
+        ):
             raise SettingsError(
                 f"advantage_per must be 'trajectory' for advantage={self.advantage!r}, which sees whole chains"
+            )
+        if self.advantage_per == "row" and self.kl_in == "reward" and self.kl_coef > 0:
+            raise SettingsError(
+                "advantage_per must be 'trajectory' for kl_in='reward', which is summed over a chain; use kl_in='loss'"
             )
 
     def _check_advantage(self) -> None:
@@ -233,6 +250,7 @@ class TrainConfig(PPOConfig):
     def _check_effects(self) -> None:
         """Raise if a setting that was changed from its default has no effect."""
         conditions = {
+            "kl_horizon": ("with kl_target", self.kl_target is not None),
             "row_credit": (
                 "with outcome estimators and advantage_per='trajectory'",
                 self.advantage_per == "trajectory" and self.advantage not in (*TURN_ESTIMATORS, *TOKEN_ESTIMATORS),
@@ -240,7 +258,8 @@ class TrainConfig(PPOConfig):
             "row_discount": ("with row_credit='geometric'", self.row_credit == "geometric"),
             "truncated_penalty": ("with truncated='penalty'", self.truncated == "penalty"),
             "kl_kind": ("with kl_coef above 0", self.kl_coef > 0),
-            "kl_weighted": ("with kl_coef above 0", self.kl_coef > 0),
+            "kl_in": ("with kl_coef above 0", self.kl_coef > 0),
+            "kl_weighted": ("with kl_in='loss' and kl_coef above 0", self.kl_coef > 0 and self.kl_in == "loss"),
         }
         for name, estimators in _READ_BY.items():
             conditions[name] = f"with advantage {' or '.join(map(repr, estimators))}", self.advantage in estimators

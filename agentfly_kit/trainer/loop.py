@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from agentfly_kit import seeds
+from agentfly_kit import losses, seeds
 from agentfly_kit._async.pending_call import Handle, run_in_thread, wait_all
 from agentfly_kit._display import Displayable, explain_interrupt
 from agentfly_kit.agent.agent import Agent
@@ -212,8 +212,8 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self._optimizer: torch.optim.Optimizer | None = None
         # Rollout and statistics of the last step that this handle executed, for `diagnose`.
         self._latest: tuple[Rollout, Stats | None] | None = None
-        self._state = LoopState(0)
-        self._reference: Policy | None = None
+        # Number of completed iterations, current KL coefficient, and prefetched chains.
+        self._state = LoopState(0, self.config.kl_coef)
         # Number of steps yielded by this handle, which are not replayed when iteration continues.
         self._steps_yielded = 0
         self._prepared = False
@@ -415,7 +415,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
             )
         if found is not None:
             if config.kl_coef > 0:
-                self._reference = await run_in_thread(checkpoint.load_reference, self.run, policy)
+                self._batch_builder.reference = await run_in_thread(checkpoint.load_reference, self.run, policy)
             self._state = await run_in_thread(checkpoint.load, self.run, found, policy, self._optimizer)
             if self._state.steps >= self.total > self._steps_yielded and workers.is_main:
                 warnings.warn(
@@ -425,11 +425,11 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 )
         else:
             if config.kl_coef > 0:
-                self._reference = policy.reference()
+                self._batch_builder.reference = reference = policy.reference()
                 if not policy.has_adapter:
-                    await workers.run_on_main(checkpoint.save_reference, self.run, self._reference)
+                    await workers.run_on_main(checkpoint.save_reference, self.run, reference)
             # Save a checkpoint before the first update, to recover from an interrupt during the update.
-            self._state = LoopState(0)
+            self._state = LoopState(0, config.kl_coef)
             await workers.run_on_main(checkpoint.save, self.run, policy, self._optimizer, self._state)
         await workers.run_on_main(self.run.truncate, self._state.steps)
         if not workers.is_main:
@@ -472,16 +472,27 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 workers=self._sampler.rollout_workers,
             )
 
+        kl_coef = self._state.kl_coef
         record = self._make_record(index, rollout, stats, evaluation)
         if config.overlap:
             record["lag"] = lag
+        if config.kl_coef > 0:
+            record["kl_coef"] = kl_coef
+        if config.kl_target is not None and stats is not None:
+            kl_coef = losses.adaptive_kl_coef(
+                kl_coef,
+                stats.kl_reference,
+                target=config.kl_target,
+                steps=len(rollout.trajectories),
+                horizon=config.kl_horizon,
+            )
         record["seconds_rollout"] = rolled - began
         record["seconds_update"] = updated - rolled
         record["seconds"] = time.perf_counter() - began
         self._warn(index, rollout, record)
         self._latest = rollout, stats
 
-        state = LoopState(index + 1, prefetched)
+        state = LoopState(index + 1, kl_coef, prefetched)
         try:
             await self._workers.run_on_main(self._persist, state, rollout, record)
             if not self._workers.is_main:
@@ -525,7 +536,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         try:
             try:
                 baselines = await self._sampler.greedy_rewards(rollout) if config.advantage == "remax" else None
-                batch = await run_in_thread(self._batch_builder.build, rollout, baselines)
+                batch = await run_in_thread(self._batch_builder.build, rollout, self._state.kl_coef, baselines)
             except EmptyBatch as error:
                 if not any(d.filtered for d in error.dropped):
                     raise
@@ -536,15 +547,15 @@ class TrainRun(Handle["TrainRun"], Displayable):
             if self._teacher is not None:
                 batch = await distilled(batch, self._teacher, config)
             lag = float(policy.version - batch.versions[batch.mask].min())
-            step_config = config
+            step_config = config.replace(kl_coef=self._state.kl_coef)
             if config.overlap and config.old_logprobs == "auto" and config.correction is None:
-                step_config = config.replace(old_logprobs="engine")
+                step_config = step_config.replace(old_logprobs="engine")
             stats = await ppo_step_async(
                 policy,
                 self._optimizer,
                 batch,
                 step_config,
-                reference=self._reference,
+                reference=self._batch_builder.reference,
                 seed=seeds.derive(config.seed, "update", index),
                 accelerator=self._workers.accelerator,
             )

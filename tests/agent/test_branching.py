@@ -247,7 +247,7 @@ async def test_attributions_of_branching_chains() -> None:
 
     def batch(attribution: str) -> af.Batch:
         config = af.TrainConfig(advantage="arpo", attribution=attribution)  # type: ignore[arg-type]
-        return BatchBuilder(policy, config, a.reward).build(rollout)
+        return BatchBuilder(policy, config, a.reward).build(rollout, 0.0)
 
     soft, hard, unbiased = (batch(each) for each in ("soft", "hard", "inverse_branching"))
     torch.testing.assert_close(soft.advantages, af.collate(rollout, af.advantages.grpo).advantages, equal_nan=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import random
 from typing import Any, get_args
 
@@ -290,6 +291,23 @@ def test_shaped_rewards_match_their_formula() -> None:
                 assert torch.isnan(shaped[i, t])
 
 
+def test_a_kl_in_the_reward_is_reported_and_not_added() -> None:
+    policy, reference = agents.random_policy(1), agents.random_policy(2)
+    batch = made(policy)
+    none, _ = gradient(policy, batch)
+    reported, stats = gradient(policy, batch, kl_coef=0.5, kl_in="reward", reference=reference)
+    agents.assert_same_gradient(reported, none)
+    ref = reference.score(batch, {"logprob"})["logprob"]
+    mean = losses.kl(batch.logprobs, ref, "k3", batch.mask).sum() / batch.mask.sum()
+    assert stats.kl_reference == pytest.approx(float(mean), rel=1e-5)
+    added, _ = gradient(policy, batch.replace(ref_logprobs=ref), kl_coef=0.5)
+    scored, _ = gradient(policy, batch, kl_coef=0.5, reference=reference)
+    agents.assert_same_gradient(added, scored)
+    assert not torch.allclose(added, none)
+    with pytest.raises(SettingsError, match="needs reference="):
+        gradient(policy, batch, kl_coef=0.5)
+
+
 # --- correction ----------------------------------------------------------------------------------
 
 
@@ -486,13 +504,35 @@ def learner(**settings: Any) -> tuple[Any, Policy]:
     return agents.agent(policy, **settings), policy
 
 
+async def test_a_kl_in_the_reward_is_summed_over_the_row_for_outcomes() -> None:
+    agent, policy = learner()
+    run = train(agent, policy, agents.tasks(4), SMALL.replace(kl_coef=0.2, kl_in="reward"))
+    rollout = await agent.rollout(agents.tasks(2), group_size=4)
+    builder = run._batch_builder
+    builder.reference = agents.random_policy(1)
+    batch = builder.build(rollout, 0.2)
+    ref = builder.reference.score(batch, {"logprob"})["logprob"]
+    whole = torch.where(batch.mask, batch.logprobs - ref, 0.0).sum(1)
+    wanted = advantages.grpo(batch.rewards - 0.2 * whole, batch.groups)
+    first = torch.stack([batch.advantages[i][batch.mask[i]][0] for i in range(len(batch))])
+    torch.testing.assert_close(first, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batch.ref_logprobs, ref, equal_nan=True)
+    # Per token for an estimator of token rewards.
+    builder.config = builder.config.replace(advantage="reinforce_plus_plus", whiten=False)
+    batch = builder.build(rollout, 0.2)
+    wanted = advantages.reinforce_plus_plus(
+        torch.where(batch.mask, shaped_rewards(batch.replace(ref_logprobs=ref), 0.2), 0.0), batch.mask, whiten=False
+    )
+    torch.testing.assert_close(batch.advantages[batch.mask], wanted[batch.mask])
+
+
 async def test_truncated_chains_bootstrap_from_the_value() -> None:
     agent, policy = learner(value_head=True, max_turns=1)
     torch.nn.init.normal_(policy.value_head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
     config = SMALL.replace(advantage="gae", truncated="bootstrap", whiten=False)
     run = train(agent, policy, agents.tasks(4), config)
     rollout = await agent.rollout(agents.tasks(4), group_size=4)
-    batch = run._batch_builder.build(rollout)
+    batch = run._batch_builder.build(rollout, 0.0)
     assert batch.truncated.any() and not batch.truncated.all()
     ends = torch.where(batch.truncated, policy.bootstrap_values(batch), 0.0)
     rewards = torch.where(batch.mask, batch.token_rewards, 0.0)
@@ -506,22 +546,31 @@ async def test_truncated_chains_bootstrap_from_the_value() -> None:
         TrainConfig(truncated="bootstrap")
 
 
+async def test_the_kl_coefficient_adapts_and_is_restored(tmp_path: Any) -> None:
+    agent, policy = learner()
+    config = SMALL.replace(steps=3, kl_coef=0.1, kl_target=1e-3, kl_horizon=100, lr=1e-3, lr_end=None)
+    seen = []
+    async for step in train(agent, policy, agents.tasks(4), config, run=tmp_path / "a"):
+        seen.append((step.record["kl_coef"], step.record["kl_reference"]))
+    for (coef, kl), (after, _) in itertools.pairwise(seen):
+        assert after == pytest.approx(losses.adaptive_kl_coef(coef, kl, target=1e-3, steps=8, horizon=100))
+    assert seen[0][0] == 0.1 and seen[1][0] < 0.1
+    agent, policy = learner()
+    async for _ in train(agent, policy, agents.tasks(4), config, run=tmp_path / "b"):
+        break
+    agent, policy = learner()
+    again = await train(agent, policy, agents.tasks(4), config, run=tmp_path / "b")
+    assert [r["kl_coef"] for r in again.records] == [coef for coef, _ in seen]
+    with pytest.raises(SettingsError, match="kl_target"):
+        TrainConfig(kl_target=0.1)
+
+
 async def test_top_p_can_be_trained_on_with_a_correction() -> None:
     agent, policy = learner(sampling=Sampling(max_tokens=32, top_p=0.9))
     config = SMALL.replace(steps=1, correction="token", loss="cispo", autocast=None, checkpointing=True)
     async for step in train(agent, policy, agents.tasks(4), config):
         assert 0 < step.stats.effective_sample_size <= 1
         assert step.record["effective_sample_size"] == step.stats.effective_sample_size
-
-
-def test_a_reference_and_its_logprobs_give_the_same_gradient() -> None:
-    policy, reference = agents.random_policy(1), agents.random_policy(2)
-    batch = made(policy)
-    ref = reference.score(batch, {"logprob"})["logprob"]
-    added, _ = gradient(policy, batch.replace(ref_logprobs=ref), kl_coef=0.5)
-    scored, _ = gradient(policy, batch, kl_coef=0.5, reference=reference)
-    agents.assert_same_gradient(added, scored)
-    assert not torch.allclose(added, gradient(policy, batch)[0])
 
 
 def test_a_weighted_kl_is_the_kl_times_the_ratio() -> None:

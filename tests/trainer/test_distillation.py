@@ -64,7 +64,7 @@ async def test_the_advantage_is_the_gap_of_logprobs_alone_or_added() -> None:
     rollout = await sampled(policy)
     plain = collate(rollout, advantages.grpo)
     gap = teacher.score(plain, {"logprob"})["logprob"] - plain.logprobs
-    alone = await distilled(BatchBuilder(policy, DISTIL, small(policy).reward).build(rollout), teacher, DISTIL)
+    alone = await distilled(BatchBuilder(policy, DISTIL, small(policy).reward).build(rollout, 0.0), teacher, DISTIL)
     assert torch.allclose(alone.advantages[alone.mask], gap[plain.mask])
     both = await distilled(plain, teacher, DISTIL.replace(advantage="grpo", teacher_coef=0.5))
     assert torch.allclose(both.advantages[both.mask], (plain.advantages + 0.5 * gap)[plain.mask])
@@ -117,7 +117,7 @@ async def built(name: str, **options: Any) -> tuple[Any, Batch]:
     agent = small(policy, reward=[digits, short])
     rollout = await agent.rollout(TASKS[:3], 4)
     builder = BatchBuilder(policy, SMALL.replace(advantage=name), agent.reward)
-    return rollout, builder.build(rollout, **options)
+    return rollout, builder.build(rollout, 0.0, **options)
 
 
 def firsts(batch: Batch) -> torch.Tensor:
@@ -143,7 +143,7 @@ async def test_remax_subtracts_the_reward_of_the_greedy_chain() -> None:
     agent = run.agent.replace(sampling=run.agent.sampling.replace(temperature=0.0))
     assert greedy == {t.task.id: t.reward for t in await agent.rollout(TASKS[:3])}
     unscored = BatchBuilder(fresh(), SMALL.replace(advantage="remax"), agent.reward).build(
-        rollout, dict.fromkeys(baselines, math.nan)
+        rollout, 0.0, dict.fromkeys(baselines, math.nan)
     )
     assert (firsts(unscored) == 0).all()
 
