@@ -398,7 +398,7 @@ def policy(policy: Policy) -> str:
     config = model.config
     shape = {name: getattr(config, key) for name, key in _SHAPE.items() if isinstance(getattr(config, key, None), int)}
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
-    value = "none" if policy.value_head is None else "a linear head"
+    value = {"ValueHead": "a linear head", "Critic": "a separate critic"}.get(type(policy.value_head).__name__, "none")
     numbers = {"parameters": policy.size, "trainable": trainable, **shape, "value": value, "version": policy.version}
     return definition_table(policy, {**numbers, "device": str(policy.device), "chat": repr(policy.chat)})
 

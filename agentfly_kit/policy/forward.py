@@ -53,10 +53,19 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
+class Critic(nn.Module):
+    """Separate value model: a copy of the policy's decoder with a value head. Its loss does not affect the policy."""
+
+    def __init__(self, trunk: Any, width: int) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = ValueHead(width)
+
+
 class LanguageModel:
     """A causal language model with an optional value head, evaluated on rows that are padded on the right."""
 
-    def __init__(self, model: Any, value_head: ValueHead | None) -> None:
+    def __init__(self, model: Any, value_head: ValueHead | Critic | None) -> None:
         self.model = model
         self.value_head = value_head
 
@@ -198,7 +207,7 @@ class LanguageModel:
         return ForwardOutput(
             logprob=logp[each, ids[rows, cols]] if merged else logp.gather(-1, ids[rows, cols, None])[:, 0],
             entropy=-(logp.exp() * logp).sum(-1)[each] if entropy else None,
-            value=self._values(states)[each] if value else None,
+            value=self._values(ids, packed, place, states)[each] if value else None,
             hidden=(states if chosen is None else chosen.flatten(0, 1)[place])[each],
             sum_squared_probs=(2 * logp).exp().sum(-1)[each] if sum_squared_probs else None,
         )
@@ -218,11 +227,15 @@ class LanguageModel:
                 return packed, packed.token_index[rows, cols - 1]
         return None, rows * (ids.shape[1] - 1) + cols - 1
 
-    def _values(self, states: Tensor) -> Tensor:
-        """Compute the values of states, (N, d) -> (N,)."""
+    def _values(self, ids: Tensor, packed: PackedTrees | None, place: Tensor, states: Tensor | None) -> Tensor:
+        """Compute the values at the indices `place`, (N,), from `states` (N, d); a separate critic ignores them."""
         head = self.value_head
         if head is None:
             raise PolicyError("values need a value head; load the policy with value_head=True")
+        if isinstance(head, Critic):
+            states = _states(head.trunk, ids[:, :-1], packed)[0].flatten(0, 1)[place]
+            head = head.head
+        assert states is not None
         return cast(Tensor, head(states.to(head.weight.dtype)))[:, 0].float()
 
     @torch.no_grad()
@@ -264,9 +277,12 @@ class LanguageModel:
                 mask = batch.mask[rows, :width]
                 if not bool(mask.any()):
                     continue
-                ids, temperatures = batch.ids[rows, :width].to(self.device), batch.temperatures[rows]
-                options: Any = {name: name in wanted for name in ("entropy", "value", "sum_squared_probs")}
-                got = vars(self.forward(ids, mask.to(self.device), temperatures, layers=layers, **options))
+                inputs = batch.ids[rows, :width].to(self.device), mask.to(self.device)
+                if wanted == {"value"} and isinstance(self.value_head, Critic):  # no forward pass of the policy
+                    got = {"value": self._values(inputs[0], *self._locate_states(*inputs), None)}
+                else:
+                    options: Any = {name: name in wanted for name in ("entropy", "value", "sum_squared_probs")}
+                    got = vars(self.forward(*inputs, batch.temperatures[rows], layers=layers, **options))
                 r, c = mask.nonzero(as_tuple=True)
                 for name in wanted:
                     out[name][rows[r], c] = got[name].float().cpu()
@@ -297,11 +313,13 @@ class LanguageModel:
             return
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        models = [self.model, self.value_head.trunk] if isinstance(self.value_head, Critic) else [self.model]
+        layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if not layers:
             raise PolicyError(f"{type(self.model).__name__} has no layers that support gradient checkpointing")
         before = [layer.training for layer in layers]
-        _checkpointing(self.model, "enable")({"use_reentrant": False})
+        for model in models:
+            _checkpointing(model, "enable")({"use_reentrant": False})
         for layer in layers:
             layer.training = True  # only this module's flag, so that dropout inside the layer stays off
         try:
@@ -309,7 +327,8 @@ class LanguageModel:
         finally:
             for layer, training in zip(layers, before, strict=True):
                 layer.training = training
-            _checkpointing(self.model, "disable")()
+            for model in models:
+                _checkpointing(model, "disable")()
 
     # --- micro-batches and prefix sharing ---
 

@@ -10,7 +10,7 @@ import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from agentfly_kit._display import Displayable, loading
 from agentfly_kit.chat.chat import Chat, History
 from agentfly_kit.errors import PolicyError, SettingsError
-from agentfly_kit.policy.forward import LanguageModel, ScoreName, ValueHead, warn_if_bfloat16_is_slow
+from agentfly_kit.policy.forward import Critic, LanguageModel, ScoreName, ValueHead, warn_if_bfloat16_is_slow
 
 _VALUE_HEAD_PREFIX = "value_head."
 # Stored in a subfolder, because engines load every .safetensors file next to the config.
@@ -31,7 +31,7 @@ class Policy(Displayable, LanguageModel):
     Args:
         model: Causal language model with the interface of transformers.
         chat: Tokenizer, chat template and tool-call format of the model.
-        value_head: True adds a value head.
+        value_head: True adds a value head on the policy's own trunk, "separate" adds one on a copy (see `Critic`).
         version: Number of optimizer steps taken so far.
     """
 
@@ -40,7 +40,7 @@ class Policy(Displayable, LanguageModel):
         model: Any,
         chat: Chat,
         *,
-        value_head: bool | ValueHead | None = False,
+        value_head: bool | Literal["separate"] | ValueHead | Critic | None = False,
         version: int = 0,
     ) -> None:
         if not isinstance(model, nn.Module) or not isinstance(chat, Chat):
@@ -54,6 +54,8 @@ class Policy(Displayable, LanguageModel):
         self.model.eval()  # with dropout, the trained distribution would differ from the sampled one
         if value_head is True:
             self.value_head = ValueHead(self.width).to(self.device)
+        elif value_head == "separate":
+            self.value_head = _make_critic(self.model).to(self.device)
         else:
             self.value_head = value_head or None
         # Number of optimizer steps that `ppo_step` has taken on these weights.
@@ -76,7 +78,7 @@ class Policy(Displayable, LanguageModel):
         cls,
         path: str | Path,
         *,
-        value_head: bool = False,
+        value_head: bool | Literal["separate"] = False,
         lora: int | Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "float32",
@@ -88,7 +90,7 @@ class Policy(Displayable, LanguageModel):
 
         Args:
             path: Folder of a model, hub name, or folder of a training run. For a run, the last checkpoint is loaded.
-            value_head: Whether to add a value head, or load the one in the folder.
+            value_head: True for a value head on the policy's trunk, "separate" for a separate critic; see `Critic`.
             lora: Rank, or options of `peft.LoraConfig`. The weights are frozen and an adapter on all linear layers is
                 trained; `reference()` then returns the frozen base. Not needed for a folder that contains an adapter.
             device: Device of the model, such as "cuda:1" or "mps"; by default CUDA if available, else the CPU.
@@ -133,6 +135,8 @@ class Policy(Displayable, LanguageModel):
                 else:
                     model.to(device)
                 tokenizer = AutoTokenizer.from_pretrained(path, **tokenizer_kwargs)
+                # Copy the critic before adding the adapter, so that the critic does not contain it.
+                critic = _make_critic(model).to(device) if value_head == "separate" else value_head
                 if has_adapter:
                     from peft import PeftModel
 
@@ -147,7 +151,7 @@ class Policy(Displayable, LanguageModel):
         chat = Chat(
             tokenizer, format=meta.get("format", format) if format == "auto" else format, history=history, stop=stop
         )
-        policy = cls(model, chat, value_head=value_head, version=meta.get("version", 0))
+        policy = cls(model, chat, value_head=critic, version=meta.get("version", 0))
 
         head = folder / _VALUE_HEAD_FILE
         if policy.value_head is not None and head.exists():
@@ -156,7 +160,8 @@ class Policy(Displayable, LanguageModel):
             try:
                 policy.value_head.load_state_dict(load_file(head))
             except RuntimeError as error:
-                raise PolicyError(f"{head} does not contain the weights of a value head: {error}") from error
+                kind = "separate critic" if isinstance(policy.value_head, Critic) else "head on the shared trunk"
+                raise PolicyError(f"{head} does not contain the weights of a {kind}: {error}") from error
         return policy
 
     def save(self, path: str | Path) -> Path:
@@ -273,7 +278,7 @@ class Policy(Displayable, LanguageModel):
         return digest.hexdigest()
 
     def __repr__(self) -> str:
-        head = "" if self.value_head is None else ", value head"
+        head = {ValueHead: ", value head", Critic: ", separate critic"}.get(type(self.value_head), "")
         model = self.model.get_base_model() if self.has_adapter else self.model
         learns = ""
         if self.has_adapter:
@@ -343,8 +348,8 @@ def _check_model_kwargs(given: Mapping[str, Any], device: Any) -> None:
 
 
 def _check_value_head(value_head: Any) -> None:
-    if not isinstance(value_head, ValueHead | bool | None):
-        raise SettingsError(f"value_head must be True or False, got {value_head!r}")
+    if not isinstance(value_head, ValueHead | Critic | bool | None) and value_head != "separate":
+        raise SettingsError(f"value_head must be True, False or 'separate', got {value_head!r}")
 
 
 def _usable_device(device: Any) -> torch.device:
@@ -352,6 +357,11 @@ def _usable_device(device: Any) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:
         raise SettingsError(f"device must be one that torch can use here, got {device!r}: {error}") from None
+
+
+def _make_critic(model: Any) -> Critic:
+    trunk = copy.deepcopy(model.get_decoder()).requires_grad_(True).eval()
+    return Critic(trunk, int(model.get_output_embeddings().weight.shape[1]))
 
 
 def _with_lora(model: Any, lora: int | Mapping[str, Any]) -> Any:

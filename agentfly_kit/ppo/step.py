@@ -21,7 +21,7 @@ from agentfly_kit import losses
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch, drop_counts
 from agentfly_kit.errors import TrainingError, checks_keywords
-from agentfly_kit.policy.forward import ForwardOutput, single_torch_thread, warn_if_bfloat16_is_slow
+from agentfly_kit.policy.forward import Critic, ForwardOutput, single_torch_thread, warn_if_bfloat16_is_slow
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
 from agentfly_kit.ppo.distributed import DistributedStep
@@ -316,7 +316,7 @@ def adamw(
 
     Args:
         policy: The policy.
-        lr: Learning rate of the model. That of the value head is ten times `lr`.
+        lr: Learning rate of the model, and of the trunk of a separate critic. That of the value head is ten times `lr`.
         betas: Decay rates of Adam's moments.
         weight_decay: Weight decay.
 
@@ -326,6 +326,10 @@ def adamw(
     Source:  The default betas and the rate of the value head were measured on the calculator task; see docs/log.md.
     """
     groups: list[dict[str, Any]] = [{"params": [p for p in policy.model.parameters() if p.requires_grad], "lr": lr}]
-    if policy.value_head is not None:
-        groups.append({"params": list(policy.value_head.parameters()), "lr": 10 * lr})
+    head = policy.value_head
+    if isinstance(head, Critic):
+        groups.append({"params": list(head.trunk.parameters()), "lr": lr})
+        head = head.head
+    if head is not None:
+        groups.append({"params": list(head.parameters()), "lr": 10 * lr})
     return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)

@@ -141,7 +141,7 @@ def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
         ({"device": "gpu"}, "device must be one that torch can use here, got 'gpu': "),
         ({"device": "cuda:77"}, "device must be .*, got 'cuda:77': "),
         ({"device": 1.5}, "device must be .*, got 1.5: "),
-        ({"value_head": "apart"}, "value_head must be True or False, got 'apart'"),
+        ({"value_head": "apart"}, "value_head must be True, False or 'separate', got 'apart'"),
     ],
 )
 def test_invalid_arguments_are_rejected_before_loading(options: dict[str, Any], error: str, tmp_path: Path) -> None:

@@ -69,13 +69,14 @@ def test_rows_attend_only_to_themselves(seed: int, scale: float) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("temperatures", [(1.0,), (1.0, 0.7, 1.3)], ids=["one", "several"])
-def test_trees_give_the_results_of_rows(seed: int, temperatures: Any) -> None:
+@pytest.mark.parametrize("head", [True, "separate"])
+def test_trees_give_the_results_of_rows(seed: int, temperatures: Any, head: Any) -> None:
     rows = branching(seed)
     rows.temperatures = torch.tensor([temperatures[i % len(temperatures)] for i in range(len(rows.ids))])
     found = []
     for own in (False, True):
         policy = random_policy(seed)
-        policy = Policy(policy.model, policy.chat, value_head=True)
+        policy = Policy(policy.model, policy.chat, value_head=head)
         with torch.no_grad():
             for p in policy.value_head.parameters():  # type: ignore[union-attr]
                 p.add_(0.1)

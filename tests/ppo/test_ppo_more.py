@@ -19,6 +19,7 @@ from agentfly_kit.batch.collate import collate
 from agentfly_kit.batch.turn_data import turn_data
 from agentfly_kit.errors import BatchError, PolicyError, SettingsError
 from agentfly_kit.policy import forward
+from agentfly_kit.policy.forward import Critic
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import PPOConfig, adamw, ppo_step, shaped_rewards
 from agentfly_kit.trainer.config import TrainConfig
@@ -212,10 +213,12 @@ def test_clip_fraction_counts_tokens_without_gradient() -> None:
 # --- all terms together -------------------------------------------------------------------------
 
 
-def test_all_terms_together_do_not_depend_on_the_split() -> None:
-    policy = Policy(agents.random_policy(6).model, agents.chat(), value_head=True)
+@pytest.mark.parametrize("head", [True, "separate"])
+def test_all_terms_together_do_not_depend_on_the_split(head: Any) -> None:
+    policy = Policy(agents.random_policy(6).model, agents.chat(), value_head=head)
     torch.manual_seed(0)
-    torch.nn.init.normal_(policy.value_head.weight, std=0.1)
+    weight = policy.value_head.head.weight if isinstance(policy.value_head, Critic) else policy.value_head.weight
+    torch.nn.init.normal_(weight, std=0.1)
     batch = judged(policy, made(policy, version=0))
     reference = agents.random_policy(7)
     options: dict[str, Any] = {
@@ -230,6 +233,18 @@ def test_all_terms_together_do_not_depend_on_the_split() -> None:
             assert getattr(many, name) == pytest.approx(getattr(one, name), rel=1e-4, abs=1e-6), name
     again, _ = gradient(policy, batch, checkpointing=True, **options)
     agents.assert_same_gradient(again, whole)
+
+
+def test_a_separate_critic_gives_the_policy_no_gradient() -> None:
+    policy = Policy(agents.random_policy(6).model, agents.chat(), value_head="separate")
+    batch = judged(policy, made(policy))
+    none = batch.replace(advantages=torch.zeros(batch.ids.shape))
+    kept = Kept(policy)
+    ppo_step(policy, kept, none, PPOConfig(old_logprobs="engine", max_grad_norm=None))
+    own = sum(p.numel() for p in policy.model.parameters())
+    assert not kept.seen[0][:own].any()
+    assert kept.seen[0][own:].any()
+    assert [len(g["params"]) > 0 for g in adamw(policy).param_groups] == [True] * 3
 
 
 @pytest.mark.parametrize("emulated", [True, False])
@@ -383,18 +398,20 @@ def test_truncated_chains_can_be_penalized() -> None:
 
 
 def test_bootstrap_values_follow_the_last_token() -> None:
-    policy = Policy(agents.random_policy(6).model, agents.chat(), value_head=True)
-    torch.nn.init.normal_(policy.value_head.weight, std=0.1, generator=torch.Generator().manual_seed(1))
-    batch = made(policy)
-    ends = policy.bootstrap_values(batch, micro_tokens=40)
-    for i in range(len(batch)):
-        n = int(batch.lengths[i])
-        longer = torch.cat([batch.ids[i : i + 1, :n], torch.zeros(1, 1, dtype=torch.int64)], 1)
-        mask = torch.zeros(1, n + 1, dtype=torch.bool)
-        mask[0, n] = True
-        with torch.no_grad():
-            value = policy.forward(longer, mask, torch.ones(1), value=True).value
-        assert float(ends[i]) == pytest.approx(float(value), abs=1e-5)
+    for head in (True, "separate"):
+        policy = Policy(agents.random_policy(6).model, agents.chat(), value_head=head)  # type: ignore[arg-type]
+        weight = policy.value_head.head.weight if isinstance(policy.value_head, Critic) else policy.value_head.weight
+        torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(1))
+        batch = made(policy)
+        ends = policy.bootstrap_values(batch, micro_tokens=40)
+        for i in range(len(batch)):
+            n = int(batch.lengths[i])
+            longer = torch.cat([batch.ids[i : i + 1, :n], torch.zeros(1, 1, dtype=torch.int64)], 1)
+            mask = torch.zeros(1, n + 1, dtype=torch.bool)
+            mask[0, n] = True
+            with torch.no_grad():
+                value = policy.forward(longer, mask, torch.ones(1), value=True).value
+            assert float(ends[i]) == pytest.approx(float(value), abs=1e-5)
 
 
 # --- joining -------------------------------------------------------------------------------------
@@ -481,15 +498,17 @@ def test_invalid_lora_settings_are_rejected(saved: Any) -> None:
         Policy.load(saved, lora={"r": 4, "lora_dropout": 0.1})
 
 
-def test_a_value_head_is_saved_in_its_own_file(tmp_path: Any) -> None:
-    policy = Policy(agents.shipped().copy().model, agents.chat(), value_head=True)
+def test_a_critic_is_saved_in_its_own_file(tmp_path: Any) -> None:
+    policy = Policy(agents.shipped().copy().model, agents.chat(), value_head="separate")
     batch = judged(policy, made(policy))
     ppo_step(policy, adamw(policy, 1e-3), batch, PPOConfig(old_logprobs="engine"))
     folder = policy.save(tmp_path)
-    again = Policy.load(folder, value_head=True)
+    again = Policy.load(folder, value_head="separate")
     assert again.fingerprint() == policy.fingerprint()
-    assert "value head" in repr(again)
-    with pytest.raises(SettingsError, match="value_head must be True or False, got 'apart'"):
+    assert "separate critic" in repr(again)
+    with pytest.raises(PolicyError, match="shared trunk"):
+        Policy.load(folder, value_head=True)
+    with pytest.raises(SettingsError, match="'separate'"):
         Policy(policy.model, agents.chat(), value_head="apart")  # type: ignore[arg-type]
     assert Policy.load(folder).value_head is None
 
