@@ -665,21 +665,16 @@ def _check(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | No
             raise SettingsError(
                 f"workers must be None with {workers.size} processes, each of which runs its own chains"
             )
-        if config.budget is not None:
-            raise SettingsError(
-                f"budget must be None with workers, each of which would count it alone, got {config.budget}; use "
-                "group_budget=, whose chains run in one worker"
-            )
+    if config.budget is not None and not (remote is None and workers.is_single):
+        raise SettingsError(
+            "budget must be None with workers or several processes, each of which would count it alone, got "
+            f"{config.budget}; use group_budget=, whose chains run in one of them"
+        )
     if not workers.is_single:
         if run is None:
             raise SettingsError("several processes need run=, one folder that all of them see")
         if config.refill:
             raise SettingsError(f"refill must be 0 with several processes, got {config.refill}: each counts its groups")
-        if config.budget is not None:
-            raise SettingsError(
-                f"budget must be None with {workers.size} processes, each of which would count it alone, got "
-                f"{config.budget}; use group_budget=, whose chains run in one process"
-            )
         if isinstance(agent.engine, Fleet | OpenAIEngine):
             raise SettingsError(
                 f"the engine must be one of each process, such as LocalEngine or VLLMEngine, with {workers.size} "
