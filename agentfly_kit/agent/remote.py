@@ -15,9 +15,13 @@ from agentfly_kit.types import Failure, Task, Trajectory
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """Arguments of `Agent.rollout`, from which another process runs any of its groups."""
+    """Arguments of `Agent.rollout`, from which another process runs any of its groups.
+
+    `numbers` are the indices of the tasks whose groups are run; in distributed training, each process has its own.
+    """
 
     tasks: Sequence[Task]
+    numbers: Sequence[int]
     group_size: int
     branch: Branch | None
     max_concurrency: int
@@ -67,20 +71,18 @@ class GroupResult:
     seconds: float
 
 
+GroupResults = AsyncGenerator[tuple[int, GroupResult], None]
+Gate = Callable[[], Awaitable[object]]
+
+
 class GroupWorkers(Protocol):
     """Processes that run groups of rollouts."""
 
     def check(self, agent: AgentSettings) -> None:
         """Raise SettingsError if the workers cannot run rollouts of this agent."""
 
-    def run_groups(
-        self,
-        agent: AgentSettings,
-        request: RolloutRequest,
-        numbers: Sequence[int],
-        gate: Callable[[], Awaitable[object]],
-    ) -> AsyncGenerator[tuple[int, GroupResult], None]:
-        """Run the groups of the tasks with these indices, and yield each index with its result as groups finish.
+    def run_groups(self, agent: AgentSettings, request: RolloutRequest, gate: Gate) -> GroupResults:
+        """Run the groups of a rollout, and yield the index of the task and the result of each group that finishes.
 
         `gate` is awaited before a group starts; it blocks while the rollout is paused.
         """

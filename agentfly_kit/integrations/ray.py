@@ -10,13 +10,13 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from agentfly_kit._async.pending_call import run_in_thread, wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.agent.remote import GroupResult, RolloutRequest, failed_group, run_group
+from agentfly_kit.agent.remote import Gate, GroupResult, GroupResults, RolloutRequest, failed_group, run_group
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import EngineError, SettingsError
@@ -251,13 +251,7 @@ class Workers(Displayable):
             weights = {name: tensor.detach().cpu() for name, tensor in policy.state().items()}
             return ray.put(_Description(request, changed, weights, policy.version))
 
-    async def run_groups(
-        self,
-        agent: AgentSettings,
-        request: RolloutRequest,
-        numbers: Sequence[int],
-        gate: Callable[[], Awaitable[object]],
-    ) -> AsyncGenerator[tuple[int, GroupResult], None]:
+    async def run_groups(self, agent: AgentSettings, request: RolloutRequest, gate: Gate) -> GroupResults:
         """Run groups of a rollout on the workers; see `GroupWorkers`."""
         import ray
 
@@ -266,7 +260,7 @@ class Workers(Displayable):
             sent = [self._sent, await run_in_thread(self._describe, agent, request)]
             rollout = next(self._rollouts)
             waiting: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
-            for number in numbers:
+            for number in request.numbers:
                 waiting.put_nowait((number, 0))
             results: asyncio.Queue[tuple[int, GroupResult] | Exception] = asyncio.Queue()
             has_died = False
@@ -301,10 +295,10 @@ class Workers(Displayable):
                             return
 
             # One group more per worker would not be faster than leaving it to a worker that becomes free.
-            at_once = min(request.groups_at_once(agent), -(-len(numbers) // len(self._actors)))
+            at_once = min(request.groups_at_once(agent), -(-len(request.numbers) // len(self._actors)))
             serving = [asyncio.create_task(serve(actor, i)) for i in range(at_once) for actor in self._actors]
             try:
-                for _ in numbers:
+                for _ in request.numbers:
                     yield await _next_result(results, serving)
             finally:
                 for task in serving:
