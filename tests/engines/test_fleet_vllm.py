@@ -122,7 +122,7 @@ def test_a_killed_notebook_leaves_no_server(tmp_path: Path) -> None:
 
 
 @installed
-@pytest.mark.real
+@pytest.mark.soak
 async def test_a_server_that_does_not_start_says_why() -> None:
     server = serve_vllm(agents.shipped(), max_num_seqs=0)
     with pytest.raises(EngineError, match=r"the vLLM server did not start\. Try: (.|\n)*max_num_seqs"):
