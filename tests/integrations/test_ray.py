@@ -175,7 +175,7 @@ def test_a_rollout_equals_that_of_one_process(three: tuple[af.Agent, Any]) -> No
     asyncio.run(go())
 
 
-@pytest.mark.soak
+@pytest.mark.real
 def test_evaluations_and_events(three: tuple[af.Agent, Any]) -> None:
     """Settings that differ from those of the workers' agent are sent, events arrive, and `async for` works."""
     given, workers = three
@@ -207,7 +207,7 @@ def test_evaluations_and_events(three: tuple[af.Agent, Any]) -> None:
     asyncio.run(go())
 
 
-@pytest.mark.soak
+@pytest.mark.real
 def test_branches_and_forks(three: tuple[af.Agent, Any]) -> None:
     given, workers = three
 
@@ -461,7 +461,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.soak
+@pytest.mark.real
 def test_stopping_leaves_the_workers_usable(three: tuple[af.Agent, Any]) -> None:
     given, workers = three
 
