@@ -318,7 +318,7 @@ async def _next_result(
                     task.result()  # raises if the loop of this worker failed
             left = [task for task in serving if not task.done()]
             if not left:
-                raise EngineError(f"all workers died, and Ray did not restart one within {_RESTART_SECONDS:g} s or gave up")
+                raise EngineError(f"all workers died, and Ray restarted none within {_RESTART_SECONDS:g} s")
             await asyncio.wait((getting, *left), return_when=asyncio.FIRST_COMPLETED)
         result = getting.result()
         if isinstance(result, Exception):
