@@ -15,7 +15,10 @@ from agentfly_kit.types import Task, Trajectory
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """Arguments of `Agent.rollout`, from which another process runs any of its groups."""
+    """Arguments of `Agent.rollout`, from which another process runs any of its groups.
+
+    `numbers` are the indices of the tasks whose groups are run; in distributed training, each process has its own.
+    """
 
     tasks: Sequence[Task]
     group_size: int
@@ -24,6 +27,7 @@ class RolloutRequest:
     group_budget: Budget | None
     index: int
     purpose: str
+    numbers: Sequence[int] = ()
 
     def handle(self, agent: Any, number: int) -> Any:
         """Return the `RolloutHandle` of a rollout of one group. Ids and seeds are those of the whole rollout."""
@@ -67,6 +71,10 @@ class GroupResult:
     seconds: float
 
 
+GroupResults = AsyncGenerator[tuple[int, GroupResult], None]
+Gate = Callable[[], Awaitable[object]]
+
+
 @runtime_checkable
 class GroupWorkers(Protocol):
     """Processes that run groups of rollouts."""
@@ -74,14 +82,8 @@ class GroupWorkers(Protocol):
     def check(self, agent: AgentSettings) -> None:
         """Raise SettingsError if the workers cannot run rollouts of this agent."""
 
-    def run_groups(
-        self,
-        agent: AgentSettings,
-        request: RolloutRequest,
-        numbers: Sequence[int],
-        gate: Callable[[], Awaitable[object]],
-    ) -> AsyncGenerator[tuple[int, GroupResult], None]:
-        """Run the groups of the tasks with these indices, and yield each index with its result as groups finish.
+    def run_groups(self, agent: AgentSettings, request: RolloutRequest, gate: Gate) -> GroupResults:
+        """Run the groups of a rollout, and yield the index of the task and the result of each group that finishes.
 
         `gate` is awaited before a group starts; it blocks while the rollout is paused.
         """

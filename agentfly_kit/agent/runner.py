@@ -98,10 +98,9 @@ class RolloutHandle(Handle[Rollout], Displayable):
         self._name = f"rollout {next(_rollouts)}"
         size = group_size if branch is None else branch.num_initial(group_size)
         self._planned = _plan(request, size, share)
-        # Processes that run the groups, the rollout that they run, and the indices of the tasks of this process.
+        # Processes that run the groups, and the rollout that they run.
         self._remote = workers
-        self._request = request
-        self._numbers = range(share[0], len(given), share[1])
+        self._request = dataclasses.replace(request, numbers=range(share[0], len(given), share[1]))
         self._progress = Progress()
         for task, key in self._planned:
             self._progress.add(key, task)
@@ -281,7 +280,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
             self._bar = tqdm(total=self.total, desc="chains", unit="chain")
         try:
             if self._remote is not None:
-                results = self._remote.run_groups(self.agent, self._request, self._numbers, self._unpaused.wait)
+                results = self._remote.run_groups(self.agent, self._request, self._unpaused.wait)
                 async with contextlib.aclosing(results):
                     async for number, result in results:
                         self._add_group(self._request.tasks[number], result)

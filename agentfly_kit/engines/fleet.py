@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import math
 import warnings
@@ -98,6 +99,13 @@ class Fleet(Engine):
         # Tokens and logprobs that an engine with the right weights gives.
         self._reference: _Answer | None = None
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        members = tuple(dataclasses.replace(member, running=0, sessions=set()) for member in self.members)
+        return {name: value for name, value in self.__dict__.items() if name != "_locks"} | {"members": members}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _locks=weakref.WeakKeyDictionary())
 
     # --- capabilities ---
 

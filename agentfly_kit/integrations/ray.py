@@ -10,14 +10,14 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from agentfly_kit._async.pending_call import run_in_thread, wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.progress import RolloutEvent
-from agentfly_kit.agent.remote import GroupResult, RolloutRequest
+from agentfly_kit.agent.remote import Gate, GroupResult, GroupResults, RolloutRequest
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import EngineError, SettingsError
@@ -95,25 +95,33 @@ def _parts(agent: Agent) -> Iterator[tuple[str, Any]]:
 
 
 class _GroupRunner:
-    """Actor that runs groups. It is created in a worker process."""
+    """Actor that runs groups. It is created in a worker process.
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    It receives the agent with each call, because Ray does not keep the arguments of the constructor for a restart.
+    """
+
+    def __init__(self) -> None:
+        self._agent: Agent | None = None
+        self._running: Agent | None = None
         self._prepared = -1
         self._preparing = asyncio.Lock()
 
-    async def describe(self) -> dict[str, Any]:
+    async def describe(self, sent: list[Any]) -> dict[str, Any]:
+        self._agent = self._agent or await sent[0]
         return {"version": __version__, "node": socket.gethostname(), "pid": os.getpid()}
 
-    async def run_group(self, rollout: int, described: list[Any], number: int) -> GroupResult:
-        """Run a group of a rollout. `described` holds a reference to its `_Description`."""
+    async def run_group(self, rollout: int, sent: list[Any], number: int) -> GroupResult:
+        """Run a group of a rollout. `sent` holds references to the agent and to the `_Description` of the rollout."""
         async with self._preparing:
             if rollout != self._prepared:
-                description: _Description = await described[0]
-                self._running = self._agent.replace(**description.settings)
+                agent: Agent = self._agent or await sent[0]
+                description: _Description = await sent[1]
+                if self._running is not None and "engine" in description.settings:
+                    await self._running.engine.close()
+                self._agent, self._running = agent, agent.replace(**description.settings)
                 self._request = description.request
                 if description.weights is not None:
-                    policy = self._agent.engine.policy  # type: ignore[attr-defined]
+                    policy = agent.engine.policy  # type: ignore[attr-defined]
                     policy.load_state(description.weights)
                     policy.version = description.version
                 self._prepared = rollout
@@ -126,13 +134,13 @@ class _GroupRunner:
 
     async def close(self) -> None:
         """Close the sandboxes of this process."""
-        for pool in self._agent.pools:
+        for pool in self._agent.pools if self._agent is not None else ():
             await pool.close()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Description:
-    """Arguments of a rollout, the settings of the agent that changed, and the current weights."""
+    """Arguments of a rollout, the settings of the agent that changed, and the current weights of a LocalEngine."""
 
     request: RolloutRequest
     settings: dict[str, Any]
@@ -154,7 +162,7 @@ class Workers(Displayable):
     def __init__(self, agent: Agent, sent: Any, n: int, timeout: float, options: dict[str, Any]) -> None:
         import ray
 
-        self._agent = agent
+        self._agent, self._sent = agent, sent
         self._rollouts = itertools.count()
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
         given = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": -1} | options
@@ -162,9 +170,9 @@ class Workers(Displayable):
             runner = ray.remote(**given)(_GroupRunner)
         except (TypeError, ValueError) as error:
             raise SettingsError(f"options must be options of Ray for actors: {error}") from error
-        self._actors: list[Any] = [runner.remote(sent) for _ in range(n)]
+        self._actors: list[Any] = [runner.remote() for _ in range(n)]
         try:
-            found = ray.get([actor.describe.remote() for actor in self._actors], timeout=timeout)
+            found = ray.get([actor.describe.remote([sent]) for actor in self._actors], timeout=timeout)
             self._check_versions(found)
         except BaseException as error:
             self.close()
@@ -243,37 +251,40 @@ class Workers(Displayable):
             name: getattr(agent, name) for name in names if getattr(agent, name) is not getattr(self._agent, name)
         }
         if not isinstance(agent.engine, LocalEngine):
-            return ray.put(_Description(request, changed, None, 0))
+            # An update in this process changes the engine, for example the version of the weights of its servers.
+            return ray.put(_Description(request, changed | {"engine": agent.engine}, None, 0))
         policy = agent.engine.policy
         with policy.lock:
             weights = {name: tensor.detach().cpu() for name, tensor in policy.state().items()}
             return ray.put(_Description(request, changed, weights, policy.version))
 
-    async def run_groups(
-        self,
-        agent: AgentSettings,
-        request: RolloutRequest,
-        numbers: Sequence[int],
-        gate: Callable[[], Awaitable[object]],
-    ) -> AsyncGenerator[tuple[int, GroupResult], None]:
+    async def run_groups(self, agent: AgentSettings, request: RolloutRequest, gate: Gate) -> GroupResults:
         """Run groups of a rollout on the workers; see `GroupWorkers`."""
         import ray
 
         async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             self.check(agent)
-            described = [await run_in_thread(self._describe, agent, request)]
+            sent = [self._sent, await run_in_thread(self._describe, agent, request)]
             rollout = next(self._rollouts)
             waiting: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
-            for number in numbers:
+            for number in request.numbers:
                 waiting.put_nowait((number, 0))
             results: asyncio.Queue[tuple[int, GroupResult] | Exception] = asyncio.Queue()
+            has_died = False
 
-            async def serve(actor: Any) -> None:
-                """Run groups on one worker until cancelled, or until the worker cannot be restarted."""
+            async def serve(actor: Any, lane: int) -> None:
+                """Run groups on one worker until cancelled, or until the worker cannot be restarted.
+
+                After a death only lane 0 continues, so that a group that kills its process cannot fail others.
+                """
+                nonlocal has_died
                 while True:
                     number, retries = await waiting.get()
                     await gate()
-                    reference = actor.run_group.remote(rollout, described, number)
+                    if has_died and lane:
+                        waiting.put_nowait((number, retries))
+                        return
+                    reference = actor.run_group.remote(rollout, sent, number)
                     try:
                         results.put_nowait((number, await reference))
                     except asyncio.CancelledError:
@@ -282,18 +293,19 @@ class Workers(Displayable):
                     except ray.exceptions.RayTaskError as error:
                         results.put_nowait(error.cause if isinstance(error.cause, Exception) else error)
                     except ray.exceptions.RayError as error:  # the worker, its node or its result was lost
+                        has_died = True
                         if retries < _MAX_RETRIES:
                             waiting.put_nowait((number, retries + 1))
                         else:
                             results.put_nowait((number, _failed_group(self._agent, request, number, error)))
-                        if not await _is_reachable(actor):
+                        if not await _is_reachable(actor, self._sent):
                             return
 
             # One group more per worker would not be faster than leaving it to a worker that becomes free.
-            at_once = min(request.groups_at_once(agent), -(-len(numbers) // len(self._actors)))
-            serving = [asyncio.create_task(serve(actor)) for _ in range(at_once) for actor in self._actors]
+            at_once = min(request.groups_at_once(agent), -(-len(request.numbers) // len(self._actors)))
+            serving = [asyncio.create_task(serve(actor, i)) for i in range(at_once) for actor in self._actors]
             try:
-                for _ in numbers:
+                for _ in request.numbers:
                     yield await _next_result(results, serving)
             finally:
                 for task in serving:
@@ -313,7 +325,7 @@ async def _next_result(
                     task.result()  # raises if the loop of this worker failed
             left = [task for task in serving if not task.done()]
             if not left:
-                raise EngineError(f"all workers died, and Ray restarted none of them within {_RESTART_SECONDS:g} s")
+                raise EngineError(f"all workers died, and Ray restarted none within {_RESTART_SECONDS:g} s")
             await asyncio.wait((getting, *left), return_when=asyncio.FIRST_COMPLETED)
         result = getting.result()
         if isinstance(result, Exception):
@@ -323,16 +335,18 @@ async def _next_result(
         getting.cancel()
 
 
-async def _is_reachable(actor: Any) -> bool:
-    """Wait until Ray has restarted a worker. Return False if that takes too long."""
+async def _is_reachable(actor: Any, sent: Any) -> bool:
+    """Wait until Ray has restarted a worker. Return False if it will not be restarted, or that takes too long."""
     import ray
 
     try:
         async with asyncio.timeout(_RESTART_SECONDS):
             while True:
                 try:
-                    await actor.describe.remote()
+                    await actor.describe.remote([sent])
                     return True
+                except ray.exceptions.ActorDiedError:
+                    return False
                 except ray.exceptions.RayError:
                     await asyncio.sleep(_RETRY_SECONDS)
     except TimeoutError:

@@ -66,6 +66,8 @@ class _RolloutTracer:
         name = f"invoke_agent {self._agent.name}"
         attributes = self._chain_attributes(trajectory)
         root = self._start(name, SpanKind.INTERNAL, attributes, events[0], Context())
+        if not root.is_recording():  # the sampler has dropped the trace
+            return
         error = trajectory.error
         if error is not None or events[-1].state == "cancelled":
             _set_error(root, error.type if error else "cancelled", str(error or "the chain was cancelled"))

@@ -1,13 +1,13 @@
-"""Fleets of vLLM servers on loopback: weights, checks, and a server that is killed. One pair of servers for all tests.
+"""A vLLM server that `serve_vllm` starts: its weights after an update, its processes, and its errors.
 
-The tests run in order; the last ones kill a server.
+Two servers, of which one gets wrong weights and is killed during training, are in notebooks/31_servers.ipynb. Faults
+that vLLM does not show on demand are in test_server_updates.py.
 """
 
 import asyncio
 import contextlib
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -23,8 +23,6 @@ from agentfly_kit.engines.fleet import Fleet
 from agentfly_kit.engines.serving import VLLMServer, serve_vllm
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.loop import train
 from agentfly_kit.types import Sampling
 
 installed = pytest.mark.skipif(
@@ -40,20 +38,14 @@ def policy() -> Policy:
 
 
 @pytest.fixture(scope="module")
-def servers(policy: Policy) -> Iterator[list[VLLMServer]]:
-    servers = [serve_vllm(policy, **SMALL) for _ in range(2)]
-
-    async def start() -> None:
-        await asyncio.gather(*(server.start() for server in servers))
-
-    async def close() -> None:
-        await asyncio.gather(*(server.close() for server in servers))
-
-    asyncio.run(start())
-    yield servers
-    groups = [server.pid for server in servers if server.pid is not None]
-    asyncio.run(close())
-    assert until(lambda: not any(members(group) for group in groups))
+def server(policy: Policy) -> Iterator[VLLMServer]:
+    server = serve_vllm(policy, **SMALL)
+    asyncio.run(server.start())
+    group = server.pid
+    assert group is not None
+    yield server
+    asyncio.run(server.close())
+    assert "not running" in repr(server) and until(lambda: not members(group))
 
 
 def members(group: int) -> list[int]:
@@ -65,10 +57,6 @@ def members(group: int) -> list[int]:
             if int(fields[2]) == group and fields[0] != "Z":
                 found.append(int(path.name))
     return found
-
-
-def fleet_of(servers: list[VLLMServer], **settings: object) -> Fleet:
-    return Fleet([server.engine(**settings) for server in servers])  # type: ignore[arg-type]
 
 
 def test_wrong_settings_are_refused_before_anything_starts() -> None:
@@ -86,106 +74,20 @@ def test_wrong_settings_are_refused_before_anything_starts() -> None:
 @installed
 @pytest.mark.real
 @pytest.mark.parametrize("weights", ["shm", "http"])
-async def test_servers_have_the_logprobs_of_the_policy_after_an_update(
-    servers: list[VLLMServer], policy: Policy, weights: str, record_property: Callable[[str, object], None]
+async def test_a_server_has_the_logprobs_of_the_policy_after_an_update(
+    server: VLLMServer, policy: Policy, weights: str, record_property: Callable[[str, object], None]
 ) -> None:
-    fleet = fleet_of(servers, weights=weights)
+    fleet = Fleet([server.engine(weights=weights)])
     nudge(policy)
     began = time.perf_counter()
     await fleet.update(policy)
     record_property("seconds", time.perf_counter() - began)
-    assert states(fleet) == ["up", "up"] and all(0 <= m.gap <= NUDGED_GAP for m in fleet.members), fleet.members
+    assert states(fleet) == ["up"] and 0 <= fleet.members[0].gap <= NUDGED_GAP, fleet.members
     batch = await batch_of(fleet, policy)
     assert gaps(policy, batch)[0] <= NUDGED_GAP and set(batch.versions[batch.mask].tolist()) == {policy.version}
-    assert all("running" in repr(server) for server in servers)
-    await fleet.close()
-
-
-@installed
-@pytest.mark.real
-@pytest.mark.parametrize("scale", [0.02, 5e-4])
-async def test_a_server_that_keeps_its_old_weights_is_found_after_one_update(
-    servers: list[VLLMServer], policy: Policy, scale: float
-) -> None:
-    fleet = fleet_of(servers)
-    await fleet.update(policy)
-    stale = fleet.members[1].engine
-    old = policy.copy()
-    old.version = policy.version
-    update = remote_update(stale, old)
-    nudge(policy, scale)
-    with update, pytest.warns(UserWarning, match=f"{servers[1].port}/v1 samples no more.*its logprobs"):
-        await fleet.update(policy)
-    assert states(fleet) == ["up", "stale"]
-    rollout = await agents.agent(policy, engine=fleet).rollout(agents.tasks(8))
-    assert not rollout.failed
-    await fleet.update(policy)
-    assert states(fleet) == ["up", "up"]
-    await fleet.close()
-
-
-@contextlib.contextmanager
-def remote_update(engine: object, old: Policy) -> Iterator[None]:
-    """Let other code send old weights to one server, after an update has loaded the new ones and before the check."""
-    from agentfly_kit.engines.vllm import remote
-
-    real = remote.update_servers
-
-    async def twice(policy: Policy, engines: list[object]) -> list[EngineError | None]:
-        found = await real(policy, engines)  # type: ignore[arg-type]
-        await real(old, [engine])  # type: ignore[list-item]
-        return found
-
-    remote.update_servers = twice  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        remote.update_servers = real
-
-
-@installed
-@pytest.mark.real
-async def test_training_samples_ahead_on_servers(
-    servers: list[VLLMServer], record_property: Callable[[str, object], None]
-) -> None:
-    policy = agents.fresh()
-    fleet = fleet_of(servers, weights="http")
-    config = TrainConfig(steps=3, tasks_per_step=8, group_size=4, overlap=1)
-    steps = [step async for step in train(agents.agent(policy, engine=fleet), policy, agents.tasks(32), config)]
-    version = 0
-    for i, step in enumerate(steps):
-        assert step.rollout is not None and step.stats is not None and not step.rollout.failed
-        previous = steps[i - 1].stats.updates if i else 0  # type: ignore[union-attr]
-        versions = {int(v) for t in step.rollout for v in t.versions[t.action_mask]}
-        assert versions == {version - previous} and step.record["lag"] == previous
-        version += step.stats.updates
-    record_property("lag", [step.record["lag"] for step in steps])
-    assert states(fleet) == ["up", "up"]
-    await fleet.close()
-
-
-@installed
-@pytest.mark.real
-async def test_a_server_killed_during_a_rollout_loses_no_chain(servers: list[VLLMServer], policy: Policy) -> None:
-    fleet = fleet_of(servers, retries=1, backoff=0.1)
-    await fleet.update(policy)
-    agent = agents.agent(policy, engine=fleet)
-    running = asyncio.ensure_future(agent.rollout(agents.tasks(64), group_size=4, max_concurrency=32))
-    while not all(member.running for member in fleet.members):
-        await asyncio.sleep(0.01)
-    pid = servers[1].pid
-    assert pid is not None and len(members(pid)) >= 2
     # An interrupted notebook cell signals the kernel's process group.
-    assert all(os.getpgid(process) != os.getpgrp() for process in members(pid))
-    os.killpg(pid, signal.SIGKILL)
-    with pytest.warns(UserWarning, match=f"{servers[1].port}/v1 samples no more until the next update"):
-        rollout = await running
-    assert len(rollout) == 256 and not rollout.failed and states(fleet) == ["up", "down"]
-    assert "not running" in repr(servers[1]) and until(lambda: not members(pid))
-    nudge(policy)
-    await fleet.update(policy)  # the other one is updated
-    assert states(fleet) == ["up", "down"]
-    assert gaps(policy, await batch_of(fleet, policy, 4))[0] <= NUDGED_GAP
+    assert "running" in repr(server) and server.pid is not None and len(members(server.pid)) >= 2
+    assert all(os.getpgid(process) != os.getpgrp() for process in members(server.pid))
     await fleet.close()
 
 
@@ -220,7 +122,7 @@ def test_a_killed_notebook_leaves_no_server(tmp_path: Path) -> None:
 
 
 @installed
-@pytest.mark.real
+@pytest.mark.soak
 async def test_a_server_that_does_not_start_says_why() -> None:
     server = serve_vllm(agents.shipped(), max_num_seqs=0)
     with pytest.raises(EngineError, match=r"the vLLM server did not start\. Try: (.|\n)*max_num_seqs"):

@@ -18,8 +18,8 @@ from agentfly_kit.batch.batch import Batch
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.engine import LocalEngine
+from agentfly_kit.engines.vllm.buffers import CudaMemory, gpu_uuid, ipc_unavailable_reason
 from agentfly_kit.engines.vllm.engine import VLLMEngine
-from agentfly_kit.engines.vllm.weight_transfer import CudaMemory, gpu_uuid, ipc_unavailable_reason
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.trainer.config import TrainConfig

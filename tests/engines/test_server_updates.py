@@ -22,13 +22,8 @@ from agentfly_kit.engines.fleet import Fleet
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.engines.openai import OpenAIEngine
 from agentfly_kit.engines.vllm import remote
-from agentfly_kit.engines.vllm.weight_transfer import (
-    ChunkReader,
-    ServedMemory,
-    architecture,
-    fetch_chunk,
-    open_buffer,
-)
+from agentfly_kit.engines.vllm.buffers import ServedMemory, fetch_chunk, open_buffer
+from agentfly_kit.engines.vllm.weight_transfer import ChunkReader, architecture
 from agentfly_kit.errors import EngineError, SettingsError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.trainer.config import TrainConfig

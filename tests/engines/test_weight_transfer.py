@@ -15,17 +15,19 @@ import agents
 import pytest
 import torch
 
-from agentfly_kit.engines.vllm import weight_transfer
-from agentfly_kit.engines.vllm.weight_transfer import (
+from agentfly_kit.engines.vllm import buffers
+from agentfly_kit.engines.vllm.buffers import (
     _CUDA_HANDLE_FIELDS,
-    BufferNotOpened,
-    ChunkReader,
-    Delivery,
     SharedMemory,
     TensorSlice,
     ipc_unavailable_reason,
-    layout,
     open_buffer,
+)
+from agentfly_kit.engines.vllm.weight_transfer import (
+    BufferNotOpened,
+    ChunkReader,
+    Delivery,
+    layout,
     pack,
     weight_sources,
 )
@@ -242,7 +244,7 @@ async def test_a_delivery_that_ends_early_frees_the_lock_and_the_buffer(how: str
 
 async def test_without_room_it_says_where_it_looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     policy = agents.fresh()
-    monkeypatch.setattr(weight_transfer, "_SHM_DIR", str(tmp_path / "no"))
+    monkeypatch.setattr(buffers, "_SHM_DIR", str(tmp_path / "no"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nothing"))
     with pytest.raises(EngineError, match=r"no room for 1\.\d MiB of weights in .*/no or .*/nothing: .*; free space"):
         async with Delivery(policy, "shm", 1 << 26):

@@ -17,10 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Box, agent, call, played, put, put_call, random_policy, scripted, tasks
+from agents import Box, agent, call, fresh, played, put, put_call, random_policy, scripted, tasks
+from test_engine_vllm import gaps
+from test_fleet import nudge, states
+from test_server_updates import PolicyServer
 from test_trainer import SMALL, learner, numbers, small
 
 import agentfly_kit as af
+from agentfly_kit.advantages import grpo
+from agentfly_kit.batch.collate import collate
 from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.pool.pool import Pool
 
@@ -68,6 +73,23 @@ def test_a_pickled_openai_engine_keeps_its_settings() -> None:
     assert (copy.base_url, copy.model, copy.retries, copy._key) == (engine.base_url, "m", 7, "key")
 
 
+async def test_a_pickled_fleet_keeps_the_states_of_its_engines() -> None:
+    policy = fresh()
+    fleet = af.Fleet([af.LocalEngine(policy), af.LocalEngine(policy)])
+    await fleet.probe()
+    fleet.members[1].state, fleet.members[1].reason = "stale", "a test"
+    fleet.members[0].sessions.add("t/0")
+    copy = sent(fleet)
+    assert states(copy) == ["up", "stale"] and copy.members[1].reason == "a test"
+    assert not copy.members[0].sessions and fleet.members[0].sessions == {"t/0"}
+    same(await agent(engine=copy).rollout(tasks(2)), await agent(engine=fleet).rollout(tasks(2)))
+
+
+def test_an_engine_that_runs_in_this_process_is_not_sent(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"a VLLMEngine samples in this process; use serve_vllm\(policy\)"):
+        sent(af.VLLMEngine(fresh().save(tmp_path / "policy")))
+
+
 def test_workers_need_a_connection() -> None:
     with pytest.raises(SettingsError, match=r"n must be an integer of at least 1, got 0"):
         af.ray.workers(agent(), 0)
@@ -107,7 +129,7 @@ def cluster() -> Iterator[Any]:
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # a short path, because it contains sockets
     before = dict(os.environ)
     here = Path(__file__).resolve().parent
-    modules = [str(here), str(here.parent), str(here.parent / "trainer")]
+    modules = [str(folder) for folder in (here, here.parent, here.parent / "trainer", here.parent / "engines")]
     os.environ |= {
         "PYTHONPATH": os.pathsep.join(modules), "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_agent_register_timeout_ms": "120000", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -153,7 +175,7 @@ def test_a_rollout_equals_that_of_one_process(three: tuple[af.Agent, Any]) -> No
     asyncio.run(go())
 
 
-@pytest.mark.soak
+@pytest.mark.real
 def test_evaluations_and_events(three: tuple[af.Agent, Any]) -> None:
     """Settings that differ from those of the workers' agent are sent, events arrive, and `async for` works."""
     given, workers = three
@@ -185,7 +207,7 @@ def test_evaluations_and_events(three: tuple[af.Agent, Any]) -> None:
     asyncio.run(go())
 
 
-@pytest.mark.soak
+@pytest.mark.real
 def test_branches_and_forks(three: tuple[af.Agent, Any]) -> None:
     given, workers = three
 
@@ -325,6 +347,39 @@ def test_a_training_run_equals_that_of_one_process(cluster: Any, overlap: int) -
 
 
 @pytest.mark.real
+def test_servers_have_their_last_weights_and_states_in_the_workers(cluster: Any) -> None:
+    """An update in this process changes the versions that workers record, and the servers that they use."""
+    policy = fresh()
+    servers = PolicyServer(policy), PolicyServer(policy)
+
+    async def go(given: af.Agent, workers: Any) -> None:
+        fleet = given.engine
+        assert isinstance(fleet, af.Fleet)
+        for version in (1, 2):
+            nudge(policy)
+            await fleet.update(policy)
+            rollout = await given.rollout(tasks(4), 2, index=version, workers=workers)
+            assert {int(v) for t in rollout for v in t.versions[t.action_mask]} == {version}
+            assert gaps(policy, collate(rollout, grpo))[0] < 1e-4 and all(server.got for server in servers)
+        servers[1].initial = fresh()
+        servers[1].restart()
+        with pytest.warns(UserWarning, match="samples no more"):
+            await fleet.probe(policy)
+        servers[1].got.clear()
+        assert not (await given.rollout(tasks(4), 2, workers=workers)).failed
+        assert not servers[1].got, "a stale server was used"
+        await fleet.close()
+
+    given = agent(policy, engine=af.Fleet([server.client() for server in servers]))
+    try:
+        with af.ray.workers(given, 1) as workers:
+            asyncio.run(go(given, workers))
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@pytest.mark.real
 def test_a_closure_of_a_notebook_travels(cluster: Any) -> None:
     """Functions and classes of `__main__` are pickled by value, with the variables that they use."""
     code = textwrap.dedent("""
@@ -406,7 +461,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.soak
+@pytest.mark.real
 def test_stopping_leaves_the_workers_usable(three: tuple[af.Agent, Any]) -> None:
     given, workers = three
 

@@ -22,6 +22,7 @@ pytest.importorskip("opentelemetry.sdk", reason='needs the extra: pip install -e
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import Decision, StaticSampler
 from opentelemetry.semconv._incubating.attributes import error_attributes, gen_ai_attributes
 
 Spans = list[ReadableSpan]
@@ -91,6 +92,16 @@ async def test_names_are_those_of_the_conventions(recorder: Recorder) -> None:
     assert {name for name in names if not name.startswith("agentfly.")} <= known
     operations = {value.value for value in gen_ai_attributes.GenAiOperationNameValues}
     assert {s.attributes.get("gen_ai.operation.name", "chat") for s in spans} <= operations
+
+
+async def test_a_trace_that_the_sampler_drops_costs_one_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    sampler = StaticSampler(Decision.DROP)
+    decide = sampler.should_sample
+    monkeypatch.setattr(sampler, "should_sample", lambda *given: asked.append(given[2]) or decide(*given))
+    provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
+    await agent(watch=af.traces.opentelemetry(provider.get_tracer("test")), name="solver").rollout(tasks(2), 2)
+    assert asked == ["invoke_agent solver"] * 4
 
 
 async def test_content_is_recorded_only_on_request() -> None:

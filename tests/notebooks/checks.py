@@ -148,6 +148,14 @@ assert results["mixed gaps"] >= results["no practice"] + 0.2
 assert results["after"] >= 0.55 and results["after"] >= results["control"] + 0.25
 assert set(curves) == set(evaluations) and chain.reward == 0
 """,
+    "31_servers": """
+assert len(run.records) == 4 and not any(failed) and run.records[-1]["version"] == policy.version
+if HAVE_VLLM:
+    assert list(stale["state"]) == ["up", "stale"] and len(stale_warnings) == 1 == len(kill_warnings)
+    assert [member.state for member in fleet.members] == ["up", "down"]
+    lags = [record["lag"] for record in run.records]
+    assert lags[0] == 0 and all(lag > 0 for lag in lags[1:])
+""",
     "33_why_it_does_not_learn": """
 assert not healthy.serious and run.diagnose()[0].name == "constant_reward"
 assert repaired.summary()["success"] > 0

@@ -105,6 +105,9 @@ class VLLMEngine(Engine):
         # Number of tokens sampled so far.
         self.sampled = 0
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a VLLMEngine samples in this process; use serve_vllm(policy) and its engine() instead")
+
     # --- capabilities ---
 
     @property

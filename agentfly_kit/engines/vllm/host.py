@@ -20,13 +20,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from agentfly_kit.engines.vllm.weight_transfer import (
-    CHUNK,
-    BufferNotOpened,
-    Delivery,
-    WeightTransport,
-    ipc_unavailable_reason,
-)
+from agentfly_kit.engines.vllm.buffers import ipc_unavailable_reason
+from agentfly_kit.engines.vllm.weight_transfer import CHUNK, BufferNotOpened, Delivery, WeightTransport
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 

@@ -12,12 +12,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from agentfly_kit.engines.openai import SERVE_COMMAND, OpenAIEngine, Refused
-from agentfly_kit.engines.vllm.weight_transfer import (
-    CHUNK,
-    Delivery,
-    TensorSlice,
-    check_architecture,
-)
+from agentfly_kit.engines.vllm.buffers import TensorSlice
+from agentfly_kit.engines.vllm.weight_transfer import CHUNK, Delivery, check_architecture
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 

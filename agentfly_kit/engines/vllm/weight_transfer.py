@@ -1,29 +1,18 @@
 """Transfer of a policy's weights to another process, in chunks of bounded size through a shared buffer.
 
-The buffer is in host memory (a file in /dev/shm), on a GPU that both processes use (CUDA IPC), or in the sender, from
-which the receiver fetches each chunk over HTTP; the three differ only in how it is created and opened. The buffer and
-its contents are described by numbers, strings and bytes, never by pickled objects. `Delivery` is the sender;
-`open_buffer`, `fetch_chunk` and `ChunkReader` are used by the receiver.
+`Delivery` is the sender and `ChunkReader` the receiver. The contents of the buffer are described by numbers and
+strings, never by pickled objects.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import http.client
-import inspect
-import mmap
-import os
-import secrets
-import shutil
-import tempfile
-import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
 
+from agentfly_kit.engines.vllm.buffers import CudaMemory, ServedMemory, SharedMemory, TensorSlice
 from agentfly_kit.errors import EngineError
 
 if TYPE_CHECKING:
@@ -33,8 +22,6 @@ if TYPE_CHECKING:
 
 # CUDA IPC, shared host memory, or HTTP.
 WeightTransport = Literal["ipc", "shm", "http"]
-# Part of a tensor in the buffer: [name, dtype, shape, offset in the tensor, offset in the buffer, size], in bytes.
-TensorSlice = list[Any]
 # A weight's name, a tensor with its dtype and shape, and a function that returns its values, with any adapter merged.
 WeightSource = tuple[str, "torch.Tensor", "Callable[[], torch.Tensor]"]
 
@@ -42,23 +29,10 @@ WeightSource = tuple[str, "torch.Tensor", "Callable[[], torch.Tensor]"]
 #
 # In host memory small chunks are faster, but each chunk costs a message.
 CHUNK: dict[WeightTransport, int] = {"shm": 64 << 20, "ipc": 512 << 20, "http": 64 << 20}
-# Seconds without any data after which a receiver stops waiting for a chunk.
-_FETCH_TIMEOUT = 30.0
 # Settings of a model that must agree before weights are sent.
 _ARCHITECTURE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
 # Alignment of tensors in the buffer in bytes, so that they can be viewed as any dtype.
 _ALIGN = 64
-_SHM_DIR = "/dev/shm"
-# Arguments of torch's rebuild_cuda_tensor, bytes and integers, set by the sender; the receiver sets the rest.
-_CUDA_HANDLE_FIELDS = (
-    "storage_handle",
-    "storage_size_bytes",
-    "storage_offset_bytes",
-    "ref_counter_handle",
-    "ref_counter_offset",
-    "event_handle",
-    "event_sync_required",
-)
 
 
 def architecture(config: Any) -> dict[str, Any]:
@@ -250,232 +224,7 @@ class ChunkReader:
         return list(self._parts)
 
 
-# --- buffers ------------------------------------------------------------------------------------------------
-
-
-class SharedMemory:
-    """Buffer in host memory: a mapped file. `close` deletes the file; existing mappings stay valid."""
-
-    def __init__(self, size: int) -> None:
-        """Create a buffer of `size` bytes.
-
-        Raises:
-            OSError: If neither /dev/shm nor the folder for temporary files has enough space.
-        """
-        size = max(size, 1)
-        roomy = os.path.isdir(_SHM_DIR) and shutil.disk_usage(_SHM_DIR).free > 2 * size
-        self._folder = Path(
-            tempfile.mkdtemp(prefix=f"agentfly-weights-{os.getpid()}-", dir=_SHM_DIR if roomy else None)
-        )
-        path = self._folder / "buffer"
-        try:
-            with path.open("w+b") as file:
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, size)  # otherwise a full disk causes SIGBUS on access
-                else:
-                    file.truncate(size)
-        except BaseException:
-            self.close()
-            raise
-        self.handle: dict[str, Any] = {"transport": "shm", "path": str(path)}
-        self.tensor = _map_file(path)
-
-    def close(self) -> None:
-        """Delete the file of the buffer."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _map_file(path: Path) -> torch.Tensor:
-    import torch
-
-    with path.open("r+b") as file:
-        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-
-
-class CudaMemory:
-    """Buffer on a GPU that one other process may open.
-
-    torch counts references across processes: memory still in use by the other process is not reused, even after
-    `close`.
-    """
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        """Create a buffer of `size` bytes.
-
-        Raises:
-            RuntimeError: If the driver cannot share memory (WSL, some containers and virtual machines).
-        """
-        import torch
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
-
-        self.tensor = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
-        # Call this once per delivery, because each call adds a reference that the receiver releases by closing.
-        _, arguments = reduce_tensor(self.tensor)
-        named = dict(zip(inspect.signature(rebuild_cuda_tensor).parameters, arguments, strict=True))
-        self.handle: dict[str, Any] = {
-            "transport": "ipc",
-            "gpu_uuid": gpu_uuid(device),
-            "size": self.tensor.numel(),
-            "offset": self.tensor.storage_offset(),
-        } | {name: named[name] for name in _CUDA_HANDLE_FIELDS}
-
-    def close(self) -> None:
-        """Release the buffer."""
-        import torch
-
-        del self.tensor
-        torch.cuda.ipc_collect()
-
-
-class ServedMemory:
-    """Buffer in host memory that other processes fetch over HTTP, also from other machines.
-
-    The connection is not encrypted, and a secret path is the only protection.
-    """
-
-    def __init__(self, size: int, addresses: Iterable[tuple[str, int]]) -> None:
-        """Create a buffer of `size` bytes, served at these interfaces and ports; port 0 selects a free one.
-
-        Raises:
-            OSError: If an address is not one of this machine, or the port is taken.
-        """
-        import http.server
-
-        import torch
-
-        self.tensor = torch.empty(max(size, 1), dtype=torch.uint8)
-        secret, content = f"/{secrets.token_urlsafe(24)}/", memoryview(self.tensor.numpy())  # type: ignore[arg-type]
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                count = self.path.removeprefix(secret)
-                if self.path == count or not count.isdecimal() or int(count) > len(content):
-                    self.send_error(404)
-                    return
-                self.send_response(200)
-                self.send_header("Content-Length", count)
-                self.end_headers()
-                self.wfile.write(content[: int(count)])
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._servers: list[http.server.ThreadingHTTPServer] = []
-        ports = {}
-        try:
-            for address in dict.fromkeys(addresses):
-                server = http.server.ThreadingHTTPServer(address, Handler)
-                self._servers.append(server)
-                ports[address] = server.server_port
-                threading.Thread(
-                    target=server.serve_forever, args=(0.02,), name="agentfly-weights", daemon=True
-                ).start()
-        except BaseException:
-            self.close()
-            raise
-        self.handle: dict[str, Any] = {"transport": "http", "size": self.tensor.numel(), "path": secret, "ports": ports}
-
-    def close(self) -> None:
-        """Stop serving the buffer."""
-        for server in self._servers:
-            server.shutdown()
-            server.server_close()
-
-
-def fetch_chunk(url: str, slices: Iterable[TensorSlice], buffer: torch.Tensor) -> None:
-    """Read the bytes of these slices from the `ServedMemory` of another process into a buffer in host memory.
-
-    Raises:
-        OSError, http.client.HTTPException: If the other process cannot be reached or refuses.
-    """
-    size = max((start + part for *_, start, part in slices), default=0)
-    address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_FETCH_TIMEOUT)
-    try:
-        connection.request("GET", f"{address.path}{size}")
-        response = connection.getresponse()
-        if response.status != 200:
-            raise OSError(f"{address.netloc} answered {response.status} {response.reason}")
-        rest = memoryview(buffer.numpy())[:size]  # type: ignore[arg-type]
-        while rest:
-            count = response.readinto(rest)
-            if not count:
-                raise OSError(f"{address.netloc} closed the connection {len(rest)} bytes before the end of a chunk")
-            rest = rest[count:]
-    except OSError as error:
-        raise OSError(f"cannot read from {address.netloc}: {type(error).__name__}: {error}") from error
-    finally:
-        connection.close()
-
-
-def open_buffer(handle: dict[str, Any], device: torch.device | None = None) -> torch.Tensor:
-    """Open the buffer of another process as a uint8 tensor; deleting the tensor closes it.
-
-    For HTTP the tensor is a buffer of this process, into which `fetch_chunk` reads each chunk.
-
-    Args:
-        handle: Handle of the buffer.
-        device: For a buffer on a GPU, the device of this process with the same UUID.
-
-    Raises:
-        OSError, RuntimeError, ValueError: If the buffer cannot be opened from this process.
-    """
-    import torch
-
-    if handle["transport"] == "shm":
-        return _map_file(Path(handle["path"]))
-    if handle["transport"] == "http":
-        return torch.empty(handle["size"], dtype=torch.uint8)
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-    here = gpu_uuid(device) if device is not None else ""
-    if device is None or here != handle["gpu_uuid"]:
-        raise ValueError(f"the buffer is on GPU {handle['gpu_uuid']}, but this process uses {here or 'no GPU'}")
-    found: torch.Tensor = rebuild_cuda_tensor(
-        tensor_cls=torch.Tensor,
-        tensor_size=torch.Size([handle["size"]]),
-        tensor_stride=(1,),
-        tensor_offset=handle["offset"],
-        storage_cls=torch.UntypedStorage,
-        dtype=torch.uint8,
-        storage_device=device.index,  # the same GPU may have a different index in the sender
-        requires_grad=False,
-        **{name: handle[name] for name in _CUDA_HANDLE_FIELDS},
-    )
-    return found
-
-
-def gpu_uuid(device: torch.device) -> str:
-    """Return the GPU's UUID, which is the same in all processes; "" for other devices."""
-    import torch
-
-    if device.type != "cuda":
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def ipc_unavailable_reason(policy: Policy, gpu_uuids: Sequence[str]) -> str:
-    """Return the reason why CUDA IPC to workers on these GPUs (one UUID per worker) is impossible; "" if possible."""
-    devices = {tensor.device for tensor in policy.model.state_dict().values()}
-    if len(devices) > 1:
-        return f"the policy is on {len(devices)} devices, {', '.join(sorted(map(str, devices)))}"
-    device = devices.pop()
-    if device.type != "cuda":
-        return f"the policy is on {device}, not on a CUDA device"
-    if not all(gpu_uuids):
-        return "vLLM does not run on a CUDA device"
-    if len(gpu_uuids) > 1:
-        return f"vLLM runs in {len(gpu_uuids)} workers, but only one worker can open a buffer"
-    if gpu_uuid(device) != gpu_uuids[0]:
-        return f"the policy is on GPU {gpu_uuid(device)}, but vLLM is on {gpu_uuids[0]}"
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        setting = os.environ.get(name, "").replace(" ", "").lower()
-        if "expandable_segments:true" in setting:
-            return f"{name} has expandable_segments:True, and such memory cannot be shared between processes"
-    return ""
-
-
-# --- delivery -----------------------------------------------------------------------------------------------
+# --- delivery ---------------------------------------------------------------------------------------------------
 
 
 class BufferNotOpened(Exception):
@@ -546,13 +295,7 @@ class Delivery:
             except OSError as error:
                 raise EngineError(f"the weights cannot be served at {self._addresses}: {error}") from error
         else:
-            try:
-                self._buffer = SharedMemory(size)
-            except OSError as error:
-                raise EngineError(
-                    f"no room for {size / 2**20:.1f} MiB of weights in {_SHM_DIR} or {tempfile.gettempdir()}: {error}; "
-                    "free space, or set TMPDIR to a folder with enough space"
-                ) from error
+            self._buffer = SharedMemory(size)
         self._pack(0)
 
     def _pack(self, number: int) -> None:

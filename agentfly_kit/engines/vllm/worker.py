@@ -14,14 +14,8 @@ import signal
 import threading
 from typing import Any
 
-from agentfly_kit.engines.vllm.weight_transfer import (
-    ChunkReader,
-    TensorSlice,
-    architecture,
-    fetch_chunk,
-    gpu_uuid,
-    open_buffer,
-)
+from agentfly_kit.engines.vllm.buffers import TensorSlice, fetch_chunk, gpu_uuid, open_buffer
+from agentfly_kit.engines.vllm.weight_transfer import ChunkReader, architecture
 
 # Number of columns that `exact_sampler` inserts between the logprob of the sampled token and the top logprobs.
 EXTRA_COLUMNS = 2
