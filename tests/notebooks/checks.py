@@ -183,6 +183,10 @@ assert set(attempts) == {1, 2, 3} and max(n for report in reports for n in repor
 assert results["no calibration"] < results["server only"] < both > results["silent review"] and both > 0.8
 assert table.reviews["no calibration"] == 0 < table.reviews["both"] < table.reviews["both, automatic"]
 """,
+    "30_apt": """
+assert before.reward < 0.5 and after.reward > 0.8 and careful.reward == after.reward >= distracted.reward
+assert found["memory"].turns == 1 < found["reflection"].turns <= 4 and len(memory) > 20 and scores[-1] == 1
+""",
     "28_roles": """
 assert {turn.author for t in before.rollout for turn in t.actions} == set(ROLES)
 assert results["after"] > results["before"] > results["no broadcast"]
