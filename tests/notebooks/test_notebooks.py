@@ -44,6 +44,7 @@ def test_fit_to_read(path: Path) -> None:
             assert output.output_type != "error" or "NBVAL_RAISES_EXCEPTION" in cell.source, output
             data = output.get("data", {})
             assert WIDGET not in data or "text/html" not in data, "a widget view hides the static form beside it"
+            assert "<tool_call>" not in data.get("text/html", ""), "unescaped: a browser hides it"
     assert "/root/" not in (text := path.read_text(encoding="utf-8"))
     assert "/home/" not in text and "loading the policy" not in text
 
