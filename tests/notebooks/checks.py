@@ -186,6 +186,15 @@ assert sum(int(t.action_mask[len(t.turns[0].ids)]) for t in gate.rollout) == 0
 assert abs(gate.success - success(corrected)) < 1e-6 and best_rates[0.1] >= best_rates[0.9]
 assert says_call["test"].std() < 0.05 and table["first token"].between(0.4, 0.6).all()
 """,
+    "27_conagents": """
+assert set(attempts) == {1, 2, 3} and max(n for report in reports for n in report["attempts"]) == 3
+assert results["no calibration"] < results["server only"] < both > results["silent review"] and both > 0.8
+assert table.reviews["no calibration"] == 0 < table.reviews["both"] < table.reviews["both, automatic"]
+""",
+    "30_apt": """
+assert before.reward < 0.5 and after.reward > 0.8 and careful.reward == after.reward >= distracted.reward
+assert found["memory"].turns == 1 < found["reflection"].turns <= 4 and len(memory) > 20 and scores[-1] == 1
+""",
     "28_roles": """
 assert {turn.author for t in before.rollout for turn in t.actions} == set(ROLES)
 assert results["after"] > results["before"] > results["no broadcast"]

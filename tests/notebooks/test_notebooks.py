@@ -44,6 +44,7 @@ def test_fit_to_read(path: Path) -> None:
             assert output.output_type != "error" or "NBVAL_RAISES_EXCEPTION" in cell.source, output
             data = output.get("data", {})
             assert WIDGET not in data or "text/html" not in data, "a widget view hides the static form beside it"
+            assert "<tool_call>" not in data.get("text/html", ""), "unescaped: a browser hides it"
     assert "/root/" not in (text := path.read_text(encoding="utf-8"))
     assert "/home/" not in text and "loading the policy" not in text
 
@@ -82,7 +83,7 @@ def with_answers(notebook: Any) -> Any:
     ("name", "answers", "broken"),
     [
         ("02_one_chain", 1, 0), ("06_widgets", 3, 1), ("07_masked_ppo", 2, 2), ("08_algorithms", 1, 1),
-        ("09_conventions", 1, 1), ("28_roles", 2, 1), ("29_tptu", 2, 1),
+        ("09_conventions", 1, 1), ("27_conagents", 2, 1), ("28_roles", 2, 1), ("29_tptu", 2, 1), ("30_apt", 2, 1),
     ],
 )  # fmt: skip
 def test_there_are_exercises_and_their_answers_are_run(name: str, answers: int, broken: int) -> None:
