@@ -1,0 +1,261 @@
+"""Compare sampling and updates with their rivals on random-weight models of real architectures.
+
+    make bench-sizes                                   # 1M and 5M parameters; several minutes
+    make bench-sizes ARGS="--sizes 40M 150M --architectures qwen3 --out sizes.json"
+
+sample   Sampled tokens per CPU second of `LocalEngine`, relative to transformers `generate` on the same prompts: 8 and
+         64 chains, prompts of 128 and 1,024 tokens, each prompt shared by a group of 8 chains. The engine computes a
+         shared prompt once; "cold" samples with a new engine, whose cache is empty.
+update   CPU time and peak memory of `ppo_step`, relative to a plain step on the same padded rows (logits at every
+         position, cross-entropy of the same tokens, backward, AdamW): all weights, and with LoRA the adapters alone.
+growth   CPU time and peak memory of `ppo_step` against the number and the length of rows, with the exponent of a
+         power law through the last two points. Attention makes the exponent of time against length exceed 1.
+
+Every case runs in a process of its own. In it the candidates alternate, and the fastest of the repeats counts. A
+ratio above 1 means that this package samples faster; for updates, a ratio below 1 means that it is faster or smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import transformers
+
+import agentfly_kit as af
+from agentfly_kit.types import Task, TurnRequest
+
+NEW = 32
+"""Sampled tokens per chain."""
+
+SIZES = {"1M": (128, 4), "5M": (256, 6), "40M": (576, 12), "150M": (1024, 14)}
+"""Width and number of layers. The vocabulary has 4,096 tokens."""
+
+VOCABULARY = 4096
+TASK = Task("bench", ({"role": "user", "content": "?"},))
+
+
+def random_policy(architecture: str, size: str) -> af.Policy:
+    """Return a policy with random weights and the tokenizer of the calculator policy."""
+    prefix, config_type = {
+        "qwen3": ("Qwen3", transformers.Qwen3Config),
+        "llama": ("Llama", transformers.LlamaConfig),
+        "gemma3": ("Gemma3", transformers.Gemma3TextConfig),
+    }[architecture]
+    if size == "0.5B":  # the shape of Qwen2.5-0.5B
+        prefix, config_type = "Qwen2", transformers.Qwen2Config
+        shape = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+        shape |= {"num_key_value_heads": 2, "vocab_size": 151_936}
+    else:
+        width, layers = SIZES[size]
+        shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
+        shape |= {"num_attention_heads": width // 32, "num_key_value_heads": width // 64, "vocab_size": VOCABULARY}
+        shape |= {"head_dim": 32}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = config_type(**shape, **tokens, max_position_embeddings=16_384, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(torch.float32)
+    chat = af.tiny.policy("calculator").chat
+    chat.stop_ids = ()  # so that all actions have the same length
+    return af.Policy(model, chat)
+
+
+def prompts(chains: int, length: int) -> list[list[int]]:
+    """Return the prompts of the chains; each group of eight has the same prompt."""
+    rows = torch.randint(5, 380, (math.ceil(chains / 8), length), generator=torch.Generator().manual_seed(0)).tolist()
+    return [rows[i // 8] for i in range(chains)]
+
+
+def best_cpu(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Return the least CPU seconds of each run, after one warm-up. The runs alternate."""
+    best = dict.fromkeys(runs, math.inf)
+    for repeat in range(repeats + 1):
+        for name, run in runs.items():
+            began = time.process_time()
+            run()
+            if repeat:
+                best[name] = min(best[name], time.process_time() - began)
+    return best
+
+
+def sample_case(architecture: str, size: str, chains: int, length: int, repeats: int) -> dict[str, Any]:
+    policy = random_policy(architecture, size)
+    rows = prompts(chains, length)
+    sampling = af.Sampling(max_tokens=NEW)
+
+    async def chain(engine: af.LocalEngine, number: int, seed: int) -> None:
+        sample = await engine.sample(rows[number], sampling, seed, request=TurnRequest(TASK, 0, f"chain-{number}"))
+        assert len(sample.ids) == NEW
+        engine.release(f"chain-{number}")
+
+    async def ours() -> None:
+        engine = af.LocalEngine(policy, slots=chains)
+        await asyncio.gather(*(chain(engine, i, i) for i in range(chains)))
+        await engine.close()
+
+    @torch.inference_mode()
+    def generate() -> None:
+        ids = torch.tensor(rows)
+        policy.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, min_new_tokens=NEW, max_new_tokens=NEW,
+            pad_token_id=0,
+        )  # fmt: skip
+
+    best = best_cpu({"LocalEngine": lambda: asyncio.run(ours()), "generate": generate}, repeats)
+    speed = {name: round(chains * NEW / seconds, 1) for name, seconds in best.items()}
+    return {"tokens per CPU second": speed, "ratio": round(best["generate"] / best["LocalEngine"], 2)}
+
+
+def make_batch(policy: af.Policy, rows: int, length: int) -> Any:
+    """Return a batch of rows with a prompt of half the length, of which every fourth token is the tool's."""
+    generator = torch.Generator().manual_seed(0)
+    mask = [i >= length // 2 and i % 4 != 3 for i in range(length)]
+    trajectories = [
+        af.from_tokens(
+            torch.randint(5, 380, (length,), generator=generator).tolist(),
+            mask, [-math.log(policy.vocab_size)] * length, task=TASK, group=f"group-{i // 8}", chain=i % 8, reward=0.0,
+        )
+        for i in range(rows)
+    ]  # fmt: skip
+    return af.collate(af.Rollout.from_trajectories(trajectories), torch.where(torch.arange(rows) % 3 == 0, 1.0, -0.5))
+
+
+def plain_step(policy: af.Policy, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    """Make one update on rows in micro-batches of `policy.micro_tokens` padded tokens."""
+    tokens, rows = int(batch.mask.sum()), max(1, policy.micro_tokens // batch.ids.shape[1])
+    optimizer.zero_grad()
+    for start in range(0, len(batch), rows):
+        part = slice(start, start + rows)
+        logits = policy.model(input_ids=batch.ids[part], attention_mask=batch.attention[part], use_cache=False).logits
+        labels = torch.where(batch.mask[part], batch.ids[part], -100)[:, 1:]
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+        )
+        (loss / tokens).backward()
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    optimizer.step()
+
+
+def peak() -> float:
+    """Return the peak resident memory of this process in MiB."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def update_case(
+    architecture: str, size: str, who: str, lora: bool, rows: int, length: int, repeats: int
+) -> dict[str, Any]:
+    policy = random_policy(architecture, size)
+    if lora:
+        with tempfile.TemporaryDirectory() as folder:
+            policy.save(folder)
+            policy = af.Policy.load(folder, lora=8)
+    batch = make_batch(policy, rows, length)
+    weights = [p for p in policy.model.parameters() if p.requires_grad]
+    if who == "ppo_step":
+        optimizer = af.adamw(policy, 1e-12)
+        config = af.PPOConfig(old_logprobs="engine", max_lag=None)
+        runs = {who: lambda: af.ppo_step(policy, optimizer, batch, config)}
+    else:
+        optimizer = torch.optim.AdamW(weights, lr=1e-12, fused=True)
+        runs = {who: lambda: plain_step(policy, optimizer, batch)}
+    before = peak()
+    seconds = best_cpu(runs, repeats)[who]
+    return {"seconds": round(seconds, 3), "MiB": round(peak() - before, 1), "trained": sum(map(torch.numel, weights))}
+
+
+def in_process(case: str, **arguments: Any) -> dict[str, Any]:
+    """Run a case in a process of its own, because its peak memory cannot be reset."""
+    command = [sys.executable, __file__, "--case", json.dumps([case, arguments])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{case} {arguments} failed:\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(case, *arguments.values(), found, file=sys.stderr, flush=True)
+    return found
+
+
+def exponent(points: dict[int, float]) -> float:
+    """Return the exponent of the power law through the last two points."""
+    (x0, y0), (x1, y1) = list(points.items())[-2:]
+    return round(math.log(y1 / y0) / math.log(x1 / x0), 2)
+
+
+def growth(architecture: str, size: str, repeats: int, long: bool) -> dict[str, Any]:
+    shapes = {
+        "rows of 256 tokens": [(rows, 256) for rows in (8, 32, 128, *([512] if long else []))],
+        "length of 8 rows": [(8, length) for length in (256, 1024, *([4096, 8192] if long else [2048]))],
+    }
+    out = {}
+    for name, cases in shapes.items():
+        found = {}
+        for rows, length in cases:
+            key = rows if "rows of" in name else length
+            found[key] = in_process(
+                "update", architecture=architecture, size=size, who="ppo_step", lora=False, rows=rows, length=length,
+                repeats=repeats,
+            )  # fmt: skip
+        seconds = {key: case["seconds"] for key, case in found.items()}
+        memory = {key: case["MiB"] for key, case in found.items()}
+        out[name] = {"seconds": seconds, "MiB": memory, "exponents": [exponent(seconds), exponent(memory)]}
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["1M", "5M"], choices=[*SIZES, "0.5B"])
+    parser.add_argument("--architectures", nargs="+", default=["qwen3", "llama", "gemma3"])
+    parser.add_argument("--parts", nargs="+", default=["sample", "update", "growth"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--long", action="store_true", help="512 rows, and rows of 8,192 tokens")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--case", default=None, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.case is not None:
+        name, arguments = json.loads(given.case)
+        print(json.dumps({"sample": sample_case, "update": update_case}[name](**arguments)))
+        return
+
+    results: dict[str, Any] = {}
+    for architecture in given.architectures:
+        for size in given.sizes:
+            at = {"architecture": architecture, "size": size}
+            found = results[f"{architecture} {size}"] = {}
+            if "sample" in given.parts:
+                found["sample"] = {
+                    f"{chains} chains, prompts of {length}": in_process(
+                        "sample", **at, chains=chains, length=length, repeats=given.repeats
+                    )
+                    for chains in (8, 64)
+                    for length in (128, 1024)
+                }
+            if "update" in given.parts:
+                for lora in (False, True):
+                    case = {**at, "lora": lora, "rows": 32, "length": 256, "repeats": given.repeats}
+                    ours, plain = (in_process("update", who=who, **case) for who in ("ppo_step", "plain"))
+                    ratios = {key: round(ours[key] / plain[key], 2) for key in ("seconds", "MiB")}
+                    found["update, LoRA" if lora else "update"] = {"ppo_step": ours, "plain": plain, "ratios": ratios}
+    if "growth" in given.parts:
+        results["growth"] = growth(given.architectures[0], given.sizes[0], given.repeats, given.long)
+    text = json.dumps({"benchmark": "sizes", "load": os.getloadavg()[0], "results": results}, indent=1)
+    print(text)
+    if given.out is not None:
+        given.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
