@@ -30,7 +30,7 @@ def code(chain: Any) -> str:
     agent, path = chain.agent, list(chain.turns)
     lines: list[str] = []
     name = _named(agent) or "agent"
-    origin = getattr(chain, "origin", None)
+    origin = chain.origin
     first = 1
     if origin is not None:
         source = _named(origin) or f"next(t for t in rollout if t.id == {origin.id!r})"

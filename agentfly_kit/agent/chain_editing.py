@@ -32,10 +32,11 @@ class Chain(BaseChain):
     """One trajectory in progress. Create it with `agent.chain(task)`. Methods that add a turn return it.
 
     Attributes:
-        origin_key: the key from which the seeds of the continued trajectory are derived, if the chain was created by
-            `agent.chain(trajectory)`; otherwise None.
+        origin: the continued trajectory, if created by `agent.chain(trajectory)`; otherwise None.
+        origin_key: the key from which the seeds of `origin` are derived; otherwise None.
     """
 
+    origin: Trajectory | None = None
     origin_key: ChainKey | None = None
     num_forks = 0  # highest fork number so far
 
@@ -73,7 +74,7 @@ class Chain(BaseChain):
             key = ChainKey(purpose, int(rollout), group, number, fork)
             if key.seed(agent.seed, trajectory.task.id, 0) == trajectory.seed:
                 chain.seed_key = key
-        chain.origin_key = chain.seed_key
+        chain.origin, chain.origin_key = trajectory, chain.seed_key
         return chain
 
     # --- running ---
@@ -363,7 +364,7 @@ class Chain(BaseChain):
         twin = Chain(self.agent, self.task, dataclasses.replace(self.key, fork=f"{self.key.fork}.{number}"), self.hooks)
         twin.author = self.author
         twin.turn, twin.stop, twin.error = self.turn, self.stop, self.error
-        twin.origin_key = self.origin_key
+        twin.origin, twin.origin_key = self.origin, self.origin_key
         twin.seed_key = self.seed_key if same_seeds else twin.key
         twin._prepared, twin.has_sampled = self._prepared, self.has_sampled
         twin._started_at, twin._context_used_at = self._started_at, self._context_used_at
