@@ -19,6 +19,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from agentfly_kit._display import Tensors
 from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
@@ -31,6 +32,9 @@ ScoreName = Literal["logprob", "entropy", "value", "hidden", "sum_squared_probs"
 
 # Cost per operation of masked attention relative to a matrix product, measured on a CPU; see docs/log.md.
 _MASKED_ATTENTION_COST = 4.0
+
+# Maximum number of logits at a time, 512 MB. A micro-batch with more is processed in chunks.
+_MAX_LOGITS = 2**27
 
 
 @dataclass
@@ -174,7 +178,8 @@ class LanguageModel:
     ) -> ForwardOutput:
         """Compute logprobs, and optionally entropies and values, where the mask is 1, with gradients.
 
-        Logits are computed at these positions only.
+        Logits are computed at these positions only. If they are large, they are computed in chunks, and again in the
+        backward pass.
 
         Args:
             ids: Token ids.
@@ -195,22 +200,60 @@ class LanguageModel:
         packed, place = self._locate_states(ids, mask)
         # Positions with the same prefix share one hidden state; compute its logits only once. `each` is the index of
         # the state of each position.
-        each: Tensor | slice = slice(None)
-        merged = packed is not None and bool((temperatures == temperatures[0]).all())
-        if merged:
+        each: Tensor | None = None
+        if packed is not None and bool((temperatures == temperatures[0]).all()):
             place, each = place.unique(return_inverse=True)
         last, chosen = _states(self.decoder, ids[:, :-1], packed, self._check_layers(layers))
         states = last.flatten(0, 1)[place]
         temperature = temperatures.to(states.device, torch.float32)
-        logits = self.logits(states) / (temperature[:1, None] if merged else temperature[rows, None])
-        logp = torch.log_softmax(logits, dim=-1)
+        temperature = temperature[rows] if each is None else temperature[:1].expand(len(states))
+        scores = self._scores_of_states(states, temperature, each, ids[rows, cols], entropy, sum_squared_probs)
+        of_positions = slice(None) if each is None else each
         return ForwardOutput(
-            logprob=logp[each, ids[rows, cols]] if merged else logp.gather(-1, ids[rows, cols, None])[:, 0],
-            entropy=-(logp.exp() * logp).sum(-1)[each] if entropy else None,
-            value=self._values(ids, packed, place, states)[each] if value else None,
-            hidden=(states if chosen is None else chosen.flatten(0, 1)[place])[each],
-            sum_squared_probs=(2 * logp).exp().sum(-1)[each] if sum_squared_probs else None,
+            logprob=scores["logprob"],
+            entropy=scores["entropy"][of_positions] if entropy else None,
+            value=self._values(ids, packed, place, states)[of_positions] if value else None,
+            hidden=(states if chosen is None else chosen.flatten(0, 1)[place])[of_positions],
+            sum_squared_probs=scores["sum_squared_probs"][of_positions] if sum_squared_probs else None,
         )
+
+    def _scores_of_states(
+        self,
+        states: Tensor,
+        temperature: Tensor,
+        each: Tensor | None,
+        targets: Tensor,
+        entropy: bool,
+        sum_squared_probs: bool,
+    ) -> dict[str, Tensor]:
+        """Compute the logprobs of the targets (N,), and the other scores of the states (S, d), (S,).
+
+        `each` (N,) is the index of the state that predicts each target; None if there is one target per state, in
+        order. `temperature` is that of each state, (S,).
+        """
+
+        def scores(states: Tensor, temperature: Tensor, each: Tensor | None, targets: Tensor) -> dict[str, Tensor]:
+            logp = torch.log_softmax(self.logits(states) / temperature[:, None], dim=-1)
+            out = {"logprob": logp.gather(-1, targets[:, None])[:, 0] if each is None else logp[each, targets]}
+            if entropy:
+                out["entropy"] = -(logp.exp() * logp).sum(-1)
+            if sum_squared_probs:
+                out["sum_squared_probs"] = (2 * logp).exp().sum(-1)
+            return out
+
+        size = max(1, _MAX_LOGITS // self.vocab_size)
+        if len(states) <= size:
+            return scores(states, temperature, each, targets)
+        parts, order = [], []
+        index = torch.arange(len(states), device=states.device) if each is None else each
+        for start in range(0, len(states), size):
+            of_chunk = ((index >= start) & (index < start + size)).nonzero()[:, 0]
+            chunk = slice(start, start + size)
+            arguments = states[chunk], temperature[chunk], index[of_chunk] - start, targets[of_chunk]
+            parts.append(checkpoint(scores, *arguments, use_reentrant=False, preserve_rng_state=False))
+            order.append(of_chunk)
+        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return joined | {"logprob": joined["logprob"][torch.cat(order).argsort()]}
 
     def _locate_states(self, ids: Tensor, mask: Tensor) -> tuple[PackedTrees | None, Tensor]:
         """Return the prefix trees (None if rows are computed separately), and the index of each state, (N,).

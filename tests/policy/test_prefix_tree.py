@@ -92,6 +92,31 @@ def test_trees_give_the_results_of_rows(seed: int, temperatures: Any, head: Any)
         assert_same_gradient(grown.detach(), plain.detach())
 
 
+@pytest.mark.parametrize("temperatures", [(1.0,), (1.0, 0.7, 1.3)], ids=["one", "several"])
+def test_large_logits_are_computed_in_chunks(temperatures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = branching(0)
+    rows.temperatures = torch.tensor([temperatures[i % len(temperatures)] for i in range(len(rows.ids))])
+    found, sizes = [], []
+    for chunk in (10**6, 3):
+        policy = random_policy(0)
+        monkeypatch.setattr(forward, "_MAX_LOGITS", chunk * policy.vocab_size)
+        logits = policy.logits
+        sizes.append([])
+        monkeypatch.setattr(
+            policy, "logits", lambda states, f=logits, to=sizes[-1]: (to.append(len(states)), f(states))[1]
+        )
+        got = policy.forward(rows.ids, rows.mask, rows.temperatures, entropy=True, sum_squared_probs=True)
+        weigh = torch.linspace(-1, 1, len(got.logprob))
+        (got.logprob * weigh + got.entropy * weigh.flip(0) + got.sum_squared_probs * weigh.square()).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+        found.append((got.logprob, got.entropy, got.sum_squared_probs, gradient))
+    for whole, chunked in zip(*found, strict=True):
+        torch.testing.assert_close(chunked, whole)
+    once, chunks = sizes
+    assert len(once) == 1 and once[0] <= int(rows.mask.sum()), "only trained tokens have logits"
+    assert max(chunks) == 3 and sum(chunks) == 2 * once[0], "in the forward pass and again in the backward pass"
+
+
 def test_only_distinct_tokens_are_computed() -> None:
     policy, rows = random_policy(0), branching(1, count=20)
     seen: list[int] = []
