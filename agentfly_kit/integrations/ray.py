@@ -272,7 +272,7 @@ class Workers(Displayable):
             results: asyncio.Queue[tuple[int, GroupResult] | Exception] = asyncio.Queue()
             has_died = False
 
-            async def serve(actor: Any, lane: int) -> None:
+            async def serve(actor: Any, node: str, lane: int) -> None:
                 """Run groups on one worker until cancelled, or until the worker cannot be restarted.
 
                 After a death only lane 0 continues, so that a group that kills its process cannot fail others.
@@ -297,13 +297,15 @@ class Workers(Displayable):
                         if retries < _MAX_RETRIES:
                             waiting.put_nowait((number, retries + 1))
                         else:
-                            results.put_nowait((number, _failed_group(self._agent, request, number, error)))
+                            failure = Failure("worker", type(error).__name__, f"{error} (worker started on {node})")
+                            results.put_nowait((number, _failed_group(self._agent, request, number, failure)))
                         if not await _is_reachable(actor, self._sent):
                             return
 
             # One group more per worker would not be faster than leaving it to a worker that becomes free.
             at_once = min(request.groups_at_once(agent), -(-len(request.numbers) // len(self._actors)))
-            serving = [asyncio.create_task(serve(actor, i)) for i in range(at_once) for actor in self._actors]
+            workers = [*zip(self._actors, self.nodes, strict=True)]
+            serving = [asyncio.create_task(serve(*worker, lane)) for lane in range(at_once) for worker in workers]
             try:
                 for _ in request.numbers:
                     yield await _next_result(results, serving)
@@ -363,9 +365,8 @@ def _resources(amounts: dict[str, Any]) -> str:
     return " and ".join(f"{value:g} {name}" for name, value in shown.items() if value) or "no CPU"
 
 
-def _failed_group(agent: Any, request: RolloutRequest, number: int, error: BaseException) -> GroupResult:
+def _failed_group(agent: Any, request: RolloutRequest, number: int, failure: Failure) -> GroupResult:
     """Return the result of a group whose workers died: unscored chains with stop reason "error"."""
-    failure = Failure("worker", type(error).__name__, str(error))
     planned = request.handle(agent, number)._planned
     chains = [Trajectory(key.id, task, key.group, key.chain, (), "error", error=failure) for task, key in planned]
     events = []
