@@ -61,6 +61,12 @@ def check_choice(name: str, value: object, choices: Any) -> None:
         raise SettingsError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}")
 
 
+def check_instance(name: str, value: object, types: Any, expected: str) -> None:
+    """Raise SettingsError if `value` is not an instance of `types`, which `expected` describes."""
+    if not isinstance(value, types):
+        raise SettingsError(f"{name} must be {expected}, got {value!r:.200}")
+
+
 _PLAIN_TYPES = {"bool": "True or False", "int": "an integer", "float": "a number", "str": "a string", "None": "None"}
 
 

@@ -25,7 +25,7 @@ from agentfly_kit.agent.progress import ChainHooks, ChainKey, Progress, RolloutE
 from agentfly_kit.agent.remote import GroupResult, GroupWorkers, RolloutRequest
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.errors import NotAwaited, PoolTimeout, RewardError, SettingsError, check_count
+from agentfly_kit.errors import NotAwaited, PoolTimeout, RewardError, SettingsError, check_count, check_instance
 from agentfly_kit.success import record_success
 from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory, Turn
 
@@ -57,7 +57,9 @@ class RolloutHandle(Handle[Rollout], Displayable):
         max_concurrency, group_budget = request.max_concurrency, request.group_budget
         check_count("group_size", group_size)
         check_count("max_concurrency", max_concurrency)
-        if not 0 <= share[0] < share[1]:
+        check_count("index", request.index, 0)
+        check_instance("purpose", request.purpose, str, "a string")
+        if not (isinstance(share, tuple) and len(share) == 2 and 0 <= share[0] < share[1]):
             raise SettingsError(f"share must be (i, n) with 0 <= i < n, got {share!r}")
         for name, limit in (("budget", budget), ("group_budget", group_budget)):
             if limit is not None and not isinstance(limit, Budget):

@@ -97,6 +97,10 @@ def collate(
     check_choice("per", per, AdvantagePer)
     if imitate and authors is not None:
         raise SettingsError(f"authors must be None with imitate={imitate!r}, which names the authors to imitate")
+    if isinstance(advantages, str):
+        raise SettingsError(
+            f"advantages must be a function such as af.advantages.grpo, or one number per {per}, got {advantages!r}"
+        )
     given = as_trajectories(rollout)
     if not given:
         raise BatchError("rollout must hold at least one trajectory, got none")

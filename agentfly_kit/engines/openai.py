@@ -82,7 +82,7 @@ class OpenAIEngine(Engine):
         extra_body: dict[str, Any] | None = None,
         weights: str = "auto",
     ) -> None:
-        address = urlsplit(base_url)
+        address = urlsplit(base_url if isinstance(base_url, str) else "")
         if address.scheme not in ("http", "https") or not address.netloc:
             raise EngineError(f"base_url must be an address such as 'http://127.0.0.1:8000/v1', got {base_url!r}")
         if tokens not in ("exact", "none"):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentfly_kit import losses
 from agentfly_kit.batch.batch import Batch
-from agentfly_kit.errors import BatchError, SettingsError
+from agentfly_kit.errors import BatchError, SettingsError, check_instance
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PPOConfig
 
@@ -117,6 +117,8 @@ def score(policy: Policy, batch: Any, what: Any, config: PPOConfig) -> Tensor:
 
 def check_optimizer(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
     """Raise if the optimizer has parameters but none of them belong to this policy, so no weight would change."""
+    check_instance("policy", policy, Policy, "an af.Policy")
+    check_instance("optimizer", optimizer, torch.optim.Optimizer, "an optimizer such as af.adamw(policy)")
     own = {id(parameter) for parameter in policy.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise SettingsError(
@@ -127,6 +129,8 @@ def check_optimizer(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
 
 def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Policy | None) -> None:
     """Raise if the batch has no advantages, does not belong to this policy, is stale, or does not fit the settings."""
+    check_instance("batch", batch, Batch, "a Batch such as af.collate(rollout, af.advantages.grpo)")
+    check_instance("config", config, PPOConfig, "an af.PPOConfig")
     batch.check()
     advantages = batch.advantages[batch.mask]
     if bool(torch.isnan(advantages).any()):

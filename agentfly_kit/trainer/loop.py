@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import shutil
 import statistics
 import tempfile
@@ -41,6 +42,7 @@ from agentfly_kit.errors import (
     RunError,
     SettingsError,
     TrainingError,
+    check_instance,
     checks_keywords,
 )
 from agentfly_kit.evaluation import Evaluation, evaluate
@@ -145,6 +147,11 @@ def train(
         SettingsError: If the settings do not fit the agent, the policy, the tasks or the accelerator.
         TaskError: If there are no tasks.
     """
+    check_instance("agent", agent, Agent, "an af.Agent")
+    check_instance("policy", policy, Policy, "an af.Policy")
+    check_instance("config", config, TrainConfig | None, "an af.TrainConfig, or None for the defaults")
+    check_instance("run", run, str | os.PathLike | None, "a folder, or None for a temporary one")
+    check_instance("workers", workers, GroupWorkers | None, "made by af.ray.workers(agent, n), or None")
     group = WorkerGroup(accelerator)
     sampler = RolloutSampler(agent, policy, task_list(tasks), config or TrainConfig(), group, workers)
     return TrainRun(sampler, task_list(eval_tasks) if eval_tasks else [], run, resume, progress, teacher)

@@ -290,6 +290,21 @@ def test_checkpointing_and_autocast_leave_the_model_as_it_was() -> None:
 # --- KL ------------------------------------------------------------------------------------------
 
 
+def test_arguments_of_another_type_are_named() -> None:
+    policy = agents.random_policy()
+    batch = made(policy)
+    for name, arguments in {
+        "policy": (policy.model, None, batch),
+        "optimizer": (policy, None, batch),
+        "batch": (policy, Kept(policy), trajectories(policy, 2)),
+        "config": (policy, Kept(policy), batch, {"epochs": 2}),
+    }.items():
+        with pytest.raises(SettingsError, match=f"^{name} must be an? "):
+            ppo_step(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="one number per trajectory, got 'grpo'"):
+        collate(trajectories(policy, 2), "grpo")  # type: ignore[arg-type]
+
+
 def test_shaped_rewards_match_their_formula() -> None:
     policy, reference = agents.random_policy(1), agents.random_policy(2)
     batch = made(policy, 4, noise=0.0)

@@ -639,3 +639,20 @@ def _same_number_of_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "given"),
+    [
+        ("agent", {"agent": "agent"}, "'agent'"),
+        ("policy", {"policy": None}, "None"),
+        ("config", {"config": {"steps": 1}}, r"\{'steps': 1\}"),
+        ("run", {"run": 3}, "3"),
+        ("workers", {"workers": 3}, "3"),
+    ],
+)
+def test_arguments_of_another_type_are_named(name: str, arguments: dict[str, Any], given: str) -> None:
+    policy = fresh()
+    valid: Any = {"agent": agent(policy), "policy": policy, "tasks": tasks(2), "config": SMALL}
+    with pytest.raises(SettingsError, match=f"^{name} must be .*, got {given}$"):
+        train(**(valid | arguments))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import SettingsError
+from ...errors import SettingsError, check_types
 from . import reaper
 
 
@@ -38,6 +38,7 @@ class Limits:
     network: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         least = {"memory_mb": 32, "processes": 1, "cpu_seconds": 0.1, "disk_mb": 1}
         for name, low in least.items():
             value = getattr(self, name)
