@@ -241,7 +241,7 @@ def test_tasks_of_sums_are_exact_and_never_shown() -> None:
     [
         ("calculator", 4, {"lr_end": None}, 0.7),
         ("lookup", 6, {"lr_end": None}, 0.7),
-        pytest.param("alfworld", 5, {}, 0.4, marks=pytest.mark.real),
+        pytest.param("alfworld", 5, {}, 0.4, marks=pytest.mark.soak),
         pytest.param("search", 8, {}, 0.4, marks=pytest.mark.soak),
         pytest.param("sql", 8, {"lr_end": None}, 0.7, marks=pytest.mark.soak),
         pytest.param("webshop", 8, {}, 0.4, marks=pytest.mark.soak),
