@@ -12,7 +12,7 @@ from agentfly_kit import seeds
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.progress import ChainKey
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.errors import AlignmentError, SettingsError, check_count, checks_keywords
+from agentfly_kit.errors import AlignmentError, SettingsError, check_count, check_types, checks_keywords
 from agentfly_kit.types import Turn
 
 # Hooks that change a chain between a tool result and the next action, or fork chains themselves.
@@ -60,6 +60,7 @@ class Branch(Displayable):
         for name, value in numbers.items():
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise SettingsError(f"{name} must be a finite number, got {value!r}")
+        check_types(self)
         if not callable(self.measure) and self.measure not in ("entropy", "surprisal"):
             raise SettingsError(f"measure must be 'entropy', 'surprisal' or a function of a turn, got {self.measure!r}")
 
