@@ -60,6 +60,14 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def expect(locator: Any) -> Any:
+    """Return Playwright's assertions about a locator. They wait until they hold, because the kernel answers late."""
+    from playwright.sync_api import expect as assertions
+
+    assertions.set_options(timeout=40_000)
+    return assertions(locator)
+
+
 class Lab:
     """The Jupyter server, the browser and its pages. `close()` closes all of them."""
 
@@ -234,12 +242,14 @@ class Notebook:
         while not self.page.evaluate("() => window.ran"):
             now = time.monotonic()
             assert now < until, f"not run to its end in {seconds} s: {self._where()}; {self.errors}"
-            status, _, _, _, *cells = self._where()
+            status, _, _, _, *states = self._where()
             quiet = (quiet or now) if status == "idle" else None
-            # On a busy machine JupyterLab occasionally misses the reply to a cell: the kernel is idle and the later
-            # cells have run, but this cell stays [*] forever. All outputs are present.
-            if quiet and now - quiet > _QUIET and sum(count is None for count, _ in cells) <= 1:
-                print(f"a reply was lost: {cells}")
+            counts = [count for count, state in states if state is not None]  # of the code cells
+            # On a busy machine JupyterLab occasionally misses the replies to cells: the kernel is idle and has run all
+            # cells, but these stay [*] forever. All outputs are present.
+            first = next((count - i for i, count in enumerate(counts) if count is not None), 1)
+            if quiet and now - quiet > _QUIET and self.python("get_ipython().execution_count") >= first + len(counts):
+                print(f"a reply was lost: {states}")
                 break
             self.page.wait_for_timeout(50)
         raised = self.page.evaluate(
@@ -276,7 +286,8 @@ class Notebook:
             f"""async ([code, expression]) => {{ {self._PANEL}
             const future = panel.sessionContext.session.kernel.requestExecute(
               {{ code, user_expressions: {{ value: expression }}, store_history: false, silent: false }});
-            return (await future.done).content; }}""",
+            const late = new Promise((_, reject) => setTimeout(() => reject(`no reply: ${{expression}}`), 120000));
+            return (await Promise.race([future.done, late])).content; }}""",
             [code, expression],
         )
         value = reply.get("user_expressions", {}).get("value")

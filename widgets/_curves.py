@@ -127,6 +127,7 @@ class Source:
         self.gone = False
         self.state = self.word = self.detail = self.finding = ""
         self._diagnosed = 0  # number of steps at the last call of `diagnose`
+        self._resumed = 0  # the run's `resumed_from` when last read
         self.steps, self.columns = columns([])
         self.read()
 
@@ -138,7 +139,7 @@ class Source:
         self.steps, self.columns = columns(read_steps(self.path) if self.path is not None else list(run.records))
         total = getattr(run, "total", None)
         self.total = int(total) if isinstance(total, int) else None
-        self.state = getattr(run, "state", "")
+        self.state, self._resumed = getattr(run, "state", ""), getattr(run, "resumed_from", 0)
         self.word, self.detail = (self.state, "") if self.path is not None else self._describe(run)
         if self.state and len(self.steps) != self._diagnosed and hasattr(run, "diagnose"):
             self._diagnosed = len(self.steps)
@@ -147,9 +148,12 @@ class Source:
 
     @property
     def changed(self) -> bool:
-        """True if the state of the run differs from the one last read."""
+        """True if the state of the run differs from the one last read, or the run has continued from a checkpoint."""
         run = self.run()
-        return (self.path is None and (run is None) != self.gone) or getattr(run, "state", self.state) != self.state
+        if self.path is None and (run is None) != self.gone:
+            return True
+        state, resumed = getattr(run, "state", self.state), getattr(run, "resumed_from", self._resumed)
+        return (state, resumed) != (self.state, self._resumed)
 
     @property
     def finished(self) -> bool:

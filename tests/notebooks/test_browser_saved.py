@@ -131,7 +131,7 @@ def test_the_page_of_a_tutorial_is_whole_without_a_network(lab: browser.Lab, pat
     assert errors == []
     # All cells are shown with their outputs, and all pictures are drawn.
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert page.locator(".jp-CodeCell").count() == len(cells)
+    browser.expect(page.locator(".jp-CodeCell")).to_have_count(len(cells))
     outputs = [o for cell in cells for o in cell.outputs]
     assert page.locator(".jp-OutputArea-child").count() >= len([o for o in outputs if o.get("data") or o.get("text")])
     for image in page.locator("img").all():

@@ -164,7 +164,7 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
     tokens.nth(first + 9).hover()
     page.mouse.up()
     nb.wait_python("[(s.start, s.stop) for s in view.selection]", [(first + 6, first + 10)])
-    assert page.locator(".afk-lines .afk-sel").count() == 4
+    browser.expect(page.locator(".afk-lines .afk-sel")).to_have_count(4)
     assert nb.python("len(view.selection.to_frame())") == 4
 
     # The hover card shows the values from Python.
@@ -177,8 +177,8 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
     )
     assert tokens.nth(first).evaluate("(x) => getComputedStyle(x).outlineStyle") == "solid"
     tokens.nth(0).hover()
-    assert page.locator(".afk-numbers .afk-on b").inner_text() == "–"
-    assert page.locator(".afk-alts").count() == 0
+    browser.expect(page.locator(".afk-numbers .afk-on b")).to_have_text("–", use_inner_text=True)
+    browser.expect(page.locator(".afk-alts")).to_have_count(0)
     # Lines do not break inside a word.
     broken = page.evaluate(
         """() => { const all = [...document.querySelectorAll('.afk-lines')].slice(0, 3);
@@ -210,7 +210,7 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
     page.get_by_label("Signal", exact=True).select_option("clipped")
     nb.wait_python("view.signal", "clipped")
     page.get_by_role("button", name="Next clipped").click()
-    assert page.locator(".afk-lines .afk-cur.afk-flag").count() == 1
+    browser.expect(page.locator(".afk-lines .afk-cur.afk-flag")).to_have_count(1)
     page.get_by_label("Signal", exact=True).select_option("entropy")
     page.get_by_role("button", name="Largest |ratio").click()
     far = nb.python("max((abs(float(r.signals['ratio'][i]) - 1), k, i) for k, r in enumerate(view._rows)"
@@ -231,7 +231,7 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
     page.wait_for_selector(".afk-about pre:has-text('w.TokenView(source')")
     nb.execute("view.signal = 'mask'; view.select('calc-7/2', 2, 4)")
     page.wait_for_selector(".afk-lines .afk-trained")
-    assert page.locator(".afk-lines .afk-sel").count() == 2
+    browser.expect(page.locator(".afk-lines .afk-sel")).to_have_count(2)
 
     # Display the view twice, then close the two outputs one after the other.
     nb.execute("view.unobserve_all(); from IPython.display import display")
@@ -265,7 +265,7 @@ def test_token_view_of_5000_tokens_and_a_lost_kernel(notebook: Any) -> None:
     nb.command("kernelmenu:restart", {})
     page.locator(".jp-Dialog .jp-mod-accept").click()
     page.wait_for_selector(".afk-stale", state="visible")
-    assert "kernel restarted" in page.locator(".afk-stale").inner_text()
+    browser.expect(page.locator(".afk-stale")).to_contain_text("kernel restarted", use_inner_text=True)
     assert page.locator(".afk-lines .afk-tok").count() > 1000
 
 
@@ -309,7 +309,7 @@ def test_pool_view_is_live_during_an_await(notebook: Any) -> None:
     watch(nb, ".afk-poolview .afk-tiles")
     page.wait_for_selector(".afk-tile.afk-s-leased .afk-owner:has-text('chain-')")
     assert not page.evaluate("() => window.ran")  # the cell still awaits
-    assert page.locator(".afk-waiter").count() > 0
+    page.locator(".afk-waiter").first.wait_for()
     nb.finish()
     owners = {
         f"chain-{i}" for i in range(24) if any(f"chain-{i}" in text for text in page.evaluate("() => window.seen"))
@@ -327,7 +327,7 @@ def test_pool_view_is_live_during_an_await(notebook: Any) -> None:
     page.keyboard.press("End")
     page.keyboard.press("Shift+ArrowLeft")
     nb.wait_python("view.selection.numbers", (3, 4))
-    assert page.locator(".afk-poolview .afk-tile[aria-selected='true']").count() == 2
+    browser.expect(page.locator(".afk-poolview .afk-tile[aria-selected='true']")).to_have_count(2)
     page.locator(".afk-poolview").get_by_role("button", name="As Python").click()
     page.wait_for_function(
         "() => document.querySelector('.afk-poolview .afk-code')?.value.includes('view.select(3, 4)')"
@@ -352,7 +352,7 @@ def test_pool_view_is_live_during_an_await(notebook: Any) -> None:
     )
     nb.execute("await pool.close()")
     page.locator(".afk-poolview", has_text="This pool is closed.").wait_for()
-    assert page.locator(".afk-poolview").get_by_role("button", name="Take").count() == 0
+    browser.expect(page.locator(".afk-poolview").get_by_role("button", name="Take")).to_have_count(0)
     nb.execute("view.close()")
     assert not nb.python("bool(pool._listeners)")
 
@@ -384,7 +384,7 @@ def test_train_view_is_live_during_an_await(notebook: Any) -> None:
     page.get_by_role("button", name="Clear").click()
     nb.wait_python("view.step", None)
     page.wait_for_selector("text=step 24 of 24")
-    assert page.locator(".afk-point").count() == 1 + 6  # one in the legend, and one per four steps
+    browser.expect(page.locator(".afk-point")).to_have_count(1 + 6)  # one in the legend, and one per four steps
     page.locator(".afk-charts").focus()
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
@@ -426,7 +426,7 @@ def test_the_static_form_survives_an_untrusted_notebook(notebook: Any) -> None:
     assert "⁹" in str(html.first.text_content()) and "⁹" not in html.first.inner_text()  # hidden if styles are applied
     assert html.first.locator("wbr").count() > 10
     images = page.locator(".jp-RenderedHTMLCommon img")
-    assert images.count() == 5
+    browser.expect(images).to_have_count(5)
     assert images.first.evaluate("(x) => x.complete && x.naturalWidth > 0")
 
 
@@ -465,13 +465,13 @@ def test_pool_view_by_hand_with_keys_while_a_cell_awaits(notebook: Any) -> None:
     page.keyboard.press("Space")
     page.wait_for_function("() => !document.querySelector('.afk-poolview .afk-hand:not([hidden])')")
     page.locator(".afk-tile", has_text="calc-1/0").click()
-    assert select.input_value() == "1", "a click on a tile chooses it"
+    browser.expect(select).to_have_value("1")  # a click on a tile chooses it
     hands.get_by_role("button", name="Close").focus()
     page.keyboard.press("Enter")
     page.wait_for_function(
         "() => ![...document.querySelectorAll('.afk-owner')].some((x) => x.textContent === 'calc-1/0')"
     )
-    assert "asked: close #1" in hands.inner_text()
+    browser.expect(hands).to_contain_text("asked: close #1", use_inner_text=True)
     hands.get_by_role("button", name="Take").click()
     page.locator(".afk-tile .afk-hand", has_text="this view").wait_for()
     nb.finish()

@@ -149,7 +149,7 @@ def test_what_a_model_or_a_tool_wrote_is_never_run(notebook: Any) -> None:
     assert (
         "no token has a finite advantage" in lost.inner_text() or "missing" in lost.locator(".afk-legend").inner_text()
     )
-    assert lost.locator(".afk-high, .afk-low").count() == 0
+    browser.expect(lost.locator(".afk-high, .afk-low")).to_have_count(0)
     assert press_everything(page) > 100
     page.wait_for_timeout(1500)
     assert page.evaluate(INSIDE) == [None, []]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import browser
@@ -51,21 +52,21 @@ def test_a_chain_is_stepped_by_mouse_and_keys_while_a_cell_awaits(notebook: Any)
     view.locator(".afk-turn2").first.wait_for(timeout=90_000)  # imports are slow on a busy machine
     # The candidates for the next token, from the engine.
     view.locator(".afk-next").first.wait_for()
-    assert view.locator(".afk-next").count() == 20
+    browser.expect(view.locator(".afk-next")).to_have_count(20)
     assert not page.evaluate("() => window.ran")
 
     words = view.get_by_role("textbox")
     words.fill('<tool_call>{"name":"calculator","arguments":{"expression":"6*7"}}</tool_call>')
     words.press("Control+Enter")
     view.locator(".afk-turn2.afk-forced").wait_for()
-    assert view.get_by_role("button", name="Sample", exact=True).is_disabled()
-    assert "No action is due" in view.locator(".afk-bars").inner_text()
+    browser.expect(view.get_by_role("button", name="Sample", exact=True)).to_be_disabled()
+    browser.expect(view.locator(".afk-bars")).to_contain_text("No action is due", use_inner_text=True)
     view.locator(".afk-turns").focus()
     page.keyboard.press("r")
     view.locator(".afk-turn2.afk-observation").wait_for()
-    assert "42" in view.locator(".afk-turn2.afk-observation .afk-said").inner_text()
+    browser.expect(view.locator(".afk-turn2.afk-observation .afk-said")).to_contain_text("42", use_inner_text=True)
     view.get_by_role("button", name="Edit the result of turn 2").click()
-    assert words.input_value() == "42"
+    browser.expect(words).to_have_value("42")
     words.fill("<script>window.hacked = 1</script>")
     view.get_by_role("button", name="Replace the result").click()
     view.get_by_text("<script>window.hacked = 1</script>").first.wait_for()
@@ -170,10 +171,10 @@ view = w.ChainStepper(agent, task)""",
     assert len(seen) == 3
     press("Undo")
     state(1, "waiting for an action")
-    assert "sample" not in code.input_value()
+    browser.expect(code).not_to_have_value(re.compile("sample"))
     press("Sample")
     state(2, "")
-    assert "await chain.sample(attempt=3)" in code.input_value()
+    browser.expect(code).to_have_value(re.compile(re.escape("await chain.sample(attempt=3)")))
     press("Close")
     press("Undo")
     state(1, "waiting for an action")
@@ -236,7 +237,7 @@ def test_a_stepper_shown_twice_and_after_a_restart(notebook: Any) -> None:
     nb.command("kernelmenu:restart", {})
     page.locator(".jp-Dialog .jp-mod-accept").click()
     page.locator(".afk-stale").first.wait_for()
-    assert "kernel restarted" in page.locator(".afk-stale").first.inner_text()
+    browser.expect(page.locator(".afk-stale").first).to_contain_text("kernel restarted", use_inner_text=True)
     views.nth(0).get_by_role("button", name="Undo").click()  # has no effect and raises no error
 
 
@@ -252,13 +253,13 @@ def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
     view = page.locator(".afk-trajectoryview")
     rows = view.locator(".afk-item")
     rows.first.wait_for()
-    assert rows.count() == 12
+    browser.expect(rows).to_have_count(12)
     rows.nth(1).click()
     nb.wait_python("view.selection.ids", nb.python("(rollout.trajectories[1].id,)"))
     rows.nth(2).click(modifiers=["Control"])
     nb.wait_python("len(view.selection)", 2)
     view.locator(".afk-column").nth(1).wait_for()
-    assert "shared by all 2" in view.locator(".afk-tree").inner_text()
+    browser.expect(view.locator(".afk-tree")).to_contain_text("shared by all 2", use_inner_text=True)
     rows.nth(0).click(modifiers=["Shift"])
     nb.wait_python("len(view.selection)", 3)
     page.keyboard.press("g")
@@ -267,7 +268,7 @@ def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
     page.keyboard.press("Shift+ArrowDown")
     nb.wait_python("len(view.selection.to_frame())", 2)
     # HTML from a tool or a model is shown as text.
-    assert view.get_by_text("<script>window.hacked").count() > 0
+    view.get_by_text("<script>window.hacked").first.wait_for()
     assert page.evaluate(
         "() => [window.hacked, document.querySelectorAll('.afk-trajectoryview script, .afk-trajectoryview img').length]"
     ) == [None, 0]
@@ -275,17 +276,17 @@ def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
     # Search runs in Python; filters and sorting run on the page.
     view.get_by_role("searchbox").fill(nb.python("rollout.groups[1].task.id"))
     page.wait_for_function("() => document.querySelectorAll('.afk-trajectoryview .afk-item').length === 3")
-    assert view.get_by_text("3 of 12 shown").count() == 1
+    browser.expect(view.get_by_text("3 of 12 shown")).to_have_count(1)
     view.get_by_role("searchbox").fill("")
     page.wait_for_function("() => document.querySelectorAll('.afk-trajectoryview .afk-item').length === 12")
     view.get_by_role("button", name="reward", exact=True).click()
-    assert view.get_by_label("Sort by").input_value() == "reward"
+    browser.expect(view.get_by_label("Sort by")).to_have_value("reward")
     view.get_by_label("Sort by").select_option("actions")
     most = nb.python("max(len(t.actions) for t in rollout)")
-    assert f"{most} actions" in rows.first.get_attribute("aria-label")
+    browser.expect(rows.first).to_have_attribute("aria-label", re.compile(f"{most} actions"))
     view.get_by_label("Task").select_option(label=nb.python(
         "f'{(t := rollout.trajectories[3].task).messages[-1][\"content\"]} · {t.id}'"))  # fmt: skip
-    assert view.locator(".afk-item").count() == 3
+    browser.expect(view.locator(".afk-item")).to_have_count(3)
 
     # Compare two rows that are not adjacent, with the keyboard only. A note is stored in the trajectory.
     rows.first.click()
@@ -293,8 +294,9 @@ def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")
     nb.wait_python("len(view.selection)", 2)
-    assert view.locator(".afk-keep:not([hidden])").count() == 1
-    assert view.locator(".afk-role-call").count() > 0 and view.locator(".afk-role-result").count() > 0
+    browser.expect(view.locator(".afk-keep:not([hidden])")).to_have_count(1)
+    view.locator(".afk-role-call").first.wait_for()
+    view.locator(".afk-role-result").first.wait_for()
     note = view.get_by_label(f"Note on {nb.python('view.selection.ids[1]')}")
     note.fill("<b>wrong</b> tool")
     note.press("Enter")
@@ -302,7 +304,7 @@ def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
     view.locator(".afk-tagnote", has_text="<b>wrong</b> tool").wait_for()
     view.get_by_role("button", name="Turns", exact=True).click()
     nb.wait_python("view._chat", False)
-    assert "<|im_start|>" in view.locator(".afk-column").first.inner_text()
+    browser.expect(view.locator(".afk-column").first).to_contain_text("<|im_start|>", use_inner_text=True)
 
     # Open the tokens, and then the stepper.
     rows.first.click()
@@ -313,11 +315,11 @@ def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
     view.get_by_role("button", name=f"Open {id} in the stepper").click()
     stepper = view.locator(".afk-stepper")
     stepper.locator(".afk-turn2").first.wait_for()
-    assert view.locator(".afk-tokenview").count() == 0
+    browser.expect(view.locator(".afk-tokenview")).to_have_count(0)
     stepper.get_by_role("button", name="Undo").click()
     nb.wait_python("len(view.opened.chain.turns)", nb.python("len(list(view.selection)[0].turns)") - 1)
     view.get_by_role("button", name=f"{id} as Python").click()
-    assert nb.python(f"{id!r}") in view.locator(".afk-code").input_value()
+    browser.expect(view.locator(".afk-code")).to_have_value(re.compile(re.escape(id)))
 
 
 @pytest.mark.real
@@ -415,7 +417,7 @@ def test_a_rollout_is_watched_paused_and_stopped_during_one_await(notebook: Any)
     # Chains that were running or queued precede the finished ones.
     view.locator(".afk-window").evaluate("(x) => x.scrollTo(0, x.scrollHeight)")
     view.locator(".afk-item:is(.afk-r-done, .afk-r-succeeded) .afk-gauge").first.wait_for()
-    assert view.get_by_role("button", name="Stop").is_disabled()
+    browser.expect(view.get_by_role("button", name="Stop")).to_be_disabled()
     assert nb.python("view.counts['done']") == nb.python("len(rollout)")
     assert nb.python("view._notice") == ""
 

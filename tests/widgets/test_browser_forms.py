@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import browser
@@ -60,8 +61,10 @@ def test_a_tool_is_called_from_its_form_while_a_cell_awaits(notebook: Any) -> No
     form.get_by_role("button", name="Call", exact=True).click()
     seen = form.locator(".afk-seen")
     seen.wait_for()
-    assert seen.inner_text() == "<b>[('Rome <i>', 12), ('Oslo', 0)]</b> 2.5 F False 'two\\nlines'‹U+200B›"
-    assert "✓ ok" in form.locator(".afk-answer").inner_text()
+    browser.expect(seen).to_have_text(
+        "<b>[('Rome <i>', 12), ('Oslo', 0)]</b> 2.5 F False 'two\\nlines'‹U+200B›", use_inner_text=True
+    )
+    browser.expect(form.locator(".afk-answer")).to_contain_text("✓ ok", use_inner_text=True)
     assert "null" not in form.locator(".afk-answer").inner_text()
     assert not page.evaluate("() => window.ran")  # the cell still awaits
     # A slow call can be cancelled with a button; a bug in the tool shows its traceback.
@@ -74,11 +77,11 @@ def test_a_tool_is_called_from_its_form_while_a_cell_awaits(notebook: Any) -> No
     form.get_by_label("note", exact=True).fill("fail")
     form.get_by_label("note", exact=True).press("Control+Enter")
     form.locator("text=failed on our side").wait_for()
-    assert form.locator(".afk-seen").inner_text() == "weather failed."
-    assert "ZeroDivisionError: ours" in form.locator("summary").first.inner_text()
+    browser.expect(form.locator(".afk-seen")).to_have_text("weather failed.", use_inner_text=True)
+    browser.expect(form.locator("summary").first).to_contain_text("ZeroDivisionError: ours", use_inner_text=True)
     # JSON arguments may be invalid, as a model could write them.
     form.get_by_role("button", name="JSON").click()
-    assert '"days": 2.50' in form.get_by_label("arguments as JSON").input_value()
+    browser.expect(form.get_by_label("arguments as JSON")).to_have_value(re.compile('"days": 2\\.50'))
     form.get_by_label("arguments as JSON").fill('{"places": "x"}')
     form.get_by_role("button", name="Call", exact=True).click()
     form.locator("text=failed, and the model is told why").wait_for()
@@ -98,8 +101,8 @@ def test_a_tool_is_called_from_its_form_while_a_cell_awaits(notebook: Any) -> No
     nb.execute("form.fill(places=[{'city': 'Bern', 'metres': 5}], exact=True)")
     form.get_by_role("button", name="Fields").click()
     page.wait_for_function("() => document.querySelector('[aria-label=\"places, item 1: city\"]')?.value === 'Bern'")
-    assert form.get_by_label("give exact").is_checked()
-    assert not form.get_by_label("give days").is_checked()
+    browser.expect(form.get_by_label("give exact")).to_be_checked()
+    browser.expect(form.get_by_label("give days")).not_to_be_checked()
 
 
 REWARD = """
@@ -130,8 +133,8 @@ def test_a_reward_is_edited_and_scored_again(notebook: Any) -> None:
     page = nb.page
     form = page.locator(".afk-rewardform")
     form.locator("text=what changed (5)").wait_for(state="attached")
-    assert form.locator("tbody tr td.afk-k-gained").count() == 5
-    assert "0 → 0.4167" in form.locator(".afk-scores").inner_text()
+    browser.expect(form.locator("tbody tr td.afk-k-gained")).to_have_count(5)
+    browser.expect(form.locator(".afk-scores")).to_contain_text("0 → 0.4167", use_inner_text=True)
     # After the cell that defines the reward is edited and re-run, the form re-scores.
     page.evaluate(
         """async () => { const nb = window.jupyterapp.shell.currentWidget.content;
@@ -147,7 +150,7 @@ def test_a_reward_is_edited_and_scored_again(notebook: Any) -> None:
     nb.wait_python("form.picked.id", "q0/0")
     detail = form.get_by_role("region", name="The picked trajectory")
     detail.locator("text=Reward 0.5").wait_for()
-    assert "<script>alert(1)</script>" in detail.inner_text()
+    browser.expect(detail).to_contain_text("<script>alert(1)</script>", use_inner_text=True)
     assert "null" not in detail.inner_text()
     assert nb.python("float(form.rescored.trajectories[0].reward)") == 0.5
     assert nb.python("form._notice") == ""

@@ -101,7 +101,7 @@ def _assert_pictures_shown(nb: Any) -> None:
     body = page.locator(".jp-Notebook").inner_text()
     for complaint in ("Error displaying widget", "model not found", "Loading widget"):
         assert complaint not in body
-    assert page.locator(".afk").count() == 0
+    browser.expect(page.locator(".afk")).to_have_count(0)
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / f"{nb.path.stem}.png", full_page=True)
 
@@ -147,7 +147,7 @@ def test_views_are_shown_by_their_pictures_after_the_notebook_was_closed(noteboo
             assert shown.evaluate("(x) => x.scrollWidth <= x.clientWidth"), name
             assert 40 <= shown.bounding_box()["height"] <= 4 * heights[name], name
             assert len(image) > 3_000, name
-        assert page.locator(".afk").count() == 0
+        browser.expect(page.locator(".afk")).to_have_count(0)
         assert "Error" not in page.locator(".jp-Notebook").inner_text()
 
 
@@ -241,7 +241,7 @@ def test_a_kernel_that_dies_during_updates_leaves_the_last_pictures(notebook: An
     page.reload()
     page.get_by_text("the other picture", exact=True).wait_for()
     page.locator(".jp-RenderedHTMLCommon").get_by_text("1 leased").first.wait_for()
-    assert page.locator(".afk").count() == 0
+    browser.expect(page.locator(".afk")).to_have_count(0)
 
 
 @needs_browser

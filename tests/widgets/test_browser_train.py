@@ -52,7 +52,7 @@ def test_a_run_is_steered_from_its_view(notebook: Any) -> None:
     key = view.locator(".afk-chartkey")
     before = key.inner_text()
     page.wait_for_timeout(700)
-    assert key.inner_text() == before  # "mine 7 steps other 3 steps"
+    browser.expect(key).to_have_text(before, use_inner_text=True)  # "mine 7 steps other 3 steps"
     view.get_by_role("button", name="Resume").click()
     page.wait_for_function("(text) => document.querySelector('.afk-chartkey').innerText !== text", arg=before)
     # Open a step of the active run and its tokens while the cell awaits.
@@ -63,14 +63,14 @@ def test_a_run_is_steered_from_its_view(notebook: Any) -> None:
     view.locator(".afk-listbox button").nth(1).click()
     child = view.locator(".afk-child .afk-tokenview")
     child.locator(".afk-lines .afk-tok").first.wait_for()
-    assert child.count() == 1
+    browser.expect(child).to_have_count(1)
     view.locator(".afk-listbox button").nth(2).click()
     view.get_by_role("button", name="Stop after this step").click()
     nb.finish(60)
     assert nb.python("3 < len(run.records) < 60")
     assert nb.python("view.step, len(view.rollout), view._notice") == (2, 4, "")
     assert nb.python("view.opened.trajectories[0].id == view._list['rows'][2][0]")
-    assert child.count() == 1
+    browser.expect(child).to_have_count(1)
     page.evaluate(AXE.read_text(encoding="utf-8"))
     assert complaints(page) == []  # in the list of a step and the tokens opened below
     view.get_by_role("button", name="Clear", exact=True).first.click()
@@ -104,7 +104,7 @@ def test_an_interrupted_run_continues_and_a_killed_kernel_is_noticed(notebook: A
     page.wait_for_function(
         "() => Number(document.querySelector('.afk-trainview [aria-valuenow]')?.ariaValueNow) > 2", timeout=90_000
     )
-    assert state.inner_text() == "running"
+    browser.expect(state).to_have_text("running", use_inner_text=True)
     shoot("running")
     nb.command("notebook:interrupt-kernel")
     with pytest.raises(AssertionError, match="training was interrupted after step") as caught:
@@ -112,15 +112,17 @@ def test_an_interrupted_run_continues_and_a_killed_kernel_is_noticed(notebook: A
     assert "agentfly_kit/trainer" not in str(caught.value)
     page.wait_for_function("() => /^interrupted after/.test(document.querySelector('.afk-state').innerText)")
     done = nb.python("len(run.records)")
-    assert state.inner_text() == f"interrupted after step {done}"
-    assert f"Steps 1 to {done} and the checkpoint are kept in 'kept'" in view.locator(".afk-note").inner_text()
-    assert "`await run`" in view.locator(".afk-note").inner_text()
+    browser.expect(state).to_have_text(f"interrupted after step {done}", use_inner_text=True)
+    browser.expect(view.locator(".afk-note")).to_contain_text(
+        f"Steps 1 to {done} and the checkpoint are kept in 'kept'", use_inner_text=True
+    )
+    browser.expect(view.locator(".afk-note")).to_contain_text("`await run`", use_inner_text=True)
     for name in ("Pause", "Stop after this step"):
-        assert view.get_by_role("button", name=name).is_disabled()
+        browser.expect(view.get_by_role("button", name=name)).to_be_disabled()
     page.wait_for_function(
         "() => /^interrupted/.test(document.querySelector('.afk-rolloutview .afk-facts2').innerText)"
     )
-    assert page.locator(".afk-rolloutview").get_by_role("button", name="Pause").is_disabled()
+    browser.expect(page.locator(".afk-rolloutview").get_by_role("button", name="Pause")).to_be_disabled()
     shoot("interrupted")
     page.evaluate(AXE.read_text(encoding="utf-8"))
     assert complaints(page) == []
@@ -128,7 +130,7 @@ def test_an_interrupted_run_continues_and_a_killed_kernel_is_noticed(notebook: A
     pid = nb.python("__import__('os').getpid()")
     page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-cell'); }")
     page.wait_for_function("() => document.querySelector('.afk-state').innerText === 'running'")
-    assert f"Continued after step {done}." in view.locator(".afk-note").inner_text()
+    browser.expect(view.locator(".afk-note")).to_contain_text(f"Continued after step {done}.", use_inner_text=True)
     page.wait_for_function(
         "(n) => Number(document.querySelector('.afk-trainview [aria-valuenow]').ariaValueNow) > n", arg=done + 1
     )
@@ -137,15 +139,17 @@ def test_an_interrupted_run_continues_and_a_killed_kernel_is_noticed(notebook: A
         """() => [...document.querySelectorAll('.afk-stale')]
         .filter((x) => /^kernel (ended|restarted)/.test(x.innerText)).length === 2"""
     )
-    assert state.inner_text() == "was running"
+    browser.expect(state).to_have_text("was running", use_inner_text=True)
     assert not page.locator(".afk-rolloutview .afk-facts2").inner_text().startswith("running")
     last = view.locator(".afk-bar .afk-num").first.inner_text()
     for name in ("Pause", "Stop after this step"):
-        assert view.get_by_role("button", name=name).is_disabled()
-    assert page.locator(".afk-rolloutview").get_by_role("button", name="Stop").is_disabled()
+        browser.expect(view.get_by_role("button", name=name)).to_be_disabled()
+    browser.expect(page.locator(".afk-rolloutview").get_by_role("button", name="Stop")).to_be_disabled()
     lanes = page.locator(".afk-rolloutview .afk-window").inner_text()
     page.wait_for_timeout(1500)
-    assert view.locator(".afk-bar .afk-num").first.inner_text() == last
-    assert page.locator(".afk-rolloutview .afk-window").inner_text() == lanes  # the clocks have stopped
+    browser.expect(view.locator(".afk-bar .afk-num").first).to_have_text(last, use_inner_text=True)
+    browser.expect(page.locator(".afk-rolloutview .afk-window")).to_have_text(
+        lanes, use_inner_text=True
+    )  # the clocks have stopped
     assert view.locator(".afk-line").count() >= 4
     shoot("killed")

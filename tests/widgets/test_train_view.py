@@ -157,6 +157,17 @@ async def test_an_interrupted_run(interrupt: type[BaseException], tmp_path: Path
     assert [record["step"] for record in run.records] == [1, 2, 3, 4, 5]
 
 
+def test_a_view_notices_that_a_running_run_has_loaded_its_checkpoint() -> None:
+    run = FakeRun(3)
+    run.state, run.resumed_from = "running", 0  # type: ignore[attr-defined]
+    view = w.TrainView(run)
+    assert not view._has_changed() and shown(view) == ("running", "")
+    run.resumed_from = 3  # type: ignore[attr-defined]
+    assert view._has_changed()
+    view.refresh()
+    assert shown(view) == ("running", "Continued after step 3.")
+
+
 async def test_an_interrupted_run_without_a_folder_or_a_step() -> None:
     run = started(None)
     going = asyncio.create_task(run)
