@@ -78,10 +78,10 @@ from agentfly_kit.tools.tool import ToolSet as ToolSet
 from agentfly_kit.tools.tool import tool as tool
 from agentfly_kit.trainer.config import TrainConfig as TrainConfig
 from agentfly_kit.trainer.loop import TrainRun as TrainRun
-from agentfly_kit.trainer.loop import TrainStep as TrainStep
 from agentfly_kit.trainer.loop import train as train
 from agentfly_kit.trainer.run_dir import Run as Run
 from agentfly_kit.trainer.runs import runs as runs
+from agentfly_kit.trainer.step import TrainStep as TrainStep
 from agentfly_kit.types import Failure as Failure
 from agentfly_kit.types import Group as Group
 from agentfly_kit.types import Row as Row

@@ -27,7 +27,7 @@ from agentfly_kit.rewards import Score
 from agentfly_kit.sandboxes.grader import Grade, Verdict
 from agentfly_kit.sandboxes.result import SandboxResult
 from agentfly_kit.sandboxes.sql import SQLResult
-from agentfly_kit.trainer.loop import TrainStep
+from agentfly_kit.trainer.step import TrainStep
 from agentfly_kit.types import Distribution, Group, Sample, TurnRequest
 
 EVIL = "<script>alert(1)</script>" + "\u202e\ud800\x00" + "x" * 10_000

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import shutil
-import statistics
 import tempfile
 import time
 import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +25,12 @@ from agentfly_kit._async.pending_call import Handle, run_in_thread, wait_all
 from agentfly_kit._display import Displayable, explain_interrupt
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.remote import GroupWorkers
-from agentfly_kit.agent.rollout import Rollout, warn_about_success
+from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import task_list
 from agentfly_kit.batch.batch import drop_counts
 from agentfly_kit.diagnosis import Findings, diagnose
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.engines.fleet import Fleet
-from agentfly_kit.engines.openai import OpenAIEngine
 from agentfly_kit.errors import (
     AgentFlyError,
     EmptyBatch,
@@ -45,60 +40,22 @@ from agentfly_kit.errors import (
     check_instance,
     checks_keywords,
 )
-from agentfly_kit.evaluation import Evaluation, evaluate
+from agentfly_kit.evaluation import evaluate
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import adamw, ppo_step_async
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trainer import checkpoint
 from agentfly_kit.trainer.batch_builder import BatchBuilder, check_teacher, distilled
 from agentfly_kit.trainer.checkpoint import LoopState
-from agentfly_kit.trainer.config import GROUP_ESTIMATORS, TrainConfig
+from agentfly_kit.trainer.checks import check_run
+from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.distributed import WorkerGroup
 from agentfly_kit.trainer.fingerprint import fingerprint
 from agentfly_kit.trainer.rollouts import RolloutSampler
-from agentfly_kit.trainer.run_dir import Run, detect_collapse, last_success
+from agentfly_kit.trainer.run_dir import Run, last_success
+from agentfly_kit.trainer.step import TrainStep, make_record, warn_about_step
 from agentfly_kit.trainer.tracking import Tracker, TrackerSet
 from agentfly_kit.types import Task
-
-# Statistics of the update to record, if finite.
-_RECORDED_STATS = (
-    "loss", "policy_loss", "value_loss", "approx_kl", "clip_fraction", "entropy", "grad_norm", "lr", "updates",
-    "explained_variance", "kl_reference", "effective_sample_size", "ratio_max", "sampler_gap", "dropped_groups",
-    "advantage_mean", "reward_std",
-)  # fmt: skip
-# Maximum numbers of drop reasons and metrics per record, because a filter might return a new reason per chain.
-_MAX_REASONS, _MAX_METRICS = 16, 32
-
-
-@dataclass(frozen=True)
-class TrainStep(Displayable):
-    """Result of one iteration.
-
-    Attributes:
-        step: Number of the iteration, starting at 1.
-        record: Metrics of the iteration, as written to the folder of the run.
-        stats: Statistics of the update; None if there was nothing to train on or the step was replayed.
-        rollout: Chains of the iteration; None if the step was replayed.
-        evaluation: Evaluation after the iteration, or None.
-        replayed: Whether the step was read from the folder of the run instead of being executed.
-    """
-
-    step: int
-    record: dict[str, float] = field(repr=False)
-    stats: Stats | None = field(default=None, repr=False)
-    rollout: Rollout | None = field(default=None, repr=False)
-    evaluation: Evaluation | None = None
-    replayed: bool = False
-
-    @property
-    def success(self) -> float:
-        """Success rate of the sampled chains of this step; NaN if no chain was scored."""
-        return self.record.get("success", math.nan)
-
-    def __repr__(self) -> str:
-        shown = ("success", "reward", "approx_kl", "eval_success")
-        numbers = ", ".join(f"{k} {self.record[k]:.3f}" for k in shown if k in self.record)
-        return f"TrainStep({self.step}: {numbers}{', replayed' if self.replayed else ''})"
 
 
 @checks_keywords
@@ -184,7 +141,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         progress: bool,
         teacher: Policy | Engine | None,
     ) -> None:
-        _check(sampler, eval_tasks, run)
+        check_run(sampler, eval_tasks, run)
         check_teacher(teacher, sampler.agent, sampler.policy, sampler.config)
         self.agent, self.policy, self.config = sampler.agent, sampler.policy, sampler.config
         self.eval_tasks = eval_tasks
@@ -480,7 +437,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
             )
 
         kl_coef = self._state.kl_coef
-        record = self._make_record(index, rollout, stats, evaluation)
+        record = make_record(index + 1, self.policy.version, rollout, stats, evaluation)
         if config.overlap:
             record["lag"] = lag
         if config.kl_coef > 0:
@@ -496,7 +453,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         record["seconds_rollout"] = rolled - began
         record["seconds_update"] = updated - rolled
         record["seconds"] = time.perf_counter() - began
-        self._warn(index, rollout, record)
+        warn_about_step(record, rollout, self.run.records, config)
         self._latest = rollout, stats
 
         state = LoopState(index + 1, kl_coef, prefetched)
@@ -509,24 +466,6 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 self.run.notify(record)
         self._state = state
         return TrainStep(index + 1, record, stats, rollout, evaluation)
-
-    def _warn(self, index: int, rollout: Rollout, record: dict[str, float]) -> None:
-        """Warn if no chain can succeed, many chains were unscored, or the mean reward collapsed."""
-        config = self.config
-        warn_about_success([*self.run.records, record])
-        if record.get("unscored", 0.0) > 0.05 and config.advantage != "none":
-            why = next((str(t.error) for t in rollout.trajectories if t.error), "")
-            warnings.warn(
-                f"step {index + 1}: {record['unscored']:.0%} of the chains were unscored. {why}", stacklevel=3
-            )
-        # With increasing difficulty, a falling reward does not indicate a collapse.
-        if not config.difficulty and (collapse := detect_collapse([*self.run.records, record], config.tasks_per_step)):
-            warnings.warn(
-                f"step {index + 1}: {collapse}. Try a smaller lr than {config.lr:g} or a lower max_kl (now "
-                f"{config.max_kl}), in a new run that starts from good weights: run.policy(step=...) "
-                "loads those that were kept",
-                stacklevel=3,
-            )
 
     # --- updating ---
 
@@ -595,27 +534,6 @@ class TrainRun(Handle["TrainRun"], Displayable):
         # The learning rate of the value head is a fixed multiple of the learning rate of the policy.
         return [now * group.setdefault("scale", group["lr"] / config.lr) for group in self._optimizer.param_groups]
 
-    def _make_record(
-        self, index: int, rollout: Rollout, stats: Stats | None, evaluation: Evaluation | None
-    ) -> dict[str, float]:
-        """Collect the metrics of an iteration, without statistics of the update that are not finite."""
-        record: dict[str, float] = {"step": index + 1}
-        record |= {k: v for k, v in rollout.summary().items() if k != "seconds"}
-        numbers = {"updates": 0} if stats is None else stats.scalars()
-        record |= {k: numbers[k] for k in _RECORDED_STATS if k in numbers and math.isfinite(numbers[k])}
-        record["version"] = self.policy.version
-        reasons = [t.dropped for t in rollout.trajectories if t.dropped is not None]
-        record["dropped"] = len(reasons)
-        record |= {f"dropped: {reason}": reasons.count(reason) for reason in sorted(set(reasons))[:_MAX_REASONS]}
-        scored = [t.metrics for t in rollout.trajectories if t.reward is not None]
-        for name in sorted({name for metrics in scored for name in metrics})[:_MAX_METRICS]:
-            record[f"metric_{name}"] = statistics.fmean(metrics[name] for metrics in scored if name in metrics)
-        if evaluation is not None:
-            metrics = sorted(evaluation.metrics.items())[:_MAX_METRICS]
-            record |= {f"eval_metric_{name}": value for name, value in metrics}
-            record |= {f"eval_{name}": getattr(evaluation, name) for name in ("success", "low", "high")}
-        return record
-
     def _persist(self, state: LoopState, rollout: Rollout, record: dict[str, float]) -> None:
         """Write the rollout (if requested), the record and the checkpoint (if due) of an iteration."""
         assert self._optimizer is not None
@@ -634,57 +552,3 @@ class TrainRun(Handle["TrainRun"], Displayable):
 
 def _steps(first: int, last: int) -> str:
     return f"steps {first} to {last}" if last > first else f"step {last}"
-
-
-def _check(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | None) -> None:
-    """Raise if the settings of a run do not fit its agent, policy, tasks or processes."""
-    agent, policy, config, workers = sampler.agent, sampler.policy, sampler.config, sampler.workers
-    if config.advantage == "gae" and policy.value_head is None:
-        raise SettingsError("advantage='gae' needs values; load the policy with value_head=True")
-    if config.evaluate_every and not eval_tasks:
-        raise SettingsError(f"evaluate_every={config.evaluate_every} needs eval_tasks=, such as tasks.test")
-    if eval_tasks and not config.evaluate_every:
-        raise SettingsError(f"eval_tasks ({len(eval_tasks)} tasks) need TrainConfig(evaluate_every=), got 0")
-    if config.group_size == 1 and config.advantage in GROUP_ESTIMATORS and agent.after_observation is None:
-        raise SettingsError(
-            f"group_size must be at least 2 for advantage={config.advantage!r}, which compares the chains of a group: "
-            "alone, a chain has advantage 0; use 'reinforce_plus_plus' or 'gae' for single chains"
-        )
-    if config.branch is not None:
-        config.branch.groups_at_once(agent, config.group_size, config.max_concurrency)
-    if config.advantage == "gdpo" and len([r for r in agent.reward if r.weight and r.per == "trajectory"]) < 2:
-        raise SettingsError(f"advantage='gdpo' needs an agent with at least two rewards per chain, got {agent.reward}")
-    if not agent.reward and agent.group_reward is None and config.advantage != "none":
-        raise SettingsError("the agent has no reward to learn from; add one with agent.replace(reward=...)")
-    if agent.sampling.greedy:
-        raise SettingsError(
-            "temperature must be above 0 in training, because greedy tokens have no probability to learn from; use "
-            "agent.replace(sampling=af.Sampling(temperature=1.0))"
-        )
-    if getattr(agent.engine, "policy", policy) is not policy:
-        raise SettingsError(
-            "the agent's engine must sample from the policy that is trained; use "
-            "agent.replace(engine=af.LocalEngine(policy))"
-        )
-    if (remote := sampler.rollout_workers) is not None:
-        remote.check(agent)
-        if not workers.is_single:
-            raise SettingsError(
-                f"workers must be None with {workers.size} processes, each of which runs its own chains"
-            )
-    if config.budget is not None and not (remote is None and workers.is_single):
-        raise SettingsError(
-            "budget must be None with workers or several processes, each of which would count it alone, got "
-            f"{config.budget}; use group_budget=, whose chains run in one of them"
-        )
-    if not workers.is_single:
-        if run is None:
-            raise SettingsError("several processes need run=, one folder that all of them see")
-        if config.refill:
-            raise SettingsError(f"refill must be 0 with several processes, got {config.refill}: each counts its groups")
-        if isinstance(agent.engine, Fleet | OpenAIEngine):
-            raise SettingsError(
-                f"the engine must be one of each process, such as LocalEngine or VLLMEngine, with {workers.size} "
-                f"processes, got {agent.engine!r}: every process would send its weights to the same servers"
-            )
-    agent.check_tasks([*sampler.tasks, *eval_tasks])

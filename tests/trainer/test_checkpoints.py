@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,12 +91,12 @@ async def test_the_best_policy_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
 
     policy, seen = learner(), [""]
     success = iter([0.25, 0.75, 0.5, 0.75])
-    real = loop.TrainRun._make_record
+    real = loop.make_record
 
-    def record(self: TrainRun, *args: object) -> dict[str, float]:
-        return real(self, *args) | {"eval_success": next(success)}  # type: ignore[arg-type]
+    def record(*args: Any) -> dict[str, float]:
+        return real(*args) | {"eval_success": next(success)}
 
-    monkeypatch.setattr(loop.TrainRun, "_make_record", record)
+    monkeypatch.setattr(loop, "make_record", record)
     run = start(tmp_path / "run", policy, EVALUATED, eval_tasks=TASKS[:1])
     async for _ in run:
         seen.append(policy.fingerprint())

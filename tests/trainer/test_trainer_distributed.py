@@ -16,8 +16,9 @@ from test_trainer import learner as fresh_learner
 
 from agentfly_kit.errors import EngineError, SettingsError, TrainingError
 from agentfly_kit.policy.policy import Policy
+from agentfly_kit.trainer import loop
 from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.loop import TrainRun, train
+from agentfly_kit.trainer.loop import train
 from agentfly_kit.trainer.run_dir import Run
 
 pytest.importorskip("accelerate")
@@ -65,13 +66,13 @@ def child(folder: Path) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     assert accelerator.num_processes == 2
     if accelerator.process_index == 1:  # process 0 has written the record of a step before this process continues
-        warn = TrainRun._warn
+        warn = loop.warn_about_step
 
         def late(*args: Any) -> None:
             time.sleep(0.3)
             warn(*args)
 
-        TrainRun._warn = late  # type: ignore[method-assign]
+        loop.warn_about_step = late
 
     async def go() -> dict[str, Any]:
         out: dict[str, Any] = {name: await trained(name, folder / name, accelerator) for name in CASES}

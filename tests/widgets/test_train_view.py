@@ -20,6 +20,7 @@ from test_widgets import FakeRun, check_static, sent, unpack
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
+from agentfly_kit.trainer import loop
 
 
 def half() -> float:
@@ -121,22 +122,24 @@ async def test_a_loop_that_is_left_is_stopped_and_continues_where_it_was(tmp_pat
 
 
 @pytest.mark.parametrize("interrupt", [asyncio.CancelledError, KeyboardInterrupt])
-async def test_an_interrupted_run(interrupt: type[BaseException], tmp_path: Path) -> None:
+async def test_an_interrupted_run(
+    interrupt: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = started(tmp_path / "run", steps=5, checkpoint_every=2)
     view = w.TrainView(run)
     if interrupt is KeyboardInterrupt:
-        real = run._make_record
+        real = loop.make_record
 
-        def interrupted(index: int, *given: Any) -> Any:
-            if index == 3:
+        def interrupted(step: int, *given: Any) -> Any:
+            if step == 4:
                 raise KeyboardInterrupt
-            return real(index, *given)
+            return real(step, *given)
 
-        run._make_record = interrupted
+        monkeypatch.setattr(loop, "make_record", interrupted)
         with pytest.raises(KeyboardInterrupt) as caught:
             # In a task, KeyboardInterrupt would stop the event loop of the test.
             await run._wait()
-        del run._make_record
+        monkeypatch.undo()
     else:
         going = asyncio.create_task(run)
         await until(lambda: len(run.records) == 3)

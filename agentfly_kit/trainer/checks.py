@@ -1,0 +1,66 @@
+"""Checks of a training run's arguments against each other, before anything is sampled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agentfly_kit.engines.fleet import Fleet
+from agentfly_kit.engines.openai import OpenAIEngine
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.trainer.config import GROUP_ESTIMATORS
+from agentfly_kit.trainer.rollouts import RolloutSampler
+from agentfly_kit.types import Task
+
+
+def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | None) -> None:
+    """Raise if the settings of a run do not fit its agent, policy, tasks or processes."""
+    agent, policy, config, workers = sampler.agent, sampler.policy, sampler.config, sampler.workers
+    if config.advantage == "gae" and policy.value_head is None:
+        raise SettingsError("advantage='gae' needs values; load the policy with value_head=True")
+    if config.evaluate_every and not eval_tasks:
+        raise SettingsError(f"evaluate_every={config.evaluate_every} needs eval_tasks=, such as tasks.test")
+    if eval_tasks and not config.evaluate_every:
+        raise SettingsError(f"eval_tasks ({len(eval_tasks)} tasks) need TrainConfig(evaluate_every=), got 0")
+    if config.group_size == 1 and config.advantage in GROUP_ESTIMATORS and agent.after_observation is None:
+        raise SettingsError(
+            f"group_size must be at least 2 for advantage={config.advantage!r}, which compares the chains of a group: "
+            "alone, a chain has advantage 0; use 'reinforce_plus_plus' or 'gae' for single chains"
+        )
+    if config.branch is not None:
+        config.branch.groups_at_once(agent, config.group_size, config.max_concurrency)
+    if config.advantage == "gdpo" and len([r for r in agent.reward if r.weight and r.per == "trajectory"]) < 2:
+        raise SettingsError(f"advantage='gdpo' needs an agent with at least two rewards per chain, got {agent.reward}")
+    if not agent.reward and agent.group_reward is None and config.advantage != "none":
+        raise SettingsError("the agent has no reward to learn from; add one with agent.replace(reward=...)")
+    if agent.sampling.greedy:
+        raise SettingsError(
+            "temperature must be above 0 in training, because greedy tokens have no probability to learn from; use "
+            "agent.replace(sampling=af.Sampling(temperature=1.0))"
+        )
+    if getattr(agent.engine, "policy", policy) is not policy:
+        raise SettingsError(
+            "the agent's engine must sample from the policy that is trained; use "
+            "agent.replace(engine=af.LocalEngine(policy))"
+        )
+    if (remote := sampler.rollout_workers) is not None:
+        remote.check(agent)
+        if not workers.is_single:
+            raise SettingsError(
+                f"workers must be None with {workers.size} processes, each of which runs its own chains"
+            )
+    if config.budget is not None and not (remote is None and workers.is_single):
+        raise SettingsError(
+            "budget must be None with workers or several processes, each of which would count it alone, got "
+            f"{config.budget}; use group_budget=, whose chains run in one of them"
+        )
+    if not workers.is_single:
+        if run is None:
+            raise SettingsError("several processes need run=, one folder that all of them see")
+        if config.refill:
+            raise SettingsError(f"refill must be 0 with several processes, got {config.refill}: each counts its groups")
+        if isinstance(agent.engine, Fleet | OpenAIEngine):
+            raise SettingsError(
+                f"the engine must be one of each process, such as LocalEngine or VLLMEngine, with {workers.size} "
+                f"processes, got {agent.engine!r}: every process would send its weights to the same servers"
+            )
+    agent.check_tasks([*sampler.tasks, *eval_tasks])

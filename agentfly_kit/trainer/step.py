@@ -1,0 +1,97 @@
+"""The result of a training step: its record of metrics, and the warnings that follow from it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from dataclasses import dataclass, field
+
+from agentfly_kit._display import Displayable
+from agentfly_kit.agent.rollout import Rollout, warn_about_success
+from agentfly_kit.evaluation import Evaluation
+from agentfly_kit.ppo.stats import Stats
+from agentfly_kit.trainer.config import TrainConfig
+from agentfly_kit.trainer.run_dir import detect_collapse
+
+# Statistics of the update to record, if finite.
+_RECORDED_STATS = (
+    "loss", "policy_loss", "value_loss", "approx_kl", "clip_fraction", "entropy", "grad_norm", "lr", "updates",
+    "explained_variance", "kl_reference", "effective_sample_size", "ratio_max", "sampler_gap", "dropped_groups",
+    "advantage_mean", "reward_std",
+)  # fmt: skip
+# Maximum numbers of drop reasons and metrics per record, because a filter might return a new reason per chain.
+_MAX_REASONS, _MAX_METRICS = 16, 32
+
+
+@dataclass(frozen=True)
+class TrainStep(Displayable):
+    """Result of one iteration.
+
+    Attributes:
+        step: Number of the iteration, starting at 1.
+        record: Metrics of the iteration, as written to the folder of the run.
+        stats: Statistics of the update; None if there was nothing to train on or the step was replayed.
+        rollout: Chains of the iteration; None if the step was replayed.
+        evaluation: Evaluation after the iteration, or None.
+        replayed: Whether the step was read from the folder of the run instead of being executed.
+    """
+
+    step: int
+    record: dict[str, float] = field(repr=False)
+    stats: Stats | None = field(default=None, repr=False)
+    rollout: Rollout | None = field(default=None, repr=False)
+    evaluation: Evaluation | None = None
+    replayed: bool = False
+
+    @property
+    def success(self) -> float:
+        """Success rate of the sampled chains of this step; NaN if no chain was scored."""
+        return self.record.get("success", math.nan)
+
+    def __repr__(self) -> str:
+        shown = ("success", "reward", "approx_kl", "eval_success")
+        numbers = ", ".join(f"{k} {self.record[k]:.3f}" for k in shown if k in self.record)
+        return f"TrainStep({self.step}: {numbers}{', replayed' if self.replayed else ''})"
+
+
+def make_record(
+    step: int, version: int, rollout: Rollout, stats: Stats | None, evaluation: Evaluation | None
+) -> dict[str, float]:
+    """Collect the metrics of an iteration, without statistics of the update that are not finite."""
+    record: dict[str, float] = {"step": step}
+    record |= {k: v for k, v in rollout.summary().items() if k != "seconds"}
+    numbers = {"updates": 0} if stats is None else stats.scalars()
+    record |= {k: numbers[k] for k in _RECORDED_STATS if k in numbers and math.isfinite(numbers[k])}
+    record["version"] = version
+    reasons = [t.dropped for t in rollout.trajectories if t.dropped is not None]
+    record["dropped"] = len(reasons)
+    record |= {f"dropped: {reason}": reasons.count(reason) for reason in sorted(set(reasons))[:_MAX_REASONS]}
+    scored = [t.metrics for t in rollout.trajectories if t.reward is not None]
+    for name in sorted({name for metrics in scored for name in metrics})[:_MAX_METRICS]:
+        record[f"metric_{name}"] = statistics.fmean(metrics[name] for metrics in scored if name in metrics)
+    if evaluation is not None:
+        metrics = sorted(evaluation.metrics.items())[:_MAX_METRICS]
+        record |= {f"eval_metric_{name}": value for name, value in metrics}
+        record |= {f"eval_{name}": getattr(evaluation, name) for name in ("success", "low", "high")}
+    return record
+
+
+def warn_about_step(
+    record: dict[str, float], rollout: Rollout, earlier: list[dict[str, float]], config: TrainConfig
+) -> None:
+    """Warn if no chain can succeed, many chains were unscored, or the mean reward collapsed."""
+    warn_about_success([*earlier, record])
+    if record.get("unscored", 0.0) > 0.05 and config.advantage != "none":
+        why = next((str(t.error) for t in rollout.trajectories if t.error), "")
+        warnings.warn(
+            f"step {record['step']}: {record['unscored']:.0%} of the chains were unscored. {why}", stacklevel=3
+        )
+    # With increasing difficulty, a falling reward does not indicate a collapse.
+    if not config.difficulty and (collapse := detect_collapse([*earlier, record], config.tasks_per_step)):
+        warnings.warn(
+            f"step {record['step']}: {collapse}. Try a smaller lr than {config.lr:g} or a lower max_kl (now "
+            f"{config.max_kl}), in a new run that starts from good weights: run.policy(step=...) "
+            "loads those that were kept",
+            stacklevel=3,
+        )
