@@ -295,7 +295,7 @@ class Notebook:
             raise AssertionError(f"in the kernel: {value or reply}")
         return ast.literal_eval(value["data"]["text/plain"])
 
-    def wait_python(self, expression: str, wanted: Any, seconds: float = 10) -> None:
+    def wait_python(self, expression: str, wanted: Any, seconds: float = 40) -> None:
         """Wait until an expression in the kernel has the wanted value."""
         until = time.monotonic() + seconds
         while (got := self.python(expression)) != wanted:

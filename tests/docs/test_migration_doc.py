@@ -5,10 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +44,12 @@ async def test_every_snippet_of_ours_runs(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.real
-async def test_the_snippets_of_verifiers_score_a_rollout(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip(
-        "verifiers.v1", reason="needs verifiers 0.4, which requires openai < 3: uv pip install verifiers"
-    )
+def test_the_snippets_of_verifiers_score_a_rollout(tmp_path: Path) -> None:
+    packages.install(tmp_path, VERIFIERS)
+    packages.run(tmp_path, "import asyncio, test_migration_doc as t; asyncio.run(t.score_with_verifiers())")
+
+
+async def score_with_verifiers() -> None:
     import agentfly_kit as af
 
     names = await _run({"ours", "trl", "verifiers"})
@@ -83,6 +82,13 @@ def test_the_snippets_of_trl_are_accepted_by_trl() -> None:
     assert [tool.__name__ for tool in counting.tools] == ["increment"]
 
 
+# It requires openai < 3. Its dependencies are pinned, because prime-sandboxes does not work with newer ones.
+VERIFIERS = (
+    "verifiers==0.4.0 openai==2.54.0 anthropic==2.12.0 gepa==0.1.4 httpx2==2.16.2 loguru==0.7.3 aiofiles==25.1.0 "
+)
+VERIFIERS += "math-verify==0.9.0 renderers==0.1.12 tomli-w==1.2.0 prime-pydantic-config==0.4.3 prime-runs==0.1.4 "
+VERIFIERS += "prime-sandboxes==0.5.1 prime-tunnel==0.1.15 connectrpc==0.11.1 pyqwest==0.12.0 protobuf-py==0.1.1 "
+VERIFIERS += "protobuf-py-ext==0.1.1"
 ART = "openpipe-art==0.5.18 litellm==1.82.0 polars polars-runtime-32 tblib setproctitle nest-asyncio fastuuid "
 ART += "h2 hpack hyperframe"
 TINKER = "tinker==0.38.0 tinker-cookbook==0.6.1 tml-renderers chz pyqwest"
@@ -92,18 +98,9 @@ TINKER = "tinker==0.38.0 tinker-cookbook==0.6.1 tml-renderers chz pyqwest"
 def test_the_snippet_of_art_runs_as_a_harness(tmp_path: Path) -> None:
     packages.install(tmp_path, ART)
     (source,) = (source for _, kind, source in SNIPPETS if kind == "art")
-    path = os.pathsep.join([str(ROOT / "tests"), str(tmp_path)])
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("art_harness.py"))],
-        input=source,
-        env={**os.environ, "PYTHONPATH": path, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == f"{[[1.0] * 8, [0.0] * 8]} 16"
+    code = Path(__file__).with_name("art_harness.py").read_text()
+    printed = packages.run(tmp_path, code, source, LITELLM_LOCAL_MODEL_COST_MAP="True")
+    assert printed.splitlines()[-1] == f"{[[1.0] * 8, [0.0] * 8]} 16"
 
 
 @pytest.mark.real

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import agents
+import packages
 import pytest
+from paths import TESTS
 
 import agentfly_kit as af
 from agentfly_kit.errors import RewardError, SettingsError, TaskError, ToolSchemaError
@@ -373,11 +376,28 @@ async def test_openenv() -> None:
     assert (t.metrics["total"], t.stop) == (1.0, "env_done")
 
 
+# verifiers before 0.4 imports the package `agents`, whose name is also that of a module of the tests.
+RUBRIC = f"""
+import sys
+tests = [path for path in sys.path if path.startswith({str(TESTS)!r})]
+sys.path[:] = [path for path in sys.path if path not in tests]
+import verifiers
+for name in [name for name in sys.modules if name.split(".")[0] == "agents"]:
+    del sys.modules[name]
+sys.path[:0] = tests
+import asyncio, test_adapters
+asyncio.run(test_adapters.score_with_a_rubric())
+"""
+
+
 @pytest.mark.real
-async def test_verifiers() -> None:
-    verifiers = pytest.importorskip("verifiers")
-    if not hasattr(verifiers, "Rubric"):
-        pytest.skip("needs verifiers before 0.4; tests/docs/test_migration_doc.py runs the snippets for newer versions")
+def test_verifiers(tmp_path: Path) -> None:
+    packages.install(tmp_path, "verifiers==0.1.14")
+    packages.run(tmp_path, RUBRIC)
+
+
+async def score_with_a_rubric() -> None:
+    import verifiers  # type: ignore[import-not-found, unused-ignore]
 
     def exact(completion: Any, answer: str, **kwargs: Any) -> float:
         return float(completion[-1]["content"] == answer) + kwargs["info"]["level"]
