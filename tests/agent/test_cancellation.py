@@ -152,32 +152,8 @@ async def test_iteration_over_a_rollout(whom: Whom, count: int | None) -> None:
 
 @each
 @both
-async def test_interactive_chain(whom: Whom, count: int | None) -> None:
-    """The chain is closed without knowing at which step it was cancelled."""
-    async with af.Pool(Box, size=1) as pool:
-        a = everything(pool).replace(after_observation=None, max_concurrent_tools=None)
-        chains: list[Any] = []
-
-        async def work() -> None:
-            chain = a.chain(TASKS[1])
-            chains.append(chain)
-            await chain.step()
-            await chain.step()
-            await chain.step()
-            await chain.finish()
-
-        async def after(where: str) -> None:
-            for chain in chains:
-                await chain.close()
-            chains.clear()
-            await nothing_left(where, pool)
-
-        await at_each(work, after, whom, count)
-
-
-@each
-@both
-async def test_interactive_fork(whom: Whom, count: int | None) -> None:
+async def test_interactive_chain_and_fork(whom: Whom, count: int | None) -> None:
+    """The chains are closed without knowing at which step they were cancelled."""
     async with af.Pool(Box, size=2) as pool:
         a = everything(pool).replace(after_observation=None)
         chains: list[Any] = []
@@ -189,6 +165,8 @@ async def test_interactive_fork(whom: Whom, count: int | None) -> None:
             twin = await chain.fork()
             chains.append(twin)
             await asyncio.gather(chain.step(), twin.step())
+            await chain.step()
+            await chain.finish()
 
         async def after(where: str) -> None:
             for chain in chains:
@@ -196,7 +174,7 @@ async def test_interactive_fork(whom: Whom, count: int | None) -> None:
             chains.clear()
             await nothing_left(where, pool, a)
 
-        await at_each(work, after, whom, count and 20)
+        await at_each(work, after, whom, count)
 
 
 @each
