@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agents import Played, calculator, call, chat, exact, shipped, tasks
+from agents import Played, TextOnly, calculator, call, chat, exact, shipped, tasks
 
 from agentfly_kit import tiny
 from agentfly_kit.agent.agent import Agent
@@ -29,7 +29,7 @@ from agentfly_kit.tools.context import Context
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.loop import train
-from agentfly_kit.types import Sample, Sampling, Task, ToolCall, Trajectory
+from agentfly_kit.types import Sampling, Task, ToolCall, Trajectory
 
 TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5", "question": "What is 2+3?"})
 TOOLS = ToolSet([calculator])
@@ -288,14 +288,6 @@ def test_a_budget_of_tool_calls_is_refused() -> None:
 
 
 async def test_a_text_only_engine_is_evaluated_and_not_trained() -> None:
-    class TextOnly(Played):
-        tokens = "none"
-        logprobs = "no"
-
-        async def sample(self, ids: Any, sampling: Any, seed: int, *, request: Any = None) -> Sample:
-            self.given.append(tuple(m["content"] for m in request.messages))
-            return Sample(None, None, None, "stop", None, text=self.script[request.turn])
-
     engine = TextOnly([call("2+3"), "5"])
     agent = Agent(engine, chat=chat(), harness=solve, reward=exact)
     (t,) = await agent.rollout([TASK])

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
-from agents import Played, agent, call, chat, played
+from agents import Played, TextOnly, agent, call, chat, played
 from test_chat import with_template
 
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.chat.chat import Chat
-from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import AlignmentError, SettingsError
-from agentfly_kit.types import Sample, Task, Trajectory, Turn
+from agentfly_kit.types import Task, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "What is 1+1, and twice that?"},), {"answer": "4"})
 VIEWS = ("ids", "action_mask", "logprobs", "entropies", "versions", "token_texts", "turn_index")
@@ -376,27 +375,15 @@ async def test_a_trajectory_of_rows_becomes_a_chain_that_can_be_rewound() -> Non
 
 
 async def test_text_only_engine_receives_only_the_new_row() -> None:
-    class Text(Engine):
-        tokens, logprobs, author = "none", "no", "policy"
-        told: ClassVar[list[Any]] = []
-
-        @property
-        def max_length(self) -> int:
-            return 1 << 30
-
-        async def sample(self, ids: Any, sampling: Any, seed: int, *, request: Any = None) -> Sample:
-            self.told.append(request.messages)
-            said = call("1+1") if len(self.told) == 1 else "4"
-            return Sample(None, None, None, "stop", None, text=said)
-
-    chain = agent(engine=Text(), chat=chat()).chain(TASK)
+    engine = TextOnly([call("1+1"), "4"])
+    chain = agent(engine=engine, chat=chat()).chain(TASK)
     await chain.step()
     chain.compact("So far: 2")
     await chain.step()
     t = await chain.finish()
     assert (t.reward, len(t.rows), t.exact) == (1.0, 2, False)
-    assert [len(told) for told in Text.told] == [1, 1]
-    assert str(Text.told[1][0]["content"]).endswith("So far: 2")
+    assert [len(told) for told in engine.given] == [1, 1]
+    assert engine.given[1][0].endswith("So far: 2")
     with pytest.raises(AlignmentError, match="engine is text-only"):
         _ = t.rows[1].ids
 
