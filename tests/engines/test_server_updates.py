@@ -39,7 +39,7 @@ class PolicyServer(Server):
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
-        self.initial = policy
+        self.initial = policy.copy()  # the policy itself is locked while it sends weights
         self.transports: list[str] = []
         self.chunks = 0
         self.fault: Callable[[str, dict[str, Any]], Any] = lambda path, body: None
