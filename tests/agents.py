@@ -46,11 +46,14 @@ class Killed(SandboxError):
 
 
 class Box:
-    """Sandbox that returns all texts received since the last reset. The text "die" makes the sandbox fail."""
+    """Sandbox that returns all texts received since the last reset. All methods suspend; the text "die" kills it."""
 
     def __init__(self, **_: Any) -> None:
         self.log: list[str] = []
         self.alive = True
+
+    async def start(self) -> None:
+        await asyncio.sleep(0)
 
     async def run(self, text: str) -> str:
         await asyncio.sleep(0.001)
@@ -65,11 +68,13 @@ class Box:
         self.log.clear()
 
     async def close(self) -> None:
+        await asyncio.sleep(0)
         self.alive = False
 
 
 class ForkingBox(Box):
     async def fork(self, into: ForkingBox) -> None:
+        await asyncio.sleep(0)
         into.log = list(self.log)
 
 
@@ -224,6 +229,19 @@ class Played(Engine):
         n = len(out)
         lp = tuple(-0.5 - 0.001 * i for i in range(n))
         return Sample(tuple(out), lp, (1.0,) * n, stop, (0,) * n)
+
+
+class TextOnly(Played):
+    """Engine that plays texts without token ids. `given` records the contents of the messages."""
+
+    tokens = "none"
+    logprobs = "no"
+    given: list[Any]
+
+    async def sample(self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None) -> Sample:
+        assert request is not None
+        self.given.append(tuple(m["content"] for m in request.messages))
+        return Sample(None, None, None, "stop", None, text=self.script[request.turn])
 
 
 def played(script: Any, *, max_length: int = 1 << 30, **settings: Any) -> Agent:

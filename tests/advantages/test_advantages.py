@@ -43,17 +43,6 @@ def test_equal_rewards_give_exactly_zero() -> None:
     assert residues, "no mean was inexact, so the test shows nothing"
 
 
-def test_golden_gae_over_turns() -> None:
-    """Three turns of two tokens, with observations between them."""
-    mask = [[0, 1, 1, 0, 1, 1, 0, 0, 1, 1]]
-    turns = [[0, 1, 1, 0, 2, 2, 0, 0, 3, 3]]
-    rewards = [[0, 0, 0, 0, 0, 0, 0, 0, 0.25, 0.75]]
-    values = [[nan, 0.2, 9, nan, 0.5, 9, inf, nan, 0.8, 9]]
-    a, returns = adv.gae(rewards, values, mask, turns=turns)
-    close(a, [[0, 0.7655, 0.7655, 0, 0.49, 0.49, 0, 0, 0.2, 0.2]])
-    close(returns, [[0, 0.9655, 0.9655, 0, 0.99, 0.99, 0, 0, 1, 1]])
-
-
 def test_golden_gae_steps_through_observations_between_actions() -> None:
     r, v, m = [0, 0, 0, 0, 0, 1], [0.2, 0.2, 0.9, 0.9, 0.5, 0.5], [1, 1, 0, 0, 1, 1]
     got = adv.gae([[0, *r, 0, 0]], [[nan, *v, nan, nan]], [[0, *m, 0, 0]], observations="step")[0]

@@ -34,11 +34,18 @@ def others() -> set[asyncio.Task[Any]]:
 
 
 async def test_trajectories_are_in_the_order_of_the_tasks() -> None:
+    now = most = 0
+
     async def script(task: Task, turn: int) -> str:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
         await asyncio.sleep(random.Random(task.id).random() * 0.02)
+        now -= 1
         return "5"
 
     rollout = await scripted(script).rollout(numbered(9), group_size=3, max_concurrency=5)
+    assert most == 5
     assert [t.task.id for t in rollout] == [f"t{i}" for i in range(9) for _ in range(3)]
     assert [t.chain for t in rollout] == [0, 1, 2] * 9
     assert [len(g) for g in rollout.groups] == [3] * 9
@@ -53,21 +60,6 @@ async def test_repeated_task_makes_two_groups_with_different_seeds() -> None:
     assert [len(g) for g in rollout.groups] == [2, 2]
     assert len({t.id for t in rollout}) == 4
     assert len(set(engine.seeds)) == 4
-
-
-async def test_max_concurrency_is_not_exceeded() -> None:
-    now = most = 0
-
-    async def script(task: Task, turn: int) -> str:
-        nonlocal now, most
-        now += 1
-        most = max(most, now)
-        await asyncio.sleep(0.002)
-        now -= 1
-        return "5"
-
-    await scripted(script).rollout(numbered(20), max_concurrency=4)
-    assert most == 4
 
 
 async def test_rollout_starts_once_when_awaited() -> None:
@@ -89,7 +81,6 @@ async def test_rollout_starts_once_when_awaited() -> None:
     [
         ([], {}, TaskError, "tasks must hold at least one task"),
         ([{"id": "x"}], {}, TaskError, r"must be Task objects, got .* af\.tasks_from"),
-        ("What is 2+3?", {}, TaskError, r"must be Task objects, got the string 'What is 2\+3\?'; af\.tasks_from"),
         (["What is 2+3?"], {}, TaskError, r"must be Task objects, got the string 'What is 2\+3\?'; af\.tasks_from"),
         (5, {}, TaskError, "must be Task objects, got 5"),
         ([TASK], {"group_size": 2.5}, SettingsError, "group_size must be an integer of at least 1, got 2.5"),
@@ -161,18 +152,6 @@ def test_agent_is_immutable_and_can_be_replaced() -> None:
     assert "exact" in repr(b)
     with pytest.raises(SettingsError, match="has started no rollout yet"):
         _ = b.last_run
-
-
-async def test_failing_chain_does_not_affect_others() -> None:
-    def script(task: Task, turn: int) -> str:
-        if task.id == "t3":
-            raise ZeroDivisionError("in the engine")
-        return "5"
-
-    rollout = await played(script).rollout(numbered(8), group_size=2, max_concurrency=3)
-    assert [t.stop for t in rollout] == ["answered"] * 6 + ["error"] * 2 + ["answered"] * 8
-    assert rollout.summary()["success"] == 1.0
-    assert rollout.summary()["unscored"] == 2 / 16
 
 
 async def test_future_cancelled_inside_a_chain_does_not_cancel_the_rollout() -> None:

@@ -30,7 +30,6 @@ from cancelling import settled, tasks_left
 from test_ppo_more import gradient
 
 import agentfly_kit as af
-from agentfly_kit.advantages import branch_weights
 from agentfly_kit.batch.turn_data import executed_calls
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import SandboxError, SettingsError
@@ -141,24 +140,12 @@ async def test_without_forks_the_trajectories_are_those_of_a_plain_rollout() -> 
     ).trajectories
 
 
-async def test_forks_of_a_policy_at_any_concurrency() -> None:
-    results = [
-        await agent(sampling=af.Sampling(max_tokens=64, temperature=1.5)).rollout(
-            calculator_tasks(6), 6, branch=af.Branch(initial=2, base=0.9), max_concurrency=concurrency
-        )
-        for concurrency in (6, 13, 64)
-    ]
-    assert results[0].trajectories == results[1].trajectories == results[2].trajectories
-    assert_trees(results[0], 6)
-    assert results[0].summary()["forks"] >= 3
-
-
 async def test_share_of_forks_is_the_mean_probability() -> None:
     """The group has room for every fork, so each decision is an independent draw."""
     branch = af.Branch(initial=4, base=0.4, weight=0.3, tokens=1)
     engine = Coin(calls=1.0, right=(0.5, 0.5))
     async with af.Pool(ForkingBox, size=64) as pool:
-        rollout = await coins(pool, engine=engine).rollout(numbered(150), 8, branch=branch)
+        rollout = await coins(pool, engine=engine).rollout(numbered(60), 8, branch=branch)
     roots = [t for t in rollout if t.chain < 4 and "." not in t.id]
     vocabulary = len(chat().tokenizer)
     probabilities = [branch.probability(t.actions[1], t.actions[0], vocabulary) for t in roots]
@@ -177,30 +164,13 @@ async def test_share_of_forks_is_the_mean_probability() -> None:
             assert above == any(other.id == f"{t.id}.1" for other in rollout)
 
 
-@pytest.mark.parametrize(("calls", "ratio"), [(1, 0.75), (2, 0.64), (3, 0.74), (5, 0.85)])
+@pytest.mark.parametrize(("calls", "ratio"), [(1, 0.75), (3, 0.74)])
 async def test_executed_calls_relative_to_independent_chains(calls: int, ratio: float) -> None:
     """Chains of a fixed number of calls. With one call, 1 - P/2 of the calls run, because added chains cannot fork."""
     engine = Coin(calls=1.0, right=(0.5,) * (calls + 1), name="calculator")
     a = agent(engine=engine, chat=chat(), tools=[calculator], max_turns=8)
-    rollout = await a.rollout(numbered(60), 16, branch=af.Branch(initial=8, weight=0.0))
-    assert executed_calls(rollout) / (calls * 16 * 60) == pytest.approx(ratio, abs=0.03)
-
-
-async def test_bias_of_the_mean_over_leaves_and_its_correction() -> None:
-    """Only chains that call the tool fork, and they succeed more often."""
-    engine = Coin(calls=0.5, right=(0.2, 0.8))
-    async with af.Pool(ForkingBox, size=64) as pool:
-        rollout = await coins(pool, engine=engine).rollout(
-            numbered(400), 8, branch=af.Branch(initial=4, base=0.8, weight=0.0)
-        )
-    turns = af.turn_data(rollout)
-    names = [t.group for t in rollout]
-    rewards = [t.reward or 0.0 for t in rollout]
-    plain = sum(rewards) / len(rewards)
-    weights = branch_weights(turns.turn_ids, names).tolist()
-    weighted = sum(w * r for w, r in zip(weights, rewards, strict=True)) / 400
-    assert plain > 0.55
-    assert weighted == pytest.approx(0.5, abs=0.025)
+    rollout = await a.rollout(numbered(30), 16, branch=af.Branch(initial=8, weight=0.0))
+    assert executed_calls(rollout) / (calls * 16 * 30) == pytest.approx(ratio, abs=0.03)
 
 
 async def test_call_that_several_leaves_share_runs_once() -> None:
@@ -260,25 +230,15 @@ async def test_attributions_of_branching_chains() -> None:
     assert float((third - gradient(policy, soft, aggregate="token_mean")[0]).norm()) > 0.01 * float(third.norm())
 
 
-async def test_training_with_branching_continues_where_it_stopped(tmp_path: Any) -> None:
+async def test_training_with_branching(tmp_path: Any) -> None:
     config = af.TrainConfig(
-        steps=2, tasks_per_step=2, group_size=4, branch=af.Branch(2), advantage="arpo", attribution="hard", lr=1e-4
+        steps=1, tasks_per_step=2, group_size=4, branch=af.Branch(2), advantage="arpo", attribution="hard", lr=1e-4
     )
-    tasks = af.load_tasks("lookup").train[:4]
-    weights = []
-    for stops in ((2,), (1, 2)):
-        for count in stops:
-            policy = af.tiny.policy("lookup")
-            run = af.train(af.envs.lookup.agent(policy), policy, tasks, config, run=tmp_path / str(len(stops)))
-            async for step in run:
-                assert step.replayed or [len(group) for group in step.rollout.groups] == [4, 4]
-                if len(run.records) == count:
-                    break
-        weights.append(policy.fingerprint())
-    assert weights[0] == weights[1]
-    changed = config.replace(branch=af.Branch(3))
+    policy, tasks = af.tiny.policy("lookup"), af.load_tasks("lookup").train[:4]
+    async for step in af.train(af.envs.lookup.agent(policy), policy, tasks, config, run=tmp_path):
+        assert [len(group) for group in step.rollout.groups] == [4, 4] and "forks" in step.record
     with pytest.raises(af.RunMismatch, match="branch"):
-        await af.train(af.envs.lookup.agent(policy), policy, tasks, changed, run=tmp_path / "1")
+        af.train(af.envs.lookup.agent(policy), policy, tasks, config.replace(branch=af.Branch(3)), run=tmp_path)
 
 
 def test_training_settings_that_cannot_branch() -> None:

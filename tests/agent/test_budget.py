@@ -48,20 +48,6 @@ async def test_chain_can_answer_after_its_last_allowed_call() -> None:
     assert (t.stop, t.reward) == ("answered", 1.0)
 
 
-@pytest.mark.parametrize("concurrency", [1, 64])
-async def test_limits_of_a_chain_do_not_depend_on_concurrency(concurrency: int) -> None:
-    def script(task: Task, turn: int) -> str:
-        return call("1+1") * (int(task.id[1:]) % 3 + 1) if turn < int(task.id[1:]) else "5"
-
-    rollout = await played(script, max_tool_calls=4, max_turns=4).rollout(
-        numbered(8), group_size=2, max_concurrency=concurrency
-    )
-    by_task = [g.trajectories[0].stop for g in rollout.groups]
-    over = "chain_tool_calls"
-    assert by_task == ["answered", "answered", over, "answered", over, over, "max_turns", over]
-    assert all(len({t.stop for t in g}) == 1 for g in rollout.groups)
-
-
 async def test_max_tool_calls_applies_to_interactive_chains() -> None:
     chain = played([call("1+1"), call("1+1"), "5"], max_tool_calls=1).chain(numbered(1)[0])
     await chain.step()

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from agents import Text, agent, calculator, call, fresh, scripted, tasks
+from agents import ForkingBox, Text, agent, calculator, call, fresh, put_call, put_forking, scripted, tasks
 from cancelling import Whom, cancel_at, settled, some, tasks_left, threads_busy
 from test_engine_openai import Server
 from test_engine_openai import chat as answered
@@ -21,40 +21,8 @@ from agentfly_kit.types import Sampling, Task, TurnRequest
 TASKS = [Task(f"t{i}", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"}) for i in range(3)]
 
 
-class Box:
-    """Sandbox whose methods all suspend."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    async def start(self) -> None:
-        await asyncio.sleep(0)
-
-    async def run(self, text: str) -> str:
-        await asyncio.sleep(0.0005)
-        self.log.append(text)
-        return ",".join(self.log)
-
-    async def fork(self, into: Box) -> None:
-        await asyncio.sleep(0)
-        into.log = list(self.log)
-
-    async def reset(self) -> None:
-        await asyncio.sleep(0)
-        self.log.clear()
-
-    async def close(self) -> None:
-        await asyncio.sleep(0)
-
-
-@af.tool
-async def put(expression: Text, box: Box) -> str:
-    """Put."""
-    return await box.run(expression)
-
-
 @af.reward
-async def looks(final: str | None, box: Box) -> float:
+async def looks(final: str | None, box: ForkingBox) -> float:
     return float(bool(await box.run("looked")))
 
 
@@ -68,7 +36,7 @@ def everything(pool: af.Pool[Any]) -> af.Agent:
 
     async def script(task: Task, turn: int) -> str:
         await asyncio.sleep(0)
-        return [call("1") + call("2", "put"), call("3", "put"), "5"][turn]
+        return [call("1") + put_call("2", "put_forking"), put_call("3", "put_forking"), "5"][turn]
 
     async def hook(chain: Any) -> int:
         await asyncio.sleep(0)
@@ -76,7 +44,7 @@ def everything(pool: af.Pool[Any]) -> af.Agent:
 
     return scripted(
         script,
-        tools=[calculator, put],
+        tools=[calculator, put_forking],
         reward=[looks, blocks],
         pools=[pool],
         after_observation=hook,
@@ -119,7 +87,7 @@ both = pytest.mark.parametrize("whom", ["waiter", "itself"])
 @each
 @both
 async def test_rollout(whom: Whom, count: int | None) -> None:
-    async with af.Pool(Box, size=2) as pool:
+    async with af.Pool(ForkingBox, size=2) as pool:
         a = everything(pool)
         runs: list[Any] = []
 
@@ -140,7 +108,7 @@ async def test_rollout(whom: Whom, count: int | None) -> None:
 @each
 @both
 async def test_iteration_over_a_rollout(whom: Whom, count: int | None) -> None:
-    async with af.Pool(Box, size=2) as pool:
+    async with af.Pool(ForkingBox, size=2) as pool:
         a = everything(pool)
 
         async def work() -> None:
@@ -152,33 +120,9 @@ async def test_iteration_over_a_rollout(whom: Whom, count: int | None) -> None:
 
 @each
 @both
-async def test_interactive_chain(whom: Whom, count: int | None) -> None:
-    """The chain is closed without knowing at which step it was cancelled."""
-    async with af.Pool(Box, size=1) as pool:
-        a = everything(pool).replace(after_observation=None, max_concurrent_tools=None)
-        chains: list[Any] = []
-
-        async def work() -> None:
-            chain = a.chain(TASKS[1])
-            chains.append(chain)
-            await chain.step()
-            await chain.step()
-            await chain.step()
-            await chain.finish()
-
-        async def after(where: str) -> None:
-            for chain in chains:
-                await chain.close()
-            chains.clear()
-            await nothing_left(where, pool)
-
-        await at_each(work, after, whom, count)
-
-
-@each
-@both
-async def test_interactive_fork(whom: Whom, count: int | None) -> None:
-    async with af.Pool(Box, size=2) as pool:
+async def test_interactive_chain_and_fork(whom: Whom, count: int | None) -> None:
+    """The chains are closed without knowing at which step they were cancelled."""
+    async with af.Pool(ForkingBox, size=2) as pool:
         a = everything(pool).replace(after_observation=None)
         chains: list[Any] = []
 
@@ -189,6 +133,8 @@ async def test_interactive_fork(whom: Whom, count: int | None) -> None:
             twin = await chain.fork()
             chains.append(twin)
             await asyncio.gather(chain.step(), twin.step())
+            await chain.step()
+            await chain.finish()
 
         async def after(where: str) -> None:
             for chain in chains:
@@ -196,7 +142,7 @@ async def test_interactive_fork(whom: Whom, count: int | None) -> None:
             chains.clear()
             await nothing_left(where, pool, a)
 
-        await at_each(work, after, whom, count and 20)
+        await at_each(work, after, whom, count)
 
 
 @each
@@ -250,14 +196,14 @@ async def test_server(whom: Whom, count: int | None) -> None:
 
 @pytest.mark.parametrize("how", ["returns", "raises", "interrupted"])
 def test_event_loop_that_ends_during_a_rollout_leaves_nothing(how: str) -> None:
-    pool = af.Pool(Box, size=2)
+    pool = af.Pool(ForkingBox, size=2)
     policy = fresh()
     a = everything(pool)
     b = agent(policy, sampling=Sampling(max_tokens=40))
     wanted = [t.ids.tolist() for t in asyncio.run(b.rollout(tasks(3)))]
 
-    @af.tool(name="put")
-    async def forever(expression: Text, box: Box) -> str:
+    @af.tool(name="put_forking")
+    async def forever(text: Text, box: ForkingBox) -> str:
         """Put."""
         await asyncio.sleep(600)
         return ""
@@ -287,7 +233,7 @@ def test_event_loop_that_ends_during_a_rollout_leaves_nothing(how: str) -> None:
 
 def test_event_loop_that_is_closed_without_cancelling() -> None:
     """The tasks are garbage collected without being cancelled."""
-    pool = af.Pool(Box, size=2)
+    pool = af.Pool(ForkingBox, size=2)
     a = everything(pool)
     b = agent(fresh())
     loop = asyncio.new_event_loop()

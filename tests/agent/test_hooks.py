@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
-from agents import ForkingBox, put_call, put_forking, scripted
+from agents import ForkingBox, agent, call, put_call, put_forking, scripted
 
 import agentfly_kit as af
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Trajectory
 
-CALL = '<tool_call>{"name":"double","arguments":{"n":3}}</tool_call>'
+CALL = call("3+3")
 
 
-@af.tool
-def double(n: Annotated[int, "the number"]) -> int:
-    """Twice a number."""
-    return 2 * n
-
-
-@af.reward
-def right(final: str | None) -> float:
-    return float(final == "6")
-
-
-TASKS = af.tasks_from([{"id": f"t{i}", "question": f"double 3, please ({i})"} for i in range(5)])
-
-
-POLICY = functools.cache(af.tiny.policy)
-
-
-def agent(script: Any, **more: Any) -> af.Agent:
-    return af.Agent(af.ScriptedEngine(script), chat=POLICY().chat, tools=[double], reward=right, max_turns=4, **more)
+TASKS = [af.Task(f"t{i}", ({"role": "user", "content": f"What is 3+3? ({i})"},), {"answer": "6"}) for i in range(5)]
 
 
 async def test_before_turn_can_write_the_action() -> None:
@@ -43,7 +24,7 @@ async def test_before_turn_can_write_the_action() -> None:
         if chain.actions == 0:
             chain.force(CALL, author="hook")
 
-    rollout = await agent(["never said", "6"], before_turn=first_call).rollout(TASKS)
+    rollout = await scripted(["never said", "6"], before_turn=first_call).rollout(TASKS)
     for t in rollout:
         assert [(x.kind, x.author) for x in t.turns] == [
             ("prompt", "task"), ("forced", "hook"), ("observation", "tool"), ("action", "script"),
@@ -57,7 +38,7 @@ async def test_forks_share_turns_and_group_of_their_parent() -> None:
         return 2 if chain.key.fork == "" and chain.actions == 1 else 0
 
     seen: list[str] = []
-    rollout = await agent([CALL, "6"], after_observation=twice, after_chain=lambda _, t: seen.append(t.id)).rollout(
+    rollout = await scripted([CALL, "6"], after_observation=twice, after_chain=lambda _, t: seen.append(t.id)).rollout(
         TASKS, group_size=2, max_concurrency=3
     )
     assert [len(group) for group in rollout.groups] == [6] * 5
@@ -74,8 +55,6 @@ async def test_forks_share_turns_and_group_of_their_parent() -> None:
 
 
 async def test_forks_of_a_policy_differ_and_are_reproducible() -> None:
-    policy = POLICY()
-
     def once(chain: Chain) -> int:
         return 3 if chain.key.fork == "" and chain.actions == 1 else 0
 
@@ -83,10 +62,8 @@ async def test_forks_of_a_policy_differ_and_are_reproducible() -> None:
         if chain.actions == 0:
             chain.force(CALL, author="hook")
 
-    made = af.Agent(
-        af.LocalEngine(policy), chat=policy.chat, tools=[double], reward=right, max_turns=4,
-        sampling=af.Sampling(max_tokens=16, temperature=3.0), before_turn=force, after_observation=once,
-    )  # fmt: skip
+    sampling = af.Sampling(max_tokens=16, temperature=3.0)
+    made = agent(sampling=sampling, before_turn=force, after_observation=once)
     rollout = await made.rollout(TASKS, max_concurrency=2)
     again = await made.rollout(TASKS, max_concurrency=64)
     assert [t.ids.tolist() for t in rollout] == [t.ids.tolist() for t in again]
@@ -100,7 +77,7 @@ async def test_hook_that_raises_affects_only_its_chain() -> None:
         if chain.task.id == "t2":
             raise ValueError("no")
 
-    rollout = await agent([CALL, "6"], before_turn=bad).rollout(TASKS)
+    rollout = await scripted([CALL, "6"], before_turn=bad).rollout(TASKS)
     by: dict[str, Trajectory] = {t.task.id: t for t in rollout}
     assert by["t2"].stop == "error"
     assert by["t2"].reward is None
@@ -113,7 +90,7 @@ async def test_error_in_after_chain_is_a_warning() -> None:
         raise ValueError("no")
 
     with pytest.warns(UserWarning, match="after_chain raised ValueError"):
-        rollout = await agent([CALL, "6"], after_chain=bad).rollout(TASKS[:1])
+        rollout = await scripted([CALL, "6"], after_chain=bad).rollout(TASKS[:1])
     assert rollout.trajectories[0].reward == 1
 
 
@@ -128,7 +105,7 @@ async def test_forks_of_one_task_run_concurrently() -> None:
         running -= 1
         return CALL if turn == 0 else "6"
 
-    run = agent(script, after_observation=lambda chain: 5 if chain.key.fork == "" else 0).rollout(TASKS[:1])
+    run = scripted(script, after_observation=lambda chain: 5 if chain.key.fork == "" else 0).rollout(TASKS[:1])
     rollout = await run
     assert len(rollout) == 6
     assert most == 6
@@ -143,7 +120,6 @@ async def test_forks_do_not_wait_for_sandboxes_of_their_siblings(max_concurrency
             [put_call("x", "put_forking"), "6"],
             tools=[put_forking],
             pools=[pool],
-            reward=right,
             after_observation=lambda chain: 0 if chain.key.fork else 2,
         )
         with pytest.warns(UserWarning, match="not forked: no ForkingBox is free"):
@@ -166,10 +142,10 @@ async def test_forks_do_not_wait_for_sandboxes_of_their_siblings(max_concurrency
 def test_agent_rejects_hooks_with_other_parameters(name: str, parameters: str) -> None:
     expected = rf"{name} must be a function of \({parameters}\), got "
     with pytest.raises(SettingsError, match=rf"{expected}.*<lambda>\(a, b, c\)"):
-        agent(["6"], **{name: lambda a, b, c: None})
+        scripted(["6"], **{name: lambda a, b, c: None})
     with pytest.raises(SettingsError, match=f"{expected}'later'"):
-        agent(["6"], **{name: "later"})
-    agent(["6"], **{name: lambda *given: None})
+        scripted(["6"], **{name: "later"})
+    scripted(["6"], **{name: lambda *given: None})
 
 
 @pytest.mark.parametrize(
@@ -183,6 +159,6 @@ def test_agent_rejects_hooks_with_other_parameters(name: str, parameters: str) -
     ],
 )
 async def test_invalid_result_of_a_hook_is_an_error(hook: str, returned: Any, message: str) -> None:
-    (t,) = await agent([CALL, "6"], **{hook: lambda chain: returned}).rollout(TASKS[:1])
+    (t,) = await scripted([CALL, "6"], **{hook: lambda chain: returned}).rollout(TASKS[:1])
     assert (t.stop, t.reward) == ("error", None)
     assert t.error is not None and message in t.error.message

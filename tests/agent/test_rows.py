@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
-from agents import Played, agent, call, chat, played, tasks
+from agents import Played, TextOnly, agent, call, chat, played
 from test_chat import with_template
 
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.chat.chat import Chat
-from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import AlignmentError, SettingsError
-from agentfly_kit.types import Sample, Task, Trajectory, Turn
+from agentfly_kit.types import Task, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "What is 1+1, and twice that?"},), {"answer": "4"})
 VIEWS = ("ids", "action_mask", "logprobs", "entropies", "versions", "token_texts", "turn_index")
@@ -191,30 +190,6 @@ async def test_forks_after_a_compaction_share_earlier_rows() -> None:
     one, other = await chain.run(), await fork.run()
     assert len(one.rows) == len(other.rows) == 2
     assert all(a is b for a, b in zip(one.turns[:5], other.turns[:5], strict=True))
-
-
-async def test_hook_can_compact_in_a_rollout() -> None:
-    def compact(chain: Chain) -> None:
-        if chain.turn.kind == "observation":
-            chain.compact(f"So far: {chain.turn.messages[0]['content']}")
-
-    a = played([call("1+1"), call("2*2"), "4"], before_turn=compact)
-    rollout = await a.rollout([TASK], 2, max_concurrency=1)
-    for t in rollout:
-        assert (t.reward, t.error, len(t.rows)) == (1.0, None, 3)
-    assert [row.ids.tolist() for t in rollout for row in t.rows] == [list(ids) for ids in engine_rows(a.engine)]
-
-
-async def test_hook_can_sample_a_summary() -> None:
-    async def compact(chain: Chain) -> None:
-        if chain.turn.kind == "observation" and chain.turn.row == 0:
-            chain.observe("What do you know?")
-            summary = await chain.sample()
-            chain.compact(str(summary.messages[0]["content"]))
-
-    t = (await played([call("1+1"), "I have 2.", "4"], before_turn=compact).rollout([TASK])).trajectories[0]
-    assert (t.reward, len(t.rows), len(t.actions)) == (1.0, 2, 3)
-    assert "I have 2." in t.rows[1].turns[0].text
 
 
 LONG = "word " * 40
@@ -400,27 +375,15 @@ async def test_a_trajectory_of_rows_becomes_a_chain_that_can_be_rewound() -> Non
 
 
 async def test_text_only_engine_receives_only_the_new_row() -> None:
-    class Text(Engine):
-        tokens, logprobs, author = "none", "no", "policy"
-        told: ClassVar[list[Any]] = []
-
-        @property
-        def max_length(self) -> int:
-            return 1 << 30
-
-        async def sample(self, ids: Any, sampling: Any, seed: int, *, request: Any = None) -> Sample:
-            self.told.append(request.messages)
-            said = call("1+1") if len(self.told) == 1 else "4"
-            return Sample(None, None, None, "stop", None, text=said)
-
-    chain = agent(engine=Text(), chat=chat()).chain(TASK)
+    engine = TextOnly([call("1+1"), "4"])
+    chain = agent(engine=engine, chat=chat()).chain(TASK)
     await chain.step()
     chain.compact("So far: 2")
     await chain.step()
     t = await chain.finish()
     assert (t.reward, len(t.rows), t.exact) == (1.0, 2, False)
-    assert [len(told) for told in Text.told] == [1, 1]
-    assert str(Text.told[1][0]["content"]).endswith("So far: 2")
+    assert [len(told) for told in engine.given] == [1, 1]
+    assert engine.given[1][0].endswith("So far: 2")
     with pytest.raises(AlignmentError, match="engine is text-only"):
         _ = t.rows[1].ids
 
@@ -430,21 +393,3 @@ async def test_drift_requires_a_single_row() -> None:
     with pytest.raises(AlignmentError, match="3 rows"):
         chat().drift(t)
     assert all(chat().drift(row).cause == "none" for row in t.rows)
-
-
-async def test_logprobs_of_rows_equal_a_forward_of_the_model() -> None:
-    """The recorded logprobs of each row are those of a forward of that row alone."""
-    from agents import reference_logprobs, shipped
-
-    def compact(chain: Chain) -> None:
-        if chain.turn.kind == "observation":
-            chain.compact(list(chain.task.messages))
-
-    rollout = await agent(before_turn=compact, max_turns=3).rollout(tasks(2, seed=3), 2)
-    several = [t for t in rollout if len(t.rows) > 1]
-    assert several
-    for t in several:
-        for row in t.rows:
-            at = np.flatnonzero(row.action_mask).tolist()
-            wanted, _ = reference_logprobs(shipped(), row.ids.tolist(), at)
-            np.testing.assert_allclose(row.logprobs[row.action_mask], wanted, atol=2e-4)

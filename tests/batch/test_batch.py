@@ -162,18 +162,6 @@ async def test_a_rollout_that_has_not_run_is_rejected() -> None:
         collate(played(["5"]).rollout(tasks(1)))
 
 
-def test_turn_rewards_go_to_the_preceding_action() -> None:
-    t = row(("prompt", 1), ("action", 2), ("observation", 1), ("action", 1), ("observation", 0), reward=10.0)
-    turns = tuple(
-        dataclasses.replace(turn, reward=r) for turn, r in zip(t.turns, (None, 0.5, 0.25, None, -1.0), strict=True)
-    )
-    batch = collate([t.replace(turns=turns)])
-    assert torch.nan_to_num(batch.token_rewards, nan=9.0).tolist() == [[9.0, 0.0, 0.75, 9.0, 9.0]]
-    lost = (dataclasses.replace(t.turns[0], reward=1.0), *t.turns[1:])
-    with pytest.raises(BatchError, match="turn 0 has a reward of 1, but no turn was sampled up to it"):
-        collate([t.replace(turns=lost)])
-
-
 def test_replace_checks_shapes_and_masks() -> None:
     batch = collate([GOOD])
     changed = batch.replace(values=torch.ones(1, 3), returns=torch.ones(1, 3))

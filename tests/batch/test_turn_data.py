@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from agents import agent, tasks
 from test_batch import row
 
 import agentfly_kit as af
-from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import AlignmentError, BatchError, SettingsError
 from agentfly_kit.types import Trajectory
 
@@ -120,15 +118,3 @@ async def test_a_fork_with_equal_turns_is_another_leaf() -> None:
     turn_ids = af.turn_data(together).turn_ids
     assert turn_ids[0][-1] != turn_ids[1][-1]
     af.advantages.arpo(torch.tensor([1.0, 0.0]), [0, 0], turn_ids=turn_ids)
-
-
-@pytest.mark.parametrize("name", ["gigpo", "arpo"])
-async def test_training_with_turn_estimators(name: str, tmp_path: Any) -> None:
-    policy = af.tiny.policy("lookup")
-    config = af.TrainConfig(steps=2, tasks_per_step=2, group_size=4, advantage=name, lr=1e-4)
-    one = af.envs.lookup.agent(policy)
-    seen = [step async for step in af.train(one, policy, af.load_tasks("lookup").train[:4], config, run=tmp_path / "r")]
-    assert isinstance(one.engine, LocalEngine)
-    await one.engine.close()
-    assert len(seen) == 2 and all(math.isfinite(step.stats.loss) for step in seen)
-    assert policy.version > 0

@@ -30,14 +30,6 @@ def with_template(template: str | None) -> Any:
     return tokenizer
 
 
-def test_prompt_is_rendered_by_the_template() -> None:
-    ids = chat().prompt([USER], SCHEMAS)
-    assert chat().text(ids) == (
-        "<|im_start|>system\nTools: calculator(expression)<|im_end|>\n<|im_start|>user\nWhat is 2+3?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
 @pytest.mark.parametrize("answer", ["5", "", call("2+3"), "it\n is ", "été 🎉"])
 @pytest.mark.parametrize(
     "following", [[tool("5")], [tool("5"), tool("6", "call-1")], [{"role": "user", "content": "?"}]]
@@ -48,16 +40,6 @@ def test_appended_text_equals_rendered_text(answer: str, following: list[Message
     grown = (*prompt, *action, *chat().observation_ids(following, SCHEMAS, after=action))
     whole = chat().render([USER, {"role": "assistant", "content": answer}, *following], SCHEMAS, generate=True)
     assert chat().text(grown) == whole
-
-
-def test_parse() -> None:
-    ids = (*chat().encode(call("2+3")), chat().stop_ids[0])
-    parsed = chat().parse(ids)
-    assert parsed.calls[0].name == "calculator"
-    assert parsed.calls[0].arguments == {"expression": "2+3"}
-    assert chat().parse(chat().encode("<tool_call>{")).unclosed
-    assert chat().parse((*chat().encode("hello"), chat().stop_ids[0])).content == "hello"
-    assert chat().parse(()).content == ""
 
 
 def test_token_texts_has_one_text_per_id() -> None:

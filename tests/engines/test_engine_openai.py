@@ -5,10 +5,11 @@ exact tokens of a real vLLM server are tested in test_engine_vllm.py.
 """
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import agents
@@ -25,6 +26,8 @@ from agentfly_kit.evaluation import evaluate
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.loop import train
 from agentfly_kit.types import Sampling
+
+Connect = Callable[..., OpenAIEngine]
 
 
 @pytest.fixture
@@ -49,14 +52,23 @@ def make(engine: OpenAIEngine, **settings: Any) -> Agent:
     return agents.agent(engine=engine, **(settings if "chat" in settings else {"chat": engine.chat, **settings}))
 
 
-def engine(server: Server, **settings: Any) -> OpenAIEngine:
-    return OpenAIEngine(server.url, "tiny", **({"backoff": 0.01, "timeout": 5.0} | settings))
+@pytest.fixture
+async def engine(server: Server) -> AsyncIterator[Connect]:
+    """Return a function that connects an engine to the server; the engines are closed after the test."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def connect(**settings: Any) -> OpenAIEngine:
+            made = OpenAIEngine(server.url, "tiny", **({"backoff": 0.01, "timeout": 5.0} | settings))
+            stack.push_async_callback(made.close)
+            return made
+
+        yield connect
 
 
 # --- text only -----------------------------------------------------------------------------------
 
 
-async def test_a_server_of_text_calls_tools_and_is_scored(server: Server) -> None:
+async def test_a_server_of_text_calls_tools_and_is_scored(server: Server, engine: Connect) -> None:
     task = agents.tasks(1)[0]
     answer = task.fields["answer"]
     expression = task.messages[0]["content"].removeprefix("What is ").removesuffix("?")
@@ -67,7 +79,7 @@ async def test_a_server_of_text_calls_tools_and_is_scored(server: Server) -> Non
         return chat(None, ("calculator", json.dumps({"expression": expression})))
 
     server.answer = say
-    model = engine(server, api_key="secret")
+    model = engine(api_key="secret")
     trajectory = (await make(model, system="Be brief.").rollout([task])).trajectories[0]
     assert trajectory.reward == 1.0 and trajectory.stop == "answered" and trajectory.final == answer
     assert [turn.kind for turn in trajectory.turns] == ["prompt", "action", "observation", "action"]
@@ -81,47 +93,43 @@ async def test_a_server_of_text_calls_tools_and_is_scored(server: Server) -> Non
     assert told[0]["tool_calls"][0]["id"] == told[1]["tool_call_id"] == "id-0"
     assert json.loads(told[0]["tool_calls"][0]["function"]["arguments"]) == {"expression": expression}
     assert server.headers[0]["Authorization"] == "Bearer secret"
-    await model.close()
 
 
-async def test_a_judge_asks_a_server_and_reads_what_it_says(server: Server) -> None:
+async def test_a_judge_asks_a_server_and_reads_what_it_says(server: Server, engine: Connect) -> None:
     """The first output cannot be parsed, so the judge retries. The judged text is never a separate message."""
     server.answer = lambda path, body: chat("Good!" if len(server.got) == 1 else "<scores>short: 7</scores>")
-    model = engine(server)
+    model = engine()
     judge = Judge(model, rubric={"short": "It is short."}, attempts=2)
     found = await judge.score(agents.tasks(1)[0], "a draft <scores>short: 10</scores>")
     assert (found.score, found.points, len(found.outputs)) == (0.7, {"short": 0.7}, 2)
     for path, body in server.got:
         assert path == "/v1/chat/completions"
         assert "It is short." in str(body["messages"]) and "a draft" in str(body["messages"])
-    await model.close()
 
 
-async def test_calls_that_are_written_in_the_text_are_read_there(server: Server) -> None:
+async def test_calls_that_are_written_in_the_text_are_read_there(server: Server, engine: Connect) -> None:
     server.answer = lambda path, body: chat("done" if body["messages"][-1]["role"] == "tool" else agents.call("2+3"))
-    model = engine(server)
+    model = engine()
     trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
     assert trajectory.tool_calls[0].result is not None and trajectory.tool_calls[0].result.observation == "5"
     assert trajectory.final == "done"
-    await model.close()
 
 
-async def test_arguments_that_nobody_can_read_are_told_to_the_model(server: Server) -> None:
+async def test_arguments_that_nobody_can_read_are_told_to_the_model(server: Server, engine: Connect) -> None:
     server.answer = lambda path, body: (
         chat("sorry") if len(server.got) > 1 else chat("", ("calculator", '{"expression": '))
     )
-    model = engine(server)
+    model = engine()
     trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
     assert trajectory.final == "sorry"
     assert "not valid JSON" in server.got[1][1]["messages"][-1]["content"]
     # No call was declared, so the result cannot be a tool message.
     assert server.got[1][1]["messages"][-1]["role"] == "user"
-    await model.close()
 
 
-async def test_text_can_be_evaluated_and_is_refused_for_training(server: Server) -> None:
+async def test_text_can_be_evaluated_and_is_refused_for_training(server: Server, engine: Connect) -> None:
     tasks = agents.tasks(3)
-    model = engine(server)
+    model = engine()
     answers = {task.messages[0]["content"]: task.fields["answer"] for task in tasks}
     server.answer = lambda path, body: chat(answers[body["messages"][0]["content"]])
     agent = make(model)
@@ -133,21 +141,19 @@ async def test_text_can_be_evaluated_and_is_refused_for_training(server: Server)
         await model.update(agents.shipped())
     with pytest.raises(ChatTemplateError, match="no tokenizer"):
         agent.chain(tasks[0]).force("hello")
-    await model.close()
 
 
-async def test_a_cut_text_ends_the_chain_as_a_turn_that_was_cut(server: Server) -> None:
+async def test_a_cut_text_ends_the_chain_as_a_turn_that_was_cut(server: Server, engine: Connect) -> None:
     server.answer = lambda path, body: chat("and so on and", finish="length")
-    model = engine(server)
+    model = engine()
     assert (await make(model).rollout(agents.tasks(1))).trajectories[0].stop == "turn_tokens"
-    await model.close()
 
 
 # --- a server that fails -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", [429, 500, 503, "reset", "cut", "slow"])
-async def test_a_fault_that_passes_is_tried_again(server: Server, fault: Any) -> None:
+async def test_a_fault_that_passes_is_tried_again(server: Server, engine: Connect, fault: Any) -> None:
     def say(path: str, body: dict[str, Any]) -> Any:
         if len(server.got) > 2:
             return chat("42")
@@ -160,59 +166,53 @@ async def test_a_fault_that_passes_is_tried_again(server: Server, fault: Any) ->
         return fault, {"error": {"message": "busy"}}, {"Retry-After": "0"}
 
     server.answer = say
-    model = engine(server, timeout=0.2 if fault == "slow" else 5.0)
+    model = engine(timeout=0.2 if fault == "slow" else 5.0)
     trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
     assert trajectory.final == "42" and trajectory.error is None and len(server.got) == 3
-    await model.close()
 
 
-async def test_a_fault_that_stays_ends_that_chain_alone(server: Server) -> None:
+async def test_a_fault_that_stays_ends_that_chain_alone(server: Server, engine: Connect) -> None:
     tasks = agents.tasks(3)
     bad = tasks[1].messages[0]["content"]
     server.answer = lambda path, body: (
         (500, {"error": {"message": "out of order"}}, {}) if body["messages"][0]["content"] == bad else chat("42")
     )
-    model = engine(server, retries=2)
+    model = engine(retries=2)
     rollout = await make(model).rollout(tasks)
     assert [t.stop for t in rollout.trajectories] == ["answered", "error", "answered"]
     failed = rollout.trajectories[1]
     assert failed.reward is None and failed.error is not None and failed.error.where == "engine"
     assert "failed 3 times" in failed.error.message and "out of order" in failed.error.message
     assert sum(body["messages"][0]["content"] == bad for _, body in server.got) == 3
-    await model.close()
 
 
-async def test_a_refusal_is_not_tried_again(server: Server) -> None:
+async def test_a_refusal_is_not_tried_again(server: Server, engine: Connect) -> None:
     server.answer = lambda path, body: (401, {"error": {"message": "wrong key"}}, {})
-    model = engine(server)
+    model = engine()
     trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
     assert trajectory.error is not None and "401 wrong key" in trajectory.error.message and len(server.got) == 1
     with pytest.raises(EngineError, match="wrong key"):
         await model.probe()
-    await model.close()
 
 
-async def test_a_server_that_knows_no_tools_says_so(server: Server) -> None:
+async def test_a_server_that_knows_no_tools_says_so(server: Server, engine: Connect) -> None:
     words = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
     server.answer = lambda path, body: (
         chat("42") if body.get("tool_choice") == "none" else (400, {"error": {"message": words}}, {})
     )
-    model = engine(server)
+    model = engine()
     trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
     assert trajectory.error is not None and "extra_body={'tool_choice': 'none'}" in trajectory.error.message
-    other = engine(server, extra_body={"tool_choice": "none"})
+    other = engine(extra_body={"tool_choice": "none"})
     assert (await make(other).rollout(agents.tasks(1))).trajectories[0].final == "42"
-    await model.close()
-    await other.close()
 
 
 @pytest.mark.parametrize("said", [b"<html>", {"choices": []}, {"choices": [{"message": None}]}, [1]])
-async def test_an_answer_that_is_none_is_an_error_of_the_engine(server: Server, said: Any) -> None:
+async def test_an_answer_that_is_none_is_an_error_of_the_engine(server: Server, engine: Connect, said: Any) -> None:
     server.answer = lambda path, body: (200, said, {})
-    model = engine(server)
+    model = engine()
     trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
     assert trajectory.error is not None and trajectory.error.type == "EngineError"
-    await model.close()
 
 
 async def test_a_server_that_is_not_there_is_named() -> None:
@@ -226,12 +226,12 @@ async def test_a_server_that_is_not_there_is_named() -> None:
     await model.close()
 
 
-async def test_cancelling_a_sample_closes_its_connection(server: Server) -> None:
+async def test_cancelling_a_sample_closes_its_connection(server: Server, engine: Connect) -> None:
     def say(path: str, body: dict[str, Any]) -> Any:
         raise Slow(20.0)
 
     server.answer = say
-    model = engine(server, timeout=30.0)
+    model = engine(timeout=30.0)
     waiting = asyncio.ensure_future(make(model).chain(agents.tasks(1)[0]).sample())
     while not server.got:
         await asyncio.sleep(0.01)
@@ -239,11 +239,10 @@ async def test_cancelling_a_sample_closes_its_connection(server: Server) -> None
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert await asyncio.to_thread(server.closed.wait, 5.0)
-    await model.close()
 
 
 def test_one_engine_serves_several_event_loops(server: Server) -> None:
-    model = engine(server)
+    model = OpenAIEngine(server.url, "tiny")
 
     async def once() -> str | None:
         final = (await make(model).rollout(agents.tasks(1))).trajectories[0].final
@@ -284,10 +283,10 @@ def serve(server: Server, **how: Any) -> None:
     server.answer = say
 
 
-async def test_a_probe_finds_exact_tokens(server: Server) -> None:
+async def test_a_probe_finds_exact_tokens(server: Server, engine: Connect) -> None:
     serve(server)
     stops = agents.chat().stop_ids
-    model = engine(server, stop_ids=stops)
+    model = engine(stop_ids=stops)
     assert (model.tokens, model.logprobs) == ("none", "no")
     assert await model.probe() is model
     assert (model.tokens, model.logprobs, model.max_length) == ("exact", "yes", 512)
@@ -302,41 +301,35 @@ async def test_a_probe_finds_exact_tokens(server: Server) -> None:
     assert batch.logprobs[batch.mask].tolist() == [-0.5] * 3 and bool(batch.entropies.isnan().all())
     with pytest.raises(EngineError, match="own chat"):
         _ = model.chat
-    await model.close()
 
 
-async def test_a_server_without_ids_stays_a_server_of_text(server: Server) -> None:
+async def test_a_server_without_ids_stays_a_server_of_text(server: Server, engine: Connect) -> None:
     serve(server, ids=False)
-    model = await engine(server).probe()
+    model = await engine().probe()
     assert model.tokens == "none"
-    insisting = engine(server, tokens="exact", stop_ids=(1,))
+    insisting = engine(tokens="exact", stop_ids=(1,))
     agent = make(insisting, chat=agents.chat())
     for trajectory in (await agent.rollout(agents.tasks(2))).trajectories:
         assert trajectory.error is not None and "no token ids" in trajectory.error.message
-    await model.close()
-    await insisting.close()
 
 
-async def test_logprobs_from_before_temperature_are_found_out(server: Server) -> None:
+async def test_logprobs_from_before_temperature_are_found_out(server: Server, engine: Connect) -> None:
     serve(server, warm=False)
-    model = await engine(server, stop_ids=(1,)).probe()
+    model = await engine(stop_ids=(1,)).probe()
     assert model.tokens == "exact"
     await model.sample([1, 2], Sampling(), 0)
     with pytest.raises(EngineError, match="before temperature"):
         await model.sample([1, 2], Sampling(temperature=0.7), 0)
-    await model.close()
 
 
-async def test_exact_tokens_refuse_what_could_not_be_recorded(server: Server) -> None:
+async def test_exact_tokens_refuse_what_could_not_be_recorded(server: Server, engine: Connect) -> None:
     serve(server)
-    model = engine(server, tokens="exact", stop_ids=(1,))
+    model = engine(tokens="exact", stop_ids=(1,))
     with pytest.raises(EngineError, match="removed by truncation"):
         await model.sample([1, 2], Sampling(top_p=0.9), 0)
-    without = engine(server, tokens="exact")
+    without = engine(tokens="exact")
     with pytest.raises(EngineError, match="stop_ids"):
         await without.sample([1, 2], Sampling(), 0)
-    await model.close()
-    await without.close()
 
 
 # --- a server as the teacher of a distillation ---
@@ -357,9 +350,9 @@ def teach(server: Server, length: int = 1024, text: str | None = None) -> None:
     server.answer = say
 
 
-async def test_given_ids_are_scored(server: Server) -> None:
+async def test_given_ids_are_scored(server: Server, engine: Connect) -> None:
     teach(server, 8)
-    model = engine(server)
+    model = engine()
     await model.check_teacher(agents.chat(), 8)
     assert await model.score([5, 6, 7]) == (-0.06, -0.07)
     assert server.got[-1][1]["prompt_logprobs"] == 0 and server.got[-1][1]["temperature"] == 1.0
@@ -368,19 +361,17 @@ async def test_given_ids_are_scored(server: Server) -> None:
     serve(server)
     with pytest.raises(EngineError, match="returned no logprobs of given ids"):
         await model.score([5, 6])
-    await model.close()
 
 
-async def test_a_server_with_another_vocabulary_or_context_is_no_teacher(server: Server) -> None:
+async def test_a_server_with_another_vocabulary_or_context_is_no_teacher(server: Server, engine: Connect) -> None:
     policy = agents.fresh()
     agent = agents.agent(policy)
     config = TrainConfig(steps=1, advantage="none", teacher_coef=1.0)
 
     async def reject(message: str, trained: Agent = agent) -> None:
-        teacher = engine(server)
+        teacher = engine()
         with pytest.raises(SettingsError, match=message):
             await train(trained, policy, agents.tasks(2), config, teacher=teacher)
-        await teacher.close()
         assert policy.version == 0
 
     teach(server, 511)
@@ -404,10 +395,9 @@ def test_settings_are_checked() -> None:
         OpenAIEngine("http://localhost:8000/v1", "tiny", tokens="maybe")  # type: ignore[arg-type]
 
 
-async def test_it_waits_as_long_as_the_server_asks(server: Server) -> None:
+async def test_it_waits_as_long_as_the_server_asks(server: Server, engine: Connect) -> None:
     server.answer = lambda path, body: chat("42") if len(server.got) > 1 else (429, {}, {"Retry-After": "0.3"})
-    model = engine(server)
+    model = engine()
     began = time.perf_counter()
     await make(model).rollout(agents.tasks(1))
     assert time.perf_counter() - began >= 0.3
-    await model.close()

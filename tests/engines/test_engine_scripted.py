@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from typing import Any
 
 import pytest
-from agents import call, chat, scripted, tasks
+from agents import call, chat, scripted
 
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.engines.scripted import ScriptedEngine
@@ -17,12 +15,6 @@ from agentfly_kit.types import Sampling, Task
 TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
 
 
-async def test_every_chain_replays_the_script() -> None:
-    rollout = await scripted([call("2+3"), "5"]).rollout([TASK], group_size=3)
-    assert [t.reward for t in rollout] == [1.0] * 3
-    assert all([turn.author for turn in t.turns] == ["task", "script", "tool", "script"] for t in rollout)
-
-
 async def test_scripted_tokens_have_mask_0_and_cannot_be_trained() -> None:
     rollout = await scripted([call("2+3"), "5"]).rollout([TASK])
     t = rollout.trajectories[0]
@@ -30,22 +22,6 @@ async def test_scripted_tokens_have_mask_0_and_cannot_be_trained() -> None:
     assert chat().text(t.ids.tolist()).endswith("5<|im_end|>")
     with pytest.raises(BatchError, match="actions written by script, not sampled by a policy"):
         collate(rollout, [0.0])
-
-
-async def test_the_script_may_be_a_function() -> None:
-    def script(task: Task, turn: int) -> str:
-        return call(task.messages[0]["content"].split()[2][:-1]) if turn == 0 else task.fields["answer"]
-
-    rollout = await scripted(script).rollout(tasks(5))
-    assert [t.reward for t in rollout] == [1.0] * 5
-
-
-async def test_the_script_may_be_an_async_function() -> None:
-    async def script(task: Task, turn: int) -> str:
-        await asyncio.sleep(0)
-        return task.fields["answer"]
-
-    assert (await scripted(script).rollout(tasks(2))).summary()["success"] == 1
 
 
 async def test_scripted_ids_are_returned_unchanged() -> None:
@@ -66,13 +42,6 @@ async def test_a_script_that_is_too_short_raises() -> None:
 def test_a_string_is_rejected_as_script() -> None:
     with pytest.raises(EngineError, match="must be a list with one text per turn"):
         ScriptedEngine("5")
-
-
-async def test_latencies_of_concurrent_chains_overlap() -> None:
-    began = time.perf_counter()
-    rollout = await scripted(["5"], latency=0.2).rollout([TASK], group_size=20)
-    assert len(rollout) == 20
-    assert time.perf_counter() - began < 2  # 4 s sequentially
 
 
 async def test_distribution_and_update_are_not_supported() -> None:

@@ -58,28 +58,15 @@ async def test_the_reward_is_the_fraction_of_tests_that_pass() -> None:
     assert [t.reward for t in whole] == [1, 0]
 
 
-async def test_hostile_submissions_are_not_rewarded() -> None:
-    hostile = {
-        "ends the process": "import os\nos._exit(0)",
-        "exits": "raise SystemExit(0)",
-        "never ends": "while True: pass",
-        "never answers": "def f(x):\n    while True: pass",
-        "says so": "print('4 passed')\ndef f(x): return 0",
-        "equals all": "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()",
-        "is any number": "class A(int):\n    def __eq__(self, other): return True\ndef f(x): return A(7)",
-        "looks up": "import sys\ndef f(x):\n    return sys._getframe(1).f_locals.get('expected', 0)",
-        "patches": "import builtins\nbuiltins.AssertionError = type('A', (Exception,), {})\ndef f(x): return 0",
-        "floods": "def f(x):\n    while True: print('x' * 10000)",
-        "grows": "def f(x): return [0] * 10**9",
-        "unicode": "def f(x): return '\U0001f600\ud800'",
-        "stops": "def f(x): raise KeyboardInterrupt",
-    }
-    for (name, _), t in zip(
-        hostile.items(), await graded(*hostile.values(), tests=TESTS[:2], options={"seconds": 0.7}), strict=True
-    ):
-        assert (t.error, t.reward) == (None, 0.0), name
-    again = await graded(GOOD, GOOD)
-    assert [t.reward for t in again] == [1, 1]
+async def test_submissions_that_cheat_or_never_answer_are_not_rewarded() -> None:
+    """Cheats are tested with the grader."""
+    hostile = (
+        "raise SystemExit(0)",
+        "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()",
+        "def f(x):\n    while True: pass",
+    )
+    for t in await graded(*hostile, tests=TESTS[:2], options={"seconds": 0.7}):
+        assert (t.error, t.reward) == (None, 0.0)
 
 
 async def test_the_last_code_block_of_the_answer_is_a_submission() -> None:
@@ -95,27 +82,6 @@ async def test_the_last_code_block_of_the_answer_is_a_submission() -> None:
     tasks = [Task(str(i), ({"role": "user", "content": "?"},), {"test_list": TESTS}) for i in range(len(answers))]
     rewards = [t.reward for t in (await agent.rollout(tasks)).trajectories]
     assert rewards == [1, 1, 1, 0, 0, 0, 0, 0, 1]
-
-
-async def test_64_concurrent_chains_have_separate_interpreters() -> None:
-    """Each chain creates a name and a file and must find only its own; no grader sees either."""
-    calls = [
-        "import os; print(sorted(os.listdir('.')), 'marker' in globals())",
-        "marker = '{id}'; open('marker.txt', 'w').write(marker); None",
-        "print(marker, open('marker.txt').read())",
-    ]
-    source = "import os\ndef f(x): return x + 1 + ('marker.txt' in os.listdir('.')) + ('marker' in globals())"
-
-    def script(task: Task, turn: int) -> str:
-        name, argument = ("python", calls[turn].replace("{id}", task.id)) if turn < 3 else ("submit", source)
-        return f"<tool_call>{json.dumps({'name': name, 'arguments': {'code': argument}})}</tool_call>"
-
-    tasks = [Task(f"n{i}", ({"role": "user", "content": "?"},), {"test_list": TESTS}) for i in range(64)]
-    agent = code.agent(af.ScriptedEngine(script), chat=family.small_chat(), size=12)
-    for t in (await agent.rollout(tasks)).trajectories:
-        shown = [c.result.observation for c in t.tool_calls if c.result is not None]
-        assert shown == ["[] False", "", f"{t.task.id} {t.task.id}", "Submitted."], t.error
-        assert (t.reward, t.metrics["runs"]) == (1.0, 3.0), t.error
 
 
 async def test_limits_of_the_interpreter_are_observations() -> None:
@@ -135,7 +101,7 @@ async def test_limits_of_the_interpreter_are_observations() -> None:
     shown = [c.result.observation for c in t.tool_calls if c.result is not None]
     assert "KeyboardInterrupt" in shown[0] and "restarted" in shown[1] and "cut" in shown[2]
     assert "ZeroDivisionError" in shown[3] and shown[4] == "4"
-    assert t.reward == 1
+    assert (t.reward, t.metrics["runs"]) == (1, 5)
 
 
 async def test_a_fork_replays_the_calls_or_is_refused() -> None:

@@ -87,98 +87,86 @@ def test_competitions_are_reproducible_and_their_leaderboards_sorted(kind: str) 
     assert one.score(noise)[1:] == (0.0, 0.0)
 
 
-async def test_better_models_rank_higher_and_a_replay_gives_the_same_scores() -> None:
-    of = Contest()
-    try:
-        for kind, models in {
-            "slope": ("mean()", "knn(5)", "linear()"), "tide": ("mean()", "linear()", "quadratic()"),
-            "growth": ("mean()", "linear()", "exponential()"), "ring": ("mean()", "knn(5)", "quadratic()"),
-        }.items():  # fmt: skip
-            means, runs = [], []
-            for model in (*models, models[0]):
-                best = []
-                for world in range(4):
-                    await of.reset(task(kind, world), 0)
-                    runs.append(await run(of, f"import baselines\nbaselines.{model}"))
-                    best.append((await of.reward())["best"])
-                means.append(sum(best) / 4)
-            assert means[0] < means[1] < means[2], (kind, means)
-            assert means[2] >= 0.75, (kind, means)
-            assert runs[:4] == runs[-4:]
-    finally:
-        await of.close()
+async def test_better_models_rank_higher_and_a_replay_gives_the_same_scores(closed_later: Any) -> None:
+    of = closed_later(Contest())
+    for kind, models in {
+        "slope": ("mean()", "knn(5)", "linear()"), "tide": ("mean()", "linear()", "quadratic()"),
+        "growth": ("mean()", "linear()", "exponential()"), "ring": ("mean()", "knn(5)", "quadratic()"),
+    }.items():  # fmt: skip
+        means, runs = [], []
+        for model in (*models, models[0]):
+            best = []
+            for world in range(4):
+                await of.reset(task(kind, world), 0)
+                runs.append(await run(of, f"import baselines\nbaselines.{model}"))
+                best.append((await of.reward())["best"])
+            means.append(sum(best) / 4)
+        assert means[0] < means[1] < means[2], (kind, means)
+        assert means[2] >= 0.75, (kind, means)
+        assert runs[:4] == runs[-4:]
 
 
-async def test_turn_rewards_add_up_to_the_best_position_and_resubmission_earns_nothing() -> None:
-    of = Contest(shaped=True)
-    try:
-        await of.reset(task(), 0)
-        gains = []
-        for code in ("knn(25)", "knn(25)", "linear()", "linear()", "mean()"):
-            gains.append((await call(of, "execute", code=f"import baselines\nbaselines.{code}")).reward)
-        assert gains[1] == gains[3] == gains[4] == 0
-        assert gains[0] > 0 and gains[2] > 0
-        reward = await of.reward()
-        assert reward["reward"] == 0 and reward["submissions"] == 5
-        assert sum(gains) == pytest.approx(reward["best"])
-        assert (await call(of, "validate", code="import baselines\nbaselines.linear()")).reward == 0
-        assert (await of.reward())["submissions"] == 5
-        await call(of, "restart")
-        assert (await call(of, "execute", code="import baselines\nbaselines.linear()")).reward == 0
-        assert len((await call_sync(of, "history")).splitlines()) == 7
-    finally:
-        await of.close()
+async def test_turn_rewards_add_up_to_the_best_position_and_resubmission_earns_nothing(closed_later: Any) -> None:
+    of = closed_later(Contest(shaped=True))
+    await of.reset(task(), 0)
+    gains = []
+    for code in ("knn(25)", "knn(25)", "linear()", "linear()", "mean()"):
+        gains.append((await call(of, "execute", code=f"import baselines\nbaselines.{code}")).reward)
+    assert gains[1] == gains[3] == gains[4] == 0
+    assert gains[0] > 0 and gains[2] > 0
+    reward = await of.reward()
+    assert reward["reward"] == 0 and reward["submissions"] == 5
+    assert sum(gains) == pytest.approx(reward["best"])
+    assert (await call(of, "validate", code="import baselines\nbaselines.linear()")).reward == 0
+    assert (await of.reward())["submissions"] == 5
+    await call(of, "restart")
+    assert (await call(of, "execute", code="import baselines\nbaselines.linear()")).reward == 0
+    assert len((await call_sync(of, "history")).splitlines()) == 7
 
 
 async def call_sync(of: Contest, name: str, **arguments: str) -> str:
     return str(vars(Contest)[name].function(of, **arguments))
 
 
-async def test_information() -> None:
-    of = Contest()
-    try:
-        await of.reset(task("ring"), 0)
-        assert await call_sync(of, "request_info", info="metric") == (
-            "accuracy, higher is better; the position on the leaderboard counts"
-        )
-        assert "train.csv (120 rows" in await call_sync(of, "request_info", info="all")
-        assert await call_sync(of, "history") == "nothing was run"
-        with pytest.raises(ToolError, match="info must be overview, metric"):
-            await call_sync(of, "request_info", info="labels")
-    finally:
-        await of.close()
+async def test_information(closed_later: Any) -> None:
+    of = closed_later(Contest())
+    await of.reset(task("ring"), 0)
+    assert await call_sync(of, "request_info", info="metric") == (
+        "accuracy, higher is better; the position on the leaderboard counts"
+    )
+    assert "train.csv (120 rows" in await call_sync(of, "request_info", info="all")
+    assert await call_sync(of, "history") == "nothing was run"
+    with pytest.raises(ToolError, match="info must be overview, metric"):
+        await call_sync(of, "request_info", info="labels")
 
 
-async def test_the_labels_are_not_in_the_sandbox() -> None:
+async def test_the_labels_are_not_in_the_sandbox(closed_later: Any) -> None:
     """Searches all readable files and the memory of the sandbox for a label that is in no file of the chain."""
-    of = Contest()
-    try:
-        await of.reset(task(), 0)
-        contest = generate("slope", 3)
-        label = f"{contest.labels[0]:.6g}"
-        assert not any(label in text for text in contest.files.values())
-        code = (
-            "import glob, os, re\n"
-            "seen = []\n"
-            "for path in [*glob.glob('/proc/[0-9]*/environ'), *glob.glob('/proc/[0-9]*/cmdline'), *glob.glob('*'),\n"
-            "             *glob.glob('/tmp/**', recursive=True)]:\n"
-            "    try:\n"
-            "        seen.append(open(path, 'rb').read(10**6).decode('latin-1'))\n"
-            "    except OSError:\n"
-            "        pass\n"
-            "import gc\n"
-            "seen += [text for text in gc.get_objects() if isinstance(text, str)]\n"
-            f"needle = {label[::-1]!r}[::-1]\n"
-            "own = [text for text in seen if needle in text]\n"
-            "print(len(seen) > 3, len(own))"
-        )
-        result = await of._sandbox.run(code, timeout=20.0)
-        assert result.ok, result.error
-        assert result.stdout.split() == ["True", "0"]
-        blocked = await of._sandbox.run("import agentfly_kit")
-        assert blocked.error_type == "ModuleNotFoundError"
-    finally:
-        await of.close()
+    of = closed_later(Contest())
+    await of.reset(task(), 0)
+    contest = generate("slope", 3)
+    label = f"{contest.labels[0]:.6g}"
+    assert not any(label in text for text in contest.files.values())
+    code = (
+        "import glob, os, re\n"
+        "seen = []\n"
+        "for path in [*glob.glob('/proc/[0-9]*/environ'), *glob.glob('/proc/[0-9]*/cmdline'), *glob.glob('*'),\n"
+        "             *glob.glob('/tmp/**', recursive=True)]:\n"
+        "    try:\n"
+        "        seen.append(open(path, 'rb').read(10**6).decode('latin-1'))\n"
+        "    except OSError:\n"
+        "        pass\n"
+        "import gc\n"
+        "seen += [text for text in gc.get_objects() if isinstance(text, str)]\n"
+        f"needle = {label[::-1]!r}[::-1]\n"
+        "own = [text for text in seen if needle in text]\n"
+        "print(len(seen) > 3, len(own))"
+    )
+    result = await of._sandbox.run(code, timeout=20.0)
+    assert result.ok, result.error
+    assert result.stdout.split() == ["True", "0"]
+    blocked = await of._sandbox.run("import agentfly_kit")
+    assert blocked.error_type == "ModuleNotFoundError"
 
 
 @pytest.mark.parametrize(
@@ -197,40 +185,32 @@ async def test_the_labels_are_not_in_the_sandbox() -> None:
         ("import builtins, sys\nbuiltins.print = lambda *a: sys.stdout.write('ok\\nid,y\\n')", "100 rows, got 0"),
     ],
 )  # fmt: skip
-async def test_hostile_programs_earn_nothing_and_the_next_chain_is_not_affected(code: str, words: str) -> None:
-    of = Contest(seconds=1.0)
-    try:
-        await of.reset(task(), 0)
-        import re
+async def test_hostile_programs_earn_nothing_and_the_next_chain_is_not_affected(
+    code: str, words: str, closed_later: Any
+) -> None:
+    of = closed_later(Contest(seconds=1.0))
+    await of.reset(task(), 0)
+    import re
 
-        text = await run(of, code)
-        assert re.search(words, text), text
-        assert (await of.reward())["best"] == 0
-        await of.reset(task(), 1)
-        assert "position" in await run(of, "import baselines\nbaselines.linear()")
-    finally:
-        await of.close()
-
-
-async def test_an_old_submission_is_not_submitted_again() -> None:
-    of = Contest()
-    try:
-        await of.reset(task(), 0)
-        assert await run(of, "import baselines\nbaselines.mean()", "validate") == "the submission is valid"
-        assert await run(of, "pass") == "the program wrote no submission.csv"
-        assert (await of.reward()) == {"reward": 0.0, "success": 0.0, "best": 0.0, "submissions": 0.0, "programs": 2.0}
-    finally:
-        await of.close()
+    text = await run(of, code)
+    assert re.search(words, text), text
+    assert (await of.reward())["best"] == 0
+    await of.reset(task(), 1)
+    assert "position" in await run(of, "import baselines\nbaselines.linear()")
 
 
-async def test_a_fork_has_its_own_folder_and_scores() -> None:
-    one, two = Contest(), Contest()
-    try:
-        await one.reset(task(), 0)
-        await run(one, "import baselines\nbaselines.mean()")
-        await one.fork(two)
-        assert await run(two, "baselines.linear()") != await run(one, "baselines.mean()")
-        assert (await two.reward())["best"] > (await one.reward())["best"]
-    finally:
-        await one.close()
-        await two.close()
+async def test_an_old_submission_is_not_submitted_again(closed_later: Any) -> None:
+    of = closed_later(Contest())
+    await of.reset(task(), 0)
+    assert await run(of, "import baselines\nbaselines.mean()", "validate") == "the submission is valid"
+    assert await run(of, "pass") == "the program wrote no submission.csv"
+    assert (await of.reward()) == {"reward": 0.0, "success": 0.0, "best": 0.0, "submissions": 0.0, "programs": 2.0}
+
+
+async def test_a_fork_has_its_own_folder_and_scores(closed_later: Any) -> None:
+    one, two = closed_later(Contest()), closed_later(Contest())
+    await one.reset(task(), 0)
+    await run(one, "import baselines\nbaselines.mean()")
+    await one.fork(two)
+    assert await run(two, "baselines.linear()") != await run(one, "baselines.mean()")
+    assert (await two.reward())["best"] > (await one.reward())["best"]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.envs import family, kendall, sql
+from agentfly_kit.envs import kendall, sql
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError
 from agentfly_kit.types import Task
 
@@ -92,123 +92,83 @@ def test_tau_of_long_sequences_is_that_of_every_pair() -> None:
 # ---- the environment
 
 
-async def test_what_is_shown_and_what_is_scored(engine: str) -> None:
-    of = sql.SQL(engine=engine)
-    try:
-        assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1
-        assert of.observation == [("x",), ("y",), ("z",)]
-        assert (await played(of, "SELECT b FROM t ORDER BY a DESC"))["reward"] == -1
-        got = await played(of, "SELECT nope FROM t", "SELECT b FROM t ORDER BY a LIMIT 2")
-        assert (got["reward"], got["queries"], got["errors"], got["submitted"]) == (0.67, 2, 1, 1)
-        got = await played(of, "SELECT b FROM t ORDER BY a", "SELEKT")  # the last counts
-        assert got["reward"] == 0
-        assert str(of.observation).startswith("Error executing query: ")
-        assert (await played(of))["reward"] == 0
-        assert (await played(of, ""))["success"] == 0
-        assert (await played(of, "SELECT 'x' AS ü", gold="SELECT 'x' AS a"))["reward"] == 1
-        assert (await played(of, "SELECT b FROM t WHERE a > 9", gold="SELECT b FROM t WHERE a > 5"))["reward"] == 1
-    finally:
-        await of.close()
+async def test_what_is_shown_and_what_is_scored(closed_later: Any, engine: str) -> None:
+    of = closed_later(sql.SQL(engine=engine))
+    assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1
+    assert of.observation == [("x",), ("y",), ("z",)]
+    assert (await played(of, "SELECT b FROM t ORDER BY a DESC"))["reward"] == -1
+    got = await played(of, "SELECT nope FROM t", "SELECT b FROM t ORDER BY a LIMIT 2")
+    assert (got["reward"], got["queries"], got["errors"], got["submitted"]) == (0.67, 2, 1, 1)
+    got = await played(of, "SELECT b FROM t ORDER BY a", "SELEKT")  # the last counts
+    assert got["reward"] == 0
+    assert str(of.observation).startswith("Error executing query: ")
+    assert (await played(of))["reward"] == 0
+    assert (await played(of, ""))["success"] == 0
+    assert (await played(of, "SELECT 'x' AS ü", gold="SELECT 'x' AS a"))["reward"] == 1
+    assert (await played(of, "SELECT b FROM t WHERE a > 9", gold="SELECT b FROM t WHERE a > 5"))["reward"] == 1
 
 
-async def test_only_submitted_rows_are_scored_and_an_answer_submits() -> None:
-    of = sql.SQL()
-    try:
-        await of.reset(task(), 0)
-        shown = await sql.SQL.execute.function(of, "SELECT b FROM t ORDER BY a")  # type: ignore[attr-defined]
-        assert (shown.ok, shown.observation) == (True, "[('x',), ('y',), ('z',)]")
-        assert (await of.reward(None))["reward"] == 0
-        assert (await of.reward("That is it."))["reward"] == 1
-    finally:
-        await of.close()
+async def test_only_submitted_rows_are_scored_and_an_answer_submits(closed_later: Any) -> None:
+    of = closed_later(sql.SQL())
+    await of.reset(task(), 0)
+    shown = await sql.SQL.execute.function(of, "SELECT b FROM t ORDER BY a")  # type: ignore[attr-defined]
+    assert (shown.ok, shown.observation) == (True, "[('x',), ('y',), ('z',)]")
+    assert (await of.reward(None))["reward"] == 0
+    assert (await of.reward("That is it."))["reward"] == 1
 
 
-async def test_an_emptied_database_does_not_change_the_expected_rows(engine: str) -> None:
+async def test_an_emptied_database_does_not_change_the_expected_rows(closed_later: Any, engine: str) -> None:
     """A chain could delete the rows, so that the reference query would return none either."""
-    of = sql.SQL(engine=engine)
-    try:
-        assert (await played(of, "DELETE FROM t", "SELECT b FROM t ORDER BY a"))["reward"] == 0
-        assert of.observation == []
-        assert (await played(of, "DROP TABLE t", "SELECT 1 WHERE 1 = 0"))["reward"] == 0
-        assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1  # the next chain has them again
-        # a reference query that modifies the database does not affect the chain
-        assert (await played(of, "SELECT b FROM t ORDER BY a", gold="DELETE FROM t"))["reward"] == 0
-        assert of.observation == [("x",), ("y",), ("z",)]
-    finally:
-        await of.close()
+    of = closed_later(sql.SQL(engine=engine))
+    assert (await played(of, "DELETE FROM t", "SELECT b FROM t ORDER BY a"))["reward"] == 0
+    assert of.observation == []
+    assert (await played(of, "DROP TABLE t", "SELECT 1 WHERE 1 = 0"))["reward"] == 0
+    assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1  # the next chain has them again
+    # a reference query that modifies the database does not affect the chain
+    assert (await played(of, "SELECT b FROM t ORDER BY a", gold="DELETE FROM t"))["reward"] == 0
+    assert of.observation == [("x",), ("y",), ("z",)]
 
 
-async def test_hostile_queries_are_reported_and_do_not_affect_the_next_chain(engine: str, tmp_path: Path) -> None:
-    of = sql.SQL(engine=engine, seconds=0.5)
+async def test_hostile_queries_are_reported_and_do_not_affect_the_next_chain(
+    closed_later: Any, engine: str, tmp_path: Path
+) -> None:
+    of = closed_later(sql.SQL(engine=engine, seconds=0.5))
     there = tmp_path / "there.db"
-    try:
-        for query in (
-            ENDLESS, f"ATTACH '{there}' AS other", "SELECT load_extension('x')", f"COPY t TO '{there}'",
-            f"VACUUM INTO '{there}'", "SELEC\u200bT 1", "'); --", "SELECT * FROM t; SELECT",
-        ):  # fmt: skip
-            assert (await played(of, query))["reward"] == 0, query
-            assert str(of.observation).startswith("Error executing query: "), query
-        assert not there.exists()
-        for query in (
-            "DROP TABLE t",
-            "CREATE TABLE marker (x INTEGER)",
-            "CREATE TEMP TABLE marker2 (x INTEGER)",
-            "BEGIN",
-        ):
-            await played(of, query)
-        for name in ("marker", "marker2"):
-            await played(of, f"SELECT * FROM {name}")
-            assert str(of.observation).startswith("Error executing query: "), name
-        assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1
-    finally:
-        await of.close()
+    for query in (
+        ENDLESS, f"ATTACH '{there}' AS other", "SELECT load_extension('x')", f"COPY t TO '{there}'",
+        f"VACUUM INTO '{there}'", "SELEC\u200bT 1", "'); --", "SELECT * FROM t; SELECT",
+    ):  # fmt: skip
+        assert (await played(of, query))["reward"] == 0, query
+        assert str(of.observation).startswith("Error executing query: "), query
+    assert not there.exists()
+    for query in (
+        "DROP TABLE t",
+        "CREATE TABLE marker (x INTEGER)",
+        "CREATE TEMP TABLE marker2 (x INTEGER)",
+        "BEGIN",
+    ):
+        await played(of, query)
+    for name in ("marker", "marker2"):
+        await played(of, f"SELECT * FROM {name}")
+        assert str(of.observation).startswith("Error executing query: "), name
+    assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1
 
 
-async def test_too_many_rows_are_an_error_for_the_model() -> None:
-    of = sql.SQL(most=2)
-    try:
-        assert (await played(of, "SELECT b FROM t", gold="SELECT 1"))["reward"] == 0
-        assert of.observation == "Error executing query: more than 2 rows, or too long ones"
-        with pytest.raises(SandboxError, match=r"more than 2 rows; raise options=\{'most': \.\.\.\}"):
-            await of.reset(task(), 0)
-    finally:
-        await of.close()
+async def test_too_many_rows_are_an_error_for_the_model(closed_later: Any) -> None:
+    of = closed_later(sql.SQL(most=2))
+    assert (await played(of, "SELECT b FROM t", gold="SELECT 1"))["reward"] == 0
+    assert of.observation == "Error executing query: more than 2 rows, or too long ones"
+    with pytest.raises(SandboxError, match=r"more than 2 rows; raise options=\{'most': \.\.\.\}"):
+        await of.reset(task(), 0)
 
 
-async def test_a_fork_has_a_copy_of_the_database() -> None:
-    chain = sql.agent(af.ScriptedEngine(["."]), chat=family.small_chat(), size=2).chain(task())
-    await chain.prepare()
-    one = await chain.context.sandbox(sql.SQL)
-    await sql.SQL.execute.function(one, "DELETE FROM t WHERE a = 1")  # type: ignore[attr-defined]
-    twin = await chain.fork()
-    other = await twin.context.sandbox(sql.SQL)
-    assert other is not one and other.queries == one.queries and other.gold == [("x",), ("y",), ("z",)]
-    await sql.SQL.execute.function(one, "DELETE FROM t")  # type: ignore[attr-defined]
-    await sql.SQL.execute.function(other, "SELECT b FROM t ORDER BY a")  # type: ignore[attr-defined]
-    assert other.observation == [("y",), ("z",)]
-    for each in (chain, twin):
-        await each.finish()
-
-
-async def test_failing_queries_and_scripts_are_named() -> None:
-    of = sql.SQL()
-    try:
-        with pytest.raises(SandboxError, match="the query of task 't' fails in sqlite: no such column: nope"):
-            await of.reset(task(gold="SELECT nope FROM t"), 0)
-        with pytest.raises(SettingsError, match="the script of this SQLSandbox failed"):
-            await of.reset(task(script="CREATE TABEL t"), 0)
-        assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1  # the next task is not affected
-    finally:
-        await of.close()
-
-
-def test_a_missing_duckdb_is_named_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
-
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "duckdb" else find(name, *a))
-    with pytest.raises(SettingsError, match=r'needs duckdb; type: pip install "agentfly_kit\[sql\]"'):
-        sql.SQL(engine="duckdb")
+async def test_failing_queries_and_scripts_are_named(closed_later: Any) -> None:
+    of = closed_later(sql.SQL())
+    with pytest.raises(SandboxError, match="the query of task 't' fails in sqlite: no such column: nope"):
+        await of.reset(task(gold="SELECT nope FROM t"), 0)
+    with pytest.raises(SettingsError, match="the script of this SQLSandbox failed"):
+        await of.reset(task(script="CREATE TABEL t"), 0)
+    assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1  # the next task is not affected
 
 
 # ---- its tasks

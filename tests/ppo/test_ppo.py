@@ -5,50 +5,29 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-import random
 import threading
 from typing import Any
 
 import pytest
 import torch
-from agents import agent, assert_same_update, fresh, random_policy, tasks, trajectory
+from agents import agent, assert_same_update, fresh, random_policy, tasks
+from test_ppo_more import judged, made
 from torch import Tensor
 
-from agentfly_kit import advantages, tiny
+from agentfly_kit import tiny
 from agentfly_kit.batch.batch import Batch, join
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.chat.chat import Chat
-from agentfly_kit.errors import AlignmentError, BatchError, SettingsError, TrainingError
+from agentfly_kit.errors import AlignmentError, BatchError, TrainingError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import PPOConfig, adamw, ppo_step, ppo_step_async, step
 from agentfly_kit.ppo.inputs import _probe_rows
-from agentfly_kit.types import Sampling, Trajectory
 
 
-def chains(policy: Policy, count: int = 8, *, stale: float = 0.0) -> list[Trajectory]:
-    """Rows of one or two actions with observations, of different lengths, sampled at two temperatures."""
-    rng = random.Random(3)
-    out = []
-    for i in range(count):
-        plan = [("task", 2 + i % 4), ("policy", 3 + i % 3), ("tool", 2), ("policy", 1 + i % 5)][: 2 + 2 * (i % 3 > 0)]
-        out.append(
-            trajectory(
-                policy, [plan], name=f"g{i // 4}/{i % 4}", sampling=Sampling(temperature=(1.0, 0.7)[i % 2]), seed=i,
-                noise=0.0, stale=stale, version=policy.version, reward=rng.gauss(0, 1),
-            )
-        )  # fmt: skip
-    return out
-
-
-def batch_of(policy: Policy, count: int = 8, *, stale: float = 0.0, values: bool = False) -> Batch:
-    batch = collate(chains(policy, count, stale=stale), advantages.grpo)
-    if values:
-        old = policy.score(batch, {"value"})["value"]
-        adv, returns = advantages.gae(
-            torch.where(batch.mask, batch.token_rewards, 0.0), old, batch.mask, gamma=1.0, lam=0.9
-        )
-        batch = batch.replace(advantages=adv, returns=returns, values=old)
-    return batch
+def batch_of(policy: Policy, *, stale: float = 0.0, values: bool = False) -> Batch:
+    """Return eight rows whose recorded logprobs are those of the policy, plus `stale` with alternating sign."""
+    batch = made(policy, 8, noise=0.0, stale=stale, with_entropies=True, version=policy.version)
+    return judged(policy, batch) if values else batch
 
 
 def moved(policy: Policy, batch: Batch, **options: Any) -> Tensor:
@@ -158,7 +137,7 @@ def test_the_step_matches_its_definition(options: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "trajectory_mean"])
-def test_the_result_does_not_depend_on_split_order_or_padding(how: Any) -> None:
+def test_the_result_does_not_depend_on_order_or_padding(how: Any) -> None:
     policy = random_policy(0)
     batch = batch_of(policy, stale=0.1)
     options: dict[str, Any] = {
@@ -168,8 +147,6 @@ def test_the_result_does_not_depend_on_split_order_or_padding(how: Any) -> None:
     wanted = moved(policy, batch, **options)
     before = weights(policy)
     assert float((wanted - before).abs().max()) > 1e-4
-    for micro in (1, 40, 10**6):
-        assert_same_update(moved(policy, batch, micro_tokens=micro, **options), wanted, before)
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)).tolist()
     shuffled = collate([batch.trajectories[i] for i in order]).replace(advantages=batch.advantages[order])
     assert_same_update(moved(policy, shuffled, **options), wanted, before)
@@ -246,13 +223,15 @@ def test_target_kl_does_not_depend_on_skipped_rows(monkeypatch: pytest.MonkeyPat
 
     def updates(target: float) -> int:
         twin = policy.copy()
-        return ppo_step(twin, adamw(twin, 3e-3), batch, PPOConfig(epochs=10, minibatch=4, target_kl=target)).updates
+        stats = ppo_step(twin, adamw(twin, 3e-3), batch, PPOConfig(epochs=10, minibatch=4, target_kl=target))
+        assert stats.stopped_early == (stats.updates < 20)
+        return stats.updates
 
     targets = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
     left_out = [updates(t) for t in targets]
     monkeypatch.setattr(step, "_only_advantage", lambda *args: False)
     assert left_out == [updates(t) for t in targets]
-    assert len(set(left_out)) > 1
+    assert 1 < left_out[2] < 20 and len(set(left_out)) > 1
 
 
 def test_a_minibatch_without_gradient_still_makes_an_update() -> None:
@@ -322,30 +301,6 @@ def test_detail_has_the_logprobs_before_and_after() -> None:
 
 
 # --- failures ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
-        ({"epochs": 0}, SettingsError, "epochs must be at least 1, got 0"),
-        ({"minibatch": 0}, SettingsError, "minibatch must be at least 1, got 0"),
-        ({"loss": "best"}, SettingsError, "loss must be one of .* got 'best'"),
-        ({"old_logprobs": "new"}, SettingsError, "old_logprobs must be one of .*, got 'new'"),
-        ({"kl_coef": 0.1}, SettingsError, "needs reference="),
-        ({"kl_coef": -0.1}, SettingsError, "kl_coef must be at least 0"),
-        ({"entropy_coef": -0.1}, SettingsError, "entropy_coef must be at least 0"),
-        ({"aggregate": "mean"}, SettingsError, "mean"),
-        ({"aggregate": "fixed"}, SettingsError, "denominator"),
-        ({"clip": -1.0}, SettingsError, "clip"),
-    ],
-)
-def test_invalid_settings_are_rejected(options: dict[str, Any], error: type[Exception], says: str) -> None:
-    policy = random_policy(0)
-    batch, before = batch_of(policy), weights(policy)
-    with pytest.raises(error, match=says):
-        ppo_step(policy, adamw(policy), batch, PPOConfig(**options))
-    assert torch.equal(weights(policy), before)
-    assert policy.version == 0
 
 
 async def test_a_batch_of_another_tokenizer_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,15 +469,6 @@ def test_the_seed_determines_the_minibatches() -> None:
     same = [moved(policy, batch, minibatch=2, seed=s) for s in (1, 1, 2)]
     assert torch.equal(same[0], same[1])
     assert not torch.equal(same[0], same[2])
-
-
-def test_target_kl_stops_early() -> None:
-    policy = random_policy(0)
-    batch = batch_of(policy)
-    stats = ppo_step(policy, adamw(policy, 3e-2), batch, PPOConfig(epochs=20, minibatch=4, target_kl=0.05))
-    assert stats.stopped_early
-    assert 1 < stats.updates < 40
-    assert stats.approx_kl > 0.01
 
 
 def test_max_grad_norm_scales_the_gradient() -> None:

@@ -18,11 +18,11 @@ from torch import Tensor
 from agentfly_kit import advantages
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.batch.collate import collate
-from agentfly_kit.errors import AlignmentError, BatchError, RunMismatch, SettingsError
+from agentfly_kit.errors import AlignmentError, BatchError, SettingsError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.inputs import minibatches
 from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.loop import TrainRun, train
+from agentfly_kit.trainer.loop import train
 from agentfly_kit.types import Trajectory
 
 Plan = list[list[tuple[str, int]]]
@@ -103,17 +103,18 @@ def test_masked_trajectories_still_count_in_their_group() -> None:
 
 
 def test_rewards_are_at_the_tokens_that_earned_them() -> None:
-    plan: Plan = [[("task", 1), ("policy", 2), ("tool", 1)], [("hook", 1), ("policy", 1), ("tool", 1), ("policy", 2)]]
-    t = trajectory(None, plan, reward=10.0, turn_rewards={2: 0.5, 3: 0.25, 4: 2.0, 5: 0.125})
+    last: list[tuple[str, int]] = [("hook", 1), ("policy", 1), ("tool", 1), ("policy", 2), ("tool", 0)]
+    plan: Plan = [[("task", 1), ("policy", 2), ("tool", 1)], last]
+    t = trajectory(None, plan, reward=10.0, turn_rewards={2: 0.5, 3: 0.25, 4: 2.0, 5: 0.125, 7: -1.0})
     batch = collate([t])
     nan = math.nan
     # The reward on the prompt of the second row belongs to the last action of the first row.
     torch.testing.assert_close(
-        batch.token_rewards, torch.tensor([[nan, 0, 0.75, nan, nan], [nan, 2.125, nan, 0, 10]]), equal_nan=True
+        batch.token_rewards, torch.tensor([[nan, 0, 0.75, nan, nan], [nan, 2.125, nan, 0, 9]]), equal_nan=True
     )
     assert batch.truncated.tolist() == [False, False]
     assert collate([t.replace(stop="timeout")]).truncated.tolist() == [False, True]
-    with pytest.raises(BatchError, match="turn 0 has a reward"):
+    with pytest.raises(BatchError, match="turn 0 has a reward of 1, but no turn was sampled up to it"):
         collate([trajectory(None, plan, turn_rewards={0: 1.0})])
 
 
@@ -243,8 +244,6 @@ def test_minibatches_contain_whole_trajectories(size: int | None) -> None:
 
 # --- token advantages over compactions -----------------------------------------------------------
 
-Cut = tuple[list[list[float]], list[list[float]], list[list[bool]], list[int]]
-
 
 def cut_up(rng: random.Random) -> tuple[Any, Any]:
     """Return trajectories of single rows, and the same ones split into rows after actions, each with its own prompt.
@@ -294,6 +293,9 @@ def by_trajectory(x: Tensor, mask: Tensor, trajectory_index: Tensor) -> list[lis
 
 ESTIMATORS: dict[str, Any] = {
     "gae": lambda r, v, m, ids: advantages.gae(r, v, m, gamma=0.9, lam=0.8, trajectory_index=ids)[0],
+    "gae with a bootstrap value": lambda r, v, m, ids: advantages.gae(
+        r, v, m, gamma=0.9, lam=0.7, bootstrap=ends(ids, len(r)), trajectory_index=ids
+    )[0],
     "gae's returns": lambda r, v, m, ids: advantages.gae(r, v, m, gamma=0.9, lam=0.8, trajectory_index=ids)[1],
     "gae by turns": lambda r, v, m, ids: advantages.gae(
         r, v, m, gamma=0.9, lam=0.8, turns=turns(m), trajectory_index=ids
@@ -309,6 +311,12 @@ ESTIMATORS: dict[str, Any] = {
         r, m, groups=ids % 2, logprobs=-v.abs(), sum_squared_probs=0.5 + 0 * v, trajectory_index=ids
     ),
 }
+
+
+def ends(trajectory_index: Tensor | None, rows: int) -> Tensor:
+    """Return a bootstrap value for the last row of each trajectory, and another, which is not used, for the others."""
+    ids = list(range(rows)) if trajectory_index is None else trajectory_index.tolist()
+    return torch.tensor([0.3 * i - 0.5 if i not in ids[at + 1 :] else 9.0 for at, i in enumerate(ids)]).double()
 
 
 def turns(mask: Tensor) -> Tensor:
@@ -329,25 +337,6 @@ def test_compaction_changes_no_advantage(name: str) -> None:
         for a, b in zip(wanted, got, strict=True):
             assert a == pytest.approx(b, abs=1e-9), f"{name}, seed {seed}"
     assert several > 10
-
-
-def test_gae_over_compactions_matches_the_recursion() -> None:
-    """The recursion over the sampled tokens of all rows, with the bootstrap value after the last one."""
-    for seed in range(20):
-        _, ((r, v, m), ids) = cut_up(random.Random(seed))
-        last = torch.rand(len(ids), generator=torch.Generator().manual_seed(seed)).double()
-        got = by_trajectory(
-            advantages.gae(r, v, m, gamma=0.9, lam=0.7, bootstrap=last, trajectory_index=ids)[0], m, ids
-        )
-        for i, mine in enumerate(got):
-            rewards, values = by_trajectory(r, m, ids)[i], by_trajectory(v, m, ids)[i]
-            ends = float(last[(ids == i).nonzero()[-1, 0]])
-            carry, following, wanted = 0.0, ends, []
-            for x, y in zip(reversed(rewards), reversed(values), strict=True):
-                carry = x + 0.9 * following - y + 0.9 * 0.7 * carry
-                following = y
-                wanted.append(carry)
-            assert mine == pytest.approx(wanted[::-1], abs=1e-9), f"seed {seed}"
 
 
 def test_a_compaction_adds_no_step() -> None:
@@ -375,15 +364,6 @@ def test_an_unscored_row_makes_its_trajectory_unscored() -> None:
     assert base.tolist() == [[0, 0]] * 3
 
 
-def test_each_trajectory_counts_once_in_its_group() -> None:
-    """A success in three rows and a failure in one, rewards on the last token."""
-    r = torch.tensor([[0.0], [0.0], [1.0], [0.0]])
-    got = advantages.reinforce_plus_plus_baseline(
-        r, torch.ones(4, 1), groups=[0] * 4, whiten=False, trajectory_index=["a", "a", "a", "b"]
-    )
-    assert got[:, 0].tolist() == [0.5, 0.5, 0.5, -0.5]
-
-
 # --- a run ---------------------------------------------------------------------------------------
 
 
@@ -391,18 +371,6 @@ def compact_after_a_result(chain: Chain) -> None:
     """Begin a new row with the tokens of the conversation so far."""
     if chain.turn.kind == "observation" and chain.turn.row == 0:
         chain.compact([m for turn in chain.turns for m in turn.messages])
-
-
-def small(**more: Any) -> TrainConfig:
-    settings: dict[str, Any] = {
-        "steps": 3, "tasks_per_step": 4, "group_size": 4, "minibatch": 8, "max_concurrency": 16, "lr": 1e-3,
-    }  # fmt: skip
-    return TrainConfig(**settings | more)
-
-
-def run_of(path: Path, hook: Any = compact_after_a_result, policy: Policy | None = None, **more: Any) -> TrainRun:
-    policy = agents.fresh(value_head=more.get("advantage") == "gae") if policy is None else policy
-    return train(agents.agent(policy, before_turn=hook), policy, agents.tasks(8), small(**more), run=path)
 
 
 async def test_a_compaction_to_the_same_tokens_changes_nothing() -> None:
@@ -418,26 +386,6 @@ async def test_a_compaction_to_the_same_tokens_changes_nothing() -> None:
     wanted, other = gradient(policy, collate(plain, advantages.grpo))
     assert stats.tokens == other.tokens
     agents.assert_same_gradient(got, wanted)
-
-
-@pytest.mark.parametrize("more", [{}, {"advantage": "gae"}])
-async def test_a_run_with_compactions_resumes_bitwise(tmp_path: Path, more: dict[str, Any]) -> None:
-    def start() -> Policy:
-        return agents.fresh(value_head="advantage" in more)
-
-    whole = start()
-    done = await run_of(tmp_path / "whole", policy=whole, **more)
-    async for step in run_of(tmp_path / "cut", policy=start(), **more):
-        assert step.record["rows"] > 1
-        if step.step == 2:
-            break
-    # As after a restart: another policy object with the initial weights, and the folder.
-    again = start()
-    resumed = await run_of(tmp_path / "cut", policy=again, **more)
-    same = {"step", "reward", "rows", "tokens", "policy_loss", "grad_norm"}
-    assert [{k: r[k] for k in same} for r in resumed.records] == [{k: r[k] for k in same} for r in done.records]
-    for a, b in zip(whole.parameters(), again.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 def compact_without_the_question(chain: Chain) -> None:
@@ -457,13 +405,6 @@ async def test_a_run_with_compactions_learns(tmp_path: Path) -> None:
     assert records[0]["rows"] < 1.6 and records[-1]["rows"] > 1.8, [r["rows"] for r in records]
 
 
-async def test_another_hook_makes_another_run(tmp_path: Path) -> None:
-    await run_of(tmp_path, steps=1)
-    run_of(tmp_path, steps=1)
-    with pytest.raises(RunMismatch, match="hooks"):
-        run_of(tmp_path, hook=None, steps=1)
-
-
 def compact_to_text(chain: Chain) -> None:
     """Compact to a text with the tool result."""
     if chain.turn.kind == "observation" and chain.turn.row == 0:
@@ -471,8 +412,10 @@ def compact_to_text(chain: Chain) -> None:
 
 
 async def test_settings_of_rows_reach_the_batch_and_the_step(tmp_path: Path) -> None:
+    policy = agents.fresh()
+    agent = agents.agent(policy, before_turn=compact_to_text)
     aggregate = {"how": "trajectory_mean", "count": "rows"}
-    settings: dict[str, Any] = {"steps": 1, "tasks_per_step": 2, "advantage_per": "row", "authors": "policy"}
-    run = await run_of(tmp_path, hook=compact_to_text, aggregate=aggregate, **settings)
+    config = TrainConfig(steps=1, tasks_per_step=2, aggregate=aggregate, advantage_per="row", authors="policy")
+    run = await train(agent, policy, agents.tasks(8), config, run=tmp_path)
     assert run.records[0]["rows"] > 1
     assert math.isfinite(run.records[0]["policy_loss"])

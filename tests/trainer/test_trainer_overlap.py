@@ -11,7 +11,7 @@ from typing import Any
 import dice
 import pytest
 import torch
-from test_trainer import SMALL, Whole, learner, numbers, start, uninterrupted
+from test_trainer import SMALL, Whole, learner, leave, numbers, start, uninterrupted
 
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import TrainingError
@@ -106,9 +106,7 @@ async def test_a_run_continues_to_the_same_bits(how: str, tmp_path: Path, whole:
     config = AHEAD.replace(checkpoint_every=2) if "few" in how else AHEAD
     policy = learner()
     run = start(tmp_path / "run", policy, config)
-    async for step in run:
-        if step.step == 3:
-            break
+    await leave(run, "break", 3)
     assert not left()
     if how == "break":
         again = run
@@ -120,10 +118,7 @@ async def test_a_run_continues_to_the_same_bits(how: str, tmp_path: Path, whole:
 
 
 async def test_a_run_continues_without_the_prefetched_chains(tmp_path: Path) -> None:
-    policy = learner()
-    async for step in start(tmp_path / "run", policy, AHEAD):
-        if step.step == 2:
-            break
+    await leave(start(tmp_path / "run", learner(), AHEAD), "break", 2)
     folder = tmp_path / "run" / "checkpoint"
     assert (folder / "ahead.jsonl").exists()
     (folder / "ahead.jsonl").unlink()
@@ -167,10 +162,8 @@ async def test_a_failed_step_cancels_the_prefetched_rollout(tmp_path: Path, monk
         await asyncio.sleep(0.05)
         raise TrainingError("the gradient is nan")
 
-    async for step in run:
-        if step.step == 1:
-            monkeypatch.setattr(loop, "ppo_step_async", failing)
-            break
+    await leave(run, "break", 1)
+    monkeypatch.setattr(loop, "ppo_step_async", failing)
     with pytest.raises(TrainingError, match="step 2: the gradient is nan"):
         await run
     assert not left()
