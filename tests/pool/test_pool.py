@@ -110,26 +110,22 @@ async def until(condition: Callable[[], bool], seconds: float = 2.0) -> None:
 
 
 async def test_repr():
-    async with Pool(Slow, size=4, min_idle=1) as pool:
-        assert repr(pool) == "<Pool Slow 0 leased, 0 idle, 0 starting, 0 waiting, size 4>"
+    async with Pool(Slow, size=2, min_idle=1) as pool:
+        assert repr(pool) == "<Pool Slow 0 leased, 0 idle, 0 starting, 0 waiting, size 2>"
         first = await pool.acquire("a")
         await until(lambda: "1 idle" in repr(pool))
-        assert repr(pool) == "<Pool Slow 1 leased, 1 idle, 0 starting, 0 waiting, size 4>"
-        leases = [await pool.acquire(f"b{i}") for i in range(3)]
-        waiting = [asyncio.ensure_future(pool.acquire(f"c{i}")) for i in range(2)]
+        assert repr(pool) == "<Pool Slow 1 leased, 1 idle, 0 starting, 0 waiting, size 2>"
+        second = await pool.acquire("b")
+        waiting = asyncio.ensure_future(pool.acquire("c"))
         await asyncio.sleep(0)
-        assert repr(pool) == "<Pool Slow 4 leased, 0 idle, 0 starting, 2 waiting, size 4>"
+        assert repr(pool) == "<Pool Slow 2 leased, 0 idle, 0 starting, 1 waiting, size 2>"
         releasing = asyncio.ensure_future(pool.release(first))
         await asyncio.sleep(0)
-        assert repr(pool) == "<Pool Slow 3 leased, 0 idle, 1 starting, 2 waiting, size 4>"
+        assert repr(pool) == "<Pool Slow 1 leased, 0 idle, 1 starting, 1 waiting, size 2>"
         await releasing
-        leases += [await waiting[0]]
-        assert repr(pool) == "<Pool Slow 4 leased, 0 idle, 0 starting, 1 waiting, size 4>"
-        await leases.pop().release()
-        leases += [await waiting[1]]
-        for lease in leases:
+        for lease in (second, await waiting):
             await lease.release()
-    assert repr(pool) == "<Pool Slow closed, size 4>"
+    assert repr(pool) == "<Pool Slow closed, size 2>"
 
 
 async def test_a_timeout_names_the_holders():
@@ -249,17 +245,17 @@ async def test_rollouts_are_served_in_turn():
 
 async def test_sandboxes_are_replaced_by_uses():
     events: list[PoolEvent] = []
-    async with Pool(Notes, size=1, max_uses=2) as pool:
+    async with Pool(Notes, size=1, max_uses=2) as pool, Pool(Plain, size=1) as plain:
         pool.subscribe(events.append)
-        seen = []
+        seen, numbers = [], set()
         for _ in range(5):
-            async with pool.lease() as notes:
+            async with pool.lease() as notes, plain.lease() as without_reset:
                 seen.append(notes)
+                numbers.add(await without_reset.run())
         assert [seen[0] is seen[1], seen[1] is seen[2], seen[2] is seen[3], seen[3] is seen[4]] == [1, 0, 1, 0]
         assert [e.detail for e in events if e.kind == "closing"] == ["used 2 times"] * 2
         assert pool.snapshot().dead == 0
-    with pytest.raises(SettingsError, match="max_uses must be an integer of at least 1, or None for no limit, got 0"):
-        Pool(Plain, max_uses=0)
+        assert len(numbers) == 5
 
 
 def test_at_most_eight_sandboxes_start_at_once():
@@ -272,8 +268,6 @@ def test_at_most_eight_sandboxes_start_at_once():
 
 
 async def test_leases_expire():
-    with pytest.raises(SettingsError, match="max_lease must be a positive, finite number of seconds, got inf"):
-        Pool(Notes, max_lease=float("inf"))
     assert Pool(Notes).max_lease == 3600
     pool = Pool(Notes, size=1, max_lease=0.05)
     events: list[PoolEvent] = []
@@ -281,9 +275,8 @@ async def test_leases_expire():
     lease = await pool.acquire("slow")
     async with pool.lease("next") as notes:  # without any other use of the pool in the meantime
         assert notes is not lease.sandbox and not lease.sandbox.alive
-        assert lease.revoked.startswith("held for ") and repr(lease).startswith(
-            "<Lease Notes 1 of slow, revoked: held for"
-        )
+        assert lease.revoked.startswith("held for ")
+        assert repr(lease).startswith("<Lease Notes 1 of slow, revoked: held for")
         await lease.release()
         await pool.release(lease)
         lease.turn = 3
@@ -339,50 +332,44 @@ async def test_recycle():
     await pool.close()
 
 
-async def test_failed_health_checks():
-    def empty(notes: Notes) -> bool:
-        return not notes.kept
+class Leaky(Notes):
+    async def reset(self) -> None:
+        if "stain" not in self.kept:
+            self.kept.clear()
 
-    class Leaky(Notes):
-        async def reset(self) -> None:
-            if "stain" not in self.kept:
-                self.kept.clear()
 
+async def unreachable(notes: Notes) -> bool:
+    raise OSError("no answer")
+
+
+def leaves(notes: Notes) -> bool:
+    raise SystemExit(2)
+
+
+@pytest.mark.parametrize(
+    ("healthy", "died"),
+    [
+        (lambda notes: not notes.kept, ["", "its health check failed", ""]),
+        (unreachable, ["its reset failed: OSError: no answer"] * 3),
+        (leaves, ["its reset failed: SandboxError: the reset of a Leaky raised SystemExit(2)"] * 3),
+    ],
+    ids=["stained", "raises", "exits"],
+)
+async def test_sandboxes_that_fail_their_health_check_are_replaced(healthy: Any, died: list[str]):
     events: list[PoolEvent] = []
-    async with Pool(Leaky, size=1, healthy=empty) as pool:
+    seen = []
+    async with Pool(Leaky, size=1, acquire_timeout=20, healthy=healthy) as pool:
         pool.subscribe(events.append)
-        async with pool.lease() as first:
-            await first.run("water")
-        async with pool.lease() as second:
-            assert second is first
-            await second.run("stain")
-        async with pool.lease() as third:
-            assert third is not second
-            assert third.kept == []
-    assert [e.detail for e in events if e.kind == "died"] == ["its health check failed"]
-
-    async def unreachable(notes: Notes) -> bool:
-        raise OSError("no answer")
-
-    events.clear()
-    async with Pool(Notes, size=1, healthy=unreachable) as pool:
-        pool.subscribe(events.append)
-        for _ in range(2):
-            async with pool.lease():
-                pass
-    assert [e.detail for e in events if e.kind == "died"] == ["its reset failed: OSError: no answer"] * 2
+        for text in ("water", "stain", "water"):
+            async with pool.lease() as notes:
+                seen.append(notes)
+                assert await notes.run(text) == [text]
+        assert pool.snapshot().dead == len([detail for detail in died if detail])
+    assert [e.detail for e in events if e.kind == "died"] == [detail for detail in died if detail]
+    assert [a is b for a, b in itertools.pairwise(seen)] == [not detail for detail in died[:2]]
 
 
 # --- failures -------------------------------------------------------------------------------------
-
-
-async def test_a_class_without_reset_is_replaced():
-    async with Pool(Plain, size=1) as pool:
-        seen = []
-        for _ in range(3):
-            async with pool.lease() as plain:
-                seen.append(await plain.run())
-        assert len(set(seen)) == 3
 
 
 async def test_dead_sandboxes_are_not_leased():
@@ -401,10 +388,10 @@ async def test_dead_sandboxes_are_not_leased():
 async def test_failing_starts_open_the_circuit_breaker():
     async with Pool(Broken, size=8, acquire_timeout=5) as pool:
         results = await asyncio.gather(*(pool.acquire(f"c{i}") for i in range(20)), return_exceptions=True)
-        assert all(type(result) is SandboxError for result in results)
-        assert str(results[0]) == "no Broken could be started: no such image"
-        assert isinstance(results[0], SandboxError)
-        assert isinstance(results[0].__cause__, RuntimeError)
+        assert {(type(result), str(result)) for result in results} == {
+            (SandboxError, "no Broken could be started: no such image")
+        }
+        assert isinstance(results[0], SandboxError) and isinstance(results[0].__cause__, RuntimeError)
         # At most the first 8 concurrent starts and three consecutive ones, not one per request.
         assert Broken.starts <= 8 + 3
         before = Broken.starts
@@ -412,8 +399,7 @@ async def test_failing_starts_open_the_circuit_breaker():
             with pytest.raises(SandboxError, match="no such image"):
                 await pool.acquire(timeout=1)
         assert Broken.starts == before
-        assert pool.snapshot().error == "no such image"
-        assert pool.snapshot().failed_starts == Broken.starts
+        assert (pool.snapshot().error, pool.snapshot().failed_starts) == ("no such image", before)
 
 
 async def test_a_successful_start_closes_the_circuit_breaker():
@@ -437,7 +423,7 @@ async def test_a_successful_start_closes_the_circuit_breaker():
             assert pool.snapshot().error is None
 
 
-async def test_permanent_failures_are_not_retried():
+async def test_permanent_failures_are_not_retried_and_hanging_starts_are_cancelled():
     class Picky(Broken):
         async def start(self) -> None:
             type(self).starts += 1
@@ -447,47 +433,44 @@ async def test_permanent_failures_are_not_retried():
         with pytest.raises(IsolationError, match="cannot be had here"):
             await pool.acquire()
         assert Picky.starts == 1
-
-
-async def test_a_start_that_hangs_is_cancelled():
     async with Pool(Stuck, size=1, start_timeout=0.02) as pool:
         with pytest.raises(SandboxError, match="the start of a Stuck took longer than"):
             await pool.acquire(timeout=5)
 
 
-def test_alive_and_kill_must_not_be_async():
-    class Waits:
-        async def alive(self) -> bool:
-            return True
-
-    class Kills:
-        async def kill(self) -> None: ...
-
-    for kind, name in ((Waits, "alive"), (Kills, "kill")):
-        with pytest.raises(SettingsError, match=f"{kind.__name__}.{name} must not be async"):
-            Pool(kind)
+class Waits:
+    async def alive(self) -> bool:
+        return True
 
 
-def test_invalid_settings():
-    with pytest.raises(SettingsError, match="size must be an integer of at least 1, got 0"):
-        Pool(Plain, size=0)
-    with pytest.raises(SettingsError, match="min_idle must be between 0 and size=2, got 3"):
-        Pool(Plain, size=2, min_idle=3)
-    with pytest.raises(
-        SettingsError, match="Plain: got an unexpected keyword argument 'memory_mb'; it takes no arguments"
-    ):
-        Pool(Plain, memory_mb=64)  # a limit that nothing would apply
-    with pytest.raises(SettingsError, match=r"unexpected keyword argument 'max_use'.*did you mean 'max_uses'\?"):
-        Pool(Plain, max_use=3)
-    with pytest.raises(SettingsError, match="sandbox_type must be a class such as PythonSandbox"):
-        Pool(Plain())  # type: ignore[arg-type]
-    for name in ("size", "min_idle", "acquire_timeout", "start_timeout", "max_lease"):
-        with pytest.raises(SettingsError, match=f"{name} must be .*, got None"):
-            Pool(Plain, **{name: None})
-    with pytest.raises(SettingsError, match="max_output must be at least 256 bytes, got None"):
-        Pool(PythonSandbox, max_output=None)
-    with pytest.raises(SettingsError, match="memory_mb must be at least 32, or None for no limit, got 1"):
-        Pool(Grader, memory_mb=1)
+class Kills:
+    async def kill(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (Plain, {"size": 0}, "size must be an integer of at least 1, got 0"),
+        (Plain, {"size": 2, "min_idle": 3}, "min_idle must be between 0 and size=2, got 3"),
+        # a limit that nothing would apply
+        (Plain, {"memory_mb": 64}, "Plain: got an unexpected keyword argument 'memory_mb'; it takes no arguments"),
+        (Plain, {"max_use": 3}, r"unexpected keyword argument 'max_use'.*did you mean 'max_uses'\?"),
+        (Plain(), {}, "sandbox_type must be a class such as PythonSandbox"),
+        (Plain, {"max_uses": 0}, "max_uses must be an integer of at least 1, or None for no limit, got 0"),
+        (Plain, {"max_lease": float("inf")}, "max_lease must be a positive, finite number of seconds, got inf"),
+        *(
+            (Plain, {name: None}, f"{name} must be .*, got None")
+            for name in ("size", "min_idle", "acquire_timeout", "start_timeout", "max_lease")
+        ),
+        (PythonSandbox, {"max_output": None}, "max_output must be at least 256 bytes, got None"),
+        (Grader, {"memory_mb": 1}, "memory_mb must be at least 32, or None for no limit, got 1"),
+        (Waits, {}, "Waits.alive must not be async"),
+        (Kills, {}, "Kills.kill must not be async"),
+    ],
+)
+def test_invalid_settings(kind: Any, options: dict[str, Any], message: str):
+    with pytest.raises(SettingsError, match=message):
+        Pool(kind, **options)
     assert Pool(PythonSandbox, memory_mb=None).options == {"memory_mb": None}
 
 
@@ -496,22 +479,23 @@ def test_invalid_settings():
 
 async def test_events_are_complete_and_in_order():
     events: list[PoolEvent] = []
+    seen: list[str] = []
     async with Pool(Notes, size=2) as pool:
         unsubscribe = pool.subscribe(events.append)
+        pool.subscribe(lambda event: seen.append(f"{event.kind}: {pool!r}"))  # a listener may use the pool
         async with pool.lease("a"):
             pass
-        seen = len(events)
         unsubscribe()
         async with pool.lease("b"):
             pass
-        assert len(events) == seen
     kinds = [(event.kind, event.sandbox, event.owner) for event in events]
     assert kinds == [
         ("waiting", None, "a"), ("starting", 1, None), ("idle", 1, None), ("leased", 1, "a"), ("resetting", 1, "a"),
         ("idle", 1, None),
     ]  # fmt: skip
-    assert [event.sequence for event in events] == list(range(1, seen + 1))
+    assert [event.sequence for event in events] == list(range(1, 7))
     assert [event.time for event in events] == sorted(event.time for event in events)
+    assert any(text.startswith("leased: <Pool Notes 1 leased") for text in seen)
 
 
 async def test_an_interrupted_listener_does_not_stop_later_events():
@@ -533,15 +517,6 @@ async def test_an_interrupted_listener_does_not_stop_later_events():
             pass
         assert heard.count("leased") == 2 and heard[-1] in ("resetting", "idle"), heard
         assert not pool._events
-
-
-async def test_a_listener_may_use_the_pool():
-    async with Pool(Notes, size=1) as pool:
-        seen: list[str] = []
-        pool.subscribe(lambda event: seen.append(f"{event.kind}: {pool!r}"))
-        async with pool.lease():
-            pass
-        assert any(text.startswith("leased: <Pool Notes 1 leased") for text in seen)
 
 
 # --- closing --------------------------------------------------------------------------------------
@@ -896,6 +871,10 @@ class Unruly:
     calls: list[str] = []  # noqa: RUF012  (of all instances)
     free = asyncio.Event()
 
+    def __init__(self) -> None:
+        if self.where == "constructor" and isinstance(self.what, BaseException):
+            raise self.what
+
     async def start(self) -> None:
         await self.do("start")
 
@@ -927,13 +906,18 @@ def unruly(where: str, what: BaseException | str) -> type[Unruly]:
     return type("Unruly", (Unruly,), {"where": where, "what": what, "calls": [], "free": asyncio.Event()})
 
 
-@pytest.mark.parametrize("what", [SystemExit(2), asyncio.CancelledError(), ValueError("broken")], ids=repr)
-@pytest.mark.parametrize("where", ["start", "reset", "close"])
-async def test_exceptions_of_a_sandbox_class(where: str, what: BaseException):
+RAISED = [SystemExit(2), asyncio.CancelledError(), ValueError("broken")]
+UNRULY = [("constructor", SystemExit(2)), *itertools.product(("start", "reset", "close"), RAISED), ("close", "hangs")]
+
+
+@pytest.mark.parametrize(("where", "what"), UNRULY, ids=repr)
+async def test_exceptions_of_a_sandbox_class(where: str, what: Any, monkeypatch: pytest.MonkeyPatch):
+    if what == "hangs":
+        monkeypatch.setattr("agentfly_kit.pool.core._CLOSE_SECONDS", 0.05)
     kind = unruly(where, what)
     async with Pool(kind, size=1, acquire_timeout=20) as pool:
-        if where == "start":
-            with pytest.raises(SandboxError, match=r"could be started: .*(SystemExit|CancelledError|broken)"):
+        if where in ("constructor", "start"):
+            with pytest.raises(SandboxError, match=r"could be started: .*(2|SystemExit|CancelledError|broken)"):
                 await pool.acquire()
             assert len(kind.calls) < 10
             assert pool.snapshot().waiting == 0
@@ -943,35 +927,6 @@ async def test_exceptions_of_a_sandbox_class(where: str, what: BaseException):
                 assert await sandbox.run() == "ran"
     wanted = {"reset": ["start", "reset", "close"] * 2, "close": ["start", "reset", "reset", "close"]}
     assert kind.calls == wanted[where]
-
-
-async def test_a_constructor_and_a_health_check_that_raise_system_exit():
-    class Leaves:
-        def __init__(self) -> None:
-            raise SystemExit(2)
-
-    async with Pool(Leaves, size=1, acquire_timeout=20) as pool:
-        with pytest.raises(SandboxError, match="no Leaves could be started: 2"):
-            await pool.acquire()
-
-    def healthy(sandbox: Notes) -> bool:
-        raise SystemExit(2)
-
-    async with Pool(Notes, size=1, acquire_timeout=20, healthy=healthy) as pool:
-        for _ in range(2):
-            async with pool.lease() as notes:
-                assert await notes.run("a") == ["a"]
-        assert pool.snapshot().dead == 2
-
-
-async def test_a_close_that_hangs_is_cancelled_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("agentfly_kit.pool.core._CLOSE_SECONDS", 0.05)
-    kind = unruly("close", "hangs")
-    pool = Pool(kind, size=1)
-    async with pool.lease():
-        pass
-    await asyncio.wait_for(pool.close(), 20)
-    assert kind.calls == ["start", "reset", "close"]
 
 
 @pytest.mark.parametrize("where", ["start", "reset", "close"])

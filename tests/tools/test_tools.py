@@ -87,99 +87,55 @@ def parameters(t: Tool[..., Any]) -> dict[str, Any]:
     return typing.cast("dict[str, Any]", t.schema["function"]["parameters"])
 
 
-def test_complete_schema() -> None:
-    assert calculator.schema == {
-        "type": "function",
-        "function": {
-            "name": "calculator",
-            "description": "Evaluate an arithmetic expression.",
-            "parameters": {
-                "type": "object",
-                "properties": {"expression": {"type": "string", "description": 'for example "3*(4+5)".'}},
-                "required": ["expression"],
-            },
-        },
-    }
-
-
-def google(a: int, b: str) -> str:
-    """Do it.
-
-    Args:
-        a: the number
-        b: the text
-    """
-    return ""
-
-
-STYLES = {
-    "google": "Args:\n    a: the number,\n        over two lines\n    b (str): the text\n\nReturns:\n    nothing much",
-    "numpy": "Parameters\n----------\na : int\n    the number,\n    over two lines\nb : str\n    the text",
-    "sphinx": ":param a: the number,\n    over two lines\n:param b: the text\n:returns: nothing much",
-}
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_descriptions_come_from_the_docstring(style: str) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "Args:\n    a: the number,\n        over two lines\n    b (str): the text\n\nReturns:\n    nothing much",
+        "Parameters\n----------\na : int\n    the number,\n    over two lines\nb : str\n    the text",
+        ":param a: the number,\n    over two lines\n:param b: the text\n:returns: nothing much",
+    ],
+    ids=["google", "numpy", "sphinx"],
+)
+def test_descriptions_come_from_the_docstring(arguments: str) -> None:
     def function(a: int, b: str) -> str:
         return ""
 
-    function.__doc__ = f"Do it.\n\nIn two steps, carefully.\n\n{STYLES[style]}"
+    function.__doc__ = f"Do it.\n\nIn two steps, carefully.\n\n{arguments}"
     made = tool(function)
     assert made.schema["function"]["description"] == "Do it.\n\nIn two steps, carefully."
-    properties = parameters(made)["properties"]
-    assert properties["a"] == {"type": "integer", "description": "the number, over two lines"}
-    assert properties["b"] == {"type": "string", "description": "the text"}
+    assert parameters(made)["properties"] == {
+        "a": {"type": "integer", "description": "the number, over two lines"},
+        "b": {"type": "string", "description": "the text"},
+    }
+
+
+INTEGER, TEXT, NULL = {"type": "integer"}, {"type": "string"}, {"type": "null"}
+
+
+def object_of(*required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required)}
 
 
 @pytest.mark.parametrize(
     ("annotation", "schema", "given", "got"),
     [
-        (int | None, {"anyOf": [{"type": "integer"}, {"type": "null"}]}, None, None),
-        (Optional[str], {"anyOf": [{"type": "string"}, {"type": "null"}]}, "x", "x"),  # noqa: UP045
-        (list[str], {"type": "array", "items": {"type": "string"}}, ["a"], ["a"]),
+        (int | None, {"anyOf": [INTEGER, NULL]}, None, None),
+        (Optional[str], {"anyOf": [TEXT, NULL]}, "x", "x"),  # noqa: UP045
+        (list[str], {"type": "array", "items": TEXT}, ["a"], ["a"]),
         (dict[str, float], {"type": "object", "additionalProperties": {"type": "number"}}, {"a": 1}, {"a": 1.0}),
         (Literal["x", "y"], {"type": "string", "enum": ["x", "y"]}, "y", "y"),
         (Literal["x"], {"type": "string", "const": "x"}, "x", "x"),
         (Unit, {"type": "string", "enum": ["c", "f"]}, "f", Unit.FAHRENHEIT),
-        (
-            Point,
-            {
-                "type": "object",
-                "properties": {"x": {"type": "integer"}, "y": {"type": "integer", "default": 0}},
-                "required": ["x"],
-            },
-            {"x": 3},
-            Point(3),
-        ),
+        (Point, object_of("x", x=INTEGER, y=INTEGER | {"default": 0}), {"x": 3}, Point(3)),
         (
             Address,
-            {
-                "type": "object",
-                "properties": {
-                    "street": {"type": "string", "description": "with the number"},
-                    "title": {"type": "string", "default": "none"},
-                },
-                "required": ["street"],
-            },
+            object_of("street", street=TEXT | {"description": "with the number"}, title=TEXT | {"default": "none"}),
             {"street": "A 1", "title": "Dr"},
             Address(street="A 1", title="Dr"),
         ),
         (
             list[Window] | None,
-            {
-                "anyOf": [
-                    {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "properties": {"left": {"type": "integer"}, "right": {"type": "integer"}},
-                            "required": ["left"],
-                        },
-                    },
-                    {"type": "null"},
-                ]
-            },
+            {"anyOf": [{"type": "array", "items": object_of("left", left=INTEGER, right=INTEGER)}, NULL]},
             [{"left": 1, "right": 2}],
             [{"left": 1, "right": 2}],
         ),
@@ -215,62 +171,39 @@ async def test_schemas_and_values_of_types(annotation: Any, schema: Any, given: 
     assert type(seen[0]) is type(got)
 
 
-def test_a_recursive_type_keeps_valid_definitions() -> None:
-    @tool
-    def grow(tree: Annotated[Tree, "the tree"], spare: Annotated[Tree | None, "another"] = None) -> str:
-        """Grow it."""
-        return ""
-
-    schema = parameters(grow)
-    assert schema["properties"]["tree"] == {"$ref": "#/$defs/Tree", "description": "the tree"}
-    assert schema["$defs"]["Tree"]["properties"]["children"]["items"] == {"$ref": "#/$defs/Tree"}
-    assert set(schema["$defs"]) == {"Tree"}
-
-
-async def test_classes_with_the_same_name_have_separate_schemas() -> None:
-    def other() -> Any:
-        @dataclasses.dataclass
-        class Point:
-            name: str
-
-        return Point
-
+async def test_schemas_of_recursive_types_and_of_classes_with_the_same_name() -> None:
     def f(a: Any, b: Any) -> str:
         """Two."""
         return f"{a.x} {b.name}"
 
-    f.__annotations__.update(a=Annotated[Point, "one"], b=Annotated[other(), "two"])
+    f.__annotations__.update(a=Annotated[Tree, "the tree"], b=Annotated[Tree | None, "another"])
+    schema = parameters(tool(f))
+    assert schema["properties"]["a"] == {"$ref": "#/$defs/Tree", "description": "the tree"}
+    assert schema["$defs"]["Tree"]["properties"]["children"]["items"] == {"$ref": "#/$defs/Tree"}
+    assert set(schema["$defs"]) == {"Tree"}
+    other = dataclasses.make_dataclass("Point", [("name", str)])
+    f.__annotations__.update(a=Annotated[Point, "one"], b=Annotated[other, "two"])
     made = tool(f)
-    properties = parameters(made)["properties"]
-    assert list(properties["a"]["properties"]) == ["x", "y"]
-    assert list(properties["b"]["properties"]) == ["name"]
+    assert [list(entry["properties"]) for entry in parameters(made)["properties"].values()] == [["x", "y"], ["name"]]
     assert (await made.try_(a={"x": 1}, b={"name": "n"})).observation == "1 n"
 
 
-def test_defaults_are_in_the_schema_and_not_required() -> None:
+async def test_defaults_and_names_reserved_by_pydantic() -> None:
     @tool
     def f(
-        n: Annotated[int, "count"] = 3,
-        unit: Annotated[Unit, "unit"] = Unit.CELSIUS,
-        at: Annotated[Point | None, "where"] = None,
+        json: Annotated[int, "count"] = 3,
+        schema: Annotated[Unit, "unit"] = Unit.CELSIUS,
+        model_config: Annotated[Point | None, "where"] = None,
     ) -> str:
         """Do."""
-        return ""
+        return f"{json} {schema.value} {model_config}"
 
-    schema = parameters(f)
-    assert "required" not in schema
-    assert schema["properties"]["n"]["default"] == 3
-    assert schema["properties"]["unit"]["default"] == "c"
-    assert "default" not in schema["properties"]["at"]
-
-
-def test_parameter_names_reserved_by_pydantic() -> None:
-    @tool
-    def f(json: Annotated[str, "a"], schema: Annotated[str, "b"], model_config: Annotated[str, "c"]) -> str:
-        """Do."""
-        return json + schema + model_config
-
-    assert list(parameters(f)["properties"]) == ["json", "schema", "model_config"]
+    made = parameters(f)
+    assert "required" not in made and list(made["properties"]) == ["json", "schema", "model_config"]
+    assert made["properties"]["json"]["default"] == 3
+    assert made["properties"]["schema"]["default"] == "c"
+    assert "default" not in made["properties"]["model_config"]
+    assert (await f.try_(schema="f")).observation == "3 f None"
 
 
 @pytest.mark.parametrize(
@@ -305,63 +238,62 @@ def yields(n: Annotated[int, "a"]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("function", "options", "words"),
     [
-        (silent, "silent: the function must have a docstring"),
-        (yields, "a tool must return one result, got the generator yields"),
-        (len, "a tool must be a function defined with `def`, got len"),
-        (calculator, "calculator is already a tool"),
-        (classmethod(len), "a classmethod cannot be a tool"),  # type: ignore[arg-type]
+        (silent, {}, "silent: the function must have a docstring"),
+        (yields, {}, "a tool must return one result, got the generator yields"),
+        (len, {}, "a tool must be a function defined with `def`, got len"),
+        (calculator, {}, "calculator is already a tool"),
+        (classmethod(len), {}, "a classmethod cannot be a tool"),  # type: ignore[arg-type]
+        (3, {}, "got 3"),
+        ("text", {}, "got 'text'"),
+        (int, {}, "got int"),
+        (silent, {"describe": "never"}, "describe must be 'required' or 'optional', got 'never'"),
+        (add.function, {"description": 3}, "description must be a string"),
+        (add.function, {"timeout": 0}, "or None for no limit"),
+        (add.function, {"timeout": -1.0}, "or None for no limit"),
+        (add.function, {"max_chars": 0}, "or None for no limit"),
+        *((add.function, {"name": x}, "must consist of letters") for x in ("", "two words", "9lives", "ä", "x" * 65)),
     ],
 )
-def test_invalid_functions_are_rejected(function: Any, words: str) -> None:
+def test_invalid_functions_and_options_are_rejected(function: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ToolSchemaError) as caught:
-        tool(function)
+        tool(**options)(function) if options else tool(function)
     assert words in str(caught.value)
 
 
-def test_descriptions_may_be_missing_while_prototyping() -> None:
+def test_descriptions_may_be_given_or_missing() -> None:
     @tool(describe="optional")
     def add(a: int, b: Annotated[int, "the second"] = 1) -> int:
         return a + b
 
-    assert add.schema["function"] == {
-        "name": "add",
-        "description": "",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "a": {"type": "integer"},
-                "b": {"type": "integer", "description": "the second", "default": 1},
+    assert add.schema == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer"},
+                    "b": {"type": "integer", "description": "the second", "default": 1},
+                },
+                "required": ["a"],
             },
-            "required": ["a"],
         },
     }
     names: dict[str, Any] = {}
     exec("def f(n: int):\n    'Do.'", names)
     with pytest.raises(ToolSchemaError, match=r"(?s)'n' must have a description.*@af.tool\(describe='optional'\)"):
         tool(names["f"])
-    with pytest.raises(ToolSchemaError, match="describe must be 'required' or 'optional', got 'never'"):
-        tool(describe="never")(silent)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["", "two words", "9lives", "ä", "x" * 65])
-def test_invalid_names_are_rejected(name: str) -> None:
-    with pytest.raises(ToolSchemaError, match="must consist of letters"):
-        tool(name=name)(google)
-
-
-@pytest.mark.parametrize("options", [{"timeout": 0}, {"timeout": -1.0}, {"max_chars": 0}])
-def test_invalid_limits_are_rejected(options: Any) -> None:
-    with pytest.raises(ToolSchemaError, match="or None for no limit"):
-        tool(**options)(google)
+    given = tool(description="Sum of two.", describe="optional")(add.function)
+    assert given.schema["function"]["description"] == "Sum of two."
 
 
 async def test_tool_is_callable_like_its_function() -> None:
-    assert calculator("2+3") == "5"
-    assert add(2, b=3) == 5
+    assert (calculator("2+3"), add(2, b=3), calculator.__name__) == ("5", 5, "calculator")
     assert calculator.__doc__ is not None
-    assert calculator.__name__ == "calculator"
+    assert repr(add) == "<Tool add(a: integer, b: integer = 1)>"
 
     @tool
     async def later(x: Annotated[int, "a number"]) -> int:
@@ -374,11 +306,6 @@ async def test_tool_is_callable_like_its_function() -> None:
     assert "write `await later(...)`" in repr(forgotten)
     with pytest.raises(NotAwaited):
         _ = forgotten.bit_length  # type: ignore[attr-defined]
-
-
-def test_repr_shows_the_signature() -> None:
-    assert repr(calculator) == "<Tool calculator(expression: string)>"
-    assert repr(add) == "<Tool add(a: integer, b: integer = 1)>"
 
 
 class Counter:
@@ -407,14 +334,10 @@ async def test_methods_are_bound_to_their_instance() -> None:
     both = ToolSet([first.step, Counter.double])
     assert (await both.call(call("step", by=1), context())).observation == "6"
     assert (await both.call(call("double", n=4), context())).observation == "8"
-
-
-async def test_unbound_method_is_rejected() -> None:
-    with pytest.raises(
-        ToolSchemaError, match=r"Counter.step is a method without an instance; use .*Counter\(...\).step"
-    ):
+    words = r"Counter.step is a method without an instance; use .*Counter\(...\).step"
+    with pytest.raises(ToolSchemaError, match=words):
         ToolSet([Counter.step])
-    with pytest.raises(ToolSchemaError, match="without an instance"):
+    with pytest.raises(ToolSchemaError, match=words):
         await Counter.step.try_(by=1)
 
 
@@ -439,29 +362,14 @@ class TextEnum(str, enum.Enum):  # noqa: UP042  # its str() is its name, not its
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("as it is\n", "as it is\n"),
-        (5, "5"),
-        (True, "true"),
-        (0.5, "0.5"),
-        (None, ""),
-        ([1, "é"], '[1,"é"]'),
-        ({"a": None, "b": (1, 2)}, '{"a":null,"b":[1,2]}'),
-        (Point(1, 2), '{"x":1,"y":2}'),
-        (Address(street="A"), '{"street":"A","title":"none"}'),
-        (Unit.CELSIUS, "c"),
-        (TextEnum.A, "a"),
-        (b"caf\xc3\xa9 \xff", "café �"),
-        (datetime.date(2024, 2, 29), "2024-02-29"),
-        (Path("a/b"), "a/b"),
-        (np.int64(3), "3"),
-        (np.float32(0.5), "0.5"),
-        (np.arange(3), "[0,1,2]"),
-        ({"n": np.float64(0.5)}, '{"n":0.5}'),
-        (float("nan"), "NaN"),
-        (Spoken(), "spoken"),
-        ("half \ud83d pair", "half � pair"),
+        ("as it is\n", "as it is\n"), (5, "5"), (True, "true"), (0.5, "0.5"), (None, ""), (float("nan"), "NaN"),
+        ([1, "é"], '[1,"é"]'), ({"a": None, "b": (1, 2)}, '{"a":null,"b":[1,2]}'), (Point(1, 2), '{"x":1,"y":2}'),
+        (Address(street="A"), '{"street":"A","title":"none"}'), (Unit.CELSIUS, "c"), (TextEnum.A, "a"),
+        (b"caf\xc3\xa9 \xff", "café �"), (datetime.date(2024, 2, 29), "2024-02-29"), (Path("a/b"), "a/b"),
+        (np.int64(3), "3"), (np.float32(0.5), "0.5"), (np.arange(3), "[0,1,2]"), ({"n": np.float64(0.5)}, '{"n":0.5}'),
+        (Spoken(), "spoken"), ("half \ud83d pair", "half � pair"),
     ],
-)
+)  # fmt: skip
 async def test_return_values(value: Any, text: str) -> None:
     @tool
     def give() -> Any:
@@ -500,71 +408,58 @@ async def test_return_value_that_cannot_be_converted_fails(value: Any, message: 
     assert " at 0x" not in str(result.error)
 
 
-async def test_tool_result_is_returned_unchanged() -> None:
-    @tool(max_chars=10)
-    def give(text: Annotated[str, "any"]) -> ToolResult:
+async def test_results_are_returned_unchanged_and_long_ones_are_cut() -> None:
+    @tool(max_chars=5)
+    def give(n: Annotated[int, "length"], done: Annotated[bool, "how"] = False) -> Any:
         """Give it."""
-        return ToolResult(False, text, reward=0.5, done=True, metrics={"m": 1.0})
+        if n == 0:
+            raise ToolError("no such city: Atlantis")
+        text = "0123456789"[:n]
+        return ToolResult(False, text, reward=0.5, done=True, metrics={"m": 1.0}) if done else text
 
-    assert await give.try_(text="short") == ToolResult(False, "short", reward=0.5, done=True, metrics={"m": 1.0})
-    cut = await give.try_(text="x" * 11)
-    assert cut.truncated
-    assert cut.done
+    whole = ToolResult(False, "01234", reward=0.5, done=True, metrics={"m": 1.0})
+    cut = "01234\n[cut: the first 5 of 6 characters]"
+    assert await give.try_(n=5) == ToolResult(True, "01234")
+    assert await give.try_(n=5, done=True) == whole
+    assert await give.try_(n=6) == ToolResult(True, cut, truncated=True)
+    assert await give.try_(n=6, done=True) == dataclasses.replace(whole, observation=cut, truncated=True)
+    assert (await give.try_(n=0)).observation == "no su\n[cut: the first 5 of 22 characters]"
+    unlimited = tool(max_chars=None)(give.function)
+    assert await unlimited.try_(n=0) == ToolResult(False, "no such city: Atlantis")
 
 
-async def test_coroutine_returned_by_a_sync_function_is_awaited() -> None:
-    async def inner(x: int) -> int:
+async def test_awaitables_of_functions_and_partials_are_awaited() -> None:
+    async def inner(x: Annotated[int, "n"], factor: Annotated[int, "m"]) -> int:
+        """Multiply."""
         await asyncio.sleep(0)
-        return x * 2
+        return x * factor
 
     @tool
     def wrapper(x: Annotated[int, "n"]) -> Any:
         """Wrap."""
-        return inner(x)
+        return inner(x, 2)
 
-    assert (await wrapper.try_(x=4)).observation == "8"
-
-
-async def test_truncated_output_is_marked() -> None:
-    @tool(max_chars=5)
-    def long(n: Annotated[int, "length"]) -> str:
-        """Talk."""
-        return "0123456789"[:n]
-
-    assert await long.try_(n=5) == ToolResult(True, "01234")
-    assert await long.try_(n=6) == ToolResult(True, "01234\n[cut: the first 5 of 6 characters]", truncated=True)
+    for made in (wrapper, tool(functools.partial(inner, factor=2))):
+        assert (await made.try_(x=4)).observation == "8"
 
 
-async def test_invalid_arguments_are_observations() -> None:
-    result = await add.try_(a="two", c=1)
-    assert (result.ok, result.error) == (False, None)
-    assert result.observation == (
-        "add was not run: a: input should be a valid integer, unable to parse string as an integer (got 'two'); "
-        "c is not an argument. It takes (a: integer, b: integer = 1)"
-    )
-    missing = await add.try_()
-    assert "a is missing" in missing.observation
-    flood = await add.try_(a=1, **{f"x{i}": 1 for i in range(2000)})
-    assert flood.truncated
-    assert len(flood.observation) < 8300
-
-
-async def test_arguments_are_coerced() -> None:
+async def test_arguments_are_coerced_and_invalid_ones_are_observations() -> None:
     assert (await add.try_(a="2", b=3.0)).observation == "5"
     assert (await add.try_(2, 3)).observation == "5"
     with pytest.raises(TypeError, match="got 'a' twice"):
         await add.try_(1, a=1)
     with pytest.raises(TypeError, match="got 3 positional arguments"):
         await add.try_(1, 2, 3)
-
-
-async def test_text_of_tool_error_is_the_observation() -> None:
-    @tool
-    def city(name: Annotated[str, "which"]) -> str:
-        """Find."""
-        raise ToolError(f"no such city: {name}")
-
-    assert await city.try_(name="Atlantis") == ToolResult(False, "no such city: Atlantis")
+    result = await add.try_(a="two", c=1)
+    assert (result.ok, result.error) == (False, None)
+    assert result.observation == (
+        "add was not run: a: input should be a valid integer, unable to parse string as an integer (got 'two'); "
+        "c is not an argument. It takes (a: integer, b: integer = 1)"
+    )
+    assert "a is missing" in (await add.try_()).observation
+    flood = await add.try_(a=1, **{f"x{i}": 1 for i in range(2000)})
+    assert flood.truncated
+    assert len(flood.observation) < 8300
 
 
 async def cancelled_elsewhere() -> str:
@@ -662,7 +557,8 @@ async def test_coroutine_is_cancelled_at_its_timeout() -> None:
     assert result.seconds >= 0.02
 
 
-async def test_thread_is_abandoned_at_its_timeout() -> None:
+async def test_thread_is_abandoned_at_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentfly_kit._async.threads._IDLE_SECONDS", 0.05)
     release, threads = threading.Event(), []
 
     @tool(timeout=0.02)
@@ -745,17 +641,19 @@ async def test_task_fields_and_context_are_hidden_and_injected() -> None:
     assert (await lookup.invoke({"person": "Ann"}, here)).observation == "Oslo 1 chain"
     assert (await lookup.invoke({"person": "Ann"}, here)).observation == "Oslo 2 chain"
     assert (await lookup.try_(person="Ann", task=TASK)).ok
-
-
-async def test_model_cannot_set_a_hidden_parameter() -> None:
-    result = await lookup.invoke({"person": "Ann", "facts": {"Ann": "Rome"}}, context())
-    assert "facts is not an argument" in result.observation
-
-
-async def test_task_field_does_not_replace_an_argument() -> None:
+    refused = await lookup.invoke({"person": "Ann", "facts": {"Ann": "Rome"}}, context())
+    assert "facts is not an argument" in refused.observation
+    # A field of the task does not replace an argument of the same name.
     assert TASK.fields["expression"] == "trap"
     assert (await calculator.invoke({"expression": "2+3"}, context())).observation == "5"
     assert "expression is missing" in (await calculator.invoke({}, context())).observation
+
+    @tool
+    def note(task: Annotated[str, "what to do"], pool: Annotated[str, "where"] = "") -> str:
+        """Note it."""
+        return task + pool
+
+    assert (await note.try_(task="wash", pool="city")).observation == "washcity"
 
 
 async def test_missing_field_is_a_failure_unless_it_has_a_default() -> None:
@@ -777,22 +675,6 @@ async def test_missing_field_is_a_failure_unless_it_has_a_default() -> None:
         ToolSet([lookup, with_default]).check([TASK, bare])
     assert str(caught.value) == words
     ToolSet([lookup, with_default]).check([TASK])
-
-
-async def test_arguments_named_task_and_pool() -> None:
-    @tool
-    def note(task: Annotated[str, "what to do"]) -> str:
-        """Note it."""
-        return task
-
-    assert (await note.try_(task="wash")).observation == "wash"
-
-    @tool
-    def swim(pool: Annotated[str, "which"]) -> str:
-        """Swim."""
-        return pool
-
-    assert (await swim.try_(pool="city")).observation == "city"
 
 
 class FakeBox:
@@ -830,6 +712,8 @@ async def test_try_uses_a_temporary_sandbox() -> None:
     assert (await execute.try_(code="a")).observation == "a: 2"
     assert (await execute.try_(code="a")).observation == "a: 2"
     assert [box.closed for box in FakeBox.opened] == [True, True]
+    result = await execute.invoke({"code": "a"}, context())
+    assert "Agent(pools=[af.Pool(FakeBox)])" in str(result.error)
 
 
 async def test_python_sandbox_keeps_variables_and_survives_a_cancelled_call() -> None:
@@ -874,12 +758,6 @@ async def test_calls_that_share_a_sandbox_run_in_order() -> None:
         assert pool.snapshot().leased == 0
 
 
-async def test_missing_pool_names_the_remedy() -> None:
-    result = await execute.invoke({"code": "a"}, context())
-    assert result.error is not None
-    assert "Agent(pools=[af.Pool(FakeBox)])" in result.error.message
-
-
 async def test_unknown_and_malformed_calls_are_observations() -> None:
     tools = ToolSet([calculator, add])
     unknown, unreadable = await tools.call_all(
@@ -891,22 +769,39 @@ async def test_unknown_and_malformed_calls_are_observations() -> None:
     assert await tools.call_all([], context()) == ()
 
 
-def test_tool_set_is_indexed_by_name_and_position() -> None:
-    tools = ToolSet([calculator, add, google])
-    assert tools.names == ("calculator", "add", "google")
-    assert tools["add"] is add
-    assert tools[0] is calculator
-    assert tools[1:].names == ("add", "google")
+def test_tool_sets() -> None:
+    twice = Tool(add.function, name="twice")
+    tools = ToolSet([calculator, add, twice])
+    assert tools.names == ("calculator", "add", "twice")
+    assert tools["add"] is add and tools[0] is calculator and tools[1:].names == ("add", "twice")
     assert tools.schemas == tuple(t.schema for t in tools)
     assert "add" in tools  # type: ignore[comparison-overlap]
     assert add in tools
-    assert repr(tools) == "<ToolSet calculator, add, google>"
-    with pytest.raises(KeyError, match="must be one of the names: calculator, add, google"):
+    assert repr(tools) == "<ToolSet calculator, add, twice>"
+    with pytest.raises(KeyError, match="must be one of the names: calculator, add, twice"):
         tools["nope"]
     with pytest.raises(ToolSchemaError, match="names of tools must be unique, got 'add' twice"):
-        ToolSet([add, tool(name="add")(google)])
+        ToolSet([add, tool(name="add")(calculator.function)])
     with pytest.raises(ToolSchemaError, match=r"tools must be a list of tools, got <Tool add"):
         ToolSet(add)  # type: ignore[arg-type]
+    # Sets are changed by copies and compared by content.
+    start = ToolSet([calculator, add])
+    more = start.add(twice)
+    assert more == tools and start.names == ("calculator", "add")
+    assert more.remove("twice") == start and more != start and hash(more.remove("twice")) == hash(start)
+    revised = start.revise(Tool(add.function, name="calculator"))
+    assert revised.names == start.names and revised != start
+    assert revised.revise(calculator) == start
+    assert ToolSet([add, calculator]) != start, "the order is that of the prompt"
+    assert ToolSet([Shop(3).price]) != ToolSet([Shop(4).price]), "other instances are other tools"
+    shop = Shop(3)
+    assert ToolSet([shop.price]) == ToolSet([shop.price])
+    with pytest.raises(ToolSchemaError, match="unique"):
+        start.add(calculator)
+    with pytest.raises(KeyError, match=r"twice.*calculator"):
+        start.revise(twice)
+    with pytest.raises(KeyError, match="twice"):
+        start.remove("twice")
 
 
 async def test_rerun_raises_the_exception_of_the_tool() -> None:
@@ -971,56 +866,43 @@ async def test_redefined_tool_is_used_by_new_sets_only() -> None:
     assert (await ToolSet([new]).call(call("f", x=1), context())).observation == "-1"
 
 
+NESTED = CELL.replace("helper(x) * LIMIT", "(lambda: helper(x) * LIMIT)()")
+ATTRIBUTE = CELL.replace("helper(x) * LIMIT", "x.real") + "real = 1\n"
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("source", "old", "new", "same"),
     [
-        ("* LIMIT", "- LIMIT"), ("LIMIT = 3", "LIMIT = 4"), ("return x + 1", "return x + 2"), ('"n"', '"number"'),
-        ("@tool", "@tool(timeout=9)"),
+        (CELL, "* LIMIT", "- LIMIT", False),
+        (CELL, "LIMIT = 3", "LIMIT = 4", False),
+        (CELL, "return x + 1", "return x + 2", False),
+        (CELL, '"n"', '"number"', False),
+        (CELL, "@tool", "@tool(timeout=9)", False),
+        (NESTED, "LIMIT = 3", "LIMIT = 4", False),
+        (ATTRIBUTE, "real = 1", "real = 2", True),  # the name of an attribute, not of the variable
+        (CELL, "LIMIT = 3", "LIMIT = 3\nUNRELATED = 1", True),
     ],
-)  # fmt: skip
-def test_fingerprint_changes_with_the_behaviour(change: tuple[str, str]) -> None:
-    before = cell(CELL, {"__name__": "__main__"})["f"].fingerprint
-    assert cell(CELL.replace(*change), {"__name__": "__main__"})["f"].fingerprint != before
-    assert cell(CELL + "\nUNRELATED = 1\n", {"__name__": "__main__"})["f"].fingerprint == before
-
-
-def test_fingerprint_ignores_attribute_names() -> None:
-    source = CELL.replace("helper(x) * LIMIT", "x.real") + "real = 1\n"
+)
+def test_fingerprint_changes_with_the_behaviour(source: str, old: str, new: str, same: bool) -> None:
     before = cell(source, {"__name__": "__main__"})["f"].fingerprint
-    assert cell(source.replace("real = 1", "real = 2"), {"__name__": "__main__"})["f"].fingerprint == before
-    nested = CELL.replace("helper(x) * LIMIT", "(lambda: helper(x) * LIMIT)()")
-    before = cell(nested, {"__name__": "__main__"})["f"].fingerprint
-    assert cell(nested.replace("LIMIT = 3", "LIMIT = 4"), {"__name__": "__main__"})["f"].fingerprint != before
-
-
-def test_fingerprint_includes_closures() -> None:
-    def make(factor: int) -> Tool[..., int]:
-        @tool
-        def times(x: Annotated[int, "n"]) -> int:
-            """Multiply."""
-            return x * factor
-
-        return times
-
-    assert make(2).fingerprint == make(2).fingerprint
-    assert make(2).fingerprint != make(3).fingerprint
+    assert (cell(source.replace(old, new), {"__name__": "__main__"})["f"].fingerprint == before) is same
 
 
 def test_fingerprint_without_source_is_stable_across_processes() -> None:
     code = CELL.replace("LIMIT = 3", "LIMIT = frozenset('abcdefgh')") + "\nprint(f.fingerprint, f.source[:10])"
+    command = [sys.executable, "-c", code]
     seen = {
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
-        ).stdout
+        subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}).stdout
         for seed in ("1", "2")
     }
     assert len(seen) == 1
     assert "<no source" in seen.pop()
-    without = {"__name__": "__main__"}
-    exec(compile(CELL, "<nowhere>", "exec"), without)
-    other = {"__name__": "__main__"}
-    exec(compile(CELL.replace("* LIMIT", "- LIMIT"), "<nowhere>", "exec"), other)
-    assert without["f"].fingerprint != other["f"].fingerprint  # type: ignore[attr-defined]
+    found = []
+    for source in (CELL, CELL.replace("* LIMIT", "- LIMIT")):
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(source, "<nowhere>", "exec"), names)
+        found.append(names["f"].fingerprint)
+    assert found[0] != found[1]
 
 
 # --- any callable ---------------------------------------------------------------------------------
@@ -1053,26 +935,17 @@ async def test_methods_partials_and_objects_are_tools() -> None:
     assert tool(functools.partial(add.function, b=5)).fingerprint == tools["add"].fingerprint
     assert tool(functools.partial(add.function, b=6)).fingerprint != tools["add"].fingerprint
 
+    def closure(factor: int) -> str:
+        @tool
+        def times(x: Annotated[int, "n"]) -> int:
+            """Multiply."""
+            return x * factor
 
-async def test_a_partial_of_a_coroutine_function_is_awaited() -> None:
-    async def late(a: Annotated[int, "a"], b: Annotated[int, "b"]) -> int:
-        """Add."""
-        await asyncio.sleep(0)
-        return a + b
+        return times.fingerprint
 
-    assert (await tool(functools.partial(late, b=1)).try_(a=1)).observation == "2"
-
-
-def test_a_given_description_replaces_the_docstring() -> None:
-    assert tool(description="Sum of two.")(add.function).schema["function"]["description"] == "Sum of two."
-    with pytest.raises(ToolSchemaError, match="description must be a string"):
-        tool(description=3)(add.function)  # type: ignore[call-overload]
-
-
-@pytest.mark.parametrize("given", [3, "text", int, len, Shop])
-def test_what_is_not_a_function_with_types_is_rejected(given: Any) -> None:
+    assert closure(2) == closure(2) != closure(3)
     with pytest.raises(ToolSchemaError):
-        tool(given)
+        tool(Shop)
 
 
 # --- schemas --------------------------------------------------------------------------------------
@@ -1099,8 +972,6 @@ async def test_a_tool_from_a_schema_checks_the_types_and_passes_what_was_given()
     whole = {"type": "function", "function": {"name": "w", "description": "Weather.", "parameters": CITY}}
     assert Tool.from_schema("weather", whole, lambda **given: given).description == "Weather."
 
-
-async def test_a_tool_from_a_schema_is_given_what_it_asks_for() -> None:
     def guess(context: Context, **arguments: Any) -> str:
         return f"{context.task.id} {arguments['number']}"
 
@@ -1116,31 +987,3 @@ async def test_a_tool_from_a_schema_is_given_what_it_asks_for() -> None:
 def test_what_is_not_a_schema_of_an_object_is_rejected(schema: Any) -> None:
     with pytest.raises(ToolSchemaError, match="weather: "):
         Tool.from_schema("weather", schema, lambda **given: given)
-
-
-# --- sets as data ---------------------------------------------------------------------------------
-
-
-def test_sets_are_changed_by_copies_and_compared_by_content() -> None:
-    start = ToolSet([calculator, add])
-    twice = Tool(add.function, name="twice")
-    more = start.add(twice)
-    assert more.names == ("calculator", "add", "twice") and start.names == ("calculator", "add")
-    assert more.remove("twice") == start and more != start and hash(more.remove("twice")) == hash(start)
-    revised = start.revise(Tool(add.function, name="calculator"))
-    assert revised.names == start.names and revised != start
-    assert revised.revise(calculator) == start
-    assert ToolSet([add, calculator]) != start, "the order is that of the prompt"
-    assert ToolSet([Shop(3).price]) != ToolSet([Shop(4).price]), "other instances are other tools"
-    shop = Shop(3)
-    assert ToolSet([shop.price]) == ToolSet([shop.price])
-
-
-def test_names_that_are_missing_or_taken_are_rejected() -> None:
-    start = ToolSet([calculator])
-    with pytest.raises(ToolSchemaError, match="unique"):
-        start.add(calculator)
-    with pytest.raises(KeyError, match=r"add.*calculator"):
-        start.revise(add)
-    with pytest.raises(KeyError, match="add"):
-        start.remove("add")

@@ -116,29 +116,18 @@ async def test_the_buttons_pause_resume_and_stop() -> None:
     assert view._notice == ""
 
 
-async def test_4096_chains_stay_within_the_budget_of_updates() -> None:
-    run = agents.played([agents.call(), "42"]).rollout(agents.tasks(64), group_size=64, max_concurrency=512)
+async def test_1024_chains_stay_within_the_budget_of_updates() -> None:
+    run = agents.played([agents.call(), "42"]).rollout(agents.tasks(16), group_size=64, max_concurrency=256)
     view = w.RolloutView(run)
     show(view)
-    cost: list[float] = []
-    refresh = view.refresh
-
-    def timed() -> None:
-        began = time.thread_time()
-        refresh()
-        cost.append(time.thread_time() - began)
-
-    view.refresh = timed  # type: ignore[method-assign]
     began, before = time.monotonic(), view.updates
     rollout = await run
     seconds = time.monotonic() - began
     await until(lambda: view._about["state"] == "done")
-    assert len(rollout) == 4096
-    assert view.counts["done"] == 4096
+    assert len(rollout) == view.counts["done"] == 1024
     assert (view.updates - before) / seconds <= 10 + 2 / seconds
     state = sent(view)
-    print(f"{len(cost)} updates of {1000 * np.mean(cost):.1f} ms, {seconds:.1f} s")
-    assert sum(len(b) for b in _buffers(state["_buffers"])) < 80_000
+    assert sum(len(b) for b in _buffers(state["_buffers"])) < 20_000
     assert len(json.dumps(state["_about"])) < 2000
     np.testing.assert_allclose(unpack(view._buffers["reward"]), [t.reward for t in rollout])
     check_static(view)
