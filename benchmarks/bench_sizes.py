@@ -38,9 +38,6 @@ import transformers
 import agentfly_kit as af
 from agentfly_kit.types import Task, TurnRequest
 
-NEW = 32
-"""Sampled tokens per chain."""
-
 SIZES = {"1M": (128, 4), "5M": (256, 6), "40M": (576, 12), "150M": (1024, 14)}
 """Width and number of layers. The vocabulary has 4,096 tokens."""
 
@@ -91,14 +88,14 @@ def best_cpu(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, floa
     return best
 
 
-def sample_case(architecture: str, size: str, chains: int, length: int, repeats: int) -> dict[str, Any]:
+def sample_case(architecture: str, size: str, chains: int, length: int, new: int, repeats: int) -> dict[str, Any]:
     policy = random_policy(architecture, size)
     rows = prompts(chains, length)
-    sampling = af.Sampling(max_tokens=NEW)
+    sampling = af.Sampling(max_tokens=new)
 
     async def chain(engine: af.LocalEngine, number: int, seed: int) -> None:
         sample = await engine.sample(rows[number], sampling, seed, request=TurnRequest(TASK, 0, f"chain-{number}"))
-        assert len(sample.ids) == NEW
+        assert len(sample.ids) == new
         engine.release(f"chain-{number}")
 
     async def ours() -> None:
@@ -110,12 +107,12 @@ def sample_case(architecture: str, size: str, chains: int, length: int, repeats:
     def generate() -> None:
         ids = torch.tensor(rows)
         policy.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, min_new_tokens=NEW, max_new_tokens=NEW,
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, min_new_tokens=new, max_new_tokens=new,
             pad_token_id=0,
         )  # fmt: skip
 
     best = best_cpu({"LocalEngine": lambda: asyncio.run(ours()), "generate": generate}, repeats)
-    speed = {name: round(chains * NEW / seconds, 1) for name, seconds in best.items()}
+    speed = {name: round(chains * new / seconds, 1) for name, seconds in best.items()}
     return {"tokens per CPU second": speed, "ratio": round(best["generate"] / best["LocalEngine"], 2)}
 
 
@@ -219,6 +216,10 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["1M", "5M"], choices=[*SIZES, "0.5B"])
     parser.add_argument("--architectures", nargs="+", default=["qwen3", "llama", "gemma3"])
     parser.add_argument("--parts", nargs="+", default=["sample", "update", "growth"])
+    parser.add_argument("--chains", nargs="+", type=int, default=[8, 64])
+    parser.add_argument("--prompts", nargs="+", type=int, default=[128, 1024], help="lengths of prompts in tokens")
+    parser.add_argument("--new", type=int, default=32, help="sampled tokens per chain")
+    parser.add_argument("--rows", type=int, default=32, help="rows of 256 tokens in an update")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--long", action="store_true", help="512 rows, and rows of 8,192 tokens")
     parser.add_argument("--out", type=Path, default=None)
@@ -238,14 +239,14 @@ def main() -> None:
             if "sample" in given.parts:
                 found["sample"] = {
                     f"{chains} chains, prompts of {length}": in_process(
-                        "sample", **at, chains=chains, length=length, repeats=given.repeats
+                        "sample", **at, chains=chains, length=length, new=given.new, repeats=given.repeats
                     )
-                    for chains in (8, 64)
-                    for length in (128, 1024)
+                    for chains in given.chains
+                    for length in given.prompts
                 }
             if "update" in given.parts:
                 for lora in (False, True):
-                    case = {**at, "lora": lora, "rows": 32, "length": 256, "repeats": given.repeats}
+                    case = {**at, "lora": lora, "rows": given.rows, "length": 256, "repeats": given.repeats}
                     ours, plain = (in_process("update", who=who, **case) for who in ("ppo_step", "plain"))
                     ratios = {key: round(ours[key] / plain[key], 2) for key in ("seconds", "MiB")}
                     found["update, LoRA" if lora else "update"] = {"ppo_step": ours, "plain": plain, "ratios": ratios}
