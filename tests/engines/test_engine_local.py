@@ -288,6 +288,28 @@ async def test_the_history_of_a_session_is_reused() -> None:
     assert fresh_engine.ids == second.ids
 
 
+async def test_chains_of_many_turns_compute_each_token_once() -> None:
+    """Test 20 turns with observations of 200 tokens, for chains that wait for each other and reach other lengths."""
+    policy = Policy(model("qwen3", max_position_embeddings=8192), type(chat())(chat().tokenizer))
+    policy.chat.stop_ids = ()
+    engine, chains, turns, observation = LocalEngine(policy), 2, 20, 200
+
+    async def chain(number: int) -> tuple[list[int], Sample]:
+        ids = prompt(30 + number, seed=number, size=90)
+        for turn in range(turns):
+            if turn:
+                ids = [*ids, *(sample.ids or ()), *prompt(observation, seed=turn, size=90)]
+            sample = await engine.sample(ids, Sampling(max_tokens=4 + number), turn, request=request(str(number), turn))
+        return ids, sample
+
+    last = await asyncio.gather(*map(chain, range(chains)))
+    # The last token of a turn is not an input before the next turn.
+    assert engine.prefilled == sum(30 + i for i in range(chains)) + chains * (turns - 1) * (observation + 1)
+    for ids, sample in last:
+        assert len(ids) > 19 * 200
+        check(policy, ids, sample)
+
+
 async def test_the_prompt_of_a_group_is_computed_once() -> None:
     policy = endless()
     engine = LocalEngine(policy)
