@@ -295,11 +295,11 @@ async def test_chains_of_many_turns_compute_each_token_once() -> None:
     engine, chains, turns, observation = LocalEngine(policy), 2, 20, 200
 
     async def chain(number: int) -> tuple[list[int], Sample]:
-        ids = prompt(30 + number, seed=number, size=90)
-        for turn in range(turns):
-            if turn:
-                ids = [*ids, *(sample.ids or ()), *prompt(observation, seed=turn, size=90)]
-            sample = await engine.sample(ids, Sampling(max_tokens=4 + number), turn, request=request(str(number), turn))
+        ids, sampling = prompt(30 + number, seed=number, size=90), Sampling(max_tokens=4 + number)
+        sample = await engine.sample(ids, sampling, 0, request=request(str(number)))
+        for turn in range(1, turns):
+            ids = [*ids, *(sample.ids or ()), *prompt(observation, seed=turn, size=90)]
+            sample = await engine.sample(ids, sampling, turn, request=request(str(number), turn))
         return ids, sample
 
     last = await asyncio.gather(*map(chain, range(chains)))
