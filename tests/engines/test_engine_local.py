@@ -290,7 +290,8 @@ async def test_the_history_of_a_session_is_reused() -> None:
 
 async def test_chains_of_many_turns_compute_each_token_once() -> None:
     """Test 20 turns with observations of 200 tokens, for chains that wait for each other and reach other lengths."""
-    policy = Policy(model("qwen3", max_position_embeddings=8192), type(chat())(chat().tokenizer))
+    made = model("qwen3", max_position_embeddings=8192, num_hidden_layers=1, num_key_value_heads=1)
+    policy = Policy(made, type(chat())(chat().tokenizer))
     policy.chat.stop_ids = ()
     engine, chains, turns, observation = LocalEngine(policy), 2, 20, 200
 
