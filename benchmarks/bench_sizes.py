@@ -218,8 +218,8 @@ def exponent(points: dict[int, float]) -> float:
 
 def growth(architecture: str, size: str, repeats: int, long: bool) -> dict[str, Any]:
     shapes = {
-        "number of rows of 256 tokens": [(rows, 256) for rows in (8, 32, 128, *([512] if long else []))],
-        "tokens per row, 8 rows": [(8, length) for length in (256, 1024, *([4096, 8192] if long else [2048]))],
+        "rows of 256 tokens": [(rows, 256) for rows in (8, 32, 128, *([512] if long else []))],
+        "tokens per row": [(8, length) for length in (256, 1024, *([4096, 8192] if long else [2048]))],
     }
     out = {}
     for name, cases in shapes.items():
@@ -254,7 +254,7 @@ def plot(found: dict[str, Any]) -> str:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at.values())
             panels.append(
                 f'<g transform="translate({30 + 360 * column},{50 + 290 * line})">'
-                f'<text y="-24">{unit} against {name} (exponent {case["exponents"][line]})</text>'
+                f'<text y="-24">{unit} against {name}, exponent {case["exponents"][line]}</text>'
                 f'<path d="M0,0V210H320" class="axis"/><path d="M0,210L210,0" class="linear"/>'
                 f'<polyline points="{path}"/>{marks}</g>'
             )
