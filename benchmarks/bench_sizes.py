@@ -2,12 +2,15 @@
 
     make bench-sizes                                   # 1M and 5M parameters; several minutes
     make bench-sizes ARGS="--sizes 40M 150M --architectures qwen3 --out sizes.json"
+    make bench-sizes ARGS="--parts growth --sizes 1M --architectures qwen3 --long --plot docs/images/growth.svg"
 
 sample   Sampled tokens per CPU second of `LocalEngine`, relative to transformers `generate` on the same prompts: 8 and
          64 chains, prompts of 128 and 1,024 tokens, each prompt shared by a group of 8 chains. The engine computes a
          shared prompt once; "cold" samples with a new engine, whose cache is empty.
 update   CPU time and peak memory of `ppo_step`, relative to a plain step on the same padded rows (logits at every
          position, cross-entropy of the same tokens, backward, AdamW): all weights, and with LoRA the adapters alone.
+logits   CPU time and peak memory of a forward and backward pass of 1,536 trained tokens with a vocabulary of 151,936.
+         The logits are computed in chunks, and again in the backward pass; relative to the same pass without chunks.
 growth   CPU time and peak memory of `ppo_step` against the number and the length of rows, with the exponent of a
          power law through the last two points. Attention makes the exponent of time against length exceed 1.
 
@@ -36,10 +39,8 @@ import torch
 import transformers
 
 import agentfly_kit as af
+from agentfly_kit.policy import forward
 from agentfly_kit.types import Task, TurnRequest
-
-NEW = 32
-"""Sampled tokens per chain."""
 
 SIZES = {"1M": (128, 4), "5M": (256, 6), "40M": (576, 12), "150M": (1024, 14)}
 """Width and number of layers. The vocabulary has 4,096 tokens."""
@@ -91,14 +92,14 @@ def best_cpu(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, floa
     return best
 
 
-def sample_case(architecture: str, size: str, chains: int, length: int, repeats: int) -> dict[str, Any]:
+def sample_case(architecture: str, size: str, chains: int, length: int, new: int, repeats: int) -> dict[str, Any]:
     policy = random_policy(architecture, size)
     rows = prompts(chains, length)
-    sampling = af.Sampling(max_tokens=NEW)
+    sampling = af.Sampling(max_tokens=new)
 
     async def chain(engine: af.LocalEngine, number: int, seed: int) -> None:
         sample = await engine.sample(rows[number], sampling, seed, request=TurnRequest(TASK, 0, f"chain-{number}"))
-        assert len(sample.ids) == NEW
+        assert len(sample.ids) == new
         engine.release(f"chain-{number}")
 
     async def ours() -> None:
@@ -110,12 +111,12 @@ def sample_case(architecture: str, size: str, chains: int, length: int, repeats:
     def generate() -> None:
         ids = torch.tensor(rows)
         policy.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, min_new_tokens=NEW, max_new_tokens=NEW,
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, min_new_tokens=new, max_new_tokens=new,
             pad_token_id=0,
         )  # fmt: skip
 
     best = best_cpu({"LocalEngine": lambda: asyncio.run(ours()), "generate": generate}, repeats)
-    speed = {name: round(chains * NEW / seconds, 1) for name, seconds in best.items()}
+    speed = {name: round(chains * new / seconds, 1) for name, seconds in best.items()}
     return {"tokens per CPU second": speed, "ratio": round(best["generate"] / best["LocalEngine"], 2)}
 
 
@@ -177,6 +178,27 @@ def update_case(
     return {"seconds": round(seconds, 3), "MiB": round(peak() - before, 1), "trained": sum(map(torch.numel, weights))}
 
 
+def logits_case(chunks: bool, repeats: int) -> dict[str, Any]:
+    shape = {"hidden_size": 896, "intermediate_size": 1792, "num_hidden_layers": 2, "num_attention_heads": 14}
+    shape |= {"num_key_value_heads": 2, "vocab_size": 151_936, "bos_token_id": None, "eos_token_id": None}
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape, tie_word_embeddings=True))
+    policy = af.Policy(model.to(torch.float32), af.tiny.policy("calculator").chat)
+    if not chunks:
+        forward._MAX_LOGITS = 2**40
+    ids = torch.randint(5, 380, (6, 257), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, 0] = False
+
+    def step() -> None:
+        model.zero_grad()
+        policy.forward(ids, mask, torch.ones(len(ids))).logprob.sum().backward()
+
+    before = peak()
+    seconds = best_cpu({"step": step}, repeats)["step"]
+    return {"seconds": round(seconds, 3), "MiB": round(peak() - before, 1)}
+
+
 def in_process(case: str, **arguments: Any) -> dict[str, Any]:
     """Run a case in a process of its own, because its peak memory cannot be reset."""
     command = [sys.executable, __file__, "--case", json.dumps([case, arguments])]
@@ -197,7 +219,7 @@ def exponent(points: dict[int, float]) -> float:
 def growth(architecture: str, size: str, repeats: int, long: bool) -> dict[str, Any]:
     shapes = {
         "rows of 256 tokens": [(rows, 256) for rows in (8, 32, 128, *([512] if long else []))],
-        "length of 8 rows": [(8, length) for length in (256, 1024, *([4096, 8192] if long else [2048]))],
+        "tokens per row": [(8, length) for length in (256, 1024, *([4096, 8192] if long else [2048]))],
     }
     out = {}
     for name, cases in shapes.items():
@@ -214,20 +236,57 @@ def growth(architecture: str, size: str, repeats: int, long: bool) -> dict[str, 
     return out
 
 
+def plot(found: dict[str, Any]) -> str:
+    """Return an SVG of the results of `growth`: time and memory against rows and row length, with logarithmic axes."""
+    panels = []
+    for column, (name, case) in enumerate(found.items()):
+        for line, unit in enumerate(("seconds", "MiB")):
+            points = {float(key): value for key, value in case[unit].items()}
+            (x0, x1), (y0, y1) = ((math.log(min(v)), math.log(max(v))) for v in (points, points.values()))
+            # One scale for both axes, so that linear growth has a slope of 45 degrees.
+            scale = 210 / max(x1 - x0, y1 - y0)
+            at = {x: ((math.log(x) - x0) * scale, 210 - (math.log(y) - y0) * scale) for x, y in points.items()}
+            marks = "".join(
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
+                f'<text x="{x + 8:.1f}" y="{y + 16:.1f}">{key:,.0f}: {points[key]:,.{2 - 2 * line}f}</text>'
+                for key, (x, y) in at.items()
+            )
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at.values())
+            panels.append(
+                f'<g transform="translate({30 + 360 * column},{50 + 290 * line})">'
+                f'<text y="-24">{unit} against {name}, exponent {case["exponents"][line]}</text>'
+                f'<path d="M0,0V210H320" class="axis"/><path d="M0,210L210,0" class="linear"/>'
+                f'<polyline points="{path}"/>{marks}</g>'
+            )
+    style = (
+        "text{font:13px sans-serif;fill:#333}circle{fill:#1769aa}polyline{fill:none;stroke:#1769aa;stroke-width:2}"
+        ".axis{fill:none;stroke:#999}.linear{stroke:#bbb;stroke-dasharray:4}"
+    )
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 600" width="740" height="600">'
+        f'<style>{style}</style><rect width="740" height="600" fill="#fff"/>{"".join(panels)}</svg>\n'
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["1M", "5M"], choices=[*SIZES, "0.5B"])
     parser.add_argument("--architectures", nargs="+", default=["qwen3", "llama", "gemma3"])
     parser.add_argument("--parts", nargs="+", default=["sample", "update", "growth"])
+    parser.add_argument("--chains", nargs="+", type=int, default=[8, 64])
+    parser.add_argument("--prompts", nargs="+", type=int, default=[128, 1024], help="lengths of prompts in tokens")
+    parser.add_argument("--new", type=int, default=32, help="sampled tokens per chain")
+    parser.add_argument("--rows", type=int, default=32, help="rows of 256 tokens in an update")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--long", action="store_true", help="512 rows, and rows of 8,192 tokens")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--plot", type=Path, default=None, help="write the growth to this SVG")
     parser.add_argument("--case", default=None, help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.case is not None:
         name, arguments = json.loads(given.case)
-        print(json.dumps({"sample": sample_case, "update": update_case}[name](**arguments)))
+        print(json.dumps({"sample": sample_case, "update": update_case, "logits": logits_case}[name](**arguments)))
         return
 
     results: dict[str, Any] = {}
@@ -238,19 +297,25 @@ def main() -> None:
             if "sample" in given.parts:
                 found["sample"] = {
                     f"{chains} chains, prompts of {length}": in_process(
-                        "sample", **at, chains=chains, length=length, repeats=given.repeats
+                        "sample", **at, chains=chains, length=length, new=given.new, repeats=given.repeats
                     )
-                    for chains in (8, 64)
-                    for length in (128, 1024)
+                    for chains in given.chains
+                    for length in given.prompts
                 }
             if "update" in given.parts:
                 for lora in (False, True):
-                    case = {**at, "lora": lora, "rows": 32, "length": 256, "repeats": given.repeats}
+                    case = {**at, "lora": lora, "rows": given.rows, "length": 256, "repeats": given.repeats}
                     ours, plain = (in_process("update", who=who, **case) for who in ("ppo_step", "plain"))
                     ratios = {key: round(ours[key] / plain[key], 2) for key in ("seconds", "MiB")}
                     found["update, LoRA" if lora else "update"] = {"ppo_step": ours, "plain": plain, "ratios": ratios}
+    if "logits" in given.parts:
+        cases = [in_process("logits", chunks=chunks, repeats=given.repeats) for chunks in (True, False)]
+        ratios = {key: round(cases[0][key] / cases[1][key], 2) for key in cases[0]}
+        results["logits"] = {"in chunks": cases[0], "at once": cases[1], "ratios": ratios}
     if "growth" in given.parts:
         results["growth"] = growth(given.architectures[0], given.sizes[0], given.repeats, given.long)
+        if given.plot is not None:
+            given.plot.write_text(plot(results["growth"]), encoding="utf-8")
     text = json.dumps({"benchmark": "sizes", "load": os.getloadavg()[0], "results": results}, indent=1)
     print(text)
     if given.out is not None:

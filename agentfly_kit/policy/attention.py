@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ _RESTRICTED_BY = {
 _HARMLESS = {"sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
 # Window length in test passes; short, so that a few tokens exceed it.
 _TRIAL_WINDOW = 3
+# Name under which `_shared_keys_attention` is registered in transformers.
+_SHARED_KEYS = "agentfly_kit_shared_keys"
 
 
 def masked_states(
@@ -60,11 +64,48 @@ def masked_states(
     )
 
 
+@contextlib.contextmanager
+def shared_keys(config: Any) -> Iterator[None]:
+    """Compute "sdpa" attention under a mask, on a CPU without gradients, without repeating the keys of grouped heads.
+
+    Transformers copies all keys and values once per query head of a group, which takes several times as long as the
+    attention itself. The results are bitwise identical. Other threads may use the model at the same time.
+    """
+    if config._attn_implementation != "sdpa":
+        yield
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(_SHARED_KEYS, _shared_keys_attention)
+    AttentionMaskInterface.register(_SHARED_KEYS, sdpa_mask)
+    config._attn_implementation = _SHARED_KEYS
+    try:
+        yield
+    finally:
+        config._attn_implementation = "sdpa"
+
+
+def _shared_keys_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    plain = options.get("position_bias") is None and not options.get("dropout")
+    # Other kernels than that of the CPU repeat the keys themselves.
+    if attention_mask is None or torch.is_grad_enabled() or query.device.type != "cpu" or not plain:
+        return cast(tuple[Tensor, None], sdpa_attention_forward(module, query, key, value, attention_mask, **options))
+    seen = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=options.get("scaling"), enable_gqa=True
+    )
+    return seen.transpose(1, 2).contiguous(), None
+
+
 def unsupported_attention(decoder: Any) -> str:
     """Return why `masked_states` cannot compute the masks of a decoder; empty if nothing in its config prevents it."""
     config = decoder.config
     implementation = getattr(config, "_attn_implementation", None)
-    if implementation not in ("sdpa", "eager"):
+    if implementation not in ("sdpa", "eager", _SHARED_KEYS):
         return f"its attention implementation {implementation!r} takes no masks; load the model with 'sdpa'"
     if unknown := _layer_types(config) - _RESTRICTED_BY.keys():
         return f"it has layers of type {', '.join(map(repr, sorted(unknown)))}"

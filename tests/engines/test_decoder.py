@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from agents import random_policy, shipped
+from torch.overrides import TorchFunctionMode
 
 from agentfly_kit.engines.local import decoder as module
 from agentfly_kit.engines.local.decoder import FusedLlamaDecoder, _modules_forward
 from agentfly_kit.engines.local.kv_cache import KVCache
+from agentfly_kit.policy.attention import masked_states, shared_keys, unsupported_attention
 
 
 def model(family: str, **changes: Any) -> Any:
@@ -87,6 +89,62 @@ def test_fused_states_equal_those_of_the_modules(family: str, heads: int) -> Non
     assert decoder is not None
     theirs, ours = both(made, decoder)
     assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "starcoder2"])
+def test_attention_does_not_repeat_the_keys_of_grouped_heads(family: str) -> None:
+    """Compare it with the "sdpa" attention of transformers, whose states must be bitwise identical."""
+    made = windowed(family, 16, "sdpa")
+    trunk, seen = made.get_decoder(), []
+
+    class RecordKeys(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.nn.functional.scaled_dot_product_attention:
+                seen.append(args[1].shape[1])
+            return func(*args, **(kwargs or {}))
+
+    def states(forward: Any) -> torch.Tensor:
+        cache, parts = KVCache(8, 48), []
+        for start, stop in ((0, 17), (17, 40), (40, 41), (41, 42)):
+            positions = torch.arange(start, stop)[None].expand(8, -1)
+            mask = cache.prepare(8, positions)
+            with RecordKeys():
+                parts.append(forward(cache, ids[:, start:stop], positions, mask))
+        return torch.cat(parts, 1)
+
+    def repeating(cache: KVCache, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        keys = torch.arange(mask.shape[-1])[None]
+        return masked_states(trunk, tokens, positions, mask, keys, cache).last_hidden_state
+
+    ids = torch.randint(0, 90, (8, 42), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = states(repeating)
+        assert set(seen) == {4}, "transformers no longer repeats the keys; remove shared_keys"
+        seen.clear()
+        found = states(lambda *given: _modules_forward(trunk)(*given, 0))
+    assert set(seen) == {2}
+    assert torch.equal(found, expected)
+    assert trunk.config._attn_implementation == "sdpa"
+
+
+def test_gradients_and_padding_masks_are_those_of_transformers_while_an_engine_samples() -> None:
+    """The setting of the model changes during a forward pass of the engine, while another thread may train it."""
+    made = model("qwen3")
+    ids = torch.arange(40).reshape(2, 20)
+    padding = torch.ones_like(ids)
+    padding[0, :6] = 0
+
+    def run() -> list[torch.Tensor]:
+        made.zero_grad()
+        logits = made(input_ids=ids, attention_mask=padding, use_cache=False).logits
+        logits[:, 6:].square().sum().backward()
+        return [logits.detach(), *(p.grad.clone() for p in made.parameters())]
+
+    expected = run()
+    with shared_keys(made.config):
+        found = run()
+        assert not unsupported_attention(made.get_decoder())
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])

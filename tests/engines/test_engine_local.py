@@ -276,6 +276,29 @@ async def test_the_history_of_a_session_is_reused() -> None:
     assert fresh_engine.ids == second.ids
 
 
+async def test_chains_of_many_turns_compute_each_token_once() -> None:
+    """Test 20 turns with observations of 200 tokens, for chains that wait for each other and reach other lengths."""
+    made = model("qwen3", max_position_embeddings=8192, num_hidden_layers=1, num_key_value_heads=1)
+    policy = Policy(made, type(chat())(chat().tokenizer))
+    policy.chat.stop_ids = ()
+    engine, chains, turns, observation = LocalEngine(policy), 2, 20, 200
+
+    async def chain(number: int) -> tuple[list[int], Sample]:
+        ids, sampling = prompt(30 + number, seed=number, size=90), Sampling(max_tokens=4 + number)
+        sample = await engine.sample(ids, sampling, 0, request=request(str(number)))
+        for turn in range(1, turns):
+            ids = [*ids, *(sample.ids or ()), *prompt(observation, seed=turn, size=90)]
+            sample = await engine.sample(ids, sampling, turn, request=request(str(number), turn))
+        return ids, sample
+
+    last = await asyncio.gather(*map(chain, range(chains)))
+    # The last token of a turn is not an input before the next turn.
+    assert engine.prefilled == sum(30 + i for i in range(chains)) + chains * (turns - 1) * (observation + 1)
+    for ids, sample in last:
+        assert len(ids) > 19 * 200
+        check(policy, ids, sample)
+
+
 async def test_the_prompt_of_a_group_is_computed_once() -> None:
     policy = endless()
     engine = LocalEngine(policy)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from agentfly_kit.engines.local.kv_cache import KVCache
 from agentfly_kit.errors import EngineError
-from agentfly_kit.policy.attention import agree, masked_states, unsupported_attention, with_short_windows
+from agentfly_kit.policy.attention import agree, masked_states, shared_keys, unsupported_attention, with_short_windows
 from agentfly_kit.policy.policy import Policy
 
 # A function of (cache, tokens (R, C), positions (R, C), mask (R, 1, C, S), stamp) that returns hidden states (R, C, d).
@@ -48,7 +48,8 @@ def cached_forward(policy: Policy) -> CachedForward:
 def _modules_forward(trunk: Any) -> CachedForward:
     def forward(cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor, stamp: object) -> Tensor:
         keys = torch.arange(mask.shape[-1], device=mask.device)[None]
-        return cast(Tensor, masked_states(trunk, tokens, positions, mask, keys, cache).last_hidden_state)
+        with shared_keys(trunk.config):
+            return cast(Tensor, masked_states(trunk, tokens, positions, mask, keys, cache).last_hidden_state)
 
     return forward
 

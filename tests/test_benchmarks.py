@@ -1,0 +1,39 @@
+"""The benchmark of a GPU, as far as a CPU can run it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from paths import ROOT
+
+pytestmark = pytest.mark.real
+SCRIPT = ROOT / "benchmarks" / "bench_gpu.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=900)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device")
+def test_without_a_gpu_it_exits_with_one_sentence() -> None:
+    done = run()
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.strip() == ("bench-gpu needs a CUDA device; `--device cpu --tiny` checks the script without one")
+
+
+def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
+    done = run("--device", "cpu", "--tiny", "--repeats", "1", "--out", str(tmp_path / "gpu.json"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    results = found["results"]
+    assert results["local"]["tokens per second"]["8 chains"] > 0
+    assert 0 < results["update"]["MFU"] < 1
+    assert results["ours"]["seconds per iteration"] > 0 and results["trl"]["seconds per iteration"] > 0
+    assert found["times faster than TRL"] > 0
+    if "not measured" not in results["vllm"]:
+        assert results["vllm"]["weight transfer"]["transport"].startswith("shm (the policy is on cpu")
