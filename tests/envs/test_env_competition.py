@@ -224,13 +224,17 @@ async def test_an_old_submission_is_not_submitted_again() -> None:
 
 
 async def test_a_fork_has_its_own_folder_and_scores() -> None:
-    one, two = Contest(), Contest()
+    one, two, early = Contest(), Contest(), Contest()
     try:
         await one.reset(task(), 0)
-        await run(one, "import baselines\nbaselines.mean()")
+        score = await run(one, "import baselines\nbaselines.mean()")
         await one.fork(two)
         assert await run(two, "baselines.linear()") != await run(one, "baselines.mean()")
         assert (await two.reward())["best"] > (await one.reward())["best"]
+        await one.reset(task(), 1)
+        await one.fork(early)  # before the first program of the chain, when its files are not written yet
+        assert await run(early, "import baselines\nbaselines.mean()") == score
+        assert early.submissions == 1
     finally:
-        await one.close()
-        await two.close()
+        for each in (one, two, early):
+            await each.close()
