@@ -55,12 +55,13 @@ def test_checks_belong_to_notebooks() -> None:
 
 
 def test_every_formula_is_closed() -> None:
-    """A formula with an odd number of dollar signs would be shown as text."""
+    """A formula with an odd number of dollar signs, or a doubled backslash, would be shown as text."""
     for path in NOTEBOOKS:
         for cell in nbformat.read(path, as_version=4).cells:
             if cell.cell_type == "markdown":
                 prose = re.sub(r"```.*?```|`[^`]*`", "", cell.source, flags=re.DOTALL)
                 assert re.sub(r"\$\$.*?\$\$|\$[^$]+?\$", "", prose, flags=re.DOTALL).count("$") == 0, cell.source
+                assert not re.search(r"\\\\[a-z]", prose), f"a doubled backslash: {cell.source}"
 
 
 def test_the_quickstart_is_short() -> None:
