@@ -293,7 +293,7 @@ class Contest(SandboxEnvironment):
         return "\n".join(self.events) or "nothing was run"
 
     @tool(name="reset")
-    def restart(self) -> str:
+    async def restart(self) -> str:
         """Restore the folder and the interpreter. Submissions made so far still count."""
         self._written = False
         return "The folder is as it was at the beginning."
