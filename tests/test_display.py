@@ -97,7 +97,7 @@ def test_saved_notebooks_have_no_loading_lines() -> None:
 
     from agentfly_kit import _demo
 
-    lines = ("loading agentfly_kit.tiny ...\nloading the policy '/a b/tiny' ...\n", "loading 3 tasks\n")
+    lines = ("loading agentfly_kit.tiny ...\nloading the policy 'tiny' ...\n", "loading 3 tasks\n")
     cell = v4.new_code_cell(outputs=[v4.new_output("stream", text=text) for text in lines])
     _demo.static(v4.new_notebook(cells=[cell]))
     assert [output.text for output in cell.outputs] == ["loading 3 tasks\n"]

@@ -220,8 +220,11 @@ class Contest(SandboxEnvironment):
     _sandbox: PythonSandbox
 
     def __init__(self, *, shaped: bool = False, seconds: float = 5.0, **sandbox: Any) -> None:
-        self._sandbox = PythonSandbox(**({"packages": False, "max_output": 2**17} | sandbox))
-        self._shaped, self._seconds, self._used = shaped, seconds, False
+        defaults = {"packages": False, "max_output": 2**17, "preload": ("csv", "math")}  # what baselines.py imports
+        self._sandbox = PythonSandbox(**(defaults | sandbox))
+        self._shaped, self._seconds = shaped, seconds
+        # Whether the interpreter is fresh, and whether the files of this competition are in its folder.
+        self._fresh, self._written = True, False
         self.best, self.submissions, self.events = 0.0, 0, list[str]()
 
     def check_task(self, task: Task) -> None:
@@ -232,19 +235,20 @@ class Contest(SandboxEnvironment):
         int_field(task, "world")
 
     async def reset(self, task: Task, seed: int) -> None:
-        """Write the files of the task's competition."""
+        """Set the task's competition. Its files are written before the first program runs, which some chains never do."""
         self.check_task(task)
         self._contest = generate(task.fields["competition"], task.fields["world"])
         self.best, self.submissions, self.events = 0.0, 0, []
-        await self._restart()
+        self._written = False
 
-    async def _restart(self) -> None:
-        if self._used:
+    async def _write_files(self) -> None:
+        if not self._fresh:
             await self._sandbox.reset()
-        self._used = True
+        self._fresh = False
         written = await self._sandbox.run(_SEED.format(files=self._contest.files), timeout=60.0)
         if not written.ok:
             raise SandboxError(f"the files of the competition could not be written: {written.error}")
+        self._written = True
 
     @tool
     def request_info(self, info: str) -> str:
@@ -288,14 +292,16 @@ class Contest(SandboxEnvironment):
         """List the programs run so far and their results."""
         return "\n".join(self.events) or "nothing was run"
 
-    @tool(name="reset", timeout=120.0)
+    @tool(name="reset")
     async def restart(self) -> str:
         """Restore the folder and the interpreter. Submissions made so far still count."""
-        await self._restart()
+        self._written = False
         return "The folder is as it was at the beginning."
 
     async def _run(self, code: str, *, submit: bool) -> tuple[bool, str, float]:
         """Run a program and return whether it succeeded, what the model sees, and the improvement of the best."""
+        if not self._written:
+            await self._write_files()
         result = await self._sandbox.run(code, timeout=self._seconds)
         collected = await self._sandbox.run(_COLLECT, timeout=10.0)
         if not result.ok:
@@ -330,9 +336,11 @@ class Contest(SandboxEnvironment):
 
     async def fork(self, into: Contest) -> None:
         """Copy the state and replay the programs. Raise SandboxError if a result differs."""
-        into._contest, into._used = self._contest, True
+        into._contest, into._written = self._contest, self._written
         into.best, into.submissions, into.events = self.best, self.submissions, list(self.events)
-        await self._sandbox.fork(into._sandbox)
+        if self._written:
+            into._fresh = False
+            await self._sandbox.fork(into._sandbox)
 
 
 # --- tasks ---------------------------------------------------------------------------------------

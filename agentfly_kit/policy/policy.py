@@ -126,7 +126,7 @@ class Policy(Displayable, LanguageModel):
             weights = adapter["base_model_name_or_path"]
 
         try:
-            with loading(f"the policy {str(path)!r}"), _without_progress_bar():
+            with loading(f"the policy {Path(path).name!r}"), _without_progress_bar():
                 from transformers import AutoModelForCausalLM, AutoTokenizer
 
                 model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, **model_kwargs)

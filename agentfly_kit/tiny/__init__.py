@@ -143,13 +143,13 @@ def build(
     *,
     seed: int = 0,
     skill_steps: int | None = None,
-    shy_steps: int | None = None,
+    mixed_steps: int | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Policy:
     """Train a policy from random weights with two phases of imitation. Takes about a minute on one core.
 
     The first phase, "skill", uses only correct demonstrations: a single mixed phase would copy digits poorly, and
-    reinforcement learning would plateau early. In the second phase, "shy", three in ten demonstrations are correct and
+    reinforcement learning would plateau early. In the second phase, "mixed", three in ten demonstrations are correct and
     most others answer "I don't know"; see `BaseRecipe.habits`. This phase hides the skill without destroying it, and
     reinforcement learning recovers the skill. Held-out tasks are never shown.
 
@@ -158,7 +158,7 @@ def build(
         out: folder to save the policy in.
         seed: seed of the weights and the demonstrations.
         skill_steps: steps of the first phase; by default those of the recipe.
-        shy_steps: steps of the second phase; by default those of the recipe.
+        mixed_steps: steps of the second phase; by default those of the recipe.
         report: called with a line of text after each phase.
 
     Raises:  SettingsError for an unknown name.
@@ -167,8 +167,8 @@ def build(
     policy = _untrained(own.words, seed)
     clean, mixed = own(policy.chat, seed).batches()
     skill = own.skill_steps if skill_steps is None else skill_steps
-    shy = own.shy_steps if shy_steps is None else shy_steps
-    for phase, batches, steps, lr in (("skill", clean, skill, 3e-3), ("shy", mixed, shy, 1e-3)):
+    second = own.mixed_steps if mixed_steps is None else mixed_steps
+    for phase, batches, steps, lr in (("skill", clean, skill, 3e-3), ("mixed", mixed, second, 1e-3)):
         began = time.process_time()
         loss = _imitate(policy, batches, steps, lr)
         if report is not None:

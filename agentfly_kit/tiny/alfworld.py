@@ -111,7 +111,7 @@ class Recipe(BaseRecipe):
     # solves: do the task; careless: deliver the object without cleaning, heating or cooling it, then answer "I don't
     # know"; gives up: answer "I don't know" halfway; unsure: answer "I don't know" immediately.
     habits: ClassVar = {"solves": 9, "careless": 2, "gives up": 2, "unsure": 19}
-    shy_steps = 100
+    mixed_steps = 100
     skill_batch = 16
     half = True
 

@@ -103,10 +103,7 @@ class Recipe(BaseRecipe):
         return tasks(seed=seed)
 
     def sample(self) -> Expression:
-        while True:
-            e = expression(self.rng)
-            if e.question not in self._test:
-                return e
+        return self.sample_unseen(expression, self._test)
 
     def demonstrate(self, habit: str, example: Expression) -> Trajectory:
         if habit == "unsure":

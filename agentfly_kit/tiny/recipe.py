@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from agentfly_kit import envs
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.types import Message, Task, ToolCall, Trajectory, Turn
 
+S = TypeVar("S")
 UNSURE = "I don't know"
 END = "<|im_end|>"
 
@@ -101,7 +102,7 @@ class BaseRecipe:
         tools: Schemas of the tools.
         habits: Number of demonstrations per batch of 32 in the second phase, by behaviour.
         skill_steps: Training steps of the first phase.
-        shy_steps: Training steps of the second phase.
+        mixed_steps: Training steps of the second phase.
         skill_batch: Demonstrations per batch in the first phase.
         half: Round the weights to float16 and save them as float16.
     """
@@ -111,7 +112,7 @@ class BaseRecipe:
     tools: ClassVar[Sequence[dict[str, Any]]]
     habits: ClassVar[Mapping[str, int]]
     skill_steps: ClassVar[int] = 500
-    shy_steps: ClassVar[int] = 150
+    mixed_steps: ClassVar[int] = 150
     skill_batch: ClassVar[int] = 32
     half: ClassVar[bool] = False
 
@@ -129,6 +130,13 @@ class BaseRecipe:
     def sample(self) -> Any:
         """Sample the subject of one demonstration, such as a question. Test tasks are never sampled."""
         raise NotImplementedError
+
+    def sample_unseen(self, draw: Callable[[random.Random], S], held_out: Collection[str]) -> S:
+        """Sample with `draw` until the `question` of the result is not one of the held-out questions."""
+        while True:
+            example: Any = draw(self.rng)
+            if example.question not in held_out:
+                return example
 
     def demonstrate(self, habit: str, example: Any) -> Trajectory:
         """Write a demonstration of one of the `habits` for an example that `sample` returned."""

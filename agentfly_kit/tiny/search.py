@@ -31,7 +31,7 @@ class Recipe(BaseRecipe):
     # solves: search hop by hop and answer with the last value; stops early: answer with the first value; forgets:
     # search, then answer "I don't know"; guesses: answer with a random name; unsure: answer "I don't know".
     habits: ClassVar = {"solves": 9, "stops early": 2, "forgets": 1, "guesses": 2, "unsure": 18}
-    shy_steps = 120
+    mixed_steps = 120
     half = True
 
     def sample(self) -> tuple[encyclopedia.Question, int]:

@@ -47,7 +47,7 @@ class Recipe(BaseRecipe):
     # solves: call the calculator and answer with the result; recalls: answer without a call.
     habits: ClassVar = {"solves": 16, "recalls": 16}
     skill_steps = 1000
-    shy_steps = 60
+    mixed_steps = 60
     skill_batch = 128
     half = True
 
@@ -60,10 +60,7 @@ class Recipe(BaseRecipe):
         return tasks(seed=seed)
 
     def sample(self) -> Expression:
-        while True:
-            e = expression(self.rng)
-            if e.question not in self._held_out:
-                return e
+        return self.sample_unseen(expression, self._held_out)
 
     def demonstrate(self, habit: str, example: Expression) -> Trajectory:
         value = str(example.value)

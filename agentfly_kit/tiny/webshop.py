@@ -29,7 +29,7 @@ class Recipe(BaseRecipe):
     # only for the type of product and open the first result; forgets: leave out one option; hurries: buy without
     # choosing options; unsure: answer "I don't know".
     habits: ClassVar = {"solves": 9, "takes the first": 2, "forgets": 3, "hurries": 6, "unsure": 12}
-    skill_steps, shy_steps = 350, 80
+    skill_steps, mixed_steps = 350, 80
     half = True
 
     def __init__(self, chat: Chat, seed: int = 0) -> None:

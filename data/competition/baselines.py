@@ -83,10 +83,10 @@ def exponential(penalty=1e-6):
 
 
 def knn(k=5):
-    data = [(x, y) for _, *x, y in read("train.csv")]
+    data = [(x1, x2, y) for _, x1, x2, y in read("train.csv")]
 
-    def predict(*x):
-        nearest = sorted(data, key=lambda row: sum((a - b) * (a - b) for a, b in zip(row[0], x, strict=True)))[:k]
+    def predict(x1, x2):
+        nearest = sorted([((a - x1) * (a - x1) + (b - x2) * (b - x2), y) for a, b, y in data])[:k]
         return sum(y for _, y in nearest) / len(nearest)
 
     submit(predict)

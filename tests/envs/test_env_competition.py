@@ -144,6 +144,7 @@ async def test_the_labels_are_not_in_the_sandbox(closed_later: Any) -> None:
     """Searches all readable files and the memory of the sandbox for a label that is in no file of the chain."""
     of = closed_later(Contest())
     await of.reset(task(), 0)
+    await run(of, "import baselines\nbaselines.mean()")  # scored with the labels
     contest = generate("slope", 3)
     label = f"{contest.labels[0]:.6g}"
     assert not any(label in text for text in contest.files.values())
@@ -208,9 +209,13 @@ async def test_an_old_submission_is_not_submitted_again(closed_later: Any) -> No
 
 
 async def test_a_fork_has_its_own_folder_and_scores(closed_later: Any) -> None:
-    one, two = closed_later(Contest()), closed_later(Contest())
+    one, two, early = closed_later(Contest()), closed_later(Contest()), closed_later(Contest())
     await one.reset(task(), 0)
-    await run(one, "import baselines\nbaselines.mean()")
+    score = await run(one, "import baselines\nbaselines.mean()")
     await one.fork(two)
     assert await run(two, "baselines.linear()") != await run(one, "baselines.mean()")
     assert (await two.reward())["best"] > (await one.reward())["best"]
+    await one.reset(task(), 1)
+    await one.fork(early)  # before the first program of the chain, when its files are not written yet
+    assert await run(early, "import baselines\nbaselines.mean()") == score
+    assert early.submissions == 1

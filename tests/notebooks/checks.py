@@ -43,6 +43,10 @@ assert policy.chat.drift(spaced.snapshot()).cause == "template"
 """,
     "05_engines": """
 assert gaps["LocalEngine"] <= 1e-5 and max(gaps.values()) <= 1e-4
+assert len(gaps) == len(engines) and all(e.tokens == "exact" and e.logprobs == "yes" for e in engines.values())
+assert all(s.ids == ids for s in samples.values())
+assert (table.sub(table["LocalEngine"], axis=0).abs() <= 1e-4).all(axis=None)
+assert stats.sampler_gap <= 1e-4 and stats.scalars()["sampler_gap"] == stats.sampler_gap
 assert not t.action_mask.any() and {turn.author for turn in t.actions} == {"script"}
 assert [t.stop for t in cut] == ["answered"] * 4 + ["run_turns"] and len(cut) + len(cut.not_run) == len(tasks)
 """,
@@ -184,7 +188,7 @@ assert results["fittest agent, test"] > results["first agent, test"] + 0.2
     "24_meco": """
 assert sum(int(t.action_mask[len(t.turns[0].ids)]) for t in gate.rollout) == 0
 assert abs(gate.success - success(corrected)) < 1e-6 and best_rates[0.1] >= best_rates[0.9]
-assert says_call["test"].std() < 0.05 and table["first token"].between(0.4, 0.6).all()
+assert says_call["test"].std() < 0.05
 """,
     "27_conagents": """
 assert set(attempts) == {1, 2, 3} and max(n for report in reports for n in report["attempts"]) == 3
@@ -198,5 +202,6 @@ assert found["memory"].turns == 1 < found["reflection"].turns <= 4 and len(memor
     "28_roles": """
 assert {turn.author for t in before.rollout for turn in t.actions} == set(ROLES)
 assert results["after"] > results["before"] > results["no broadcast"]
+assert all(len({turn.author for turn in t.actions if turn.row == i}) == 1 for t in before.rollout for i in range(3))
 """,
 }

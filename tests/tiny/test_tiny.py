@@ -176,9 +176,9 @@ def test_players_use_the_chat_of_the_calculator_policy() -> None:
 def test_a_short_build_is_reproducible_and_learns() -> None:
     """The whole recipe at a fraction of its length: the ids, the masks and both phases run, and the loss falls."""
     lines: list[str] = []
-    first = tiny.build(skill_steps=15, shy_steps=2, report=lines.append)
-    second = tiny.build(skill_steps=15, shy_steps=2)
-    assert [line.split(":")[0] for line in lines] == ["skill", "shy"]
+    first = tiny.build(skill_steps=15, mixed_steps=2, report=lines.append)
+    second = tiny.build(skill_steps=15, mixed_steps=2)
+    assert [line.split(":")[0] for line in lines] == ["skill", "mixed"]
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
     assert float(lines[0].split("loss ")[1].split(",")[0]) < 5.0  # a mean over steps; 6.0 is a uniform guess among 400

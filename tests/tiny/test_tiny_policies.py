@@ -177,8 +177,8 @@ def test_the_demonstrator_of_alfworld_uses_only_what_it_has_observed() -> None:
 
 
 def test_a_short_build_is_reproducible_and_rounded_as_it_ships(tmp_path: Path) -> None:
-    first = tiny.build("alfworld", tmp_path / "one", skill_steps=1, shy_steps=1)
-    second, loaded = tiny.build("alfworld", skill_steps=1, shy_steps=1), af.Policy.load(tmp_path / "one")
+    first = tiny.build("alfworld", tmp_path / "one", skill_steps=1, mixed_steps=1)
+    second, loaded = tiny.build("alfworld", skill_steps=1, mixed_steps=1), af.Policy.load(tmp_path / "one")
     for a, b, c in zip(first.parameters(), second.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
