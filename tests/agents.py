@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
+from recipes.calculator import tasks as calculator_tasks
 
 from agentfly_kit import tiny
 from agentfly_kit.agent.agent import Agent
@@ -18,7 +19,6 @@ from agentfly_kit.engines.scripted import ScriptedEngine
 from agentfly_kit.errors import SandboxError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.rewards import reward
-from agentfly_kit.tiny.calculator import tasks as calculator_tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Sample, Sampling, Task, Trajectory, Turn, TurnRequest
 

@@ -12,6 +12,7 @@ import agents
 import pandas as pd
 import pytest
 import torch
+from recipes.calculator import Expression, Recipe
 from test_ppo_more import Kept, trajectories
 
 from agentfly_kit import advantages, tiny
@@ -24,7 +25,6 @@ from agentfly_kit.integrations.rollout_files import read_rollouts
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import imitation_step, ppo_step
 from agentfly_kit.rewards import reward
-from agentfly_kit.tiny.calculator import Expression, Recipe
 from agentfly_kit.tools import tool as tools
 from agentfly_kit.tools.context import Context
 from agentfly_kit.trainer.config import TrainConfig

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.envs import exact
 from agentfly_kit.envs.calculator import family
-from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe
 from agentfly_kit.types import Trajectory
+from recipes.base import UNSURE, BaseRecipe
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from agentfly_kit.envs.calculator import family
-from agentfly_kit.tiny.calculator import Expression
-from agentfly_kit.tiny.recipe import BaseRecipe
 from agentfly_kit.types import Trajectory
+from recipes.base import BaseRecipe
+from recipes.calculator import Expression
 
 
 def expression(rng: random.Random) -> Expression:
