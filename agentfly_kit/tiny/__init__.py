@@ -17,7 +17,7 @@ import torch
 
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.chat.chat import Chat
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, check_count
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.imitation import imitation_steps
 from agentfly_kit.tools.tool import ToolSet
@@ -212,9 +212,8 @@ def learner(
         SettingsError: if a count is below 1.
         BatchError: if a conversation has no message of the assistant.
     """
-    for name, value in (("steps", steps), ("batch", batch)):
-        if value < 1:
-            raise SettingsError(f"{name} must be at least 1, got {value!r}")
+    check_count("steps", steps)
+    check_count("batch", batch)
     given = list(tools)
     schemas = given if given and isinstance(given[0], dict) else list(ToolSet(given).schemas)
     made = _untrained(words, seed)
