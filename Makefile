@@ -67,8 +67,9 @@ moving-picture: install  ## record docs/images/live.webp in a browser
 
 POLICIES := alfworld calculator code lookup search sql sums webshop
 policy: install  ## regenerate the shipped tasks and policies in data/ (minutes)
-	@for name in $(POLICIES); do $(PY) -m agentfly_kit.tiny tasks --name $$name --out data/$$name && \
-		$(PY) -m agentfly_kit.tiny policy --name $$name --out data/policies/$$name || exit 1; done
+	@export PYTHONPATH=benchmarks; for name in $(POLICIES); do \
+		$(PY) -m recipes tasks --name $$name --out data/$$name && \
+		$(PY) -m recipes policy --name $$name --out data/policies/$$name || exit 1; done
 
 notebooks: install  ## run all notebooks and save their outputs (one: make notebooks NB=notebooks/01_quickstart.ipynb)
 	@for notebook in $(or $(NB),$(wildcard notebooks/*.ipynb)); do \

@@ -19,10 +19,11 @@ import sys
 import time
 from typing import Any
 
+from recipes.calculator import Recipe
+
 import agentfly_kit as af
 from agentfly_kit import tiny
 from agentfly_kit.envs import calculator
-from agentfly_kit.tiny.calculator import Recipe
 
 # GRPO reaches the goal in one iteration of the default size, 128 episodes.
 SMALL: dict[str, Any] = {"tasks_per_step": 4, "group_size": 4, "minibatch": 16, "evaluate_every": 1}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
+from recipes.calculator import tasks as calculator_tasks
 
 from agentfly_kit import tiny
 from agentfly_kit.agent.agent import Agent
@@ -18,7 +19,6 @@ from agentfly_kit.engines.scripted import ScriptedEngine
 from agentfly_kit.errors import SandboxError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.rewards import reward
-from agentfly_kit.tiny.calculator import tasks as calculator_tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Sample, Sampling, Task, Trajectory, Turn, TurnRequest
 
@@ -342,3 +342,17 @@ def reference_logprobs(
     at = [t - 1 for t in positions]
     entropy = -(logp.exp() * logp).sum(-1)
     return [float(logp[a, ids[t]]) for a, t in zip(at, positions, strict=True)], [float(entropy[a]) for a in at]
+
+
+# How TRL's own loop parses the calls of the shipped policies.
+RESPONSE_TEMPLATE: dict[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}  # fmt: skip

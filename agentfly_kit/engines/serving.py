@@ -155,16 +155,12 @@ serve_vllm = VLLMServer
 
 def _answers(port: int) -> bool:
     """Return True if the server is ready for requests."""
-    import http.client
+    import httpx2
 
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
+        return bool(httpx2.get(f"http://127.0.0.1:{port}/health", timeout=5, trust_env=False).is_success)
+    except httpx2.HTTPError:
         return False
-    finally:
-        connection.close()
 
 
 def _kill(process: subprocess.Popen[bytes] | None) -> None:

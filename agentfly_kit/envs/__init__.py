@@ -33,7 +33,6 @@ _WHERE = {
     "Family": "family",
     "agent": "base",
     "from_env": "gym",
-    "from_gymnasium": "gym",
     "reward": "base",
     "to_gymnasium": "gym",
     "tools": "base",

@@ -171,8 +171,6 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
         more |= {name: value for name, value in ready.items() if name in names}
         if "state" in names:
             more["state"] = state(environment)
-        if inspect.iscoroutinefunction(method):
-            return await method(environment, **more)
         outcome = await functions.call_user_function(getattr(environment, name), more)
         if outcome.error is not None:
             raise outcome.error

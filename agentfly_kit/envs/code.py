@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeGuard
 
 from agentfly_kit import task_files
 from agentfly_kit import tasks as task_sets
-from agentfly_kit.envs.family import Family, Move, check_int, existing_file, hash_split, row_id, shipped_rows
-from agentfly_kit.errors import SettingsError, TaskError
+from agentfly_kit.envs.family import Family, Move, existing_file, hash_split, row_id, shipped_rows
+from agentfly_kit.errors import SettingsError, TaskError, check_count
 from agentfly_kit.sandboxes.grader import Grader
 from agentfly_kit.sandboxes.python import PythonSandbox
 from agentfly_kit.sandboxes.result import SandboxResult
@@ -256,7 +256,7 @@ def load(path: str | os.PathLike[str], *, shown: int | None = 1) -> Tasks:
     """
     file = existing_file(path, "pass the path of MBPP's mbpp.jsonl or sanitized-mbpp.json")
     if shown is not None:
-        check_int("shown", shown)
+        check_count("shown", shown, 0)
     found: dict[int, dict[str, Any]] = {}
     for position, (where, row) in enumerate(task_files.read_rows(file)):
         made = _mbpp(row, where, shown)

@@ -220,7 +220,8 @@ class Contest(SandboxEnvironment):
     _sandbox: PythonSandbox
 
     def __init__(self, *, shaped: bool = False, seconds: float = 5.0, **sandbox: Any) -> None:
-        defaults = {"packages": False, "max_output": 2**17, "preload": ("csv", "math")}  # what baselines.py imports
+        # baselines.py imports the preloaded modules.
+        defaults: dict[str, Any] = {"packages": False, "max_output": 2**17, "preload": ("csv", "math")}
         self._sandbox = PythonSandbox(**(defaults | sandbox))
         self._shaped, self._seconds = shaped, seconds
         # Whether the interpreter is fresh, and whether the files of this competition are in its folder.
@@ -235,7 +236,7 @@ class Contest(SandboxEnvironment):
         int_field(task, "world")
 
     async def reset(self, task: Task, seed: int) -> None:
-        """Set the task's competition. Its files are written before the first program runs, which some chains never do."""
+        """Set the task's competition. Its files are written before the first program runs."""
         self.check_task(task)
         self._contest = generate(task.fields["competition"], task.fields["world"])
         self.best, self.submissions, self.events = 0.0, 0, []

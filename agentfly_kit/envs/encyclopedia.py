@@ -9,24 +9,12 @@ import random
 from dataclasses import dataclass
 from functools import lru_cache
 
-FIRST = tuple(
-    "Abel Brana Caro Delia Edan Fenna Goran Hedda Isko Jelle Karin Lorcan Mirel Nevin Odile Petra Quint Rurik Selma "  # noqa: SIM905
-    "Tavi Ulla Viggo Wilma Yorick".split()
+from agentfly_kit import task_files
+
+_WORDS: dict[str, str] = task_files.bundled_json("vocabularies", "encyclopedia.json")
+FIRST, LAST, TOWNS, COUNTRIES, RIVERS, COINS, TRADES, QUALITIES, THINGS = (
+    tuple(words.split()) for words in _WORDS.values()
 )
-LAST = tuple(
-    "Ambrose Balt Corrin Dovale Estrid Fallow Grane Holm Ister Jarrow Kestle Lindow Mosk Norby Orrin Penhale Quist "  # noqa: SIM905
-    "Rask Sorrel Tolland Ulven Varley Westrin Zander".split()
-)
-TOWNS = tuple(
-    "Aldermoor Brinhaven Calder Dunmere Eastvale Fenwick Garlow Hexham Ivelford Jarndale Kelmont Larkhill Marrow "  # noqa: SIM905
-    "Nethby Ormsk Pendral Quarley Redmarsh Stavern Thornby Umberg Vessany Wexmoor Yarrow".split()
-)
-COUNTRIES = tuple("Belvoria Cantara Drennia Estovia Fervale Gaulden Hestria Ordania".split())  # noqa: SIM905
-RIVERS = tuple("Ash Brell Cornet Dove Elbin Fossil Glim Mell".split())  # noqa: SIM905
-COINS = tuple("bezant crown dorn florin groat mark sequin taler".split())  # noqa: SIM905
-TRADES = tuple("baker carpenter doctor engineer gardener painter sailor teacher".split())  # noqa: SIM905
-QUALITIES = tuple("Amber Broken Crimson Distant Empty Frozen Golden Hidden Ivory Quiet Silver Winter".split())  # noqa: SIM905
-THINGS = tuple("Bridge Castle Door Forest Garden Harbour Island Lantern Mirror Orchard River Tower".split())  # noqa: SIM905
 
 # Kind of entry -> {relation: kind of its value}.
 KINDS = {

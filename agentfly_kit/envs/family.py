@@ -23,7 +23,7 @@ from agentfly_kit.agent.agent import Agent
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.envs import base
-from agentfly_kit.errors import SettingsError, TaskError
+from agentfly_kit.errors import SettingsError, TaskError, check_count
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.types import Message, Sample, Sampling, Task, ToolCall, TurnRequest
 
@@ -134,8 +134,8 @@ class Family(Displayable):
         if split is not None and split not in self.splits:
             raise SettingsError(f"split must be {' or '.join(map(repr, self.splits))}, or None for both, got {split!r}")
         if n is not None:
-            check_int("n", n, 1)
-        check_int("seed", seed)
+            check_count("n", n)
+        check_count("seed", seed, 0)
         rows: list[dict[str, Any]] = []
         for name, count in self.splits.items():
             if split in (None, name):
@@ -192,12 +192,6 @@ class Family(Displayable):
     def __repr__(self) -> str:
         lacks = f", needs {', '.join(self.missing)}" if self.missing else ""
         return f"<Family {self.name}: {self.what}{lacks}>"
-
-
-def check_int(name: str, value: Any, minimum: int = 0) -> None:
-    """Raise SettingsError if a setting is not an integer of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise SettingsError(f"{name} must be an integer of at least {minimum}, got {value!r}")
 
 
 # --- generating rows -----------------------------------------------------------------------------

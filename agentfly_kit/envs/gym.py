@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,59 +20,10 @@ from agentfly_kit.tools.tool import ToolSet, tool
 from agentfly_kit.types import Task, ToolCall, ToolResult
 
 
-def _module() -> Any:
-    try:
-        import gymnasium
-    except ModuleNotFoundError as error:
-        raise SettingsError('gymnasium is not installed; type: pip install "agentfly_kit[envs]"') from error
-    return gymnasium
-
-
-def from_gymnasium(
-    make: str | Callable[[], Any],
-    *,
-    actions: dict[str, Any],
-    show: Callable[[Any], str] = str,
-    name: str = "act",
-    **options: Any,
-) -> type:
-    """Wrap a Gymnasium environment with a fixed set of actions as an environment class with one tool, `act(action)`.
-
-    The reward of each step is a turn reward, and the metric `total` is the sum of these rewards. The environment is
-    reset with the task's seed and its field `options`. It cannot be forked. For text actions, see `from_env`.
-
-    Args:
-        make: a Gymnasium id such as "FrozenLake-v1", created with `options`, or a function that returns a new
-            environment.
-        actions: maps each string that the model may write to a Gymnasium action.
-        show: converts an observation to the text that the model reads.
-        name: name of the tool.
-        **options: keyword arguments of `gymnasium.make`.
-
-    Raises:  SettingsError if gymnasium is not installed or `actions` is empty.
-    """
-    gymnasium = _module()
-    if not actions:
-        raise SettingsError("actions must map at least one string to an action, got {}; pass actions={'left': 0, ...}")
-    choices = ", ".join(map(repr, actions))
-
-    def convert(text: str) -> Any:
-        if text not in actions:
-            raise ValueError(f"there is no action {text!r}; there is {choices}")
-        return actions[text]
-
-    wrapped = from_env(
-        make if callable(make) else lambda: gymnasium.make(make, **options), action=convert, show=show, name=name
-    )
-    label = make if isinstance(make, str) else getattr(make, "__name__", "Gymnasium")
-    wrapped.__name__ = wrapped.__qualname__ = label.replace("-", "_")
-    return wrapped
-
-
 def from_env(
     make: Callable[[], Any],
     *,
-    action: Callable[[str], Any] = str,
+    action: Callable[[str], Any] | Mapping[str, Any] = str,
     show: Callable[[Any], str] = str,
     name: str = "act",
 ) -> type:
@@ -91,17 +42,20 @@ def from_env(
 
     Args:
         make: a class or function without arguments that returns a new environment.
-        action: converts the text that the model writes to an action. The message of a ValueError is shown to the model.
+        action: converts the text that the model writes to an action; the message of a ValueError is shown to the model.
+            Or a mapping from texts to actions, such as {"left": 0, "down": 1}.
         show: converts an observation to the text that the model reads.
         name: name of the tool.
 
-    Raises:  SettingsError if `make` is a class without `reset` or `step`. For a function, this is checked when the
-        first environment is created.
+    Raises:  SettingsError if `make` is a class without `reset` or `step`, or `action` is empty. For a function, `make`
+        is checked when the first environment is created.
     """
     if not callable(make):
         raise SettingsError(f"make must be a class or a function that returns an environment, got {make!r}")
     if isinstance(make, type):
         _require_methods(make, make.__name__)
+    if isinstance(action, Mapping) and not action:
+        raise SettingsError("action must map at least one text to an action, got {}")
 
     class Wrapped:
         def __init__(self) -> None:
@@ -128,8 +82,10 @@ def from_env(
             Args:
                 action: what to do.
             """
+            if isinstance(actions, Mapping) and action not in actions:
+                return ToolResult(False, f"there is no action {action!r}; there is {', '.join(map(repr, actions))}")
             try:
-                converted = convert(action)
+                converted = actions[action] if isinstance(actions, Mapping) else actions(action)
             except ValueError as error:
                 return ToolResult(False, str(error))
             return _then(self.env.step(converted), self._stepped)
@@ -173,7 +129,7 @@ def from_env(
             close = getattr(self.env, "close", None)
             return close() if callable(close) and not hasattr(self.env, "get_observation") else None
 
-    convert = action  # `action` is also the name of the tool's parameter
+    actions = action  # `action` is also the name of the tool's parameter
     Wrapped.__name__ = Wrapped.__qualname__ = getattr(make, "__name__", "Environment").strip("<>")
     return Wrapped
 
@@ -206,13 +162,16 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
 
     Raises:  SettingsError if gymnasium is not installed or the class is not an environment.
     """
-    gymnasium = _module()
+    try:
+        import gymnasium
+    except ModuleNotFoundError as error:
+        raise SettingsError('gymnasium is not installed; type: pip install "agentfly_kit[envs]"') from error
     base.check(sandbox_type)
     tools = ToolSet(base.tools(sandbox_type))
     reward = base.reward(sandbox_type)
     wanted = {*tools.sandbox_types, *(() if reward is None else reward.sandbox_types)} - {sandbox_type}
 
-    class Env(gymnasium.Env):  # type: ignore[misc, name-defined]
+    class Env(gymnasium.Env):  # type: ignore[misc, name-defined, unused-ignore]
         action_space = gymnasium.spaces.Text(4096, charset=string.printable)
         observation_space = gymnasium.spaces.Text(65536, min_length=0, charset=string.printable)
 

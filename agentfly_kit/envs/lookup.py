@@ -10,20 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentfly_kit import task_files
 from agentfly_kit.envs.family import Family, Move, first_world, int_field, row_id, tool_outputs
 from agentfly_kit.errors import TaskError, ToolError
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
-NAMES = tuple(
-    "Ada Alma Amir Anna Aron Bela Bram Cara Cleo Dario Dina Egon Elif Emil Enzo Esra Fay Finn Greta Hana Hugo Ida Ilja "  # noqa: SIM905
-    "Iris Jan Juno Kaya Kurt Lena Levi Lola Mara Milo Nadia Nils Olga Omar Otto Pia Ravi Rosa Saul Sina Theo Uma Vera "
-    "Wim Yara".split()
-)
-CITIES = tuple(
-    "Bergen Cairo Delhi Gdansk Hanoi Izmir Kyoto Lagos Lima Oslo Porto Quito Riga Seoul Turin Zagreb".split()  # noqa: SIM905
-)
-PETS = tuple("cat dog fish frog goat hen horse mouse owl parrot rabbit tortoise".split())  # noqa: SIM905
+_WORDS: dict[str, str] = task_files.bundled_json("vocabularies", "lookup.json")
+NAMES, CITIES, PETS = (tuple(words.split()) for words in _WORDS.values())
 # Keys whose value is another person.
 PEOPLE = ("boss", "friend", "mentor")
 THINGS = {"city": CITIES, "pet": PETS}

@@ -16,7 +16,6 @@ lines to break before the chain starts; and `failing`, the tests that fail becau
 from __future__ import annotations
 
 import ast
-import asyncio
 import functools
 import inspect
 import json
@@ -506,14 +505,6 @@ def _failure_line(test: str, why: str, text: str) -> str:
     where = f", line {numbers[-1]}: {lines[int(numbers[-1]) - 1].strip()}" if numbers else ""
     last = why.strip().splitlines()[-1].removeprefix("in the submission: ") if why.strip() else "it failed"
     return f"FAILED {path.removeprefix('tests/')}::{name}{where}\n  {last[:200]}"
-
-
-def remake(path: str | Path) -> int:
-    """Regenerate the included bugs and write them to a file. Takes minutes. Return their number."""
-    found = asyncio.run(bugs())
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
-    Path(path).write_text(text, encoding="utf-8")
-    return len(found)
 
 
 # --- players -------------------------------------------------------------------------------------

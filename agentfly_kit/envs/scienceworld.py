@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import itertools
 import os
 import random
-import shutil
 import subprocess
 import threading
 import weakref
@@ -23,8 +21,8 @@ from typing import IO, Any
 
 from agentfly_kit import task_files
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.envs.family import Family, Move, check_int, tool_outputs
-from agentfly_kit.errors import SandboxError, SettingsError, TaskError
+from agentfly_kit.envs.family import Family, Move, tool_outputs
+from agentfly_kit.errors import SandboxError, SettingsError, TaskError, check_count
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
@@ -130,10 +128,7 @@ class Simulator:
 
         Raises:  SettingsError with the install command if a requirement is missing; SandboxError if Java cannot start.
         """
-        if importlib.util.find_spec("scienceworld") is None:
-            raise SettingsError('scienceworld is not installed; type: pip install "agentfly_kit[envs]"')
-        if shutil.which("java") is None:
-            raise SettingsError(f"ScienceWorld's simulator needs `java`, which is not installed; type: {INSTALL_JAVA}")
+        family.require_installed()
         import scienceworld
         from py4j.java_gateway import GatewayParameters, JavaGateway
 
@@ -196,8 +191,8 @@ class ScienceWorld:
     """
 
     def __init__(self, memory_mb: int = 512, steps: int = STEPS, simplification: str = "", gold: bool = False) -> None:
-        check_int("memory_mb", memory_mb, 128)
-        check_int("steps", steps, 1)
+        check_count("memory_mb", memory_mb, 128)
+        check_count("steps", steps)
         names = [] if simplification in ("", "easy") else simplification.split(",")
         if not set(names) <= set(SIMPLIFICATIONS):  # the simulator would report this only in an observation
             raise SettingsError(

@@ -25,9 +25,9 @@ from typing import Any, Literal, get_args
 from agentfly_kit import task_files
 from agentfly_kit._display import Displayable
 from agentfly_kit.envs import encyclopedia, qa
-from agentfly_kit.envs.family import Family, Move, check_int, existing_file, int_field, row_id, tool_outputs
+from agentfly_kit.envs.family import Family, Move, existing_file, int_field, row_id, tool_outputs
 from agentfly_kit.envs.retrieval import Embed, Index, VectorIndex, WordIndex, embedding, words
-from agentfly_kit.errors import SettingsError, TaskError, ToolError
+from agentfly_kit.errors import SettingsError, TaskError, ToolError, check_count
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
@@ -138,7 +138,7 @@ class Search:
             corpus = _loaded(str(corpus))
         elif corpus is not None and not isinstance(corpus, Corpus):
             corpus = Corpus(corpus)
-        check_int("topk", topk, 1)
+        check_count("topk", topk)
         if metric not in get_args(Metric):
             raise SettingsError(f"metric must be 'em' or 'f1', got {metric!r}")
         self._given, self._topk, self._dense, self._metric, self._brief = corpus, topk, dense, metric, brief

@@ -11,7 +11,6 @@ sqlite file).
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 import os
 import random
@@ -28,7 +27,7 @@ from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import kendall
 from agentfly_kit.envs.base import SandboxEnvironment
 from agentfly_kit.envs.family import Family, Move, existing_file, first_world, int_field, row_id, tool_outputs
-from agentfly_kit.errors import SandboxError, SettingsError, TaskError
+from agentfly_kit.errors import SandboxError, TaskError
 from agentfly_kit.sandboxes.settings import forward_signature
 from agentfly_kit.sandboxes.sql import SQLSandbox
 from agentfly_kit.tasks import Tasks
@@ -79,11 +78,6 @@ class SQL(SandboxEnvironment):
     _sandbox: SQLSandbox
 
     def __init__(self, engine: str = "sqlite", *, seconds: float = 5.0, most: int = 10_000, **sandbox: Any) -> None:
-        if engine == "duckdb" and importlib.util.find_spec("duckdb") is None:
-            raise SettingsError(
-                "af.envs.sql with engine='duckdb' needs duckdb; type: pip install \"agentfly_kit[sql]\". "
-                "engine='sqlite' has no requirements"
-            )
         self._sandbox = SQLSandbox(engine=engine, max_rows=most, **({"max_output": 2**20} | sandbox))
         self._seconds = seconds
         # Result of the last query: rows, an error message, or None for a statement without rows.
@@ -189,11 +183,6 @@ def _quoted(name: str) -> str:
 
 # --- generated tasks -----------------------------------------------------------------------------
 
-NAMES = (
-    "Ada", "Alma", "Amir", "Bela", "Cleo", "Dina", "Egon", "Elif", "Enzo", "Fay", "Finn", "Hugo", "Ida", "Juno", "Kurt",
-    "Lena", "Milo", "Nils", "Olga", "Otto",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Schema:
@@ -207,7 +196,7 @@ class Schema:
     keys: tuple[str, ...]
     text: str
     texts: tuple[str, ...]
-    numbers: Mapping[str, tuple[int, int, int]]
+    numbers: Mapping[str, Sequence[int]]
     other: str
     what: str
     whats: tuple[str, ...]
@@ -224,21 +213,9 @@ class Schema:
 
 # Name in a task's `db` field -> schema.
 SCHEMAS = {
-    "staff": Schema(
-        "staff", "name", NAMES, "team", ("design", "legal", "sales", "support"),
-        {"pay": (20, 90, 1), "age": (21, 66, 1)}, "teams", "city", ("Bergen", "Cairo", "Lima", "Oslo", "Riga", "Seoul"),
-    ),
-    "shop": Schema(
-        "products", "product", tuple("apron bowl brush candle chair clock cup fork jar kettle lamp mat mirror mug pan "  # noqa: SIM905
-        "plate rug shelf spoon stool towel tray vase".split()), "kind", ("bath", "kitchen", "light", "wood"),
-        {"price": (2, 99, 1), "stock": (1, 80, 1)}, "kinds", "floor", ("cellar", "gallery", "ground", "roof"),
-    ),
-    "zoo": Schema(
-        "animals", "animal", tuple("badger bear camel crane eagle fox gecko goat hare heron lion lynx moose newt otter "  # noqa: SIM905
-        "owl panda puma seal swan tapir toad wolf zebra".split()), "house", ("forest", "hill", "lake", "steppe"),
-        {"weight": (3, 95, 1), "births": (1, 60, 1)}, "houses", "keeper", NAMES[:8],
-    ),
-}  # fmt: skip
+    name: Schema(**row | {key: tuple(row[key].split()) for key in ("keys", "texts", "whats")})
+    for name, row in task_files.bundled_json("vocabularies", "sql.json").items()
+}
 
 
 @dataclass(frozen=True)

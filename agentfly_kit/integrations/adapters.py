@@ -9,6 +9,7 @@ from typing import Any
 
 from agentfly_kit.errors import RewardError, SettingsError, TaskError
 from agentfly_kit.rewards import Reward
+from agentfly_kit.tools.function import call_user_function
 from agentfly_kit.tools.injection import FromPool
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult, Trajectory
@@ -184,22 +185,14 @@ def environment(environment_class: type) -> type:
 
 def _as_observation(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method so that it returns the same observation text as in TRL."""
-    if inspect.iscoroutinefunction(method):
-
-        @functools.wraps(method)
-        async def call(*args: Any, **options: Any) -> ToolResult:
-            try:
-                return ToolResult(True, str(await method(*args, **options)))
-            except Exception as error:
-                return ToolResult(False, str({"error": str(error)}))
-
-        return call
 
     @functools.wraps(method)
-    def call_sync(*args: Any, **options: Any) -> ToolResult:
-        try:
-            return ToolResult(True, str(method(*args, **options)))
-        except Exception as error:
-            return ToolResult(False, str({"error": str(error)}))
+    async def call(*args: Any, **options: Any) -> ToolResult:
+        outcome = await call_user_function(functools.partial(method, *args), options)
+        if isinstance(outcome.error, Exception):
+            return ToolResult(False, str({"error": str(outcome.error)}))
+        if outcome.error is not None:
+            raise outcome.error
+        return ToolResult(True, str(outcome.value))
 
-    return call_sync
+    return call

@@ -20,7 +20,7 @@ from agentfly_kit.agent.progress import RolloutEvent
 from agentfly_kit.agent.remote import Gate, GroupResult, GroupResults, RolloutRequest
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.engines.local.engine import LocalEngine
-from agentfly_kit.errors import EngineError, SettingsError
+from agentfly_kit.errors import EngineError, SettingsError, check_count
 from agentfly_kit.types import Failure, Trajectory
 
 __all__ = ["Workers", "workers"]
@@ -57,8 +57,7 @@ def workers(agent: Agent, n: int, *, timeout: float = 300.0, **options: Any) -> 
 
     if not isinstance(agent, Agent):
         raise SettingsError(f"agent must be an Agent, got {agent!r}")
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise SettingsError(f"n must be an integer of at least 1, got {n!r}")
+    check_count("n", n)
     if not ray.is_initialized():
         raise SettingsError('Ray is not connected: call ray.init("auto") on a cluster, or ray.init() for this machine')
     copy = agent.replace(watch=None)

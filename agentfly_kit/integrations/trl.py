@@ -2,7 +2,6 @@
 
 rows      sft_dataset                             recorded tokens and masks for SFTTrainer, without re-rendering
 agents    dataset, rollout_func, reward_func      the agent samples the rollouts, and GRPOTrainer updates the policy
-parts     tools, rewards, response_template       GRPOTrainer samples the rollouts with its own loop
 adapters  reward, environment                     rewards and environments for TRL, used with agents of this package
 settings  ppo_config, advantage                   a GRPOConfig as settings of `ppo_step` and as an estimator
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import json
 import math
 from collections import Counter, defaultdict
@@ -282,100 +280,3 @@ def _rollout_columns(chains: list[Trajectory], end: int) -> dict[str, Any]:
         out["env_mask"].append([0] * (len(ids) - prompt_length) if unscored else mask[prompt_length:])
         out["agent_reward"].append(t.reward if not unscored else sum(group) / max(len(group), 1))
     return dict(out)
-
-
-# --- parts for TRL's own loop --------------------------------------------------------------------
-
-
-def response_template(start: str = "<|im_start|>assistant\n", end: str = "<|im_end|>") -> dict[str, Any]:
-    """Return a response template for parsing hermes tool calls; set it as `tokenizer.response_template`.
-
-    Needed for models without a template in TRL.
-
-    Args:
-        start: Text that begins an assistant message.
-        end: Text that ends an assistant message.
-
-    Source:  the transformers format that trl 1.16 uses for Qwen3.
-    """
-    escaped = "".join("\\" + c if c in r"\|.*+?()[]{}^$" else c for c in end)
-    call = {"type": "function", "function": "{content}"}
-    return {
-        "defaults": {"role": "assistant"},
-        "start_anchor": start,
-        "fields": {
-            "tool_calls": {
-                "open": "<tool_call>",
-                "close_pattern": r"</tool_call>\s*",
-                "repeats": True,
-                "content": "json",
-                "transform": call,
-            },
-            "content": {"close_pattern": escaped + r"\s*", "content": "text"},
-        },
-    }
-
-
-def tools(agent: Agent) -> list[Callable[..., Any]]:
-    """Return the agent's tools for GRPOTrainer's `tools=`. The model gets the same observations as with the agent.
-
-    Raises:
-        SettingsError: If a tool needs a sandbox, a task field or the context, which TRL does not provide; use
-            `rollout_func` instead.
-    """
-    out = []
-    for tool in agent.tools:
-        shown = set(tool.schema["function"]["parameters"]["properties"])
-        hidden = [name for name in inspect.signature(tool.function).parameters if name not in shown]
-        if hidden:
-            raise SettingsError(
-                f"tool {tool.name!r} needs {', '.join(hidden)}, which TRL does not provide; use af.trl.rollout_func"
-            )
-        out.append(_as_trl_tool(tool))
-    return out
-
-
-def _as_trl_tool(tool: Any) -> Callable[..., Any]:
-    @functools.wraps(tool.function)
-    async def call(*positional: Any, **arguments: Any) -> str:
-        bound = inspect.signature(tool.function).bind(*positional, **arguments)
-        return str((await tool.try_(**bound.arguments)).observation)
-
-    call.__name__ = tool.name
-    return call
-
-
-def rewards(agent: Agent) -> list[Callable[..., list[float]]]:
-    """Return the agent's rewards for GRPOTrainer's `reward_funcs`.
-
-    The argument `final` is the text of the last message, and task fields are read from the dataset's columns.
-
-    Raises:
-        SettingsError: If a reward needs other arguments, is async or is computed per turn; use `rollout_func` instead.
-    """
-    return [_as_trl_reward(each) for each in agent.reward]
-
-
-def _as_trl_reward(reward: Any) -> Callable[..., list[float]]:
-    wanted = inspect.signature(reward.function).parameters
-    unsupported = sorted({"trajectory", "context", "turn", "sandbox"} & set(wanted))
-    if unsupported or inspect.iscoroutinefunction(reward.function) or reward.per != "trajectory":
-        what = ", ".join(unsupported) or ("to be awaited" if reward.per == "trajectory" else "one call per turn")
-        raise SettingsError(
-            f"reward {reward.name!r} needs {what}, which TRL does not provide; use af.trl.rollout_func(agent)"
-        )
-
-    def score(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        out = []
-        for i, completion in enumerate(completions):
-            last = completion[-1]
-            answered = last["role"] == "assistant" and not last.get("tool_calls")
-            arguments = {name: columns[name][i] for name in wanted if name in columns}
-            if "final" in wanted:
-                arguments["final"] = str(last.get("content") or "") if answered else None
-            value = reward(**arguments)
-            out.append(reward.weight * float(value["reward"] if isinstance(value, dict) else value))
-        return out
-
-    score.__name__ = reward.name
-    return score

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from ..errors import SettingsError
+from ..errors import SettingsError, check_count
 from .hosted import Files, seed_entries
 from .settings import forward_signature
 from .shell import ShellSandbox
@@ -111,8 +111,7 @@ class FileSandbox(ShellSandbox):
             path: the folder to list.
             depth: number of levels to descend.
         """
-        if depth < 1:
-            raise SettingsError(f"depth must be at least 1, got {depth}")
+        check_count("depth", depth)
         reply = await self._request("list", path=path, depth=depth)
         more = (f"... and {reply['more']} more",) if reply["more"] else ()
         return (*map(str, reply["names"]), *more)

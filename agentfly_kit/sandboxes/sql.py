@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import SandboxError, SettingsError, ToolError
+from ..errors import SandboxError, SettingsError, ToolError, check_count
 from .hosted import COPY_SECONDS, HostedSandbox, file_chunks
 from .inside.values import decode
 from .result import SandboxResult
@@ -96,9 +96,8 @@ class SQLSandbox(HostedSandbox):
         if engine not in ("sqlite", "duckdb"):
             raise SettingsError(f"engine must be 'sqlite' or 'duckdb', got {engine!r}")
         if engine == "duckdb" and importlib.util.find_spec("duckdb") is None:
-            raise SettingsError("engine='duckdb' needs duckdb: pip install \"agentfly_kit[sql]\"")
-        if not isinstance(max_rows, int) or max_rows < 1:
-            raise SettingsError(f"max_rows must be at least 1, got {max_rows}")
+            raise SettingsError("engine='duckdb' needs duckdb; type: pip install \"agentfly_kit[sql]\"")
+        check_count("max_rows", max_rows)
         if database is not None and not Path(database).is_file():
             raise SettingsError(f"database must be an existing file, got {str(database)!r}")
         is_duckdb = engine == "duckdb"

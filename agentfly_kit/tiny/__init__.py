@@ -1,50 +1,62 @@
-"""The shipped small policies: their tokenizer, model, and the supervised pretraining that produced them.
+"""The shipped small policies, and small policies of your own for notebooks: their tokenizer, model and training.
 
-These policies are starting points for reinforcement learning. The calculator policy can copy an expression into a tool
-call and read the result, but mostly answers "I don't know" or guesses, so that there is something to learn within a
-minute on one core. The tasks and demonstrations of each policy are in the module named after it, as a `Recipe`.
-
-    python -m agentfly_kit.tiny tasks --out data/calculator
-    python -m agentfly_kit.tiny policy --out data/policies/calculator
-    python -m agentfly_kit.tiny policy --name lookup --out data/policies/lookup
+The shipped policies are starting points for reinforcement learning. The calculator policy can copy an expression into a
+tool call and read the result, but mostly answers "I don't know" or guesses, so that there is something to learn within
+a minute on one core. Their tasks, demonstrations and supervised pretraining are in `benchmarks/recipes` of a checkout.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
-import importlib
 import importlib.resources
-import json
 import random
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.chat.chat import Chat
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, check_count
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.imitation import imitation_steps
-from agentfly_kit.tiny.recipe import END, TEMPLATE, BaseRecipe, demonstration
 from agentfly_kit.tools.tool import ToolSet
-from agentfly_kit.types import Message, Trajectory
+from agentfly_kit.types import Message, Task, ToolCall, Trajectory, Turn
 
 NAMES = ("calculator", "alfworld", "code", "lookup", "search", "sql", "sums", "webshop")
 
+END = "<|im_end|>"
 _VOCABULARY = 400
 
-
-def recipe(name: str) -> type[BaseRecipe]:
-    """Return the recipe of a shipped policy, or raise SettingsError for an unknown name."""
-    _check_name(name)
-    found: type[BaseRecipe] = importlib.import_module(f"agentfly_kit.tiny.{name}").Recipe
-    return found
-
+# ChatML template. Tools are rendered as names with parameter names only, which keeps prompts short.
+TEMPLATE = """\
+{%- set lead = messages[0] if messages and messages[0].role == 'system' else none -%}
+{%- if lead or tools -%}
+  {{- '<|im_start|>system\\n' -}}
+  {%- if lead %}{{ lead.content }}{{ '\\n' if tools }}{% endif -%}
+  {%- for tool in tools or [] -%}
+    {%- set f = tool.function or tool -%}
+    {{- 'Tools: ' if loop.first else ', ' }}{{ f.name }}({{ ((f.parameters or {}).properties or {}) | join(', ') }})
+  {%- endfor -%}
+  {{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in (messages[1:] if lead else messages) -%}
+  {{- '<|im_start|>' + message.role + '\\n' -}}
+  {%- if message.role == 'tool' -%}
+    {{- '<tool_response>' }}{{ message.content }}{{ '</tool_response>' -}}
+  {%- else -%}
+    {{- message.content or '' -}}
+    {%- for call in message.tool_calls or [] -%}
+      {%- set f = call.function or call -%}
+      {{- '<tool_call>{"name":' }}{{ f.name | tojson }}{{ ',"arguments":' -}}
+      {{- f.arguments if f.arguments is string else f.arguments | tojson(separators=(',', ':')) -}}
+      {{- '}</tool_call>' -}}
+    {%- endfor -%}
+  {%- endif -%}
+  {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt -}}
+"""
 
 # --- tokenizer and model -------------------------------------------------------------------------
 
@@ -134,53 +146,44 @@ def model(vocabulary: int = _VOCABULARY, *, seed: int = 0, **settings: Any) -> A
         return Qwen3ForCausalLM(config).float()
 
 
-# --- pretraining ---------------------------------------------------------------------------------
+# --- imitation ---------------------------------------------------------------------------------
 
 
-def build(
-    name: str = "calculator",
-    out: str | Path | None = None,
-    *,
-    seed: int = 0,
-    skill_steps: int | None = None,
-    mixed_steps: int | None = None,
-    report: Callable[[str], None] | None = None,
-) -> Policy:
-    """Train a policy from random weights with two phases of imitation. Takes about a minute on one core.
-
-    The first phase, "skill", uses only correct demonstrations: a single mixed phase would copy digits poorly, and
-    reinforcement learning would plateau early. In the second phase, "mixed", three in ten demonstrations are correct and
-    most others answer "I don't know"; see `BaseRecipe.habits`. This phase hides the skill without destroying it, and
-    reinforcement learning recovers the skill. Held-out tasks are never shown.
+def demonstration(
+    chat: Chat,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] = (),
+    observations: dict[Any, tuple[int, ...]] | None = None,
+) -> Trajectory:
+    """Encode a conversation as a trajectory whose actions are the assistant's messages, by the author "script".
 
     Args:
-        name: one of `NAMES`.
-        out: folder to save the policy in.
-        seed: seed of the weights and the demonstrations.
-        skill_steps: steps of the first phase; by default those of the recipe.
-        mixed_steps: steps of the second phase; by default those of the recipe.
-        report: called with a line of text after each phase.
-
-    Raises:  SettingsError for an unknown name.
+        chat: Chat of the policy.
+        messages: The conversation; it ends with an assistant's message or the result of its call.
+        tools: JSON schemas of the tools in the prompt.
+        observations: Cache of encoded observations, for many conversations of the same chat and tools.
     """
-    own = recipe(name)
-    policy = _untrained(own.words, seed)
-    clean, mixed = own(policy.chat, seed).batches()
-    skill = own.skill_steps if skill_steps is None else skill_steps
-    second = own.mixed_steps if mixed_steps is None else mixed_steps
-    for phase, batches, steps, lr in (("skill", clean, skill, 3e-3), ("mixed", mixed, second, 1e-3)):
-        began = time.process_time()
-        loss = _imitate(policy, batches, steps, lr)
-        if report is not None:
-            report(f"{phase}: {steps} steps, loss {loss:.4f}, {time.process_time() - began:.1f} cpu s")
-    if own.half:
-        policy.model.half().float()  # round the weights, so that the returned policy equals the saved one
-    if out is not None:
-        policy.save(out)
-        if own.half:
-            copy.deepcopy(policy.model).half().save_pretrained(out)
-            (Path(out) / "model.safetensors").chmod((Path(out) / "policy.json").stat().st_mode)
-    return policy
+    observations = {} if observations is None else observations
+    opening, *rest = (
+        (by_assistant, list(some)) for by_assistant, some in groupby(messages, lambda m: m["role"] == "assistant")
+    )
+    turn = Turn(kind="prompt", author="task", ids=tuple(chat.prompt(opening[1], tools)))
+    turns = [turn]
+    for by_assistant, some in rest:
+        if by_assistant:
+            (message,) = some
+            functions = [call["function"] for call in message.get("tool_calls", ())]
+            calls = [chat.format.render_call(ToolCall("", f["name"], dict(f["arguments"]))) for f in functions]
+            ids = tuple(chat.encode("".join([message.get("content", ""), *calls, END])))
+            turn = Turn(kind="action", author="script", ids=ids, messages=(message,), stop="stop", parent=turn)
+        else:
+            key = tuple((m["role"], m.get("name"), m["content"]) for m in some)
+            if key not in observations:
+                observations[key] = tuple(chat.observation_ids(some, tools, after=turn.ids or ()))
+            turn = Turn(kind="observation", author="tool", ids=observations[key], parent=turn)
+        turns.append(turn)
+    task = Task("demonstration", tuple(opening[1]))
+    return Trajectory("demonstration", task, "demonstration", 0, tuple(turns), "answered")
 
 
 def learner(
@@ -209,9 +212,8 @@ def learner(
         SettingsError: if a count is below 1.
         BatchError: if a conversation has no message of the assistant.
     """
-    for name, value in (("steps", steps), ("batch", batch)):
-        if value < 1:
-            raise SettingsError(f"{name} must be at least 1, got {value!r}")
+    check_count("steps", steps)
+    check_count("batch", batch)
     given = list(tools)
     schemas = given if given and isinstance(given[0], dict) else list(ToolSet(given).schemas)
     made = _untrained(words, seed)
@@ -265,27 +267,3 @@ def policy(name: str = "calculator", *, value_head: bool = False) -> Policy:
 def _check_name(name: str) -> None:
     if name not in NAMES:
         raise SettingsError(f"name must be one of {', '.join(map(repr, NAMES))}, got {name!r}")
-
-
-# --- the command ---------------------------------------------------------------------------------
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Regenerate shipped tasks or policies."""
-    parser = argparse.ArgumentParser(prog="python -m agentfly_kit.tiny", description=main.__doc__)
-    parser.add_argument("what", choices=("tasks", "policy"))
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--name", choices=NAMES, default="calculator")
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
-    given.out.mkdir(parents=True, exist_ok=True)
-    if given.what == "tasks":
-        for split, rows in recipe(given.name).tasks(given.seed).items():
-            lines = "".join(json.dumps(row) + "\n" for row in rows)
-            (given.out / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-    else:
-        build(given.name, given.out, seed=given.seed, report=_print)
-
-
-def _print(line: str) -> None:
-    sys.stderr.write(line + "\n")

@@ -75,7 +75,7 @@ def test_the_snippets_of_trl_are_accepted_by_trl() -> None:
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        policy.chat.tokenizer.response_template = __import__("agentfly_kit").trl.response_template()
+        policy.chat.tokenizer.response_template = agents.RESPONSE_TEMPLATE
         args = config(Path(folder), max_steps=1)
         grpo_trainer(policy, args, reward_funcs=names["exact"])
         counting = grpo_trainer(policy, args, reward_funcs=[], environment_factory=names["Counter"])

@@ -549,28 +549,7 @@ async def test_training_through_it_is_exact(engine: VLLMEngine, record_property:
     assert 0 <= (await evaluate(agent, agents.tasks(8))).success <= 1
 
 
-# --- sleep, failure and close --------------------------------------------------------------------
-
-
-@installed
-@pytest.mark.real
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's vLLM can sleep")
-async def test_sleep_is_refused_where_vllm_would_only_say_that_it_slept(engine: VLLMEngine, policy: Policy) -> None:
-    await engine.update(policy)
-    ids = policy.chat.prompt([{"role": "user", "content": "1+1"}])
-    with pytest.raises(EngineError, match=r"no sleep mode on this machine \(cpu\); use engine\.close\(\)"):
-        await engine.sleep()
-    await engine.wake()  # no effect, because the engine is awake
-    host = engine._host
-    assert host is not None
-    await host.call(host._sleep)  # request sleep as on a GPU; a CPU worker ignores it
-    assert "asleep" in repr(engine)
-    for asks in (lambda: engine.sample(ids, Sampling(max_tokens=4), 0), lambda: engine.update(policy)):
-        with pytest.raises(EngineError, match=r"is asleep and has freed its memory; call await engine\.wake"):
-            await asks()
-    await engine.wake()
-    assert "running" in repr(engine)
-    assert len((await engine.sample(ids, Sampling(max_tokens=4), 0)).ids or ()) >= 1
+# --- failure and close ---------------------------------------------------------------------------
 
 
 @installed

@@ -6,7 +6,6 @@
 import importlib.util
 import os
 from collections.abc import AsyncIterator
-from typing import Any
 
 import agents
 import pytest
@@ -20,7 +19,6 @@ from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.engines.vllm.buffers import CudaMemory, gpu_uuid, ipc_unavailable_reason
 from agentfly_kit.engines.vllm.engine import VLLMEngine
-from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.loop import train
@@ -117,8 +115,7 @@ def test_what_is_sent_about_memory_of_a_gpu_is_plain() -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[VLLMEngine]:
-    options: dict[str, Any] = {"enable_sleep_mode": True} if CUDA else {}
-    made = VLLMEngine(policy_on(torch.bfloat16), max_num_seqs=64, kv_cache_memory_bytes=256 << 20, **options)
+    made = VLLMEngine(policy_on(torch.bfloat16), max_num_seqs=64, kv_cache_memory_bytes=256 << 20)
     yield made
     await made.close()
 
@@ -168,24 +165,3 @@ async def test_updates_give_their_memory_back(engine: VLLMEngine) -> None:
     for _ in range(20):
         await engine.update(policy)
     assert (torch.cuda.memory_allocated() if CUDA else 0) <= before
-
-
-@vllm
-@pytest.mark.asyncio(loop_scope="module")
-async def test_it_sleeps_wakes_and_takes_weights(engine: VLLMEngine) -> None:
-    policy = nudged(policy_on(torch.bfloat16), 7)
-    await engine.start()
-    if not CUDA:
-        with pytest.raises(EngineError, match="no sleep mode"):
-            await engine.sleep()
-        return
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
-    await engine.sleep()
-    assert torch.cuda.mem_get_info()[0] >= free + (200 << 20)  # the memory of the KV cache is free
-    with pytest.raises(EngineError, match="is asleep"):
-        await engine.update(policy)
-    await engine.wake()
-    await engine.update(policy)
-    assert float(gaps(policy, await batch_of(engine, policy)).mean()) <= BFLOAT16_GAP
-    check_sent(engine)

@@ -90,7 +90,7 @@ def test_invalid_positions_are_rejected(fen: str) -> None:
 
 
 def test_shipped_puzzles_are_reproducible_and_have_one_solution() -> None:
-    assert "agentfly_kit.envs.chess.puzzles" in DATA.joinpath("ORIGIN.md").read_text(encoding="utf-8")
+    assert "python -m recipes tasks --name chess" in DATA.joinpath("ORIGIN.md").read_text(encoding="utf-8")
     for split, size in puzzles.SIZES.items():
         lines = DATA.joinpath(f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
         assert len(lines) == size

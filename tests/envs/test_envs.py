@@ -278,8 +278,11 @@ async def test_try_replays_the_chain_for_the_reward() -> None:
 
 
 async def test_a_gymnasium_environment_is_wrapped() -> None:
-    frozen = af.envs.from_gymnasium(
-        "FrozenLake-v1", actions={"left": 0, "down": 1, "right": 2, "up": 3}, is_slippery=False
+    import gymnasium
+
+    frozen = af.envs.from_env(
+        lambda: gymnasium.make("FrozenLake-v1", is_slippery=False),
+        action={"left": 0, "down": 1, "right": 2, "up": 3},
     )
     way = ["down", "down", "right", "right", "down", "right"]
     script = [agents.call("", "act").replace('{"expression":""}', json.dumps({"action": a})) for a in way]

@@ -12,6 +12,7 @@ import agents
 import pandas as pd
 import pytest
 import torch
+from recipes.calculator import Expression, Recipe
 from test_ppo_more import Kept, trajectories
 
 from agentfly_kit import advantages, tiny
@@ -24,9 +25,6 @@ from agentfly_kit.integrations.rollout_files import read_rollouts
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import imitation_step, ppo_step
 from agentfly_kit.rewards import reward
-from agentfly_kit.tiny.calculator import Expression, Recipe
-from agentfly_kit.tools import tool as tools
-from agentfly_kit.tools.context import Context
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.loop import train
 
@@ -331,18 +329,28 @@ def test_a_rollout_func_that_does_not_match_the_trainer_is_rejected(tmp_path: Pa
         bridge.rollout_func(agents.agent(policy), [*tasks, twin])
 
 
-# --- tools and rewards in TRL's own loop ---------------------------------------------------------
+# --- TRL's own loop ------------------------------------------------------------------------------
 
 
-def test_trl_rolls_out_with_tools_and_rewards_of_the_kit(tmp_path: Path) -> None:
-    """Also reads the tables of completions that TRL writes during this run."""
+def test_completion_tables_of_trl_are_read(tmp_path: Path) -> None:
+    """Tables that TRL writes while it rolls out with its own loop, a tool and two rewards."""
+
+    async def calculator(expression: str) -> str:
+        """Evaluate an arithmetic expression.
+
+        Args:
+            expression: for example "3*(4+5)".
+        """
+        return str((await agents.calculator.try_(expression=expression)).observation)
+
+    def exact(completions: Any, answer: Any, **kwargs: Any) -> list[float]:
+        return [float(c[-1].get("content") == a) for c, a in zip(completions, answer, strict=True)]
 
     def short(completions: Any, **kwargs: Any) -> list[float | None]:
         return [0.25, None] * (len(completions) // 2)
 
     policy = agents.fresh()
-    agent = agents.agent(policy)
-    policy.chat.tokenizer.response_template = bridge.response_template()
+    policy.chat.tokenizer.response_template = agents.RESPONSE_TEMPLATE
     try:
         args = config(
             tmp_path,
@@ -353,7 +361,7 @@ def test_trl_rolls_out_with_tools_and_rewards_of_the_kit(tmp_path: Path) -> None
             max_tool_calling_iterations=3,
             log_completions=True,
         )
-        trainer = grpo_trainer(policy, args, tools=bridge.tools(agent), reward_funcs=[*bridge.rewards(agent), short])
+        trainer = grpo_trainer(policy, args, tools=[calculator], reward_funcs=[exact, short])
         trainer.train()
     finally:
         policy.chat.tokenizer.response_template = None
@@ -372,35 +380,6 @@ def test_trl_rolls_out_with_tools_and_rewards_of_the_kit(tmp_path: Path) -> None
         assert t.turns[0].kind == "prompt" and t.task.messages[-1]["content"].startswith("What is")
     called = [call for t in rollout for call in t.tool_calls]
     assert called and all(set(call.arguments) <= {"expression"} and call.result for call in called), called
-
-
-async def test_tools_and_rewards_as_trl_calls_them() -> None:
-    agent = agents.agent(agents.shipped())
-    (tool,) = bridge.tools(agent)
-    assert tool.__name__ == "calculator"
-    assert await tool(expression="2*3") == "6"
-    (score,) = bridge.rewards(agent)
-    completions = [[{"role": "assistant", "content": "6"}], [{"role": "tool", "content": "6"}]]
-    assert score([], completions, answer=["6", "6"]) == [1.0, 0.0]
-
-    @tools.tool
-    def remembers(text: str, context: Context) -> str:
-        """Remember.
-
-        Args:
-            text: what.
-        """
-        return text
-
-    with pytest.raises(SettingsError, match="context"):
-        bridge.tools(agents.agent(agents.shipped(), tools=[remembers]))
-
-    @reward
-    def looks(trajectory: Any) -> float:
-        return 0.0
-
-    with pytest.raises(SettingsError, match="trajectory"):
-        bridge.rewards(agents.agent(agents.shipped(), reward=looks))
 
 
 def test_a_dataset_has_the_fields_that_all_tasks_have() -> None:
@@ -422,8 +401,7 @@ async def learned(policy: Any, tasks: list[Any]) -> float:
     return found.success
 
 
-@pytest.mark.parametrize("way", ["our agent rolls out", "TRL rolls out with our tools"])
-def test_trl_learns_as_well_as_train(way: str, tmp_path: Path) -> None:
+def test_trl_learns_as_well_as_train(tmp_path: Path) -> None:
     """20 updates of 64 chains bring the calculator from .28 to .9, with TRL's trainer and with `train`."""
     every = agents.tasks(160 + 64, seed=3)
     known, held = every[:160], every[160:]
@@ -453,21 +431,14 @@ def test_trl_learns_as_well_as_train(way: str, tmp_path: Path) -> None:
         shuffle_dataset=False,
         logging_steps=1,
     )
-    parts: dict[str, Any] = {"train_dataset": bridge.dataset(known)}
-    if way == "our agent rolls out":
-        parts["rollout_func"] = bridge.rollout_func(agent, known)
-    else:
-        policy.chat.tokenizer.response_template = bridge.response_template()
-        parts |= {"tools": bridge.tools(agent), "reward_funcs": bridge.rewards(agent)}
-    try:
-        trainer = grpo_trainer(policy, args, **parts)
-        trainer.train()
-    finally:
-        policy.chat.tokenizer.response_template = None
+    trainer = grpo_trainer(
+        policy, args, train_dataset=bridge.dataset(known), rollout_func=bridge.rollout_func(agent, known)
+    )
+    trainer.train()
     policy.model.eval()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     theirs = asyncio.run(learned(policy, held))
-    print(f"{way}: TRL {theirs:.3f}, ours {ours:.3f}; TRL's rewards {rewards[0]:.2f} ... {rewards[-1]:.2f}")
+    print(f"TRL {theirs:.3f}, ours {ours:.3f}; TRL's rewards {rewards[0]:.2f} ... {rewards[-1]:.2f}")
     assert len(rewards) == steps
     assert rewards[0] < 0.5
     assert ours > 0.85

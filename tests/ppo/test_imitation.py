@@ -9,11 +9,11 @@ from typing import Any
 import agents
 import pytest
 import torch
+from recipes.calculator import Expression, Recipe
 
 import agentfly_kit as af
 from agentfly_kit import tiny
 from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, SettingsError
-from agentfly_kit.tiny.calculator import Expression, Recipe
 from agentfly_kit.types import Trajectory
 
 

@@ -204,7 +204,7 @@ def test_invalid_settings(monkeypatch: pytest.MonkeyPatch):
         SQLSandbox(engine="mysql")
     with pytest.raises(SettingsError, match="must be an existing file"):
         SQLSandbox(database="/nowhere.db")
-    with pytest.raises(SettingsError, match="max_rows must be at least 1"):
+    with pytest.raises(SettingsError, match="max_rows must be an integer of at least 1"):
         SQLSandbox(max_rows=0)
     monkeypatch.setattr(sql.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r'pip install "agentfly_kit\[sql\]"'):

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recipes
 import torch
+from recipes.calculator import Expression, Recipe, expression, tasks
 
 import agentfly_kit as af
 from agentfly_kit import chat, tiny
 from agentfly_kit.envs import calculator, family
-from agentfly_kit.tiny.calculator import Expression, Recipe, expression, tasks
-from agentfly_kit.tiny.recipe import demonstration
+from agentfly_kit.tiny import demonstration
 
 TOOLS = Recipe.tools
 
@@ -163,7 +164,7 @@ def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(af.errors.SettingsError, match=r"name must be one of 'calculator', .*, got 'maze'"):
         tiny.policy("maze")
     with pytest.raises(af.errors.SettingsError, match="'maze'"):
-        tiny.build("maze")
+        recipes.build("maze")
 
 
 # --- building
@@ -176,8 +177,8 @@ def test_players_use_the_chat_of_the_calculator_policy() -> None:
 def test_a_short_build_is_reproducible_and_learns() -> None:
     """The whole recipe at a fraction of its length: the ids, the masks and both phases run, and the loss falls."""
     lines: list[str] = []
-    first = tiny.build(skill_steps=15, mixed_steps=2, report=lines.append)
-    second = tiny.build(skill_steps=15, mixed_steps=2)
+    first = recipes.build(skill_steps=15, mixed_steps=2, report=lines.append)
+    second = recipes.build(skill_steps=15, mixed_steps=2)
     assert [line.split(":")[0] for line in lines] == ["skill", "mixed"]
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -210,7 +211,7 @@ def test_a_learner_imitates_conversations() -> None:
     batch = af.collate(held, imitate=True)
     assert float(first.score(batch, {"logprob"})["logprob"][batch.mask].mean()) > -0.7
     assert first.version == 0
-    with pytest.raises(af.errors.SettingsError, match="steps must be at least 1, got 0"):
+    with pytest.raises(af.errors.SettingsError, match="steps must be an integer of at least 1, got 0"):
         tiny.learner(words, demonstrate, steps=0)
 
 
@@ -218,7 +219,7 @@ def test_a_learner_imitates_conversations() -> None:
 async def test_a_policy_of_another_seed_is_as_good_as_the_shipped_one(tmp_path: Path) -> None:
     """It starts as low, and learns as much in twice the iterations. Takes about two minutes."""
     shipped = af.load_tasks("calculator")
-    tiny.main(["policy", "--seed", "1", "--out", str(tmp_path / "policy")])
+    recipes.main(["policy", "--seed", "1", "--out", str(tmp_path / "policy")])
     policy = af.Policy.load(tmp_path / "policy")
     learner = calculator.agent(policy)
     before = await af.evaluate(learner, shipped.test)

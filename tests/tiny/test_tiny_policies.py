@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recipes
 import torch
+from recipes import alfworld as tiny_alfworld
+from recipes.base import UNSURE
+from recipes.calculator import Expression
 
 import agentfly_kit as af
 from agentfly_kit import tiny
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.envs import alfworld, code, encyclopedia, lookup, sql, webshop
 from agentfly_kit.envs.alfworld import games
-from agentfly_kit.tiny import alfworld as tiny_alfworld
-from agentfly_kit.tiny.calculator import Expression
-from agentfly_kit.tiny.recipe import END, UNSURE
+from agentfly_kit.tiny import END
 from agentfly_kit.types import Task
 
 DATA = files("agentfly_kit._data")
@@ -25,7 +27,7 @@ DATA = files("agentfly_kit._data")
 
 @functools.cache
 def chat(name: str) -> Chat:
-    return Chat(tiny.tokenizer(tiny.recipe(name).words))
+    return Chat(tiny.tokenizer(recipes.recipe(name).words))
 
 
 def agent(name: str, engine: Any, **settings: Any) -> Any:
@@ -37,7 +39,7 @@ def agent(name: str, engine: Any, **settings: Any) -> Any:
 
 def texts(name: str, example: Any) -> dict[str, str]:
     """Return the text of a demonstration of each behaviour."""
-    own = tiny.recipe(name)(chat(name))
+    own = recipes.recipe(name)(chat(name))
     return {habit: chat(name).text(own.demonstrate(habit, example).ids.tolist()) for habit in own.habits}
 
 
@@ -65,7 +67,7 @@ EXAMPLES: dict[str, Callable[[Task, str], Any]] = {
 
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_the_command_regenerates_the_shipped_tasks(name: str, tmp_path: Path) -> None:
-    tiny.main(["tasks", "--name", name, "--out", str(tmp_path)])
+    recipes.main(["tasks", "--name", name, "--out", str(tmp_path)])
     for file in ("train.jsonl", "test.jsonl"):
         assert (tmp_path / file).read_bytes() == DATA.joinpath(name, file).read_bytes()
     shipped = af.load_tasks(name).train
@@ -79,20 +81,20 @@ def test_the_command_regenerates_the_shipped_tasks(name: str, tmp_path: Path) ->
 def test_a_shipped_policy_is_small_and_has_the_tokens_of_its_recipe(name: str) -> None:
     folder = DATA.joinpath("policies", name)
     assert sum(len(f.read_bytes()) for f in folder.iterdir() if f.is_file()) < 1_500_000
-    assert "python -m agentfly_kit.tiny policy" in folder.joinpath("ORIGIN.md").read_text(encoding="utf-8")
+    assert "python -m recipes policy" in folder.joinpath("ORIGIN.md").read_text(encoding="utf-8")
     policy = tiny.policy(name)
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     assert 200_000 < policy.size < 500_000
     vocabulary = policy.chat.tokenizer.get_vocab()
     assert vocabulary == chat(name).tokenizer.get_vocab()
     assert tiny.tokenizer().get_vocab().items() <= vocabulary.items()
-    for word in tiny.recipe(name).words:
+    for word in recipes.recipe(name).words:
         assert policy.chat.token_texts(policy.chat.encode(word)) == (word,)
 
 
 @pytest.mark.parametrize("name", tiny.NAMES)
 async def test_a_demonstration_has_the_token_ids_of_a_chain_that_does_the_same(name: str) -> None:
-    own = tiny.recipe(name)(chat(name))
+    own = recipes.recipe(name)(chat(name))
     for task in af.load_tasks(name).test[:6]:
         shown = own.demonstrate("solves", EXAMPLES[name](task, str(task.messages[-1]["content"])))
         said = chat(name).text(
@@ -107,7 +109,7 @@ async def test_a_demonstration_has_the_token_ids_of_a_chain_that_does_the_same(n
 
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_a_batch_has_each_behaviour_as_often_as_the_recipe_says(name: str) -> None:
-    own = tiny.recipe(name)
+    own = recipes.recipe(name)
     assert sum(own.habits.values()) == 32
     clean, mixed = own(chat(name)).batches()
     solved, batch = next(clean), next(mixed)
@@ -177,8 +179,8 @@ def test_the_demonstrator_of_alfworld_uses_only_what_it_has_observed() -> None:
 
 
 def test_a_short_build_is_reproducible_and_rounded_as_it_ships(tmp_path: Path) -> None:
-    first = tiny.build("alfworld", tmp_path / "one", skill_steps=1, mixed_steps=1)
-    second, loaded = tiny.build("alfworld", skill_steps=1, mixed_steps=1), af.Policy.load(tmp_path / "one")
+    first = recipes.build("alfworld", tmp_path / "one", skill_steps=1, mixed_steps=1)
+    second, loaded = recipes.build("alfworld", skill_steps=1, mixed_steps=1), af.Policy.load(tmp_path / "one")
     for a, b, c in zip(first.parameters(), second.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
@@ -229,10 +231,10 @@ async def test_sums_adds_well_and_multiplies_badly_and_decides_by_chance() -> No
 
 
 def test_tasks_of_sums_are_exact_and_never_shown() -> None:
-    rows = [row for some in tiny.recipe("sums").tasks().values() for row in some]
+    rows = [row for some in recipes.recipe("sums").tasks().values() for row in some]
     assert len({row["question"] for row in rows}) == len({row["id"] for row in rows}) == len(rows) == 1000
     assert all(row["answer"] == str(Expression(row["question"][8:-1]).value) for row in rows)
-    own = tiny.recipe("sums")(chat("sums"))
+    own = recipes.recipe("sums")(chat("sums"))
     assert not {own.sample().question for _ in range(2000)} & {row["question"] for row in rows}
 
 

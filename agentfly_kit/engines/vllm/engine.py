@@ -372,28 +372,7 @@ class VLLMEngine(Engine):
         """
         check_architecture(f"this engine, which serves {self._name},", architecture(self._config), policy)
         host = await self._ready()
-        host.check_awake()
         await host.load(policy, self._weights)
-
-    # --- sharing a GPU with a trainer ---
-
-    async def sleep(self) -> None:
-        """Free the GPU memory for a trainer: wait for running requests, move the weights to host memory, drop caches.
-
-        `await engine.wake()` reallocates the memory; send new weights afterwards. Sleeping requires a GPU and
-        `VLLMEngine(..., enable_sleep_mode=True)`. The package's tests without a GPU verify only that vLLM's methods
-        are called, and that engines without sleep mode raise an error.
-
-        Raises:
-            EngineError: If vLLM has no sleep mode on this machine, or `enable_sleep_mode=True` was not given.
-        """
-        host = await self._ready()
-        await host.sleep()
-
-    async def wake(self) -> None:
-        """Reallocate the GPU memory and restore the previous weights. Has no effect if the engine is awake."""
-        host = await self._ready()
-        await host.wake()
 
 
 def _policy_json(model: str) -> dict[str, Any]:

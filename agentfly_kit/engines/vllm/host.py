@@ -62,7 +62,6 @@ class Host:
         self.log = self.folder / "vllm.log"
         self.log.touch()
         self.exact = False
-        self.asleep = False
         self._gpu_uuids: list[str] = []
         self._loading = asyncio.Lock()
         self._transfers: set[asyncio.Task[None]] = set()
@@ -85,8 +84,6 @@ class Host:
             return "stopped"
         if self._llm.errored:
             return "dead"
-        if self.asleep:
-            return "asleep"
         return "weights undefined" if self.update_failure else "running"
 
     # --- from any event loop ---
@@ -138,40 +135,12 @@ class Host:
         await self.call(lambda: self._load(policy, transport))
 
     def check(self) -> None:
-        """Raise EngineError if the engine is asleep or its weights are undefined."""
-        self.check_awake()
+        """Raise EngineError if the weights are undefined."""
         if self.update_failure:
             raise EngineError(
                 f"the weights are undefined, because an update failed ({self.update_failure}); call await "
                 "engine.update(policy) to send them again, or engine.close() and engine.start() for the initial ones"
             )
-
-    def check_awake(self) -> None:
-        if self.asleep:
-            raise EngineError("this VLLMEngine is asleep and has freed its memory; call await engine.wake() first")
-
-    async def sleep(self) -> None:
-        if self.asleep:
-            return
-        if why := self._why_no_sleep():
-            raise EngineError(
-                f"{why}; use engine.close() to free its memory and engine.start() to load the model again"
-            )
-        await self.call(self._sleep)
-
-    async def wake(self) -> None:
-        if self.asleep:
-            await self.call(self._wake)
-
-    def _why_no_sleep(self) -> str | None:
-        """Return the reason why sleeping is impossible, or None. vLLM itself would only log a line and continue."""
-        from vllm.platforms import current_platform
-
-        if not current_platform.is_sleep_mode_available():
-            return f"vLLM has no sleep mode on this machine ({current_platform.device_name})"
-        if not self._settings.get("enable_sleep_mode"):
-            return "sleeping requires VLLMEngine(..., enable_sleep_mode=True)"
-        return None
 
     def _explain(self, error: Exception) -> EngineError:
         what = f"{type(error).__name__}: {error}"
@@ -257,7 +226,6 @@ class Host:
         # Write the first chunk before the pause, so that for a small model the pause lasts only as long as loading.
         async with Delivery(policy, transport, self.chunk or CHUNK[transport]) as delivery:
             deliveries.append(delivery)
-            self.check_awake()
             try:
                 # Inside `try`, because a cancelled pause request may still have paused vLLM.
                 await self._call_core(llm.pause_generation(mode="keep", clear_cache=False))
@@ -280,23 +248,6 @@ class Host:
                     await self._call_core(llm.resume_generation())
                 raise
             await self._call_core(llm.resume_generation())
-
-    async def _sleep(self) -> None:
-        async with self._loading:
-            self.asleep = True  # reject new requests
-            try:
-                await self._call_core(self._llm.pause_generation(mode="wait", clear_cache=True))
-                await self._call_core(self._llm.sleep(1))
-            except BaseException:
-                self.asleep = False
-                await self._call_core(self._llm.resume_generation())
-                raise
-
-    async def _wake(self) -> None:
-        async with self._loading:
-            await self._call_core(self._llm.wake_up())
-            await self._call_core(self._llm.resume_generation())
-            self.asleep = False
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

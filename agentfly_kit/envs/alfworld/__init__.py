@@ -17,8 +17,8 @@ from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.alfworld import games, official, plans
 from agentfly_kit.envs.alfworld.games import KINDS, Game, Size
 from agentfly_kit.envs.alfworld.house import NOTHING, House
-from agentfly_kit.envs.family import Family, Move, check_int, first_world, int_field, row_id
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.envs.family import Family, Move, first_world, int_field, row_id
+from agentfly_kit.errors import SettingsError, check_count
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
@@ -40,7 +40,7 @@ class ALFWorld:
     """
 
     def __init__(self, steps: int = STEPS, admissible: bool = False) -> None:
-        check_int("steps", steps, 1)
+        check_count("steps", steps)
         self.limit = steps
         self.shows = admissible
 

@@ -1,16 +1,10 @@
-"""Puzzle generator: mates in one and two with a unique solution, found by exhaustive search of random positions.
-
-python -m agentfly_kit.envs.chess.puzzles --out data/chess      # regenerate the included puzzles
-"""
+"""Puzzle generator: mates in one and two with a unique solution, found by exhaustive search of random positions."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import random
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from agentfly_kit.envs.chess.board import BLACK, WHITE, Board, Move
@@ -76,20 +70,3 @@ def made(n: int, *, seed: int = 0, split: str = "train") -> Iterator[dict[str, A
             "solution": [str(move) for move in line],
             "mate": mate,
         }
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Regenerate the included puzzles."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
-    given.out.mkdir(parents=True, exist_ok=True)
-    for split, count in SIZES.items():
-        rows = made(count, seed=given.seed, split=split)
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (given.out / f"{split}.jsonl").write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -8,9 +8,10 @@ and the reward are those of WebShop. The included catalogue is fictional; `Catal
     agent = af.envs.webshop.agent(policy, options={"catalogue": mine})
     tasks = af.envs.webshop.tasks(catalogue=mine)
 
-The reward compares nouns of titles, which WebShop finds with a part-of-speech tagger. `nouns="words"` selects an
-approximation without a tagger and is the default with the fictional catalogue. With your own catalogue the default is
-"auto": spaCy's small English model if it is installed, else the approximation; see `scoring.likely_nouns`.
+The reward compares the nouns of titles. `scoring.likely_nouns` finds them approximately; WebShop itself uses spaCy:
+
+    tagger = spacy.load("en_core_web_sm")
+    options = {"nouns": lambda title: [t.text.lower() for t in tagger(title) if t.pos_ in ("NOUN", "PROPN")]}
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.envs.family import Family, Move, check_int, int_field, row_id, tool_outputs
+from agentfly_kit.envs.family import Family, Move, int_field, row_id, tool_outputs
 from agentfly_kit.envs.webshop import pages
 from agentfly_kit.envs.webshop.catalogue import Catalogue, Product
-from agentfly_kit.envs.webshop.scoring import Nouns, alike, color_of, find_nouns, score
-from agentfly_kit.errors import SettingsError, ToolError
+from agentfly_kit.envs.webshop.scoring import Nouns, alike, color_of, likely_nouns, score
+from agentfly_kit.errors import SettingsError, ToolError, check_count
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
@@ -43,9 +44,8 @@ class Shop:
 
     Args:
         catalogue: a `Catalogue`, or the folder with WebShop's files; by default the fictional one.
-        nouns: "words", "spacy", "auto", or a function from a title to its nouns.
+        nouns: function from a title to its nouns in lower case.
         page_size: number of products per page of results.
-        rich: mark buttons on the pages, like WebShop's `text_rich`.
         brief: for small models: omit the instruction and navigation from pages, and select results by number.
     """
 
@@ -53,15 +53,16 @@ class Shop:
         self,
         catalogue: Catalogue | str | None = None,
         *,
-        nouns: str | Nouns | None = None,
+        nouns: Nouns = likely_nouns,
         page_size: int = 10,
-        rich: bool = False,
         brief: bool = False,
     ) -> None:
-        check_int("page_size", page_size, 1)
+        check_count("page_size", page_size)
         self._given = None if catalogue is None else _catalogue(catalogue)
-        self._nouns = find_nouns(("words" if catalogue is None else "auto") if nouns is None else nouns)
-        self._page_size, self._rich, self._brief = page_size, rich, brief
+        if not callable(nouns):
+            raise SettingsError(f"nouns must be a function from a title to its nouns, got {nouns!r}")
+        self._nouns = nouns
+        self._page_size, self._brief = page_size, brief
 
     def check_task(self, task: Task) -> None:
         """Raise TaskError or SettingsError if the task does not belong to the shop's catalogue."""
@@ -76,7 +77,7 @@ class Shop:
     async def reset(self, task: Task, seed: int) -> str | None:
         self.check_task(task)
         self.enter(_of_task(task, self._given), task.fields["goal"])
-        return None if self._brief else self.page.text(self._rich)
+        return None if self._brief else self.page.text
 
     def enter(self, catalogue: Catalogue, goal: int) -> None:
         """Start a visit for the goal with the given number."""
@@ -108,7 +109,7 @@ class Shop:
                 return pages.sub(text, product, self.subpage)
             if self._brief:
                 return pages.brief_item(product)
-            return pages.item(text, product, self.options)
+            return pages.item(text, product)
         if self.keywords is None:
             return pages.search(text)
         shown = [self._product(asin) for asin in self._shown]
@@ -131,9 +132,7 @@ class Shop:
 
     @property
     def _text(self) -> str:
-        if self._brief:
-            return "\n".join(self.page.parts)
-        return self.page.text(self._rich)
+        return "\n".join(self.page.parts) if self._brief else self.page.text
 
     # --- actions ---
 

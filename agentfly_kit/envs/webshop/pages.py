@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from agentfly_kit.envs.webshop.catalogue import Product
@@ -18,28 +18,20 @@ SUBPAGES = ("Description", "Features", "Reviews")
 
 @dataclass(frozen=True)
 class Page:
-    """A page: its strings in order, the clickable strings, and the chosen option values."""
+    """A page: its strings in order, and the clickable strings."""
 
     parts: tuple[str, ...]
     clicks: tuple[str, ...] = ()
-    chosen: frozenset[str] = field(default_factory=frozenset)
 
     @property
     def clickables(self) -> tuple[str, ...]:
         """Clickable strings in lower case, as `click` accepts them."""
         return tuple(dict.fromkeys(text.lower() for text in self.clicks))
 
-    def text(self, rich: bool = False) -> str:
-        """Join the strings with [SEP]; `rich` puts each on its own line and marks buttons and selected options."""
-        if not rich:
-            return " [SEP] ".join(self.parts)
-        marked = []
-        for part in self.parts:
-            if part in self.clicks:
-                mark = "clicked button" if part in self.chosen else "button"
-                part = f"[{mark}] {part} [{mark}_]"
-            marked.append(part)
-        return "\n".join(marked)
+    @property
+    def text(self) -> str:
+        """The strings, joined with [SEP]."""
+        return " [SEP] ".join(self.parts)
 
 
 def search(instruction: str) -> Page:
@@ -54,7 +46,7 @@ def results(instruction: str, found: Sequence[Product], number: int, total: int)
     return Page((*head, *buttons, *items), (BACK, *buttons, *(p.asin for p in found)))
 
 
-def item(instruction: str, product: Product, chosen: Mapping[str, str]) -> Page:
+def item(instruction: str, product: Product) -> Page:
     """Return the page of a product: first its options, then its description."""
     options = tuple(text for name, values in product.options.items() for text in (name, *values))
     about = (product.title, f"Price: {product.price_text}", "Rating: N.A.")
@@ -62,7 +54,6 @@ def item(instruction: str, product: Product, chosen: Mapping[str, str]) -> Page:
     return Page(
         ("Instruction:", instruction, BACK, PREVIOUS, *options, *about, *SUBPAGES, BUY),
         (BACK, PREVIOUS, *values, *SUBPAGES, BUY),
-        frozenset(chosen.values()),
     )
 
 
@@ -97,4 +88,4 @@ def brief_results(found: Sequence[Product], number: int) -> Page:
 def brief_item(product: Product) -> Page:
     """Return the page of a product with one line per option."""
     lines = tuple(f"{name}: {' '.join(values)}" for name, values in product.options.items())
-    return Page(lines, item("", product, {}).clicks)
+    return Page(lines, item("", product).clicks)

@@ -7,16 +7,12 @@ Source: Yao et al. 2022, WebShop, arXiv 2207.01206, section 3 and its code.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from agentfly_kit import task_files
-from agentfly_kit.errors import SettingsError
 
 if TYPE_CHECKING:
     from agentfly_kit.envs.webshop.catalogue import Product
@@ -26,7 +22,6 @@ Nouns: TypeAlias = Callable[[str], Sequence[str]]
 
 # Threshold of `token_set_ratio` above which two strings match.
 ALIKE = 85
-MODEL = "en_core_web_sm"
 
 # Colour words that the reward recognizes, in WebShop's order, on which `color_of` depends.
 COLORS = tuple(task_files.bundled_json("vocabularies", "webshop.json")["colors"].split())
@@ -120,41 +115,3 @@ def likely_nouns(text: str) -> list[str]:
     """
     words = re.findall(r"[^\W\d_]+(?:['’-][^\W\d_]+)*", text.lower())
     return [w for w in words if len(w) >= 3 and w not in _OTHERS and not _ENDINGS.fullmatch(w)]
-
-
-@functools.cache
-def spacy_nouns() -> Nouns:
-    """Return a function that finds NOUN and PROPN tags with spaCy's small English model, as WebShop does."""
-    tagger = importlib.import_module("spacy").load(MODEL)
-
-    @functools.lru_cache(100_000)
-    def nouns(text: str) -> tuple[str, ...]:
-        return tuple(t.text.lower() for t in tagger(text) if t.pos_ in ("NOUN", "PROPN"))
-
-    return nouns
-
-
-def missing_tagger() -> bool:
-    """Return True if spaCy or its model is not installed."""
-    return any(importlib.util.find_spec(name) is None for name in ("spacy", MODEL))
-
-
-def find_nouns(choice: str | Nouns) -> Nouns:
-    """Return the noun function for "words", "spacy", "auto" (spaCy if installed, else "words"), or the given function.
-
-    Raises:  SettingsError for any other choice, and for "spacy" if it is not installed. Nothing is downloaded.
-    """
-    if callable(choice):
-        return choice
-    if choice not in ("auto", "words", "spacy"):
-        raise SettingsError(
-            f"nouns must be 'auto', 'words', 'spacy' or a function from a title to nouns, got {choice!r}"
-        )
-    if choice == "words" or (choice == "auto" and missing_tagger()):
-        return likely_nouns
-    if missing_tagger():
-        raise SettingsError(
-            f"nouns='spacy' needs spaCy and its model; type: pip install spacy && python -m spacy download {MODEL}; "
-            "or pass nouns='words', or a function"
-        )
-    return spacy_nouns()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from agentfly_kit.envs.code import STEPS, Step, family, instruction, program, split_of, steps_and_inputs
-from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe
 from agentfly_kit.types import Trajectory
+from recipes.base import UNSURE, BaseRecipe
 
 
 class Recipe(BaseRecipe):

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from agentfly_kit.envs.calculator import family
-from agentfly_kit.tiny.calculator import Expression
-from agentfly_kit.tiny.recipe import BaseRecipe
 from agentfly_kit.types import Trajectory
+from recipes.base import BaseRecipe
+from recipes.calculator import Expression
 
 
 def expression(rng: random.Random) -> Expression:
@@ -60,7 +60,8 @@ class Recipe(BaseRecipe):
         return tasks(seed=seed)
 
     def sample(self) -> Expression:
-        return self.sample_unseen(expression, self._held_out)
+        example: Expression = self.sample_unseen(expression, self._held_out)
+        return example
 
     def demonstrate(self, habit: str, example: Expression) -> Trajectory:
         value = str(example.value)

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from agentfly_kit.envs import encyclopedia
 from agentfly_kit.envs.search import Corpus, family, snippet
-from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, single_tokens
 from agentfly_kit.types import Trajectory
+from recipes.base import UNSURE, BaseRecipe, single_tokens
 
 _NAMES = (
     *(*encyclopedia.FIRST, *encyclopedia.LAST, *encyclopedia.TOWNS, *encyclopedia.COUNTRIES),

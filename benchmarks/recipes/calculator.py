@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.envs import exact
 from agentfly_kit.envs.calculator import family
-from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe
 from agentfly_kit.types import Trajectory
+from recipes.base import UNSURE, BaseRecipe
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ class Recipe(BaseRecipe):
         return tasks(seed=seed)
 
     def sample(self) -> Expression:
-        return self.sample_unseen(expression, self._test)
+        example: Expression = self.sample_unseen(expression, self._test)
+        return example
 
     def demonstrate(self, habit: str, example: Expression) -> Trajectory:
         if habit == "unsure":

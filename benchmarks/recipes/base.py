@@ -4,83 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from agentfly_kit import envs
 from agentfly_kit.chat.chat import Chat
-from agentfly_kit.types import Message, Task, ToolCall, Trajectory, Turn
+from agentfly_kit.tiny import TEMPLATE, demonstration
+from agentfly_kit.types import Message, Trajectory
 
-S = TypeVar("S")
 UNSURE = "I don't know"
-END = "<|im_end|>"
-
-# ChatML template. Tools are rendered as names with parameter names only, which keeps prompts short.
-TEMPLATE = """\
-{%- set lead = messages[0] if messages and messages[0].role == 'system' else none -%}
-{%- if lead or tools -%}
-  {{- '<|im_start|>system\\n' -}}
-  {%- if lead %}{{ lead.content }}{{ '\\n' if tools }}{% endif -%}
-  {%- for tool in tools or [] -%}
-    {%- set f = tool.function or tool -%}
-    {{- 'Tools: ' if loop.first else ', ' }}{{ f.name }}({{ ((f.parameters or {}).properties or {}) | join(', ') }})
-  {%- endfor -%}
-  {{- '<|im_end|>\\n' -}}
-{%- endif -%}
-{%- for message in (messages[1:] if lead else messages) -%}
-  {{- '<|im_start|>' + message.role + '\\n' -}}
-  {%- if message.role == 'tool' -%}
-    {{- '<tool_response>' }}{{ message.content }}{{ '</tool_response>' -}}
-  {%- else -%}
-    {{- message.content or '' -}}
-    {%- for call in message.tool_calls or [] -%}
-      {%- set f = call.function or call -%}
-      {{- '<tool_call>{"name":' }}{{ f.name | tojson }}{{ ',"arguments":' -}}
-      {{- f.arguments if f.arguments is string else f.arguments | tojson(separators=(',', ':')) -}}
-      {{- '}</tool_call>' -}}
-    {%- endfor -%}
-  {%- endif -%}
-  {{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{{- '<|im_start|>assistant\\n' if add_generation_prompt -}}
-"""
-
-
-def demonstration(
-    chat: Chat,
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]] = (),
-    observations: dict[Any, tuple[int, ...]] | None = None,
-) -> Trajectory:
-    """Encode a conversation as a trajectory whose actions are the assistant's messages, by the author "script".
-
-    Args:
-        chat: Chat of the policy.
-        messages: The conversation; it ends with an assistant's message or the result of its call.
-        tools: JSON schemas of the tools in the prompt.
-        observations: Cache of encoded observations, for many conversations of the same chat and tools.
-    """
-    observations = {} if observations is None else observations
-    opening, *rest = (
-        (by_assistant, list(some)) for by_assistant, some in groupby(messages, lambda m: m["role"] == "assistant")
-    )
-    turn = Turn(kind="prompt", author="task", ids=tuple(chat.prompt(opening[1], tools)))
-    turns = [turn]
-    for by_assistant, some in rest:
-        if by_assistant:
-            (message,) = some
-            functions = [call["function"] for call in message.get("tool_calls", ())]
-            calls = [chat.format.render_call(ToolCall("", f["name"], dict(f["arguments"]))) for f in functions]
-            ids = tuple(chat.encode("".join([message.get("content", ""), *calls, END])))
-            turn = Turn(kind="action", author="script", ids=ids, messages=(message,), stop="stop", parent=turn)
-        else:
-            key = tuple((m["role"], m.get("name"), m["content"]) for m in some)
-            if key not in observations:
-                observations[key] = tuple(chat.observation_ids(some, tools, after=turn.ids or ()))
-            turn = Turn(kind="observation", author="tool", ids=observations[key], parent=turn)
-        turns.append(turn)
-    task = Task("demonstration", tuple(opening[1]))
-    return Trajectory("demonstration", task, "demonstration", 0, tuple(turns), "answered")
 
 
 def single_tokens(words: Iterable[str]) -> tuple[str, ...]:
@@ -131,10 +62,10 @@ class BaseRecipe:
         """Sample the subject of one demonstration, such as a question. Test tasks are never sampled."""
         raise NotImplementedError
 
-    def sample_unseen(self, draw: Callable[[random.Random], S], held_out: Collection[str]) -> S:
+    def sample_unseen(self, draw: Callable[[random.Random], Any], held_out: Collection[str]) -> Any:
         """Sample with `draw` until the `question` of the result is not one of the held-out questions."""
         while True:
-            example: Any = draw(self.rng)
+            example = draw(self.rng)
             if example.question not in held_out:
                 return example
 

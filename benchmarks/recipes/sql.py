@@ -7,8 +7,8 @@ from contextlib import closing
 from typing import ClassVar
 
 from agentfly_kit.envs.sql import SCHEMAS, Question, World, family, question, world
-from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, single_tokens
 from agentfly_kit.types import Trajectory
+from recipes.base import UNSURE, BaseRecipe, single_tokens
 
 _KEYWORDS = "SELECT FROM WHERE ORDER GROUP BY DESC LIMIT JOIN USING count sum"
 _ASKED = "Tables What Which How many List is the has have each by first most least over total of"

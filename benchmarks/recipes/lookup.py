@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from agentfly_kit.envs.lookup import CITIES, KEYS, NAMES, PETS, Question, Store, family, question, store
-from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe
 from agentfly_kit.types import Trajectory
+from recipes.base import UNSURE, BaseRecipe
 
 # First world number used for pretraining; tasks use lower numbers.
 _FIRST_WORLD = 5_000_000
