@@ -172,7 +172,7 @@ def load_tasks(
     if isinstance(name_or_path, str) and task_files.is_hub_id(text) and not path.exists():
         return _build_tasks(task_files.hub_rows(text, config, split), text, columns)
     if config is not None:
-        raise TaskError(f"config must be None unless a dataset of the hub is loaded, got {config!r} for {text!r}")
+        raise TaskError(f"config applies only to datasets of the Hugging Face Hub, got {config!r} for {text!r}")
     if (
         isinstance(name_or_path, str)
         and "/" not in text

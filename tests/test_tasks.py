@@ -341,7 +341,7 @@ def test_a_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         load_tasks("openai/gsm8k")
     write(tmp_path / "openai" / "gsm8k" / "train.jsonl", ROWS[:3])
     assert len(load_tasks("openai/gsm8k")) == 3, "an existing folder takes precedence"
-    with pytest.raises(TaskError, match="config must be None unless a dataset of the hub is loaded, got 'main'"):
+    with pytest.raises(TaskError, match="config applies only to datasets of the Hugging Face Hub, got 'main'"):
         load_tasks("openai/gsm8k", config="main")
 
 

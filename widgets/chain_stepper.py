@@ -86,7 +86,9 @@ class ChainStepper(Opener):
                 )
             chain = chain.chain(task)
         if not (callable(getattr(chain, "rewind", None)) and hasattr(chain, "turn")):
-            raise TypeError(f"chain must be a Chain, or pass an agent and a task, got {type(chain).__name__}")
+            raise TypeError(
+                f"chain must be a Chain (alternatively, pass an agent and a task), got {type(chain).__name__}"
+            )
         self.error: BaseException | None = None
         self.chains: list[Any] = [chain]
         self.samples: Any = None
@@ -120,7 +122,7 @@ class ChainStepper(Opener):
 
     @property
     def selection(self) -> Any:
-        """The trajectory of the chain shown if the chain is finished, otherwise an unscored snapshot."""
+        """Trajectory of the displayed chain if it is finished, otherwise an unscored snapshot of it."""
         now = self.trajectory or self.chain.snapshot()
         return Trajectories((now.id,), (now,))
 

@@ -52,7 +52,7 @@ def dr_grpo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") 
 
 
 def rloo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> Tensor:
-    """Reward minus the mean reward of the *other* trajectories of its group.
+    """Subtract from each reward the mean reward of the *other* trajectories in its group.
 
     Shapes:  rewards (N,), groups (N,) -> (N,).
     Units:   reward.

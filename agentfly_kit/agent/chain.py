@@ -1,7 +1,8 @@
 """`BaseChain`: one trajectory in progress. It samples actions, runs tool calls, records turns and scores the result.
 
 Turns form a tree; a chain is the path from the root to one leaf. At sampling time, `_action_turn` decides which
-tokens are trained on (mask 1). No other function creates turns with `sampled=True`.
+tokens are trained on (mask 1). Apart from `integrations/captured.py`, which imports recorded token ids, no other
+function creates turns with `sampled=True`.
 """
 
 from __future__ import annotations

@@ -289,7 +289,7 @@ class Chain(BaseChain):
     def rewind(self, to: Turn | int) -> Turn:
         """Go back to an earlier turn and remove all later turns from this chain.
 
-        An observation that ended the chain has no token ids. They are added, because an action can now follow.
+        If `to` is an observation that ended the chain, its token ids are added, because an action can now follow.
 
         Args:
             to: the turn, or its index in `chain.turns`.

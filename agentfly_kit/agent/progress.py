@@ -31,7 +31,7 @@ class ChainKey:
 
     @property
     def position(self) -> tuple[int, tuple[int, ...]]:
-        """Position in the group: the chain, then the number of each fork on the path. A fork follows its parent."""
+        """Sort key in the group: the number of the chain and of each fork on its path. A fork follows its parent."""
         return self.chain, tuple(int(number) for number in self.fork.split(".")[1:])
 
     def seed(self, run_seed: int, task: str, turn: int, attempt: int = 0) -> int:

@@ -338,7 +338,7 @@ class RolloutDiff(Displayable):
 
     @property
     def success(self) -> tuple[float, float]:
-        """Success rates before and after; NaN without scored pairs."""
+        """Success rates of both rollouts over the tasks that were scored in both; NaN if there are none."""
         n = len(self.scored) or math.nan
         return sum(bool(a.success) for a, _ in self.scored) / n, sum(bool(b.success) for _, b in self.scored) / n
 

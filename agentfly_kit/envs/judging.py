@@ -248,7 +248,9 @@ class Judge(Displayable):
         seed: int = 0,
     ) -> None:
         if not isinstance(engine, Engine):
-            raise SettingsError(f"engine must be an engine such as af.OpenAIEngine(base_url, model), got {engine!r}")
+            raise SettingsError(
+                f"engine must be an af.Engine, such as af.OpenAIEngine(base_url, model), got {engine!r}"
+            )
         chat = getattr(getattr(engine, "policy", None), "chat", None) if chat is None else chat
         if chat is None and engine.tokens == "exact" and engine.author == "policy":
             raise SettingsError(f"{engine!r} takes token ids: pass the judge chat=af.Chat(tokenizer) of its model")

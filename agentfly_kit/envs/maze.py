@@ -52,7 +52,7 @@ class Grid:
         return found
 
     def ways(self, cell: Cell) -> list[str]:
-        """Return the open directions in a fixed order. Set order varies between processes and would change the maze."""
+        """Return the open directions in a fixed order, because the order of a set differs between processes."""
         return [way for way in STEPS if way in self.open[cell]]
 
     def toward(self, cell: Cell) -> str:

@@ -225,7 +225,7 @@ class Workers(Displayable):
         if not self._actors:
             raise SettingsError("these workers are closed; af.ray.workers(agent, n) starts others")
         mine = self._agent
-        # With `overlap=1`, a LocalEngine has a copy of the policy. Its weights are sent with each rollout.
+        # With `overlap=1`, a LocalEngine samples from a copy of the policy, whose weights are sent with each rollout.
         same_engine = agent.engine is mine.engine or (
             isinstance(agent.engine, LocalEngine)
             and isinstance(mine.engine, LocalEngine)

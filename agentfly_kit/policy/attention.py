@@ -136,6 +136,6 @@ def agree(expected: Tensor, got: Tensor) -> bool:
 def _layer_types(config: Any) -> set[str]:
     if types := getattr(config, "layer_types", None):
         return set(types)
-    # A checkpoint may contain a window that its model does not have.
+    # A config may contain `sliding_window` although its model class does not support one.
     declared = "sliding_window" in inspect.signature(type(config)).parameters
     return {"sliding_attention" if declared and config.sliding_window else "full_attention"}

@@ -184,7 +184,7 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
 
 
 def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> list[Tensor]:
-    """Return the row indices of each minibatch of an epoch: `size` random trajectories (None: all) with all rows."""
+    """Return the row indices of each minibatch of an epoch: those of `size` random trajectories, or of all (None)."""
     trajectories = batch.trajectory_index.unique()
     order = trajectories[torch.randperm(len(trajectories), generator=generator)]
     return [torch.isin(batch.trajectory_index, part).nonzero()[:, 0] for part in order.split(size or len(order))]

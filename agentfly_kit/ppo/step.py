@@ -2,7 +2,7 @@
 
 The result does not depend on padding, on how a minibatch is ordered or split, or on the number of processes: token
 weights are computed over the whole minibatch first. The forward pass returns one logprob, value and entropy per sampled
-token, so no loss has to handle masked positions.
+token, so a loss of tokens has no masked positions. Losses of rows and custom losses get (B, T) tensors and the mask.
 """
 
 from __future__ import annotations

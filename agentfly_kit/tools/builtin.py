@@ -52,7 +52,7 @@ async def read_file(path: str, sandbox: FileSandbox, first_line: int = 1, last_l
     Args:
         path: relative to the working folder, for example "src/main.py".
         first_line: the first line to show; 1 is the beginning.
-        last_line: the last line to show; left out, the end of the file.
+        last_line: the last line to show; by default the last line of the file.
     """
     return await sandbox.read(path, first_line, last_line, numbers=True)
 

@@ -172,7 +172,7 @@ def test_golden_gigpo() -> None:
     rewards, groups = [1.0, 0.0], [0, 0]
     turns, states = [[0, 0, 1.0], [0, 0.0]], [["start", "s", "end"], ["start", "s"]]
     a = adv.gigpo(rewards, groups, turn_rewards=turns, states=states, gamma=0.5, std=None)
-    # Returns from start: 0.25 and 0; from s: 0.5 and 0; end is alone. The episode adds ±0.5.
+    # Returns are 0.25 and 0 from 'start', and 0.5 and 0 from 's'; one chain visits 'end'. The episode adds ±0.5.
     close(a, [[0.5 + 0.125, 0.5 + 0.25, 0.5], [-0.5 - 0.125, -0.5 - 0.25, 0]])
     a = adv.gigpo(rewards, groups, turn_rewards=turns, states=states, gamma=0.5, weight=0.0)
     close(a, [[0.7071] * 3, [-0.7071, -0.7071, 0]], 1e-4)

@@ -255,7 +255,7 @@ async def test_rewritten_history_begins_a_row() -> None:
     await chain.sample()
     t = await chain.finish()
     assert [row.ids.tolist() for row in t.rows] == [list(ids) for ids in engine_rows(engine)]
-    # The history of the second action is unchanged, so it is appended; from the third on it is upper case.
+    # The template changes the history from the third action on, so each later action begins a new row.
     assert [turn.author for turn in t.turns if turn.kind == "prompt"] == ["task", "template", "template"]
     texts = [rewriting.text(row.ids.tolist()) for row in t.rows]
     assert "one" in texts[0] and "two" in texts[0]

@@ -1,4 +1,4 @@
-"""The example of README.md runs as pasted, in a notebook cell and as a script; the site's sources are complete."""
+"""The examples of README.md run as pasted, in a notebook cell and as a script; the site's sources are complete."""
 
 import re
 import shutil
@@ -19,9 +19,12 @@ InteractiveShell.instance(colors="nocolor").run_cell(sys.stdin.read()).raise_err
 """
 
 
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
 def example(steps: int, held_out: int) -> str:
-    """Return the example with fewer steps and held-out tasks."""
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    """Return the first example with fewer steps and held-out tasks."""
+    code = EXAMPLES[0]
     shorter = code.replace("steps=24", f"steps={steps}").replace("tasks.test)", f"tasks.test[:{held_out}])")
     assert shorter != code
     return str(shorter)
@@ -41,10 +44,11 @@ def test_the_first_example_runs_as_pasted(how: str, tmp_path: Path) -> None:
         (tmp_path / "example.py").write_text(code, encoding="utf-8")
         command = [sys.executable, "example.py"]
     else:
+        code += "".join(EXAMPLES[1:]) + "\nprint(stats)"  # the later examples continue the first
         command = [sys.executable, "-c", CELL]
     done = subprocess.run(command, cwd=tmp_path, input=code, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "Evaluation(" in done.stdout, done.stdout
+    assert "Evaluation(" in done.stdout and ("Stats(" in done.stdout) == (how == "cell"), done.stdout
     assert (tmp_path / "runs" / "calculator" / "steps.jsonl").read_text().count("\n") == 1
 
 

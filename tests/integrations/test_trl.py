@@ -142,7 +142,7 @@ def test_sft_trains_exactly_the_masked_tokens(tmp_path: Path) -> None:
     copy = policy.copy()
     optimizer = torch.optim.AdamW(copy.model.parameters(), lr=3e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0)
     stats = imitation_step(copy, optimizer, batch)
-    assert stats.loss == pytest.approx(float(theirs), rel=1e-6, abs=1e-6)  # in float32, losses of about 3
+    assert stats.loss == pytest.approx(float(theirs), rel=1e-6, abs=1e-6)  # float32; the losses are about 3
 
     class Compare(TrainerCallback):  # type: ignore[misc]
         gap = math.inf
@@ -217,7 +217,7 @@ def test_ppo_config_reproduces_the_loss_of_trl(name: str, tmp_path: Path) -> Non
     kept = Kept(policy)
     step = bridge.ppo_config(args).replace(max_grad_norm=None, old_logprobs="engine", micro_tokens=60)
     stats = ppo_step(policy, kept, batch, step)
-    assert stats.loss == pytest.approx(float(theirs), rel=1e-6, abs=1e-6)  # in float32, losses of about 3
+    assert stats.loss == pytest.approx(float(theirs), rel=1e-6, abs=1e-6)  # float32; the losses are about 3
     torch.testing.assert_close(kept.seen[0], wanted, rtol=1e-4, atol=1e-6)
 
 

@@ -469,7 +469,7 @@ async def test_nasty_texts_arrive_as_text() -> None:
 
 
 async def test_what_is_no_chain_and_a_long_one() -> None:
-    with pytest.raises(TypeError, match="must be a Chain, or pass an agent and a task"):
+    with pytest.raises(TypeError, match=r"must be a Chain \(alternatively, pass an agent and a task\)"):
         w.ChainStepper(3)
     with pytest.raises(TypeError, match="must be an Agent"):
         w.ChainStepper(3, agents.tasks()[0])

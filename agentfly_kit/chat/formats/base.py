@@ -141,10 +141,10 @@ def schemas(tools: Schemas) -> str:
 def split_thinking(
     text: str, opener: int, opening: str = "<think>", closing: str = "</think>"
 ) -> tuple[str | None, str]:
-    """Split an action into leading thinking in tags (None without tags) and the rest.
+    """Separate the thinking at the start of an action from the rest. The thinking is None if there are no tags.
 
-    The first call begins at `opener` (-1 if there is none). A closing tag before it that has no opening tag ends
-    thinking opened by the prompt. Unclosed thinking extends to the end of the text.
+    If there is only a closing tag, the opening tag was part of the prompt; the closing tag must then precede the first
+    tool call, which begins at index `opener` (-1 if there is none). Thinking that is not closed extends to the end.
     """
     if text.lstrip().startswith(opening):
         thinking, _, rest = text.lstrip().removeprefix(opening).partition(closing)

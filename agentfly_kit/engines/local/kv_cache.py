@@ -42,10 +42,14 @@ class KVCache:
     # --- forward pass ---
 
     def prepare(self, rows: Tensor | int, positions: Tensor) -> Tensor:
-        """Set where the next forward pass writes, and return its causal mask, (R, 1, C, S) bool.
+        """Select what the next forward pass writes, C tokens in each of R slots, and return its causal mask.
 
-        `rows` is a number n for the first n slots, or slot indices (R,), which need no copy if contiguous. `positions`
-        contains the position of each token, (R, C). S covers all positions and is a multiple of 16.
+        Args:
+            rows: R for the first R slots, or the indices of the slots, (R,). Contiguous indices need no copy.
+            positions: Position of each token in its slot, (R, C).
+
+        Returns:
+            The mask, (R, 1, C, S) bool. S covers all positions and is a multiple of 16.
         """
         self._visible = min(self.capacity, -(-(int(positions.max()) + 1) // _ALIGNMENT) * _ALIGNMENT)
         if self._visible > self._initialized:

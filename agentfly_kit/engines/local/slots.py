@@ -154,7 +154,7 @@ class SlotTable:
         return own, common
 
     def held_history(self, request: Request) -> int:
-        """Return the length of the session's history in its slot, or 0 if the request does not continue it."""
+        """Return the number of the session's tokens in its slot, or 0 if the request does not continue them."""
         own = self.session_slot.get(request.session)
         if own is None or self._slots[own].weights != self.weights:
             return 0

@@ -24,7 +24,7 @@ ASKED = 5
 
 @dataclass(frozen=True)
 class Group:
-    """Kinds of products that share attributes, options and `cost`, a price range in whole dollars."""
+    """Kinds of products with the same attributes, options and price range (`cost`, in whole dollars)."""
 
     shelf: str
     kinds: tuple[str, ...]

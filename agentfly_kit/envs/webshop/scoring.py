@@ -68,7 +68,7 @@ def _has(product: Product, wanted: str) -> bool:
 
 
 def type_factor(product: Product, goal: Mapping[str, Any], nouns: Nouns) -> float:
-    """Return r_type: 1 for a product of the goal's type, less if the query, category and title nouns disagree."""
+    """Return the factor of a product's type: 0 or 0.1 if the titles share (almost) no nouns, otherwise 0.5 or 1."""
     have, wanted = nouns(product.title), nouns(goal["name"])
     title = len(set(have) & set(wanted)) / len(wanted) if wanted else 0.2
     shelves = (_levels(product.product_category), _levels(goal["product_category"]))

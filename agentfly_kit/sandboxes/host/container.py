@@ -249,7 +249,7 @@ class ContainerProcess(SandboxProcess):
                 pass  # the engine is unreachable or refuses; the container exits anyway, because its input has ended
 
     def stop(self) -> None:
-        """Disconnect, upon which the zygote exits and the engine removes the container."""
+        """Disconnect. The zygote then exits, and the container engine removes the container."""
         if os.getpid() == self.owner_pid:
             self.disconnect()
 

@@ -58,7 +58,7 @@ class Stream:
         self._outgoing: deque[tuple[int, bytes]] = deque()  # (channel, data still to be delivered), in order
 
     def boot(self, files: Sequence[Path]) -> None:
-        """Send the source code to run inside."""
+        """Send the source files that are to run inside the sandbox."""
         for file in files:
             source = file.read_bytes()
             self.connection.sendall(b"%d\n" % len(source) + source)

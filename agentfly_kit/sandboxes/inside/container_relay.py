@@ -192,7 +192,7 @@ class Relay(Zygote):
 
     def usage(self, always: bool = False) -> None:
         self.usage_read = time.monotonic()
-        # The fields of LimitHits (host/limits.py). Version 1 does not tell which limit led to a kill.
+        # The order is that of LimitHits (host/limits.py). cgroups of version 1 do not report which limit was exceeded.
         killed = cgroup_counter("memory/memory.oom_control", "memory.events", "oom_kill")
         own = killed if os.path.exists("/sys/fs/cgroup/memory") else cgroup_counter("", "memory.events", "oom")
         counts = own, killed, cgroup_counter("pids/pids.events", "pids.events", "max")
@@ -227,7 +227,7 @@ def processor_seconds() -> float | None:
 
 
 def writable(keep: list[str]) -> list[str]:
-    """Return all writable mounted folders except those of the user, including any that the engine mounts by default."""
+    """Return all writable mount points except those in `keep`, also those of the container engine."""
     found = []
     with open("/proc/self/mounts") as mounts:
         for line in mounts:
