@@ -147,13 +147,15 @@ def chat() -> Chat:
     return Chat(tiny.tokenizer())
 
 
-def random_policy(seed: int = 0, *, value_head: bool = False, spread: float = 0.25, width: int = 32) -> Policy:
+def random_policy(
+    seed: int = 0, *, value_head: bool = False, spread: float = 0.25, width: int = 32, heads: int = 2, length: int = 256
+) -> Policy:
     """Return a Qwen3 with a few thousand random weights, whose distributions are far from uniform."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=len(chat().tokenizer), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=256,
+        num_attention_heads=heads, num_key_value_heads=1, head_dim=16, max_position_embeddings=length,
         tie_word_embeddings=False, initializer_range=spread, bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):

@@ -120,6 +120,31 @@ async def test_rows_with_different_settings_are_independent() -> None:
         check(policy, prompt(10), b, s.temperature or 1.0)
 
 
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("path", ["fused", "modules"])
+async def test_rows_are_bitwise_equal_beside_rows_of_any_length(
+    path: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "modules":
+        monkeypatch.setattr(FusedLlamaDecoder, "try_build", lambda trunk: None)
+    policy = random_policy(heads=heads, length=1024)
+    policy.chat = endless().chat
+    # Kernels sum over 193 to 383 keys, and over as many beyond each 512, in another order than over fewer or more.
+    lengths = (60, 110, 150, 185, 200, 250, 300, 340, 370, 390, 450, 600, 700, 760, 850, 930)
+    sampling = Sampling(max_tokens=8)
+
+    async def sampled(engine: LocalEngine, length: int) -> tuple[Any, Any]:
+        got = await engine.sample(prompt(length, seed=length), sampling, length)
+        return got.ids, got.logprobs
+
+    alone = [await sampled(LocalEngine(policy), length) for length in lengths]
+    for count in (3, len(lengths)):  # a row beside rows that are a little longer, and beside much longer ones
+        for at in range(0, len(lengths), count):
+            engine = LocalEngine(policy)
+            together = await asyncio.gather(*(sampled(engine, length) for length in lengths[at : at + count]))
+            assert together == alone[at : at + count]
+
+
 async def test_greedy_sampling_ignores_the_seed() -> None:
     policy = endless()
     engine = LocalEngine(policy)

@@ -5,9 +5,10 @@ Attention layers of transformers call `update`, which returns all keys and value
 
 Decoding is batch-invariant in float32 on a CPU: the results for a row are bitwise identical for any batch composition.
 A matrix product over four or more rows computes each row independently, attention processes one row at a time, and the
-keys after a row's end have a weight of exactly zero. Measurements found two exceptions: a product over one to three
+keys after a row's end have a weight of exactly zero. Measurements found three exceptions: a product over one to three
 rows uses a different kernel, and an elementwise function computes the last elements of a tensor with a different
-formula if their number is not a multiple of the vector width. Batches of a multiple of eight rows avoid both.
+formula if their number is not a multiple of the vector width. Batches of a multiple of eight rows avoid both. Thirdly,
+a product sums the keys in blocks of 192, except that 193 to 383 keys are halved; `_padded` avoids these numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,15 @@ from torch import Tensor
 
 # The capacity of a slot and the number of visible tokens in a forward pass are multiples of this.
 _ALIGNMENT = 16
+# Torch's fused attention processes this number of keys at once.
+_KEY_BLOCK = 512
+
+
+def _padded(tokens: int) -> int:
+    """Return a number of keys, at least `tokens`, for which a sum over keys does not depend on zeros at its end."""
+    tokens = -(-tokens // _ALIGNMENT) * _ALIGNMENT
+    last = tokens % _KEY_BLOCK
+    return tokens + 384 - last if 192 < last < 384 else tokens
 
 
 class KVCache:
@@ -26,7 +36,7 @@ class KVCache:
 
     def __init__(self, count: int, capacity: int) -> None:
         self.count = count
-        self.capacity = -(-capacity // _ALIGNMENT) * _ALIGNMENT
+        self.capacity = _padded(capacity)
         self.ids: npt.NDArray[np.int64] = np.zeros((count, self.capacity), dtype=np.int64)
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
         # Keys and values of each layer, (2, count, heads, capacity, head size), allocated at its first update.
@@ -51,7 +61,7 @@ class KVCache:
         Returns:
             The mask, (R, 1, C, S) bool. S covers all positions and is a multiple of 16.
         """
-        self._visible = min(self.capacity, -(-(int(positions.max()) + 1) // _ALIGNMENT) * _ALIGNMENT)
+        self._visible = min(self.capacity, _padded(int(positions.max()) + 1))
         if self._visible > self._initialized:
             for held in self._layers:
                 # Uninitialized memory may contain NaN, which masking does not remove.
@@ -131,7 +141,7 @@ class KVCache:
 
     def grow(self, count: int, capacity: int) -> None:
         """Enlarge the cache to at least `count` slots of `capacity` tokens, keeping its contents."""
-        capacity = max(self.capacity, -(-capacity // _ALIGNMENT) * _ALIGNMENT)
+        capacity = max(self.capacity, _padded(capacity))
         count = max(self.count, count)
         if (count, capacity) == (self.count, self.capacity):
             return
