@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.envs import kendall, sql
+from agentfly_kit.envs import family, kendall, sql
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError
 from agentfly_kit.types import Task
 
@@ -160,6 +160,21 @@ async def test_too_many_rows_are_an_error_for_the_model(closed_later: Any) -> No
     assert of.observation == "Error executing query: more than 2 rows, or too long ones"
     with pytest.raises(SandboxError, match=r"more than 2 rows; raise options=\{'most': \.\.\.\}"):
         await of.reset(task(), 0)
+
+
+async def test_a_fork_has_a_copy_of_the_database() -> None:
+    chain = sql.agent(af.ScriptedEngine(["."]), chat=family.small_chat(), size=2).chain(task())
+    await chain.prepare()
+    one = await chain.context.sandbox(sql.SQL)
+    await sql.SQL.execute.function(one, "DELETE FROM t WHERE a = 1")  # type: ignore[attr-defined]
+    twin = await chain.fork()
+    other = await twin.context.sandbox(sql.SQL)
+    assert other is not one and other.queries == one.queries and other.gold == [("x",), ("y",), ("z",)]
+    await sql.SQL.execute.function(one, "DELETE FROM t")  # type: ignore[attr-defined]
+    await sql.SQL.execute.function(other, "SELECT b FROM t ORDER BY a")  # type: ignore[attr-defined]
+    assert other.observation == [("y",), ("z",)]
+    for each in (chain, twin):
+        await each.finish()
 
 
 async def test_failing_queries_and_scripts_are_named(closed_later: Any) -> None:
