@@ -186,6 +186,15 @@ async def test_failing_queries_and_scripts_are_named(closed_later: Any) -> None:
     assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1  # the next task is not affected
 
 
+def test_a_missing_duckdb_is_named_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "duckdb" else find(name, *a))
+    with pytest.raises(SettingsError, match=r'needs duckdb; type: pip install "agentfly_kit\[sql\]"'):
+        sql.SQL(engine="duckdb")
+
+
 # ---- its tasks
 
 
