@@ -1,7 +1,8 @@
-"""Run a test program in two processes that communicate through torch.distributed."""
+"""Processes of this machine, and test programs in two processes that communicate through torch.distributed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -10,6 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+
+def running(command: str) -> set[int]:
+    """Return the processes of this machine whose command line contains a text."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if command.encode() in (folder / "cmdline").read_bytes():
+                found.add(int(folder.name))
+    return found
 
 
 def run_two(program: Path, folder: Path) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from agentfly_kit.batch.collate import collate
 from agentfly_kit.endpoint.endpoint import Endpoint
 from agentfly_kit.endpoint.reply import ChainEnded, RequestError
 from agentfly_kit.engines.local.engine import LocalEngine
+from agentfly_kit.engines.scripted import ScriptedEngine
 from agentfly_kit.errors import BatchError, SettingsError, TaskError
 from agentfly_kit.evaluation import evaluate
 from agentfly_kit.tools.context import Context
@@ -258,12 +259,8 @@ async def test_a_request_in_flight_is_cancelled_when_the_harness_returns() -> No
         await asyncio.sleep(0.05)
         return "5"
 
-    class Slow(Played):
-        async def sample(self, *args: Any, **kwargs: Any) -> Any:
-            await asyncio.sleep(3600)
-
     running: list[asyncio.Task[None]] = []
-    agent = Agent(Slow([]), chat=chat(), harness=leaving, reward=exact)
+    agent = Agent(ScriptedEngine(["x"], latency=3600), chat=chat(), harness=leaving, reward=exact)
     (t,) = await agent.rollout([TASK])
     assert (t.stop, t.reward, len(t.actions)) == ("answered", 1.0, 0)
     await asyncio.wait(running)

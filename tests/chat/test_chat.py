@@ -254,16 +254,6 @@ async def test_a_react_agent_on_a_hermes_template() -> None:
     assert trajectory.action_mask.sum() == sum(len(t.ids or ()) for t in (trajectory.turns[1], last))
 
 
-async def test_a_search_agent() -> None:
-    search = Chat(tiny.tokenizer(), format="search")
-    tags = '<search>{"name":"calculator","arguments":{"expression":"2+3"}}</search>§'
-    made = played([f"<think>hm</think>{tags}", "<answer>5</answer>§"]).replace(chat=search)
-    trajectory = await made.chain(TASK).run()
-    assert (trajectory.stop, trajectory.reward) == ("answered", 1.0)
-    assert "<information>5</information>" in trajectory.turns[2].text
-    assert made.engine.samplings[0].stop == ("</search>", "</answer>")  # type: ignore[attr-defined]
-
-
 # --- unusual tokenizers ---
 
 

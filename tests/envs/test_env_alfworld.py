@@ -140,7 +140,7 @@ def test_goals_are_met_exactly_when_their_conditions_hold() -> None:
 
 
 async def test_the_reward_contains_the_stages() -> None:
-    tasks = alfworld.tasks(12, "test")
+    tasks = alfworld.tasks(6, "test")
     won = (await alfworld.expert().rollout(tasks)).trajectories
     for t in won:
         assert (t.stop, t.reward, t.success) == ("env_done", 1.0, True)

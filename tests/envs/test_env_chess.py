@@ -94,7 +94,7 @@ def test_shipped_puzzles_are_reproducible_and_have_one_solution() -> None:
     for split, size in puzzles.SIZES.items():
         lines = DATA.joinpath(f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
         assert len(lines) == size
-        assert [json.loads(line) for line in lines[:6]] == list(puzzles.made(6, split=split))
+        assert [json.loads(line) for line in lines[:3]] == list(puzzles.made(3, split=split))
     for row in chess.rows(8, "test"):
         board = Board.from_fen(row["fen"])
         if row["mate"] == 1:

@@ -1,7 +1,6 @@
 """repo: rewards for repairs only, hostile changes, users' repositories, and mutations."""
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import random
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import running
 
 import agentfly_kit as af
 from agentfly_kit.envs import mutation, repo
@@ -180,19 +180,13 @@ async def test_shipped_bugs_fail_as_recorded(grader: Grader) -> None:
 
 async def test_background_jobs_end_with_the_chain() -> None:
     """They must not use memory and CPU until the next chain begins."""
-    seconds = str(10**6 + os.getpid())
+    seconds = 10**6 + os.getpid()
+    sleep = f"sleep\0{seconds}\0"
 
     async def until(what: Callable[[], bool]) -> None:
         async with asyncio.timeout(30):
             while not what():
                 await asyncio.sleep(0.02)
-
-    def runs() -> bool:
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                if path.read_bytes() == f"sleep\0{seconds}\0".encode():
-                    return True
-        return False
 
     pool = af.Pool(repo.Repo, size=1)
     async with pool.lease() as held:
@@ -200,8 +194,8 @@ async def test_background_jobs_end_with_the_chain() -> None:
             await held.reset(ONE, 0)
             assert "README.md" in await call(held, "list_files")
         await call(held, "shell", command=f"sleep {seconds} >left.txt 2>&1 &")
-        await until(runs)
-    await until(lambda: not runs())
+        await until(lambda: bool(running(sleep)))
+    await until(lambda: not running(sleep))
     async with pool.lease() as again:
         assert again is held and again.alive
         assert await again._sandbox.list() == ()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.envs import kendall, sql
+from agentfly_kit.envs import family, kendall, sql
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError
 from agentfly_kit.types import Task
 
@@ -162,6 +162,21 @@ async def test_too_many_rows_are_an_error_for_the_model(closed_later: Any) -> No
         await of.reset(task(), 0)
 
 
+async def test_a_fork_has_a_copy_of_the_database() -> None:
+    chain = sql.agent(af.ScriptedEngine(["."]), chat=family.small_chat(), size=2).chain(task())
+    await chain.prepare()
+    one = await chain.context.sandbox(sql.SQL)
+    await sql.SQL.execute.function(one, "DELETE FROM t WHERE a = 1")  # type: ignore[attr-defined]
+    twin = await chain.fork()
+    other = await twin.context.sandbox(sql.SQL)
+    assert other is not one and other.queries == one.queries and other.gold == [("x",), ("y",), ("z",)]
+    await sql.SQL.execute.function(one, "DELETE FROM t")  # type: ignore[attr-defined]
+    await sql.SQL.execute.function(other, "SELECT b FROM t ORDER BY a")  # type: ignore[attr-defined]
+    assert other.observation == [("y",), ("z",)]
+    for each in (chain, twin):
+        await each.finish()
+
+
 async def test_failing_queries_and_scripts_are_named(closed_later: Any) -> None:
     of = closed_later(sql.SQL())
     with pytest.raises(SandboxError, match="the query of task 't' fails in sqlite: no such column: nope"):
@@ -169,6 +184,15 @@ async def test_failing_queries_and_scripts_are_named(closed_later: Any) -> None:
     with pytest.raises(SettingsError, match="the script of this SQLSandbox failed"):
         await of.reset(task(script="CREATE TABEL t"), 0)
     assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1  # the next task is not affected
+
+
+def test_a_missing_duckdb_is_named_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "duckdb" else find(name, *a))
+    with pytest.raises(SettingsError, match=r'needs duckdb; type: pip install "agentfly_kit\[sql\]"'):
+        sql.SQL(engine="duckdb")
 
 
 # ---- its tasks

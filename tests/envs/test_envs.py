@@ -1,10 +1,8 @@
 """Environments: classes written in a cell, with reset, tools, done, reward and fork."""
 
-import asyncio
 import copy
 import inspect
 import json
-import random
 from typing import Any
 
 import agents
@@ -122,38 +120,6 @@ async def test_unknown_sandbox_settings_are_rejected_by_name(family: str) -> Non
     assert (
         pool.sandbox_type()._sandbox.max_output == inspect.signature(pool.sandbox_type).parameters["max_output"].default
     )
-
-
-async def test_64_concurrent_chains_share_ten_environments_without_leaks() -> None:
-    """Each chain guesses its own secret and must find no other among its tries."""
-    rng = random.Random(0)
-    tasks = [task(secret=100 + i, id=f"t{i}") for i in range(64)]
-    agents_made: list[int] = []
-
-    class Counted(Guess):
-        def __init__(self) -> None:
-            agents_made.append(1)
-
-        @af.tool
-        async def guess(self, number: int) -> str:
-            """Guess.
-
-            Args:
-                number: a number.
-            """
-            self.tries.append(number)
-            await asyncio.sleep(rng.random() / 200)
-            return ",".join(map(str, self.tries))
-
-    def script(task: Task, turn: int) -> str:
-        return call(task.fields["secret"] * 10 + turn) if turn < 3 else "end"
-
-    agent = af.envs.agent(Counted, af.ScriptedEngine(script), chat=agents.chat(), size=10)
-    rollout = await agent.rollout(tasks, max_concurrency=64)
-    for t in rollout.trajectories:
-        own = t.task.fields["secret"] * 10
-        assert t.tool_calls[-1].result.observation == f"{own},{own + 1},{own + 2}", t.error
-    assert len(agents_made) == 10  # retained and used again, not made for each chain
 
 
 async def test_cleanup_runs_on_release_unless_it_is_a_tool() -> None:

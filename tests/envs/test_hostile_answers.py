@@ -43,8 +43,8 @@ async def episode(name: str, **options: Any) -> tuple[Any, Context, list[af.Pool
     return await context.sandbox(of.family.environment), context, agent.pools
 
 
-# These families run each answer in a sandbox, which takes seconds.
-SLOW = ("reasoning_gym", "math", "code")
+# These families run a sandbox for each answer, which takes seconds.
+SLOW = ("reasoning_gym", "math", "code", "repo")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ import dice
 import pytest
 from cancelling import cancelled_lives, settled
 from kernels import interrupted, kernel, run_cell, start_cell
-from test_sandbox_python import LEVELS, below, files, groups, nothing_left, runs, scratch  # noqa: F401  (nothing_left is a fixture)
+from levels import LEVELS
+from test_sandbox_python import below, files, groups, nothing_left, runs, scratch  # noqa: F401  (nothing_left is a fixture)
 
 import agentfly_kit as af
 from agentfly_kit.pool.pool import Pool

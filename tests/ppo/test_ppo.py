@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from agents import agent, assert_same_update, fresh, random_policy, tasks
-from test_ppo_more import judged, made
+from agents import agent, assert_same_gradient, assert_same_update, fresh, random_policy, tasks
+from test_ppo_more import gradient, judged, made
 from torch import Tensor
 
 from agentfly_kit import tiny
@@ -28,15 +28,6 @@ def batch_of(policy: Policy, *, stale: float = 0.0, values: bool = False) -> Bat
     """Return eight rows whose recorded logprobs are those of the policy, plus `stale` with alternating sign."""
     batch = made(policy, 8, noise=0.0, stale=stale, with_entropies=True, version=policy.version)
     return judged(policy, batch) if values else batch
-
-
-def moved(policy: Policy, batch: Batch, **options: Any) -> Tensor:
-    """Return all weights after a step of gradient descent on a copy of the policy."""
-    twin = policy.copy()
-    options.setdefault("max_grad_norm", None)
-    seed = options.pop("seed", 0)
-    ppo_step(twin, torch.optim.SGD(list(twin.parameters()), lr=1.0), batch, PPOConfig(**options), seed=seed)
-    return torch.cat([p.detach().flatten() for p in twin.parameters()])
 
 
 def weights(policy: Policy) -> Tensor:
@@ -142,31 +133,29 @@ def test_the_result_does_not_depend_on_order_or_padding(how: Any) -> None:
     batch = batch_of(policy, stale=0.1)
     options: dict[str, Any] = {
         "aggregate": {"how": how, "denominator": 9.0} if how == "fixed" else how,
-        "old_logprobs": "engine",
     }
-    wanted = moved(policy, batch, **options)
-    before = weights(policy)
-    assert float((wanted - before).abs().max()) > 1e-4
+    wanted, _ = gradient(policy, batch, **options)
+    assert float(wanted.abs().max()) > 1e-4
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)).tolist()
     shuffled = collate([batch.trajectories[i] for i in order]).replace(advantages=batch.advantages[order])
-    assert_same_update(moved(policy, shuffled, **options), wanted, before)
+    assert_same_gradient(gradient(policy, shuffled, **options)[0], wanted)
     wide = {}
     for name, fill in (("ids", 5), ("mask", 0), ("attention", 0), ("versions", -1)):
         value = getattr(batch, name)
         wide[name] = torch.cat([value, torch.full((len(batch), 40), fill, dtype=value.dtype)], 1)
     for name in ("logprobs", "entropies", "advantages", "token_rewards"):
         wide[name] = torch.cat([getattr(batch, name), torch.full((len(batch), 40), math.nan)], 1)
-    assert_same_update(moved(policy, dataclasses.replace(batch, **wide), **options), wanted, before)
+    assert_same_gradient(gradient(policy, dataclasses.replace(batch, **wide), **options)[0], wanted)
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -1e30])
 def test_values_at_masked_positions_are_never_read(junk: float) -> None:
     policy = random_policy(0, value_head=True)
     batch = batch_of(policy, stale=0.1, values=True)
-    wanted = moved(policy, batch, old_logprobs="engine")
+    wanted, _ = gradient(policy, batch)
     names = ("logprobs", "advantages", "token_rewards", "entropies", "values", "returns")
     dirty = dataclasses.replace(batch, **{n: torch.where(batch.mask, getattr(batch, n), junk) for n in names})
-    assert torch.equal(moved(policy, dirty, old_logprobs="engine"), wanted)
+    assert torch.equal(gradient(policy, dirty)[0], wanted)
 
 
 # --- rows without advantage ----------------------------------------------------------------------
@@ -209,12 +198,10 @@ def test_rows_without_advantage_have_an_entropy_bonus() -> None:
     batch = flat_half(policy)
     quiet = dataclasses.replace(batch, advantages=torch.where(batch.mask, 0.0, math.nan))
     with_both, with_advantages, with_bonus = (
-        moved(policy, given, old_logprobs="engine", entropy_coef=coef)
-        for given, coef in ((batch, 0.1), (batch, 0.0), (quiet, 0.1))
+        gradient(policy, given, entropy_coef=coef)[0] for given, coef in ((batch, 0.1), (batch, 0.0), (quiet, 0.1))
     )
-    before = weights(policy)
-    assert_same_update(with_both - with_advantages + before, with_bonus, before)
-    assert float((with_bonus - before).abs().max()) > 1e-4
+    assert_same_gradient(with_both - with_advantages, with_bonus)
+    assert float(with_bonus.abs().max()) > 1e-4
 
 
 def test_target_kl_does_not_depend_on_skipped_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,11 +214,11 @@ def test_target_kl_does_not_depend_on_skipped_rows(monkeypatch: pytest.MonkeyPat
         assert stats.stopped_early == (stats.updates < 20)
         return stats.updates
 
-    targets = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+    targets = (1e-3, 1e-2, 2e-2, 3e-2)
     left_out = [updates(t) for t in targets]
     monkeypatch.setattr(step, "_only_advantage", lambda *args: False)
     assert left_out == [updates(t) for t in targets]
-    assert 1 < left_out[2] < 20 and len(set(left_out)) > 1
+    assert 1 < left_out[0] < 20 and len(set(left_out)) > 1
 
 
 def test_a_minibatch_without_gradient_still_makes_an_update() -> None:
@@ -466,7 +453,7 @@ async def test_the_async_step_equals_the_synchronous_one() -> None:
 def test_the_seed_determines_the_minibatches() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
-    same = [moved(policy, batch, minibatch=2, seed=s) for s in (1, 1, 2)]
+    same = [gradient(policy, batch, minibatch=2, seed=s)[0] for s in (1, 1, 2)]
     assert torch.equal(same[0], same[1])
     assert not torch.equal(same[0], same[2])
 
@@ -474,7 +461,6 @@ def test_the_seed_determines_the_minibatches() -> None:
 def test_max_grad_norm_scales_the_gradient() -> None:
     policy = random_policy(0)
     batch = batch_of(policy, stale=0.1)
-    whole = moved(policy, batch, old_logprobs="engine") - weights(policy)
-    small = moved(policy, batch, old_logprobs="engine", max_grad_norm=1e-3) - weights(policy)
+    whole, small = (gradient(policy, batch, max_grad_norm=norm)[0] for norm in (None, 1e-3))
     assert float(small.norm()) == pytest.approx(1e-3, rel=1e-2)
     torch.testing.assert_close(small / small.norm(), whole / whole.norm(), atol=1e-4, rtol=0)

@@ -72,9 +72,9 @@ class Kept(torch.optim.SGD):
 def gradient(policy: Policy, batch: Batch, **options: Any) -> tuple[Tensor, Any]:
     """Return the gradient of one update over the whole batch, and the statistics."""
     kept = Kept(policy)
-    options.setdefault("old_logprobs", "engine")
-    keywords = {name: options.pop(name) for name in ("reference", "detail") if name in options}
-    stats = ppo_step(policy, kept, batch, PPOConfig(max_grad_norm=None, **options), **keywords)
+    options = {"old_logprobs": "engine", "max_grad_norm": None} | options
+    keywords = {name: options.pop(name) for name in ("reference", "detail", "seed") if name in options}
+    stats = ppo_step(policy, kept, batch, PPOConfig(**options), **keywords)
     policy.version = 0
     return torch.cat(kept.seen), stats
 

@@ -12,10 +12,10 @@ import agents
 import pytest
 import torch
 from agents import trajectory
-from test_ppo_more import gradient
+from test_ppo_more import gradient, plain
 from torch import Tensor
 
-from agentfly_kit import advantages
+from agentfly_kit import advantages, losses
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.errors import AlignmentError, BatchError, SettingsError
@@ -177,51 +177,17 @@ AGGREGATES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def weight(given: list[Trajectory], t: Trajectory, row: int, how: str) -> float:
-    """Weight of one sampled token of a row, by the definition of the aggregate."""
-    sampled = [[int(r.action_mask.sum()) for r in t.rows] for t in given]
-    rows = sum(map(len, sampled))
-    own = sampled[given.index(t)]
-    return {
-        "token_mean": 1 / sum(map(sum, sampled)), "seq_mean_token_mean": 1 / own[row] / rows,
-        "seq_mean_token_sum": 1 / rows, "fixed": 1 / (rows * 20.0), "trajectory_mean": 1 / sum(own) / len(given),
-        "trajectory_mean rows": 1 / sum(own) / rows,
-    }[how]  # fmt: skip
-
-
-def brute(policy: Policy, given: list[Trajectory], how: str, clip: float = 0.2) -> Tensor:
-    """PPO's gradient over all rows of all trajectories, with one forward pass per row, token by token."""
-    each = advantages.grpo([t.reward for t in given], [t.group for t in given])
-    total = torch.zeros((), dtype=torch.float64)
-    for t, a in zip(given, each.tolist(), strict=True):
-        for row in t.rows:
-            ids = torch.tensor(row.ids)
-            logp = torch.log_softmax(policy.model(input_ids=ids[None], use_cache=False).logits[0].double(), -1)
-            for at in row.action_mask.nonzero()[0].tolist():
-                ratio = torch.exp(logp[at - 1, ids[at]] - float(row.logprobs[at]))
-                term = torch.maximum(-ratio * a, -ratio.clamp(1 - clip, 1 + clip) * a)
-                total = total + weight(given, t, row.index, how) * term
-    policy.model.zero_grad()
-    total.backward()
-    out = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]).clone()
-    policy.model.zero_grad(set_to_none=True)
-    return out
-
-
-def options_of(how: str) -> dict[str, Any]:
-    return {"aggregate": {"how": how.split()[0], **AGGREGATES[how]}}
-
-
 @pytest.mark.parametrize("how", AGGREGATES)
 def test_the_gradient_over_compacted_rows_matches_its_definition(how: str) -> None:
     policy = agents.random_policy(5)
     given = folded(policy, seed=4)
     assert max(len(t.rows) for t in given) >= 3
-    wanted = brute(policy, given, how)
-    assert float(wanted.abs().max()) > 1e-2
     batch = collate(given, advantages.grpo)
+    name, options = how.split()[0], AGGREGATES[how]
+    wanted = plain(policy, batch, losses.ppo, name, **options)
+    assert float(wanted.abs().max()) > 1e-2
     for micro in (1, 40, 10_000):
-        got, stats = gradient(policy, batch, micro_tokens=micro, **options_of(how))
+        got, stats = gradient(policy, batch, micro_tokens=micro, aggregate={"how": name, **options})
         agents.assert_same_gradient(got, wanted)
     assert stats.reward_mean == pytest.approx(sum(t.reward or 0 for t in given) / len(given))
 

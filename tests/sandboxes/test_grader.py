@@ -10,7 +10,8 @@ import textwrap
 
 import pytest
 from agents import chat
-from test_sandbox_python import few, nothing_left  # noqa: F401  (nothing_left is a fixture)
+from levels import few
+from test_sandbox_python import nothing_left  # noqa: F401  (nothing_left is a fixture)
 
 import agentfly_kit as af
 from agentfly_kit.errors import SandboxError, SettingsError
@@ -186,6 +187,8 @@ CHEATS = {
     "deep": "def add(a, b):\n    x = []\n    for _ in range(100000): x = [x]\n    return x",
     "long": "def add(a, b): return 'x' * 10**7",
     "no text": "def add(a, b): return '\\ud800'",
+    "floods": "def add(a, b):\n    while True: print('x' * 10000)",
+    "an interrupt": "def add(a, b): raise KeyboardInterrupt",
     "a lying class": "class Yes:\n    @property\n    def __class__(self): return int\n    __eq__ = lambda s, o: True\n"
     "def add(a, b): return Yes()",
 }

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_sandbox_python import few, nothing_left  # noqa: F401  (nothing_left is a fixture)
+from levels import few
+from test_sandbox_python import nothing_left  # noqa: F401  (nothing_left is a fixture)
 
 from agentfly_kit.errors import SandboxError
 from agentfly_kit.sandboxes import FileSandbox, PythonSandbox, ShellSandbox, SQLSandbox

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import pytest
 from agents import chat
 from paths import ROOT
 
@@ -39,28 +38,3 @@ async def test_the_sandbox_class_of_the_documentation():
         trajectory = await each.finish()
         assert [c.result.observation for c in trajectory.tool_calls] == ["1", "2"]
     await agent.pools[0].close()
-
-
-@pytest.mark.parametrize("kind", [af.ShellSandbox, af.FileSandbox, af.SQLSandbox])
-async def test_chains_with_a_sandbox_can_be_forked(kind: type):
-    name, argument, first, second, sees = {
-        af.ShellSandbox: ("shell", "command", "A=5", "echo $A; A=$((A + 1))", "5"),
-        af.FileSandbox: ("shell", "command", "echo 5 > file", "cat file; echo 6 > file", "5"),
-        af.SQLSandbox: (
-            "sql", "query", "CREATE TABLE t AS SELECT 5 AS x", "DELETE FROM t RETURNING x", "x\n-\n5\n(1 row)",
-        ),
-    }[kind]  # fmt: skip
-    pool: af.Pool[Any] = af.Pool(kind, size=2)
-    engine = af.ScriptedEngine(["end"])
-    agent = af.Agent(engine, chat=chat(), tools=[getattr(af.toolbox, name)], pools=[pool], max_turns=4)
-    chain = agent.chain(TASK)
-    chain.force(write(name, **{argument: first}))
-    await chain.act()
-    twin = await chain.fork()
-    for each in (chain, twin):
-        each.force(write(name, **{argument: second}))
-        await each.act()
-    for each in (chain, twin):
-        trajectory = await each.finish()
-        assert [call.result.observation for call in trajectory.tool_calls if call.result][1] == sees
-    await pool.close()

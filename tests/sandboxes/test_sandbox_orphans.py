@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_sandbox_python import LEVELS, below, groups, runs
+from levels import LEVELS
+from test_sandbox_python import below, groups, runs
 
 from agentfly_kit.sandboxes.host import isolation, limits, reaper
 

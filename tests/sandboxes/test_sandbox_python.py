@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +13,13 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+from levels import LANDLOCK, STRICT, few
+from processes import running
 
 from agentfly_kit.errors import IsolationError, IsolationWarning, SandboxError, SettingsError
 from agentfly_kit.pool.pool import Pool
@@ -25,52 +28,18 @@ from agentfly_kit.sandboxes.host import commands, isolation, limits
 from agentfly_kit.sandboxes.host.limits import Group, Hierarchy, Limits, find_hierarchy
 from agentfly_kit.sandboxes.inside import processes
 
-# Levels that are not installed are skipped. A level that is installed but does not work fails its tests.
-STRICT = isolation.strict_unavailable_reason() if shutil.which("bwrap") is None else ""
-LANDLOCK = "" if commands.landlock_version() else isolation.landlock_unavailable_reason()
-MARKS = {
-    "strict": [pytest.mark.skipif(bool(STRICT), reason=STRICT)],
-    "landlock": [pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)],
-    "none": [],
-}
-LEVELS = [pytest.param(level, marks=marks) for level, marks in MARKS.items()]
-
-
-def few(*fast: str):
-    """Return all levels; those that are not named run in `make test-real` only, because they take minutes.
-
-    Without bubblewrap, landlock is tested instead of strict.
-    """
-    fast = (*fast, "landlock") if STRICT else fast
-    return [
-        pytest.param(level, marks=[*marks, *([] if level in fast else [pytest.mark.real])])
-        for level, marks in MARKS.items()
-    ]
-
-
-@pytest.fixture(params=few("strict"))
-def level(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
 
 def zygotes() -> set[int]:
     """Return the sandbox processes that descend from this process, recognized by their command line."""
-    found = set()
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                if b"zygote.py" in (folder / "cmdline").read_bytes() and _descends(int(folder.name)):
-                    found.add(int(folder.name))
-            except OSError:
-                continue
-    return found
+    return {pid for pid in running("zygote.py") if _descends(pid)}
 
 
 def _descends(pid: int) -> bool:
-    while pid > 1:
-        if pid == os.getpid():
-            return True
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    with contextlib.suppress(OSError):  # the process has ended
+        while pid > 1:
+            if pid == os.getpid():
+                return True
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return False
 
 
@@ -119,6 +88,12 @@ async def _warm_up() -> None:
     await asyncio.to_thread(int)
 
 
+@pytest_asyncio.fixture
+async def sandbox(level: str) -> AsyncIterator[PythonSandbox]:
+    async with PythonSandbox(isolation=level) as one:
+        yield one
+
+
 # --- results --------------------------------------------------------------------------------------
 
 
@@ -146,16 +121,13 @@ async def test_value_output_and_error(level: str):
         assert (await sandbox.run("'é\\ud800'")).value is not None
 
 
-async def test_cells_share_one_main_module(level: str):
-    async with PythonSandbox(isolation=level) as sandbox:
-        await sandbox.run("import math\ndef area(r):\n    return math.pi * r ** 2")
-        assert (await sandbox.run("round(area(1), 3)")).value == "3.142"
-        code = (
-            "import dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: int\npickle.loads(pickle.dumps(P(3)))"
-        )
-        assert (await sandbox.run(code)).value == "P(x=3)"
-        assert (await sandbox.run("[area(i) > 0 for i in range(1, 3)]")).value == "[True, True]"
-        assert (await sandbox.run("__name__")).value == "'__main__'"
+async def test_cells_share_one_main_module(sandbox: PythonSandbox):
+    await sandbox.run("import math\ndef area(r):\n    return math.pi * r ** 2")
+    assert (await sandbox.run("round(area(1), 3)")).value == "3.142"
+    code = "import dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: int\npickle.loads(pickle.dumps(P(3)))"
+    assert (await sandbox.run(code)).value == "P(x=3)"
+    assert (await sandbox.run("[area(i) > 0 for i in range(1, 3)]")).value == "[True, True]"
+    assert (await sandbox.run("__name__")).value == "'__main__'"
 
 
 async def test_output_of_child_processes(level: str):
@@ -183,59 +155,54 @@ async def test_truncated_output(level: str):
         assert result.seconds < 3
 
 
-async def test_a_closed_stdout_is_reopened(level: str):
-    async with PythonSandbox(isolation=level) as sandbox:
-        await sandbox.run("import sys\nsys.stdout.close()")
-        assert (await sandbox.run("print('again')")).stdout == "again\n"
-        await sandbox.run("import io\nsys.stdout = io.StringIO()")
-        assert (await sandbox.run("print('again')")).stdout == "again\n"
+async def test_a_closed_stdout_is_reopened(sandbox: PythonSandbox):
+    await sandbox.run("import sys\nsys.stdout.close()")
+    assert (await sandbox.run("print('again')")).stdout == "again\n"
+    await sandbox.run("import io\nsys.stdout = io.StringIO()")
+    assert (await sandbox.run("print('again')")).stdout == "again\n"
 
 
-async def test_a_forked_child_does_not_answer(level: str):
-    async with PythonSandbox(isolation=level) as sandbox:
-        assert (await sandbox.run("import os\npid = os.fork()\n'parent' if pid else 'child'")).value == "'parent'"
-        assert (await sandbox.run("1 + 1")).value == "2"
+async def test_a_forked_child_does_not_answer(sandbox: PythonSandbox):
+    assert (await sandbox.run("import os\npid = os.fork()\n'parent' if pid else 'child'")).value == "'parent'"
+    assert (await sandbox.run("1 + 1")).value == "2"
 
 
-async def test_a_large_cell_and_concurrent_calls(level: str):
-    async with PythonSandbox(isolation=level) as sandbox:
-        text = "é" * 2_000_000
-        assert (await sandbox.run(f"s = '{text}'\nlen(s)", timeout=20)).value == "2000000"
-        results = await asyncio.gather(*(sandbox.run(f"x = {i}\nx") for i in range(20)))
-        assert [result.value for result in results] == [str(i) for i in range(20)]
+async def test_a_large_cell_and_concurrent_calls(sandbox: PythonSandbox):
+    text = "é" * 2_000_000
+    assert (await sandbox.run(f"s = '{text}'\nlen(s)", timeout=20)).value == "2000000"
+    results = await asyncio.gather(*(sandbox.run(f"x = {i}\nx") for i in range(20)))
+    assert [result.value for result in results] == [str(i) for i in range(20)]
 
 
 # --- timeouts and exits ---------------------------------------------------------------------------
 
 
-async def test_a_timeout_keeps_the_variables(level: str):
-    async with PythonSandbox(isolation=level) as sandbox:
-        await sandbox.run("x = 5")
-        result = await sandbox.run("print('begun')\nx = 6\nwhile True: pass", timeout=0.2)
-        assert (result.timed_out, result.died, result.limit) == (True, False, "time")
-        assert result.stdout == "begun\n"
-        assert result.error_type == "KeyboardInterrupt"
-        assert 0.2 <= result.seconds < 0.7
-        assert (await sandbox.run("x")).value == "6"
+async def test_a_timeout_keeps_the_variables(sandbox: PythonSandbox):
+    await sandbox.run("x = 5")
+    result = await sandbox.run("print('begun')\nx = 6\nwhile True: pass", timeout=0.2)
+    assert (result.timed_out, result.died, result.limit) == (True, False, "time")
+    assert result.stdout == "begun\n"
+    assert result.error_type == "KeyboardInterrupt"
+    assert 0.2 <= result.seconds < 0.7
+    assert (await sandbox.run("x")).value == "6"
 
 
-async def test_code_that_ignores_the_interrupt_is_killed(level: str):
-    async with PythonSandbox(isolation=level) as sandbox:
-        await sandbox.run("open('kept.txt', 'w').write('file')\nx = 5")
-        code = """
-        import time
-        print('begun', flush=True)
-        while True:
-            try: time.sleep(9)
-            except BaseException: pass
-        """
-        code = textwrap.dedent(code)
-        result = await sandbox.run(code, timeout=0.2)
-        assert (result.timed_out, result.died, result.limit) == (True, True, "time")
-        assert result.stdout == "begun\n"
-        assert "killed: it ran for more than 0.2 s" in (result.error or "")
-        assert (await sandbox.run("x")).error_type == "NameError"
-        assert (await sandbox.run("open('kept.txt').read()")).value == "'file'"
+async def test_code_that_ignores_the_interrupt_is_killed(sandbox: PythonSandbox):
+    await sandbox.run("open('kept.txt', 'w').write('file')\nx = 5")
+    code = """
+    import time
+    print('begun', flush=True)
+    while True:
+        try: time.sleep(9)
+        except BaseException: pass
+    """
+    code = textwrap.dedent(code)
+    result = await sandbox.run(code, timeout=0.2)
+    assert (result.timed_out, result.died, result.limit) == (True, True, "time")
+    assert result.stdout == "begun\n"
+    assert "killed: it ran for more than 0.2 s" in (result.error or "")
+    assert (await sandbox.run("x")).error_type == "NameError"
+    assert (await sandbox.run("open('kept.txt').read()")).value == "'file'"
 
 
 @pytest.mark.parametrize(
@@ -256,12 +223,11 @@ async def test_death_is_reported_and_the_next_call_works(level: str, code: str, 
         assert (await sandbox.run("1 + 1")).value == "2"
 
 
-async def test_exit_is_reported_as_an_exception(level: str):
-    async with PythonSandbox(isolation=level) as sandbox:
-        await sandbox.run("x = 1")
-        result = await sandbox.run("import sys\nsys.exit(2)")
-        assert (result.error_type, result.died) == ("SystemExit", False)
-        assert (await sandbox.run("x")).value == "1"
+async def test_exit_is_reported_as_an_exception(sandbox: PythonSandbox):
+    await sandbox.run("x = 1")
+    result = await sandbox.run("import sys\nsys.exit(2)")
+    assert (result.error_type, result.died) == ("SystemExit", False)
+    assert (await sandbox.run("x")).value == "1"
 
 
 @pytest.mark.parametrize("level", [each for each in few("strict") if each.values != ("none",)])
@@ -312,18 +278,12 @@ async def test_a_memory_error_keeps_the_variables(level: str):
 
 
 @pytest.mark.skipif(isolation.hierarchy() is None, reason="no control group is writable here")
-async def test_all_processes_are_in_the_control_group(level: str):
-    async with PythonSandbox(isolation=level) as sandbox:
-        await sandbox.run("import subprocess; subprocess.Popen(['sleep', '100'])")
-        assert sandbox._handle is not None and sandbox._handle.group is not None and sandbox.pid is not None
-        everything = {sandbox.pid, *processes.descendants(sandbox.pid)}
-        assert len(everything) >= 3
-        assert set(sandbox._handle.group.processes()) == everything
-
-
-def group_of(sandbox: PythonSandbox) -> Group:
-    assert sandbox._handle is not None and sandbox._handle.group is not None
-    return sandbox._handle.group
+async def test_all_processes_are_in_the_control_group(sandbox: PythonSandbox):
+    await sandbox.run("import subprocess; subprocess.Popen(['sleep', '100'])")
+    assert sandbox._handle is not None and sandbox._handle.group is not None and sandbox.pid is not None
+    everything = {sandbox.pid, *processes.descendants(sandbox.pid)}
+    assert len(everything) >= 3
+    assert set(sandbox._handle.group.processes()) == everything
 
 
 async def test_cpu_limit(level: str):
@@ -450,16 +410,15 @@ async def test_packages(level: str):
 # --- cancellation, event loops, process exit ------------------------------------------------------
 
 
-async def test_a_sandbox_is_usable_after_cancelled_calls(level: str):
-    async with PythonSandbox(isolation=level) as sandbox:
-        await sandbox.run("x = 1")
-        for code in ("while True: pass", "import time; time.sleep(9)", "print('y' * 100000)\nwhile True: pass", "1"):
-            call = asyncio.ensure_future(sandbox.run(code, timeout=9))
-            await asyncio.sleep(0.02)
-            call.cancel()
-            await asyncio.wait([call])
-            result = await sandbox.run("print(x)\nx")
-            assert (result.stdout, result.value) == ("1\n", "1"), code
+async def test_a_sandbox_is_usable_after_cancelled_calls(sandbox: PythonSandbox):
+    await sandbox.run("x = 1")
+    for code in ("while True: pass", "import time; time.sleep(9)", "print('y' * 100000)\nwhile True: pass", "1"):
+        call = asyncio.ensure_future(sandbox.run(code, timeout=9))
+        await asyncio.sleep(0.02)
+        call.cancel()
+        await asyncio.wait([call])
+        result = await sandbox.run("print(x)\nx")
+        assert (result.stdout, result.value) == ("1\n", "1"), code
 
 
 def test_a_sandbox_outlives_the_thread_that_started_it(level: str):
@@ -544,17 +503,16 @@ def test_no_process_outlives_its_host_process(level: str, end: str):
     assert not scratch(process.pid)
 
 
-async def test_a_fork_of_the_host_process_does_not_own_its_sandboxes(level: str):
-    async with PythonSandbox(isolation=level) as sandbox:
-        code = "import os, signal\nopen('f', 'w').write('1')"
-        await sandbox.run(code)
-        pid = os.fork()
-        if pid == 0:
-            sandbox.kill()  # as its finalizers would
-            os._exit(0)
-        await asyncio.to_thread(os.waitpid, pid, 0)
-        assert sandbox.alive
-        assert (await sandbox.run("open('f').read()")).value == "'1'"
+async def test_a_fork_of_the_host_process_does_not_own_its_sandboxes(sandbox: PythonSandbox):
+    code = "import os, signal\nopen('f', 'w').write('1')"
+    await sandbox.run(code)
+    pid = os.fork()
+    if pid == 0:
+        sandbox.kill()  # as its finalizers would
+        os._exit(0)
+    await asyncio.to_thread(os.waitpid, pid, 0)
+    assert sandbox.alive
+    assert (await sandbox.run("open('f').read()")).value == "'1'"
 
 
 # --- isolation levels and control groups ----------------------------------------------------------
@@ -564,9 +522,6 @@ def test_levels_are_never_lowered_silently(monkeypatch: pytest.MonkeyPatch):
     names = "'strict', 'landlock', 'none'"
     with pytest.raises(SettingsError, match=f"isolation must be one of {names}, None .* got 'docker'"):
         PythonSandbox(isolation="docker")
-    monkeypatch.setattr(
-        isolation, "strict_unavailable_reason", lambda: "bubblewrap is not installed: `apt-get install bubblewrap`"
-    )
 
     async def named(level: str, why: str) -> None:
         async with Pool(PythonSandbox, isolation=level) as pool:
@@ -578,6 +533,11 @@ def test_levels_are_never_lowered_silently(monkeypatch: pytest.MonkeyPatch):
             assert sandbox.isolation == pool.isolation == pool.snapshot().isolation == level
             assert repr(sandbox) == f"<PythonSandbox {level}, 0 calls>"
 
+    if not STRICT:
+        assert sandbox_report().best == "strict"
+        asyncio.run(best("strict"))
+    missing = "bubblewrap is not installed: `apt-get install bubblewrap`"
+    monkeypatch.setattr(isolation, "strict_unavailable_reason", lambda: missing)
     asyncio.run(named("strict", "bubblewrap is not installed"))
     if not LANDLOCK:
         assert sandbox_report().best == "landlock"
@@ -588,13 +548,6 @@ def test_levels_are_never_lowered_silently(monkeypatch: pytest.MonkeyPatch):
     assert report.best == "none"
     assert repr(report).count("no   bubblewrap is not installed") == 1
     asyncio.run(best("none"))
-
-
-@pytest.mark.skipif(bool(STRICT), reason=STRICT)
-async def test_strict_is_the_best_level():
-    async with PythonSandbox() as sandbox:
-        assert sandbox.isolation == "strict" == sandbox_report().best
-        assert sandbox.limit_mechanisms["network"] == "no interface but its own loopback"
 
 
 def test_root_without_control_groups_cannot_use_strict_with_a_process_limit(monkeypatch: pytest.MonkeyPatch):

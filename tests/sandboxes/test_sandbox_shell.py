@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import pytest
-from test_sandbox_python import few, nothing_left, zygotes  # noqa: F401  (nothing_left is a fixture)
+import pytest_asyncio
+from processes import running
+from test_sandbox_python import nothing_left, zygotes  # noqa: F401  (nothing_left is a fixture)
 
 from agentfly_kit import toolbox
 from agentfly_kit.errors import SandboxError, SettingsError, ToolError
@@ -17,31 +19,32 @@ from agentfly_kit.sandboxes import PythonSandbox, ShellResult, ShellSandbox
 
 LONG = 90_000_000 + os.getpid()
 """A duration of `sleep` that no other test run on this machine uses."""
+SLEEP = f"sleep\0{LONG}\0"
 STUBBORN = "python -c 'import time\nwhile True:\n  try: time.sleep(9)\n  except BaseException: pass'"
 
 
-@pytest.fixture(params=few("strict"))
-def level(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest_asyncio.fixture
+async def sandbox(level: str) -> AsyncIterator[ShellSandbox]:
+    async with ShellSandbox(isolation=level) as one:
+        yield one
 
 
-async def test_results_of_commands(level: str):
-    async with ShellSandbox(isolation=level) as sandbox:
-        result = await sandbox.run("echo out; echo err >&2; false")
-        assert (result.stdout, result.stderr, result.exit_code, result.ok) == ("out\n", "err\n", 1, False)
-        assert result.text == "out\nerr\n[exit status 1]"
-        assert repr(result) == "ShellResult(stdout='out\\n', stderr='err\\n', exit_code=1)"
-        result = await sandbox.run("printf 'é ☃'")
-        assert (result.stdout, result.ok, result.text) == ("é ☃", True, "é ☃")
-        assert (await sandbox.run("(exit 77)")).exit_code == 77
-        assert (await sandbox.run("")).exit_code == 0
-        result = await sandbox.run("if x (")
-        assert (result.exit_code, result.died) == (2, False) and "syntax error" in result.stderr
-        assert (await sandbox.run('cat; read x; echo "[$x]"')).stdout == "[]\n"
-        with pytest.raises(ToolError, match="NUL"):
-            await sandbox.run("echo \0")
-        with pytest.raises(SettingsError, match="timeout must be a positive"):
-            await sandbox.run("true", timeout=0)
+async def test_results_of_commands(sandbox: ShellSandbox):
+    result = await sandbox.run("echo out; echo err >&2; false")
+    assert (result.stdout, result.stderr, result.exit_code, result.ok) == ("out\n", "err\n", 1, False)
+    assert result.text == "out\nerr\n[exit status 1]"
+    assert repr(result) == "ShellResult(stdout='out\\n', stderr='err\\n', exit_code=1)"
+    result = await sandbox.run("printf 'é ☃'")
+    assert (result.stdout, result.ok, result.text) == ("é ☃", True, "é ☃")
+    assert (await sandbox.run("(exit 77)")).exit_code == 77
+    assert (await sandbox.run("")).exit_code == 0
+    result = await sandbox.run("if x (")
+    assert (result.exit_code, result.died) == (2, False) and "syntax error" in result.stderr
+    assert (await sandbox.run('cat; read x; echo "[$x]"')).stdout == "[]\n"
+    with pytest.raises(ToolError, match="NUL"):
+        await sandbox.run("echo \0")
+    with pytest.raises(SettingsError, match="timeout must be a positive"):
+        await sandbox.run("true", timeout=0)
 
 
 async def test_commands_are_passed_verbatim(level: str):
@@ -52,56 +55,49 @@ async def test_commands_are_passed_verbatim(level: str):
         assert (result.stdout, result.stderr) == (text + "\n", "")
 
 
-async def test_the_state_of_the_shell_persists(level: str):
-    async with ShellSandbox(isolation=level) as sandbox:
-        home = (await sandbox.run("pwd")).stdout
-        await sandbox.run("mkdir d; cd d; A=5; export B=6; f() { echo f$A; }; alias g='echo alias'; shopt -s extglob")
-        result = await sandbox.run("f; g; pwd; bash -c 'echo $A$B'")
-        assert result.stdout == f"f5\nalias\n{home.strip()}/d\n6\n"
-        assert (await sandbox.run("cd -; python -c 'import sys, numpy; print(sys.version_info[0])'")).ok
+async def test_the_state_of_the_shell_persists(sandbox: ShellSandbox):
+    home = (await sandbox.run("pwd")).stdout
+    await sandbox.run("mkdir d; cd d; A=5; export B=6; f() { echo f$A; }; alias g='echo alias'; shopt -s extglob")
+    result = await sandbox.run("f; g; pwd; bash -c 'echo $A$B'")
+    assert result.stdout == f"f5\nalias\n{home.strip()}/d\n6\n"
+    assert (await sandbox.run("cd -; python -c 'import sys, numpy; print(sys.version_info[0])'")).ok
 
 
-async def test_the_shell_survives_a_timeout(level: str):
-    async with ShellSandbox(isolation=level) as sandbox:
-        await sandbox.run("A=5; sleep 1000 &")
-        for command in ("echo begun; sleep 100; echo no", "while true; do :; done", "(sleep 100; echo no) | cat"):
-            result = await sandbox.run(command, timeout=0.3)
-            assert (result.timed_out, result.limit, result.exit_code, result.died) == (True, "time", 130, False), (
-                command
-            )
-            assert "no" not in result.stdout and result.stderr == ""
-            assert result.text.endswith("[stopped: it ran for more than 0.3 s]")
-        if level == "landlock":
-            return  # processes are not visible there, so none can be killed alone
-        result = await sandbox.run(STUBBORN, timeout=0.3)
-        assert (result.timed_out, result.exit_code, result.died, result.stderr) == (True, 137, False, "")
-        result = await sandbox.run("echo $A; jobs -r | wc -l")
-        assert result.stdout == "5\n1\n"
+async def test_the_shell_survives_a_timeout(sandbox: ShellSandbox, level: str):
+    await sandbox.run("A=5; sleep 1000 &")
+    for command in ("echo begun; sleep 100; echo no", "while true; do :; done", "(sleep 100; echo no) | cat"):
+        result = await sandbox.run(command, timeout=0.3)
+        assert (result.timed_out, result.limit, result.exit_code, result.died) == (True, "time", 130, False), command
+        assert "no" not in result.stdout and result.stderr == ""
+        assert result.text.endswith("[stopped: it ran for more than 0.3 s]")
+    if level == "landlock":
+        return  # processes are not visible there, so none can be killed alone
+    result = await sandbox.run(STUBBORN, timeout=0.3)
+    assert (result.timed_out, result.exit_code, result.died, result.stderr) == (True, 137, False, "")
+    result = await sandbox.run("echo $A; jobs -r | wc -l")
+    assert result.stdout == "5\n1\n"
 
 
-async def test_a_shell_that_ignores_the_interrupt_is_replaced(level: str):
-    async with ShellSandbox(isolation=level) as sandbox:
-        await sandbox.run("A=5; echo kept > file")
-        result = await sandbox.run("trap '' INT; while true; do :; done", timeout=0.3)
-        assert result.timed_out and result.died
-        assert (await sandbox.run('echo "[$A]"; cat file')).stdout == "[]\nkept\n"
+async def test_a_shell_that_ignores_the_interrupt_is_replaced(sandbox: ShellSandbox):
+    await sandbox.run("A=5; echo kept > file")
+    result = await sandbox.run("trap '' INT; while true; do :; done", timeout=0.3)
+    assert result.timed_out and result.died
+    assert (await sandbox.run('echo "[$A]"; cat file')).stdout == "[]\nkept\n"
 
 
-async def test_the_end_of_a_shell_is_reported(level: str):
-    async with ShellSandbox(isolation=level) as sandbox:
-        for command, code in (("exit 3", 3), ("kill -9 $$", 137), ("set -e; false", 1), ("exec true", 0)):
-            await sandbox.run("A=5")
-            result = await sandbox.run(command)
-            assert (result.exit_code, result.died, result.stderr) == (code, True, "")
-            assert "begins in a new one" in result.text
-            assert (await sandbox.run('echo "[$A]"')).stdout == "[]\n"
+async def test_the_end_of_a_shell_is_reported(sandbox: ShellSandbox):
+    for command, code in (("exit 3", 3), ("kill -9 $$", 137), ("set -e; false", 1), ("exec true", 0)):
+        await sandbox.run("A=5")
+        result = await sandbox.run(command)
+        assert (result.exit_code, result.died, result.stderr) == (code, True, "")
+        assert "begins in a new one" in result.text
+        assert (await sandbox.run('echo "[$A]"')).stdout == "[]\n"
 
 
-async def test_killing_the_interpreter_that_controls_the_shell(level: str):
-    async with ShellSandbox(isolation=level) as sandbox:
-        result = await sandbox.run("kill -9 $PPID; sleep 1")
-        assert (result.exit_code, result.died) == (None, True)
-        assert (await sandbox.run("echo back")).stdout == "back\n"
+async def test_killing_the_interpreter_that_controls_the_shell(sandbox: ShellSandbox):
+    result = await sandbox.run("kill -9 $PPID; sleep 1")
+    assert (result.exit_code, result.died) == (None, True)
+    assert (await sandbox.run("echo back")).stdout == "back\n"
 
 
 async def test_output_limits(level: str):
@@ -113,15 +109,12 @@ async def test_output_limits(level: str):
         assert (await sandbox.run("echo ok")).stdout == "ok\n"
 
 
-async def test_closed_descriptors_and_deleted_files_end_with_a_reset(level: str):
-    async with ShellSandbox(isolation=level) as sandbox:
-        await sandbox.run(
-            "printf() { :; }; eval() { :; }; builtin() { :; }; for i in $(seq 3 60); do exec {i}>&-; done"
-        )
-        await sandbox.run("exec 1>&- 2>&-; cd /; rm -rf ~/* ; unset HOME PATH", timeout=0.5)
-        await sandbox.reset()
-        result = await sandbox.run("printf '%s' \"$HOME\"; ls")
-        assert result.ok and result.stdout
+async def test_closed_descriptors_and_deleted_files_end_with_a_reset(sandbox: ShellSandbox):
+    await sandbox.run("printf() { :; }; eval() { :; }; builtin() { :; }; for i in $(seq 3 60); do exec {i}>&-; done")
+    await sandbox.run("exec 1>&- 2>&-; cd /; rm -rf ~/* ; unset HOME PATH", timeout=0.5)
+    await sandbox.reset()
+    result = await sandbox.run("printf '%s' \"$HOME\"; ls")
+    assert result.ok and result.stdout
 
 
 async def test_the_cpu_limit_applies_per_command(level: str):
@@ -173,38 +166,25 @@ async def test_background_processes_end_with_the_lease(level: str):
     pool = Pool(ShellSandbox, size=1, isolation=level)
     async with pool.lease() as sandbox:
         await sandbox.run(f"sleep {LONG} & (setsid nohup sleep {LONG} >/dev/null 2>&1 &)")
-        while sleepers() < 2:
+        while len(running(SLEEP)) < 2:
             await asyncio.sleep(0.01)
-    assert sleepers() == 0
+    assert not running(SLEEP)
     await pool.close()
-
-
-def sleepers() -> int:
-    count = 0
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                line = (folder / "cmdline").read_bytes()
-            except OSError:
-                continue
-            count += line == f"sleep\0{LONG}\0".encode()
-    return count
 
 
 # --- cancellation ---------------------------------------------------------------------------------
 
 
-async def test_a_cancelled_command_is_interrupted_and_the_next_one_runs(level: str):
-    async with ShellSandbox(isolation=level) as sandbox:
-        await sandbox.run("A=5")
-        running = asyncio.create_task(sandbox.run(f"sleep {LONG}; echo late", timeout=60))
-        while sleepers() == 0:
-            await asyncio.sleep(0.01)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        result = await sandbox.run("echo $A")
-        assert (result.stdout, sleepers()) == ("5\n", 0)
+async def test_a_cancelled_command_is_interrupted_and_the_next_one_runs(sandbox: ShellSandbox):
+    await sandbox.run("A=5")
+    late = asyncio.create_task(sandbox.run(f"sleep {LONG}; echo late", timeout=60))
+    while not running(SLEEP):
+        await asyncio.sleep(0.01)
+    late.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await late
+    result = await sandbox.run("echo $A")
+    assert (result.stdout, len(running(SLEEP))) == ("5\n", 0)
 
 
 # --- forks ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from test_sandbox_python import few, nothing_left  # noqa: F401  (nothing_left is a fixture)
+from test_sandbox_python import nothing_left  # noqa: F401  (nothing_left is a fixture)
 
 from agentfly_kit import toolbox
 from agentfly_kit.errors import SandboxError, SettingsError
@@ -22,11 +22,6 @@ from agentfly_kit.sandboxes import SQLSandbox, sql
 SCRIPT = "CREATE TABLE people (name TEXT, age INTEGER); INSERT INTO people VALUES ('Ada', 36), ('Bo', NULL);"
 ENDLESS = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT count(*) FROM c"
 ENGINES = ["sqlite", "duckdb"]
-
-
-@pytest.fixture(params=few("strict"))
-def level(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture(params=ENGINES)

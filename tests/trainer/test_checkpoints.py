@@ -191,13 +191,3 @@ def test_arguments_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(SettingsError, match="device must be one that torch can use here, got 'mps'"):
         Policy.load(folder, device="mps")
     assert json.loads((folder / "policy.json").read_text())["format"] == policy.chat.format.name
-
-
-def test_device_mps_is_passed_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from agentfly_kit.policy import policy as module
-
-    folder = learner().save(tmp_path / "p")
-    asked = []
-    monkeypatch.setattr(module, "_usable_device", lambda device: asked.append(device) or torch.device("cpu"))
-    Policy.load(folder, device="mps")
-    assert asked == ["mps"]
