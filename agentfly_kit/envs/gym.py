@@ -171,7 +171,7 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
     reward = base.reward(sandbox_type)
     wanted = {*tools.sandbox_types, *(() if reward is None else reward.sandbox_types)} - {sandbox_type}
 
-    class Env(gymnasium.Env):  # type: ignore[misc, name-defined]
+    class Env(gymnasium.Env):  # type: ignore[misc, unused-ignore]
         action_space = gymnasium.spaces.Text(4096, charset=string.printable)
         observation_space = gymnasium.spaces.Text(65536, min_length=0, charset=string.printable)
 
