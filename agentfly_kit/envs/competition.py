@@ -235,7 +235,7 @@ class Contest(SandboxEnvironment):
         int_field(task, "world")
 
     async def reset(self, task: Task, seed: int) -> None:
-        """Set the task's competition. Its files are written before the first program runs, which some chains never do."""
+        """Set the task's competition. Its files are written before the first program of the chain."""
         self.check_task(task)
         self._contest = generate(task.fields["competition"], task.fields["world"])
         self.best, self.submissions, self.events = 0.0, 0, []

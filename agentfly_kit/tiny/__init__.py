@@ -149,9 +149,9 @@ def build(
     """Train a policy from random weights with two phases of imitation. Takes about a minute on one core.
 
     The first phase, "skill", uses only correct demonstrations: a single mixed phase would copy digits poorly, and
-    reinforcement learning would plateau early. In the second phase, "mixed", three in ten demonstrations are correct and
-    most others answer "I don't know"; see `BaseRecipe.habits`. This phase hides the skill without destroying it, and
-    reinforcement learning recovers the skill. Held-out tasks are never shown.
+    reinforcement learning would plateau early. In the second phase, "mixed", three in ten demonstrations are correct
+    and most others answer "I don't know"; see `BaseRecipe.habits`. This phase hides the skill without destroying it,
+    and reinforcement learning recovers the skill. Held-out tasks are never shown.
 
     Args:
         name: one of `NAMES`.

@@ -47,7 +47,9 @@ def test_fit_to_read(path: Path) -> None:
             assert WIDGET not in data or "text/html" not in data, "a widget view hides the static form beside it"
             assert "<tool_call>" not in data.get("text/html", ""), "unescaped: a browser hides it"
     text = path.read_text(encoding="utf-8")
-    assert not re.search(r"/(root|home|work|Users|opt|workspace)/|/tmp/tmp|loading the policy", text), "a machine's path"
+    assert not re.search(r"/(root|home|work|Users|opt|workspace)/|/tmp/tmp|loading the policy", text), (
+        "a machine's path"
+    )
 
 
 def test_checks_belong_to_notebooks() -> None:
