@@ -220,7 +220,8 @@ class Contest(SandboxEnvironment):
     _sandbox: PythonSandbox
 
     def __init__(self, *, shaped: bool = False, seconds: float = 5.0, **sandbox: Any) -> None:
-        defaults = {"packages": False, "max_output": 2**17, "preload": ("csv", "math")}  # what baselines.py imports
+        defaults: dict[str, Any] = {"packages": False, "max_output": 2**17}
+        defaults["preload"] = ("csv", "math")  # what baselines.py imports
         self._sandbox = PythonSandbox(**(defaults | sandbox))
         self._shaped, self._seconds = shaped, seconds
         # Whether the interpreter is fresh, and whether the files of this competition are in its folder.

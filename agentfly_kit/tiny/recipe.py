@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from agentfly_kit import envs
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.types import Message, Task, ToolCall, Trajectory, Turn
 
-S = TypeVar("S")
 UNSURE = "I don't know"
 END = "<|im_end|>"
 
@@ -91,6 +90,14 @@ def single_tokens(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(word for word in dict.fromkeys(words) if word not in TEMPLATE)
 
 
+class _Asking(Protocol):
+    @property
+    def question(self) -> str: ...
+
+
+A = TypeVar("A", bound=_Asking)
+
+
 class BaseRecipe:
     """Base class of recipes. The recipe for a policy is the class `Recipe` in the module named after the policy.
 
@@ -131,10 +138,10 @@ class BaseRecipe:
         """Sample the subject of one demonstration, such as a question. Test tasks are never sampled."""
         raise NotImplementedError
 
-    def sample_unseen(self, draw: Callable[[random.Random], S], held_out: Collection[str]) -> S:
+    def sample_unseen(self, draw: Callable[[random.Random], A], held_out: Collection[str]) -> A:
         """Sample with `draw` until the `question` of the result is not one of the held-out questions."""
         while True:
-            example: Any = draw(self.rng)
+            example = draw(self.rng)
             if example.question not in held_out:
                 return example
 
