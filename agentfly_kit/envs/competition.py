@@ -204,7 +204,11 @@ _REFUSED = {
 }
 
 
-@forward_signature(PythonSandbox, packages=False, max_output=2**17)
+# Defaults of the sandbox. `preload` has what baselines.py imports.
+_SETTINGS: dict[str, Any] = {"packages": False, "max_output": 2**17, "preload": ("csv", "math")}
+
+
+@forward_signature(PythonSandbox, **_SETTINGS)
 class Contest(SandboxEnvironment):
     """Environment with one competition and an interpreter in whose folder its files are.
 
@@ -220,9 +224,7 @@ class Contest(SandboxEnvironment):
     _sandbox: PythonSandbox
 
     def __init__(self, *, shaped: bool = False, seconds: float = 5.0, **sandbox: Any) -> None:
-        # baselines.py imports the preloaded modules.
-        defaults: dict[str, Any] = {"packages": False, "max_output": 2**17, "preload": ("csv", "math")}
-        self._sandbox = PythonSandbox(**(defaults | sandbox))
+        self._sandbox = PythonSandbox(**(_SETTINGS | sandbox))
         self._shaped, self._seconds = shaped, seconds
         # Whether the interpreter is fresh, and whether the files of this competition are in its folder.
         self._fresh, self._written = True, False
