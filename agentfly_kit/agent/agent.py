@@ -1,4 +1,4 @@
-"""`Agent`: settings from which chains and rollouts are created."""
+"""`Agent`: creates chains and rollouts from the settings of an agent."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ class Agent(AgentSettings):
                 trajectories if the engine is deterministic.
             purpose: name of the purpose, such as "evaluate"; all seeds depend on it.
             progress: show a progress bar.
-            share: (i, n) runs every n-th task, starting with task i, if the rollout is distributed over n processes.
-                Ids and seeds are the same as in a single process.
+            share: pair (i, n) for process i of a rollout that is distributed over n processes. The process runs every
+                n-th task, starting with task i. Ids and seeds are the same as in a single process.
             workers: processes that run the groups, created by `af.ray.workers`, or None for this process. Ids and seeds
-                do not depend on them. `max_concurrency` and the limits of the agent then apply to each worker.
+                are the same in both cases. `max_concurrency` and the limits of the agent apply to each worker.
         """
         request = RolloutRequest(task_list(tasks), group_size, branch, max_concurrency, group_budget, index, purpose)
         return RolloutHandle(self, request, budget, share, workers, progress)

@@ -62,7 +62,7 @@ class BudgetUsage:
         # Number of tokens reserved by running actions, and number of running actions.
         self.reserved = 0
         self.running = 0
-        # Event that is set when a reservation is released, and then replaced by a new one.
+        # Set when a reservation is released, and then replaced by a new event.
         self.released = asyncio.Event()
 
     def start(self) -> None:
@@ -103,10 +103,10 @@ class TokenReservation:
 
 @asynccontextmanager
 async def reserve_tokens(usages: Sequence[BudgetUsage], wanted: int) -> AsyncIterator[TokenReservation]:
-    """Reserve up to `wanted` tokens from every budget for one action; yield the reservation with the granted number."""
+    """Reserve up to `wanted` tokens of every budget for one action, and yield the reservation."""
     reservation = TokenReservation(wanted)
     while True:
-        # Exhausted tool calls do not prevent an action, which may answer without calling a tool.
+        # An action may start when no tool calls are left, because it may answer without calling a tool.
         reservation.stop = next((stop for usage in usages if (stop := usage.exhausted(("tokens", "turns")))), None)
         if reservation.stop is not None:
             yield reservation
@@ -139,7 +139,7 @@ async def reserve_tokens(usages: Sequence[BudgetUsage], wanted: int) -> AsyncIte
 def refuse_calls(
     agent: AgentSettings, action: Turn, calls: Sequence[ToolCall], usages: Sequence[BudgetUsage]
 ) -> tuple[dict[int, ToolResult], str | None]:
-    """Return failed results for calls over a limit, by position, and the stop reason (None if all calls may run)."""
+    """Return failed results, keyed by position, for calls that exceed a limit, and the stop reason or None."""
     valid = [i for i, call in enumerate(calls) if _reaches_tool(agent, call)]
     granted, stop = len(valid), None
     limits: list[tuple[int, str]] = []

@@ -1,4 +1,4 @@
-"""`Chain`: adds running to the end, editing, rewinding and forking to `BaseChain`."""
+"""`Chain`: extends `BaseChain` with methods that run a chain to its end, edit, rewind and fork it."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class Chain(BaseChain):
     async def run(self) -> Trajectory:
         """Run the chain to its end and score it. The hooks and time limits of the agent apply.
 
-        Errors of the engine, the tools or the host are not raised. They end the chain, which is then unscored, with
-        `error` set.
+        Errors of the engine, the tools or the host are not raised. They end the chain, which is left unscored and
+        records the error in `error`.
         """
         state, detail, trajectory = "cancelled", "", None
         self.hooks.report(self.id, "chain", "start", "waiting", self.actions)
@@ -104,7 +104,7 @@ class Chain(BaseChain):
             )
 
     async def _run_to_end(self) -> None:
-        # Use the earliest of the deadlines of the chain and its shared budgets.
+        # The earliest deadline applies, whether that of the chain or of a shared budget.
         deadlines = [(usage.deadline, f"{usage.name}_seconds") for usage in self.hooks.usages]
         if self.agent.timeout is not None:
             deadlines.append((asyncio.get_running_loop().time() + self.agent.timeout, "timeout"))
@@ -122,7 +122,7 @@ class Chain(BaseChain):
             self._end("error", Failure.from_exception("chain", error))
         except Exception as error:
             if limit.expired():
-                if self.stop != "answered":  # else the limit was reached while the chain waited for its group
+                if self.stop != "answered":  # otherwise, the limit was reached while the chain waited for its group
                     self._end(stop)
             else:  # for example, a TimeoutError of a server, which is not the chain's time limit
                 where = "engine" if isinstance(error, EngineError) else "chain"
@@ -139,7 +139,7 @@ class Chain(BaseChain):
         if self.stop is None and not self.pending_calls:
             await (sample or self.sample)()
             above = self.turn.parent
-            # Only the first action has the first turn above it. Others follow a tool result, maybe in a new row.
+            # The first action follows the first turn. Every other action follows a tool result, possibly in a new row.
             if self.hooks.branch is not None and self.turn.kind == "action" and above is not self.turns[0]:
                 await self.hooks.branch(self)
             if self._compacting_can_help():
@@ -246,11 +246,11 @@ class Chain(BaseChain):
             return self._append_observation(observation_turn(self.agent, self.turn, results or [user], author, calls))
 
     def compact(self, content: str | Sequence[Message], *, author: str = "hook") -> Turn:
-        """Close the current row and continue in a new one with a shorter context. Return the new prompt.
+        """Close the current row and continue in a new row with a shorter context. Return the new prompt.
 
         All rows are kept in `trajectory.rows`, and their sampled tokens are trained. An observation after the last
         action loses its token ids, because no engine has received them. A chain that has answered or was truncated
-        ("context_full" or "turn_tokens") continues, or ends with "max_turns" if that limit is reached.
+        ("context_full" or "turn_tokens") continues, unless it has reached `max_turns` and ends with this stop reason.
 
         Args:
             content: a string, which is appended to the last message of the first prompt, or messages, which replace
@@ -346,7 +346,7 @@ class Chain(BaseChain):
         Raises:
             SettingsError: if tools have run since the turn `at` and the chain has a sandbox or tool state.
             SandboxError: if a sandbox or the state of the tools cannot be forked.
-            PoolTimeout: if the pool has no sandbox for the fork in time or, with queue=False, without waiting.
+            PoolTimeout: if no sandbox becomes free in time or, with queue=False, if none is available without waiting.
         """
         if number is not None:
             check_count("number", number)

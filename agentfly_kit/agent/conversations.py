@@ -104,7 +104,7 @@ def message_key(message: Message) -> MessageKey:
 
 @dataclass
 class Segment:
-    """Messages of one turn, with one key per message. `end` is the number of row ids up to the end of the turn."""
+    """Messages of one turn, with one key per message. `end` counts the token ids of the row up to the turn's end."""
 
     keys: tuple[MessageKey, ...]
     end: int
@@ -117,7 +117,7 @@ class ConversationRow:
 
     Attributes:
         index: index of the row in the chain.
-        tools: the tool schemas in the requests of this row, as JSON.
+        tools: the tool schemas, as JSON, which are the same in all requests of this row.
         segments: prompt, actions and observations, in order. A row that branches off another row starts with the
             segments of that row.
     """
@@ -161,7 +161,7 @@ def find_match(
 ) -> Match | None:
     """Return the longest match, preferably at the end of a row, or None if a new row must start.
 
-    Rows do not match if the request adds an assistant message to their history, because its tokens are unknown.
+    A row does not match if the request adds an assistant message to it, because the token ids would be unknown.
     """
     keys = [message_key(message) for message in messages]
     schemas = tools_key(tools)

@@ -57,7 +57,7 @@ class HarnessChain(Chain):
     ) -> None:
         super().__init__(agent, task, key, hooks)
         self._rows: list[ConversationRow] = []
-        # Number of samples per prompt, so that each sample has its own seed.
+        # Number of samples drawn for each prompt, by which repeated samples get different seeds.
         self._asked: Counter[str] = Counter()
         self._action_key = ""
         # Maps the id sent to the client to the id and name of the call in the chain.
@@ -96,7 +96,7 @@ class HarnessChain(Chain):
     # --- running ---
 
     async def _advance(self, sample: object = None) -> None:
-        """Run the harness until it returns or a limit ends the chain. Its requests are sampled in any case."""
+        """Run the harness until it returns or a limit ends the chain. `sample` is ignored."""
         endpoint = Endpoint(self.reply, self.id, self._warn_once)
         running = asyncio.ensure_future(self.agent.harness.run(self.context, endpoint))
         limit = asyncio.ensure_future(self._limit_reached.wait())
@@ -135,8 +135,8 @@ class HarnessChain(Chain):
         assert outcome.error is not None
         host = self._host_failure(()) is not None or getattr(outcome.error, "host", False)
         failure = failure_from("harness", outcome.error)
-        # Unexpected model output can cause an error in the harness. Such a chain is scored; otherwise, the policy could
-        # avoid low rewards by causing errors. An error before the first action is not caused by the model.
+        # An unexpected output of the model may cause an error in the harness. The chain is then scored, because the
+        # policy could otherwise avoid low rewards by causing errors. An error before the first action has other causes.
         self._end("error" if host or failure.host or not self.actions else "harness_failed", failure)
 
     def _answer(self, text: str | None) -> None:

@@ -99,11 +99,11 @@ class AgentSettings(Displayable):
         max_tool_calls: Maximum number of tool calls per chain, or None for no limit. Malformed and unknown calls are
             not counted. Calls over the limit are not run.
         max_invalid_calls: Number of consecutive actions with only malformed or unknown calls after which a chain ends.
-        nudge: What to do after a sampled action without a tool call. None ends the chain with "answered". A text is
-            given to the model as a user message, for example "Call a tool.", and the chain continues.
+        nudge: User message that is appended after a sampled action without a tool call, such as "Call a tool.", so that
+            the chain continues. With None, the chain ends with "answered".
         max_nudges: Maximum number of nudges per chain; the next action without a tool call is the answer.
-        show_exceptions: Whether the model sees the text of exceptions of tools. By default it sees only that the tool
-            failed, and the text of a `ToolError`, because other exceptions may contain the answer.
+        show_exceptions: Whether the model sees the text of every exception that a tool raises. By default, it sees the
+            text only of a `ToolError`, because other exceptions may contain the answer.
         timeout: Time limit per chain in seconds, including waiting times, or None for no limit.
         sampling: Sampling settings of each action.
         pools: A pool or a list of pools, from which tools and rewards get their sandboxes.
@@ -167,7 +167,7 @@ class AgentSettings(Displayable):
     _concurrency: Any = field(default=None, repr=False)
     # Handle of the most recently started rollout, set by the runner.
     _last_handle: list[Any] = field(default_factory=list, repr=False)
-    # Names of the redefined tools and rewards about which a warning was issued.
+    # Names of redefined tools and rewards for which a warning has been issued.
     _warned: list[str] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
