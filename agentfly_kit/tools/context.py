@@ -67,7 +67,7 @@ class Context(Displayable):
         seed: seed of the current turn, updated by the chain.
         pools: pools from which sandboxes are leased.
         concurrency: limits on concurrent tools and rewards.
-        run: name of the rollout, so that a pool can alternate between rollouts.
+        run: name of the rollout, by which a pool alternates between rollouts.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Context(Displayable):
         self.run = run
         self._leases: dict[BasePool[Any], asyncio.Task[Any]] = {}
         self._locks: dict[BasePool[Any], asyncio.Lock] = {}
-        # Arguments of `acquire`, besides the owner and the run.
+        # Arguments of `BasePool.acquire` other than the owner and the run.
         self._acquire_options: dict[str, Any] = {}
         self._closed = False
         self._close_lock = asyncio.Lock()
@@ -158,7 +158,7 @@ class Context(Displayable):
             self.check()  # discard the result if the sandbox was revoked during the call
 
     def check(self) -> None:
-        """Raise `LeaseRevoked` if a pool has revoked a lease of this chain; the message names the reason."""
+        """Raise `LeaseRevoked`, with the reason, if a pool has revoked a lease of this chain."""
         for pool, lease in self._leases.items():
             if _is_held(lease) and (reason := lease.result().revoked):
                 raise LeaseRevoked(
@@ -192,7 +192,8 @@ class Context(Displayable):
 
         Raises:
             SandboxError: if a held sandbox has no `fork`, or `state` cannot be copied. Nothing is leased in this case.
-            PoolTimeout: if no sandbox becomes free in time or, with queue=False, is free now; see `Pool.acquire`.
+            PoolTimeout: if no sandbox becomes free in time or, with queue=False, if none is available without waiting;
+                see `Pool.acquire`.
         """
         for sandbox_type, sandbox in self.held.items():
             if not callable(getattr(sandbox, "fork", None)):
@@ -230,7 +231,7 @@ class Context(Displayable):
         return twin
 
     async def close(self) -> None:
-        """Release every lease, even if this call is cancelled. Concurrent calls wait for each other."""
+        """Release all leases, even if this call is cancelled. Concurrent calls of `close` wait for each other."""
         self._closed = True
         failed: list[BaseException] = []
         async with self._close_lock:
