@@ -156,8 +156,8 @@ class Pool(Displayable, PoolCore[S]):
                 started, reset or replaced.
 
         Raises:
-            PoolTimeout: if no sandbox becomes free in time or, with queue=False, if all sandboxes are leased or
-                requested. The message lists the holders.
+            PoolTimeout: if no sandbox becomes free in time; the message then names the holders. With queue=False, also
+                if all sandboxes are leased or requested.
             PoolClosed: if the pool is closed.
             SandboxError, IsolationError: if no sandbox can be started.
         """
