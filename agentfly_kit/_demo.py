@@ -170,7 +170,7 @@ async def execute(notebook: Any, folder: Path) -> None:
 
 
 def run_demo(path: Path, out: Path, save: bool = False) -> int:
-    """Run the notebook at `path` in the folder `out`; with `save`, write its outputs back. Return the exit code."""
+    """Run the notebook at `path` in the folder `out`. If `save`, write the outputs to `path`. Return the exit code."""
     name = re.sub(r"^\d+_", "", path.stem)
     if not path.exists():
         print(f"demo: no notebook {path}", file=sys.stderr)

@@ -61,7 +61,7 @@ class Finding(Displayable):
 
 
 class Findings(tuple[Finding, ...], Displayable):
-    """The findings of `diagnose`: serious causes, then their serious symptoms, then the others."""
+    """The findings of `diagnose`, sorted: serious causes first, then serious symptoms, then all other findings."""
 
     __slots__ = ()
 
@@ -84,8 +84,8 @@ def diagnose(
     """Find reasons why training does not learn. The arguments are only read.
 
     Args:
-        rollout: Chains of one training step; None examines only `stats` and `records`.
-        batch: Batch made of these chains, to check its mask and advantages.
+        rollout: Chains of one training step. With None, only `stats` and `records` are examined.
+        batch: Batch of these chains, whose mask and advantages are checked.
         stats: Statistics of the update. With `ppo_step(detail=True)`, the tokens that changed most are also reported.
         records: Records of the run so far, oldest first. The last record is used if `stats` is None.
 
@@ -113,7 +113,7 @@ def diagnose(
             sentence, number, effect = result
             name = check.__name__.removeprefix("_")
             finding = Finding(name, sentence, number, remedy, widget, min(1.0, effect))
-            # Effects are rough estimates, so those that are nearly equal stay in the order of the table.
+            # Effects are rough estimates, so findings with nearly equal effects stay in the order of the checks.
             found.append(((not finding.serious, finding.serious and is_symptom, -round(finding.effect, 1)), finding))
     return Findings(finding for _, finding in sorted(found, key=lambda item: item[0]))
 
@@ -139,7 +139,7 @@ class _Evidence:
 
     @cached_property
     def groups(self) -> tuple[tuple[Trajectory, ...], ...]:
-        """Scored chains of each group with at least two of them."""
+        """Scored chains of each group that has at least two scored chains."""
         groups = (tuple(t for t in group if t.reward is not None) for group in self.rollout.groups)
         return tuple(group for group in groups if len(group) > 1)
 
@@ -469,8 +469,8 @@ def _solved(e: _Evidence) -> _Result:
 
 
 _CHAINS, _CHAIN, _BATCH = "w.TrajectoryView(rollout)", "w.TokenView(rollout[0])", "w.TokenView(batch)"
-# Check, whether its finding is usually a symptom of another one, widget and remedy. The checks are in the order of the
-# data flow, and findings with nearly equal effects are reported in this order.
+# Each entry is a check, whether its finding is usually a symptom of another finding, a widget and a remedy. The checks
+# are in the order of the data flow, in which findings with nearly equal effects are reported.
 _CHECKS: tuple[tuple[Callable[[_Evidence], _Result], bool, str, str], ...] = (
     (_unscored, False, "w.TrajectoryView(rollout.failed)",
      "Such chains are never trained on. Repair the reward or the host, and rerun rollout.failed.tasks."),

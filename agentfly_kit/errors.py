@@ -73,8 +73,8 @@ _PLAIN_TYPES = {"bool": "True or False", "int": "an integer", "float": "a number
 def check_types(settings: Any) -> None:
     """Raise SettingsError if a field of a dataclass does not hold a value of its annotated type, or holds NaN.
 
-    Checks fields annotated with bool, int, float, str and None, such as "int | None", and no others. Integers are
-    accepted as floats, but True and False are not accepted as numbers.
+    Only fields annotated with bool, int, float, str and None, such as "int | None", are checked. Integers are accepted
+    as floats, but True and False are not accepted as numbers.
     """
     for field in dataclasses.fields(settings):
         types = str(field.type).split(" | ")

@@ -119,7 +119,7 @@ class Reward(Displayable, InjectedFunction[P, R]):
     async def score(self, trajectory: Trajectory, context: Context, *, turn: Turn | None = None) -> Score:
         """Return the unweighted score. If the reward raises or times out, the result is unscored."""
         arguments: dict[str, Any] = {}
-        # Use the fields of the task, because tools may have changed those of the chain.
+        # Use the original fields of the task, because tools may have changed the chain's copy.
         fields = Fields(trajectory.task.fields)
         observation = _observation_after(trajectory, turn)
         try:
@@ -204,7 +204,7 @@ def reward(
 
 
 class RewardSet(Displayable, FunctionSet[Reward[..., Any]]):
-    """Rewards of one agent. The reward of a trajectory is their weighted sum; each value is also a metric."""
+    """Rewards of one agent. The reward of a trajectory is their weighted sum, and each value becomes a metric."""
 
     def __init__(self, rewards: Reward[..., Any] | Callable[..., Any] | Iterable[Any] | None = None) -> None:
         if rewards is None:

@@ -51,10 +51,10 @@ StopReason: TypeAlias = Literal[
     "turn_tokens",  # one action was truncated at Sampling.max_tokens
     "chain_tokens",  # the actions of the chain reached Agent.max_tokens in total
     "chain_tool_calls",  # the next tool call would exceed Agent.max_tool_calls
-    "context_full",  # the next prompt exceeds the model's context length
-    "invalid_call",  # several consecutive tool calls were malformed or named an unknown tool
+    "context_full",  # the model's context length left no room for the next action, or truncated the last one
+    "invalid_call",  # the calls of Agent.max_invalid_calls consecutive actions were all malformed or unknown
     "harness_failed",  # `Agent.harness` raised an error after the first action; see `Trajectory.error`
-    "timeout",  # the chain exceeded its wall-clock limit, Agent.timeout
+    "timeout",  # the chain exceeded the wall-clock limit Agent.timeout
     "group_tokens",  # this and the next three: the group's shared budget, `group_budget=`, was exhausted
     "group_turns",
     "group_tool_calls",
@@ -195,7 +195,7 @@ class Sampling(Displayable):
         top_p: Sample from the most probable tokens whose probabilities sum up to at least this value, in (0, 1].
         top_k: Sample from the `top_k` most probable tokens; 0 disables top-k.
         min_p: Sample from tokens with at least `min_p` times the probability of the most probable token, in [0, 1].
-        stop: Strings that end an action. All sampled tokens are kept; the parser cuts the text before the string.
+        stop: Strings that end an action. All sampled tokens are kept, but the parsed text ends before the string.
     """
 
     temperature: float = 1.0
@@ -270,7 +270,7 @@ class Sample(Displayable):
             `Sampling.stop` ("string"), or an abort of the request ("abort").
         versions: Version of the policy that sampled each token.
         kept_mass: Probability mass kept by top-p, top-k and min-p at each token; None without truncation.
-        text: Sampled text; set only by text-only engines.
+        text: Sampled text, set only by engines that return no ids.
         calls: Tool calls, if the server has parsed them.
         seconds: Duration of the request.
         alternatives: The most probable tokens at each position as (id, logprob), in descending order of probability;
@@ -432,7 +432,7 @@ class ToolCall(Displayable):
 class Turn(Displayable):
     """Tokens of one author, linked to the preceding turn. Turns form a tree, and a chain is a path from root to leaf.
 
-    `sampled` is True if and only if the policy sampled every id of the turn. It is set when the turn is created.
+    `sampled` is True if and only if the policy sampled every id of the turn and the engine reported the logprobs.
 
     Attributes:
         kind: "prompt", "action", "observation" or "forced".
@@ -580,13 +580,13 @@ class Row(Displayable):
         return self._concatenate(lambda _, turn: [turn.sampled] * turn.num_tokens, "bool")
 
     def sampled_by(self, *authors: str) -> npt.NDArray[np.bool_]:
-        """Return the mask of tokens that the policy sampled as any of these authors (roles); all authors by default."""
+        """Return the mask of tokens that the policy sampled as one of these authors (roles), by default as any."""
         if not authors:
             return self.action_mask
         return self._concatenate(lambda _, turn: [turn.sampled and turn.author in authors] * turn.num_tokens, "bool")
 
     def written_by(self, *authors: str) -> npt.NDArray[np.bool_]:
-        """Return the mask of the tokens of actions of these authors, sampled or not; all authors by default."""
+        """Return the mask of tokens in actions of these authors, by default of all, whether sampled or not."""
         return self._concatenate(
             lambda _, turn: (
                 [turn.kind in ("action", "forced") and turn.author in (authors or (turn.author,))] * turn.num_tokens
@@ -649,9 +649,9 @@ def _single_row_view(name: str) -> Any:
 class Trajectory(Displayable):
     """One finished chain: its task, every token with its author, and its reward.
 
-    `rows` contains the token sequences. There is only one, unless compaction or a re-rendered history started a new
-    row. `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and `turn_index`, each of shape (T,),
-    are read from the only row. If there are several rows, they raise `AlignmentError`; use `rows` instead.
+    `rows` contains the token sequences. There is only one, unless compaction, a re-rendered history or a request of a
+    harness started a new row. `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and
+    `turn_index`, each of shape (T,), are read from the only row and raise `AlignmentError` if there are several rows.
 
     Attributes:
         id: Id of the trajectory, unique within a run.
@@ -687,7 +687,7 @@ class Trajectory(Displayable):
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Token sequences of the trajectory in the order of creation; at least one."""
+        """Token sequences of the trajectory, of which there is at least one, in the order of creation."""
         starts = [i for i, turn in enumerate(self.turns) if i == 0 or turn.row != self.turns[i - 1].row]
         if [self.turns[i].row for i in starts] != list(range(len(starts))):
             raise AlignmentError(
@@ -736,7 +736,7 @@ class Trajectory(Displayable):
 
     @property
     def final(self) -> str | None:
-        """Text of the final answer; None if there is none (truncated, failed, or still calling tools)."""
+        """Text of the final answer, or None if the chain was truncated, failed, or ended with a tool call."""
         if self.stop not in ("answered", "env_done", "tool_stopped"):
             return None
         for message in reversed(self.messages):

@@ -26,8 +26,8 @@ class Budget(Displayable):
 
     Args:
         tokens: Number of sampled tokens. Each running action reserves its maximum length. When too few tokens remain,
-            the next action waits until enough tokens are released, or until no other action is running. In the latter
-            case, it receives the remaining tokens.
+            the next action waits until enough tokens are released. If no other action is running, it does not wait and
+            receives the remaining tokens.
         turns: Number of actions.
         tool_calls: Number of calls that reach a tool. Malformed calls and calls of unknown tools do not count.
         seconds: Time limit in seconds, counted from the start of the rollout or of the first chain of the group.
@@ -51,13 +51,13 @@ class Budget(Displayable):
 
 
 class BudgetUsage:
-    """Running totals of one budget. `name` ("group" or "run") is the prefix of its stop reasons."""
+    """Running totals of one budget. `name` ("group" or "run") is the prefix of the budget's stop reasons."""
 
     def __init__(self, budget: Budget, name: str) -> None:
         self.budget = budget
         self.name = name
         self.tokens = self.turns = self.tool_calls = 0
-        # Deadline on the clock of the event loop; set by `start`.
+        # Deadline on the clock of the event loop, set by `start`.
         self.deadline: float | None = None
         # Number of tokens reserved by running actions, and number of running actions.
         self.reserved = 0
@@ -90,7 +90,7 @@ class BudgetUsage:
 class TokenReservation:
     """Tokens granted to one action.
 
-    Set `used` to the number of sampled tokens when the action has finished; an action with `used=None` is not counted.
+    When the action has finished, set `used` to the number of sampled tokens. If `used` is None, no action is counted.
     `stop` is the stop reason if no action may start. `limited_by` is the stop reason of the budget that reduced the
     number of granted tokens.
     """

@@ -68,7 +68,7 @@ _sessions = itertools.count()  # numbers the KV cache sessions; seeds do not dep
 
 # Stop reasons, besides "answered", after which these methods may still be called.
 _CONTINUES_AFTER = {"observe": ("turn_tokens",), "compact": ("turn_tokens", "context_full")}
-# Methods that do not continue the chain; they may be called after any stop reason.
+# Methods that do not continue the chain and may therefore be called after any stop reason.
 _ACCEPTED_ALWAYS = ("rewind", "fork", "finish", "distribution")
 
 
@@ -170,7 +170,7 @@ class BaseChain(Displayable):
 
     @property
     def trajectory_seed(self) -> int:
-        """The seed recorded in the trajectory, which is that of its first action."""
+        """The seed recorded in the trajectory, which is the seed of the first action."""
         return self._seed(0)
 
     def _action_seed(self, attempt: int) -> int:
@@ -186,7 +186,7 @@ class BaseChain(Displayable):
         return turn
 
     def _append_action(self, turn: Turn, stop: str | None) -> Turn:
-        """Append a sampled action and, if it called no tool and does not end the chain, the agent's nudge."""
+        """Append a sampled action, followed by the agent's nudge if there is no tool call and the chain continues."""
         self._append(turn, stop)
         if stop is None and not turn.tool_calls and self.agent.nudge is not None:
             message: Message = {"role": "user", "content": self.agent.nudge}
@@ -246,7 +246,7 @@ class BaseChain(Displayable):
 
     @pending_call
     async def sample(self, greedy: bool = False, *, attempt: int = 0) -> Turn:
-        """Sample one action from the policy and append it. Its tool calls are run by `act`.
+        """Sample one action from the policy and append it. `act` then runs the tool calls of the action.
 
         Args:
             greedy: take the most probable token at each position.

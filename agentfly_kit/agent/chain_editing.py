@@ -42,7 +42,7 @@ class Chain(BaseChain):
 
     @classmethod
     def from_trajectory(cls, agent: AgentSettings, trajectory: Trajectory) -> Chain:
-        """Create a chain with the turns of a trajectory, positioned at its end, to rewind, fork or continue it.
+        """Create a chain with all turns of a trajectory, which can then be rewound, forked or continued.
 
         If the agent is unchanged and the trajectory's seeds can be rederived, resampling a turn gives the same tokens.
 
@@ -68,7 +68,7 @@ class Chain(BaseChain):
             leaf = turn if turn.parent is leaf else dataclasses.replace(turn, parent=leaf)
         assert leaf is not None
         chain.turn, chain.stop, chain.error = leaf, trajectory.stop, trajectory.error
-        # Parse the key from the group's id, and use it only if it reproduces the trajectory's seed.
+        # Parse the key from the id of the group. The key is used only if it reproduces the seed of the trajectory.
         purpose, _, rollout = group.partition(":")[0].rpartition("-")
         if rollout.isdigit():
             key = ChainKey(purpose, int(rollout), group, number, fork)
@@ -118,7 +118,7 @@ class Chain(BaseChain):
             if cancelling():
                 await self.close()
                 raise
-            # Something that this task awaited was cancelled, not the task itself.
+            # An operation that this task awaited was cancelled, but not the task itself.
             self._end("error", Failure.from_exception("chain", error))
         except Exception as error:
             if limit.expired():
@@ -323,7 +323,7 @@ class Chain(BaseChain):
             stop = "turn_tokens" if target.stop == "length" else None if target.tool_calls else "answered"
         self._append(target, stop)
         if target.kind == "observation" and target.ids == ():
-            self._append_observation(target)  # it was not encoded, because it ended the chain or its row
+            self._append_observation(target)  # the target has no ids, because it ended the chain or a row
         return self.turn
 
     @pending_call
@@ -382,8 +382,8 @@ class Chain(BaseChain):
             to_end: whether to run each sample to the end of the chain, with the agent's hooks, and score it.
 
         Returns:
-            One group of `n` trajectories. Without `to_end`, they end with the sampled action and are unscored; the stop
-            reason is "cancelled" if the chain would continue. `append_sample` adds one of the actions to a chain.
+            One group of `n` trajectories. Without `to_end`, they end with the sampled action and are unscored, with the
+            stop reason "cancelled" if the chain would continue. `append_sample` adds one of the actions to a chain.
 
         Raises:
             SettingsError: if `n` is not positive, or the next turn cannot be an action.

@@ -61,7 +61,7 @@ def plain_messages(messages: Any, call_ids: Mapping[str, tuple[str, str]]) -> tu
 
 def _with_id(call: Any, call_ids: Mapping[str, tuple[str, str]]) -> Any:
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        return call  # normalize_messages raises an error for it
+        return call  # malformed, for which normalize_messages raises an error
     sent = str(call.get("id") or "")
     function = {"name": call["function"].get("name"), "arguments": call["function"].get("arguments") or "{}"}
     return {"id": call_ids.get(sent, (sent, ""))[0], "type": "function", "function": function}
@@ -159,7 +159,7 @@ class Match:
 def find_match(
     rows: Sequence[ConversationRow], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
 ) -> Match | None:
-    """Return the longest match, preferably at the end of a row, or None if a new row must start.
+    """Return the longest match, or None if a new row must start. Prefer a match at the end of a row among equals.
 
     A row does not match if the request adds an assistant message to it, because the token ids would be unknown.
     """

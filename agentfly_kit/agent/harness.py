@@ -49,7 +49,7 @@ class HarnessChain(Chain):
     """Chain whose actions are requested by the function `Agent.harness` through an endpoint.
 
     Turns are appended in the order of the requests. Each turn belongs to the row that the request continues, so turns
-    of several rows may alternate while the chain runs. `turns` contains the rows one after the other.
+    of several rows may alternate while the chain runs. In `turns`, they are sorted by row.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class HarnessChain(Chain):
             messages: the whole conversation, as in the OpenAI API.
             tools: schemas of the tools that the model may call.
             author: author recorded for the action; by default the agent's name.
-            max_tokens: maximum number of tokens; has an effect only if it is below `Sampling.max_tokens` of the agent.
+            max_tokens: maximum number of tokens, if this is less than `Sampling.max_tokens` of the agent.
             stop: additional stop strings.
 
         Raises:

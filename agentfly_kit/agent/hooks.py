@@ -1,4 +1,4 @@
-"""Ready-made hooks of agents: a sliding window of steps, and a summary of the context when it is full."""
+"""Predefined hooks for agents: a sliding window of steps, and a summary of the context when it is full."""
 
 from __future__ import annotations
 

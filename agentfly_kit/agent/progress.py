@@ -17,7 +17,7 @@ from agentfly_kit.types import Task, Trajectory
 
 @dataclass(frozen=True)
 class ChainKey:
-    """Identity of a chain within its run, from which its seeds are derived."""
+    """Identity of a chain within a run, from which the seeds of the chain are derived."""
 
     purpose: str = "chain"
     rollout: int = 0
@@ -35,7 +35,7 @@ class ChainKey:
         return self.chain, tuple(int(number) for number in self.fork.split(".")[1:])
 
     def seed(self, run_seed: int, task: str, turn: int, attempt: int = 0) -> int:
-        """Return the seed of the action at index `turn`. `task` is the task id; for `attempt`, see `Chain.sample`."""
+        """Return the seed of the action with index `turn`. `task` is the task id. For `attempt`, see `Chain.sample`."""
         parts = (self.purpose, self.rollout, task, self.group, self.chain, self.fork, turn)
         return seeds.derive(run_seed, *parts, *([attempt] if attempt else []))
 
@@ -54,7 +54,7 @@ class ChainHooks:
 
     # Called with every progress event.
     report: Report = lambda *_, **__: None
-    # Awaited before each action and before its tool calls; blocks while the rollout is paused.
+    # Awaited before each action and before its tool calls. Blocks while the rollout is paused.
     gate: Callable[[], Awaitable[object]] = _open
     # Called with the chain and the number of forks that `after_observation` returned.
     spawn: Callable[[Any, int], Awaitable[None]] | None = None

@@ -23,7 +23,7 @@ _VERSION = 2
 
 
 def _json_fallback(value: Any) -> Any:
-    """Convert NumPy scalars and arrays to numbers and lists; raise TypeError for any other type."""
+    """Convert NumPy scalars and arrays to numbers and lists. Raise TypeError for any other type."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__}")

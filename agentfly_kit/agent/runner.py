@@ -117,7 +117,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         self._unbegun = deque([(t, key) for t, key in self._planned if key.chain == 0] if branch else [])
         self._branching: dict[str, BranchGroup] = {}
         self._forks_refused = 0
-        # Chains in progress, and those of them that wait for a sandbox for a fork.
+        # Chains in progress, and the subset that waits for a sandbox for a fork.
         self._running: set[Any] = set()
         self._forking: set[Any] = set()
         self._workers: list[asyncio.Task[None]] = []
@@ -263,7 +263,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
     async def _run(self) -> Rollout:
         with relaxed_gc(min(self.max_concurrency, self.total)):
             await self._run_chains()
-        if self.agent.group_reward is not None and self._remote is None:  # workers have added it
+        if self.agent.group_reward is not None and self._remote is None:  # remote workers have already added it
             async with asyncio.TaskGroup() as comparing:
                 for group in self.partial.groups:
                     comparing.create_task(self._add_group_reward(group))
@@ -298,8 +298,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
             self._queue.clear()
             raise
         finally:
-            # Wait for the workers, because a worker cancelled while it releases a sandbox first completes the release.
-            # Close the forks that have not run, because they hold forked sandboxes.
+            # Wait for the cancelled workers, which may first have to complete the release of a sandbox. Close the forks
+            # that have not run, because they hold forked sandboxes.
             closing = [asyncio.ensure_future(fork.close()) for _, _, fork in self._queue if fork is not None]
             self._unbegun.clear()
             for worker in self._workers:
@@ -360,7 +360,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
                 else:
                     self._finished(trajectory)
         elif fork is not None:
-            await fork.close()  # release its forked sandboxes
+            await fork.close()  # releases the forked sandboxes
         if stop is not None:
             self._not_run[key.id] = stop
         if self._bar is not None:

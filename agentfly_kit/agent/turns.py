@@ -41,7 +41,7 @@ def parse_action(
     """Return the assistant message of an action and its calls.
 
     `forced` holds the token ids of the forced beginning of the action, which is parsed together with `ids`, or with
-    `text` if the engine returned no ids. If one of the strings `stops` ended the action, the message ends before it.
+    `text` if the engine returned no ids. If one of the strings `stops` ended the action, the message excludes it.
     """
     # `chat.read` prepends the thinking tag that the prompt leaves open. With a text-only engine, the prompt is unknown.
     read = chat.format.parse if ids is None else chat.read
@@ -178,7 +178,7 @@ def encode_observation(agent: AgentSettings, turn: Turn) -> tuple[Turn, Turn]:
 
 
 def with_turn_rewards(turns: Sequence[Turn], rewards: dict[int, float]) -> tuple[Turn, ...]:
-    """Replace the rewards of actions by those in `rewards` (by turn index). Tool rewards on observations are kept."""
+    """Replace the rewards of actions by `rewards`, keyed by turn index. Rewards of observations by tools are kept."""
     out: list[Turn] = []
     for i, turn in enumerate(turns):
         reward = rewards.get(i) if turn.kind == "action" else turn.reward

@@ -70,7 +70,7 @@ class Chat(Displayable):
             raise SettingsError(f'history must be "exact", "append" or "rerender", got {history!r}')
         self.tokenizer = tokenizer
         self.history = history
-        # Control tokens: special tokens, and added tokens that the template uses. Text must never encode to them.
+        # Control tokens are special tokens and added tokens that the template uses. Plain text must not encode to them.
         added = {str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         texts = {t for t in added if t.strip() and t in str(source)} | {t for t in tokenizer.all_special_tokens if t}
         self._controls = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
@@ -238,7 +238,7 @@ class Chat(Displayable):
         return not self.format.native or self.template.tool_role == "user"
 
     def _adapt_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Convert tool results to user messages if necessary, merging consecutive ones."""
+        """Convert tool results to user messages if necessary, merging consecutive results into one message."""
         if not self._results_as_user:
             return list(messages)
         adapted: list[Message] = []

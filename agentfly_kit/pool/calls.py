@@ -71,7 +71,7 @@ def is_alive(sandbox: object) -> bool:
 
 
 def kill(sandbox: object) -> None:
-    """Kill a sandbox without an event loop: call `kill()` if defined, otherwise run `close()` in a separate thread."""
+    """Kill a sandbox without an event loop. Call `kill()` if it is defined, else run `close()` in a separate thread."""
     method = getattr(sandbox, "kill", None)
     if callable(method):
         with contextlib.suppress(Exception):

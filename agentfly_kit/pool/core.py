@@ -134,7 +134,7 @@ class PoolCore(BasePool[S]):
         if slot is None:
             return  # already removed because the pool was closed
         self._dropped.append(slot)
-        if not self._lock.locked():  # if this thread holds the lock, it kills the sandbox after releasing the lock
+        if not self._lock.locked():  # otherwise, the thread that holds the lock kills the sandbox afterwards
             self._kill_dropped()
         warnings.warn(f"{lease!r} was dropped without a release", ResourceWarning, stacklevel=3)
 
@@ -162,7 +162,7 @@ class PoolCore(BasePool[S]):
             failed = task.cancelled() or task.exception() is not None
             if self._tasks.get(slot) is task:
                 del self._tasks[slot]
-                if failed:  # cancelled because its event loop is shutting down
+                if failed:  # for example, cancelled because the event loop is shutting down
                     self._kill_slot(slot)
 
         task.add_done_callback(done)

@@ -25,8 +25,7 @@ S = TypeVar("S")
 class Pool(Displayable, PoolCore[S]):
     """Pool of up to `size` sandboxes of one class, started on demand.
 
-    Requests are served in order of arrival. If several rollouts wait for the same pool, they take turns, one sandbox at
-    a time.
+    Requests are served in order of arrival. If several rollouts wait for the same pool, they receive sandboxes in turn.
 
     `async with` is optional: the sandboxes are closed when the pool is garbage-collected or Python exits. A pool can be
     used from several event loops, one after another.

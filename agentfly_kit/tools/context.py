@@ -116,7 +116,7 @@ class Context(Displayable):
         if pool not in self._leases:
             self._leases[pool] = asyncio.ensure_future(self._acquire(pool))
         acquiring = self._leases[pool]
-        # Do not await the task directly: cancelling one call would cancel the lease for all calls.
+        # Do not await the task directly, because cancelling one call would then cancel the lease for all calls.
         await asyncio.wait([acquiring])
         if acquiring.cancelled():
             raise SandboxError(f"the chain {self.trajectory_id!r} ended while it waited for a {sandbox_type.__name__}")
@@ -166,7 +166,7 @@ class Context(Displayable):
                 )
 
     def pool(self, sandbox_type: type) -> BasePool[Any]:
-        """Return the only pool of this sandbox class, or, if there is none, the only pool of a subclass."""
+        """Return the only pool of this sandbox class or, if the class has no pool, the only pool of a subclass."""
         exact = [pool for pool in self.pools if pool.sandbox_type is sandbox_type]
         found = exact or [pool for pool in self.pools if issubclass(pool.sandbox_type, sandbox_type)]
         if len(found) == 1:

@@ -30,7 +30,7 @@ from agentfly_kit.types import Failure
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one call: a value, or an error whose traceback starts in the called function.
+    """Outcome of one call, which is a value or an error. The traceback of an error starts in the called function.
 
     Attributes:
         value: The return value, or None after an error.
@@ -239,7 +239,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def _is_users(module: str | None, file: str | None) -> bool:
-    """Return True if the module is user code: not the standard library, an installed package or this package."""
+    """Return True if the module is not part of the standard library, an installed package or this package."""
     top = (module or "").partition(".")[0]
     return file is not None and not file.startswith((*_INSTALLED, "<")) and top != "agentfly_kit"
 

@@ -155,7 +155,7 @@ class InjectedFunction(Generic[P, R]):
         return self.error_type(f"{self.name}: {text}")
 
     def _injectable(self) -> str:
-        """Return the end of an error message, which lists the possible parameters; "" for a tool."""
+        """Return the end of an error message, which lists the possible parameters, or "" for a tool."""
         if not self._injected_names:
             return ""
         text = f"; parameters can be {', '.join(self._injected_names)}, a sandbox, or a field of the task"
@@ -184,7 +184,7 @@ class InjectedFunction(Generic[P, R]):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the source code, the constants and functions it uses, and the settings."""
+        """Hash of the source code, of the constants and functions that the code uses, and of the settings."""
         return functions.fingerprint(self.function, self._settings())
 
     @property

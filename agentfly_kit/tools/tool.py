@@ -45,7 +45,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
     """Function that the model can call, created by `@tool`. A tool can also be called like the original function.
 
     `schema` describes the tool to the model, without hidden parameters. `try_` returns the result that the model would
-    see. `fingerprint` changes with the source code, the constants and functions it uses, and the schema.
+    see. `fingerprint` is a hash of the source code, of the constants and functions that it uses, and of the schema.
     """
 
     kind = "tool"
@@ -79,7 +79,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         if description is not None and not isinstance(description, str):
             raise self._error(f"description must be a string or None, got {description!r:.80}")
         plain = functions.underlying(self.function)
-        # A `__call__` without docstring would inherit that of `type.__call__`.
+        # A `__call__` without a docstring would inherit the docstring of `type.__call__`.
         is_object = plain.__name__ == "__call__" and not plain.__doc__
         own = inspect.getdoc(type(getattr(self.function, "__self__", None)) if is_object else plain)
         documentation, documented = parse_docstring(own, self.name)
@@ -120,7 +120,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
             max_chars: maximum length of the observation in characters, or None.
 
         Raises:
-            ToolSchemaError: if the schema is not that of an object, or `call` is not a function.
+            ToolSchemaError: if `schema` does not describe an object, or `call` is not a function.
         """
         if isinstance(schema, Mapping) and isinstance(given := schema.get("function"), Mapping):
             description = given.get("description") if description is None else description

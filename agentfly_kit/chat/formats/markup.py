@@ -105,7 +105,7 @@ class QwenXML(TaggedFormat):
         return name, arguments, problem, at
 
     def render_call(self, call: ToolCall) -> str:
-        """Render the call with one tag per argument: strings unchanged, other values as JSON."""
+        """Render the call with one tag per argument. Strings are unchanged, and other values are JSON."""
         values = "".join(f"<parameter={k}>\n{_value_text(v)}\n</parameter>\n" for k, v in call.arguments.items())
         return f"{_OPEN}\n<function={call.name}>\n{values}</function>\n{_CLOSE}"
 
@@ -125,7 +125,7 @@ class GLM4(QwenXML):
     padding = ""
 
     def render_call(self, call: ToolCall) -> str:
-        """Render the call with two tags per argument: strings unchanged, other values as JSON."""
+        """Render the call with two tags per argument. Strings are unchanged, and other values are JSON."""
         values = (
             f"<arg_key>{key}</arg_key>\n<arg_value>{_value_text(value)}</arg_value>\n"
             for key, value in call.arguments.items()

@@ -198,7 +198,7 @@ class Mistral(TaggedFormat):
         return content, calls, complaint
 
     def render_call(self, call: ToolCall) -> str:
-        """Render a list that contains only this call, with its id if that is a valid Mistral id."""
+        """Render a list that contains only this call. The id is included if it is a valid Mistral id."""
         body: dict[str, Any] = {"name": call.name, "arguments": call.arguments}
         if _MISTRAL_ID.fullmatch(call.id):
             body["id"] = call.id

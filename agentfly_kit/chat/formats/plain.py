@@ -1,4 +1,4 @@
-"""Formats for models without a native one: ReAct, fenced code blocks, and tags around a query or action."""
+"""Formats for models without a native format: ReAct, fenced code blocks, and tags around a query or action."""
 
 from __future__ import annotations
 
@@ -179,10 +179,10 @@ class FencedCode(TaggedFormat):
 
 @dataclass(frozen=True)
 class Tags(TaggedFormat):
-    """Format with tags: `<search>a query</search>` calls one tool with one string, and `<answer>` holds the answer.
+    """Format with a tag for calls, such as `<search>a query</search>`, and the tag `<answer>` for the answer.
 
-    `<action>` does the same for actions in environments. A JSON object with "name" and "arguments" inside the tag calls
-    the tool of that name.
+    Text inside the call tag is the only argument of one tool. If it is a JSON object with "name" and "arguments", it
+    calls the tool of that name instead.
 
     Args:
         name: Name of the format.
