@@ -25,8 +25,8 @@ class Evaluation(Displayable):
 
     Attributes:
         success: Success rate of the scored chains of a task, averaged over tasks.
-        low, high: Bounds of the 95 % confidence interval of `success`. If there are several samples per task, it takes
-            into account that chains of one task are not independent; see `success_interval`.
+        low, high: Bounds of the 95 % confidence interval of `success`. The interval takes into account that chains of
+            one task are not independent; see `success_interval`.
         pass_at_k: Unbiased estimate of the probability that at least one of k chains solves a task, for k = 1, 2, 4,
             ..., `samples`. Averaged over tasks with at least k scored chains; k is omitted if there is no such task.
         tasks_at_k: Number of tasks with at least k scored chains.

@@ -65,8 +65,8 @@ def success_interval(outcomes: Sequence[Sequence[bool]], level: float = 0.95) ->
     """Return a confidence interval of the success rate over tasks.
 
     With one sample per task, this is the Clopper-Pearson interval. With several samples per task, the number of samples
-    is divided by the design effect, which is estimated from the variance between tasks, and corrected for the degrees
-    of freedom.
+    is divided by the design effect, which is estimated from the variance between tasks, and the result is corrected for
+    the degrees of freedom.
     The effective number of samples lies between the number of tasks and the number of samples, so the interval has a
     positive width even if all chains agree.
 

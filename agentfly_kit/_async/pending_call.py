@@ -105,7 +105,7 @@ class Handle(Coroutine[Any, Any, T], Generic[T]):
 
 
 async def maybe_await(value: Any) -> Any:
-    """Return the return value of a sync or async call, awaiting it if it is awaitable."""
+    """Return `value`, or the result of awaiting it if it is awaitable, as for a sync or async function."""
     return await value if inspect.isawaitable(value) else value
 
 

@@ -346,7 +346,7 @@ class Chain(BaseChain):
         Raises:
             SettingsError: if tools have run since the turn `at` and the chain has a sandbox or tool state.
             SandboxError: if a sandbox or the state of the tools cannot be forked.
-            PoolTimeout: if no sandbox becomes free in time or, with queue=False, if none is available without waiting.
+            PoolTimeout: if no sandbox becomes free in time or, with queue=False, unless another lease is released.
         """
         if number is not None:
             check_count("number", number)

@@ -318,7 +318,7 @@ def _token_records(t: Trajectory) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class RolloutDiff(Displayable):
-    """Comparison of two rollouts. Each pair holds the earlier and the later trajectory of the same task and chain."""
+    """Comparison of two rollouts. `pairs` holds the earlier and the later trajectory of each task and chain index."""
 
     pairs: tuple[Pair, ...] = field(repr=False)
 

@@ -391,7 +391,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         return any(not other.is_waiting and needed & other.held.keys() for other in others)
 
     async def _fork(self, chain: Chain, at: Turn | None = None, number: int | None = None) -> None:
-        """Fork a chain and queue the fork. Raise PoolTimeout if no sandbox is available without waiting."""
+        """Fork a chain and queue the fork. Raise PoolTimeout if the fork would need a sandbox of another chain."""
         fork = await chain.fork(at=at, number=number, queue=False)
         self._add_chain(fork.task, fork.key, fork)
 

@@ -430,7 +430,7 @@ def _following_roles(messages: Sequence[Message]) -> list[FollowingRole]:
 
 @dataclass(frozen=True)
 class Drift(Displayable):
-    """First token at which a row differs from its re-encoded text. The object is true if there is a difference.
+    """First token at which a row differs from its re-encoded text. `bool(drift)` tells whether there is a difference.
 
     Attributes:
         cause: "template": the template renders different text. "re-tokenisation": the same text is split into

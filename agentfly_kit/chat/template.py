@@ -255,7 +255,7 @@ class Template:
         raise problem
 
     def _call_closing(self, action: Message, mark: str, tools: Schemas) -> str | None:
-        """Return the text between the last argument of a call and the end of the turn, or None if it is rejected."""
+        """Return the text between the last argument of a call and the end of the turn; None if calls are rejected."""
         # The end of the turn is the text that also ends answers, or a separate control token such as `<|call|>`.
         key = json.dumps([action, [t.get("function", {}).get("name") for t in tools]], default=str).replace(mark, "")
         if key not in self._closings:

@@ -192,8 +192,8 @@ class Context(Displayable):
 
         Raises:
             SandboxError: if a held sandbox has no `fork`, or `state` cannot be copied. Nothing is leased in this case.
-            PoolTimeout: if no sandbox becomes free in time or, with queue=False, if none is available without waiting;
-                see `Pool.acquire`.
+            PoolTimeout: if no sandbox becomes free in time or, with queue=False, unless another lease is released; see
+                `Pool.acquire`.
         """
         for sandbox_type, sandbox in self.held.items():
             if not callable(getattr(sandbox, "fork", None)):
