@@ -1,6 +1,6 @@
 """agentfly_kit: reinforcement learning of tool-using language-model agents in a notebook.
 
-The import is cheap and has no side effects: each public name is loaded on first use.
+The import is cheap and has no side effects, because each public name is loaded on first use.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MODULES = {
     "widgets": "widgets",
 }
 
-# Module that defines each public name, as in the lines `from agentfly_kit.types import Task as Task` of the stub, which
-# type checkers and editors read too.
+# The modules of the public names are read from lines such as `from agentfly_kit.types import Task as Task` of the stub,
+# which type checkers and editors also read.
 _STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
 _LINES = re.findall(r"^from agentfly_kit\.(\S+) import (\w+) as \2$", _STUB, re.MULTILINE)
 _WHERE = {name: module for module, name in _LINES if name not in _MODULES}

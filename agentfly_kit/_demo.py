@@ -3,9 +3,9 @@
     python -m agentfly_kit demo [notebook] [--out agentfly-demo]
     python -m agentfly_kit demo notebooks/02_two.ipynb --save     # save the outputs in the notebook
 
-The last line printed is the result measured by the notebook: `success: <before> -> <after>`. If a cell fails, the
+The last printed line is the result measured by the notebook, `success: <before> -> <after>`. If a cell fails, the
 script prints the cell and its traceback and exits with code 1. Training progress is read from the files that training
-runs write, so it can be shown for any notebook.
+runs write, so it is shown for any notebook.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def title(source: str) -> str:
 
 
 def static(notebook: Any) -> None:
-    """Remove what depends on the kernel or the time: views that have a text/html alternative, and loading lines."""
+    """Remove outputs that need the kernel or depend on timing: widgets shown as text/html too, and loading messages."""
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         if "outputs" in cell:
@@ -50,11 +50,11 @@ def static(notebook: Any) -> None:
             data = output.get("data", {})
             if "text/html" in data:
                 data.pop(WIDGET, None)
-                output.get("metadata", {}).pop("agentfly_kit", None)  # id of a view that no longer exists
+                output.get("metadata", {}).pop("agentfly_kit", None)  # id of the removed widget
 
 
 def measured(notebook: Any) -> str | None:
-    """Return the last text `success: <before> -> <after>` that the notebook printed, if any."""
+    """Return the last text `success: <before> -> <after>` that the notebook printed, or None."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     texts = ["".join(output.get("text") or output.get("data", {}).get("text/plain", "")) for output in outputs]
     return next((found[-1].group() for text in reversed(texts) if (found := list(SUCCESS.finditer(text)))), None)
@@ -108,7 +108,7 @@ def show_steps(folder: Path, shown: Counter[Path]) -> None:
 
 
 async def execute(notebook: Any, folder: Path) -> None:
-    """Run all cells with `folder` as the working directory. The kernel is always stopped on return."""
+    """Run all cells with `folder` as the working directory. The kernel is stopped in any case."""
     from nbclient import NotebookClient
     from nbclient.exceptions import DeadKernelError
 
@@ -170,13 +170,13 @@ async def execute(notebook: Any, folder: Path) -> None:
 
 
 def run_demo(path: Path, out: Path, save: bool = False) -> int:
-    """Run the notebook at `path` in the folder `out`; with `save`, write its outputs back. Return the exit code."""
+    """Run the notebook at `path` in the folder `out`. If `save`, write the outputs to `path`. Return the exit code."""
     name = re.sub(r"^\d+_", "", path.stem)
     if not path.exists():
         print(f"demo: no notebook {path}", file=sys.stderr)
         return 1
 
-    # Only a folder with this marker file may be emptied.
+    # Only a folder that contains the marker file is emptied.
     folder = out.resolve()
     mark = folder / ".agentfly-demo"
     if folder.is_dir() and any(folder.iterdir()):
@@ -187,8 +187,8 @@ def run_demo(path: Path, out: Path, save: bool = False) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     mark.touch()
 
-    # Use one thread, which is fastest for a tiny model, disable downloads, and prefer this environment's kernel to a
-    # kernel with the same name in the home directory.
+    # Use one thread, because this is fastest for a tiny model, and disable downloads. Prefer the kernel of this
+    # environment to a kernel with the same name in the home directory.
     for key, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "JUPYTER_PREFER_ENV_PATH": "1"}.items():
         os.environ.setdefault(key, value)
 

@@ -40,7 +40,7 @@ _SHORT_REPR = _ShortRepr()
 
 
 def shorten(text: str, limit: int) -> str:
-    """Cut a text that is longer than `limit` characters, and end it with three dots."""
+    """Shorten a text that is longer than `limit` characters, and end it with three dots."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -50,7 +50,7 @@ def short_repr(value: Any) -> str:
 
 
 def public_values(value: Any) -> dict[str, Any]:
-    """Return the dataclass fields that differ from their defaults and are part of the repr, or public attributes."""
+    """Return the dataclass fields in the repr that differ from their defaults; for other objects, public attributes."""
     if not dataclasses.is_dataclass(value):
         return {name: each for name, each in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
     fields = [(f, getattr(value, f.name, None)) for f in dataclasses.fields(value) if f.repr and f.name[0] != "_"]
@@ -66,7 +66,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _bounded(method: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Wrap a `__repr__` so that its result is short even for huge values and missing attributes raise no error."""
+    """Wrap a `__repr__` so that huge values are shortened and missing attributes do not raise an error."""
 
     @functools.wraps(method)
     def wrapper(self: Any) -> str:
@@ -83,7 +83,7 @@ def _bounded(method: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 class Displayable:
-    """Base class of objects with a bounded text repr, and an HTML repr in notebooks.
+    """Base class of objects with a text repr of bounded length, and an HTML repr in notebooks.
 
     The repr of a dataclass with `repr=False` shows the fields that differ from their defaults. The HTML repr is created
     by `agentfly_kit.integrations.html`, which is imported when an object is first displayed.
@@ -150,7 +150,7 @@ class Tensors(dict[str, Any], Displayable):
 
 
 def user_traceback(error: BaseException) -> list[str]:
-    """Return the traceback in the format of IPython with only the frames of user code; all with `%xmode Verbose`."""
+    """Return IPython's traceback with only the frames of user code, or with all frames after `%xmode Verbose`."""
     import asyncio
     import types
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""Report on the capabilities of this machine and kernel, with installation commands; makes no changes."""
+"""`doctor`: reports what this machine and kernel support, and how to install what is missing, without any changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Finding:
 
     Attributes:
         ok: False if a requirement of the tutorials is missing, None if an optional part is missing, otherwise True.
-        advice: Command that installs or upgrades the part, or "" if there is none.
+        advice: Command that installs or upgrades the missing part, or "".
     """
 
     what: str

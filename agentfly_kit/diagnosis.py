@@ -1,4 +1,4 @@
-"""`diagnose`: reasons why training does not learn, found in a rollout, a batch and the statistics of a step."""
+"""`diagnose`: finds reasons why training does not learn in a rollout, a batch and the statistics of a step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from agentfly_kit.types import ToolResult, Trajectory, Turn
 SERIOUS = 0.5
 # Task fields that hold the reference answer.
 _ANSWERS = ("answer", "answers", "gold", "solution", "target", "expected", "ground_truth", "label")
-# Beginnings of tool calls in common formats, which an answer does not contain.
+# Text with which tool calls begin in common formats, and which an answer does not contain.
 _CALL = re.compile(r'<tool_call|<function|<\|tool|<\|python_tag|\[TOOL_CALLS\]|"arguments"\s*:|^Action:', re.MULTILINE)
-# Length from which an action is examined for repetition, and the length of the repeated parts, in tokens.
+# Minimum length of an action that is examined for repetition, and length of a repeated part, in tokens.
 _LONG_ACTION, _NGRAM = 24, 4
 
 
@@ -61,7 +61,7 @@ class Finding(Displayable):
 
 
 class Findings(tuple[Finding, ...], Displayable):
-    """The findings of `diagnose`: serious causes, then their serious symptoms, then the others."""
+    """The findings of `diagnose`, sorted: serious causes first, then serious symptoms, then all other findings."""
 
     __slots__ = ()
 
@@ -84,17 +84,17 @@ def diagnose(
     """Find reasons why training does not learn. The arguments are only read.
 
     Args:
-        rollout: Chains of one training step; None examines only `stats` and `records`.
-        batch: Batch made of these chains, to check its mask and advantages.
-        stats: Statistics of the update. `ppo_step(detail=True)` adds the tokens that moved most.
-        records: Records of the run so far, oldest first. The last one is used if `stats` is None.
+        rollout: Chains of one training step. With None, only `stats` and `records` are examined.
+        batch: Batch of these chains, whose mask and advantages are checked.
+        stats: Statistics of the update. With `ppo_step(detail=True)`, the tokens that changed most are also reported.
+        records: Records of the run so far, oldest first. The last record is used if `stats` is None.
 
     Returns:
         The findings, the one with the largest likely effect first. Serious findings that usually explain others, such
         as unparsed calls, come before their symptoms, such as groups without signal.
 
     Raises:
-        SettingsError: If there is nothing to examine, or an argument is of the wrong type or of other chains.
+        SettingsError: If there is nothing to examine, or an argument has the wrong type or belongs to other chains.
     """
     for name, value, of in (("rollout", rollout, Rollout), ("batch", batch, Batch), ("stats", stats, Stats)):
         if value is not None and not isinstance(value, of):
@@ -113,7 +113,7 @@ def diagnose(
             sentence, number, effect = result
             name = check.__name__.removeprefix("_")
             finding = Finding(name, sentence, number, remedy, widget, min(1.0, effect))
-            # Effects are rough estimates, so those that are nearly equal stay in the order of the table.
+            # Effects are rough estimates, so findings with nearly equal effects stay in the order of the checks.
             found.append(((not finding.serious, finding.serious and is_symptom, -round(finding.effect, 1)), finding))
     return Findings(finding for _, finding in sorted(found, key=lambda item: item[0]))
 
@@ -139,7 +139,7 @@ class _Evidence:
 
     @cached_property
     def groups(self) -> tuple[tuple[Trajectory, ...], ...]:
-        """Scored chains of each group with at least two of them."""
+        """Scored chains of each group that has at least two scored chains."""
         groups = (tuple(t for t in group if t.reward is not None) for group in self.rollout.groups)
         return tuple(group for group in groups if len(group) > 1)
 
@@ -161,20 +161,20 @@ class _Evidence:
 
     @cached_property
     def uncertainty(self) -> float:
-        """Mean entropy of the sampled tokens; without entropies, the mean of -logprob; NaN without tokens."""
+        """Mean entropy of the sampled tokens, or mean of -logprob if no entropies are recorded; NaN without tokens."""
         sampled = (turn for turn in self.actions if turn.sampled)
         values = [v for turn in sampled for v in (turn.entropies or [-x for x in turn.logprobs or ()])]
         return float(np.mean(values)) if values else math.nan
 
     @cached_property
     def components(self) -> dict[str, tuple[float, ...]]:
-        """Values of each metric that all of at least eight scored chains have, except success."""
+        """Values of each metric, except success, that all scored chains have; empty for fewer than eight chains."""
         names = set.intersection(*(set(t.metrics) for t in self.scored)) if len(self.scored) >= 8 else set()
         return {name: tuple(t.metrics[name] for t in self.scored) for name in sorted(names - {"success"})}
 
 
 def _tool_names(t: Trajectory) -> set[str]:
-    """Return the names of the tools in the prompt, or, if they are not recorded, of those that were called."""
+    """Return the names of the tools in the prompt, or of the called tools if the prompt's tools are not recorded."""
     return {schema["function"]["name"] for schema in t.tools} or {call.name for call in t.tool_calls}
 
 
@@ -214,7 +214,7 @@ def _wrong_mask(e: _Evidence) -> _Result:
     rows = list(zip(e.batch.trajectories, e.batch.rows, e.batch.mask.numpy(), strict=True))
     trained = {t.turns[i].author for t, row, mask in rows for i in set(row.turn_index[mask[: len(row)]].tolist())}
     for _, row, mask in rows:
-        # With `authors=`, the tokens of other authors are left out on purpose.
+        # With `authors=`, the tokens of other authors are excluded intentionally.
         wanted = row.sampled_by(*trained)
         foreign += int((mask[: len(row)] & ~row.action_mask).sum())
         missing += int((wanted & ~mask[: len(row)]).sum())
@@ -237,7 +237,7 @@ def _leaked_answer(e: _Evidence) -> _Result:
         return None
     answers, prompts = zip(*tasks.values(), strict=True)
     found = sum(map(_contains, prompts, answers))
-    # "yes", or a small number, may be in a prompt by chance: as often as the answer of another task.
+    # A short answer such as "yes" may be in a prompt by chance. Estimate how often from the answers of other tasks.
     share = (found - sum(map(_contains, prompts, (*answers[1:], answers[0])))) / len(tasks)
     text = f"The answer is in the prompt of {found} of {len(tasks)} tasks."
     return (text, share, 0.3 + share) if share >= 0.3 else None
@@ -270,7 +270,7 @@ def _unparsed_calls(e: _Evidence) -> _Result:
         known = _tool_names(t)
         for turn in t.actions:
             total += len(turn.tool_calls)
-            if turn.stop == "length":  # an unclosed call is then due to the limit
+            if turn.stop == "length":  # the token limit may have cut off a call
                 continue
             problems += [call.error for call in turn.tool_calls if call.error is not None]
             names = [call.name for call in turn.tool_calls if call.error is None]
@@ -306,7 +306,7 @@ def _truncation(e: _Evidence, long: bool) -> _Result:
         return None
     stop, count = Counter(t.stop for t in cut).most_common(1)[0]
     text = f"{len(cut)} of {len(e.chains)} chains were truncated, {count} of them by {stop}"
-    # Observations that did not fit have no token ids, so characters are compared.
+    # Observations that did not fit in the context have no token ids, so lengths are compared in characters.
     turns = [turn for t in cut for turn in t.turns if turn.kind != "prompt"] if stop == "context_full" else []
     sizes = [sum(len(str(m.get("content") or "")) for m in turn.messages) or len(turn.text) for turn in turns]
     seen = [(size, turn) for size, turn in zip(sizes, turns, strict=True) if turn.kind == "observation"]
@@ -316,7 +316,7 @@ def _truncation(e: _Evidence, long: bool) -> _Result:
     if long:
         names = [call.name for _, turn in seen for call in turn.tool_calls] or ["the environment"]
         text += f"; {share:.0%} of their text after the prompt is tool output, most often of {_most_common(names)}"
-    # Without the limit, the truncated chains might have earned what the successful ones did.
+    # Without the limit, the truncated chains might have been as successful as the others.
     failed = sum(not t.success for t in cut)
     effect = failed / max(1, failed + sum(bool(t.success) for t in e.scored))
     return f"{text}.", len(cut) / len(e.chains), effect
@@ -469,8 +469,8 @@ def _solved(e: _Evidence) -> _Result:
 
 
 _CHAINS, _CHAIN, _BATCH = "w.TrajectoryView(rollout)", "w.TokenView(rollout[0])", "w.TokenView(batch)"
-# Check, whether it usually follows from another one, widget and remedy; in the order of the data flow, which decides
-# between findings of nearly equal effect.
+# Each entry is a check, whether its finding is usually a symptom of another finding, a widget and a remedy. The checks
+# are in the order of the data flow, in which findings with nearly equal effects are reported.
 _CHECKS: tuple[tuple[Callable[[_Evidence], _Result], bool, str, str], ...] = (
     (_unscored, False, "w.TrajectoryView(rollout.failed)",
      "Such chains are never trained on. Repair the reward or the host, and rerun rollout.failed.tasks."),

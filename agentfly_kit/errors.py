@@ -1,7 +1,7 @@
 """Exceptions and warnings of the package.
 
-Every message states the requirement, the given value and the remedy. Users raise only `ToolError`, whose text is shown
-to the model.
+Every message states the requirement, the given value and the remedy. User code needs to raise only `ToolError`, whose
+text is shown to the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class AgentFlyError(Exception):
     """Base class of all exceptions of this package."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return the traceback that IPython shows, without the frames of this package."""
+        """Return the traceback for IPython, without the frames of this package."""
         from agentfly_kit._display import user_traceback
 
         return user_traceback(self)
@@ -62,7 +62,7 @@ def check_choice(name: str, value: object, choices: Any) -> None:
 
 
 def check_instance(name: str, value: object, types: Any, expected: str) -> None:
-    """Raise SettingsError if `value` is not an instance of `types`, which `expected` describes."""
+    """Raise SettingsError, with the description `expected` of `types`, if `value` is not an instance of `types`."""
     if not isinstance(value, types):
         raise SettingsError(f"{name} must be {expected}, got {value!r:.200}")
 
@@ -73,8 +73,8 @@ _PLAIN_TYPES = {"bool": "True or False", "int": "an integer", "float": "a number
 def check_types(settings: Any) -> None:
     """Raise SettingsError if a field of a dataclass does not hold a value of its annotated type, or holds NaN.
 
-    Checks fields annotated with bool, int, float, str and None, such as "int | None", and no others. Integers are
-    accepted as floats, but True and False are not accepted as numbers.
+    Only fields annotated with bool, int, float, str and None, such as "int | None", are checked. Integers are accepted
+    as floats, but True and False are not accepted as numbers.
     """
     for field in dataclasses.fields(settings):
         types = str(field.type).split(" | ")
@@ -187,7 +187,7 @@ class EngineError(HostError):
 
 
 class BatchError(AgentFlyError, ValueError):
-    """Raised when trajectories cannot form a batch."""
+    """Raised when a batch cannot be created from the given trajectories."""
 
 
 class EmptyBatch(BatchError):
@@ -199,7 +199,7 @@ class EmptyBatch(BatchError):
 
 
 class TrainingError(AgentFlyError):
-    """Raised when a step diverges or training cannot continue. The message names the kept steps and weights."""
+    """Raised when a step diverges or training cannot continue. The message tells which steps and weights are kept."""
 
 
 class RunMismatch(AgentFlyError):
@@ -234,8 +234,8 @@ class RemotePoolError(SandboxError):
 
 
 class PoolTimeout(HostError, TimeoutError):
-    """Raised when no sandbox becomes free before the timeout. The message lists the current leases."""
+    """Raised when no sandbox becomes free in time. After a timeout, the message names the holders of leases."""
 
 
 class PoolClosed(HostError):
-    """Raised by a closed pool. Tasks that are waiting for a sandbox when the pool closes also receive it."""
+    """Raised when a closed pool is used, and in tasks that are waiting for a sandbox when the pool is closed."""

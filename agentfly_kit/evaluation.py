@@ -25,10 +25,10 @@ class Evaluation(Displayable):
 
     Attributes:
         success: Success rate of the scored chains of a task, averaged over tasks.
-        low, high: Bounds of the 95 % confidence interval of `success`. With several samples per task, an effective
-            number of samples is used, because chains of one task are not independent; see `success_interval`.
+        low, high: Bounds of the 95 % confidence interval of `success`. The interval takes into account that chains of
+            one task are not independent; see `success_interval`.
         pass_at_k: Unbiased estimate of the probability that at least one of k chains solves a task, for k = 1, 2, 4,
-            ..., `samples`. Averaged over tasks with at least k scored chains; k is omitted if there are none.
+            ..., `samples`. Averaged over tasks with at least k scored chains; k is omitted if there is no such task.
         tasks_at_k: Number of tasks with at least k scored chains.
         reward: Mean reward of the scored chains.
         tasks, samples: Number of tasks with a scored chain, and number of chains per task.
@@ -67,7 +67,7 @@ class Evaluation(Displayable):
         return numbers | {f"tasks@{k}": n for k, n in self.tasks_at_k.items() if n < self.tasks}
 
     def diff(self, other: Evaluation) -> RolloutDiff:
-        """Compare this evaluation with a later one of the same tasks by a paired test; see `Rollout.diff`."""
+        """Compare this evaluation with a later evaluation of the same tasks by a paired test; see `Rollout.diff`."""
         return self.rollout.diff(other.rollout)
 
     def __repr__(self) -> str:
@@ -100,17 +100,17 @@ async def evaluate(
     group_budget: Budget | None = None,
     workers: GroupWorkers | None = None,
 ) -> Evaluation:
-    """Roll out `samples` chains of each task for each seed, and summarise their rewards.
+    """Run `samples` chains of each task for each seed, and compute their success rate and other statistics.
 
-    `Agent(success=)` defines whether a chain succeeds. By default, it succeeds if its metric "success" is not 0, or,
-    without such a metric, if its reward is at least 1.
+    `Agent(success=)` defines whether a chain succeeds. By default, a chain succeeds if its metric "success" is not 0,
+    or, without such a metric, if its reward is at least 1.
 
     Args:
         agent: the agent to evaluate, which must have a reward.
         tasks: the tasks.
         samples: number of chains per task and seed.
         sampling: replaces the sampling parameters of the agent.
-        seeds: distinct seeds, one rollout for each. Evaluation never uses the same seeds as training rollouts.
+        seeds: distinct seeds. There is one rollout per seed. Evaluations never use the seeds of training rollouts.
         max_concurrency: maximum number of chains that run concurrently.
         greedy: choose the most probable token instead of sampling. Greedy and sampled results are not comparable.
         budget: limits shared by all chains of a seed. Chains that could not start because of the budget are listed in

@@ -31,7 +31,7 @@ _INJECTED_NAMES = {
 
 @dataclass(frozen=True)
 class Score(Displayable):
-    """Score of one trajectory by the reward `name` or a set of rewards. Scoring took `seconds`.
+    """Score of one trajectory by the reward `name` or a set of rewards. `seconds` is the time that scoring took.
 
     Attributes:
         reward: The score, or None if unscored.
@@ -106,7 +106,8 @@ class Reward(Displayable, InjectedFunction[P, R]):
         Args:
             trajectory: the trajectory to score.
             turn: with `per="turn"`, the action or its index in `trajectory.turns`; the last action by default.
-            pool: pool of the required sandbox, or None to start a new sandbox. The chain's sandbox was released.
+            pool: pool from which the required sandbox is leased, or None to start a new sandbox. The sandbox of the
+                finished chain is no longer available.
         """
         if self.per == "turn":
             turn = _action_to_score(trajectory, turn)
@@ -118,7 +119,7 @@ class Reward(Displayable, InjectedFunction[P, R]):
     async def score(self, trajectory: Trajectory, context: Context, *, turn: Turn | None = None) -> Score:
         """Return the unweighted score. If the reward raises or times out, the result is unscored."""
         arguments: dict[str, Any] = {}
-        # Use the fields of the task, because tools may have changed those of the chain.
+        # Use the original fields of the task, because tools may have changed the chain's copy.
         fields = Fields(trajectory.task.fields)
         observation = _observation_after(trajectory, turn)
         try:
@@ -179,7 +180,7 @@ def reward(
     name: str | None = None,
     timeout: float | None = 60.0,
 ) -> Reward[P, R] | Callable[[Callable[P, R]], Reward[P, R]]:
-    """Decorate a function as a reward: `@reward`, or `@reward(weight=0.5, per="turn")`. It can still be called.
+    """Decorate a function as a reward: `@reward`, or `@reward(weight=0.5, per="turn")`.
 
     Arguments are injected by parameter name: `final` (text of the final answer, None if there is none), `trajectory`,
     `context`, and with per="turn" also `turn` (the action) and `observation` (the observation that follows, or None). A
@@ -203,7 +204,7 @@ def reward(
 
 
 class RewardSet(Displayable, FunctionSet[Reward[..., Any]]):
-    """Rewards of one agent. The reward of a trajectory is their weighted sum; each value is also a metric."""
+    """Rewards of one agent. The reward of a trajectory is their weighted sum, and each value becomes a metric."""
 
     def __init__(self, rewards: Reward[..., Any] | Callable[..., Any] | Iterable[Any] | None = None) -> None:
         if rewards is None:
@@ -216,8 +217,8 @@ class RewardSet(Displayable, FunctionSet[Reward[..., Any]]):
         """Run all rewards concurrently and return their weighted sum.
 
         If a reward with nonzero weight is unscored, the sum is unscored too, but the metrics of the other rewards are
-        kept. Chains that failed or were cancelled are not scored, because the model did not cause this. If all rewards
-        have `per="turn"`, the reward of the trajectory itself is 0.0.
+        kept. Chains with the stop reason "error" or "cancelled" are not scored, because the model did not cause this.
+        If all rewards have `per="turn"`, the reward of the trajectory is 0.0, to which turn rewards do not contribute.
         """
         if trajectory.stop in UNSCORED_STOPS or len(self) == 0:
             return Score(None)
@@ -248,7 +249,7 @@ def _combine_scores(parts: Sequence[tuple[Reward[..., Any], int | None, Score]])
         error = error or part.error
         for key, value in part.metrics.items():
             into = own if key == r.name else others.setdefault(key, {})
-            into[r.name] = into.get(r.name, 0.0) + value  # the metric of a per-turn reward is its sum over turns
+            into[r.name] = into.get(r.name, 0.0) + value  # the metric of a per-turn reward is the sum over turns
         extras |= {key: value for key, value in part.extras.items() if index is None}
         if r.weight == 0:
             continue  # only a metric
@@ -258,7 +259,7 @@ def _combine_scores(parts: Sequence[tuple[Reward[..., Any], int | None, Score]])
         elif part.reward is not None:
             turn_rewards[index] = turn_rewards.get(index, 0.0) + r.weight * part.reward
         else:
-            scored = scored and part.error is None  # None adds no turn reward, but after a failure the sum is unscored
+            scored = scored and part.error is None  # None adds no turn reward, but a failure makes the sum unscored
     metrics = dict(own)
     for key, by_reward in others.items():
         # If several rewards report the same metric, such as "success", prefix it with the name of the reward.
@@ -295,7 +296,7 @@ def _observation_after(trajectory: Trajectory, turn: Turn | None) -> Turn | None
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for real Python numbers, Fraction, Decimal, and one-element NumPy arrays and torch tensors."""
+    """Return True for real Python numbers, Fraction, Decimal, and NumPy arrays and torch tensors with one element."""
     if isinstance(value, numbers.Number):
         return not isinstance(value, complex)
     shape = getattr(value, "shape", None)

@@ -1,6 +1,6 @@
-"""Counter-based random numbers: a seed per turn, derived from the seed of the run, and a random number per token.
+"""Counter-based random numbers. The seed of a turn is derived from the seed of the run, and gives a number per token.
 
-Results depend only on the arguments, never on earlier draws, so concurrency and order cannot change them.
+Results depend only on the arguments, never on earlier draws, so concurrency and order do not change them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def derive(seed: int, *parts: str | int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-# Cached, because most parts are used repeatedly. Typed, because 1 and True are different parts.
+# The cache is useful because most parts are used repeatedly, and typed because 1 and True are different parts.
 @functools.lru_cache(maxsize=4096, typed=True)
 def _encode_part(part: str | int) -> bytes:
     # Type and length are hashed too, so that ("ab", "c") differs from ("a", "bc"), and (1,) from ("1",). NumPy integers
@@ -33,9 +33,9 @@ def _encode_part(part: str | int) -> bytes:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Return one uniform random number in [0, 1) per (seed, counter) pair, used to sample one token per row.
+    """Return one uniform random number in [0, 1) per (seed, counter) pair, with which one token per row is sampled.
 
-    Shapes:  seeds (B,), counters (B,) -> (B,) float64, 53 random bits.
+    Shapes:  seeds (B,), counters (B,) -> (B,) float64 with 53 random bits.
     Source:  the finaliser of SplitMix64 (Steele, Lea, Flood 2014) applied twice.
     """
     import numpy as np

@@ -30,7 +30,7 @@ def check_success_rule(rule: SuccessRule) -> None:
 def record_success(trajectory: Trajectory, rule: SuccessRule) -> Trajectory:
     """Record in `metrics["success"]` whether a scored trajectory succeeded. If `rule` is None, nothing changes.
 
-    If the rule cannot be applied, the trajectory becomes unscored, with an error.
+    If the rule cannot be applied, the trajectory becomes unscored and records the error.
     """
     if rule is None or trajectory.reward is None:
         return trajectory
@@ -65,12 +65,14 @@ def success_interval(outcomes: Sequence[Sequence[bool]], level: float = 0.95) ->
     """Return a confidence interval of the success rate over tasks.
 
     With one sample per task, this is the Clopper-Pearson interval. With several samples per task, the number of samples
-    is divided by the design effect, estimated from the variance between tasks and corrected for its degrees of freedom.
+    is divided by the design effect, which is estimated from the variance between tasks, and the result is corrected for
+    the degrees of freedom.
     The effective number of samples lies between the number of tasks and the number of samples, so the interval has a
     positive width even if all chains agree.
 
     Args:
-        outcomes: for each task, whether each scored chain succeeded. At least one task, and one chain per task.
+        outcomes: for each task, whether each scored chain succeeded. There must be at least one task, and at least one
+            chain per task.
         level: confidence level.
 
     Returns:
@@ -101,7 +103,7 @@ def sign_flip_test(differences: Sequence[int]) -> float:
     If all differences are -1, 0 or 1, this is McNemar's exact test.
 
     Args:
-        differences: for each task, the number of successes after minus the number before.
+        differences: for each task, the number of successes in one rollout minus the number in the other.
 
     Source:  Fisher, The Design of Experiments (1935).
     """

@@ -1,4 +1,4 @@
-"""Readers of task rows from files, bundled task sets and the Hugging Face hub, with locations for error messages."""
+"""Reading of task rows from files, bundled task sets and the Hugging Face hub, with locations for error messages."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def read_rows(file: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read_lines(file: Any) -> Iterator[tuple[int, str]]:
-    """Yield the numbered lines of a UTF-8 file. Lines end at line feeds only, as JSON strings may contain U+2028."""
+    """Yield the numbered lines of a UTF-8 file. Only line feeds end a line, because JSON strings may contain U+2028."""
     with file.open("rb") as stream:
         for number, data in enumerate(stream, 1):
             try:

@@ -1,8 +1,8 @@
 """Collections of tasks, loaded from files, data frames or lists, with disjoint splits.
 
-Each row is one task: `messages` (or a string in `question`, `prompt` or `input`), an optional `id` and an optional
-`split`. All other columns become task fields, which rewards and tools can request by name. If the question or the
-answer is in a column with another name, pass `question=` or `answer=`.
+Each row becomes one task. Its columns are `messages` (or a string in `question`, `prompt` or `input`), and optionally
+`id` and `split`. All other columns become task fields, which rewards and tools can request by name. If the question or
+the answer is in a column with another name, pass `question=` or `answer=`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tasks(Displayable, Sequence[Task]):
 
     @property
     def splits(self) -> dict[str, int]:
-        """Number of tasks per split, by name of the split."""
+        """Number of tasks of each split, keyed by the name of the split."""
         return dict(Counter(split for split in self._splits if split is not None))
 
     def split(self, name: str) -> Tasks:
@@ -274,7 +274,7 @@ class _Columns:
     drop_answer: bool = False
 
     def take_question(self, values: dict[str, Any], location: str) -> tuple[str, Any]:
-        """Remove the question from `values`, rename the answer column, and return the question's column and value."""
+        """Remove the question from `values`, and return its column and value. The answer column is renamed."""
         have = ", ".join(map(repr, values)) or "none"
         for option, column in (("question", self.question), ("answer", self.answer)):
             if column is not None and column not in values:
@@ -307,7 +307,7 @@ def _build_tasks(rows: Iterable[tuple[str, Any]], name: str, columns: _Columns) 
     for location, row in rows:
         task, split, derived = _build_task(location, row, columns)
         if derived:
-            # Repeated rows are separate tasks; a numeric suffix keeps their ids unique.
+            # Repeated rows are separate tasks, to whose ids a number is appended.
             repeats[task.id] += 1
             if repeats[task.id] > 1:
                 task = replace(task, id=f"{task.id}-{repeats[task.id]}")

@@ -1,6 +1,6 @@
 """Immutable records exchanged between the stages: tasks, samples, tool calls, turns, trajectories, groups.
 
-No torch, no text processing, no I/O.
+This module does not use torch, process text or perform I/O.
 
 Axis names used in docstrings throughout the package: B rows, T tokens, G group size, V vocabulary size, N trajectories.
 Per-token values are indexed by the predicted token: `logprobs[t]` is log p(ids[t] | ids[:t]).
@@ -49,17 +49,17 @@ StopReason: TypeAlias = Literal[
     "tool_stopped",  # a tool ended the chain
     "max_turns",  # Agent.max_turns was reached
     "turn_tokens",  # one action was truncated at Sampling.max_tokens
-    "chain_tokens",  # the chain's actions reached Agent.max_tokens in total
+    "chain_tokens",  # the actions of the chain reached Agent.max_tokens in total
     "chain_tool_calls",  # the next tool call would exceed Agent.max_tool_calls
-    "context_full",  # the next prompt exceeds the model's context length
-    "invalid_call",  # several consecutive tool calls were malformed or named an unknown tool
+    "context_full",  # the model's context length left no room for the next action, or truncated the last one
+    "invalid_call",  # the calls of Agent.max_invalid_calls consecutive actions were all malformed or unknown
     "harness_failed",  # `Agent.harness` raised an error after the first action; see `Trajectory.error`
-    "timeout",  # the chain exceeded its wall-clock limit, Agent.timeout
-    "group_tokens",  # the group's shared budget, `group_budget=`, was exhausted (as for the next three)
+    "timeout",  # the chain exceeded the wall-clock limit Agent.timeout
+    "group_tokens",  # this and the next three: the group's shared budget, `group_budget=`, was exhausted
     "group_turns",
     "group_tool_calls",
     "group_seconds",
-    "run_tokens",  # the rollout's shared budget, `budget=`, was exhausted (as for the next three)
+    "run_tokens",  # this and the next three: the rollout's shared budget, `budget=`, was exhausted
     "run_turns",
     "run_tool_calls",
     "run_seconds",
@@ -77,7 +77,7 @@ TRUNCATED_STOPS: frozenset[str] = BUDGET_STOPS | {
     "max_turns", "turn_tokens", "chain_tokens", "chain_tool_calls", "context_full", "timeout",
 }  # fmt: skip
 
-# Stop reasons that the model did not cause, after which no reward is computed.
+# Stop reasons after which no reward is computed, because the model did not cause them.
 UNSCORED_STOPS: frozenset[str] = frozenset({"cancelled", "error"})
 
 
@@ -195,7 +195,7 @@ class Sampling(Displayable):
         top_p: Sample from the most probable tokens whose probabilities sum up to at least this value, in (0, 1].
         top_k: Sample from the `top_k` most probable tokens; 0 disables top-k.
         min_p: Sample from tokens with at least `min_p` times the probability of the most probable token, in [0, 1].
-        stop: Strings that end an action. All sampled tokens are kept; the parser cuts the text before the string.
+        stop: Strings that end an action. All sampled tokens are kept, but the parsed text ends before the string.
     """
 
     temperature: float = 1.0
@@ -241,12 +241,12 @@ class Sampling(Displayable):
 
 @dataclass(frozen=True, repr=False)
 class TurnRequest(Displayable):
-    """Context of a sampling request. Text-only and scripted engines use it, and `session` is the key of the KV cache.
+    """Context of a sampling request, for engines that do not sample from token ids alone or that keep a KV cache.
 
     Attributes:
         task: The task of the chain.
         turn: Index of the action in its chain.
-        session: Id of the chain. `engine.release(session)` frees the KV cache kept under this key.
+        session: Key under which an engine keeps the KV cache of a chain. `engine.release(session)` frees it.
         messages: The conversation so far.
         tools: JSON schemas of the tools that the model may call.
     """
@@ -265,12 +265,12 @@ class Sample(Displayable):
     Attributes:
         ids: Token ids; None for text-only engines.
         logprobs: Logprobs after temperature and before truncation, in nats; None if the engine does not report them.
-        entropies: Exact entropy of the distribution that `logprobs` refers to, in nats per token.
-        stop: Why sampling ended: a stop token ("stop"), the limit `Sampling.max_tokens` ("length"), a string from
-            `Sampling.stop` ("string"), or an aborted request ("abort").
+        entropies: Exact entropies in nats of the distributions to which `logprobs` refer, one per token.
+        stop: What ended sampling: a stop token ("stop"), the limit `Sampling.max_tokens` ("length"), a string from
+            `Sampling.stop` ("string"), or an abort of the request ("abort").
         versions: Version of the policy that sampled each token.
         kept_mass: Probability mass kept by top-p, top-k and min-p at each token; None without truncation.
-        text: Sampled text; set only by text-only engines.
+        text: Sampled text, set only by engines that return no ids.
         calls: Tool calls, if the server has parsed them.
         seconds: Duration of the request.
         alternatives: The most probable tokens at each position as (id, logprob), in descending order of probability;
@@ -298,7 +298,7 @@ class Sample(Displayable):
 
 @dataclass(frozen=True)
 class Distribution(Displayable):
-    """Next-token distribution: `ids`, `texts` and `logprobs` by decreasing probability, and `entropy` in nats."""
+    """Next-token distribution. `ids`, `texts` and `logprobs` are sorted by probability; `entropy` is in nats."""
 
     ids: tuple[int, ...]
     texts: tuple[str, ...]
@@ -345,7 +345,7 @@ class Failure(Displayable):
 
 @dataclass(frozen=True)
 class ToolResult(Displayable):
-    """Result of one tool call, which took `seconds`.
+    """Result of one tool call. `seconds` is the duration of the call.
 
     Attributes:
         ok: Whether the call succeeded.
@@ -391,7 +391,7 @@ class ToolCall(Displayable):
         result: Result of the call; None before the call has run.
         error: Parse error, which is shown to the model, or None. After a parse error, `name` may be empty.
         raw: Text from which the call was parsed, if the chat format keeps it.
-        rerunner: Function that `rerun` calls with this call, set by a running chain. Not saved to disk.
+        rerunner: Function to which `rerun` passes this call. It is set by a running chain and not saved to disk.
     """
 
     id: str
@@ -430,9 +430,9 @@ class ToolCall(Displayable):
 
 @dataclass(frozen=True)
 class Turn(Displayable):
-    """Tokens by one author, linked to the preceding turn. Turns form a tree; a chain is a path from root to leaf.
+    """Tokens of one author, linked to the preceding turn. Turns form a tree, and a chain is a path from root to leaf.
 
-    `sampled` is True if and only if the policy sampled every id of the turn. It is set when the turn is created.
+    `sampled` is True if and only if the policy sampled every id of the turn and the engine reported the logprobs.
 
     Attributes:
         kind: "prompt", "action", "observation" or "forced".
@@ -500,7 +500,7 @@ class Turn(Displayable):
         return len(self.ids or ())
 
     def if_sampled(self, values: Sequence[float] | None, missing: float) -> Sequence[float]:
-        """Return `values` if the turn was sampled and they are given, else `missing` for each token."""
+        """Return `values`, or `missing` for each token if `values` is None or the turn was not sampled."""
         return values if self.sampled and values is not None else [missing] * self.num_tokens
 
     @property
@@ -554,7 +554,7 @@ class Row(Displayable):
         return all(turn.ids is not None for turn in self.turns)
 
     def _concatenate(self, values: Callable[[int, Turn], Iterable[Any]], dtype: str) -> npt.NDArray[Any]:
-        """Return a read-only array (T,) that concatenates `values(i, turn)` for each turn of the row with index i."""
+        """Return a read-only array (T,) of the concatenated `values(i, turn)`, where i is the index of the turn."""
         import numpy as np
 
         self._require_ids()
@@ -580,13 +580,13 @@ class Row(Displayable):
         return self._concatenate(lambda _, turn: [turn.sampled] * turn.num_tokens, "bool")
 
     def sampled_by(self, *authors: str) -> npt.NDArray[np.bool_]:
-        """Return the mask of tokens that the policy sampled as any of these authors (roles); all authors by default."""
+        """Return the mask of tokens that the policy sampled as one of these authors (roles), by default as any."""
         if not authors:
             return self.action_mask
         return self._concatenate(lambda _, turn: [turn.sampled and turn.author in authors] * turn.num_tokens, "bool")
 
     def written_by(self, *authors: str) -> npt.NDArray[np.bool_]:
-        """Return the mask of the tokens of actions of these authors, sampled or not; all authors by default."""
+        """Return the mask of tokens in actions of these authors, by default of all, whether sampled or not."""
         return self._concatenate(
             lambda _, turn: (
                 [turn.kind in ("action", "forced") and turn.author in (authors or (turn.author,))] * turn.num_tokens
@@ -637,7 +637,7 @@ class Row(Displayable):
 
 
 def _single_row_view(name: str) -> Any:
-    """Return a property of `Trajectory` that reads `name` from its only row, or raises if there are several rows."""
+    """Return a property of `Trajectory` that reads `name` from the only row and raises if there are several rows."""
 
     def view(trajectory: Trajectory) -> Any:
         return getattr(trajectory._only_row(name), name)
@@ -649,14 +649,14 @@ def _single_row_view(name: str) -> Any:
 class Trajectory(Displayable):
     """One finished chain: its task, every token with its author, and its reward.
 
-    `rows` contains the token sequences. There is only one, unless compaction or a re-rendered history started a new
-    row. `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and `turn_index`, each of shape (T,),
-    are read from the only row. If there are several rows, they raise `AlignmentError`; use `rows` instead.
+    `rows` contains the token sequences. There is only one, unless compaction, a re-rendered history or a request of a
+    harness started a new row. `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and
+    `turn_index`, each of shape (T,), are read from the only row and raise `AlignmentError` if there are several rows.
 
     Attributes:
         id: Id of the trajectory, unique within a run.
         task: The task of the chain.
-        group, chain: Id of the group (all chains of one task in one rollout), and index of the chain in the group.
+        group, chain: Id of the group, which holds all chains of one task in one rollout, and index in the group.
         turns: Turns of all rows, in order.
         stop: Reason why the chain ended; see `StopReason`.
         reward: Reward, or None if unscored. Unscored trajectories are excluded from every mean.
@@ -687,7 +687,7 @@ class Trajectory(Displayable):
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Token sequences of the trajectory in the order of creation; at least one."""
+        """Token sequences of the trajectory, of which there is at least one, in the order of creation."""
         starts = [i for i, turn in enumerate(self.turns) if i == 0 or turn.row != self.turns[i - 1].row]
         if [self.turns[i].row for i in starts] != list(range(len(starts))):
             raise AlignmentError(
@@ -736,7 +736,7 @@ class Trajectory(Displayable):
 
     @property
     def final(self) -> str | None:
-        """Text of the final answer; None if there is none (truncated, failed, or still calling tools)."""
+        """Text of the final answer, or None if the chain was truncated, failed, or ended with a tool call."""
         if self.stop not in ("answered", "env_done", "tool_stopped"):
             return None
         for message in reversed(self.messages):
@@ -807,7 +807,7 @@ def get_chain(chains: Any, index: int) -> Trajectory:
 
 @dataclass(frozen=True)
 class Group(Displayable):
-    """The `trajectories` of one task in one rollout, whose rewards are compared. `id` is unique within a run."""
+    """The `trajectories` of one task in one rollout. Their rewards are compared. `id` is unique within a run."""
 
     id: str
     trajectories: tuple[Trajectory, ...]

@@ -26,7 +26,7 @@ class ConcurrencyLimit:
 
 
 class ConcurrencyLimits:
-    """Concurrency limits of an agent. Time spent waiting for a slot counts only towards the timeout of the chain."""
+    """Concurrency limits of an agent. The wait for a slot counts towards the timeout of the chain, not of the call."""
 
     def __init__(self, requests: int | None = None, tools: int | None = None, rewards: int | None = None) -> None:
         self.requests, self.tools, self.rewards = map(ConcurrencyLimit, (requests, tools, rewards))

@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 _Results = list[tuple[asyncio.Future[Any], Any]]
-# Results that wait for delivery by event loops that have already been woken.
+# Results to be delivered by event loops that have already been woken.
 _pending: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Results] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -25,7 +25,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 def deliver(*results: tuple[asyncio.Future[Any], Any]) -> bool:
     """Set the results or exceptions of futures from any thread, except those of futures that are already done.
 
-    Results that arrive before the event loop runs share one wake-up. Returns False if an event loop is closed.
+    An event loop is woken only once for all results that arrive before it runs. Return False if a loop is closed.
     """
     delivered = True
     asleep: list[asyncio.AbstractEventLoop] = []

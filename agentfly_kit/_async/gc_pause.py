@@ -24,9 +24,9 @@ _our_thresholds: tuple[int, int, int] = (0, 0, 0)
 
 @contextlib.contextmanager
 def relaxed_gc(chains: int) -> Iterator[None]:
-    """Raise the collection thresholds in proportion to the number of running chains, summed over overlapping calls.
+    """Raise the collection thresholds in proportion to the number of running chains of all overlapping calls.
 
-    If other code changes the thresholds in the meantime, its values are kept. A disabled collector stays disabled.
+    If other code changes the thresholds in the meantime, the new values are kept. A disabled collector stays disabled.
     """
     _change(1, chains)
     try:

@@ -19,7 +19,7 @@ _waiting: tuple[asyncio.AbstractEventLoop, int] | None = None
 
 @contextlib.contextmanager
 def keep_interruptible() -> Iterator[None]:
-    """Wake the running event loop a few times per second, so that interrupts are handled. Calls may overlap."""
+    """Wake the running event loop a few times per second, so that interrupts are handled. Blocks may overlap."""
     global _waiting
     loop = asyncio.get_running_loop()
     if threading.current_thread() is not threading.main_thread():

@@ -12,9 +12,9 @@ Event = TypeVar("Event")
 
 
 class Listeners(Generic[Event]):
-    """Callbacks that receive every event of one object. `source` is the name of the object in warnings.
+    """Callbacks that receive every event of one object, which warnings refer to as `source`.
 
-    If a callback raises, the others are still called; the first exception of each callback is reported as a warning.
+    If a callback raises, the others are still called. Only the first exception of each callback causes a warning.
     """
 
     def __init__(self, source: str) -> None:

@@ -1,7 +1,7 @@
 """Coroutines that report a forgotten `await`, and helpers for tasks, threads and warnings.
 
-The public `async` functions are decorated with `@pending_call`. Without `await`, `chain.step()` on the last line of a
-notebook cell displays a hint to add it, and accessing an attribute of the result raises `NotAwaited`.
+Public `async` functions are decorated with `@pending_call`. If `await` is missing, `chain.step()` on the last line of a
+notebook cell displays a hint to add `await`, and accessing an attribute of the result raises `NotAwaited`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PendingCall(Coroutine[Any, Any, T], Generic[T]):
         if self._coroutine is None:
             if self._start is None:
                 raise RuntimeError(f"{self._name} was already awaited; call it again to run it again")
-            # Create the coroutine only now. Otherwise Python would add its own warning if `await` is forgotten.
+            # Create the coroutine only now. Otherwise, Python would also issue its own warning about a missing `await`.
             start, self._start = self._start, None
             self._coroutine = start()
         return self._coroutine
@@ -105,12 +105,12 @@ class Handle(Coroutine[Any, Any, T], Generic[T]):
 
 
 async def maybe_await(value: Any) -> Any:
-    """Return the result of a sync or async call, given what the call returned."""
+    """Return `value`, or the result of awaiting it if it is awaitable, as for a sync or async function."""
     return await value if inspect.isawaitable(value) else value
 
 
 def cancelling() -> bool:
-    """Return True if the current task was cancelled, rather than something that the task awaits."""
+    """Return True if the current task itself was cancelled, and not only an operation that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -30,18 +30,18 @@ T = TypeVar("T")
 _STALL_SECONDS = 0.002
 # Time in seconds after which an idle thread exits.
 _IDLE_SECONDS = 2.0
-# Seconds to wait for threads at interpreter exit, and maximum number of repetitions while threads compute.
+# At interpreter exit, seconds to wait for threads, and maximum number of such waits while threads are computing.
 _STOP_SECONDS, _STOP_ATTEMPTS = 0.25, 40
 
 
 class CallTimeout(Exception):
-    """Raised when a call exceeds its timeout; its thread continues to run."""
+    """Raised when a call exceeds its timeout. The thread of the call continues to run."""
 
 
 class _Call:
     """A call, and a future whose result is the pair of its return value and exception.
 
-    The exception is not set on the future, which rejects StopIteration, and SystemExit would stop the event loop.
+    The exception is not set on the future, because futures reject StopIteration, and SystemExit would stop the loop.
     """
 
     __slots__ = ("context", "future", "work")
@@ -121,7 +121,7 @@ async def run_off_loop(work: Callable[[], T], timeout: float | None) -> tuple[T 
 
 
 def _check_progress(loop: asyncio.AbstractEventLoop) -> None:
-    """Start a thread for each waiting call if the running calls are slow. Reschedules itself while calls wait."""
+    """Start a thread for each waiting call if the running calls are slow. Check again while calls are waiting."""
     with _state.lock:
         if _state.waiting and _state.is_stalled:
             _start_threads(len(_state.waiting))
@@ -186,7 +186,7 @@ def _run_waiting_calls() -> None:
 
 
 def _stop_threads() -> None:
-    """Stop computing threads at interpreter exit. A thread that returns from C++ code later would abort the process."""
+    """Stop threads at interpreter exit, because one that returns from C++ code later would abort the process."""
     with _state.lock:
         _state.shutting_down = True
         while _state.idle:

@@ -1,4 +1,4 @@
-"""`Agent`: settings from which chains and rollouts are created."""
+"""`Agent`: creates chains and rollouts from the settings of an agent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Agent(AgentSettings):
 
     @property
     def last_run(self) -> RolloutHandle:
-        """Handle of the most recently started rollout. After an interrupt, its `partial` holds the finished chains."""
+        """Handle of the most recently started rollout. After an interrupt, `last_run.partial` holds finished chains."""
         if not self._last_handle:
             raise SettingsError("this agent has started no rollout yet; await agent.rollout(tasks)")
         handle: RolloutHandle = self._last_handle[0]
@@ -84,14 +84,14 @@ class Agent(AgentSettings):
             max_concurrency: maximum number of chains that run concurrently.
             budget: limits shared by all chains, or None.
             group_budget: limits shared by the chains of each group, or None.
-            index: index of the rollout; all seeds depend on it. The same `index` and `purpose` give the same
+            index: index of the rollout, on which all seeds depend. The same `index` and `purpose` give the same
                 trajectories if the engine is deterministic.
-            purpose: name of the purpose, such as "evaluate"; all seeds depend on it.
+            purpose: name of the purpose, such as "evaluate", on which all seeds depend.
             progress: show a progress bar.
-            share: (i, n) runs every n-th task, starting with task i, if the rollout is distributed over n processes.
-                Ids and seeds are the same as in a single process.
+            share: pair (i, n) for process i of a rollout that is distributed over n processes. The process runs every
+                n-th task, starting with task i. Ids and seeds are the same as in a single process.
             workers: processes that run the groups, created by `af.ray.workers`, or None for this process. Ids and seeds
-                do not depend on them. `max_concurrency` and the limits of the agent then apply to each worker.
+                are the same in both cases. `max_concurrency` and the limits of the agent apply to each worker.
         """
         request = RolloutRequest(task_list(tasks), group_size, branch, max_concurrency, group_budget, index, purpose)
         return RolloutHandle(self, request, budget, share, workers, progress)

@@ -22,20 +22,20 @@ _REFUSED_HOOKS = ("harness", "before_turn", "after_observation")
 @checks_keywords
 @dataclass(frozen=True)
 class Branch(Displayable):
-    """Sampling of a group as a tree with `group_size` leaves: chains fork where the policy became less certain.
+    """Settings for sampling a group as a tree, in which chains fork where the policy has become less certain.
 
-    `initial` chains begin. When every unfinished chain of the group has sampled the action that follows a tool result,
-    each of them forks with probability P = clip(base + weight (H - H_0), 0, 1), until the group has `group_size`
+    A group begins with `initial` chains. When every unfinished chain has sampled an action that follows a tool result,
+    each of them forks with probability P = clip(base + weight (H - H_0), 0, 1), until the tree has `group_size`
     leaves. H is the uncertainty of that action, and H_0 that of the first action of the chain. A fork starts at the
-    tool result and samples an action of its own. When all chains have ended, new chains replace the missing leaves.
+    tool result and samples its own action. If leaves are missing when all chains have ended, new chains are started.
 
     Args:
-        initial: Number of chains that begin, between 1 and the group size (N of the paper). None is half of the group.
+        initial: Number of chains at the start, from 1 to the group size (N of the paper); None is half the group size.
         base: Probability of a fork if the uncertainty has not changed (alpha of the paper).
         weight: Change of this probability with the uncertainty (beta of the paper).
-        threshold: Fork if P is above this value (tau of the paper). None forks with probability P, as ARPO's code does.
-        width: Number of forks at one point.
-        tokens: Number of tokens at the beginning of an action by which its uncertainty is measured.
+        threshold: Fork if P is above this value (tau of the paper). With None, fork with probability P, as ARPO's code.
+        width: Number of forks of a chain after one tool result.
+        tokens: Number of tokens at the beginning of an action from which its uncertainty is computed.
         measure: "entropy" is the mean exact entropy of these tokens, divided by the logarithm of the vocabulary size.
             "surprisal" uses -logprob in place of the entropy, for engines that report no entropies. A function receives
             the `Turn` of the action and returns a number, preferably between 0 and 1.
@@ -72,7 +72,7 @@ class Branch(Displayable):
         """Return the uncertainty of an action; `vocabulary` is the number of tokens of the tokenizer.
 
         Raises:
-            AlignmentError: If the turn has no entropies (logprobs), or `measure` returns no finite number.
+            AlignmentError: If the turn lacks the entropies or logprobs, or `measure` returns no finite number.
         """
         if callable(self.measure):
             value = self.measure(turn)
@@ -92,10 +92,10 @@ class Branch(Displayable):
         return min(1.0, max(0.0, self.base + self.weight * change))
 
     def groups_at_once(self, agent: AgentSettings, group_size: int, max_concurrency: int) -> int:
-        """Return how many groups may run concurrently if no chain may wait for a sandbox of another chain.
+        """Return how many groups can run concurrently without a chain waiting for a sandbox of another chain.
 
         Raises:
-            SettingsError: If the agent cannot branch, or there is no room for one group.
+            SettingsError: If the agent cannot branch, or if the limits do not allow even one group.
         """
         if self.num_initial(group_size) > group_size:
             raise SettingsError(f"initial must be at most group_size={group_size}, got {self.initial}")
@@ -141,7 +141,7 @@ class _Waiting:
 
 
 class BranchGroup:
-    """Decides which chains of one group fork and when new chains begin, independently of the order of events.
+    """Decides which chains of one group fork and when new chains begin. The decisions do not depend on timing.
 
     Args:
         branch: the settings.
@@ -161,7 +161,7 @@ class BranchGroup:
     ) -> None:
         self._branch, self._size = branch, size
         self._begin, self._fork, self._on_end = begin, fork, on_end
-        # Leaves that have begun or were granted, and chains that have not ended.
+        # Number of leaves that have begun or were granted, and number of chains that have not ended.
         self._leaves = self._running = 0
         self._num_begun = 0
         self._waiting: dict[ChainKey, _Waiting] = {}
@@ -181,14 +181,14 @@ class BranchGroup:
         self._decide()
 
     async def branch(self, chain: Any) -> None:
-        """Wait until all chains of the group have ended or wait here, and fork this chain if that was decided."""
+        """Wait until every other chain of the group has ended or waits here too, then make the forks of this chain."""
         action = chain.turn
         if id(action.parent) in self._decided:
-            return  # a fork, whose siblings were decided together
+            return  # this chain is a fork, and all forks at this turn have already been decided
         first = next(turn for turn in chain.turns if turn.kind == "action")
         probability = self._branch.probability(action, first, len(chain.agent.chat.tokenizer))
         if self._branch.threshold is None:
-            # A random number of this chain and action, so that it depends on no other chain.
+            # The random number is derived from the chain and its action, so it does not depend on other chains.
             is_forking = seeds.derive(chain.trajectory_seed, "branch", chain.actions) < probability * 2**63
         else:
             is_forking = probability > self._branch.threshold
@@ -202,13 +202,13 @@ class BranchGroup:
                 if await self._fork(chain, action.parent):
                     made += 1
                     self._running += 1
-        finally:  # also if the time limit of the chain was reached
+        finally:  # needed if the time limit of the chain is reached
             self._waiting.pop(chain.key, None)
             if future.done() and not future.cancelled():
                 self._leaves -= future.result() - made
 
     def _decide(self) -> None:
-        """Grant the forks of all waiting chains, or begin the missing chains, unless a chain is still running."""
+        """If every chain waits or has ended, grant the forks of the waiting chains, or begin chains if none waits."""
         if len(self._waiting) < self._running:
             return
         waiting, self._waiting = self._waiting, {}

@@ -26,8 +26,8 @@ class Budget(Displayable):
 
     Args:
         tokens: Number of sampled tokens. Each running action reserves its maximum length. When too few tokens remain,
-            the next action waits until enough tokens are released, or until no other action is running. In the latter
-            case, it receives the remaining tokens.
+            the next action waits until enough tokens are released. If no other action is running, it does not wait and
+            receives the remaining tokens.
         turns: Number of actions.
         tool_calls: Number of calls that reach a tool. Malformed calls and calls of unknown tools do not count.
         seconds: Time limit in seconds, counted from the start of the rollout or of the first chain of the group.
@@ -51,18 +51,18 @@ class Budget(Displayable):
 
 
 class BudgetUsage:
-    """Running totals of one budget. `name` ("group" or "run") is the prefix of its stop reasons."""
+    """Running totals of one budget. `name` ("group" or "run") is the prefix of the budget's stop reasons."""
 
     def __init__(self, budget: Budget, name: str) -> None:
         self.budget = budget
         self.name = name
         self.tokens = self.turns = self.tool_calls = 0
-        # Deadline on the clock of the event loop; set by `start`.
+        # Deadline on the clock of the event loop, set by `start`.
         self.deadline: float | None = None
         # Number of tokens reserved by running actions, and number of running actions.
         self.reserved = 0
         self.running = 0
-        # Event that is set when a reservation is released, and then replaced by a new one.
+        # Set when a reservation is released, and then replaced by a new event.
         self.released = asyncio.Event()
 
     def start(self) -> None:
@@ -90,7 +90,7 @@ class BudgetUsage:
 class TokenReservation:
     """Tokens granted to one action.
 
-    Set `used` to the number of sampled tokens when the action has finished; an action with `used=None` is not counted.
+    When the action has finished, set `used` to the number of sampled tokens. If `used` is None, no action is counted.
     `stop` is the stop reason if no action may start. `limited_by` is the stop reason of the budget that reduced the
     number of granted tokens.
     """
@@ -103,10 +103,10 @@ class TokenReservation:
 
 @asynccontextmanager
 async def reserve_tokens(usages: Sequence[BudgetUsage], wanted: int) -> AsyncIterator[TokenReservation]:
-    """Reserve up to `wanted` tokens from every budget for one action; yield the reservation with the granted number."""
+    """Reserve up to `wanted` tokens of every budget for one action, and yield the reservation."""
     reservation = TokenReservation(wanted)
     while True:
-        # Exhausted tool calls do not prevent an action, which may answer without calling a tool.
+        # An action may start when no tool calls are left, because it may answer without calling a tool.
         reservation.stop = next((stop for usage in usages if (stop := usage.exhausted(("tokens", "turns")))), None)
         if reservation.stop is not None:
             yield reservation
@@ -139,7 +139,7 @@ async def reserve_tokens(usages: Sequence[BudgetUsage], wanted: int) -> AsyncIte
 def refuse_calls(
     agent: AgentSettings, action: Turn, calls: Sequence[ToolCall], usages: Sequence[BudgetUsage]
 ) -> tuple[dict[int, ToolResult], str | None]:
-    """Return failed results for calls over a limit, by position, and the stop reason (None if all calls may run)."""
+    """Return failed results, keyed by position, for calls that exceed a limit, and the stop reason or None."""
     valid = [i for i, call in enumerate(calls) if _reaches_tool(agent, call)]
     granted, stop = len(valid), None
     limits: list[tuple[int, str]] = []

@@ -64,11 +64,11 @@ from agentfly_kit.types import (
     TurnRequest,
 )
 
-_sessions = itertools.count()  # numbers of KV cache sessions; never part of a seed
+_sessions = itertools.count()  # numbers the KV cache sessions; seeds do not depend on it
 
 # Stop reasons, besides "answered", after which these methods may still be called.
 _CONTINUES_AFTER = {"observe": ("turn_tokens",), "compact": ("turn_tokens", "context_full")}
-# Methods that do not continue the chain; they may be called after any stop reason.
+# Methods that do not continue the chain and may therefore be called after any stop reason.
 _ACCEPTED_ALWAYS = ("rewind", "fork", "finish", "distribution")
 
 
@@ -76,7 +76,7 @@ class BaseChain(Displayable):
     """Base class of `Chain`, which represents one trajectory in progress.
 
     Attributes:
-        turn: the current leaf: the last of `chain.turns`.
+        turn: the current leaf, which is the last of `chain.turns`.
         author: author recorded for sampled turns; by default the agent's name.
         stop, error: stop reason and failure of an ended chain, or None.
         busy: whether a method of the chain is running.
@@ -170,7 +170,7 @@ class BaseChain(Displayable):
 
     @property
     def trajectory_seed(self) -> int:
-        """The seed recorded in the trajectory, which is that of its first action."""
+        """The seed recorded in the trajectory, which is the seed of the first action."""
         return self._seed(0)
 
     def _action_seed(self, attempt: int) -> int:
@@ -186,7 +186,7 @@ class BaseChain(Displayable):
         return turn
 
     def _append_action(self, turn: Turn, stop: str | None) -> Turn:
-        """Append a sampled action and, if it called no tool and does not end the chain, the agent's nudge."""
+        """Append a sampled action, followed by the agent's nudge if there is no tool call and the chain continues."""
         self._append(turn, stop)
         if stop is None and not turn.tool_calls and self.agent.nudge is not None:
             message: Message = {"role": "user", "content": self.agent.nudge}
@@ -246,7 +246,7 @@ class BaseChain(Displayable):
 
     @pending_call
     async def sample(self, greedy: bool = False, *, attempt: int = 0) -> Turn:
-        """Sample one action from the policy and append it. Its tool calls are run by `act`.
+        """Sample one action from the policy and append it. `act` then runs the tool calls of the action.
 
         Args:
             greedy: take the most probable token at each position.
@@ -270,7 +270,7 @@ class BaseChain(Displayable):
 
     async def _sample(self, sampling: Sampling, attempt: int = 0) -> Turn:
         agent, index, ids = self.agent, self.actions, self.ids
-        # End the chain if its token limit or the context has no room for another action.
+        # End the chain if its token limit or the context leaves no room for another action.
         left = math.inf if agent.max_tokens is None else agent.max_tokens - action_tokens(self.turn)
         room = agent.engine.max_length - len(ids)
         if left < 1 or room <= 1:
@@ -320,7 +320,7 @@ class BaseChain(Displayable):
             raise AlignmentError(f"{type(engine).__name__} must return logprobs, because it declares logprobs='yes'")
         kept_mass = sample.kept_mass
         if kept_mass is None and sampling.greedy and sample.logprobs is not None:
-            kept_mass = tuple(math.exp(lp) for lp in sample.logprobs)  # greedy decoding keeps only one token
+            kept_mass = tuple(math.exp(lp) for lp in sample.logprobs)  # the probability of the only token kept
         if sample.calls is not None:
             message, calls = assistant_message(Parsed(sample.text or "", sample.calls))
         else:
@@ -445,7 +445,7 @@ class BaseChain(Displayable):
             finally:
                 await self.close()
             trajectory = self._make_trajectory(self.stop or "", score)
-            if self.agent.group_reward is None:  # otherwise recorded after the group reward is added
+            if self.agent.group_reward is None:  # otherwise, success is recorded after the group reward is added
                 trajectory = record_success(trajectory, self.agent.success)
             self.trajectory, self.error = trajectory, trajectory.error
             return self.trajectory
@@ -502,7 +502,7 @@ class BaseChain(Displayable):
     def _reporting(
         self, kind: str, state: str, turn: int, detail: str = "", call: str = ""
     ) -> Iterator[SimpleNamespace]:
-        """Report the start of an event on entry and its end on exit, even on an error. The block may set `detail`."""
+        """Report the start of an event on entry and its end on exit or error. The block may set `detail`."""
         event = SimpleNamespace(detail=detail)
         self._open_reports += 1
         self.hooks.report(self.id, kind, "start", state, turn, detail, call)

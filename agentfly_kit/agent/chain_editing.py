@@ -1,4 +1,4 @@
-"""`Chain`: adds running to the end, editing, rewinding and forking to `BaseChain`."""
+"""`Chain`: extends `BaseChain` with methods that run a chain to its end, edit, rewind and fork it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Chain(BaseChain):
 
     @classmethod
     def from_trajectory(cls, agent: AgentSettings, trajectory: Trajectory) -> Chain:
-        """Create a chain with the turns of a trajectory, positioned at its end, to rewind, fork or continue it.
+        """Create a chain with all turns of a trajectory, which can then be rewound, forked or continued.
 
         If the agent is unchanged and the trajectory's seeds can be rederived, resampling a turn gives the same tokens.
 
@@ -68,7 +68,7 @@ class Chain(BaseChain):
             leaf = turn if turn.parent is leaf else dataclasses.replace(turn, parent=leaf)
         assert leaf is not None
         chain.turn, chain.stop, chain.error = leaf, trajectory.stop, trajectory.error
-        # Parse the key from the group's id, and use it only if it reproduces the trajectory's seed.
+        # Parse the key from the id of the group. The key is used only if it reproduces the seed of the trajectory.
         purpose, _, rollout = group.partition(":")[0].rpartition("-")
         if rollout.isdigit():
             key = ChainKey(purpose, int(rollout), group, number, fork)
@@ -83,8 +83,8 @@ class Chain(BaseChain):
     async def run(self) -> Trajectory:
         """Run the chain to its end and score it. The hooks and time limits of the agent apply.
 
-        Errors of the engine, the tools or the host are not raised. They end the chain, which is then unscored, with
-        `error` set.
+        Errors of the engine, the tools or the host are not raised. They end the chain, which is left unscored and
+        records the error in `error`.
         """
         state, detail, trajectory = "cancelled", "", None
         self.hooks.report(self.id, "chain", "start", "waiting", self.actions)
@@ -104,7 +104,7 @@ class Chain(BaseChain):
             )
 
     async def _run_to_end(self) -> None:
-        # Use the earliest of the deadlines of the chain and its shared budgets.
+        # The earliest deadline applies, whether that of the chain or of a shared budget.
         deadlines = [(usage.deadline, f"{usage.name}_seconds") for usage in self.hooks.usages]
         if self.agent.timeout is not None:
             deadlines.append((asyncio.get_running_loop().time() + self.agent.timeout, "timeout"))
@@ -118,11 +118,11 @@ class Chain(BaseChain):
             if cancelling():
                 await self.close()
                 raise
-            # Something that this task awaited was cancelled, not the task itself.
+            # An operation that this task awaited was cancelled, but not the task itself.
             self._end("error", Failure.from_exception("chain", error))
         except Exception as error:
             if limit.expired():
-                if self.stop != "answered":  # else the limit was reached while the chain waited for its group
+                if self.stop != "answered":  # otherwise, the limit was reached while the chain waited for its group
                     self._end(stop)
             else:  # for example, a TimeoutError of a server, which is not the chain's time limit
                 where = "engine" if isinstance(error, EngineError) else "chain"
@@ -139,7 +139,7 @@ class Chain(BaseChain):
         if self.stop is None and not self.pending_calls:
             await (sample or self.sample)()
             above = self.turn.parent
-            # Only the first action has the first turn above it. Others follow a tool result, maybe in a new row.
+            # The first action follows the first turn. Every other action follows a tool result, possibly in a new row.
             if self.hooks.branch is not None and self.turn.kind == "action" and above is not self.turns[0]:
                 await self.hooks.branch(self)
             if self._compacting_can_help():
@@ -246,11 +246,11 @@ class Chain(BaseChain):
             return self._append_observation(observation_turn(self.agent, self.turn, results or [user], author, calls))
 
     def compact(self, content: str | Sequence[Message], *, author: str = "hook") -> Turn:
-        """Close the current row and continue in a new one with a shorter context. Return the new prompt.
+        """Close the current row and continue in a new row with a shorter context. Return the new prompt.
 
         All rows are kept in `trajectory.rows`, and their sampled tokens are trained. An observation after the last
         action loses its token ids, because no engine has received them. A chain that has answered or was truncated
-        ("context_full" or "turn_tokens") continues, or ends with "max_turns" if that limit is reached.
+        ("context_full" or "turn_tokens") continues, unless it has reached `max_turns` and ends with this stop reason.
 
         Args:
             content: a string, which is appended to the last message of the first prompt, or messages, which replace
@@ -323,7 +323,7 @@ class Chain(BaseChain):
             stop = "turn_tokens" if target.stop == "length" else None if target.tool_calls else "answered"
         self._append(target, stop)
         if target.kind == "observation" and target.ids == ():
-            self._append_observation(target)  # it was not encoded, because it ended the chain or its row
+            self._append_observation(target)  # the target has no ids, because it ended the chain or a row
         return self.turn
 
     @pending_call
@@ -346,7 +346,7 @@ class Chain(BaseChain):
         Raises:
             SettingsError: if tools have run since the turn `at` and the chain has a sandbox or tool state.
             SandboxError: if a sandbox or the state of the tools cannot be forked.
-            PoolTimeout: if the pool has no sandbox for the fork in time or, with queue=False, without waiting.
+            PoolTimeout: if no sandbox becomes free in time or, with queue=False, unless another lease is released.
         """
         if number is not None:
             check_count("number", number)
@@ -382,8 +382,8 @@ class Chain(BaseChain):
             to_end: whether to run each sample to the end of the chain, with the agent's hooks, and score it.
 
         Returns:
-            One group of `n` trajectories. Without `to_end`, they end with the sampled action and are unscored; the stop
-            reason is "cancelled" if the chain would continue. `append_sample` adds one of the actions to a chain.
+            One group of `n` trajectories. Without `to_end`, they end with the sampled action and are unscored, with the
+            stop reason "cancelled" if the chain would continue. `append_sample` adds one of the actions to a chain.
 
         Raises:
             SettingsError: if `n` is not positive, or the next turn cannot be an action.

@@ -61,7 +61,7 @@ def plain_messages(messages: Any, call_ids: Mapping[str, tuple[str, str]]) -> tu
 
 def _with_id(call: Any, call_ids: Mapping[str, tuple[str, str]]) -> Any:
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        return call  # normalize_messages raises an error for it
+        return call  # malformed, for which normalize_messages raises an error
     sent = str(call.get("id") or "")
     function = {"name": call["function"].get("name"), "arguments": call["function"].get("arguments") or "{}"}
     return {"id": call_ids.get(sent, (sent, ""))[0], "type": "function", "function": function}
@@ -104,7 +104,7 @@ def message_key(message: Message) -> MessageKey:
 
 @dataclass
 class Segment:
-    """Messages of one turn, with one key per message. `end` is the number of row ids up to the end of the turn."""
+    """Messages of one turn, with one key per message. `end` counts the token ids of the row up to the turn's end."""
 
     keys: tuple[MessageKey, ...]
     end: int
@@ -117,7 +117,7 @@ class ConversationRow:
 
     Attributes:
         index: index of the row in the chain.
-        tools: the tool schemas in the requests of this row, as JSON.
+        tools: the tool schemas, as JSON, which are the same in all requests of this row.
         segments: prompt, actions and observations, in order. A row that branches off another row starts with the
             segments of that row.
     """
@@ -159,9 +159,9 @@ class Match:
 def find_match(
     rows: Sequence[ConversationRow], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
 ) -> Match | None:
-    """Return the longest match, preferably at the end of a row, or None if a new row must start.
+    """Return the longest match, or None if a new row must start. Prefer a match at the end of a row among equals.
 
-    Rows do not match if the request adds an assistant message to their history, because its tokens are unknown.
+    A row does not match if the request adds an assistant message to it, because the token ids would be unknown.
     """
     keys = [message_key(message) for message in messages]
     schemas = tools_key(tools)

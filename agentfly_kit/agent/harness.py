@@ -49,7 +49,7 @@ class HarnessChain(Chain):
     """Chain whose actions are requested by the function `Agent.harness` through an endpoint.
 
     Turns are appended in the order of the requests. Each turn belongs to the row that the request continues, so turns
-    of several rows may alternate while the chain runs. `turns` contains the rows one after the other.
+    of several rows may alternate while the chain runs. In `turns`, they are sorted by row.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class HarnessChain(Chain):
     ) -> None:
         super().__init__(agent, task, key, hooks)
         self._rows: list[ConversationRow] = []
-        # Number of samples per prompt, so that each sample has its own seed.
+        # Number of samples drawn for each prompt, by which repeated samples get different seeds.
         self._asked: Counter[str] = Counter()
         self._action_key = ""
         # Maps the id sent to the client to the id and name of the call in the chain.
@@ -96,7 +96,7 @@ class HarnessChain(Chain):
     # --- running ---
 
     async def _advance(self, sample: object = None) -> None:
-        """Run the harness until it returns or a limit ends the chain. Its requests are sampled in any case."""
+        """Run the harness until it returns or a limit ends the chain. `sample` is ignored."""
         endpoint = Endpoint(self.reply, self.id, self._warn_once)
         running = asyncio.ensure_future(self.agent.harness.run(self.context, endpoint))
         limit = asyncio.ensure_future(self._limit_reached.wait())
@@ -135,8 +135,8 @@ class HarnessChain(Chain):
         assert outcome.error is not None
         host = self._host_failure(()) is not None or getattr(outcome.error, "host", False)
         failure = failure_from("harness", outcome.error)
-        # Unexpected model output can cause an error in the harness. Such a chain is scored; otherwise, the policy could
-        # avoid low rewards by causing errors. An error before the first action is not caused by the model.
+        # An unexpected output of the model may cause an error in the harness. The chain is then scored, because the
+        # policy could otherwise avoid low rewards by causing errors. An error before the first action has other causes.
         self._end("error" if host or failure.host or not self.actions else "harness_failed", failure)
 
     def _answer(self, text: str | None) -> None:
@@ -181,7 +181,7 @@ class HarnessChain(Chain):
             messages: the whole conversation, as in the OpenAI API.
             tools: schemas of the tools that the model may call.
             author: author recorded for the action; by default the agent's name.
-            max_tokens: maximum number of tokens; has an effect only if it is below `Sampling.max_tokens` of the agent.
+            max_tokens: maximum number of tokens, if this is less than `Sampling.max_tokens` of the agent.
             stop: additional stop strings.
 
         Raises:

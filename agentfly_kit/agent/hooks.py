@@ -1,4 +1,4 @@
-"""Ready-made hooks of agents: a sliding window of steps, and a summary of the context when it is full."""
+"""Predefined hooks for agents: a sliding window of steps, and a summary of the context when it is full."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["sliding_window", "summarize"]
 
 
 def sliding_window(steps: int) -> Callable[[Any], None]:
-    """Create a `before_turn` hook that shows the model only the opening and the last `steps` steps.
+    """Create a `before_turn` hook that shows the model only the first prompt and the last `steps` steps.
 
     A step is an action with the observation that follows it. Every action after the first is sampled in a row of its
-    own, so the number of tokens of a row is bounded; `TrainConfig(row_credit=)` distributes the advantage over rows.
+    own, so the number of tokens per row is bounded. `TrainConfig(row_credit=)` distributes the advantage over rows.
 
     Args:
-        steps: Number of steps that remain visible; 0 shows the opening and the last observation as a user message.
+        steps: Number of visible steps. With 0, the last observation follows the first prompt as a user message.
 
     Raises:
         SettingsError: If `steps` is negative.
@@ -53,14 +53,14 @@ def summarize(
 ) -> Callable[[Any], Awaitable[None]]:
     """Create an `on_context_full` hook that lets the policy summarize the context and continue from the summary.
 
-    The summary is an action in a row of its own, trained like other actions, and counts for `max_turns`. Its prompt is
-    the opening, the end of the conversation as text, and the instruction. The next row begins with the opening and
-    the summary.
+    The summary is an action in a row of its own. It is trained like other actions and counts towards `max_turns`. Its
+    prompt consists of the first prompt of the chain, the end of the conversation as text, and the instruction. The next
+    row begins with the first prompt and the summary.
 
     Args:
         instruction: Text that asks for the summary.
-        tokens: Space that is left for the summary, in tokens, and for the action after it.
-        rows: Maximum number of rows per chain; with more, the chain ends with "context_full".
+        tokens: Number of tokens of the context that are reserved for the summary.
+        rows: Maximum number of rows per chain. If another summary would exceed it, the chain ends with "context_full".
 
     Raises:
         SettingsError: If `instruction` is empty, or a number is below 1.

@@ -17,7 +17,7 @@ from agentfly_kit.types import Task, Trajectory
 
 @dataclass(frozen=True)
 class ChainKey:
-    """Identity of a chain within its run, from which its seeds are derived."""
+    """Identity of a chain within a run, from which the seeds of the chain are derived."""
 
     purpose: str = "chain"
     rollout: int = 0
@@ -31,11 +31,11 @@ class ChainKey:
 
     @property
     def position(self) -> tuple[int, tuple[int, ...]]:
-        """Sort key in the group: the number of the chain and of each fork on its path. A fork follows its parent."""
+        """Sort key in the group: the index of the chain, then the number of each fork on the path to this chain."""
         return self.chain, tuple(int(number) for number in self.fork.split(".")[1:])
 
     def seed(self, run_seed: int, task: str, turn: int, attempt: int = 0) -> int:
-        """Return the seed of the action at index `turn`. `task` is the task id; for `attempt`, see `Chain.sample`."""
+        """Return the seed of the action with index `turn`. `task` is the task id. For `attempt`, see `Chain.sample`."""
         parts = (self.purpose, self.rollout, task, self.group, self.chain, self.fork, turn)
         return seeds.derive(run_seed, *parts, *([attempt] if attempt else []))
 
@@ -50,18 +50,18 @@ async def _open() -> None:
 
 @dataclass(frozen=True)
 class ChainHooks:
-    """Callbacks and budgets through which a rollout controls a chain. The defaults are for interactive chains."""
+    """Callbacks and budgets through which a rollout controls a chain. Interactive chains use the defaults."""
 
     # Called with every progress event.
     report: Report = lambda *_, **__: None
-    # Awaited before each action and before its tool calls; blocks while the rollout is paused.
+    # Awaited before each action and before its tool calls. Blocks while the rollout is paused.
     gate: Callable[[], Awaitable[object]] = _open
     # Called with the chain and the number of forks that `after_observation` returned.
     spawn: Callable[[Any, int], Awaitable[None]] | None = None
     # Awaited with the chain after each action that follows a tool result, before the tool calls of the action run.
     branch: Callable[[Any], Awaitable[None]] | None = None
     usages: tuple[BudgetUsage, ...] = ()
-    # Name of the rollout, so that a pool can alternate between rollouts.
+    # Name of the rollout, by which a pool alternates between rollouts.
     run: str = ""
 
 
@@ -182,10 +182,10 @@ class Progress:
     ) -> None:
         """Update the state of a chain and notify the listeners; see `RolloutEvent` for the arguments.
 
-        `seconds` is the time of an event that is reported later.
+        `seconds` is the time at which the event occurred; by default the current time.
         """
         before = self._states.get(trajectory)
-        if before is None:  # a fork that was created and run by a hook
+        if before is None:  # a fork that a hook created and runs itself
             return
         seconds = self.seconds if seconds is None else seconds
         self._states[trajectory] = self._next_state(before, kind, phase, state, turn, detail, seconds)

@@ -1,4 +1,4 @@
-"""Groups of a rollout that run in other processes, such as `af.ray.workers`."""
+"""Interface for running the groups of a rollout in other processes, implemented by `af.ray.workers`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from agentfly_kit.types import Task, Trajectory
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """Arguments of `Agent.rollout`, from which another process runs any of its groups.
+    """Arguments of `Agent.rollout`, with which another process can run any group of the rollout.
 
-    `numbers` are the indices of the tasks whose groups are run; in distributed training, each process has its own.
+    `numbers` are the indices of the tasks whose groups are run. In distributed training, they differ by process.
     """
 
     tasks: Sequence[Task]
@@ -55,11 +55,11 @@ class GroupResult:
     """Result of a group.
 
     Attributes:
-        keys: Keys of its chains, including forks, in order.
-        finished: Finished chains.
-        not_run: Chains that a budget prevented from starting, and their stop reasons.
+        keys: Keys of all chains, including forks, in order.
+        finished: Trajectories of the finished chains.
+        not_run: Stop reasons of chains that a budget prevented from starting, by id.
         forks_refused: Number of forks that could not be made.
-        events: Events of its chains. Their times are relative to the start of the group.
+        events: Events of the chains, with times relative to the start of the group.
         seconds: Duration of the group.
     """
 
@@ -83,7 +83,7 @@ class GroupWorkers(Protocol):
         """Raise SettingsError if the workers cannot run rollouts of this agent."""
 
     def run_groups(self, agent: AgentSettings, request: RolloutRequest, gate: Gate) -> GroupResults:
-        """Run the groups of a rollout, and yield the index of the task and the result of each group that finishes.
+        """Run the groups of a rollout. Yield the index of the task and the result of each group as it finishes.
 
         `gate` is awaited before a group starts; it blocks while the rollout is paused.
         """

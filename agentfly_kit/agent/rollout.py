@@ -94,7 +94,7 @@ class Rollout(Displayable):
         )
 
     def with_drop_reasons(self, dropped: Iterable[Any]) -> Rollout:
-        """Return a copy in which the trajectories in `dropped` (that is, `batch.dropped`) have their drop reasons."""
+        """Return a copy in which the trajectories listed in `dropped`, such as `batch.dropped`, record the reason."""
         why = {d.trajectory: d.reason for d in dropped if d.row is None}
         groups = (
             Group(g.id, tuple(t.replace(dropped=why[t.id]) if t.id in why else t for t in g)) for g in self.groups
@@ -104,9 +104,9 @@ class Rollout(Displayable):
     def summary(self) -> dict[str, float]:
         """Return the mean success and reward of the scored trajectories, and statistics of all trajectories.
 
-        `reward_max` is included only if the rewards vary but no trajectory can succeed; see `success_hint`. `forks` and
-        `executed` are included if chains were forked: the number of forks, and the number of tool calls of all chains
-        in which a call shared by several chains counts once (`calls` is the mean of all calls of a chain).
+        `reward_max` is included only if the rewards vary but no trajectory can succeed; see `success_hint`. `calls` is
+        the mean number of tool calls per chain. If chains were forked, `forks` is the number of forks, and `executed`
+        the total number of tool calls, in which a call shared by several chains counts once.
         """
         ts = self.trajectories
         scored = [t for t in ts if t.reward is not None]
@@ -137,7 +137,7 @@ class Rollout(Displayable):
 
     @property
     def success_hint(self) -> str | None:
-        """Advice on `Agent(success=)` if the rewards vary but stay below 1 and success is undefined, or None."""
+        """Advice on `Agent(success=)`, if the rewards vary but all are below 1 and there is no metric "success"."""
         rewards = [t.reward for t in self if t.reward is not None]
         if (
             not rewards
@@ -150,7 +150,7 @@ class Rollout(Displayable):
 
     @property
     def unscored_reason(self) -> str | None:
-        """Number of unscored chains and their most common reason; None if all chains are scored."""
+        """Number of unscored chains with the most common reason, as text; None if all chains are scored."""
         reasons = Counter(
             str(t.error).splitlines()[0] if t.error else t.stop if t.stop in UNSCORED_STOPS else "no reward"
             for t in self
@@ -220,7 +220,7 @@ class Rollout(Displayable):
         return RolloutDiff(tuple((mine[key], theirs[key]) for key in both))
 
     def _by_chain(self) -> dict[tuple[str, int, str], Trajectory]:
-        """Index the trajectories by task id, occurrence of a repeated task, and position in the group."""
+        """Return the trajectories keyed by task id, occurrence of a repeated task, and id within the group."""
         seen: Counter[str] = Counter()
         out: dict[tuple[str, int, str], Trajectory] = {}
         for group in self.groups:
@@ -318,7 +318,7 @@ def _token_records(t: Trajectory) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class RolloutDiff(Displayable):
-    """Comparison of two rollouts by pairs of trajectories (before, after) of the same task and chain index."""
+    """Comparison of two rollouts. `pairs` holds the earlier and the later trajectory of each task and chain index."""
 
     pairs: tuple[Pair, ...] = field(repr=False)
 
@@ -329,7 +329,7 @@ class RolloutDiff(Displayable):
 
     @property
     def gained(self) -> tuple[Pair, ...]:
-        """Pairs whose chain failed before and succeeded after."""
+        """Pairs in which the earlier chain failed and the later chain succeeded."""
         return tuple(p for p in self.scored if p[1].success and not p[0].success)
 
     @property
@@ -338,16 +338,16 @@ class RolloutDiff(Displayable):
 
     @property
     def success(self) -> tuple[float, float]:
-        """Success rates of both rollouts over the tasks that were scored in both; NaN if there are none."""
+        """Success rates of the earlier and the later rollout over the pairs in `scored`; NaN if there are none."""
         n = len(self.scored) or math.nan
         return sum(bool(a.success) for a, _ in self.scored) / n, sum(bool(b.success) for _, b in self.scored) / n
 
     @cached_property
     def p_value(self) -> float:
-        """Two-sided p value of the hypothesis that success before and after differ by chance only.
+        """Two-sided p value of the hypothesis that the success rates of the two rollouts differ only by chance.
 
-        The test is exact: McNemar's test with one chain per task, and otherwise a sign-flip test on the differences per
-        task, because chains of one task are not independent.
+        The test is exact. With one chain per task, it is McNemar's test. Otherwise, it is a sign-flip test on the
+        differences per task, because chains of one task are not independent.
         """
         by_task: Counter[str] = Counter()
         for a, b in self.scored:

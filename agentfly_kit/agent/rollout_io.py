@@ -18,12 +18,12 @@ from agentfly_kit.errors import RunError
 from agentfly_kit.types import Failure, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
 
 _FORMAT = "agentfly_kit.rollout"
-# Version 2 adds trajectories with several rows. Rollouts without such trajectories are written as version 1.
+# Version 2 of the file format adds trajectories with several rows. Other rollouts are written in version 1.
 _VERSION = 2
 
 
 def _json_fallback(value: Any) -> Any:
-    """Convert NumPy scalars and arrays to numbers and lists; raise TypeError for any other type."""
+    """Convert NumPy scalars and arrays to numbers and lists. Raise TypeError for any other type."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__}")
@@ -72,7 +72,7 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
     out = _non_default_fields(turn, ("parent", "token_texts", "tool_calls"))
     out = {"place" if name == "label" else name: value for name, value in out.items()}
     if turn.ids is not None and turn.token_texts is None:
-        out["pieces"] = None  # the header may have texts for the same ids from other turns
+        out["pieces"] = None  # otherwise, `read` would use the texts of the same ids in other turns
     if turn.tool_calls:
         out["tool_calls"] = [_call_to_json(call) for call in turn.tool_calls]
     return out
@@ -123,7 +123,7 @@ def _trajectory_from_json(data: dict[str, Any], token_texts: dict[int, str]) -> 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Any]:
-    """Write a text file to a temporary file and rename it. If this fails, raise RunError; the old file stays."""
+    """Write a text file by renaming a temporary file. On failure, raise RunError and keep the old file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ from agentfly_kit.success import record_success
 from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory, Turn
 
 _rollouts = itertools.count(1)
-_FORK_RETRY_SECONDS = 0.05  # interval at which a chain that waits for a sandbox for its fork tries again
+_FORK_RETRY_SECONDS = 0.05  # interval between attempts to fork a chain while no sandbox is free
 
 
 class RolloutHandle(Handle[Rollout], Displayable):
@@ -83,12 +83,12 @@ class RolloutHandle(Handle[Rollout], Displayable):
                     "group_budget=, whose chains run in one worker"
                 )
             workers.check(agent)
-        # Number of groups that may begin.
+        # Number of further groups that may begin now.
         self._num_free = 0 if branch is None else branch.groups_at_once(agent, group_size, max_concurrency)
         agent.check_tasks(given)
         if agent.exact:
-            # Render the first prompt here, so that a template that rejects every task raises. If a template rejects a
-            # later task, the error is recorded in that task's trajectories.
+            # Render the first prompt here, so that a template that rejects every task raises an error. If it rejects
+            # only a later task, the error is recorded in the trajectories of that task.
             agent.chat.prompt(agent.opening(given[0]), agent.tools.schemas)
         self.agent = agent
         self.group_size = group_size
@@ -100,7 +100,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         self._name = f"rollout {next(_rollouts)}"
         size = group_size if branch is None else branch.num_initial(group_size)
         self._planned = _plan(request, size, share)
-        # Processes that run the groups, and the rollout that they run.
+        # Processes that run the groups, and the request that they receive.
         self._remote = workers
         self._request = dataclasses.replace(request, numbers=range(share[0], len(given), share[1]))
         self._progress = Progress()
@@ -113,11 +113,11 @@ class RolloutHandle(Handle[Rollout], Displayable):
         )
         # Task and key of each chain that has not started, and the chain itself if it is a fork.
         self._queue: deque[tuple[Task, ChainKey, Chain | None]] = deque()
-        # With `branch`: first chains of the groups that have not begun, and the groups that have, by id.
+        # With `branch`, the first chain of each group that has not begun, and the groups that have begun, by id.
         self._unbegun = deque([(t, key) for t, key in self._planned if key.chain == 0] if branch else [])
         self._branching: dict[str, BranchGroup] = {}
         self._forks_refused = 0
-        # Chains in progress, and those of them that wait for a sandbox for a fork.
+        # Chains in progress, and the subset that waits for a sandbox for a fork.
         self._running: set[Any] = set()
         self._forking: set[Any] = set()
         self._workers: list[asyncio.Task[None]] = []
@@ -263,7 +263,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
     async def _run(self) -> Rollout:
         with relaxed_gc(min(self.max_concurrency, self.total)):
             await self._run_chains()
-        if self.agent.group_reward is not None and self._remote is None:  # workers have added it
+        if self.agent.group_reward is not None and self._remote is None:  # remote workers have already added it
             async with asyncio.TaskGroup() as comparing:
                 for group in self.partial.groups:
                     comparing.create_task(self._add_group_reward(group))
@@ -289,16 +289,17 @@ class RolloutHandle(Handle[Rollout], Displayable):
             self._begin_groups()
             for _ in range(len(self._queue)):
                 self._add_worker()
-            # Await workers one by one: asyncio.wait would scan all of them whenever one finishes. Forks add workers.
+            # Await the workers one by one, because asyncio.wait would scan all of them whenever one finishes. The list
+            # grows during the loop if chains fork.
             for worker in self._workers:
                 await worker
-        except GeneratorExit:  # garbage-collected after its event loop was closed: nothing can be cancelled or awaited
+        except GeneratorExit:  # garbage-collected after the event loop was closed, so nothing can be awaited
             self._workers.clear()
             self._queue.clear()
             raise
         finally:
-            # Wait for the workers, because a worker cancelled while it releases a sandbox first completes the release.
-            # Close the forks that have not run, because they hold forked sandboxes.
+            # Wait for the cancelled workers, which may first have to complete the release of a sandbox. Close the forks
+            # that have not run, because they hold forked sandboxes.
             closing = [asyncio.ensure_future(fork.close()) for _, _, fork in self._queue if fork is not None]
             self._unbegun.clear()
             for worker in self._workers:
@@ -328,7 +329,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
                 try:
                     await self._run_chain(task, key, fork)
                 except Exception:
-                    self._chain_ended(key)  # its group must not wait for it
+                    self._chain_ended(key)  # otherwise, the group would wait for this chain
                     raise
                 self._chain_ended(key)
         finally:
@@ -359,7 +360,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
                 else:
                     self._finished(trajectory)
         elif fork is not None:
-            await fork.close()  # release its forked sandboxes
+            await fork.close()  # releases the forked sandboxes
         if stop is not None:
             self._not_run[key.id] = stop
         if self._bar is not None:
@@ -384,18 +385,18 @@ class RolloutHandle(Handle[Rollout], Displayable):
             self._forking.discard(chain)
 
     def _can_release(self, chain: Chain) -> bool:
-        """Return whether a running chain holds a sandbox like those of `chain` and waits for no sandbox itself."""
+        """Return whether a running chain that is not waiting itself holds a sandbox of a class used by `chain`."""
         needed = chain.context.held.keys()
         others = (other.context for other in self._running - self._forking)
         return any(not other.is_waiting and needed & other.held.keys() for other in others)
 
     async def _fork(self, chain: Chain, at: Turn | None = None, number: int | None = None) -> None:
-        """Fork a chain and queue the fork. Raise PoolTimeout if that would need a sandbox that another chain holds."""
+        """Fork a chain and queue the fork. Raise PoolTimeout if the fork would need a sandbox of another chain."""
         fork = await chain.fork(at=at, number=number, queue=False)
         self._add_chain(fork.task, fork.key, fork)
 
     async def _fork_in_group(self, chain: Chain, at: Turn) -> bool:
-        """Fork a chain of a `BranchGroup`, or return False. Its group has room, unless others use the pool too."""
+        """Fork a chain of a `BranchGroup`. Return False on failure, for example if others use up the pool."""
         try:
             await self._fork(chain, at)
         except Exception as error:
@@ -410,7 +411,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
             warn_or_log(f"the chain {chain.id!r} was not forked: {error}")
 
     def _add_chain(self, task: Task, key: ChainKey, fork: Chain | None = None) -> None:
-        """Queue a fork or an additional chain, which is listed by its position in the group."""
+        """Queue a fork or an additional chain, and list it at its position in the group."""
         before = [i for i, (_, k) in enumerate(self._planned) if k.group == key.group and k.position < key.position]
         self._planned.insert(before[-1] + 1, (task, key))
         self._progress.add(key, task)
@@ -420,7 +421,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
     # --- branching ---
 
     def _begin_groups(self) -> None:
-        """Begin groups while all their chains have room. A group that waited for sandboxes could wait for itself."""
+        """Begin groups as long as the limits have room for all their chains, which must not wait for each other."""
         while self._unbegun and self._num_free:
             assert self.branch is not None
             self._num_free -= 1
@@ -438,7 +439,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
     def _begin_chain(self, task: Task, first: ChainKey, index: int) -> None:
         assert self.branch is not None
         key = dataclasses.replace(first, chain=index)
-        if index < self.branch.num_initial(self.group_size):  # listed from the beginning
+        if index < self.branch.num_initial(self.group_size):  # initial chains are already listed
             self._queue.append((task, key, None))
             self._add_worker()
         else:

@@ -90,8 +90,8 @@ class AgentSettings(Displayable):
         success: Rule that decides whether a scored chain succeeds. A number is the minimum reward. A string is the name
             of a metric (a reward, or a number that a reward returns) that must be at least 1; a chain without this
             metric becomes unscored. A function receives the scored `Trajectory` and returns a bool. The result is
-            recorded as the metric "success". With None, a chain succeeds if the metric "success" that its rewards
-            return is not 0, or, without such a metric, if its reward is at least 1.
+            recorded as the metric "success". With None, a chain succeeds if a reward returned the metric "success" and
+            it is not 0. Without this metric, the chain succeeds if the reward is at least 1.
         system: System message placed before the messages of each task, or None.
         max_turns: Maximum number of actions per chain.
         max_tokens: Maximum number of sampled tokens per chain, or None for no limit. `Sampling.max_tokens` limits one
@@ -99,18 +99,18 @@ class AgentSettings(Displayable):
         max_tool_calls: Maximum number of tool calls per chain, or None for no limit. Malformed and unknown calls are
             not counted. Calls over the limit are not run.
         max_invalid_calls: Number of consecutive actions with only malformed or unknown calls after which a chain ends.
-        nudge: What to do after a sampled action without a tool call. None ends the chain with "answered". A text is
-            given to the model as a user message, for example "Call a tool.", and the chain continues.
-        max_nudges: Maximum number of nudges per chain; the next action without a tool call is the answer.
-        show_exceptions: Whether the model sees the text of exceptions of tools. By default it sees only that the tool
-            failed, and the text of a `ToolError`, because other exceptions may contain the answer.
+        nudge: User message that is appended after a sampled action without a tool call, such as "Call a tool.", so that
+            the chain continues. With None, the chain ends with "answered".
+        max_nudges: Maximum number of nudges per chain, after which an action without a tool call is the answer.
+        show_exceptions: Whether the model sees the text of every exception that a tool raises. By default, it sees the
+            text only of a `ToolError`, because other exceptions may contain the answer.
         timeout: Time limit per chain in seconds, including waiting times, or None for no limit.
         sampling: Sampling settings of each action.
         pools: A pool or a list of pools, from which tools and rewards get their sandboxes.
         max_concurrent_requests: Maximum number of concurrent engine requests over all chains of this agent, or None for
             no limit.
-        max_concurrent_tools: Maximum number of concurrent tool calls, or None for no limit. A waiting call keeps its
-            sandbox; its timeout starts when the call runs.
+        max_concurrent_tools: Maximum number of concurrent tool calls, or None for no limit. A call that waits already
+            holds its sandbox. The timeout of the call starts when it runs.
         max_concurrent_rewards: Maximum number of concurrent reward calls, or None for no limit.
         seed: Seed from which the seeds of all chains are derived.
         name: Author recorded for sampled turns.
@@ -163,11 +163,11 @@ class AgentSettings(Displayable):
     group_reward: Callable[[Group], Any] | None = None
     watch: Callable[[Any], Any] | None = None
     harness: Any = None
-    # Concurrency limits shared by all chains of the agent; created from the settings above unless given.
+    # Concurrency limits shared by all chains of the agent, created from the settings above if not given.
     _concurrency: Any = field(default=None, repr=False)
     # Handle of the most recently started rollout, set by the runner.
     _last_handle: list[Any] = field(default_factory=list, repr=False)
-    # Names of the redefined tools and rewards about which a warning was issued.
+    # Names of redefined tools and rewards for which a warning has been issued.
     _warned: list[str] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:

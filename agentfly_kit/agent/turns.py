@@ -18,7 +18,7 @@ def token_fields(agent: AgentSettings, ids: Sequence[int]) -> dict[str, Any]:
 
 
 def text_fields(agent: AgentSettings, messages: Sequence[Message]) -> dict[str, Any]:
-    """Return the fields of `token_fields` for a turn without ids, for example with a text-only engine."""
+    """Return the same fields as `token_fields` for a turn without ids, for example with a text-only engine."""
     text = "\n".join(message["content"] for message in messages)
     return {"ids": () if agent.exact else None, "text": text, "token_texts": None}
 
@@ -41,9 +41,9 @@ def parse_action(
     """Return the assistant message of an action and its calls.
 
     `forced` holds the token ids of the forced beginning of the action, which is parsed together with `ids`, or with
-    `text` if the engine returned no ids. If one of the strings `stops` ended the action, the message ends before it.
+    `text` if the engine returned no ids. If one of the strings `stops` ended the action, the message excludes it.
     """
-    # `chat.read` prepends the tag that the prompt leaves open. The prompt of a text-only engine may leave none open.
+    # `chat.read` prepends the thinking tag that the prompt leaves open. With a text-only engine, the prompt is unknown.
     read = chat.format.parse if ids is None else chat.read
     beginning = chat.text(forced)
     full_text = beginning + (text or "") if ids is None else chat.text((*forced, *ids))
@@ -74,7 +74,7 @@ def assistant_message(parsed: Parsed) -> tuple[Message, tuple[ToolCall, ...]]:
 
 
 def with_calls(message: Message, calls: Sequence[ToolCall]) -> Message:
-    """Add the calls that could be parsed to an assistant message, in the format of chat templates."""
+    """Return the assistant message with its well-formed calls added, in the format of chat templates."""
     if not calls:
         return message
     functions = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in calls if call.error is None]
@@ -123,7 +123,7 @@ def result_message(call: ToolCall) -> Message:
 
 
 def with_exception_text(call: ToolCall) -> ToolCall:
-    """Add the text of an exception to the result of a tool call that failed; failures of the host are unchanged."""
+    """Add the text of the exception to the result of a failed tool call, unless the host caused the failure."""
     result = call.result
     if result is None or result.error is None or result.error.host:
         return call
@@ -178,7 +178,7 @@ def encode_observation(agent: AgentSettings, turn: Turn) -> tuple[Turn, Turn]:
 
 
 def with_turn_rewards(turns: Sequence[Turn], rewards: dict[int, float]) -> tuple[Turn, ...]:
-    """Replace the rewards of actions by those in `rewards` (by turn index). Tool rewards on observations are kept."""
+    """Replace the rewards of actions by `rewards`, keyed by turn index. Rewards of observations by tools are kept."""
     out: list[Turn] = []
     for i, turn in enumerate(turns):
         reward = rewards.get(i) if turn.kind == "action" else turn.reward

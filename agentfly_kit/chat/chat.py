@@ -1,7 +1,7 @@
 """Conversion between messages and token ids with a tokenizer's chat template. History is never re-encoded.
 
-The prompt is rendered once, and everything later is appended. A check ensures that appending gives the same text as
-rendering the whole conversation (`template.py`).
+The prompt is rendered once, and all later messages are appended to it. A check in `template.py` ensures that appending
+gives the same text as rendering the whole conversation.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Chat(Displayable):
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
         format: name of a format, a `formats.Format`, or "auto". "auto" selects the format that parses calls rendered
-            by the template, or "hermes" if there is none.
-        history: what to do if the template renders earlier messages differently after new ones (typically without
-            their thinking). "exact" raises an error. "append" appends anyway, so the model sees a history that its
-            template would not render. "rerender" re-renders the whole history and starts a new row
-            (`trajectory.rows`), in which earlier sampled tokens have mask 0. In all three cases training uses exactly
-            the sampled tokens in exactly the context in which they were sampled.
+            by the template, or "hermes" if no format does.
+        history: what to do if the template renders earlier messages differently once new messages follow, typically
+            without their thinking. "exact" raises an error. "append" appends the new messages anyway, so the model sees
+            a history that its template would not render. "rerender" renders the whole history again and starts a new
+            row (`trajectory.rows`), in which earlier sampled tokens have mask 0. In all three cases, training uses
+            exactly the sampled tokens in exactly the context in which they were sampled.
         stop: additional single-token strings that end an action, such as those in a generation config.
         options: variables for the template, such as {"enable_thinking": False}.
 
     Raises:
         ChatTemplateError: if there is no template, or it does not render assistant messages.
-        SettingsError: for an unknown format or `history`, or a `stop` string of several tokens.
+        SettingsError: if `format` or `history` is unknown, or a `stop` string consists of several tokens.
     """
 
     # Opening thinking tag at the end of the generation prompt, or "".
@@ -70,12 +70,12 @@ class Chat(Displayable):
             raise SettingsError(f'history must be "exact", "append" or "rerender", got {history!r}')
         self.tokenizer = tokenizer
         self.history = history
-        # Control tokens: special tokens, and added tokens that the template uses. Text must never encode to them.
+        # Control tokens are special tokens and added tokens that the template uses. Plain text must not encode to them.
         added = {str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         texts = {t for t in added if t.strip() and t in str(source)} | {t for t in tokenizer.all_special_tokens if t}
         self._controls = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
         self.template = Template(tokenizer, options or {}, self._controls)
-        # Format that parses calls rendered by this template; None if there is none.
+        # Format that parses calls rendered by this template, or None.
         self.detected_format = formats.detect_format(self.template.written_call)
         self.format = formats.get((self.detected_format or "hermes") if format == "auto" else format)
         opening = self.template.opening()
@@ -161,11 +161,12 @@ class Chat(Displayable):
         Args:
             messages: the messages.
             tools: tool schemas.
-            trusted: roles whose text may contain control tokens. For other roles, they are encoded as plain text.
+            trusted: roles whose text may contain control tokens. In messages of other roles, the text of a control
+                token such as <|im_end|> is encoded as plain text.
 
         Raises:
-            ChatTemplateError: if there are tools, but tool calls cannot be parsed or tool results cannot be appended
-                exactly; or if the template drops, repeats or moves a message. With history="rerender", the text of
+            ChatTemplateError: if the template drops, repeats or moves a message, or if there are tools, but tool calls
+                cannot be parsed or tool results cannot be appended exactly. With history="rerender", the text of
                 assistant messages is not checked.
             SettingsError: if the content of a message is not text, or the last message is from the assistant.
         """
@@ -201,7 +202,7 @@ class Chat(Displayable):
         Raises:
             ChatTemplateError: if the template drops one of `messages`, or if `history` is "exact" and the template
                 renders earlier messages differently when `messages` follow.
-            SettingsError: if `messages` is empty, or for content that is not text.
+            SettingsError: if `messages` is empty, or the content of a message is not text.
         """
         messages = normalize_messages(messages, "observation")
         for kind in _following_roles(messages):
@@ -237,7 +238,7 @@ class Chat(Displayable):
         return not self.format.native or self.template.tool_role == "user"
 
     def _adapt_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Convert tool results to user messages if necessary, merging consecutive ones."""
+        """Convert tool results to user messages if necessary, merging consecutive results into one message."""
         if not self._results_as_user:
             return list(messages)
         adapted: list[Message] = []
@@ -250,7 +251,7 @@ class Chat(Displayable):
         return adapted
 
     def _visible_tools(self, tools: Schemas) -> Schemas:
-        """Return the schemas to pass to the template: none if the template ignores them or uses a different format."""
+        """Return the schemas for the template, or () if the template ignores schemas or uses a different format."""
         return tools if tools and self.format.native and self.template.shows_tools else ()
 
     def _prepare(self, messages: Sequence[Message], tools: Schemas) -> tuple[list[Message], Schemas]:
@@ -294,7 +295,7 @@ class Chat(Displayable):
         after_action: bool,
         trusted: Collection[str],
     ) -> tuple[int, ...]:
-        """Render and encode messages. In messages of untrusted roles, <|im_end|> and similar text is plain text."""
+        """Render and encode messages. In messages of untrusted roles, control tokens are encoded as plain text."""
         controls: list[str] = []
         mark = unused_marker("qzcontrol", messages)
 
@@ -314,8 +315,8 @@ class Chat(Displayable):
             text = self.template.render(plain, tools, generate=True)
         if not controls:
             return self.encode(text)
-        # Split each control string after its first character; encode each part with the text next to it. Later parts
-        # are encoded after a control token, because some tokenizers insert a space before the first word of a string.
+        # Split each control string after its first character, and encode each half with the text next to it. All parts
+        # but the first are encoded after a control token, because some tokenizers insert a space before a first word.
         anchor = self.token_texts(self.stop_ids[:1])[0]
         ids: list[int] = []
         rest = ""
@@ -355,8 +356,8 @@ class Chat(Displayable):
     def parse(self, ids: Sequence[int], tools: Schemas = ()) -> formats.Parsed:
         """Parse an action into answer, thinking and tool calls, without changing its ids.
 
-        If the prompt ends with an open thinking tag, the action starts inside it. An action truncated before the tag
-        is closed is all thinking, without calls.
+        If the prompt ends with an open thinking tag, the action starts with thinking. If the action is truncated before
+        this tag is closed, it consists of thinking only and has no calls.
         """
         ids = list(ids)
         while ids and ids[-1] in self.stop_ids:
@@ -401,7 +402,7 @@ class Chat(Displayable):
         end = begin + max(len(token_texts[index]), len("".join(again_texts[index : index + 1])))
         row_tokens, encoded_tokens = token_texts[index : index + 6], again_texts[index : index + 6]
         cause: Cause
-        if "\ufffd" in text:  # character positions are undefined if tokens hold parts of characters
+        if "\ufffd" in text:  # character positions are undefined if tokens contain incomplete characters
             cause, why = "other", "the row holds bytes that are not valid UTF-8, so no text encodes to its tokens"
         elif common_prefix_length(text, again_text) >= min(end, len(text)):
             cause = "re-tokenisation"
@@ -429,13 +430,13 @@ def _following_roles(messages: Sequence[Message]) -> list[FollowingRole]:
 
 @dataclass(frozen=True)
 class Drift(Displayable):
-    """First token at which a row differs from its re-encoded text. Truthy if they differ.
+    """First token at which a row differs from its re-encoded text. `bool(drift)` tells whether there is a difference.
 
     Attributes:
         cause: "template": the template renders different text. "re-tokenisation": the same text is split into
             different tokens. "other": the tokens do not decode to valid text, or the template rejects the
             conversation. "none": no drift.
-        index: Index of the first differing token in the row; the length of the row if there is none.
+        index: Index of the first differing token in the row, or the length of the row if no token differs.
         tokens: Number of tokens of the row.
         turn: Kind and index of the turn that contains the token.
         row_tokens: Up to six tokens of the row, starting at `index`.
@@ -464,7 +465,7 @@ class Drift(Displayable):
 
 @dataclass(frozen=True)
 class ChatReport(Displayable):
-    """Properties of a chat template. `exact` is True if all messages can be appended without changing history.
+    """Properties of a chat template, as reported by `check`.
 
     Attributes:
         name: Name of the tokenizer.
@@ -473,13 +474,13 @@ class ChatReport(Displayable):
         user_messages: "exact", or the reason why a user message after an answer cannot be appended.
         tool_role: Role in which tool results are rendered.
         tools: True if the template renders tool schemas; otherwise the prompt contains the instructions of the format.
-        format: Format that parses calls rendered by the template; "" if there is none.
+        format: Name of the format that parses calls rendered by the template, or "".
         stop: Token that ends an answer.
         stops: All tokens that end an action.
-        generation_prompt: Text before the first token of the assistant; some templates open or close thinking here.
+        generation_prompt: Text before the first token of the assistant, in which some templates open or close thinking.
         boundary: Text between the last character of an action and the first character of a tool result.
         thinking: Earlier thinking in rendered history: "kept", "kept until a user speaks", "dropped" or "unknown".
-        whitespace: Surrounding whitespace of answers in rendered history: "kept" or "trimmed". Rows keep it as sampled.
+        whitespace: Whether rendered history keeps whitespace around answers: "kept" or "trimmed". Rows always keep it.
     """
 
     name: str

@@ -25,7 +25,7 @@ _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "probe0", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
 }
-# Shapes in which templates accept tool calls: different message contents, and arguments as a dict or as JSON.
+# Shapes in which templates accept tool calls, which differ in the message content and the type of the arguments.
 _CALL_SHAPES: tuple[dict[str, Any], ...] = tuple(
     {"content": content, "json": as_json} for as_json in (False, True) for content in ("", None)
 )
@@ -59,7 +59,8 @@ class Template:
                 self.tool_role = "user"
         except ChatTemplateError:
             self.tool_role = "user"
-        # Message key for thinking, or "tags" in the text. If neither is rendered, history with thinking is never exact.
+        # Message key of the thinking, or "tags" for tags in the content. If the template renders none of these, history
+        # with thinking is never exact.
         self.thinking: str = next(filter(self._takes_thinking, _THINKING), "tags")
 
     # --- rendering ---
@@ -184,7 +185,7 @@ class Template:
     def require_visible(
         self, messages: Sequence[Message], tools: Schemas, *, after_action: bool, answers: bool
     ) -> None:
-        """Raise ChatTemplateError if a message is dropped (for assistants' text, if `answers`), repeated or moved."""
+        """Raise ChatTemplateError if a message is dropped, repeated or moved. `answers` includes assistants' text."""
         ids: dict[Any, str] = {}
         marked: list[Message] = []
         for i, message in enumerate(messages):
@@ -225,8 +226,8 @@ class Template:
     def text_after_action(self, following: Sequence[Message], tools: Schemas = ()) -> str:
         """Return the text between an action and the next one, including the messages `following`.
 
-        The text starts with the template's end-of-turn text. Tool results are rendered after calls with matching names
-        and ids, because many templates look them up, or after plain text if the template does not accept calls.
+        The text starts with the template's end-of-turn text. Tool results are rendered after calls with the same names
+        and ids, which many templates look up, or after plain text if the template does not accept calls.
         """
         mark = unused_marker("qzsaidzq", following)
         results = list(itertools.takewhile(lambda message: message.get("role") == "tool", following))
@@ -254,7 +255,7 @@ class Template:
         raise problem
 
     def _call_closing(self, action: Message, mark: str, tools: Schemas) -> str | None:
-        """Return the text that closes a call after its last argument, without the end of the turn; None if rejected."""
+        """Return the text between the last argument of a call and the end of the turn; None if calls are rejected."""
         # The end of the turn is the text that also ends answers, or a separate control token such as `<|call|>`.
         key = json.dumps([action, [t.get("function", {}).get("name") for t in tools]], default=str).replace(mark, "")
         if key not in self._closings:
@@ -276,11 +277,11 @@ class Template:
     def append_violation(self, kind: FollowingRole) -> str:
         """Return why messages of this kind cannot follow actions without changing earlier text; "" if they can.
 
-        Growing conversations of up to four actions are rendered, with one and two tool results, with and without
-        thinking (as far as the generation prompt allows both), system message and tool schemas, and with user messages
-        between tool calls. Each must start with the previous one, character by character, and end
-        with the result of `text_after_action` for the added messages. Then the text sent to an engine equals the
-        rendering of the whole conversation. The result is cached per kind.
+        Conversations that grow to up to four actions are rendered: with one and two tool results, with and without a
+        system message and tool schemas, with and without thinking (if the generation prompt allows both), and with user
+        messages between tool calls. Every rendering must start with the previous one and end with the result of
+        `text_after_action` for the added messages. The text sent to an engine then equals the rendering of the whole
+        conversation. The result is cached per kind.
         """
         if kind not in self._violations:
             reasons = [self._find_violation(kind, mode) for mode in self.modes]
@@ -295,7 +296,7 @@ class Template:
 
     @functools.cached_property
     def modes(self) -> tuple[str | None, ...]:
-        """Ways in which a rendered answer matches the generation prompt: without (None) or with thinking (a marker)."""
+        """Kinds of answers that the generation prompt allows: None without thinking, or a marker with thinking."""
         prompt = self.render([_USER], generate=True)
         modes = (None, "qzthinkzq")
         return tuple(m for m in modes if self._probe(_USER, self._answer_message("qzanswerzq", m)).startswith(prompt))
@@ -325,7 +326,7 @@ class Template:
         return "qztold0zq" in text and "qztold1zq" in text
 
     def _grow_plans(self, plan: str, thought: str | None) -> str:
-        """Grow conversations by `plan`: after each action, "1" or "2" tool results or a user message ("u")."""
+        """Grow conversations by `plan`, the list of what follows each action: "1" or "2" results, or "u" (user)."""
         tools = [_TOOL] if self._probe(_USER, tools=[_TOOL], generate=True) else []
         system: list[Message] = [{"role": "system", "content": "?"}] if self.takes_system() else []
         return self._grow([_USER], [], plan, thought) or self._grow([*system, _USER], tools, plan, thought)
@@ -340,7 +341,7 @@ class Template:
                     message = self._answer_message(mark, thinking)
                 else:
                     following = [_tool_result(f"qztold{i}n{n}zq", n) for n in range(int(step))]
-                    # Thinking in tags is part of the content, so the action must be plain text instead of a call.
+                    # Thinking in tags belongs to the content, so the action must be plain text instead of a call.
                     plain = self.calls is None or (thinking and self.thinking == "tags")
                     message = (
                         self._answer_message(mark, thinking)
@@ -367,7 +368,7 @@ class Template:
     # --- start and end of an action ---
 
     def stops(self) -> tuple[str, ...]:
-        """Return the control tokens that end an action: the one for answers, then the one for calls if different.
+        """Return the control token that ends answers, followed by the one that ends calls if it is a different token.
 
         In a template without an end-of-turn token, the tag of the next role ends the action. Tokens that also occur
         inside an action, for example between thinking and answer, are excluded.
@@ -388,7 +389,7 @@ class Template:
         return tuple(dict.fromkeys(m.group() for m in found if m and m.group() not in inside))
 
     def written_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Render a call as in an action, without a stop token; return "" if the template does not support calls."""
+        """Return a call as the template renders it in an action, without stop token, or "" if it supports no calls."""
         if self.calls is None:
             return ""
         action = self._call_message([{"name": name, "tool_call_id": "call-0"}], arguments)
@@ -415,7 +416,7 @@ def _tool_result(text: str, n: int = 0) -> Message:
 
 
 def unused_marker(mark: str, messages: Sequence[Message]) -> str:
-    """Extend the marker until it occurs in none of the messages, so that it is found unambiguously."""
+    """Extend the marker until none of the messages contains it."""
     held = repr(list(messages))
     while mark in held:
         mark += "q"

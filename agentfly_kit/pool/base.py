@@ -64,7 +64,7 @@ class Lease(Displayable, Generic[S]):
             self.pool._on_turn_changed(self)
 
     async def release(self) -> None:
-        """Release the lease; the same as `pool.release(lease)`."""
+        """Release the lease, as `pool.release(lease)` does."""
         await self.pool.release(self)
 
     def __del__(self) -> None:
@@ -113,7 +113,7 @@ class BasePool(ABC, Generic[S]):
         """Called when a lease is garbage-collected without having been released, at any time and in any thread."""
 
     def _begin_release(self, lease: Lease[S]) -> bool:
-        """Mark a lease as released; return False if it already was."""
+        """Mark a lease as released. Return False if it was released before."""
         if lease.pool is not self:
             raise SettingsError(f"lease must be a lease of this pool, got {lease!r}")
         released, lease.released = lease.released, True

@@ -1,4 +1,4 @@
-"""Calls to the methods of a sandbox, which may be any object, with a time limit or without an event loop."""
+"""Calls to methods of sandboxes, with a time limit or without an event loop. A sandbox may be any object."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ async def call(sandbox: object, method: str) -> Any:
 
 
 async def call_within(seconds: float, name: str, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
-    """Return `await work(*args)`, but cancel the call after `seconds`. If it does not end, abandon it with a warning.
+    """Await `work(*args)`, and cancel it after `seconds`. If it then does not end, abandon it with a warning.
 
     Raises:
         SandboxError: if the call exceeds the time limit, raises SystemExit, or raises CancelledError without having
-            been cancelled. These exceptions would otherwise end the process or the calling task.
+            been cancelled. The latter two would otherwise end the process or the calling task.
     """
 
     async def run() -> Any:
@@ -71,7 +71,7 @@ def is_alive(sandbox: object) -> bool:
 
 
 def kill(sandbox: object) -> None:
-    """Kill a sandbox without an event loop: call `kill()` if defined, otherwise run `close()` in a separate thread."""
+    """Kill a sandbox without an event loop. Call `kill()` if it is defined, else run `close()` in a separate thread."""
     method = getattr(sandbox, "kill", None)
     if callable(method):
         with contextlib.suppress(Exception):

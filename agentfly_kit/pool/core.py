@@ -1,12 +1,12 @@
-"""Applies state changes of a pool: answers requests, and starts, resets and closes sandboxes.
+"""`PoolCore`: answers the requests of a pool, and starts, resets and closes its sandboxes.
 
 Every state change is made by a synchronous method of `PoolState` (state.py) under a lock, which is never held while
 user code runs. `_dispatch` then carries out the effects. The design follows httpcore's connection pool.
 
 Each start, reset or close of a sandbox runs in its own task, which continues even if the waiting caller is cancelled.
 Requests and tasks belong to the event loop that created them; the next `acquire` removes those of closed loops. A
-thread without a running loop, such as one that collects a lease, asks the event loop of a waiting request to start a
-sandbox.
+thread without a running loop, for example one in which a lease is garbage-collected, asks the event loop of a waiting
+request to start a sandbox.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PoolCore(BasePool[S]):
         super().__init__(sandbox_type, acquire_timeout)
         self._state = state
         self._lock = threading.Lock()
-        # Slots whose lease was garbage-collected, possibly by a thread that holds the lock.
+        # Slots whose lease was garbage-collected, possibly in a thread that was holding the lock.
         self._dropped: deque[Slot] = deque()
         self._tasks: dict[Slot, asyncio.Task[None]] = {}  # the start, reset or close in progress
         self._wakeup_loop: asyncio.AbstractEventLoop | None = None  # runs the timer for the next lease expiry
@@ -56,7 +56,7 @@ class PoolCore(BasePool[S]):
         self._finalizer = weakref.finalize(self, kill_all, state.slots)
 
     def _dispatch(self, event: Callable[..., None], *args: Any, may_start: bool = True) -> None:
-        """Apply an event to the state and start carrying out its effects. Never waits."""
+        """Apply an event to the state and begin to carry out its effects, without waiting for them."""
         may_start = may_start and running_loop() is not None
         with self._lock:
             effects = self._state.apply(event, *args, now=time.monotonic(), may_start=may_start)
@@ -93,7 +93,7 @@ class PoolCore(BasePool[S]):
                 self._dispatch(self._state.cancelled, future)
 
     def _schedule_wakeup(self) -> None:
-        """Set a timer for the next lease expiry, unless a timer is set. All leases have the same maximum duration."""
+        """Set a timer for the next lease expiry. One timer suffices, as all leases have the same maximum duration."""
         loop = asyncio.get_running_loop()
         with self._lock:
             due = self._state.next_expiry()
@@ -112,7 +112,7 @@ class PoolCore(BasePool[S]):
         loop.call_later(max(0.0, due - time.monotonic()) + 0.01, wake_up)
 
     def _forget_closed_loops(self) -> None:
-        """Cancel requests and kill sandboxes whose event loop is closed. Otherwise they would wait forever."""
+        """Cancel requests, and kill sandboxes in transition, whose event loop is closed, as they could never finish."""
         with self._lock:
             granted = [slot.ticket for slot in self._state.slots.values() if slot.ticket is not None]
             futures = [*self._state.waiters, *granted]
@@ -134,7 +134,7 @@ class PoolCore(BasePool[S]):
         if slot is None:
             return  # already removed because the pool was closed
         self._dropped.append(slot)
-        if not self._lock.locked():  # if this thread holds the lock, it kills the sandbox after releasing the lock
+        if not self._lock.locked():  # otherwise, the thread that holds the lock kills the sandbox afterwards
             self._kill_dropped()
         warnings.warn(f"{lease!r} was dropped without a release", ResourceWarning, stacklevel=3)
 
@@ -143,7 +143,7 @@ class PoolCore(BasePool[S]):
             self._kill_slot(self._dropped.popleft())
 
     def _notify(self) -> None:
-        """Pass queued events to the listeners in order, one thread at a time and without holding the lock."""
+        """Pass queued events to the listeners in order. Only one thread does this at a time, without the lock."""
         while self._events and self._notifying.acquire(blocking=False):
             try:
                 while self._events:
@@ -154,7 +154,7 @@ class PoolCore(BasePool[S]):
     # --- starting, resetting and closing sandboxes, in separate tasks
 
     def _spawn(self, slot: Slot, work: Coroutine[Any, Any, None]) -> None:
-        """Run the next step of a slot in a task, which replaces the slot's previous task if that is still running."""
+        """Run the next step of a slot in a task, which becomes the task of the slot even if the previous one runs."""
         task = asyncio.get_running_loop().create_task(work, name=f"{self.name} {slot.id}")
         self._tasks[slot] = task
 
@@ -162,7 +162,7 @@ class PoolCore(BasePool[S]):
             failed = task.cancelled() or task.exception() is not None
             if self._tasks.get(slot) is task:
                 del self._tasks[slot]
-                if failed:  # cancelled because its event loop is shutting down
+                if failed:  # for example, cancelled because the event loop is shutting down
                     self._kill_slot(slot)
 
         task.add_done_callback(done)
@@ -207,7 +207,7 @@ class PoolCore(BasePool[S]):
             self._dispatch(self._state.was_reset, slot)
 
     async def _reset_sandbox(self, sandbox: S) -> bool:
-        """Reset a sandbox and return whether it is healthy. An environment is instead reset by its next holder."""
+        """Reset a sandbox and return whether it is healthy. Environments are not reset here, but by the next holder."""
         if not is_environment(self.sandbox_type):
             await call(sandbox, "reset")
         elif inspect.ismethod(getattr(sandbox, "cleanup", None)):  # a method, not a tool named "cleanup"

@@ -24,7 +24,7 @@ def is_environment(sandbox_type: type) -> bool:
 
 
 def _reset_parameters(sandbox_type: type) -> list[inspect.Parameter]:
-    """Return the parameters of `reset` after `self`. Empty if `reset` is not defined or has no signature."""
+    """Return the parameters of `reset` after `self`, or [] if `reset` is not defined or has no signature."""
     method = getattr(sandbox_type, "reset", None)
     if not callable(method):
         return []
@@ -37,7 +37,7 @@ def _reset_parameters(sandbox_type: type) -> list[inspect.Parameter]:
 def environment_seed(task: Task) -> int:
     """Return the task's `seed` field if it is an integer, otherwise a seed derived from the task's id.
 
-    All chains of a task get the same seed: they are compared with each other and must start in the same state.
+    All chains of a task get the same seed, because chains that are compared must start in the same state.
     """
     given = task.fields.get("seed")
     return given if isinstance(given, int) and not isinstance(given, bool) else seeds.derive(0, "environment", task.id)

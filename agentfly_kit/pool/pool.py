@@ -25,8 +25,7 @@ S = TypeVar("S")
 class Pool(Displayable, PoolCore[S]):
     """Pool of up to `size` sandboxes of one class, started on demand.
 
-    Requests are served in order of arrival. If several rollouts wait for the same pool, they take turns, one sandbox at
-    a time.
+    Requests are served in order of arrival. If several rollouts wait for the same pool, they receive sandboxes in turn.
 
     `async with` is optional: the sandboxes are closed when the pool is garbage-collected or Python exits. A pool can be
     used from several event loops, one after another.
@@ -37,19 +36,19 @@ class Pool(Displayable, PoolCore[S]):
             a sandbox is replaced after each lease. If `reset(task, seed)` takes a task, the class is an environment:
             each chain resets it for its own task, and `cleanup()`, if defined, is called on release.
         size: maximum number of sandboxes.
-        min_idle: number of idle sandboxes to keep ready, from the first request on.
-        max_uses: replace a sandbox after this many leases instead of resetting it, or None for no limit.
+        min_idle: number of idle sandboxes to keep ready after the first request.
+        max_uses: number of leases after which a sandbox is replaced instead of reset, or None for no limit.
         max_lease: maximum duration of a lease in seconds. After that, the lease is revoked: the sandbox is closed, the
             holder's next use of the sandbox raises LeaseRevoked, the holder's chain is not scored, and the next request
             gets a new sandbox.
-        healthy: `healthy(sandbox)`, sync or async, called after each reset. If it returns false or raises, the sandbox
-            is replaced.
+        healthy: sync or async function of a sandbox, called after each reset. If it returns a false value or raises,
+            the sandbox is replaced.
         acquire_timeout: default time to wait for a lease, in seconds.
         start_timeout: time limit in seconds for starting or resetting a sandbox. When it is exceeded, the method is
             cancelled and the sandbox replaced. The time limit of `close` is always 5 seconds. A method that does not
             end when cancelled is abandoned with a warning.
-        options: keyword arguments of `sandbox_type`, passed unchanged, even if None. For example, `memory_mb=None` of a
-            PythonSandbox means no limit.
+        options: keyword arguments of `sandbox_type`. None is passed on like any other value; for example,
+            `memory_mb=None` of a PythonSandbox means no limit.
 
     Raises:
         SettingsError: if a setting is invalid, or if `sandbox_type` does not accept an option, because it has no such
@@ -152,12 +151,12 @@ class Pool(Displayable, PoolCore[S]):
             owner: name of the holder, shown in snapshots and error messages.
             timeout: maximum time to wait, in seconds; None means the pool's `acquire_timeout`.
             run: name of the rollout. Rollouts take turns; requests of the same rollout are served in order of arrival.
-            queue: whether to wait for the release of a lease. With False, only a sandbox that is idle, starting or
-                being reset is waited for.
+            queue: whether to wait until another lease is released. With False, wait only for a sandbox that is being
+                started, reset or replaced.
 
         Raises:
-            PoolTimeout: if no sandbox becomes free in time. The message lists the holders. With queue=False, if all
-                sandboxes are leased or requested.
+            PoolTimeout: if no sandbox becomes free in time; the message then names the holders. With queue=False, also
+                if all sandboxes are leased or requested.
             PoolClosed: if the pool is closed.
             SandboxError, IsolationError: if no sandbox can be started.
         """
@@ -171,7 +170,7 @@ class Pool(Displayable, PoolCore[S]):
                     lease = Lease(self, slot.id, slot.sandbox, owner)
                     slot.lease, slot.ticket = weakref.ref(lease), None
                     break
-            # The pool was closed, or the sandbox died, after the grant. Retry; a closed pool raises PoolClosed.
+            # After the grant, the pool was closed or the sandbox died. Try again; a closed pool raises PoolClosed.
         self._schedule_wakeup()
         return lease
 
@@ -220,7 +219,7 @@ class Pool(Displayable, PoolCore[S]):
             pass
 
     def recycle(self, sandbox: int, *, close: bool = False) -> None:
-        """Reset or close a sandbox interactively. Repeating the call is harmless.
+        """Reset or close a sandbox interactively. Calling this method repeatedly is harmless.
 
         If the sandbox is leased, the lease is revoked as if `max_lease` had passed, and the sandbox is replaced.
 

@@ -39,16 +39,16 @@ class PoolSnapshot(Displayable):
 
     Attributes:
         sandbox_type: Name of the sandbox class.
-        isolation: Isolation level in use. Before the first start: the requested level, or None for the best available.
+        isolation: Isolation level in use. Before the first start, the requested level, or None for the best available.
         size: Maximum number of sandboxes.
         dead: Number of sandboxes so far that died or could not be reset.
         closed: True after the pool was closed.
         time: Time of the snapshot (monotonic seconds).
         waiters: Owners of the waiting requests, in the order in which they will be served.
         sandboxes: All sandboxes.
-        error: Error of the most recent start; None if that start succeeded.
-        waiting_seconds: Waiting time of each of the `waiters`.
-        recycled: Number of times so far that a sandbox was reset for reuse.
+        error: Error of the most recent start, or None if it succeeded.
+        waiting_seconds: Time that each of the `waiters` has waited so far, in seconds.
+        recycled: Number of resets for reuse so far.
         failed_starts: Number of failed starts so far.
     """
 

@@ -1,7 +1,7 @@
 """State machine of a pool, without a clock, an event loop or I/O.
 
 Each event is a method of `PoolState`. `PoolState.apply(event, ...)` returns the effects of the event. The pool carries
-them out and reports the outcome as further events.
+out these effects and reports their outcome as further events.
 
 The states of a slot are `starting -> idle <-> leased -> resetting -> idle`, and any state `-> closing -> removed`.
 A slot that is closing still counts towards the size, so there are never more than `size` sandboxes.
@@ -20,7 +20,7 @@ from .records import Change, PoolEvent, SlotState
 
 # Maximum number of sandboxes that start concurrently.
 _MAX_STARTING = 8
-# After this many consecutive failed starts, starts are paused. The pause doubles with each further failure.
+# Number of consecutive failed starts after which starts are paused. The pause doubles with each further failure.
 _MAX_FAILURES = 3
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
@@ -57,13 +57,13 @@ class Effects:
     reset: list[Slot] = field(default_factory=list)
     close: list[Slot] = field(default_factory=list)
     grant: list[tuple[Any, Slot]] = field(default_factory=list)  # (ticket, slot)
-    refuse: list[tuple[Any, BaseException | None]] = field(default_factory=list)  # (ticket, last error; None: closed)
+    refuse: list[tuple[Any, BaseException | None]] = field(default_factory=list)  # (ticket, error; None if closed)
     revoked: list[tuple[Slot, str]] = field(default_factory=list)  # (slot whose lease was revoked, reason)
     events: list[PoolEvent] = field(default_factory=list)
 
 
 class PoolState:
-    """State of a pool. `alive(slot)` is called before a sandbox is granted; the settings are those of `Pool`.
+    """State of a pool with the settings of `Pool`. `alive(slot)` is called before a sandbox is granted.
 
     Circuit breaker: after three consecutive failed starts, or one permanent failure, starts are paused for a second.
     The pause doubles with each further failure, up to a minute. During a pause, requests are refused with the last
@@ -138,7 +138,7 @@ class PoolState:
     # --- events
 
     def requested(self, ticket: Any, owner: str, run: str = "", queue: bool = True) -> None:
-        """Event: a sandbox was requested, on behalf of a run unless `run` is empty. Waiting runs take turns.
+        """Event: a sandbox was requested for the rollout `run`, or for none if `run` is "". Waiting runs take turns.
 
         With queue=False, the request is refused if it could be granted only after a lease was released.
         """
@@ -227,7 +227,7 @@ class PoolState:
             self._move(slot, "resetting", "reset by hand")
 
     def wakeup(self) -> None:
-        """Event without a change: makes `apply` check for expired leases and waiting requests."""
+        """Event without an effect of its own. It lets `apply` check for expired leases and waiting requests."""
 
     def close(self) -> None:
         """Event: the pool is closed."""

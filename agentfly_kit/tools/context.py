@@ -67,7 +67,7 @@ class Context(Displayable):
         seed: seed of the current turn, updated by the chain.
         pools: pools from which sandboxes are leased.
         concurrency: limits on concurrent tools and rewards.
-        run: name of the rollout, so that a pool can alternate between rollouts.
+        run: name of the rollout, by which a pool alternates between rollouts.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Context(Displayable):
         self.run = run
         self._leases: dict[BasePool[Any], asyncio.Task[Any]] = {}
         self._locks: dict[BasePool[Any], asyncio.Lock] = {}
-        # Arguments of `acquire`, besides the owner and the run.
+        # Arguments of `BasePool.acquire` other than the owner and the run.
         self._acquire_options: dict[str, Any] = {}
         self._closed = False
         self._close_lock = asyncio.Lock()
@@ -116,7 +116,7 @@ class Context(Displayable):
         if pool not in self._leases:
             self._leases[pool] = asyncio.ensure_future(self._acquire(pool))
         acquiring = self._leases[pool]
-        # Do not await the task directly: cancelling one call would cancel the lease for all calls.
+        # Do not await the task directly, because cancelling one call would then cancel the lease for all calls.
         await asyncio.wait([acquiring])
         if acquiring.cancelled():
             raise SandboxError(f"the chain {self.trajectory_id!r} ended while it waited for a {sandbox_type.__name__}")
@@ -158,7 +158,7 @@ class Context(Displayable):
             self.check()  # discard the result if the sandbox was revoked during the call
 
     def check(self) -> None:
-        """Raise `LeaseRevoked` if a pool has revoked a lease of this chain; the message names the reason."""
+        """Raise `LeaseRevoked`, with the reason, if a pool has revoked a lease of this chain."""
         for pool, lease in self._leases.items():
             if _is_held(lease) and (reason := lease.result().revoked):
                 raise LeaseRevoked(
@@ -166,7 +166,7 @@ class Context(Displayable):
                 )
 
     def pool(self, sandbox_type: type) -> BasePool[Any]:
-        """Return the only pool of this sandbox class, or, if there is none, the only pool of a subclass."""
+        """Return the only pool of this sandbox class or, if the class has no pool, the only pool of a subclass."""
         exact = [pool for pool in self.pools if pool.sandbox_type is sandbox_type]
         found = exact or [pool for pool in self.pools if issubclass(pool.sandbox_type, sandbox_type)]
         if len(found) == 1:
@@ -192,7 +192,8 @@ class Context(Displayable):
 
         Raises:
             SandboxError: if a held sandbox has no `fork`, or `state` cannot be copied. Nothing is leased in this case.
-            PoolTimeout: if no sandbox becomes free in time or, with queue=False, is free now; see `Pool.acquire`.
+            PoolTimeout: if no sandbox becomes free in time or, with queue=False, unless another lease is released; see
+                `Pool.acquire`.
         """
         for sandbox_type, sandbox in self.held.items():
             if not callable(getattr(sandbox, "fork", None)):
@@ -230,7 +231,7 @@ class Context(Displayable):
         return twin
 
     async def close(self) -> None:
-        """Release every lease, even if this call is cancelled. Concurrent calls wait for each other."""
+        """Release all leases, even if this call is cancelled. Concurrent calls of `close` wait for each other."""
         self._closed = True
         failed: list[BaseException] = []
         async with self._close_lock:

@@ -30,12 +30,12 @@ from agentfly_kit.types import Failure
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one call: a value, or an error whose traceback starts in the called function.
+    """Outcome of one call, which is a value or an error. The traceback of an error starts in the called function.
 
     Attributes:
         value: The return value, or None after an error.
-        error: The exception, or None. After a timeout, a TimeoutError "took longer than 5 s and was cancelled" for a
-            coroutine, or "... abandoned" for a thread, which cannot be stopped.
+        error: The exception, or None. After a timeout, a TimeoutError that tells whether the call was cancelled (a
+            coroutine) or abandoned (a thread, which cannot be stopped).
         timed_out: Whether the call exceeded its timeout.
         seconds: Duration of the call.
     """
@@ -127,8 +127,8 @@ _sources: dict[int, str] = {}  # source by id of the code object, as read when t
 def source_of(function: Callable[..., Any]) -> str:
     """Return the source code of a function, including one from a notebook cell, or a hash of its bytecode.
 
-    The source is read once per code object, because the file may change while the old code still runs. Autoreload
-    replaces the code object of a function.
+    The source is read only once per code object, because the file may change while the old code still runs. After an
+    autoreload, the function has a new code object, for which the source is read again.
     """
     plain = underlying(function)
     code = getattr(plain, "__code__", None)
@@ -147,7 +147,7 @@ def _read_source(function: Callable[..., Any], code: pytypes.CodeType) -> str:
     source = textwrap.dedent(inspect.getsource(function))
     if code.co_name == "<lambda>" or re.search(rf"^(async\s+)?def\s+{code.co_name}\b", source, re.MULTILINE):
         return source
-    # The line number does not match the file, because autoreload compiled only this function or the file changed.
+    # The line number does not match the file, because autoreload compiled only this function, or the file has changed.
     lines = linecache.getlines(code.co_filename)
     node: Any = ast.parse("".join(lines))
     outer = [part for part in function.__qualname__.split(".")[:-1] if part != "<locals>"]
@@ -160,9 +160,9 @@ def _read_source(function: Callable[..., Any], code: pytypes.CodeType) -> str:
 def fingerprint(function: Callable[..., Any], *more: str) -> str:
     """Return a hash (16 hex digits) of the source, the referenced constants, and the referenced user functions.
 
-    User functions are those of the same module, and of modules that are not installed packages. Of other values, only
-    immutable ones (numbers, strings, tuples) are included, because lists, dicts and objects may hold state. The same
-    applies to the arguments of a `functools.partial`.
+    User functions are defined in the same module or in modules that are not part of an installed package. Constants are
+    included only if they are immutable (numbers, strings, tuples), because lists, dicts and objects may hold state. The
+    same applies to the arguments of a `functools.partial`.
     """
     if isinstance(function, functools.partial):
         fixed = (function.args, tuple(sorted(function.keywords.items())))
@@ -181,7 +181,7 @@ def underlying(function: Any) -> Any:
 
 
 def current_definition(function: Callable[..., Any]) -> Any:
-    """Return the object to which the function's name currently refers, or None if unknown, as for local functions."""
+    """Return the object to which the function's name refers now, or None if it is unknown, as for local functions."""
     plain = underlying(function)
     value: Any = None
     for i, part in enumerate(plain.__qualname__.split(".")):
@@ -239,13 +239,13 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def _is_users(module: str | None, file: str | None) -> bool:
-    """Return True if the module is user code: not the standard library, an installed package or this package."""
+    """Return True if the module is not part of the standard library, an installed package or this package."""
     top = (module or "").partition(".")[0]
     return file is not None and not file.startswith((*_INSTALLED, "<")) and top != "agentfly_kit"
 
 
 def _stable_repr(value: Any) -> str | None:
-    """Return a string that is the same in every process, or None for mutable values."""
+    """Return a representation that is the same in every process, or None for mutable values."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes) or value is Ellipsis:
         return repr(value)
     if isinstance(value, tuple | frozenset):
@@ -271,7 +271,7 @@ def _digest(*texts: str) -> str:
 
 
 def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the resolved annotations with `Annotated` metadata. Local names are resolved in the calling frames."""
+    """Return the resolved annotations with `Annotated` metadata. Local names are looked up in the calling frames."""
     try:
         return typing.get_type_hints(function, include_extras=True)
     except NameError:

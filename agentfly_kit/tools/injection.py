@@ -85,7 +85,7 @@ class InjectedFunction(Generic[P, R]):
 
         If `injected_names` is given, all parameters are injected, and names not in `injected_names` refer to task
         fields. Otherwise, only parameters whose annotation requests an injection are injected. With `open_arguments`,
-        the function may take `**arguments`, which a schema describes.
+        the function may accept `**arguments`, whose names and types are given by a schema.
         """
         shown = getattr(function, "__qualname__", repr(function))
         if isinstance(function, InjectedFunction):
@@ -141,7 +141,7 @@ class InjectedFunction(Generic[P, R]):
                 injected = Injection(p.name if p.name in injected_names else "field")
             if injected is not None:
                 self._hidden[p.name] = injected
-        # Reward parameters of TRL and verifiers. They are unlikely to be task fields.
+        # In TRL and verifiers, rewards have parameters with these names, which are unlikely to be task fields.
         for name in ("completion", "completions", "prompts"):
             if self._injected_names and name in self._hidden and not set(self._injected_names) & set(self._hidden):
                 raise self._error(f"parameter {name!r} cannot be injected{self._injectable()}")
@@ -155,7 +155,7 @@ class InjectedFunction(Generic[P, R]):
         return self.error_type(f"{self.name}: {text}")
 
     def _injectable(self) -> str:
-        """Return the end of an error message, which lists the possible parameters; "" for a tool."""
+        """Return the end of an error message, which lists the possible parameters, or "" for a tool."""
         if not self._injected_names:
             return ""
         text = f"; parameters can be {', '.join(self._injected_names)}, a sandbox, or a field of the task"
@@ -184,7 +184,7 @@ class InjectedFunction(Generic[P, R]):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the source code, the constants and functions it uses, and the settings."""
+        """Hash of the source code, of the constants and functions that the code uses, and of the settings."""
         return functions.fingerprint(self.function, self._settings())
 
     @property
@@ -220,7 +220,7 @@ class InjectedFunction(Generic[P, R]):
     async def _inject(
         self, context: Context, fields: Mapping[str, Any], **values: Any
     ) -> AsyncIterator[dict[str, Any]]:
-        """Yield the injected arguments, with `values` by source name, and hold their sandboxes exclusively."""
+        """Yield the injected arguments while holding their sandboxes exclusively. `values` are keyed by source."""
         self.check([context.task])
         values["context"] = context
         sandbox_types = {n: i.sandbox_type for n, i in self._hidden.items() if i.source == "sandbox"}

@@ -1,4 +1,4 @@
-"""Tools of servers that speak the Model Context Protocol (MCP)."""
+"""Tools of servers that implement the Model Context Protocol (MCP)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentfly_kit.pool.pool import Pool
 from agentfly_kit.tools.tool import Tool, ToolSet
 from agentfly_kit.types import ToolResult
 
-# Maximum number of pages of a list of tools, so that a list without end is an error.
+# Maximum number of pages in which a server may list its tools. The limit turns an endless list into an error.
 _PAGES = 100
 
 
@@ -37,19 +37,19 @@ async def mcp(
 ) -> AsyncIterator[MCPTools]:
     """Connect to an MCP server and return its tools: `async with af.toolbox.mcp("python server.py") as tools`.
 
-    The tools are those that the server listed at the beginning. Images and other content that is not text are shown to
-    the model by type and size. If the server reports an error, the model sees its text; if the server cannot be reached
-    any more, the chain is unscored.
+    The tools are listed once, when the connection is opened. In place of images and other content that is not text, the
+    model sees the type and size. If the server reports an error, the model sees the error message. If the connection is
+    lost, the chain is unscored.
 
-    A server started by a command runs outside of any sandbox, with the rights of this process, and its descriptions and
-    results become part of the prompts: trust a server as you would an installed package. Requests of the server, such
-    as for a sample of the model, are refused.
+    A server started by a command runs outside of any sandbox with the permissions of this process, and its descriptions
+    and results become part of the prompts. Use only servers that you trust as you would an installed package. Requests
+    from the server, for example to sample from the model, are refused.
 
     Args:
-        server: URL of a server (streamable HTTP), command that starts one (stdio), as a string or a list of arguments,
-            or anything that `mcp.Client` accepts.
-        sessions: 0 shares one session between all chains. Otherwise every chain has a session of its own, from a pool
-            of this size: pass `Agent(tools=tools, pools=[tools.pool])`.
+        server: URL of a server (streamable HTTP); command that starts a server (stdio), as a string or a list of
+            arguments; or another object that `mcp.Client` accepts.
+        sessions: Number of sessions in a pool from which each chain leases its own session, for
+            `Agent(tools=tools, pools=[tools.pool])`. With 0, all chains share one session.
         timeout: limit in seconds for connecting and for each call.
         max_chars: maximum length of an observation in characters, or None.
 
@@ -65,7 +65,7 @@ async def mcp(
     connect, label = _connector(server)
 
     class MCPSession(_Session):
-        """Session of one chain. Every server has a class of its own, by which its pool is found."""
+        """Session of one chain. The class is created per server, so that the pool of the server can be identified."""
 
         def __init__(self) -> None:
             super().__init__(connect, label, timeout)
@@ -87,7 +87,7 @@ async def mcp(
 
 
 def _connector(server: Any) -> tuple[Callable[[Any], Any], str]:
-    """Return a function that maps a file for errors to an argument of `mcp.Client`, and a name for messages."""
+    """Return a function from a file for stderr to the argument of `mcp.Client`, and the server's name for messages."""
     try:
         from mcp import StdioServerParameters, stdio_client
     except ImportError as error:
@@ -107,7 +107,7 @@ def _connector(server: Any) -> tuple[Callable[[Any], Any], str]:
 
 
 class _Session:
-    """Connection to a server, held by a task of its own, because it must be closed by the task that opened it."""
+    """Connection to a server. A separate task holds it, because the task that opens a connection must also close it."""
 
     def __init__(self, connect: Callable[[Any], Any], label: str, timeout: float) -> None:
         self._connect, self._label, self._timeout = connect, label, timeout
@@ -159,7 +159,7 @@ class _Session:
             await asyncio.wait([task])
 
     async def close(self) -> None:
-        """End the session and, with stdio, the server. Also if the caller is cancelled, the task ends."""
+        """End the session and, with stdio, the server, even if the caller is cancelled."""
         task, self._task = self._task, None
         self._stop.set()
         if task is not None:
@@ -189,7 +189,7 @@ class _Session:
         return ToolResult(not result.is_error, _text(result))
 
     async def _request(self, request: Callable[[Any], Any]) -> Any:
-        """Send a request; the timeout also covers a server that answers with messages but never with a result."""
+        """Send a request. The timeout also applies if the server sends messages without ever returning a result."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
@@ -217,8 +217,8 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _tool(listed: Any, session: Any, timeout: float, max_chars: int | None) -> Tool[..., Any]:
-    """Return a tool that calls the listed one, in a given session, or in that of the chain if a class is given."""
-    its_name = listed.name  # may contain characters that names of tools must not
+    """Return a tool that calls a tool of the server in `session`, or, if this is a class, in the chain's session."""
+    its_name = listed.name  # may contain characters that are not allowed in the name of a `Tool`
     name = re.sub(r"[^a-zA-Z0-9_-]", "_", its_name)[:64]
     name = name if re.match(r"[a-zA-Z_]", name) else f"_{name}"[:64]
 
@@ -240,7 +240,7 @@ def _tool(listed: Any, session: Any, timeout: float, max_chars: int | None) -> T
             return await run(session, arguments)
 
     try:
-        # The session limits the time, because an abandoned request would stay open.
+        # The session enforces the timeout, because a request abandoned by the tool would stay open.
         return Tool.from_schema(
             name, listed.input_schema, call, description=listed.description or listed.title or "", timeout=None,
             max_chars=max_chars,
@@ -250,7 +250,7 @@ def _tool(listed: Any, session: Any, timeout: float, max_chars: int | None) -> T
 
 
 def _text(result: Any) -> str:
-    """Return the content of a result as text; structured content only if there is no other."""
+    """Return the content of a result as text. Structured content is used only if there is no other content."""
     parts = []
     for block in result.content:
         if block.type == "text":

@@ -41,7 +41,7 @@ class Arguments:
     """Visible parameters of the function named `owner`: generates their JSON schema and validates JSON values.
 
     A description in an annotation takes precedence over a description in the docstring. With `optional`, parameters do
-    not need a description. A given `schema` is used as it is.
+    not need a description. If `schema` is given, it is used unchanged.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Arguments:
 
     @classmethod
     def from_schema(cls, owner: str, schema: Any) -> Arguments:
-        """Use the JSON schema of an object. The types of its properties are checked, but not deeper constraints."""
+        """Create from the JSON schema of an object. `validate` checks types, but no other constraints of the schema."""
         properties = schema.get("properties", {}) if isinstance(schema, Mapping) else None
         if not isinstance(properties, Mapping) or schema.get("type", "object") != "object":
             raise ToolSchemaError(
@@ -160,14 +160,14 @@ class Arguments:
         return f"({', '.join(texts)})"
 
 
-# Python types of the JSON types. An integer is also a number, and stays an integer.
+# Python type of each JSON type. A "number" may be an int, so that integers are not converted to floats.
 _TYPES: dict[str, Any] = {
     "string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict, "null": None,
 }  # fmt: skip
 
 
 def _annotation(part: Mapping[str, Any]) -> Any:
-    """Return the Python type of the values that a part of a JSON schema describes; Any if it is not known."""
+    """Return the Python type of the values that a part of a JSON schema describes, or Any if the type is unknown."""
     if "enum" in part or "const" in part:
         values = part.get("enum", [part.get("const")])
         return Literal[tuple(values)] if all(isinstance(v, str | int | None) for v in values) else Any

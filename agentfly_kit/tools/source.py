@@ -1,4 +1,4 @@
-"""Tools written as text: read with `ast`, and executed only in the sandbox of the chain."""
+"""Tools given as source code, which is parsed with `ast` and executed only in the sandbox of the chain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_SOURCE = 64_000
 _PLAIN: dict[str, Any] = {
     "str": str, "int": int, "float": float, "bool": bool, "list": list, "dict": dict, "Any": Any,
 }  # fmt: skip
-# Runs in the sandbox. A local name keeps the variables of the model's own code unchanged.
+# Program that runs in the sandbox. Its names are local, except `_call_tool`, so the model's variables do not change.
 _PROGRAM = """\
 def _call_tool():
     import __future__, json
@@ -33,7 +33,7 @@ _call_tool()
 
 @dataclass(frozen=True)
 class Written:
-    """Source code of a function, with the name, description and JSON schema that were read from it."""
+    """Source code of a function, with the name, description and JSON schema that were parsed from it."""
 
     source: str
     name: str
@@ -43,10 +43,10 @@ class Written:
 
 
 def parse_source(source: str, timeout: float = 10.0) -> Written:
-    """Read the source code of one function without executing it.
+    """Parse the source code of one function without executing it.
 
     Raises:
-        ToolSchemaError: if it is not one function with types and descriptions.
+        ToolSchemaError: if the source is not a single function with types and descriptions.
     """
     if not isinstance(source, str) or len(source) > MAX_SOURCE:
         given = f"{len(source):,} characters" if isinstance(source, str) else type(source).__name__
@@ -98,7 +98,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _annotation(owner: ast.arg, node: ast.expr | None) -> Any:
-    """Convert an annotation to a type by name. Nothing is evaluated."""
+    """Convert the syntax tree of an annotation to a type, without evaluating it."""
     if node is None:
         raise _error(owner, f"parameter {owner.arg!r} must have a type, for example {owner.arg}: str")
     if isinstance(node, ast.Constant) and node.value is None:
@@ -128,7 +128,7 @@ def _annotation(owner: ast.arg, node: ast.expr | None) -> Any:
 
 
 def sandboxed(written: Written) -> Callable[..., Any]:
-    """Return a function that calls the written one in the sandbox of the chain."""
+    """Return a function that calls the function of `written` in the sandbox of the chain."""
     source, name, timeout = written.source, written.name, written.timeout  # part of the fingerprint
 
     async def call(sandbox: PythonSandbox, **arguments: Any) -> SandboxResult:

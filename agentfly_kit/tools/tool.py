@@ -45,7 +45,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
     """Function that the model can call, created by `@tool`. A tool can also be called like the original function.
 
     `schema` describes the tool to the model, without hidden parameters. `try_` returns the result that the model would
-    see. `fingerprint` changes with the source code, the constants and functions it uses, and the schema.
+    see. `fingerprint` is a hash of the source code, of the constants and functions that it uses, and of the schema.
     """
 
     kind = "tool"
@@ -79,7 +79,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         if description is not None and not isinstance(description, str):
             raise self._error(f"description must be a string or None, got {description!r:.80}")
         plain = functions.underlying(self.function)
-        # A `__call__` without docstring would inherit that of `type.__call__`.
+        # A `__call__` without a docstring would inherit the docstring of `type.__call__`.
         is_object = plain.__name__ == "__call__" and not plain.__doc__
         own = inspect.getdoc(type(getattr(self.function, "__self__", None)) if is_object else plain)
         documentation, documented = parse_docstring(own, self.name)
@@ -107,8 +107,8 @@ class Tool(Displayable, InjectedFunction[P, R]):
     ) -> Tool[..., Any]:
         """Create a tool from a JSON schema instead of type annotations.
 
-        Names and types of the arguments are checked against the schema before `call(**arguments)` runs, but no other
-        constraints. Arguments that the model leaves out are not passed.
+        Before `call(**arguments)` runs, the names and types of the arguments are checked against the schema. Other
+        constraints are not checked. Arguments that the model omits are not passed.
 
         Args:
             name: name shown to the model.
@@ -120,7 +120,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
             max_chars: maximum length of the observation in characters, or None.
 
         Raises:
-            ToolSchemaError: if the schema is not that of an object, or `call` is not a function.
+            ToolSchemaError: if `schema` does not describe an object, or `call` is not a function.
         """
         if isinstance(schema, Mapping) and isinstance(given := schema.get("function"), Mapping):
             description = given.get("description") if description is None else description
@@ -136,12 +136,12 @@ class Tool(Displayable, InjectedFunction[P, R]):
     ) -> Tool[..., Any]:
         """Create a tool from the source code of one function, which runs only in the chain's `PythonSandbox`.
 
-        In this process the text is parsed, and never executed. The function needs a docstring, and its parameters need
+        This process only parses the text and never executes it. The function needs a docstring, and its parameters need
         descriptions and types: str, int, float, bool, list, dict, Literal and unions of these. Every call defines the
         function again, so that other code in the sandbox cannot replace it.
 
         Args:
-            source: source code of the function, at most 64,000 characters. Imports belong into the function.
+            source: source code of the function, at most 64,000 characters. Imports must be inside the function.
             name: name shown to the model; the function's name by default.
             timeout: limit in seconds for one call.
             max_chars: maximum length of the observation in characters, or None.
@@ -202,7 +202,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
 
     @property
     def content(self) -> tuple[str, int | None]:
-        """Value compared by `ToolSet.__eq__`: the fingerprint, and the identity of the object of a bound method."""
+        """The fingerprint and the id of the instance of a bound method, which `ToolSet.__eq__` compares."""
         instance = self._instance if self._instance is not None else getattr(self.function, "__self__", None)
         return self.fingerprint, None if instance is None else id(instance)
 
@@ -277,7 +277,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
             raise error
         if isinstance(error, ToolError):
             return _fit_result(ToolResult(False, str(error), seconds=seconds), self.max_chars)
-        # Hide the details from the model, which cannot fix the tool. A traceback may also leak the answer.
+        # Hide the details from the model, which cannot fix the tool and could read the answer in a traceback.
         failure = functions.failure_from(f"tool {self.name}", error)
         return ToolResult(False, f"{self.name} failed.", failure, seconds)
 
@@ -320,7 +320,7 @@ def tool(
         name: name shown to the model; the function's name by default.
         timeout: limit in seconds for one call of the function, or None.
         max_chars: maximum length of the observation in characters, or None.
-        describe: "required", or "optional" to allow a function or parameters without a description, in prototypes.
+        describe: "required", or "optional" to allow missing descriptions of the function and its parameters.
         description: description shown to the model; that of the docstring by default.
 
     Raises:
@@ -444,7 +444,7 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(one(i, call)) for i, call in enumerate(calls)]
             results = [task.result() for task in running]
-        # Use weak references, so that a stored trajectory does not keep the sandboxes of an unused pool alive.
+        # Use weak references, so that a stored trajectory does not keep an unused pool and its sandboxes alive.
         pools = tuple(map(weakref.ref, context.pools))
         known = [None if call.error is not None else self._by_name.get(call.name) for call in calls]
         return tuple(
@@ -453,11 +453,11 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
         )
 
     def add(self, tool: Tool[..., Any] | Callable[..., Any]) -> ToolSet:
-        """Return a set with another tool at the end. Its name must be new."""
+        """Return a set with `tool` added at the end. No tool of the set may have the same name."""
         return ToolSet([*self, tool])
 
     def revise(self, tool: Tool[..., Any] | Callable[..., Any]) -> ToolSet:
-        """Return a set in which a tool replaces the one with its name, at the same position.
+        """Return a set in which `tool` replaces the tool of the same name, at the same position.
 
         Raises:
             KeyError: if the set has no tool of this name.
@@ -490,7 +490,7 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
 
 @dataclass(frozen=True)
 class Rerun:
-    """Callable that reruns a tool call with a temporary sandbox lease. It is pickled as None."""
+    """Callable that reruns a tool call on a temporarily leased sandbox. Pickling replaces it with None."""
 
     tool: Tool[..., Any]
     task: Task

@@ -1,4 +1,4 @@
-"""Tool-call formats: rendering tool calls to text, and parsing them."""
+"""Tool-call formats, which render tool calls as text and parse them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def get(name: str | Format) -> Format:
 
 
 def detect_format(write: Callable[[str, dict[str, Any]], str]) -> Format | None:
-    """Return the format that parses calls rendered by a chat template (`write`); None unless exactly one does."""
+    """Return the only format that parses the calls rendered by `write`, or None if no or several formats do."""
     name, arguments = "get_weather", {"city": "Paris, in France"}
     text = write(name, arguments)
     found = []

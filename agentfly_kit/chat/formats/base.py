@@ -1,6 +1,6 @@
 """Base classes of tool-call formats, and shared parsing helpers.
 
-Models write the text that is parsed here, so every pattern and loop must be linear in its length: quantifiers are
+Models write the text that is parsed here, so parsing must take linear time for any text. Quantifiers are therefore
 possessive (`++`) where whitespace or a name may repeat, and no opening tag triggers a search to the end of the text.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 from agentfly_kit._display import shorten
 from agentfly_kit.types import Schemas, ToolCall
 
-# Calls, and the end of the last one in the text; None if the text ends before a call is closed.
+# Calls and the end position of the last call; None if the text ends before a call is closed.
 ReadCalls: TypeAlias = tuple[list[ToolCall], int] | None
 
 
@@ -28,8 +28,8 @@ class Parsed:
         content: Text outside of calls and thinking, without surrounding whitespace.
         calls: Calls in the order written. A malformed call has `.error`, which is shown to the model.
         thinking: Text inside thinking tags; None if there are no tags, "" if they are empty.
-        complaint: Error message for the model if the text ends inside a tool call, else "". The unfinished call
-            is in neither `calls` nor `content`.
+        complaint: Error message for the model if the text ends inside a tool call, else "". Neither `calls` nor
+            `content` includes the unfinished call.
     """
 
     content: str
@@ -48,7 +48,7 @@ class Format(ABC):
 
     Attributes:
         name: name used to select and display the format.
-        stop: strings that end an action in this format, and stop sampling.
+        stop: strings at which sampling stops, because they end an action in this format.
         native: True if chat templates render tools in this format. Otherwise `instructions` are added to the prompt,
             and `observation` renders results as user messages.
     """
@@ -119,7 +119,7 @@ class TaggedFormat(Format):
 
 
 def make_call(id: str, name: str, arguments: dict[str, Any], problem: str, shape: str, raw: str) -> ToolCall:
-    """Return a call. If `problem` is not "", the call has no arguments, and its error shows the correct form."""
+    """Return a call. If there is a `problem`, the call has no arguments, and its error shows the correct `shape`."""
     if problem:
         return ToolCall(id, name, {}, error=f"the tool call {problem}; write {shape}", raw=raw)
     return ToolCall(id, name, arguments, raw=raw)
@@ -141,10 +141,10 @@ def schemas(tools: Schemas) -> str:
 def split_thinking(
     text: str, opener: int, opening: str = "<think>", closing: str = "</think>"
 ) -> tuple[str | None, str]:
-    """Separate the thinking at the start of an action from the rest. The thinking is None if there are no tags.
+    """Return the thinking at the start of an action, or None if there are no tags, and the rest of the text.
 
-    If there is only a closing tag, the opening tag was part of the prompt; the closing tag must then precede the first
-    tool call, which begins at index `opener` (-1 if there is none). Thinking that is not closed extends to the end.
+    A closing tag without an opening tag ends thinking that the prompt opened, but only if the tag precedes the first
+    tool call, which begins at index `opener` (-1 if there is no call). Unclosed thinking extends to the end.
     """
     if text.lstrip().startswith(opening):
         thinking, _, rest = text.lstrip().removeprefix(opening).partition(closing)
@@ -162,7 +162,7 @@ def read_json(text: str, start: int) -> tuple[Any, int, str]:
     """Parse the JSON value at `start`. Return (value, end, ""), or (None, start, problem)."""
     while start < len(text) and text[start].isspace():
         start += 1
-    # Parse growing parts of the text, because a `json` error counts the lines of its entire input.
+    # Parse growing parts of the text, because `json` counts all lines of its input when it creates an error.
     size = 1024
     while True:
         part, is_rest = text[start : start + size], start + size >= len(text)
@@ -177,7 +177,7 @@ def read_json(text: str, start: int) -> tuple[Any, int, str]:
                 return None, start, f"is not valid JSON ({error.msg}, character {error.pos})"
         except RecursionError:
             return None, start, "is nested too deeply"
-        except ValueError as error:  # NaN, or an integer with too many digits, which the message mentions
+        except ValueError as error:  # NaN, or an integer with too many digits, in which case the message says "digits"
             if is_rest or "digits" not in str(error):
                 return None, start, f"is not valid JSON ({error})"
 
@@ -202,7 +202,7 @@ def is_cut(text: str, start: int) -> bool:
 
 
 def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, dict[str, Any], str]:
-    """Return (name, arguments, problem). A readable name is kept even for a malformed call, for diagnosis."""
+    """Return (name, arguments, problem). If the name of a malformed call is readable, it is kept for diagnosis."""
     if not isinstance(body, dict):
         return "", {}, f"is {json_type(body)}, not an object"
     name = body.get("name")
@@ -213,7 +213,7 @@ def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, di
     key = next((key for key in keys if key in body), None)
     if key is None:
         others = [key for key in body if key not in ("name", "id", "type")]
-        # Tools without arguments are often called without the key; any other key is treated as a misspelling.
+        # The key is often missing in calls without arguments. If there is any other key, it is taken for a misspelling.
         return name, {}, f'has no "{keys[0]}" (it has {", ".join(map(short_repr, others[:3]))})' if others else ""
     arguments = body[key]
     if not isinstance(arguments, dict):
@@ -222,12 +222,12 @@ def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, di
 
 
 def encoding_problem(value: Any) -> str:
-    """Describe what prevents a parsed value from being tokenized, saved or sent; "" if nothing does."""
+    """Return the reason why a parsed value cannot be tokenized, saved or sent, or "" if it can."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         return "holds half of a surrogate pair (\\ud800 to \\udfff alone)"
-    except ValueError:  # 1e999
+    except ValueError:  # for example 1e999, which was parsed as infinity
         return "holds a number too large for a float"
     return ""
 

@@ -28,7 +28,7 @@ _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _GEMMA_QUOTE = '<|"|>'
 _GEMMA_MARK = re.compile(r'<\|"\|>|<tool_call\|>')
 _GEMMA_NAME = re.compile(r"\s*+call:([^\s{}]++)\s*+")
-# A key if a colon follows; otherwise a number or a constant.
+# A word is a key if a colon follows, and otherwise a number or a constant.
 _GEMMA_WORD = re.compile(r"(\w[\w.-]*+)(\s*+:)?")
 _GEMMA_SHAPE = '<|tool_call>call:name{key:<|"|>text<|"|>}<tool_call|>'
 
@@ -105,14 +105,14 @@ class QwenXML(TaggedFormat):
         return name, arguments, problem, at
 
     def render_call(self, call: ToolCall) -> str:
-        """Render the call with one tag per argument: strings unchanged, other values as JSON."""
+        """Render the call with one tag per argument. Strings are unchanged, and other values are JSON."""
         values = "".join(f"<parameter={k}>\n{_value_text(v)}\n</parameter>\n" for k, v in call.arguments.items())
         return f"{_OPEN}\n<function={call.name}>\n{values}</function>\n{_CLOSE}"
 
 
 @dataclass(frozen=True)
 class GLM4(QwenXML):
-    """GLM-4 format, with values as in QwenXML: `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>`."""
+    """Format of GLM-4: `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>`, values as in QwenXML."""
 
     name = "glm4"
     shape = "<tool_call>name\n<arg_key>key</arg_key>\n<arg_value>value</arg_value>\n</tool_call>"
@@ -125,7 +125,7 @@ class GLM4(QwenXML):
     padding = ""
 
     def render_call(self, call: ToolCall) -> str:
-        """Render the call with two tags per argument: strings unchanged, other values as JSON."""
+        """Render the call with two tags per argument. Strings are unchanged, and other values are JSON."""
         values = (
             f"<arg_key>{key}</arg_key>\n<arg_value>{_value_text(value)}</arg_value>\n"
             for key, value in call.arguments.items()
@@ -135,9 +135,9 @@ class GLM4(QwenXML):
 
 @functools.lru_cache(maxsize=1)
 def _last_match(pattern: re.Pattern[str], text: str) -> int:
-    """Return the start of the pattern's last match, or -1.
+    """Return the start of the pattern's last match, or -1 if there is none.
 
-    Searching from a position after it would scan the rest of the text in vain, which takes quadratic time in a loop.
+    A search after the last match would scan the rest of the text in vain, which takes quadratic time in a loop.
     """
     return max((found.start() for found in pattern.finditer(text)), default=-1)
 
@@ -160,7 +160,7 @@ def _value_text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Gemma4(TaggedFormat):
-    """Format of Gemma 4: `<|tool_call>call:name{...}<tool_call|>`. Keys are not quoted; strings are, with `<|"|>`."""
+    """Format of Gemma 4: `<|tool_call>call:name{...}<tool_call|>`. Strings are quoted by `<|"|>`; keys are unquoted."""
 
     name = "gemma4"
     native = True
@@ -263,7 +263,7 @@ def _json_literal(found: re.Match[str]) -> str:
 
 
 def _read_python_call(text: str, start: int) -> tuple[str, dict[str, Any], str, int]:
-    """Parse a call with JSON values and the comma after it. Return (name, arguments, problem, end position)."""
+    """Parse a call with JSON values and the comma that follows it. Return (name, arguments, problem, end position)."""
     found = _LFM2_NAME.match(text, start)
     if found is None:
         return "", {}, f"has no name(...) at {short_repr(text[start : start + 40])}", start

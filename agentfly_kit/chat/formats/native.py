@@ -47,7 +47,7 @@ _MISTRAL_SHAPE = '[TOOL_CALLS][{"name": ..., "arguments": {...}}]'
 
 @dataclass(frozen=True)
 class Hermes(Format):
-    """Format requested by the chat templates of Qwen and Hermes models."""
+    """Format of Qwen and Hermes models, in which each call is a JSON object in `<tool_call>` tags."""
 
     name = "hermes"
     native = True
@@ -62,7 +62,7 @@ class Hermes(Format):
             before, kind = text[at : tag.start()], tag.group()
             at = tag.end()
             if kind == "</think>" and not thought:
-                # The prompt may end with an open tag, so all text so far was thinking.
+                # The opening tag was part of the prompt, so all text so far is thinking.
                 thinking, content, calls, thought = [text[: tag.start()]], [], [], True
                 continue
             content.append(before)
@@ -84,7 +84,7 @@ class Hermes(Format):
 
     @staticmethod
     def _read(text: str, start: int, id: str) -> tuple[ToolCall | None, int]:
-        """Parse the call after the tag that ends at `start`. Return it (None if not closed) and its end position."""
+        """Parse the call after the tag that ends at `start`. Return the call, or None if unclosed, and its end."""
         body, end, problem = read_json(text, start)
         # Search after the JSON, so that a closing tag inside a string argument is ignored.
         close = text.find(_CLOSE, end)
@@ -162,7 +162,7 @@ class Mistral(TaggedFormat):
         following = _MISTRAL.search(text, start)
         segment = text[start : following.start() if following else len(text)].strip()
         if problem:
-            # Without a following tag, the JSON, or the name before it, may have been truncated.
+            # If no tag follows, the JSON or the name before it may have been truncated.
             cut = not segment or (segment[0] in "[{" and is_cut(segment, 0))
             if following is None and (cut or (not named and _MISTRAL_NAME_PREFIX.fullmatch(segment))):
                 return None
@@ -198,7 +198,7 @@ class Mistral(TaggedFormat):
         return content, calls, complaint
 
     def render_call(self, call: ToolCall) -> str:
-        """Render a list that contains only this call, with its id if that is a valid Mistral id."""
+        """Render a list that contains only this call. The id is included if it is a valid Mistral id."""
         body: dict[str, Any] = {"name": call.name, "arguments": call.arguments}
         if _MISTRAL_ID.fullmatch(call.id):
             body["id"] = call.id

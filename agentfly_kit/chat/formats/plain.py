@@ -1,4 +1,4 @@
-"""Formats for models without a native one: ReAct, fenced code blocks, and tags around a query or action."""
+"""Formats for models without a native format: ReAct, fenced code blocks, and tags around a query or action."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _REACT_SHAPE = 'Action: name\nAction Input: {"argument": value}'
 class ReAct(Format):
     """ReAct format: lines with `Thought:`, `Action:`, `Action Input:` and `Final Answer:`.
 
-    Text after `Observation:`, which the model invents, is ignored. For a tool with a single argument, the input may be
-    plain text instead of JSON.
+    Text after `Observation:` is ignored, because the model invented it. For a tool with a single argument, the input
+    may be plain text instead of JSON.
     """
 
     name = "react"
@@ -102,7 +102,7 @@ def _is_inside_input(text: str, at: int) -> bool:
 
 
 def _react_call(text: str, action: re.Match[str], id: str, tools: Schemas) -> tuple[ToolCall | None, int]:
-    """Parse the call of an Action line. Return it (None if incomplete) and its end position."""
+    """Parse the call of an Action line. Return the call, or None if it is incomplete, and its end position."""
     name, blank = action.group(1).strip(" \t"), _BLANK_LINES.match(text, action.end())
     given = _INPUT.match(text, blank.end()) if blank else None
     at = given.end() if given else action.end()
@@ -179,10 +179,10 @@ class FencedCode(TaggedFormat):
 
 @dataclass(frozen=True)
 class Tags(TaggedFormat):
-    """Format with tags: `<search>a query</search>` calls one tool with one string, and `<answer>` holds the answer.
+    """Format with a tag for calls, such as `<search>a query</search>`, and the tag `<answer>` for the answer.
 
-    `<action>` does the same for actions in environments. A JSON object with "name" and "arguments" inside the tag calls
-    the tool of that name.
+    Text inside the call tag is the only argument of one tool. If it is a JSON object with "name" and "arguments", it
+    calls the tool of that name instead.
 
     Args:
         name: Name of the format.
@@ -204,8 +204,7 @@ class Tags(TaggedFormat):
         object.__setattr__(self, "unclosed_error", f"the tag was not closed: write <{self.tag}>...</{self.tag}>")
 
     def _separate(self, text: str, tools: Schemas) -> tuple[str, list[ToolCall], str]:
-        # The answer, the first <answer> outside of a call, is the content. Text before it is reasoning, and everything
-        # after it is ignored.
+        # The first <answer> outside of a call is the content. Text before it is reasoning; text after it is ignored.
         tag = re.escape(self.tag)
         parts = re.compile(rf"<{tag}>.*?(?:</{tag}>|\Z)|<answer>(.*?)(?:</answer>|\Z)", re.DOTALL).finditer(text)
         answer = next((part for part in parts if part.group(1) is not None), None)
