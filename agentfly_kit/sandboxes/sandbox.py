@@ -102,10 +102,10 @@ class Sandbox(Startable):
         self._serial = 0  # number of the current interpreter
         self._questions = itertools.count(1)  # serial numbers of `count` and `sync` requests
         self._nonce = 0  # id of the running call
-        self._has_interpreter = False  # an interpreter is running
-        self._unreported: SandboxResult | None = None  # an end between two calls, which the next call reports
+        self._has_interpreter = False  # True while an interpreter is running
+        self._unreported: SandboxResult | None = None  # an exit between two calls, which the next call reports
         self._abandoned: bytes | None = None  # unsent part of a call that was cancelled while it ran
-        self._interrupted = False  # an interrupt may not have been delivered yet
+        self._interrupted = False  # True if an interrupt may not have been delivered yet
         self._limit_hits = LimitHits()
 
     # --- lifecycle ------------------------------------------------------------------------------

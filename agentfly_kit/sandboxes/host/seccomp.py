@@ -101,7 +101,7 @@ def program(
     out += [_op(_EQUAL, _CLONE3[column], 0, 1), _op(_RETURN, _ENOSYS)]
     out += [_op(_EQUAL, _CLONE[column], 0, 4), _op(_LOAD, _FIRST), _op(_ANY_BIT, _NEW_NAMESPACES, 1, 0)]
     out += [_op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)]
-    for numbers in (_PRLIMIT, _AFFINITY):  # for itself (pid 0) only
+    for numbers in (_PRLIMIT, _AFFINITY):  # allowed for the calling process (pid 0) only
         out += [_op(_EQUAL, numbers[column], 0, 4), _op(_LOAD, _FIRST), _op(_EQUAL, 0, 0, 1)]
         out += [_op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)]
     out += [_op(_EQUAL, _IOCTL[column], 0, 4), _op(_LOAD, _SECOND), _op(_EQUAL, _TIOCSTI, 1, 0)]
