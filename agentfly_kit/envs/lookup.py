@@ -1,4 +1,4 @@
-"""lookup: questions about people that take one to three successive look-ups in a private store of facts.
+"""lookup: questions about people that require one to three successive look-ups in a private store of facts.
 
 The facts are not in the prompt and every task has its own store, so an answer must be looked up or guessed.
 """
