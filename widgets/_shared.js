@@ -36,7 +36,7 @@ export function plural(n, noun) {
   return `${n.toLocaleString("en-US")} ${noun}${n === 1 ? "" : "s"}`;
 }
 
-/** Format seconds: 4 s, 3 min 20 s, 2 h 5 min. */
+/** Format seconds: 4.3 s, 45 s, 3 min 20 s, 2 h 5 min. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
@@ -46,7 +46,7 @@ export function duration(seconds) {
   return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
 }
 
-/** Format seconds, in milliseconds below one second: 12 ms, 4 s, 3 min 20 s. */
+/** Format seconds as `duration` does, but in milliseconds below one second: 12 ms. */
 export function brief(seconds) {
   return seconds !== null && seconds !== undefined && seconds < 0.995 ? `${Math.round(1000 * seconds)} ms` : duration(seconds);
 }

@@ -211,7 +211,7 @@ AROUND += [('{"name":"a"}', "x"), ("[TOOL_CALLS]a", "x"), ("Action: a", "Final A
 
 @pytest.mark.parametrize("name", ALL)
 def test_parsing_takes_linear_time(name: str) -> None:
-    """Twice the text takes about twice the time; with quadratic time, four times."""
+    """Parsing a text of twice the length takes about twice the time; in quadratic time it would take four times."""
 
     def seconds(text: str) -> float:
         began = time.process_time()
@@ -431,7 +431,7 @@ def test_qwen3_coder() -> None:
 @settings(max_examples=150, deadline=None)
 @given(names, st.dictionaries(names, json_values, max_size=4))
 def test_markup_formats_parse_rendered_calls(tool: str, arguments: dict[str, Any]) -> None:
-    """GLM-4: any text with a schema. LFM2: any text. Gemma 4: any text with bare keys."""
+    """Strings can be any text for GLM-4 with a schema, for LFM2, and for Gemma 4 with bare keys."""
     texts = json.dumps(arguments, ensure_ascii=False)
     call = ToolCall("call-0", tool, arguments)
     properties = {k: {"type": "string"} if isinstance(v, str) else {} for k, v in arguments.items()}

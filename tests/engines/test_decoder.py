@@ -93,7 +93,7 @@ def test_fused_states_equal_those_of_the_modules(family: str, heads: int) -> Non
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "starcoder2"])
 def test_attention_does_not_repeat_the_keys_of_grouped_heads(family: str) -> None:
-    """Compare it with the "sdpa" attention of transformers, whose states must be bitwise identical."""
+    """The hidden states must be bitwise identical to those with the "sdpa" attention of transformers."""
     made = windowed(family, 16, "sdpa")
     trunk, seen = made.get_decoder(), []
 

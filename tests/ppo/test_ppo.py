@@ -25,7 +25,7 @@ from agentfly_kit.ppo.inputs import _probe_rows
 
 
 def batch_of(policy: Policy, *, stale: float = 0.0, values: bool = False) -> Batch:
-    """Return eight rows whose recorded logprobs are those of the policy, plus `stale` with alternating sign."""
+    """Return eight rows whose recorded logprobs differ from the policy's by `stale`, with alternating sign."""
     batch = made(policy, 8, noise=0.0, stale=stale, with_entropies=True, version=policy.version)
     return judged(policy, batch) if values else batch
 

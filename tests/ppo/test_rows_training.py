@@ -374,7 +374,7 @@ def compact_after_a_result(chain: Chain) -> None:
 
 
 async def test_a_compaction_to_the_same_tokens_changes_nothing() -> None:
-    """The actions, the rewards and the gradient of the token mean are the same."""
+    """The actions, the rewards and the gradient of the token mean are those of a run without compaction."""
     a = agents.agent(before_turn=compact_after_a_result)
     folds, plain = await a.rollout(agents.tasks(4), 4), await agents.agent().rollout(agents.tasks(4), 4)
     assert sum(len(t.rows) > 1 for t in folds) >= 5
@@ -396,7 +396,7 @@ def compact_without_the_question(chain: Chain) -> None:
 
 
 async def test_a_run_with_compactions_learns(tmp_path: Path) -> None:
-    """The call in the first row is learned from the reward of the second."""
+    """The policy learns the call in the first row from the reward at the end of the second row."""
     policy = agents.fresh()
     agent = agents.agent(policy, before_turn=compact_without_the_question)
     config = TrainConfig(steps=3, lr_end=None)

@@ -127,7 +127,7 @@ async def test_a_kill_for_the_machines_memory_is_the_hosts_failure(level: str):
 
 @pytest.mark.parametrize("machine_kills", [0, 1])
 async def test_without_control_groups_the_machines_counter_decides(machine_kills: int, monkeypatch: pytest.MonkeyPatch):
-    """A SIGKILL does not name its sender. It counts as the code's unless the machine killed a process meanwhile."""
+    """The sender of a SIGKILL is unknown. It is taken to be the code unless the machine killed a process meanwhile."""
     monkeypatch.setattr(isolation, "hierarchy", lambda: None)
     kills = 5
     monkeypatch.setattr(limits, "_fields", lambda file: {"oom_kill": kills} if file == Path("/proc/vmstat") else {})
@@ -148,7 +148,7 @@ ENDED = "the sandbox was ended by its own code"
 
 @pytest.mark.parametrize("delay", ["", "sleep 0.1; "])
 async def test_without_isolation_code_that_kills_its_sandbox_is_scored(delay: str):
-    """Otherwise a policy could escape a bad reward by killing its zygote, during a call or between two."""
+    """If it were not scored, a policy could escape a bad reward by killing its zygote, during or between calls."""
     async with PythonSandbox(isolation="none") as sandbox:
         await sandbox.run("import os, subprocess\nopen('lost', 'w').close()")
         kill = f"subprocess.Popen(['sh', '-c', f'{delay}kill -9 {{os.getppid()}}'])"

@@ -114,7 +114,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 async def _warm_up() -> None:
-    """Open the files that a process keeps: those of the probe and of the executor."""
+    """Run the probe and the executor once, because the process keeps the files that they open."""
     isolation.hierarchy()
     await asyncio.to_thread(int)
 
@@ -266,7 +266,8 @@ async def test_exit_is_reported_as_an_exception(level: str):
 
 @pytest.mark.parametrize("level", [each for each in few("strict") if each.values != ("none",)])
 async def test_a_sandbox_killed_from_outside_raises(level: str):
-    """A failure of the host, not a result, which would be scored. Without isolation the code could have done it."""
+    """A kill from outside is a failure of the host, which leaves the chain unscored. Without isolation, the code itself
+    could have killed the sandbox."""
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("x = 1")
         call = asyncio.ensure_future(sandbox.run("while True: pass", timeout=20))
