@@ -121,7 +121,7 @@ async def one(agent: Any, **fields: Any) -> Any:
 
 
 async def test_any_mate_within_the_limit_is_correct() -> None:
-    two = {"fen": "7k/8/5K2/8/8/8/8/6Q1 w - - 0 1", "mate": 2}  # many ways
+    two = {"fen": "7k/8/5K2/8/8/8/8/6Q1 w - - 0 1", "mate": 2}  # several first moves force mate
     assert (await one(plays("Qg7#"), **two)).reward == 1.0
     slow = await one(plays("Qg2", "Qg3"), **two)
     assert (slow.reward, slow.stop, slow.metrics["first"]) == (0.0, "env_done", 0.0)

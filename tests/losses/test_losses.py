@@ -61,7 +61,7 @@ def test_golden_adaptive_kl_coef() -> None:
 
 
 def tokenwise(f: Callable[[float, float, float, float], float]) -> Callable[[Rows, Rows, Rows, Rows], Rows]:
-    """A loop over f(logprob, frozen logprob, old logprob, advantage)."""
+    """Return a function that applies f(logprob, frozen logprob, old logprob, advantage) to each token in a loop."""
     return lambda lp, frozen, old, a: [
         [f(*t) for t in zip(*row, strict=True)] for row in zip(lp, frozen, old, a, strict=True)
     ]
@@ -84,7 +84,7 @@ def slow_value(clip: float) -> Any:
 
 
 def rowwise(f: Callable[[list[float], list[float], list[float], list[float]], list[float]]) -> Any:
-    """A loop over f(logprobs, frozen logprobs, old logprobs, advantages) of each row."""
+    """Return a function that applies f(logprobs, frozen logprobs, old logprobs, advantages) to each row in a loop."""
     return lambda lp, frozen, old, a: [f(*row) if row[0] else [] for row in zip(lp, frozen, old, a, strict=True)]
 
 

@@ -185,7 +185,7 @@ async def test_cancelled_thousands_of_times(level: str):
 
 @pytest.mark.soak
 def test_cancelled_300_times_in_containers(tmp_path: Path):
-    """Fewer than at the other levels, because starting a container takes half a second."""
+    """There are fewer cancellations than at the other levels, because starting a container takes half a second."""
     if containers.trouble():
         pytest.skip(containers.trouble())
     print(f"seed {SOAK_SEED}")
@@ -314,7 +314,8 @@ def end_kernel(manager: Any, client: Any, end: str) -> None:
 @pytest.mark.real
 @pytest.mark.parametrize("end", ["interrupt", "restart", "kill"])
 def test_a_kernel_that_is_interrupted_restarted_or_killed(level: str, end: str):
-    """During a call and during a wait for a lease. The same cells can be run again afterwards."""
+    """The kernel ends during a call, or is interrupted during a call and during a wait for a lease. The same cells can
+    be run again afterwards."""
     with kernel() as (manager, client):
         pid = number_of(manager)
         roots = [int(text) for text in run_cell(client, CELL.format(level=level)).split()]

@@ -74,7 +74,7 @@ async def test_a_blocked_or_ignored_interrupt_stops_the_next_call_all_the_same()
 
 
 async def test_files_that_are_lost_with_the_sandbox_are_reported(level: str, monkeypatch: pytest.MonkeyPatch):
-    """The zygote does not confirm the kill, as after a fork bomb without a process namespace."""
+    """Simulate a zygote that does not confirm a kill, as after a fork bomb without a process namespace."""
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("open('lost', 'w').close()")
         assert sandbox.pid is not None
@@ -93,7 +93,7 @@ async def test_files_that_are_lost_with_the_sandbox_are_reported(level: str, mon
 
 @pytest.fixture
 def small_parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A control group of 96 MB above those of the sandboxes, in place of a machine without memory."""
+    """Limit the parent of the sandboxes' control groups to 96 MB, to simulate a machine that runs out of memory."""
     hierarchy = isolation.hierarchy()
     if hierarchy is None:
         pytest.skip("no control group is writable here")

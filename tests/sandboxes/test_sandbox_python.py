@@ -617,7 +617,7 @@ def test_invalid_settings(setting: dict[str, float]):
 
 
 def test_control_groups_version_2(tmp_path: Path):
-    """Uses a temporary folder, because a machine has only one of the two versions."""
+    """The cgroup files are in a temporary folder, because a machine has only one of the two versions."""
     mount = tmp_path / "unified"
     app = mount / "user.slice" / "app.slice"
     own = app / "session.scope"
