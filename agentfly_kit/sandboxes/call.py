@@ -37,7 +37,7 @@ class JSONLines:
         self.ended = False
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the messages received so far. Raises EOFError at the end, ValueError for data that is no message."""
+        """Return the messages received so far. Raises EOFError at the end, and ValueError for malformed data."""
         while True:
             try:
                 data = self.socket.recv(_CHUNK)

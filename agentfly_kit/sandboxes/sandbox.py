@@ -346,7 +346,7 @@ class Sandbox(Startable):
             raise
 
     def _interpreter_ended(self, status: int) -> None:
-        """Record that the interpreter has exited. Reported by the running call or, if there is none, the next call."""
+        """Record that the interpreter has exited. The running call reports this, or else the next call."""
         self._has_interpreter = False
         self._unreported = SandboxResult(error=death_message(None, status), died=True)
 

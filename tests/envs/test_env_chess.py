@@ -33,7 +33,7 @@ def count(board: Board, plies: int) -> int:
     ],
 )
 def test_move_counts_are_the_known_ones(fen: str, plies: int, moves: int) -> None:
-    """Positions and counts: the chess programming wiki's "Perft results"."""
+    """The positions and counts are those of "Perft Results" in the Chess Programming Wiki."""
     assert count(Board.from_fen(fen), plies) == moves
     assert Board.from_fen(fen).fen == fen
 

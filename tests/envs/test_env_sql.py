@@ -118,7 +118,7 @@ async def test_only_submitted_rows_are_scored_and_an_answer_submits(closed_later
 
 
 async def test_an_emptied_database_does_not_change_the_expected_rows(closed_later: Any, engine: str) -> None:
-    """Otherwise a chain could delete the rows, and the reference query would then return none either."""
+    """The reference query runs before the chain, which could otherwise delete the rows that the query returns."""
     of = closed_later(sql.SQL(engine=engine))
     assert (await played(of, "DELETE FROM t", "SELECT b FROM t ORDER BY a"))["reward"] == 0
     assert of.observation == []

@@ -316,7 +316,7 @@ async def test_a_batch_of_another_tokenizer_is_rejected(monkeypatch: pytest.Monk
 
 
 def test_the_probe_compares_eight_rows_and_recomputation_all_rows() -> None:
-    """A row that was recorded incorrectly is found only if it is probed; the longest always is."""
+    """A row that was recorded incorrectly is found only if it is probed. The longest row is always probed."""
     policy = random_policy(0)
     batch = join([batch_of(policy) for _ in range(3)])
     assert len(batch) > 8

@@ -74,7 +74,7 @@ def test_the_batch_has_every_row_of_every_trajectory() -> None:
 
 
 def test_advantages_per_trajectory_or_per_row() -> None:
-    """A success with three rows and a failure with one, as in docs/conventions.md."""
+    """One trajectory succeeds and has three rows; another fails and has one row, as in docs/conventions.md."""
     success = trajectory(None, [[("task", 2), ("policy", 2)]] * 3, name="g/0")
     failure = trajectory(None, [[("task", 2), ("policy", 2)]], name="g/1", reward=0.0, seed=1)
     once = collate([success, failure], advantages.grpo)
@@ -93,7 +93,7 @@ def test_advantages_per_trajectory_or_per_row() -> None:
 
 
 def test_masked_trajectories_still_count_in_their_group() -> None:
-    """Truncated trajectories that are masked count in the baseline, unscored ones do not."""
+    """Truncated trajectories that are masked count in the baseline, whereas unscored trajectories do not."""
     cut = trajectory(None, [[("task", 2), ("policy", 2)]] * 2, name="g/0", reward=0.0, stop="timeout")
     good = trajectory(None, [[("task", 2), ("policy", 2)]], name="g/1", seed=1)
     lost = trajectory(None, [[("task", 2), ("policy", 2)]] * 2, name="g/2", reward=None, stop="error", seed=2)
@@ -340,7 +340,7 @@ def test_compaction_changes_no_advantage(name: str) -> None:
 
 
 def test_a_compaction_adds_no_step() -> None:
-    """Under observations="step", an observation between two actions is a step, a compaction is not."""
+    """Under observations="step", an observation between two actions is a step, but a compaction is not."""
     r = torch.tensor([[0.0, 0, 0, 0, 0], [0, 1, 0, 0, 0]])
     v = torch.tensor([[7.0, 0.1, 0.2, 0.3, 7], [7, 0.4, 7, 7, 7]])
     m = torch.tensor([[0, 1, 0, 1, 0], [0, 1, 0, 0, 0]]).bool()

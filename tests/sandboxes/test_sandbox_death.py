@@ -148,7 +148,7 @@ ENDED = "the sandbox was ended by its own code"
 
 @pytest.mark.parametrize("delay", ["", "sleep 0.1; "])
 async def test_without_isolation_code_that_kills_its_sandbox_is_scored(delay: str):
-    """If it were not scored, a policy could escape a bad reward by killing its zygote, during or between calls."""
+    """If the chain were unscored, a policy could escape a bad reward by killing its zygote, during or between calls."""
     async with PythonSandbox(isolation="none") as sandbox:
         await sandbox.run("import os, subprocess\nopen('lost', 'w').close()")
         kill = f"subprocess.Popen(['sh', '-c', f'{delay}kill -9 {{os.getppid()}}'])"

@@ -366,7 +366,7 @@ async def test_a_reset_hides_the_previous_chain(level: str):
 
 
 async def test_a_daemon_ends_with_its_lease(level: str):
-    """A child that has left its session and its parent."""
+    """The code starts a child process that leaves its session and its parent."""
     async with Pool(PythonSandbox, size=1, isolation=level) as pool:
         async with pool.lease() as sandbox:
             code = """
@@ -464,7 +464,7 @@ async def test_a_sandbox_is_usable_after_cancelled_calls(level: str):
 
 
 def test_a_sandbox_outlives_the_thread_that_started_it(level: str):
-    """PR_SET_PDEATHSIG refers to the parent thread, so a thread that lives as long as Python starts sandboxes."""
+    """PR_SET_PDEATHSIG refers to the parent thread, so the thread that starts sandboxes lives as long as Python."""
     sandbox = PythonSandbox(isolation=level)
     thread = threading.Thread(target=lambda: asyncio.run(sandbox.start()))
     thread.start()

@@ -175,7 +175,7 @@ def test_players_use_the_chat_of_the_calculator_policy() -> None:
 
 
 def test_a_short_build_is_reproducible_and_learns() -> None:
-    """The whole recipe at a fraction of its length: the ids, the masks and both phases run, and the loss falls."""
+    """Run the whole recipe at a fraction of its length. Both phases must run, and the loss must fall."""
     lines: list[str] = []
     first = recipes.build(skill_steps=15, mixed_steps=2, report=lines.append)
     second = recipes.build(skill_steps=15, mixed_steps=2)

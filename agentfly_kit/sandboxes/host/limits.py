@@ -116,7 +116,7 @@ def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarc
 
 
 def _own_group(mount: Path, path: str) -> Path:
-    """Return the folder of this process's group: the mount itself if `path` is a host path, as in some containers."""
+    """Return the folder of this process's group, or the mount if `path` is a host path, as in some containers."""
     place = mount / path.lstrip("/")
     return place if place.is_dir() else mount
 
@@ -143,7 +143,7 @@ class Usage:
 
 
 class Group(Usage):
-    """The control group of one sandbox: one folder for v2, one per controller for v1."""
+    """The control group of one sandbox, with one folder under cgroup v2 or one per controller under v1."""
 
     killed_is_own = True
 

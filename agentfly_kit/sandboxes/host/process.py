@@ -1,6 +1,6 @@
 """The process of one sandbox, seen from the host: starting it, and ending it without leaving anything behind.
 
-Everything here may block briefly, so it is called on threads of its own or at exit, not on an event loop.
+All functions here may block briefly, so they are called on separate threads or at exit, never on an event loop.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ def program(
 ) -> bytes | None:  # fmt: skip
     """Return the filter for an architecture (None: this machine's), or None if the architecture is not supported.
 
-    `landlock` is the Landlock ABI version in use, if any. The filter then also denies what that version does not cover,
-    and all sockets, except internet and netlink sockets if `network` is True.
+    `landlock` is the Landlock ABI version in use, if any. With Landlock, the filter also denies what that version does
+    not cover, and all sockets, except internet and netlink sockets if `network` is True.
     """
     machine = machine or platform.machine()
     if machine not in _MACHINES or sys.byteorder != "little":

@@ -1,8 +1,8 @@
 """The zygote: the first process of a sandbox, which forks its interpreters and never runs untrusted code.
 
 It owns the control socket, forks a fresh interpreter on request, kills all its descendants, and empties the writable
-folders: a reset is a new process, not a cleared namespace. host/commands.py starts it as `zygote FD`; as `probe JSON`
-it applies the restrictions of the landlock level to itself and prints 42.
+folders. A reset therefore starts a new process instead of clearing a namespace. host/commands.py starts the zygote as
+`zygote FD`; as `probe JSON`, it applies the restrictions of the landlock level to itself and prints 42.
 
 The control socket carries JSON lines. The host sends the settings once, and then any of these commands: {"op": "fresh",
 "serial", "wipe"} with three file descriptors (data, stdout, stderr); {"op": "interrupt"}; {"op": "kill"}; {"op":
