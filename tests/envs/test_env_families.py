@@ -17,7 +17,7 @@ from agentfly_kit.envs import FAMILIES, chess, exact, family, lookup, math, maze
 from agentfly_kit.tools.context import Context
 from agentfly_kit.types import Task
 
-APART = {"scienceworld"}  # a Java process for each chain: test_env_scienceworld.py
+APART = {"scienceworld"}  # needs a Java process per chain; see test_env_scienceworld.py
 
 
 def ready() -> list[str]:

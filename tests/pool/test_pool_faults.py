@@ -123,7 +123,7 @@ async def killed_under_chains(level: str, chains: int, size: int, seed: int) -> 
         for trajectory in rollout.trajectories:
             n = trajectory.task.fields["n"]
             if n in doomed and doomed[n] != (0, "before"):  # before its first use there is nothing to lose
-                if level == "none":  # there the code could have killed its sandbox
+                if level == "none":  # the code itself could have killed its sandbox
                     assert (trajectory.reward, trajectory.error) == (0.0, None), (n, doomed[n])
                     continue
                 assert trajectory.reward is None, (n, doomed[n])

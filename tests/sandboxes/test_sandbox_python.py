@@ -442,7 +442,7 @@ async def test_packages(level: str):
             assert write.error_type in ("OSError", "PermissionError")
     async with PythonSandbox(isolation=level, packages=False) as sandbox:
         assert (await sandbox.run(code)).value == "[False, True]"
-        if level != "none":  # there the code can read all files
+        if level != "none":  # at "none", the code can read all files
             look = f"[os.path.isdir(p) and os.access(p, os.R_OK) and os.listdir(p) for p in {[site]!r}]"
             found = await sandbox.run(look)
             assert found.value in ("[False]", "[[]]") or found.error_type == "PermissionError"
@@ -670,7 +670,7 @@ async def test_a_late_interrupt_does_not_reach_the_next_call(how: str) -> None:
         if how == "cancelled":
             first.cancel()
         await asyncio.wait([first])
-        await asyncio.sleep(0.4)  # it has answered, and its interrupt is pending
+        await asyncio.sleep(0.4)  # the call has answered, and its interrupt is pending
         following = asyncio.create_task(sandbox.run("for _ in range(40): time.sleep(0.02)\n'whole'"))
         await asyncio.sleep(0.2)
         os.kill(sandbox.pid, signal.SIGCONT)
