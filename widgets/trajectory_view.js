@@ -42,7 +42,7 @@ export function branches(tree, depth = 0) {
   return tree.flatMap((node) => [{ depth, ...node }, ...branches(node.then, depth + 1)]);
 }
 
-/** Selection after a click on `rows[at]`: only that row, or with Ctrl it is toggled, or with Shift the range from `anchor`. */
+/** Selection after a click on `rows[at]`, the only row selected. Ctrl toggles it, Shift selects from `anchor` to it. */
 export function chosen(selected, rows, at, anchor, { add = false, range = false } = {}) {
   const i = rows[at];
   if (range && anchor >= 0) {

@@ -43,8 +43,8 @@ _LONGEST = 32_768
 def position(score: float, leaderboard: Sequence[float], *, lower: bool = False) -> float:
     """Return the share of a leaderboard that a score reaches or beats.
 
-    A tie counts as a win. The share is (N - k + 1) / N, where k is the rank of the best of the N competitors that the
-    score reaches or beats, or N + 1 if there is none.
+    A tie counts as a win. The share is (N - k + 1) / N, where k is the rank of the best competitor that the score
+    reaches or beats, or N + 1 if there is none.
 
     Args:
         score: score of the submission.
@@ -142,7 +142,7 @@ def _baselines() -> str:
 
 @functools.lru_cache(256)
 def generate(kind: str, world: int) -> Competition:
-    """Return competition number `world` of a kind. Competitors predict the exact values plus noise of various sizes."""
+    """Return competition number `world` of a kind. The competitors predict the exact values with increasing noise."""
     rng = random.Random(f"competition {kind} {world}")
     a, b, c = (rng.choice((-1, 1)) * rng.uniform(1.0, 2.0) for _ in range(3))
     laws: dict[str, Callable[[float, float], float]] = {

@@ -50,7 +50,7 @@ class Question:
         return "What is " + "'s ".join((self.name, *self.keys)) + "?"
 
     def steps(self, facts: Store) -> list[tuple[str, str, str]]:
-        """Return (of, what, value) for each look-up."""
+        """Return (person, key, value) for each look-up."""
         steps, name = [], self.name
         for key in self.keys:
             steps.append((name, key, facts[name][key]))

@@ -52,7 +52,7 @@ def recall(response: str, answers: Iterable[str]) -> float:
 
 
 def _best(response: str, answers: Iterable[str], score: Callable[[int, int, int], float]) -> float:
-    """Return the highest score(common words, words of the response, words of the answer), with counts as arguments."""
+    """Return the highest score over the answers, from the numbers of common words, response words and answer words."""
     words = normalised(response).split()
     scores = []
     for answer in answers:

@@ -36,8 +36,8 @@ class FileSandbox(ShellSandbox):
     """A private folder with read, write, edit, list, grep and undo, and a shell (`run(command)`) that starts there.
 
     Args:
-        files: initial content of the folder, restored by each reset: a dict from paths to text or bytes, or a folder of
-            this machine, which is copied and never written. `await seed(...)` adds the files of one task.
+        files: initial content of the folder, which each reset restores. Either a dict from paths to text or bytes, or a
+            folder of this machine, which is copied and never written. `await seed(...)` adds the files of one task.
 
     The other settings are those of ShellSandbox. A pool of FileSandbox also serves tools that request a ShellSandbox;
     they share the folder. `agentfly_kit.toolbox` provides tools for a model.

@@ -357,7 +357,7 @@ class Sandbox(Startable):
     # --- the zygote ------------------------------------------------------------------------------
 
     def _command(self, op: str, descriptors: Sequence[int] = (), **message: object) -> bool:
-        """Send a command to the zygote, which always reads, so this does not block. Return False if it has ended."""
+        """Send a command without blocking, because the zygote always reads. Return False if the zygote has exited."""
         handle = self._handle
         if handle is None or handle.control is None or handle.control.fileno() < 0:
             return False

@@ -187,7 +187,7 @@ def _client(url: str, version: str = "") -> Any:
 
 
 def _check_listening(url: str) -> None:
-    """Raise IsolationError if the socket does not accept connections. Docker's library would leak a socket instead."""
+    """Raise IsolationError if the socket accepts no connections, because Docker's library would then leak a socket."""
     if url.startswith("unix://"):
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(_API_SECONDS)

@@ -77,7 +77,7 @@ class Hierarchy:
 
 
 def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarchy | None:
-    """Find where this process can create control groups; None if nowhere. Tests pass contents of the /proc files."""
+    """Find where this process can create control groups; None if nowhere. Tests pass texts to use instead of /proc."""
     try:
         mounts = Path("/proc/self/mounts").read_text() if mounts is None else mounts
         own = Path("/proc/self/cgroup").read_text() if own is None else own

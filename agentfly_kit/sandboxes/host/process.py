@@ -147,7 +147,7 @@ def _signal(pid: int, number: int) -> None:
 
 @functools.cache
 def _reap() -> None:
-    """Delete folders left by killed host processes, on the first call only. See `isolation.hierarchy` for groups."""
+    """Delete the scratch folders that killed host processes have left. Only the first call has an effect."""
     reaper.reap_folders()
 
 
