@@ -72,7 +72,7 @@ def counted(steps: Steps) -> Iterator[None]:
 
 
 async def cancel_at(k: int, work: Callable[[], Awaitable[Any]], whom: Whom = "waiter") -> Steps:
-    """Run the work and cancel at the k-th suspension (0: never). The work must end, and may raise if cancelled."""
+    """Run the work and cancel it at the k-th suspension, or never if k is 0. The work must end, and may then raise."""
     steps = Steps(k, whom)
 
     async def main() -> None:

@@ -47,7 +47,7 @@ def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.chdir(before)
 
 
-# Files whose real tests take minutes, or one test a minute. Workers run them first, so that none is left at the end.
+# Files whose real tests take minutes. Workers run these files first, so that no long one is left at the end.
 LONGEST = (
     "test_notebooks", "test_engine_vllm", "test_trl", "test_browser_pictures", "test_gallery", "test_trainer_failures",
     "test_tiny_policies", "test_packaging", "test_browser_access", "test_browser_bad", "test_quickstart_browser",

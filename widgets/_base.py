@@ -221,8 +221,8 @@ _acting: contextvars.ContextVar[View | None] = contextvars.ContextVar("acting", 
 def _marimo_cell() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """Return a context manager that enters the current marimo cell again, or does nothing outside of marimo.
 
-    marimo registers the source of a widget with the running cell. A view created by a click, when no cell runs, raises
-    an AssertionError there (marimo 0.25).
+    marimo registers the source of a widget with the running cell. Outside of the context manager, creating a view on a
+    click, when no cell runs, raises an AssertionError (marimo 0.25).
     """
     runtime: Any = sys.modules.get("marimo._runtime.context")
     context = runtime and runtime.safe_get_context()
@@ -450,7 +450,7 @@ def _call(view_ref: Callable[[], Any], method: str) -> None:
 
 
 class Opener(View):
-    """A view that can open a second view below itself. The second view is closed when replaced or with the first."""
+    """A view that can open a second view below itself. Replacing the second view or closing the first closes it."""
 
     _below = traitlets.Any(None, allow_none=True).tag(sync=True, **widget_serialization)
 

@@ -88,9 +88,10 @@ def code(chain: Any) -> str:
 
 
 def _places(chain: Any) -> list[str]:
-    """Return the names of the forks from the chain's start or continuation to the chain, such as "", ".1" and ".1.2".
+    """Return the fork names of the chain's ancestors, oldest first, and of the chain, such as "", ".1" and ".1.2".
 
-    Forks at the end of this list that sample with the same seeds as their parents are omitted.
+    The oldest is the chain that was started or continued. Forks at the end of the list are omitted if they sample with
+    the same seeds as their parents.
     """
     base, _, rest = chain.key.fork.rpartition("~")
     head = base + "~" if base or chain.key.fork.startswith("~") else ""

@@ -37,7 +37,8 @@ def chain_state(chains: list[Any], at: int, doing: str, again: bool, spare: bool
     """Return the data that the page shows.
 
     Args:
-        chains, at: The chains of the stepper, and the index of the chain shown.
+        chains: The chains of the stepper.
+        at: Index of the chain shown.
         doing: The running operation; empty if none is running.
         again: Whether the last turn of the chain shown is an action, or was followed by an action that was undone.
         spare: Whether the scoring of the chain shown can be undone.

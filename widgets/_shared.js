@@ -1,13 +1,13 @@
 // Prepended to every widget's source. The pure functions come first; they are tested with node, without a page.
 
-/** Copy a buffer into a typed array: the received one may not be aligned as a typed view requires. */
+/** Copy a buffer into a typed array, because a received buffer may lack the alignment that a typed view requires. */
 export function typed(buffer, Type) {
   if (!buffer) return new Type(0);
   const view = buffer.buffer ? buffer : new DataView(buffer);
   return new Type(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
 }
 
-/** One column: `at(i)` is a number, or null where it is missing. */
+/** Reader of a column: `at(i)` is the i-th number, or null if it is missing. */
 export function column(packed) {
   const values = typed(packed?.values, Float32Array);
   const bits = typed(packed?.present, Uint8Array);
@@ -36,7 +36,7 @@ export function plural(n, noun) {
   return `${n.toLocaleString("en-US")} ${noun}${n === 1 ? "" : "s"}`;
 }
 
-/** Format seconds: 4 s, 3 min 20 s, 2 h 5 min. */
+/** Format seconds: 4.3 s, 45 s, 3 min 20 s, 2 h 5 min. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
@@ -46,12 +46,12 @@ export function duration(seconds) {
   return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
 }
 
-/** Format seconds of an often short duration: 12 ms, 4.3 s, 3 min 20 s. */
+/** Format seconds as `duration` does, but in milliseconds below one second: 12 ms. */
 export function brief(seconds) {
   return seconds !== null && seconds !== undefined && seconds < 0.995 ? `${Math.round(1000 * seconds)} ms` : duration(seconds);
 }
 
-/** Round numbers that cover [lo, hi], about `n` of them. */
+/** About `n` evenly spaced round numbers within [lo, hi]. */
 export function ticks(lo, hi, n = 4) {
   if (!(hi > lo)) return [lo];
   const raw = (hi - lo) / n;
@@ -85,7 +85,7 @@ export function near(top, height, row, n, margin = 6) {
 
 const LIVE = "application/vnd.jupyter.widget-view+json";
 
-/** A notebook's content with the live form of its views left out. The latest picture of each view is its HTML. */
+/** A notebook's content without the live form of its views. The HTML of each view is replaced by its latest picture. */
 export function withPictures(content, pictures) {
   const saved = (output) => {
     const view = output.metadata?.agentfly_kit?.view;
@@ -100,7 +100,8 @@ export function withPictures(content, pictures) {
  * Save the views of a notebook as pictures, and show them live again when the page is reloaded.
  *
  * JupyterLab and Notebook 7 prefer the live form of an output, which is an error message once the kernel is gone. So the
- * saved notebook gets only the HTML; in the open page nothing changes. Other front ends have no `context`.
+ * saved notebook gets only the HTML; the open page does not change. Nothing is done in other front ends, whose widget
+ * manager has no `context`.
  */
 export function keepPictures({ model }) {
   const manager = model.widget_manager;
@@ -277,8 +278,8 @@ export function mount({ model, el }, { label, build }) {
     notice.textContent = model.get("_notice") ?? "";
     notice.hidden = !notice.textContent;
   };
-  // Arrow and letter keys are notebook shortcuts, so keys pressed in a view must not reach the notebook. Notebook 7
-  // listens in an earlier phase, and checks the attribute of the focused element before its parents.
+  // Arrow and letter keys are notebook shortcuts, so keys pressed in a view must not reach the notebook. Notebook 7 sees
+  // a key before this listener does, but ignores it if the focused element has the attribute set below.
   root.addEventListener("keydown", (event) => event.stopPropagation());
   root.addEventListener("focusin", (event) => event.target.setAttribute("data-lm-suppress-shortcuts", "true"));
   root.append(stale, notice);
@@ -422,7 +423,7 @@ export function showBelow(context, model, host, el, changed = () => {}) {
   draw();
 }
 
-/** A box for that view, with a title and a Close button, which then calls `back` to return the focus to the opener. */
+/** A box for the view opened below, with a title and a Close button, which calls `back` to return the focus. */
 export function belowBox(context, model, host, title, back) {
   const place = h("div", {});
   const leave = h("button", { type: "button", class: "afk-small", onclick: () => { context.ask("leave"); back(); } }, "Close");

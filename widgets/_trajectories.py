@@ -27,8 +27,8 @@ class Entry:
     Attributes:
         label: The id of the trajectory, or "chain 3" if the id of its task is a hash.
         fields: Names and values of the task's fields, as text.
-        turns: Per turn: kind, author, text, number of tokens, sampled, seconds, reward, stop reason, calls, messages.
-        keys: One key per turn. Equal turns have equal keys, which identifies turns shared by several chains.
+        turns: (kind, author, text, token count, sampled, seconds, reward, stop reason, calls, messages) of each turn.
+        keys: One key per turn. Turns shared by several chains are recognized by their equal keys.
     """
 
     id: str

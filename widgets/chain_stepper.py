@@ -94,7 +94,7 @@ class ChainStepper(Opener):
         self.samples: Any = None
         # The chain and the turn at which `samples` were drawn.
         self._drawn_at: tuple[Any, Any] | None = None
-        # Turns, by `id(turn)`, with the seeds of the actions seen after each turn.
+        # id(turn) -> the turn, and the seeds of the actions that have followed it.
         self._seeds: dict[int, tuple[Any, set[int]]] = {}
         # Forks made just before a chain was scored, by chain id. Undoing the scoring continues in the fork.
         self._spares: dict[str, Any] = {}

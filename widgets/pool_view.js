@@ -55,7 +55,7 @@ export function ends(name) {
   return [name.slice(0, name.length - tail.length), tail];
 }
 
-/** Selection after a click on a number: that one alone; toggled with Ctrl; the range from the anchor with Shift. */
+/** Selection after a click on a number, which is the only one selected. Ctrl toggles it, Shift selects from `anchor` to it. */
 export function picked(selected, ids, id, anchor, { add = false, range = false } = {}) {
   const [a, b] = [ids.indexOf(anchor), ids.indexOf(id)];
   if (range && a >= 0) return [...new Set([...(add ? selected : []), ...ids.slice(Math.min(a, b), Math.max(a, b) + 1)])];

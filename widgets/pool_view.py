@@ -85,7 +85,7 @@ class PoolView(LiveView):
 
     The Take button leases a sandbox, which cells can then use as `view.held[number]`. The owner is shown as "by hand".
     The last sandbox cannot be taken, so that a running rollout can continue. The Release button releases a taken
-    sandbox. Reset and Close work on any sandbox if the pool has a `recycle` method. A chain whose sandbox
+    sandbox. The Reset and Close buttons work on any sandbox if the pool has a `recycle` method. A chain whose sandbox
     is reset or closed is not scored. A sandbox leased with Take is reset in place.
 
     All views of one pool share the history, the events and the taken sandboxes.

@@ -48,7 +48,7 @@ class RewardForm(ChainsView):
         rollout: A Rollout, its trajectories, or the path of a saved rollout.
         agent: The agent that produced the trajectories, needed to open a trajectory in the stepper.
         follow: True to re-score whenever the cell that defines the reward is re-run.
-        success: Which chains count as a success, as in `Agent(success=)`; taken from `agent` by default.
+        success: The rule for which chains count as a success, as in `Agent(success=)`; by default that of `agent`.
 
     Raises:  TaskError if a task lacks a field that the reward needs.
     """
@@ -71,7 +71,8 @@ class RewardForm(ChainsView):
         self.reward = RewardSet(reward)
         if not self.reward:
             raise TypeError("reward must be a function decorated with @af.reward")
-        # Keep the rollout until the page closes: `RewardForm(reward, await agent.rollout(...))` has no variable for it.
+        # Keep the rollout until the page closes, because `RewardForm(reward, await agent.rollout(...))` leaves no other
+        # reference to it.
         self._kept: Any = _rollout(rollout)
         self.reward.check([group.task for group in self._kept.groups])
         self._picked: str | None = None

@@ -11,8 +11,8 @@ const CHIPS = ["queued", "waiting", "sampling", "sandbox", "tool", "scoring", "s
 const RANK = { queued: 1, failed: 2, unscored: 2, succeeded: 3, done: 3, cancelled: 4 }; // 0: running
 
 /**
- * Rows to show: those with a state in `only` (all if empty), in task order ("place"), or running ones first, then queued,
- * failed and finished ones ("running"; with "longest", those longest in their state first).
+ * Rows to show: those with a state in `only`, or all if it is empty. The order `how` is "place" (task order), "running"
+ * (running chains, then queued, failed and finished ones) or "longest" (the same, the longest in their state first).
  */
 export function order(state, since, only, how) {
   const out = [];

@@ -16,7 +16,7 @@ export function shade(value, signal) {
   return scale === "down" ? { share: 1 - share, side: "down" } : { share, side: "up" };
 }
 
-/** Chunks of at most `size` tokens that never cross a turn: [row, turn index in the row, first, last + 1] in all tokens. */
+/** Chunks of at most `size` tokens of one turn: { row, turn, first, last }, with indices into all tokens; `last` is exclusive. */
 export function chunks(rows, size = CHUNK) {
   const out = [];
   let base = 0;

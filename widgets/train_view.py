@@ -46,7 +46,7 @@ class TrainView(ChainsView, LiveView):
     An unknown name is rejected with a list of the available names. While a run is unfinished, names that begin with
     "metric_" or "eval_metric_" are accepted before they are recorded.
 
-    If `run.diagnose()` finds a serious reason why a live run does not learn, the first one is shown above the charts.
+    If `run.diagnose()` finds serious reasons why a live run does not learn, the first is shown above the charts.
 
     The view updates at most 10 times per second. A folder is read when the view is created, when a page opens the view,
     and by `view.refresh()`.

@@ -42,7 +42,7 @@ export function branches(tree, depth = 0) {
   return tree.flatMap((node) => [{ depth, ...node }, ...branches(node.then, depth + 1)]);
 }
 
-/** Selection after a click on row i of those shown: it alone; toggled with Ctrl; the range from the anchor with Shift. */
+/** Selection after a click on `rows[at]`, the only row selected. Ctrl toggles it, Shift selects from `anchor` to it. */
 export function chosen(selected, rows, at, anchor, { add = false, range = false } = {}) {
   const i = rows[at];
   if (range && anchor >= 0) {

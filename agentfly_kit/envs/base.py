@@ -27,7 +27,7 @@ check_task(task)    Called for every task before a rollout starts, on an instanc
 reset(...)          Called before each chain. Must reset all state, because one object serves many chains in turn.
                     Parameters are filled by name: `task`, `seed`, and fields of the task; `**fields` receives all
                     fields. The return value (a string, messages or None) is appended to the task's prompt.
-tools               Methods decorated with @af.tool. Sync methods run in a thread, coroutine functions on the loop.
+tools               Methods decorated with @af.tool. Sync methods run in a thread, async methods on the event loop.
 done                True once the episode is over: the chain then stops with `env_done`. Optional.
 reward(...)         Score of the chain. Parameters are filled by name: `state`, and everything else that rewards may
                     request (final, trajectory, context, a task field, a sandbox by its class). Optional;
@@ -95,7 +95,7 @@ class EnvironmentTool(Tool[..., Any]):
         return (self.sandbox_type, *super().sandbox_types)
 
     def require_instance(self) -> None:
-        """Accept the unbound method: each chain supplies its own instance."""
+        """Do nothing, because each chain calls the method on the instance that it has leased."""
 
     async def invoke(self, arguments: Mapping[str, Any], context: Context, *, raising: bool = False) -> ToolResult:
         """Call the method as `Tool.invoke` does, or return the observation `OVER` if the episode has ended."""
@@ -164,7 +164,7 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
     names = [p.name for p in parameters]
 
     async def scored(environment: Any, context: Context, trajectory: Any, **more: Any) -> Any:
-        # The environment of a finished chain has been released. To try a reward on it, replay its calls in a fresh one.
+        # To try a reward on a finished chain, whose environment has been released, replay its calls in a fresh one.
         if context.trajectory_id.startswith("try "):
             await _replay(environment, sandbox_type, context, trajectory)
         ready = {"context": context, "trajectory": trajectory}

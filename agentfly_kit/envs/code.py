@@ -148,7 +148,7 @@ def _texts(given: Any) -> TypeGuard[list[str]]:
 
 @functools.lru_cache(maxsize=4096)
 def _built_in_names(code: str) -> tuple[str, ...]:
-    """Return the functions and classes of a program that shadow builtins: tests use them instead of the builtins."""
+    """Return the names of functions and classes that shadow builtins. Tests use these instead of the builtins."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -43,8 +43,8 @@ _LONGEST = 32_768
 def position(score: float, leaderboard: Sequence[float], *, lower: bool = False) -> float:
     """Return the share of a leaderboard that a score reaches or beats.
 
-    With the rank k of the first of N competitors that is not better, or N + 1, this is (N - k + 1) / N. A tie counts as
-    a win.
+    A tie counts as a win. The share is (N - k + 1) / N, where k is the rank of the best competitor that the score
+    reaches or beats, or N + 1 if there is none.
 
     Args:
         score: score of the submission.
@@ -54,7 +54,7 @@ def position(score: float, leaderboard: Sequence[float], *, lower: bool = False)
     Raises:
         SettingsError: if the leaderboard is empty or a number is NaN.
     Source:
-        MLE-Dojo, arXiv 2505.07782, and its code; averaged over both leaderboards it is the reward there.
+        MLE-Dojo, arXiv 2505.07782, and its code, where the reward is the average over both leaderboards.
     """
     if not leaderboard or math.isnan(score) or any(map(math.isnan, leaderboard)):
         raise SettingsError(f"a position needs a leaderboard and numbers, got {score!r} and {list(leaderboard)!r:.100}")
@@ -142,7 +142,7 @@ def _baselines() -> str:
 
 @functools.lru_cache(256)
 def generate(kind: str, world: int) -> Competition:
-    """Return competition number `world` of a kind. Competitors are the true labels with more and more noise."""
+    """Return competition number `world` of a kind. The competitors predict the exact values with increasing noise."""
     rng = random.Random(f"competition {kind} {world}")
     a, b, c = (rng.choice((-1, 1)) * rng.uniform(1.0, 2.0) for _ in range(3))
     laws: dict[str, Callable[[float, float], float]] = {
@@ -210,7 +210,7 @@ _SETTINGS: dict[str, Any] = {"packages": False, "max_output": 2**17, "preload": 
 
 @forward_signature(PythonSandbox, **_SETTINGS)
 class Contest(SandboxEnvironment):
-    """Environment with one competition and an interpreter in whose folder its files are.
+    """Environment for one competition, whose files are in the folder of an interpreter.
 
     The reward is the best position of all submissions, averaged over the public and the private leaderboard.
 
@@ -302,7 +302,7 @@ class Contest(SandboxEnvironment):
         return "The folder is as it was at the beginning."
 
     async def _run(self, code: str, *, submit: bool) -> tuple[bool, str, float]:
-        """Run a program and return whether it succeeded, what the model sees, and the improvement of the best."""
+        """Run a program and return whether it succeeded, what the model sees, and the gain in the best position."""
         if not self._written:
             await self._write_files()
         result = await self._sandbox.run(code, timeout=self._seconds)

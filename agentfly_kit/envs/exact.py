@@ -17,8 +17,8 @@ from typing import Any
 _LONGEST = 200
 _DIGITS = 400
 _POWER = 1000
-# Number of digits used to compute and to compare irrational values. Both exceed twice _DIGITS, so that (1+sqrt(2))^n
-# differs from the nearest integer.
+# Numbers of digits to which irrational values are computed and compared. Both exceed twice _DIGITS, so that values such
+# as (1+sqrt(2))^n are distinguished from the nearest integer.
 _PRECISION, _COMPARED = 1000, 900
 _CONSTANTS = ("pi", "e")
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {

@@ -42,9 +42,9 @@ def from_env(
 
     Args:
         make: a class or function without arguments that returns a new environment.
-        action: converts the text that the model writes to an action; the message of a ValueError is shown to the model.
-            Or a mapping from texts to actions, such as {"left": 0, "down": 1}.
-        show: converts an observation to the text that the model reads.
+        action: function that converts the text written by the model to an action, or a mapping from texts to actions
+            such as {"left": 0, "down": 1}. If the function raises ValueError, its message is shown to the model.
+        show: function that converts an observation to the text shown to the model.
         name: name of the tool.
 
     Raises:  SettingsError if `make` is a class without `reset` or `step`, or `action` is empty. For a function, `make`

@@ -132,7 +132,7 @@ class Ranking(Displayable):
 
 
 def read_scores(text: str, rubric: Rubric) -> tuple[dict[str, float] | None, str]:
-    """Parse the last <scores>...</scores>: a JSON object, or lines such as `short: 7`. Never raises.
+    """Parse the last <scores>...</scores>, which contains a JSON object or lines such as `short: 7`. Never raises.
 
     Every criterion must occur exactly once with a number from 0 to `max_points`; values are neither guessed nor
     clipped.
@@ -407,7 +407,7 @@ class Judge(Displayable):
     def group_reward(
         self, *, weight: float = 1.0, how: Literal["pairwise", "listwise"] = "pairwise"
     ) -> Callable[[Group], Any]:
-        """Return a group reward for `Agent(group_reward=)`: each chain's score is its rank in its group.
+        """Return a group reward for `Agent(group_reward=)` that ranks the answers of a group; see `Ranking.scores`.
 
         Failed chains are unscored and excluded from the comparison. Answers that could not be compared are unscored.
         """

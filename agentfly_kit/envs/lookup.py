@@ -1,4 +1,4 @@
-"""lookup: questions about people that take one to three successive look-ups in a private store of facts.
+"""lookup: questions about people that require one to three successive look-ups in a private store of facts.
 
 The facts are not in the prompt and every task has its own store, so an answer must be looked up or guessed.
 """
@@ -50,7 +50,7 @@ class Question:
         return "What is " + "'s ".join((self.name, *self.keys)) + "?"
 
     def steps(self, facts: Store) -> list[tuple[str, str, str]]:
-        """Return (of, what, value) for each look-up."""
+        """Return (person, key, value) for each look-up."""
         steps, name = [], self.name
         for key in self.keys:
             steps.append((name, key, facts[name][key]))

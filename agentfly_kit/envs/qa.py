@@ -46,13 +46,13 @@ def precision(response: str, answers: Iterable[str]) -> float:
 def recall(response: str, answers: Iterable[str]) -> float:
     """Return the highest share of an answer's words that occur in the response, counting repeated words.
 
-    A response that contains everything has recall 1, so as a reward alone it teaches to write long answers.
+    A response that contains everything has recall 1, so recall as the only reward leads to long answers.
     """
     return _best(response, answers, lambda common, words, expected: common / expected)
 
 
 def _best(response: str, answers: Iterable[str], score: Callable[[int, int, int], float]) -> float:
-    """Return the highest score, a function of the numbers of common words, of the response's and of the answer's."""
+    """Return the highest score over the answers, from the numbers of common words, response words and answer words."""
     words = normalised(response).split()
     scores = []
     for answer in answers:

@@ -85,7 +85,7 @@ class VectorIndex:
 
 
 def _vectors(embed: Embed, texts: list[str]) -> Any:
-    """Return the unit-length embeddings, shape (n, d)."""
+    """Return the embeddings of n texts, scaled to unit length, as an array of shape (n, d)."""
     import numpy
 
     got = embed(texts)

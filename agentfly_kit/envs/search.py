@@ -118,8 +118,8 @@ class Search:
     Args:
         corpus: a `Corpus`, a path, or texts; by default the included encyclopedia.
         topk: number of documents per search.
-        dense: an embedding: a function from strings to vectors, or the folder of a transformers model. By default BM25
-            is used.
+        dense: an embedding, given as a function from strings to vectors or as the folder of a transformers model. By
+            default, BM25 is used instead.
         metric: the score used as the reward, "em" or "f1".
         brief: for small models: show a snippet of each document instead of "Doc 1(Title: ...)" and its text. The
             snippet is the clause that shares the most words with the query, not counting words of the title.

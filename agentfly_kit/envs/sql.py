@@ -44,9 +44,9 @@ def score(seen: Rows | str | None, wanted: Rows) -> dict[str, float]:
 
     overlap  Intersection over union of the two multisets of rows, each row as a string; 1 if both are empty, 0 for an
              error or a statement without rows (None).
-    order    Kendall's tau-b of the rows that both contain, paired by position and compared as strings; 1 if undefined
-             (a single row, or equal rows). As in InterCode this is not the tau of their ranks: reversed rows score -1
-             only if the rows were sorted as strings.
+    order    Kendall's tau-b between the shared rows in the order seen and in the order expected; 1 if undefined (a
+             single row, or equal rows). As in InterCode, the rows are compared as strings, not by rank, so reversed
+             rows score -1 only if they were sorted as strings.
     reward   Product of overlap and order, rounded to two digits where order is defined; may be negative.
     Source:  InterCode, arXiv 2306.14898, and its SQL environment. Rows are compared as strings: 1 differs from 1.0.
     """

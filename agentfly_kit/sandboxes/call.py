@@ -1,4 +1,4 @@
-"""One running call of a sandbox, from sending the request to its result, and the readers of its channels."""
+"""A call in a sandbox, from sending the request to the result, and readers of the sandbox's channels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .sandbox import Sandbox
 
 CONTROL_SECONDS = 5.0  # a sandbox whose reset takes longer is considered broken
-GRACE_SECONDS = 0.5  # between the interrupt, which keeps the variables, and the kill
+GRACE_SECONDS = 0.5  # time between the interrupt, after which variables survive, and the kill
 _CPU_POLL_SECONDS = 0.25  # how often the CPU time of a running call is checked
 _MAX_OUTPUT_FACTOR = 256  # stop a call once it has printed this many times max_output
 _CHUNK = 65536
@@ -37,7 +37,7 @@ class JSONLines:
         self.ended = False
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the messages received so far. Raises EOFError at the end, ValueError for data that is no message."""
+        """Return the messages received so far. Raises EOFError at the end, and ValueError for malformed data."""
         while True:
             try:
                 data = self.socket.recv(_CHUNK)
@@ -109,7 +109,7 @@ class Watch:
 
 
 class Call(Watch):
-    """One running call: sends the request and collects output until the reply, a limit or the interpreter's death."""
+    """A running call. It sends the request and collects output until the reply, a limit or the interpreter's exit."""
 
     def __init__(self, sandbox: Sandbox, request: bytes, timeout: float) -> None:
         super().__init__(sandbox._watches)
@@ -117,7 +117,7 @@ class Call(Watch):
         assert handle is not None and control is not None and replies is not None
         self.sandbox, self.control, self.replies = sandbox, control, replies
         self.number = sandbox._nonce
-        self.request = request  # the part not sent yet
+        self.request = request  # the part that has not been sent yet
         self.timeout = timeout
         self.pipes = handle.pipes
         self.printed = (bytearray(), bytearray())
@@ -170,7 +170,7 @@ class Call(Watch):
                     self.status = int(message["status"])
                     self.sandbox._interpreter_ended(self.status)
                     if not self.done.done() and self.replies.socket.fileno() in self._files:
-                        self.read_reply()  # it may have answered before it ended, and not violated the protocol
+                        self.read_reply()  # the interpreter may have sent a valid reply before it exited
                     self.finish(None)
         except EOFError:
             self.remove(self.control.socket.fileno())
@@ -242,7 +242,8 @@ class Call(Watch):
         sandbox = self.sandbox
         if not sandbox._closed and sandbox.alive:
             for pipe, kept in zip(self.pipes, self.printed, strict=True):
-                # Everything printed before the answer is in the pipe by now: at most 16 pages, at least one per read.
+                # All output printed before the reply is in the pipe by now. A pipe holds at most 16 pages, and each
+                # read returns at least one of them.
                 for _ in range(16):
                     if not self.read_pipe(pipe, kept):
                         break
@@ -253,8 +254,8 @@ class Call(Watch):
         if reply is None:
             sandbox._has_interpreter, sandbox._unreported = False, None
             if not sandbox._closed and not sandbox.alive:
-                # The zygote has ended too. A limit of this call explains that, for example a fork bomb that could not
-                # be killed; without one it may have been ended from outside, which raises.
+                # The zygote has exited too. A limit exceeded in this call explains that, for example if a fork bomb
+                # could not be killed. Without one, the zygote may have been killed from outside, which is an error.
                 if limit is None:
                     sandbox._check_not_ended_from_outside()
                 sandbox._drop()
@@ -279,7 +280,7 @@ class Call(Watch):
         )
 
     def reported_limit(self, reply: dict[str, Any] | None, seconds: float) -> Limit | None:
-        """Return the limit reported by the counters or the interpreter. Raises SandboxError for the machine's OOM."""
+        """Return the exceeded limit, or None. Raises SandboxError if the machine ran out of memory."""
         hits = before = self.sandbox._limit_hits
         if reply is None or seconds > 0.002 or reply.get("error"):
             hits = self.sandbox._limit_hits = self.usage.limit_hits()

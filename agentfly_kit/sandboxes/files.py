@@ -36,8 +36,8 @@ class FileSandbox(ShellSandbox):
     """A private folder with read, write, edit, list, grep and undo, and a shell (`run(command)`) that starts there.
 
     Args:
-        files: initial content of the folder, restored by each reset: a dict from paths to text or bytes, or a folder of
-            this machine, which is copied and never written. `await seed(...)` adds the files of one task.
+        files: initial content of the folder, which each reset restores. Either a dict from paths to text or bytes, or a
+            folder of this machine, which is copied and never written. `await seed(...)` adds the files of one task.
 
     The other settings are those of ShellSandbox. A pool of FileSandbox also serves tools that request a ShellSandbox;
     they share the folder. `agentfly_kit.toolbox` provides tools for a model.
@@ -58,7 +58,7 @@ class FileSandbox(ShellSandbox):
 
     @classmethod
     def validate_remote_options(cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Check the arguments of a remote call: a client must not name files on the server's machine.
+        """Check that the arguments of a remote call do not name files on the server's machine.
 
         Raises:  SettingsError if an argument names such a file.
         """
@@ -69,7 +69,7 @@ class FileSandbox(ShellSandbox):
         """Add the files of one task, overwriting existing ones. A reset removes them; `undo` does not.
 
         Args:
-            files: as for the class: a dict from paths to text or bytes, or a folder of this machine.
+            files: a dict from paths to text or bytes, or a folder of this machine.
 
         Raises:  SettingsError for invalid `files`; SandboxError if the files do not fit in the sandbox.
         """
@@ -81,11 +81,11 @@ class FileSandbox(ShellSandbox):
         Args:
             path: path of the file, relative to the folder.
             start: first line.
-            end: last line; None: the last line of the file.
+            end: last line, by default the last line of the file.
             numbers: prefix each line with its number.
 
-        Raises:  ToolError if the file does not exist, is not text, or if the selection has more than `max_output`
-                 characters (it is never silently truncated).
+        Raises:  ToolError if the file does not exist or is not text, or if the selection has more than `max_output`
+                 characters; it is never silently truncated.
         """
         return str(
             await self._request("read", path=path, start=start, end=end, numbers=numbers, max_chars=self.max_output)

@@ -155,7 +155,7 @@ class Grader(Startable):
 
     @classmethod
     def validate_remote_options(cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Check the arguments of a remote call: a client must not name files on the server's machine.
+        """Check that the arguments of a remote call do not name files on the server's machine.
 
         Raises:  SettingsError if an argument names such a file.
         """
@@ -300,7 +300,7 @@ class _Half(HostedSandbox):
 
 
 class Grading:
-    """One `Grader.grade` call: relays requests from the tests to the submission and makes the verdicts."""
+    """A running `Grader.grade` call, which relays requests from the tests to the submission and records verdicts."""
 
     def __init__(
         self, work: _Half, tests: _Half, source: str, *, setup: str, module: str,
@@ -352,7 +352,7 @@ class Grading:
         return answer
 
     async def fresh(self) -> None:
-        """Provide an interpreter for the submission in which none of its code has run yet, with `files` in place."""
+        """Ensure that the submission's interpreter has `files` in its folder and has run none of the code yet."""
         if not self.work_is_new:
             await self.work.restart()
         self.work_is_new = self.is_loaded = False

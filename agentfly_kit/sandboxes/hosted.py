@@ -57,7 +57,7 @@ class HostedSandbox(Sandbox):
     # --- calls -----------------------------------------------------------------------------------
 
     async def _call(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any]]:
-        """Call the program while holding the lock. Return the result and {"answer": ...}, or {} if not answered."""
+        """Call the program while holding the lock. Return the result, and {"answer": ...} or {} without an answer."""
         check_seconds(timeout=timeout)
         async with self._exclusive():
             return await self._send(name, timeout, **given)
@@ -182,7 +182,7 @@ def _answer(name: str, timeout: float, result: SandboxResult, reply: dict[str, A
 
 
 def seed_entries(files: Files, folder: str) -> list[dict[str, Any]]:
-    """Read files, given as a mapping of paths to contents or as a folder of the host, into entries for `_put`."""
+    """Convert files (a mapping from paths to contents, or a folder of the host) to entries for `_put`."""
     found: list[dict[str, Any]] = []
     if isinstance(files, Mapping):
         for path, content in files.items():

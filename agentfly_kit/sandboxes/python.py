@@ -24,14 +24,14 @@ class PythonSandbox(Sandbox):
             enforced.
         packages: make the packages installed for this Python importable (read-only). If False, only the standard
             library is available.
-        preload: modules to import before interpreters are forked, so that every interpreter already has them (numpy:
-            0.1 s once instead of once per chain).
+        preload: modules to import before interpreters are forked, so that every interpreter already has them. For
+            numpy, this saves 0.1 s per chain.
         max_output: bytes to keep of each of stdout, stderr, value and error, per call.
 
     Raises:  SettingsError for an invalid setting; SandboxError only for failures of the host.
     """
 
-    # The calls since the start or the last reset: code, timeout, digest of the result (None: stopped).
+    # (code, timeout, digest of the result) of each call since the last reset; the digest of a stopped call is None.
     _history: tuple[tuple[str, float, bytes | None], ...] = ()
 
     async def _setup(self) -> None:
@@ -61,8 +61,8 @@ class PythonSandbox(Sandbox):
     async def fork(self, into: PythonSandbox) -> None:
         """Copy this sandbox's state to another, fresh sandbox by replaying every call there.
 
-        Raises:  SandboxError if a call was stopped, or if its replay gives a different result (time, randomness), so
-                 that the state cannot be copied faithfully. `into` is then reset.
+        Raises:  SandboxError if a call was stopped, or if its replay gives a different result, for example because
+                 of time or randomness. `into` is then reset.
         """
         await into.start()
         calls = self._history

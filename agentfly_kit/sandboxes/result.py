@@ -14,15 +14,13 @@ Limit = Literal["time", "memory", "processes", "cpu", "disk", "output"]
 class SandboxResult(Displayable):
     """The result of one `run`. Exceptions of the code, exceeded limits and crashes are reported here, never raised.
 
-    Units: `seconds` is wall time, measured on the host.
-
     Attributes:
         stdout: Standard output, up to `max_output` bytes.
         stderr: Standard error, up to `max_output` bytes.
         value: `repr` of the last expression; None if there was none or its value was None.
         error: Traceback of the code's exception, or a description of what stopped the code.
-        error_type: Name of the exception's class; None if there was no exception (for example after a kill).
-        seconds: Duration of the call.
+        error_type: Name of the exception's class; None if there was no exception, for example after a kill.
+        seconds: Wall time of the call, measured on the host.
         truncated: True if part of stdout, stderr, value or error was cut off.
         timed_out: True if the code was interrupted after the timeout; its variables survive unless it also `died`.
         died: True if the interpreter ended and its variables are lost; the next call gets a new one.

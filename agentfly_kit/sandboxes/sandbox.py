@@ -102,10 +102,10 @@ class Sandbox(Startable):
         self._serial = 0  # number of the current interpreter
         self._questions = itertools.count(1)  # serial numbers of `count` and `sync` requests
         self._nonce = 0  # id of the running call
-        self._has_interpreter = False  # an interpreter is running
-        self._unreported: SandboxResult | None = None  # an end between two calls, which the next call reports
+        self._has_interpreter = False  # True while an interpreter is running
+        self._unreported: SandboxResult | None = None  # an exit between two calls, which the next call reports
         self._abandoned: bytes | None = None  # unsent part of a call that was cancelled while it ran
-        self._interrupted = False  # an interrupt may not have been delivered yet
+        self._interrupted = False  # True if an interrupt may not have been delivered yet
         self._limit_hits = LimitHits()
 
     # --- lifecycle ------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ class Sandbox(Startable):
             raise
 
     def _interpreter_ended(self, status: int) -> None:
-        """Record that the interpreter has exited. Reported by the running call or, if there is none, the next call."""
+        """Record that the interpreter has exited. The running call reports this, or else the next call."""
         self._has_interpreter = False
         self._unreported = SandboxResult(error=death_message(None, status), died=True)
 
@@ -357,7 +357,7 @@ class Sandbox(Startable):
     # --- the zygote ------------------------------------------------------------------------------
 
     def _command(self, op: str, descriptors: Sequence[int] = (), **message: object) -> bool:
-        """Send a command to the zygote, which always reads, so this does not block. Return False if it has ended."""
+        """Send a command without blocking, because the zygote always reads. Return False if the zygote has exited."""
         handle = self._handle
         if handle is None or handle.control is None or handle.control.fileno() < 0:
             return False

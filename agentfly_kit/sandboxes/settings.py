@@ -14,9 +14,9 @@ K = TypeVar("K")
 def forward_signature(sandbox_type: type, *, omit: Sequence[str] = (), **defaults: Any) -> Callable[[type[K]], type[K]]:
     """Copy the keyword parameters of `sandbox_type.__init__` onto the decorated class's signature.
 
-    For a class whose `__init__` forwards `**settings` to `sandbox_type`. Pools (which reject unknown options when they
-    are created) and `help()` then see the actual parameters. `omit` names parameters to leave out;
-    `defaults` replaces their defaults.
+    The class must forward `**settings` from its `__init__` to `sandbox_type`. Pools, which reject unknown options when
+    they are created, and `help()` then see the actual parameters. Parameters in `omit` are left out, and `defaults`
+    maps parameters to new defaults.
     """
 
     def decorate(cls: type[K]) -> type[K]:

@@ -24,7 +24,7 @@ _MAX_CELL_WIDTH = 60  # characters of a cell in `SQLResult.text`
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SQLResult(SandboxResult):
-    """The result of one `run`: columns and rows of its last statement.
+    """The result of one `run`, with the columns and rows of the last statement.
 
     A value is None, bool, int, float, str, bytes, Decimal, date, time, datetime, timedelta, UUID, or a list, tuple or
     dict of these. `truncated` is True if rows are missing or a long value was cut off.
@@ -179,7 +179,7 @@ class SQLSandbox(HostedSandbox):
 
         Args:
             script: SQL statements to run in the new database.
-            database: content of a database file. None: an empty database.
+            database: content of a database file; by default the new database is empty.
             timeout: seconds for the script.
 
         Raises:  SettingsError if the script fails; SandboxError if the sandbox is closed or the database does not fit.

@@ -31,7 +31,8 @@ def close(a: Tensor, b: Any, tol: float = 1e-6) -> None:
 
 
 def test_equal_rewards_give_exactly_zero() -> None:
-    """The float32 mean of equal rewards can differ from them; divided by a std of the same size, the error is large."""
+    """The float32 mean of equal rewards can differ slightly from the rewards. Division by an equally small std would
+    make this difference large."""
     residues = 0
     for r in (0.1, 0.3, 0.7, 1.1):
         for n in range(2, 12):
@@ -156,7 +157,7 @@ def test_golden_gdpo() -> None:
 
 
 def test_golden_trajectory_level() -> None:
-    """A success of three rows and a failure of one."""
+    """One trajectory succeeds and has three rows; another fails and has one row."""
     r, g = [1, 1, 1, 0], ["task"] * 4
     got = adv.trajectory_level(r, g, trajectory_index=["a", "a", "a", "b"], estimator=adv.rloo)
     close(got, [1.0, 1, 1, -1])
@@ -207,7 +208,7 @@ def test_golden_arpo() -> None:
     close(soft, [[0.5, 0.5, 0], [-0.5] * 3, [0.5] * 3, [-0.5, 0, 0]])
     hard = adv.arpo(r, g, turn_ids=TREE, attribution="hard", std=None)
     close(hard, [[1 / 6, 0.5, 0], [1 / 6, 0, -0.5], [1 / 6, 0, 0.5], [-0.5, 0, 0]])
-    # Weighted mean 1/4 + 1/8 = 0.375; each row times 4 w.
+    # The mean with the weights w is 1/4 + 1/8 = 0.375, and the advantage of each row is multiplied by 4 w.
     unbiased = adv.arpo(r, g, turn_ids=TREE, attribution="inverse_branching", std=None)
     close(unbiased, [[0.625, 0.625, 0], [-0.1875] * 3, [0.3125] * 3, [-0.75, 0, 0]])
     # An unscored leaf is in no mean, neither of the group nor of a shared turn.
@@ -284,7 +285,8 @@ def test_maxrl_is_the_gradient_of_truncated_log_success() -> None:
 
 
 def test_forks_bias_the_mean_over_leaves() -> None:
-    """All groups of three chains of two turns, in which only chains with the first action 0 are forked, into three."""
+    """Compute expectations over all groups of three chains with two turns, in which each chain whose first action is 0
+    is forked into three leaves."""
     first = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     second = torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=torch.float64, requires_grad=True)
     rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)  # by second action

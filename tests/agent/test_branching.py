@@ -108,7 +108,7 @@ async def test_every_group_has_all_leaves_for_random_settings() -> None:
 
 
 async def test_results_do_not_depend_on_concurrency() -> None:
-    """Nested forks, added chains and sandboxes; the order of the events differs."""
+    """The rollouts have nested forks, added chains and sandboxes, and differ only in the order of their events."""
     found = []
     for concurrency, size in ((8, 8), (16, 24), (64, 64)):
         async with af.Pool(ForkingBox, size=size) as pool:
@@ -166,7 +166,8 @@ async def test_share_of_forks_is_the_mean_probability() -> None:
 
 @pytest.mark.parametrize(("calls", "ratio"), [(1, 0.75), (3, 0.74)])
 async def test_executed_calls_relative_to_independent_chains(calls: int, ratio: float) -> None:
-    """Chains of a fixed number of calls. With one call, 1 - P/2 of the calls run, because added chains cannot fork."""
+    """Each chain makes a fixed number of calls. With one call and fork probability P, 1 - P/2 of the calls run, because
+    added chains cannot fork."""
     engine = Coin(calls=1.0, right=(0.5,) * (calls + 1), name="calculator")
     a = agent(engine=engine, chat=chat(), tools=[calculator], max_turns=8)
     rollout = await a.rollout(numbered(30), 16, branch=af.Branch(initial=8, weight=0.0))

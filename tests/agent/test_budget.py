@@ -39,7 +39,7 @@ async def test_calls_beyond_max_tool_calls_are_not_run_and_end_the_chain() -> No
     assert [c.result.observation for c in t.tool_calls if c.result] == [
         "2", "3", "4", "calculator was not run: there are no tool calls left (chain_tool_calls)",
     ]  # fmt: skip
-    assert t.turns[-1].ids == ()  # no action follows, so it is not encoded
+    assert t.turns[-1].ids == ()  # the last turn has no ids, because no action follows
 
 
 async def test_chain_can_answer_after_its_last_allowed_call() -> None:

@@ -175,7 +175,7 @@ async def test_local_engine(whom: Whom, count: int | None) -> None:
 @each
 @both
 async def test_server(whom: Whom, count: int | None) -> None:
-    """Also cancelled between retries."""
+    """Requests are cancelled while they run and between retries."""
     server = Server()
     busy = iter(range(10**9))
 

@@ -114,7 +114,7 @@ async def test_forks_of_one_task_run_concurrently() -> None:
 
 @pytest.mark.parametrize("max_concurrency", [1, 2])
 async def test_forks_do_not_wait_for_sandboxes_of_their_siblings(max_concurrency: int) -> None:
-    """Both chains hold one of two sandboxes and request two forks. A fork that waited would wait for its siblings."""
+    """Both chains hold one of two sandboxes and request two forks. A fork must not wait for a sibling's sandbox."""
     async with af.Pool(ForkingBox, size=2) as pool:
         a = scripted(
             [put_call("x", "put_forking"), "6"],

@@ -373,7 +373,7 @@ def test_an_incomplete_last_line_is_overwritten(tmp_path: Path, cut: int | None)
     file = tmp_path / "r" / "steps.jsonl"
     whole = file.read_text()
     last = whole.splitlines()[-1]
-    file.write_text(whole + last[:cut])  # None: all of the line but its end
+    file.write_text(whole + last[:cut])  # with cut=None, only the line end is missing
     again = Run(tmp_path / "r")
     kept = 3 if cut is None else 2
     assert len(again.records) == kept
@@ -424,7 +424,7 @@ OPERATIONS: list[tuple[Any, str]] = [
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException, work: Callable[[], None]) -> bool:
-    """Run `work` with all file operations from the `at`th on raising. Return whether there were that many."""
+    """Run `work`, whose file operations raise from number `at` on. Return whether `work` made that many operations."""
     calls = 0
     with monkeypatch.context() as patch:
         for module, name in OPERATIONS:

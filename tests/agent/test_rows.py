@@ -109,7 +109,7 @@ async def test_compact_can_replace_the_prompt() -> None:
 
 
 async def test_policy_can_write_the_summary() -> None:
-    """The summary is requested after a tool result; it is sampled in the row that it ends."""
+    """The summary is requested after a tool result, and sampled as the last action of the row."""
     chain = played([call("1+1"), "I have 2.", "4"]).chain(TASK)
     await chain.step()
     told = chain.observe("What do you know so far?")

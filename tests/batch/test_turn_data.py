@@ -76,8 +76,8 @@ def test_gigpo_compares_turns_with_equal_states() -> None:
         )
 
     batch = af.collate(given, estimator)
-    # Episode: +.5, -.5, 0. First turns, which all follow the prompt: +.5, -.5, 0. Second turns: good and bad follow the
-    # same observation: +.5, -.5; the third is alone: 0.
+    # The episodes have advantages +.5, -.5 and 0, and so have the first turns, which all follow the prompt. The second
+    # turns of `good` and `bad` follow the same observation and have +.5 and -.5; that of the third is alone and has 0.
     at = [batch.advantages[i][batch.mask[i]].tolist() for i in range(3)]
     assert at == [[1.0] * 4, [-1.0] * 4, [0.0, 0.0]]
 

@@ -103,7 +103,7 @@ def test_a_generation_prompt_that_is_no_prefix_is_rejected() -> None:
 
 @pytest.mark.parametrize("condition", ["loop.length > 3", "loop.length > 3 and lead", "loop.length > 3 and tools"])
 def test_a_template_that_changes_history_is_rejected(condition: str) -> None:
-    """In any conversation, only in those with a system message, or only in those with tools."""
+    """The template changes the history of every conversation, or only of those with a system message or with tools."""
     changed = f"{{{{- (message.content or '') ~ ('!' if {condition})"
     tokenizer = with_template(QWEN_LIKE.replace("{{- message.content or ''", changed))
     assert check(tokenizer).tool_results.startswith("it renders history differently when messages follow: '")
@@ -168,7 +168,7 @@ def strict() -> Any:
 
 
 def test_a_template_that_requires_ids_of_nine_letters() -> None:
-    """As Mistral's templates do, which also have no system role and no generation prompt."""
+    """Mistral's templates require such ids, and have no system role and no generation prompt."""
     mine = Chat(strict())
     report = check(mine)
     assert (report.exact, report.format, report.generation_prompt) == (True, "mistral", "")
@@ -272,7 +272,7 @@ def test_tokens_at_the_end_of_the_prompt_do_not_merge_with_the_action() -> None:
 
 
 def test_a_tokenizer_that_inserts_a_space_before_the_first_word() -> None:
-    """As those of Llama 2 and Mistral do: no space is inserted where a control token in a text is split."""
+    """The tokenizers of Llama 2 and Mistral do so. No space may appear where a control token in a text is split."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     bpe.decoder = decoders.Metaspace(prepend_scheme="first")

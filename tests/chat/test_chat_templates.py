@@ -126,7 +126,7 @@ def test_each_template_is_exact_or_rejected(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_error_gives_the_reason_and_the_remedy(name: str) -> None:
-    """With tools, it is raised before the first token. With history="append" there is none."""
+    """With tools, the error is raised before the first token. With history="append", no error is raised."""
     got = report(name)
     if got.tool_results != "exact":
         with pytest.raises(ChatTemplateError, match=r'tool results by appending: .*history="append"'):
@@ -267,7 +267,7 @@ def test_calls_are_read_as_the_template_renders_them(name: str) -> None:
 
 
 def test_tools_are_refused_if_no_format_reads_the_calls() -> None:
-    """The agent refuses them before sampling. Without tools, or with format="react", the template can be used."""
+    """The agent raises before sampling. Without tools, or with format="react", the template can be used."""
     mine = Chat(named("muse_glimmer"))
     error = r"no format reads tool calls as the chat template of .* renders them \(.*get_weather.*format=\"react\""
     with pytest.raises(ChatTemplateError, match=error):

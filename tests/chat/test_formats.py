@@ -211,7 +211,7 @@ AROUND += [('{"name":"a"}', "x"), ("[TOOL_CALLS]a", "x"), ("Action: a", "Final A
 
 @pytest.mark.parametrize("name", ALL)
 def test_parsing_takes_linear_time(name: str) -> None:
-    """Twice the text takes about twice the time; with quadratic time, four times."""
+    """Parsing a text of twice the length takes about twice the time; in quadratic time it would take four times."""
 
     def seconds(text: str) -> float:
         began = time.process_time()
@@ -255,7 +255,7 @@ def test_json_formats_parse_rendered_calls(name: str, tool: str, arguments: dict
 @settings(max_examples=150, deadline=None)
 @given(names, st.dictionaries(names, json_values, max_size=4))
 def test_qwen3_coder_parses_rendered_calls(tool: str, arguments: dict[str, Any]) -> None:
-    """Any text with a schema, texts that are not JSON without; the tags of the format cannot be part of a text."""
+    """Strings can be any text with a schema, and any text that is not JSON without one, but must not contain tags."""
     assume(not any(markup.search(json.dumps(v)) for v in arguments.values()))
     fmt = formats.get("qwen3_coder")
     properties = {k: {"type": "string"} if isinstance(v, str) else {} for k, v in arguments.items()}
@@ -339,7 +339,7 @@ def test_llama3() -> None:
     two = llama.parse('<|python_tag|>{"name": "a", "parameters": {"x": 1}}; {"name": "b", "arguments": {}}')
     assert [(c.name, c.arguments) for c in two.calls] == [("a", {"x": 1}), ("b", {})]
     assert llama.parse('{"type": "function", "name": "a", "parameters": {}}').calls[0].name == "a"
-    # JSON that is no call is an answer, and so is a call that is only talked about.
+    # JSON that is not a call is an answer, and so is a call that is quoted within a sentence.
     assert llama.parse('{"answer": 5}') == formats.Parsed('{"answer": 5}')
     assert llama.parse('I would write {"name": "a", "parameters": {}}').calls == ()
     broken = llama.parse('{"name": "a", "parameters": {x}}').calls[0]
@@ -431,7 +431,7 @@ def test_qwen3_coder() -> None:
 @settings(max_examples=150, deadline=None)
 @given(names, st.dictionaries(names, json_values, max_size=4))
 def test_markup_formats_parse_rendered_calls(tool: str, arguments: dict[str, Any]) -> None:
-    """GLM-4: any text with a schema. LFM2: any text. Gemma 4: any text with bare keys."""
+    """Strings can be any text for GLM-4 with a schema, for LFM2, and for Gemma 4 with bare keys."""
     texts = json.dumps(arguments, ensure_ascii=False)
     call = ToolCall("call-0", tool, arguments)
     properties = {k: {"type": "string"} if isinstance(v, str) else {} for k, v in arguments.items()}

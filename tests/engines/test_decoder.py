@@ -93,7 +93,7 @@ def test_fused_states_equal_those_of_the_modules(family: str, heads: int) -> Non
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "starcoder2"])
 def test_attention_does_not_repeat_the_keys_of_grouped_heads(family: str) -> None:
-    """Compare it with the "sdpa" attention of transformers, whose states must be bitwise identical."""
+    """The hidden states must be bitwise identical to those with the "sdpa" attention of transformers."""
     made = windowed(family, 16, "sdpa")
     trunk, seen = made.get_decoder(), []
 
@@ -128,7 +128,7 @@ def test_attention_does_not_repeat_the_keys_of_grouped_heads(family: str) -> Non
 
 
 def test_gradients_and_padding_masks_are_those_of_transformers_while_an_engine_samples() -> None:
-    """The setting of the model changes during a forward pass of the engine, while another thread may train it."""
+    """An engine changes a setting of the model during its forward passes, while another thread may train the model."""
     made = model("qwen3")
     ids = torch.arange(40).reshape(2, 20)
     padding = torch.ones_like(ids)

@@ -316,7 +316,7 @@ async def test_an_address_that_the_server_cannot_reach_is_named(pair: Pair, poli
     with pytest.raises(EngineError, match=says):
         await engine.update(policy)
     assert before == 0 < gap(server, policy) and not server.paused
-    assert (await engine.sample([1, 2], Sampling(max_tokens=2), 0)).versions == (0, 0)  # it keeps its weights
+    assert (await engine.sample([1, 2], Sampling(max_tokens=2), 0)).versions == (0, 0)  # the server keeps its weights
     server.fault = lambda path, body: (
         {"results": ["FileNotFoundError: buffer"]} if body.get("method") == "agentfly_receive" else None
     )

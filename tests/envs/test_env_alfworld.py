@@ -185,7 +185,7 @@ def test_invalid_settings_are_named() -> None:
 
 
 def a_file(folder: Path, number: int = 0, **changes: Any) -> Path:
-    """Laid out as the original's, without its engine's domain."""
+    """Write a game file with the path and format of ALFWorld's, but without the domain of ALFWorld's engine."""
     game = games.game(number)
     inside = folder / "json_2.1.1" / "train" / f"{game.goal.kind}-Apple-None-Fridge-1" / f"trial_{number}"
     inside.mkdir(parents=True)

@@ -33,7 +33,7 @@ def count(board: Board, plies: int) -> int:
     ],
 )
 def test_move_counts_are_the_known_ones(fen: str, plies: int, moves: int) -> None:
-    """Positions and counts: the chess programming wiki's "Perft results"."""
+    """The positions and counts are those of "Perft Results" in the Chess Programming Wiki."""
     assert count(Board.from_fen(fen), plies) == moves
     assert Board.from_fen(fen).fen == fen
 
@@ -121,7 +121,7 @@ async def one(agent: Any, **fields: Any) -> Any:
 
 
 async def test_any_mate_within_the_limit_is_correct() -> None:
-    two = {"fen": "7k/8/5K2/8/8/8/8/6Q1 w - - 0 1", "mate": 2}  # many ways
+    two = {"fen": "7k/8/5K2/8/8/8/8/6Q1 w - - 0 1", "mate": 2}  # several first moves force mate
     assert (await one(plays("Qg7#"), **two)).reward == 1.0
     slow = await one(plays("Qg2", "Qg3"), **two)
     assert (slow.reward, slow.stop, slow.metrics["first"]) == (0.0, "env_done", 0.0)

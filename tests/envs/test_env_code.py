@@ -59,7 +59,7 @@ async def test_the_reward_is_the_fraction_of_tests_that_pass() -> None:
 
 
 async def test_submissions_that_cheat_or_never_answer_are_not_rewarded() -> None:
-    """Cheats are tested with the grader."""
+    """More kinds of cheating are in test_grader.py."""
     hostile = (
         "raise SystemExit(0)",
         "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()",
@@ -159,10 +159,10 @@ async def test_mbpps_files_load_and_are_solved(tmp_path: Path) -> None:
     assert tasks.train[0].messages[-1]["content"] == (
         "Write a python function to sum a list.\nIt must pass:\nassert sum([1, 2]) == 3"
     )
-    assert (await af.evaluate(code.expert(size=2), tasks)).success == 1  # also a function of a built-in name
+    assert (await af.evaluate(code.expert(size=2), tasks)).success == 1  # including a function named like a builtin
     assert "== 0" in code.load(file, shown=None).train[0].messages[-1]["content"]
 
-    table = pyarrow.Table.from_pylist([MBPP, other])  # as the hub has it
+    table = pyarrow.Table.from_pylist([MBPP, other])  # the format on the Hugging Face hub
     parquet.write_table(table, tmp_path / "mbpp.parquet")
     assert tuple(code.load(tmp_path / "mbpp.parquet")) == tuple(tasks)
 

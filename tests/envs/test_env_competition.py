@@ -141,7 +141,7 @@ async def test_information(closed_later: Any) -> None:
 
 
 async def test_the_labels_are_not_in_the_sandbox(closed_later: Any) -> None:
-    """Searches all readable files and the memory of the sandbox for a label that is in no file of the chain."""
+    """Search all readable files and the memory of the sandbox for a label that is in no file of the chain."""
     of = closed_later(Contest())
     await of.reset(task(), 0)
     await run(of, "import baselines\nbaselines.mean()")  # scored with the labels

@@ -17,7 +17,7 @@ from agentfly_kit.envs import FAMILIES, chess, exact, family, lookup, math, maze
 from agentfly_kit.tools.context import Context
 from agentfly_kit.types import Task
 
-APART = {"scienceworld"}  # a Java process for each chain: test_env_scienceworld.py
+APART = {"scienceworld"}  # needs a Java process per chain; see test_env_scienceworld.py
 
 
 def ready() -> list[str]:
@@ -32,7 +32,7 @@ FEWER = {"alfworld": 12, "code": 24, "competition": 16, "repo": 4, "sql": 16}
 async def test_the_expert_succeeds_and_the_random_player_does_not(name: str) -> None:
     of = getattr(af.envs, name)
     tasks = of.tasks(fewer(name), "test")
-    # A repository's chains run its tests under a clock: more of them at once than cores would measure the machine.
+    # Chains of the family repo run tests with time limits, which would expire if more chains than cores ran at once.
     most = 2 if name == "repo" else 64
     expert = await af.evaluate(of.expert(), tasks, max_concurrency=most)
     luck = await af.evaluate(of.random_agent(), tasks, max_concurrency=most)
@@ -42,7 +42,7 @@ async def test_the_expert_succeeds_and_the_random_player_does_not(name: str) -> 
 
 
 async def seen(names: list[str], concurrency: int) -> dict[str, Any]:
-    """Tasks, numbers and texts of the random agents."""
+    """Return the fingerprint of the tasks, and the summary and texts of the random agent, for each family."""
     found = {}
     for name in names:
         of = getattr(af.envs, name)
@@ -55,7 +55,7 @@ async def seen(names: list[str], concurrency: int) -> dict[str, Any]:
 
 @pytest.mark.real
 async def test_the_same_seed_gives_the_same_evaluation_in_another_process() -> None:
-    """The order of sets and the number of concurrent chains differ."""
+    """The other process has another hash seed, so another order of sets, and another number of concurrent chains."""
     code = "import asyncio, json\nfrom typing import Any\nimport agentfly_kit as af\n" + inspect.getsource(seen)
     code += f"print(json.dumps(asyncio.run(seen({ready()}, 3))))"
     process = await asyncio.create_subprocess_exec(
@@ -73,7 +73,7 @@ async def test_the_same_seed_gives_the_same_evaluation_in_another_process() -> N
 def test_tasks_are_reproducible_and_splits_disjoint(name: str) -> None:
     of = getattr(af.envs, name)
     n = 2 if name == "chess" else 40  # puzzles are found by search
-    tasks = of.tasks(n)  # raises where a content stands in both splits
+    tasks = of.tasks(n)  # raises if both splits contain the same task
     assert tasks.splits == {"train": n, "test": n}
     assert tasks == of.tasks(n)
     assert tasks.fingerprint != of.tasks(n, seed=1).fingerprint

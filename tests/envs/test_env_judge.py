@@ -94,7 +94,7 @@ async def test_unparsable_output_is_retried_and_then_unscored() -> None:
 
 
 class Counting(af.ScriptedEngine):
-    """An engine that declares itself to be a policy's."""
+    """Engine whose tokens have the author "policy", although it has no policy."""
 
     author = "policy"
 
@@ -124,8 +124,8 @@ INJECTIONS = (
 
 @pytest.mark.parametrize("injection", INJECTIONS)
 async def test_answers_cannot_inject_instructions_or_scores(injection: str) -> None:
-    """All of it arrives between two marks that it does not know, with nothing in it that is a tag; one that quotes it
-    it word for word gives what it says afterwards."""
+    """The judge sees the answer between two marks that the answer cannot predict, with all tags escaped. If the judge
+    quotes the answer word for word, the scores that it writes after the quotation count."""
     asked: list[Task] = []
 
     def quotes(question: Task, attempt: int) -> str:
@@ -143,7 +143,7 @@ async def test_answers_cannot_inject_instructions_or_scores(injection: str) -> N
     assert after.count("<scores>") == 1 and "<scores>" not in before + task + between + answer
     if len(injection) > 20_000:
         assert "characters are left out here" in answer
-    # In a chat template, no token of a turn comes from it.
+    # The answer adds no control token to the rendered chat.
     ids = small_chat().prompt(asked[0].messages)
     specials = [i for i in ids if i in small_chat().tokenizer.all_special_ids]
     plain = small_chat().prompt([asked[0].messages[0], {"role": "user", "content": "x"}])
@@ -161,7 +161,7 @@ def test_marks_depend_on_seed_and_texts() -> None:
 
 
 def comparing(value: Any) -> judging.Judge:
-    """A judge by value(text), which reads only what it is shown."""
+    """A scripted judge that gives each answer the points value(text), as read from the prompt."""
     rows = [{"name": "value", "what": "More.", "check": ["value", None]}]
     judge._CHECKS["value"] = lambda text, _: value(text)
     return judging.Judge(

@@ -50,7 +50,7 @@ async def score(env: repo.Repo, grader: Grader, task: af.Task = ONE) -> dict[str
 async def test_a_repair_by_hand_is_seen_by_the_shell_and_by_the_reward(env: repo.Repo, grader: Grader) -> None:
     first = await call(env, "shell", command="python run_tests.py")
     assert first.exit_code == 1
-    assert ONE.messages[-1]["content"].split("\n")[2] in first.stdout  # what the task quotes is what it says
+    assert ONE.messages[-1]["content"].split("\n")[2] in first.stdout  # the task quotes the actual output
     before = await score(env, grader)
     assert (before["reward"], before["kept"], before["edits"]) == (0.0, 1.0, 0.0)
     assert before["fixed"] == 0.0
@@ -120,11 +120,11 @@ async def test_an_endless_loop_ends_at_its_time_limit(env: repo.Repo, grader: Gr
     assert len(found) == 6
     assert all("took more than 0.3 s" in str(why) or "the 1 s for all" in str(why) for why in found.values())
     again = await repo.grade(grader, shipped, shipped.broken([]).files, only=["tests/test_stock.py"])
-    assert set(again.values()) == {None}  # the grader lives
+    assert set(again.values()) == {None}  # the grader still works
 
 
 async def test_values_of_the_visible_tests_are_not_enough(env: repo.Repo, grader: Grader) -> None:
-    """Special cases for the visible tests pass those and fail the hidden ones."""
+    """Code that returns the values expected by the visible tests passes these tests and fails the hidden ones."""
     bug = {
         "file": "stall/money.py",
         "line": 24,
@@ -170,7 +170,7 @@ def test_shipped_bugs_fit_the_repository() -> None:
 
 @pytest.mark.real
 async def test_shipped_bugs_fail_as_recorded(grader: Grader) -> None:
-    """Bugs that cause endless loops are left out: which tests run in time depends on the machine."""
+    """Bugs that cause endless loops are left out, because the machine determines which tests run in time."""
     shipped = repo.repository()
     ends = [bug for bug in repo._shipped_bugs() if "took more than" not in bug["says"] and "while" not in bug["right"]]
     for bug in random.Random(0).sample(ends, 12):
@@ -179,7 +179,7 @@ async def test_shipped_bugs_fail_as_recorded(grader: Grader) -> None:
 
 
 async def test_background_jobs_end_with_the_chain() -> None:
-    """They must not use memory and CPU until the next chain begins."""
+    """Background jobs must not use memory and CPU time between two chains."""
     seconds = 10**6 + os.getpid()
     sleep = f"sleep\0{seconds}\0"
 

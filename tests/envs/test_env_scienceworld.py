@@ -114,7 +114,7 @@ async def test_the_expert_scores_100_and_the_random_player_does_not() -> None:
 @pytest.mark.real
 @here
 async def test_64_chains_on_two_processes_are_isolated() -> None:
-    """Each chain opens doors; the next chain in that process finds them closed."""
+    """Each chain opens doors, which must be closed for the next chain in the same Java process."""
     pool = af.Pool(scienceworld.ScienceWorld, size=2, min_idle=2, memory_mb=256, acquire_timeout=1800)
     tasks = [
         Task(f"t{i}", ({"role": "user", "content": "?"},), {"kind": "find-plant", "variation": i % 8})

@@ -93,7 +93,7 @@ def test_rewards_of_a_chain() -> None:
 def test_words_find_texts_best_first_and_nothing_finds_nothing() -> None:
     index = retrieval.WordIndex(["red fox", "the red red fox", "blue whale", "", "red fox"])
     assert set(index.find("red", 9)) == {0, 1, 4}
-    assert index.find("fox", 9)[:2] == [0, 4]  # as good as each other: in their own order; the longer text behind
+    assert index.find("fox", 9)[:2] == [0, 4]  # equal scores keep the order of the texts; the longer text follows
     assert index.find("whales", 3) == [2]
     assert index.find("the", 3) == index.find("", 3) == index.find("unheard", 3) == index.find("ß∂", 3) == []
     assert index.find("red " * 10_000, 1) == [1]

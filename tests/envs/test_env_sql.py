@@ -60,13 +60,13 @@ def pairs_tau(a: list[str], b: list[str]) -> float:
         ([], [], 1.0), ([(1,)], [], 0.0), ([], [(1,)], 0.0), ([(1,)], [(1,)], 1.0), ([(1,)], [(1.0,)], 0.0),
         ([(1,), (2,)], [(1,), (2,)], 1.0), ([(2,), (1,)], [(1,), (2,)], -1.0),
         ([(1,), (2,), (3,)], [(1,), (2,)], 0.67), ([(1,), (1,)], [(1,)], 0.5), ([(1,), (1,)], [(1,), (1,)], 1.0),
-        # shared rows 1 2 3 against 2 1 3: two pairs of three agree, tau 1/3; 3 of 4 rows
+        # The shared rows are 1 2 3 and 2 1 3, of which two of three pairs agree (tau 1/3); the overlap is 3 of 4 rows.
         ([(1,), (2,), (3,), (9,)], [(2,), (1,), (3,)], 0.25),
         ([("a", None)], [("a", None)], 1.0), ([("ä", "日本")], [("ä", "日本")], 1.0),
         # rows are ordered as strings: '(10,)' is less than '(9,)'
         ([(9,), (10,)], [(9,), (10,)], 1.0),
         ("Error executing query: no such table: t", [], 0.0), (None, [], 0.0), ("", [], 0.0),
-        ([(i,) for i in range(1000)], [(7,)], 0.001),  # spam: everything there is
+        ([(i,) for i in range(1000)], [(7,)], 0.001),  # all rows at once
     ],
 )  # fmt: skip
 def test_worked_cases(seen: Any, wanted: Any, reward: float) -> None:
@@ -118,7 +118,7 @@ async def test_only_submitted_rows_are_scored_and_an_answer_submits(closed_later
 
 
 async def test_an_emptied_database_does_not_change_the_expected_rows(closed_later: Any, engine: str) -> None:
-    """A chain could delete the rows, so that the reference query would return none either."""
+    """The reference query runs before the chain, which could otherwise delete the rows that the query returns."""
     of = closed_later(sql.SQL(engine=engine))
     assert (await played(of, "DELETE FROM t", "SELECT b FROM t ORDER BY a"))["reward"] == 0
     assert of.observation == []

@@ -61,7 +61,7 @@ def test_each_part_of_the_reward_counts_as_it_is_defined() -> None:
     ("chosen", "wanted", "met"),
     [
         ("red", "red", 1), ("bright red", "red", 1), ("navy blue", "blue", 1),  # "blue" comes before "navy"
-        ("dark red", "dark green", 1),  # both are "dark" first: so it is defined
+        ("dark red", "dark green", 1),  # WebShop's list has "dark" before "red" and "green"
         ("x-large", "large", 1), ("large", "x-large", 1), ("12 ounce", "16 ounce", 1), ("size 8", "8", 1),
         ("red", "blue", 0), ("", "red", 0), ("rouge", "red", 0), ("größe 8", "grosse 8", 0), ("红色", "red", 0),
         ("red " * 500, "blue", 0), ("pack of 2", "pack of two", 1), ("pack of 2", "pack of 12", 1),
@@ -88,13 +88,13 @@ def test_the_type_factor_depends_on_the_nouns_of_the_titles() -> None:
     assert typed("shirt", "shirt") == 1.0
     assert typed("mug", "shirt", **same) == 0.0  # not one noun in common
     assert typed("mug", "shirt") == 0.0
-    assert typed("a", "a b c d e") == 0.5  # one of five is 0.2, which is not above it
+    assert typed("a", "a b c d e") == 0.5  # one of five nouns is 0.2, which is not above the threshold
     assert typed("a", "a b c d e", **same) == 1.0
-    assert typed("a", "a b c d e", product_category="tops › clothing › x") == 1.0  # two shelves, in any order
+    assert typed("a", "a b c d e", product_category="tops › clothing › x") == 1.0  # two equal categories, in any order
     assert typed("a", "a b c d e", product_category="clothing › x") == 0.5
     assert typed("a", "a b c d") == 1.0
     assert typed("a", "a " + "b " * 10, **same) == 0.1  # below a tenth, whatever else agrees
-    assert typed("a", "", **same) == 1.0  # a goal without nouns counts 0.2, which is no match of its own
+    assert typed("a", "", **same) == 1.0  # without nouns in the goal the share is 0.2
     assert typed("a", "") == 0.5
 
 
@@ -138,7 +138,7 @@ async def test_pages_are_those_of_webshop() -> None:
     second = (await shop.click("next >")).split(" [SEP] ")
     assert second[3:6] == [f"Page 2 (Total results: {len(shop.found)})", "< Prev", "Next >"]
     for _ in range(7):
-        past = await shop.click("Next >")  # there is always one
+        past = await shop.click("Next >")  # even the last page has this link
     assert past.endswith("[SEP] < Prev [SEP] Next >")
     for _ in range(8):
         back = await shop.click("< prev")

@@ -104,7 +104,7 @@ async def test_chains_of_a_group_get_the_same_seed_which_a_task_may_set() -> Non
 
 @pytest.mark.parametrize("family", ["code", "competition", "repo", "sql"])
 async def test_unknown_sandbox_settings_are_rejected_by_name(family: str) -> None:
-    """They are rejected when the agent is created, not when its first chain needs a sandbox."""
+    """The error is raised when the agent is created, not when its first chain needs a sandbox."""
     module = getattr(af.envs, family)
     for wrong in ("memry_mb", "max_rows"):
         words = rf"unexpected keyword argument '{wrong}'; it takes .*seconds=, .*memory_mb="

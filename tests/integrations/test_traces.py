@@ -193,7 +193,7 @@ async def test_a_task_that_the_template_rejects_has_a_trace(recorder: Recorder, 
 
 
 async def test_cancelled_chains_are_exported(recorder: Recorder) -> None:
-    """The spans of a chain that is cancelled during a tool call, and of its call, end with an error."""
+    """If a chain is cancelled during a tool call, the spans of the chain and of the call end with an error."""
     started = asyncio.Event()
 
     @af.tool

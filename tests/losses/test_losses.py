@@ -43,7 +43,7 @@ def test_golden_clipped() -> None:
 
 
 def test_approx_kl() -> None:
-    """Its tokens were sampled from the old policy: ratio - 1 - log ratio."""
+    """The tokens were sampled from the old policy, so the estimator is ratio - 1 - log ratio."""
     lp, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
     close(losses.approx_kl(lp, ref, torch.ones(1, 2)), (E(0.5) - 1.5 + E(-1.0) - 1 + 1) / 2)
 
@@ -61,7 +61,7 @@ def test_golden_adaptive_kl_coef() -> None:
 
 
 def tokenwise(f: Callable[[float, float, float, float], float]) -> Callable[[Rows, Rows, Rows, Rows], Rows]:
-    """A loop over f(logprob, frozen logprob, old logprob, advantage)."""
+    """Return a function that applies f(logprob, frozen logprob, old logprob, advantage) to each token in a loop."""
     return lambda lp, frozen, old, a: [
         [f(*t) for t in zip(*row, strict=True)] for row in zip(lp, frozen, old, a, strict=True)
     ]
@@ -84,7 +84,7 @@ def slow_value(clip: float) -> Any:
 
 
 def rowwise(f: Callable[[list[float], list[float], list[float], list[float]], list[float]]) -> Any:
-    """A loop over f(logprobs, frozen logprobs, old logprobs, advantages) of each row."""
+    """Return a function that applies f(logprobs, frozen logprobs, old logprobs, advantages) to each row in a loop."""
     return lambda lp, frozen, old, a: [f(*row) if row[0] else [] for row in zip(lp, frozen, old, a, strict=True)]
 
 
@@ -150,8 +150,9 @@ def slow_kl_cov(lp: Rows, frozen: Rows, old: Rows, a: Rows) -> Rows:
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# name -> (the loss as f(logprobs, old_logprobs, advantages, mask), its loop). For a value loss the first three are
-# values, old values and returns; for a KL the second is the reference and the third is not used.
+# name -> (the loss as f(logprobs, old_logprobs, advantages, mask), a slow loop that computes it). The first three
+# arguments of a value loss are values, old values and returns. For a KL, the second is the reference and the third is
+# not used.
 LOSSES: dict[str, tuple[Loss, Any]] = {
     "ppo": (losses.ppo, slow_ppo(0.2, 0.2, inf)),
     "ppo clip_high": (lambda *x: losses.ppo(*x, 0.1, 0.3), slow_ppo(0.1, 0.3, inf)),

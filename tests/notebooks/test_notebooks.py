@@ -91,7 +91,7 @@ def with_answers(notebook: Any) -> Any:
     ],
 )  # fmt: skip
 def test_there_are_exercises_and_their_answers_are_run(name: str, answers: int, broken: int) -> None:
-    """Ensures that the next test has answers to run. Answers that raise are checked by the cell after them."""
+    """Ensure that the next test has answers to run. Answers that raise are checked by the cell after them."""
     notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
     before = len(notebook.cells)
     told = [i for i, cell in enumerate(notebook.cells) if cell.source.startswith("## Break it")]

@@ -180,7 +180,7 @@ def test_state_of_another_model_is_rejected() -> None:
 
 
 def test_the_last_user_restores_the_number_of_threads() -> None:
-    """Uses by an engine's thread and by an update overlap."""
+    """An engine's thread and an update use the policy during overlapping periods."""
     for _ in range(200):  # an engine's thread exits after two idle seconds
         if not forward._thread_limit.users:
             break

@@ -198,7 +198,7 @@ def test_prefix_sharing_is_exact_for_every_kind_of_attention(
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "layers of type 'conv'"),
         ("gpt_neo", GPT_NEO, "restricts attention by window_size"),
         ("llama4_text", WINDOWED["llama4_text"] | {"attn_temperature_tuning": True}, "scales queries by their column"),
-        ("bloom", {"n_layer": 2, "n_head": 4}, "a trial raised ValueError"),  # it counts positions in its mask
+        ("bloom", {"n_layer": 2, "n_head": 4}, "a trial raised ValueError"),  # counts positions in the mask
         ("mpt", {"n_layers": 2, "n_heads": 4, "d_model": 48}, "a trial gave other hidden states"),  # ALiBi
         ("flash", {}, "attention implementation 'flash_attention_2' takes no masks"),
     ],

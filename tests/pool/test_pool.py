@@ -179,7 +179,7 @@ async def test_pools_lists_open_pools():
 
 
 async def test_release_waits_for_its_own_reset_only():
-    """Otherwise a release on a busy pool would wait while others use the sandbox."""
+    """A release on a busy pool must not wait while others use the sandbox."""
     async with Pool(Slow, size=1) as pool:
         resets = 0
 
@@ -452,7 +452,7 @@ class Kills:
     [
         (Plain, {"size": 0}, "size must be an integer of at least 1, got 0"),
         (Plain, {"size": 2, "min_idle": 3}, "min_idle must be between 0 and size=2, got 3"),
-        # a limit that nothing would apply
+        # A limit that the class does not accept must not be ignored.
         (Plain, {"memory_mb": 64}, "Plain: got an unexpected keyword argument 'memory_mb'; it takes no arguments"),
         (Plain, {"max_use": 3}, r"unexpected keyword argument 'max_use'.*did you mean 'max_uses'\?"),
         (Plain(), {}, "sandbox_type must be a class such as PythonSandbox"),
@@ -933,7 +933,7 @@ async def test_exceptions_of_a_sandbox_class(where: str, what: Any, monkeypatch:
 async def test_a_method_that_ignores_its_cancellation_is_abandoned_with_a_warning(
     where: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """For example a bare `except:` in a loop. Neither `release` nor `close` waits forever."""
+    """A bare `except:` in a loop, for example, ignores cancellation. Neither `release` nor `close` waits forever."""
     monkeypatch.setattr("agentfly_kit.pool.core._CLOSE_SECONDS", 0.05)
     monkeypatch.setattr("agentfly_kit.pool.calls._CANCEL_GRACE_SECONDS", 0.05)
     kind = unruly(where, "deaf")

@@ -124,7 +124,7 @@ async def killed_under_chains(level: str, chains: int, size: int, seed: int) -> 
         for trajectory in rollout.trajectories:
             n = trajectory.task.fields["n"]
             if n in doomed and doomed[n] != (0, "before"):  # before its first use there is nothing to lose
-                if level == "none":  # there the code could have killed its sandbox
+                if level == "none":  # the code itself could have killed its sandbox
                     assert (trajectory.reward, trajectory.error) == (0.0, None), (n, doomed[n])
                     continue
                 assert trajectory.reward is None, (n, doomed[n])
@@ -186,7 +186,7 @@ async def test_cancelled_thousands_of_times(level: str):
 
 @pytest.mark.soak
 def test_cancelled_300_times_in_containers(tmp_path: Path):
-    """Fewer than at the other levels, because starting a container takes half a second."""
+    """There are fewer cancellations than at the other levels, because starting a container takes half a second."""
     if containers.trouble():
         pytest.skip(containers.trouble())
     print(f"seed {SOAK_SEED}")
@@ -315,7 +315,8 @@ def end_kernel(manager: Any, client: Any, end: str) -> None:
 @pytest.mark.real
 @pytest.mark.parametrize("end", ["interrupt", "restart", "kill"])
 def test_a_kernel_that_is_interrupted_restarted_or_killed(level: str, end: str):
-    """During a call and during a wait for a lease. The same cells can be run again afterwards."""
+    """The kernel ends during a call, or is interrupted during a call and during a wait for a lease. The same cells can
+    be run again afterwards."""
     with kernel() as (manager, client):
         pid = number_of(manager)
         roots = [int(text) for text in run_cell(client, CELL.format(level=level)).split()]

@@ -25,7 +25,7 @@ from agentfly_kit.ppo.inputs import _probe_rows
 
 
 def batch_of(policy: Policy, *, stale: float = 0.0, values: bool = False) -> Batch:
-    """Return eight rows whose recorded logprobs are those of the policy, plus `stale` with alternating sign."""
+    """Return eight rows whose recorded logprobs differ from the policy's by `stale`, with alternating sign."""
     batch = made(policy, 8, noise=0.0, stale=stale, with_entropies=True, version=policy.version)
     return judged(policy, batch) if values else batch
 
@@ -303,7 +303,7 @@ async def test_a_batch_of_another_tokenizer_is_rejected(monkeypatch: pytest.Monk
 
 
 def test_the_probe_compares_eight_rows_and_recomputation_all_rows() -> None:
-    """A row that was recorded incorrectly is found only if it is probed; the longest always is."""
+    """A row that was recorded incorrectly is found only if it is probed. The longest row is always probed."""
     policy = random_policy(0)
     batch = join([batch_of(policy) for _ in range(3)])
     assert len(batch) > 8

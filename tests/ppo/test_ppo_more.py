@@ -492,7 +492,7 @@ async def test_a_kl_in_the_reward_is_summed_over_the_row_for_outcomes() -> None:
     first = torch.stack([batch.advantages[i][batch.mask[i]][0] for i in range(len(batch))])
     torch.testing.assert_close(first, wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(batch.ref_logprobs, ref, equal_nan=True)
-    # Per token for an estimator of token rewards.
+    # An estimator of token rewards receives the penalty per token.
     builder.config = builder.config.replace(advantage="reinforce_plus_plus", whiten=False)
     batch = builder.build(rollout, 0.2)
     wanted = advantages.reinforce_plus_plus(

@@ -74,7 +74,7 @@ def test_the_batch_has_every_row_of_every_trajectory() -> None:
 
 
 def test_advantages_per_trajectory_or_per_row() -> None:
-    """A success with three rows and a failure with one, as in docs/conventions.md."""
+    """One trajectory succeeds and has three rows; another fails and has one row, as in docs/conventions.md."""
     success = trajectory(None, [[("task", 2), ("policy", 2)]] * 3, name="g/0")
     failure = trajectory(None, [[("task", 2), ("policy", 2)]], name="g/1", reward=0.0, seed=1)
     once = collate([success, failure], advantages.grpo)
@@ -93,7 +93,7 @@ def test_advantages_per_trajectory_or_per_row() -> None:
 
 
 def test_masked_trajectories_still_count_in_their_group() -> None:
-    """Truncated trajectories that are masked count in the baseline, unscored ones do not."""
+    """Truncated trajectories that are masked count in the baseline, whereas unscored trajectories do not."""
     cut = trajectory(None, [[("task", 2), ("policy", 2)]] * 2, name="g/0", reward=0.0, stop="timeout")
     good = trajectory(None, [[("task", 2), ("policy", 2)]], name="g/1", seed=1)
     lost = trajectory(None, [[("task", 2), ("policy", 2)]] * 2, name="g/2", reward=None, stop="error", seed=2)
@@ -306,7 +306,7 @@ def test_compaction_changes_no_advantage(name: str) -> None:
 
 
 def test_a_compaction_adds_no_step() -> None:
-    """Under observations="step", an observation between two actions is a step, a compaction is not."""
+    """Under observations="step", an observation between two actions is a step, but a compaction is not."""
     r = torch.tensor([[0.0, 0, 0, 0, 0], [0, 1, 0, 0, 0]])
     v = torch.tensor([[7.0, 0.1, 0.2, 0.3, 7], [7, 0.4, 7, 7, 7]])
     m = torch.tensor([[0, 1, 0, 1, 0], [0, 1, 0, 0, 0]]).bool()
@@ -340,7 +340,7 @@ def compact_after_a_result(chain: Chain) -> None:
 
 
 async def test_a_compaction_to_the_same_tokens_changes_nothing() -> None:
-    """The actions, the rewards and the gradient of the token mean are the same."""
+    """The actions, the rewards and the gradient of the token mean are those of a run without compaction."""
     a = agents.agent(before_turn=compact_after_a_result)
     folds, plain = await a.rollout(agents.tasks(4), 4), await agents.agent().rollout(agents.tasks(4), 4)
     assert sum(len(t.rows) > 1 for t in folds) >= 5
@@ -362,7 +362,7 @@ def compact_without_the_question(chain: Chain) -> None:
 
 
 async def test_a_run_with_compactions_learns(tmp_path: Path) -> None:
-    """The call in the first row is learned from the reward of the second."""
+    """The policy learns the call in the first row from the reward at the end of the second row."""
     policy = agents.fresh()
     agent = agents.agent(policy, before_turn=compact_without_the_question)
     config = TrainConfig(steps=3, lr_end=None)

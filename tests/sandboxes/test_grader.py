@@ -279,7 +279,7 @@ def add(a, b):
 
 @pytest.mark.parametrize("level", [each for each in few("strict", "landlock") if each.values != ("none",)])
 async def test_tests_cannot_be_read(level: str):
-    """Except at isolation="none", where the spy reads the memory of other processes."""
+    """isolation="none" is not tested, because there the spy can read the memory of other processes."""
     async with af.Grader(isolation=level, memory_mb=512) as grader:
         control = await grader.grade(
             SPY + "\nleft = 'the answer' + ' is 84'\nheld = [left]",
@@ -392,8 +392,8 @@ if os.fork() == 0:
 
 @pytest.mark.parametrize("level", [each for each in few("strict") if each.values != ("none",)])
 async def test_grading_on_a_remote_pool_is_hidden_from_the_policy(level: str):
-    """The sandboxes belong to another process, over HTTP. A background process of the chain and the submission search
-    memory and files for the answer."""
+    """The sandboxes belong to another process and are used over HTTP. The submission and a background process of the
+    chain search memory and files for the answer."""
     token = "a token of the tests"
     elsewhere = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", ELSEWHERE, token, level], stdout=subprocess.PIPE, text=True

@@ -230,7 +230,7 @@ async def test_sockets_of_the_host(sandbox: PythonSandbox, level: str):
 
 @every_level
 async def test_the_loopback_of_the_sandbox(sandbox: PythonSandbox, level: str):
-    """A chain may connect to its own server, except at landlock, where it would be the machine's loopback."""
+    """A chain may connect to its own server, except at landlock, where the loopback is that of the machine."""
     code = """
     import socket, threading
     server = socket.create_server(('127.0.0.1', 0))
@@ -585,7 +585,7 @@ async def test_deep_and_unreadable_folders_are_deleted_by_a_reset(sandbox: Pytho
 async def test_a_python_below_tmp_is_visible_and_survives_resets(
     level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """It is mounted outside of /tmp, which belongs to the sandbox and is emptied by a reset."""
+    """A Python below the host's /tmp is mounted elsewhere, because a reset empties the sandbox's own /tmp."""
     venv = tmp_path / "venv"
     venv.mkdir()
     (venv / "module.py").write_text("x = 1")
@@ -679,7 +679,7 @@ asyncio.run(main())
 @pytest.mark.skipif(not os.access("/usr/bin/python3", os.X_OK), reason="another user cannot reach this Python")
 @confined
 def test_without_root_and_without_control_groups(level: str, tmp_path: Path):
-    """As another user, for whom the limits of a user namespace apply instead."""
+    """Run as another user, for whom the limits of a user namespace replace those of control groups."""
     version = subprocess.run(
         ["/usr/bin/python3", "-c", "import sys; print(sys.version_info >= (3, 11))"], capture_output=True
     )

@@ -418,7 +418,7 @@ async def test_cancelled_while_it_starts_and_while_it_runs(engine: Podman):
 
 
 async def test_printing_between_calls_blocks_nothing(sandbox: PythonSandbox):
-    """More output than all buffers hold, followed by a call, a reset and another call."""
+    """Print more output than all buffers hold between calls. A call, a reset and another call must still work."""
     code = """
     import threading
     def flood():

@@ -75,7 +75,7 @@ async def test_a_blocked_or_ignored_interrupt_stops_the_next_call_all_the_same()
 
 
 async def test_files_that_are_lost_with_the_sandbox_are_reported(level: str, monkeypatch: pytest.MonkeyPatch):
-    """The zygote does not confirm the kill, as after a fork bomb without a process namespace."""
+    """Simulate a zygote that does not confirm a kill, as after a fork bomb without a process namespace."""
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("open('lost', 'w').close()")
         assert sandbox.pid is not None
@@ -94,7 +94,7 @@ async def test_files_that_are_lost_with_the_sandbox_are_reported(level: str, mon
 
 @pytest.fixture
 def small_parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A control group of 96 MB above those of the sandboxes, in place of a machine without memory."""
+    """Limit the parent of the sandboxes' control groups to 96 MB, to simulate a machine that runs out of memory."""
     hierarchy = isolation.hierarchy()
     if hierarchy is None:
         pytest.skip("no control group is writable here")
@@ -128,7 +128,7 @@ async def test_a_kill_for_the_machines_memory_is_the_hosts_failure(level: str):
 
 @pytest.mark.parametrize("machine_kills", [0, 1])
 async def test_without_control_groups_the_machines_counter_decides(machine_kills: int, monkeypatch: pytest.MonkeyPatch):
-    """A SIGKILL does not name its sender. It counts as the code's unless the machine killed a process meanwhile."""
+    """The sender of a SIGKILL is unknown. It is taken to be the code unless the machine killed a process meanwhile."""
     monkeypatch.setattr(isolation, "hierarchy", lambda: None)
     kills = 5
     monkeypatch.setattr(limits, "_fields", lambda file: {"oom_kill": kills} if file == Path("/proc/vmstat") else {})
@@ -149,7 +149,7 @@ ENDED = "the sandbox was ended by its own code"
 
 @pytest.mark.parametrize("delay", ["", "sleep 0.1; "])
 async def test_without_isolation_code_that_kills_its_sandbox_is_scored(delay: str):
-    """Otherwise a policy could escape a bad reward by killing its zygote, during a call or between two."""
+    """If the chain were unscored, a policy could escape a bad reward by killing its zygote, during or between calls."""
     async with PythonSandbox(isolation="none") as sandbox:
         await sandbox.run("import os, subprocess\nopen('lost', 'w').close()")
         kill = f"subprocess.Popen(['sh', '-c', f'{delay}kill -9 {{os.getppid()}}'])"

@@ -163,7 +163,7 @@ async def test_links_within_the_folder_work(level: str):
 
 
 async def test_a_concurrently_swapped_link_is_not_followed():
-    """A background process alternates a folder with a link to the outside while files are written."""
+    """While files are written, a background process repeatedly replaces a folder by a link that leads outside."""
     async with FileSandbox(files={"d/x": "inside"}) as sandbox:
         await sandbox.run(
             "echo outside > ../x; (while true; do mv d e; ln -s .. d; rm d; mv e d; done) >/dev/null 2>&1 &"

@@ -37,7 +37,7 @@ asyncio.run(main())
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_next_start_removes_the_resources_of_a_killed_process(level: str, tmp_path: Path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    isolation.hierarchy()  # its first call removes them too
+    isolation.hierarchy()  # the first call of this function removes orphans too
     host = subprocess.Popen([sys.executable, "-c", HOST, level, "stay"], stdout=subprocess.PIPE, env=environment)
     assert host.stdout is not None
     with host:

@@ -83,7 +83,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 async def _warm_up() -> None:
-    """Open the files that a process keeps: those of the probe and of the executor."""
+    """Run the probe and the executor once, because the process keeps the files that they open."""
     isolation.hierarchy()
     await asyncio.to_thread(int)
 
@@ -232,7 +232,8 @@ async def test_exit_is_reported_as_an_exception(sandbox: PythonSandbox):
 
 @pytest.mark.parametrize("level", [each for each in few("strict") if each.values != ("none",)])
 async def test_a_sandbox_killed_from_outside_raises(level: str):
-    """A failure of the host, not a result, which would be scored. Without isolation the code could have done it."""
+    """A kill from outside is a failure of the host, which leaves the chain unscored. Without isolation, the code itself
+    could have killed the sandbox."""
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("x = 1")
         call = asyncio.ensure_future(sandbox.run("while True: pass", timeout=20))
@@ -325,7 +326,7 @@ async def test_a_reset_hides_the_previous_chain(level: str):
 
 
 async def test_a_daemon_ends_with_its_lease(level: str):
-    """A child that has left its session and its parent."""
+    """The code starts a child process that leaves its session and its parent."""
     async with Pool(PythonSandbox, size=1, isolation=level) as pool:
         async with pool.lease() as sandbox:
             code = """
@@ -401,7 +402,7 @@ async def test_packages(level: str):
             assert write.error_type in ("OSError", "PermissionError")
     async with PythonSandbox(isolation=level, packages=False) as sandbox:
         assert (await sandbox.run(code)).value == "[False, True]"
-        if level != "none":  # there the code can read all files
+        if level != "none":  # at "none", the code can read all files
             look = f"[os.path.isdir(p) and os.access(p, os.R_OK) and os.listdir(p) for p in {[site]!r}]"
             found = await sandbox.run(look)
             assert found.value in ("[False]", "[[]]") or found.error_type == "PermissionError"
@@ -422,7 +423,7 @@ async def test_a_sandbox_is_usable_after_cancelled_calls(sandbox: PythonSandbox)
 
 
 def test_a_sandbox_outlives_the_thread_that_started_it(level: str):
-    """PR_SET_PDEATHSIG refers to the parent thread, so a thread that lives as long as Python starts sandboxes."""
+    """PR_SET_PDEATHSIG refers to the parent thread, so the thread that starts sandboxes lives as long as Python."""
     sandbox = PythonSandbox(isolation=level)
     thread = threading.Thread(target=lambda: asyncio.run(sandbox.start()))
     thread.start()
@@ -569,7 +570,7 @@ def test_invalid_settings(setting: dict[str, float]):
 
 
 def test_control_groups_version_2(tmp_path: Path):
-    """Uses a temporary folder, because a machine has only one of the two versions."""
+    """The cgroup files are in a temporary folder, because a machine has only one of the two versions."""
     mount = tmp_path / "unified"
     app = mount / "user.slice" / "app.slice"
     own = app / "session.scope"
@@ -622,7 +623,7 @@ async def test_a_late_interrupt_does_not_reach_the_next_call(how: str) -> None:
         if how == "cancelled":
             first.cancel()
         await asyncio.wait([first])
-        await asyncio.sleep(0.4)  # it has answered, and its interrupt is pending
+        await asyncio.sleep(0.4)  # the call has answered, and its interrupt is pending
         following = asyncio.create_task(sandbox.run("for _ in range(40): time.sleep(0.02)\n'whole'"))
         await asyncio.sleep(0.2)
         os.kill(sandbox.pid, signal.SIGCONT)

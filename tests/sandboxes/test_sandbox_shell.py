@@ -48,7 +48,7 @@ async def test_results_of_commands(sandbox: ShellSandbox):
 
 
 async def test_commands_are_passed_verbatim(level: str):
-    """Including quotes, newlines, `!`, backslashes and control characters."""
+    """The commands include quotes, newlines, `!`, backslashes and control characters."""
     text = "".join(map(chr, [*range(1, 128), 0xE9, 0x1F600])) + "!! !x $(id) `id` \\x41 'a' \"b\"\n#"
     async with ShellSandbox(isolation=level) as sandbox:
         result = await sandbox.run("cat <<'THE_END'\n" + text + "\nTHE_END")

@@ -141,7 +141,7 @@ OUT = {
 
 
 async def test_no_statement_accesses_another_file(engine: str, tmp_path: Path):
-    """At isolation="none", where only the database engine prevents it."""
+    """Use isolation="none", where only the database engine prevents such access."""
     folder = tmp_path / "host"
     folder.mkdir()
     with sqlite3.connect(folder / "secret.db") as secret:

@@ -96,7 +96,7 @@ def test_the_template_lists_the_tools(policy: Any) -> None:
 
 @pytest.mark.parametrize("arguments", [{"expression": "1+2"}, '{"expression":"1+2"}'])
 def test_a_rendered_conversation_is_the_ids_that_an_agent_sees(arguments: Any, policy: Any, writer: Recipe) -> None:
-    """Other trainers render the messages; the kit appends ids. Both must be the same tokens."""
+    """Other trainers render the messages, whereas this package appends ids. The tokens must be the same."""
     call = {"type": "function", "function": {"name": "calculator", "arguments": arguments}}
     messages = [
         {"role": "user", "content": "What is 1+2?"},
@@ -175,14 +175,14 @@ def test_players_use_the_chat_of_the_calculator_policy() -> None:
 
 
 def test_a_short_build_is_reproducible_and_learns() -> None:
-    """The whole recipe at a fraction of its length: the ids, the masks and both phases run, and the loss falls."""
+    """Run the whole recipe at a fraction of its length. Both phases must run, and the loss must fall."""
     lines: list[str] = []
     first = recipes.build(skill_steps=15, mixed_steps=2, report=lines.append)
     second = recipes.build(skill_steps=15, mixed_steps=2)
     assert [line.split(":")[0] for line in lines] == ["skill", "mixed"]
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert float(lines[0].split("loss ")[1].split(",")[0]) < 5.0  # a mean over steps; 6.0 is a uniform guess among 400
+    assert float(lines[0].split("loss ")[1].split(",")[0]) < 5.0  # mean over the steps; 6.0 is a uniform guess
 
 
 def test_a_learner_imitates_conversations() -> None:
@@ -217,7 +217,7 @@ def test_a_learner_imitates_conversations() -> None:
 
 @pytest.mark.soak
 async def test_a_policy_of_another_seed_is_as_good_as_the_shipped_one(tmp_path: Path) -> None:
-    """It starts as low, and learns as much in twice the iterations. Takes about two minutes."""
+    """The new policy has the same initial success and learns as much in twice the iterations. Takes two minutes."""
     shipped = af.load_tasks("calculator")
     recipes.main(["policy", "--seed", "1", "--out", str(tmp_path / "policy")])
     policy = af.Policy.load(tmp_path / "policy")

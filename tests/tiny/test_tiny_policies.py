@@ -163,7 +163,7 @@ def test_behaviours_of_code_and_sql() -> None:
 
 
 def test_the_demonstrator_of_alfworld_uses_only_what_it_has_observed() -> None:
-    """It takes no object that no text has named, and leaves room within the limit of steps."""
+    """The demonstrator takes only objects named in an earlier text, and stays four steps below the limit."""
     for number in range(200):
         game = games.game(number, "small")
         steps = tiny_alfworld.searched(game)
@@ -206,7 +206,7 @@ async def test_a_policy_starts_low_and_its_failures_are_scored(name: str, low: f
 
 
 async def test_sums_adds_well_and_multiplies_badly_and_decides_by_chance() -> None:
-    """The notebook on MeCo needs a policy whose mistakes have a structure, and which does not know them."""
+    """The notebook on MeCo needs a policy with systematic mistakes that the policy cannot predict."""
     policy, tasks = tiny.policy("sums"), af.load_tasks("sums").test
 
     def forced(text: str) -> Any:

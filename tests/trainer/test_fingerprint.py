@@ -117,7 +117,7 @@ def test_the_fingerprint_follows_the_functions_that_are_called(module: ModuleTyp
 
 
 def test_an_edit_that_is_not_loaded_changes_nothing(module: ModuleType, edit: Edit) -> None:
-    """The old code still runs, whatever its file says at the lines where it was."""
+    """The old code still runs, whatever the edited file contains at the lines of the old code."""
     (reward,) = RewardSet(module.plain)
     before = reward.fingerprint
     edit('"""Rewards of a user."""', "A = 1\nB = 2\nC = 3", reload=False)

@@ -34,7 +34,7 @@ TASKS = tasks(12)
 
 @reward
 def digits(final: str | None) -> float:
-    """Return a value in which random chains differ."""
+    """Return a quarter of the number of digits, so that random chains have different rewards."""
     return sum(c.isdigit() for c in final or "") / 4
 
 
@@ -280,7 +280,7 @@ async def test_resume_false_starts_from_scratch(tmp_path: Path, whole: Whole) ->
     run = start(tmp_path / "run", policy, resume=False)
     assert run.records == []
     await leave(run, "break", 1)
-    again = start(tmp_path / "run", policy)  # and that one continues
+    again = start(tmp_path / "run", policy)  # continues the run that started from scratch
     await again
     assert (policy.fingerprint(), numbers(again)) == whole
 

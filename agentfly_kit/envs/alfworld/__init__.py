@@ -124,10 +124,10 @@ class ALFWorld:
         return self.world.plan
 
     async def reward(self) -> dict[str, float]:
-        """Return 1 if the goal is met, else 0, plus a metric for each stage that the chain reached.
+        """Return 1 if the goal is met, else 0. Additional metrics: steps, invalid, and 1 or 0 for each stage.
 
-        `found` and `taken` refer to an object of the goal's type. `prepared` means that this object is clean, hot or
-        cool as required, that the lamp is on, or that the first of two objects is in its place.
+        The stages `found` and `taken` refer to an object of the goal's type. `prepared` means that this object is
+        clean, hot or cool as required, that the lamp is on, or that the first of two objects is in its place.
         """
         score = float(self.won)
         stages = {} if self.game is None else {name: float(was or self.won) for name, was in self.stages.items()}

@@ -139,7 +139,7 @@ class House:
     # --- doing
 
     def do(self, command: str) -> str:
-        """Execute a command and return the observation, or `NOTHING` if it had no effect. `put` means `move`."""
+        """Execute a command and return the observation, or `NOTHING` if it had no effect. `put` stands for `move`."""
         command = " ".join(command.lower().split())
         if command == "look":
             if self.here is None:  # as in ALFWorld, only the initial observation lists the room

@@ -59,7 +59,7 @@ class Catalogue:
             used.
         name: name to show in messages.
         seed: seed for prices within ranges and for the goals' price bounds. WebShop itself samples them without a seed,
-            so its bounds vary between runs and differ from these.
+            so there the bounds vary between runs and differ from these.
 
     Raises:  SettingsError for items that do not have WebShop's format.
     """
@@ -202,7 +202,7 @@ class Catalogue:
         return goals
 
     def _bound(self, price: float) -> tuple[float, str]:
-        """Sample a price bound and its wording: the larger of two of the next four multiples of ten above the price."""
+        """Return the larger of two of the next four bounds above the price, sampled at random, and its wording."""
         above = [bound for bound in BOUNDS if bound > price][:4]
         if len(above) < 2:
             return UNBOUNDED, ""

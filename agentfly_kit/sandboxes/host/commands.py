@@ -78,7 +78,7 @@ def anonymous_file(content: bytes) -> BinaryIO:
 
 
 def host_python() -> str:
-    """Return the path of the Python binary with symlinks resolved; it locates the standard library by that path."""
+    """Return the path of the Python binary with symlinks resolved, by which Python locates its standard library."""
     return os.path.realpath(sys.executable)
 
 
@@ -136,8 +136,8 @@ def environment(home: str, path: str = "/usr/local/bin:/usr/bin:/bin") -> dict[s
 def inside_path(path: str) -> str:
     """Convert a path of the host's Python to its path inside a strict sandbox.
 
-    A virtual environment below /tmp is mounted elsewhere, because /tmp is the sandbox's own. The interpreter cannot be
-    moved, because it finds its library by its path.
+    A virtual environment below /tmp is mounted elsewhere, because the sandbox has a /tmp of its own. The interpreter
+    keeps its path, by which it locates its standard library.
     """
     python = (os.path.realpath(sys.base_prefix), host_python())
     fixed = any(_is_within(place, path) or _is_within(path, place) for place in python)
@@ -149,7 +149,7 @@ def inside_path(path: str) -> str:
 
 @functools.cache
 def landlock_version() -> int:
-    """Return the kernel's Landlock ABI version, or 0. It covers files from 1, truncation from 3, TCP 4, signals 6."""
+    """Return the kernel's Landlock ABI version, or 0 without Landlock. Version 3 added truncation, 4 TCP, 6 signals."""
     if sys.platform != "linux":
         return 0
     return max(0, int(ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
@@ -172,7 +172,7 @@ def strict_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the bwrap command line, up to the program to run, and the environment in which to start bwrap.
 
-    The environment of bwrap could be read inside, so it is minimal. Later mounts hide earlier ones.
+    Code in the sandbox could read bwrap's environment, so it is minimal. Later mounts hide earlier ones.
     """
     command = [shutil.which(program) or program, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
     if limits.network:

@@ -1,4 +1,4 @@
-"""Sandboxes in containers: `isolation=Container("python:3.12-slim")`, on any engine with Docker's API.
+"""Sandboxes in containers, with `isolation=Container("python:3.12-slim")` and any container engine with Docker's API.
 
 The zygote (inside/container_relay.py) is the container's first process and communicates over its standard input and
 output (stream.py). When this process dies, the input ends, the container exits, and the engine removes it.
@@ -62,14 +62,14 @@ class Container(Displayable):
 
     Attributes:
         image: name of an image that the engine already has; it is not pulled. It must contain Python 3.9 or newer.
-        cpus: number of processors that all processes of the container together can use (0.5: half of one). None: all.
+        cpus: number of processors that all processes of the container together can use, such as 0.5. By default, all.
         mounts: {"/path/on/host": "/path/inside"}, mounted read-only; append ":rw" to the inner path to make it
             writable. A reset does not clear mounts. Host paths refer to the engine's machine.
-        network: name of the engine's network to use if the sandbox has network=True. None: the default network.
+        network: name of the network to use if the sandbox has network=True; by default the engine's default network.
         python: the Python command in the image.
-        runtime: OCI runtime to use, such as "runsc" for gVisor. None: the engine's default.
-        engine: address of the engine: "unix:///run/podman/podman.sock", "tcp://host:port". None: DOCKER_HOST, else the
-            usual sockets of Docker and podman.
+        runtime: OCI runtime to use, such as "runsc" for gVisor; by default the engine's default runtime.
+        engine: address of the container engine, such as "unix:///run/podman/podman.sock" or "tcp://host:port". By
+            default, the address in DOCKER_HOST is used, or else one of the usual sockets of Docker and podman.
     """
 
     image: str
@@ -187,7 +187,7 @@ def _client(url: str, version: str = "") -> Any:
 
 
 def _check_listening(url: str) -> None:
-    """Raise IsolationError if the socket does not accept connections; the docker library would leak a socket then."""
+    """Raise IsolationError if the socket accepts no connections, because Docker's library would then leak a socket."""
     if url.startswith("unix://"):
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(_API_SECONDS)

@@ -64,7 +64,8 @@ class LevelReport(Displayable):
 
     Attributes:
         name: "strict", "landlock" or "none".
-        available, reason: whether the level can be used; if not, why and how to fix it, otherwise a description.
+        available: True if the level can be used.
+        reason: description of the level if it is available; otherwise why it is not, and how to fix that.
         limits: for each limit, how it is enforced.
         not_isolated: aspects of the host that the level does not isolate.
     """
@@ -104,7 +105,7 @@ def sandbox_report(limits: Limits | None = None) -> SandboxReport:
     Takes about 0.1 s the first time.
 
     Args:
-        limits: the limits to report on. None: the defaults of Limits.
+        limits: the limits to report on; by default those of `Limits()`.
     """
     limits = limits or Limits()
     levels = []
@@ -129,7 +130,7 @@ def resolve_level(isolation: str | None, limits: Limits) -> str:
     """Return the level to use. Raises IsolationError if the named level is unavailable with these limits."""
     if isolation is None and (level := best()):
         return level
-    isolation = isolation or "none"  # if no level is available, "none" is not either
+    isolation = isolation or "none"  # best() found no level, so report why "none" is unavailable
     if reason := unavailable_reason(isolation):
         raise IsolationError(f"isolation={isolation!r} is not available: {reason}")
     if isolation != "none" and limits.processes is not None and hierarchy() is None and _is_root():
@@ -239,7 +240,7 @@ def _probe_landlock(own_user: bool) -> str:
 
 
 def own_user_namespace() -> bool:
-    """Return True if this user's processes can enter a user namespace, in which RLIMIT_NPROC counts them alone."""
+    """Return True if this user's processes can enter a user namespace, in which RLIMIT_NPROC counts no others."""
     if sys.platform != "linux" or _is_root() or not _kernel_is_at_least(5, 14) or commands.landlock_version() < 1:
         return False
     return not _probe_landlock(own_user=True)

@@ -49,7 +49,8 @@ class Limits:
         """Return the limits of each process, by their names in the module `resource`."""
         found = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": 512}
         if self.memory_mb is not None:
-            # The group's limit kills the process. This one raises a MemoryError first, which preserves variables.
+            # The control group's limit kills the process. This limit is reached first and raises a MemoryError, so that
+            # variables survive.
             found["RLIMIT_DATA"] = self.memory_mb * _MEBIBYTE
         if self.disk_mb is not None:
             found["RLIMIT_FSIZE"] = self.disk_mb * _MEBIBYTE
@@ -76,7 +77,7 @@ class Hierarchy:
 
 
 def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarchy | None:
-    """Find where this process can create control groups; None if nowhere. The arguments replace /proc in tests."""
+    """Find where this process can create control groups; None if nowhere. Tests pass texts to use instead of /proc."""
     try:
         mounts = Path("/proc/self/mounts").read_text() if mounts is None else mounts
         own = Path("/proc/self/cgroup").read_text() if own is None else own
@@ -115,7 +116,7 @@ def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarc
 
 
 def _own_group(mount: Path, path: str) -> Path:
-    """Return the folder of this process's group: the mount itself if `path` is a host path, as in some containers."""
+    """Return the folder of this process's group, or the mount if `path` is a host path, as in some containers."""
     place = mount / path.lstrip("/")
     return place if place.is_dir() else mount
 
@@ -142,14 +143,14 @@ class Usage:
 
 
 class Group(Usage):
-    """The control group of one sandbox: one folder for v2, one per controller for v1."""
+    """The control group of one sandbox, with one folder under cgroup v2 or one per controller under v1."""
 
     killed_is_own = True
 
     def __init__(self, version: str, folders: Mapping[str, Path]) -> None:
         self.version = version
         self.folders = folders
-        self._killed = self._own_kills = 0  # version 1: processes killed so far, and observations of the own limit
+        self._killed = self._own_kills = 0  # cgroup v1: kills so far, and those due to this group's limit
 
     @classmethod
     def create(cls, hierarchy: Hierarchy, limits: Limits) -> Group:
@@ -207,7 +208,7 @@ class Group(Usage):
         folder = self.folders["memory"]
         killed = _fields(folder / "memory.oom_control").get("oom_kill", 0)
         if killed > self._killed:
-            # Version 1 has no reliable counter for its own limit, but it records the highest usage.
+            # cgroup v1 does not reliably count the kills caused by this group's own limit, but records the peak usage.
             highest, limit = (_read(folder / f"memory.{name}_in_bytes") for name in ("max_usage", "limit"))
             self._own_kills += int(highest or 0) > int(limit or 0) - _MEBIBYTE
             self._killed = killed

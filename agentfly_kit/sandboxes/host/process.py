@@ -1,6 +1,6 @@
 """The process of one sandbox, seen from the host: starting it, and ending it without leaving anything behind.
 
-Everything here may block briefly, so it is called on threads of its own or at exit, not on an event loop.
+All functions here may block briefly, so they are called on separate threads or at exit, never on an event loop.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _signal(pid: int, number: int) -> None:
 
 @functools.cache
 def _reap() -> None:
-    """Delete folders left by killed processes, once per process. `isolation.hierarchy` does so for control groups."""
+    """Delete the scratch folders that killed host processes have left. Only the first call has an effect."""
     reaper.reap_folders()
 
 
@@ -201,8 +201,8 @@ def _launch(
         wipe, place = [handle.scratch], os.fspath
     command += commands.run_zygote(program.fileno(), "zygote", str(inside.fileno()))
 
-    # Without a control group, RLIMIT_NPROC limits processes. In its own user namespace the zygote counts too; otherwise
-    # all processes of this user do.
+    # Without a control group, RLIMIT_NPROC limits the number of processes. It counts the zygote and, unless the zygote
+    # has its own user namespace, all other processes of this user.
     rlimits = limits.rlimits()
     own_user = landlock and groups is None and isolation.own_user_namespace()
     if limits.processes is not None and groups is None and level != "none":
@@ -231,7 +231,7 @@ def _launch(
     )  # fmt: skip
     if handle.group is not None and _lists_children():
         _confine(handle.group, handle.process)
-    with contextlib.suppress(BrokenPipeError):  # it has exited already; waiting for its answer reports why
+    with contextlib.suppress(BrokenPipeError):  # the zygote has exited; waiting for its answer reports why
         handle.control.sendall(line)  # the zygote starts nothing before it has the settings
 
 

@@ -78,8 +78,8 @@ def program(
 ) -> bytes | None:  # fmt: skip
     """Return the filter for an architecture (None: this machine's), or None if the architecture is not supported.
 
-    `landlock` is the Landlock ABI version in use, if any. The filter then also denies what that version does not cover,
-    and all sockets, except internet and netlink sockets if `network` is True.
+    `landlock` is the Landlock ABI version in use, if any. With Landlock, the filter also denies what that version does
+    not cover, and all sockets, except internet and netlink sockets if `network` is True.
     """
     machine = machine or platform.machine()
     if machine not in _MACHINES or sys.byteorder != "little":
@@ -101,7 +101,7 @@ def program(
     out += [_op(_EQUAL, _CLONE3[column], 0, 1), _op(_RETURN, _ENOSYS)]
     out += [_op(_EQUAL, _CLONE[column], 0, 4), _op(_LOAD, _FIRST), _op(_ANY_BIT, _NEW_NAMESPACES, 1, 0)]
     out += [_op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)]
-    for numbers in (_PRLIMIT, _AFFINITY):  # for itself (pid 0) only
+    for numbers in (_PRLIMIT, _AFFINITY):  # allowed for the calling process (pid 0) only
         out += [_op(_EQUAL, numbers[column], 0, 4), _op(_LOAD, _FIRST), _op(_EQUAL, 0, 0, 1)]
         out += [_op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)]
     out += [_op(_EQUAL, _IOCTL[column], 0, 4), _op(_LOAD, _SECOND), _op(_EQUAL, _TIOCSTI, 1, 0)]

@@ -1,4 +1,4 @@
-"""Programs that run inside a sandbox, on the standard library alone. They are sent in as source or bytecode.
+"""Programs that run inside a sandbox and import only the standard library. The host sends their source or bytecode.
 
 The host imports only `frames` and `processes`, which both sides use.
 """

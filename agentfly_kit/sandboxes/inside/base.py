@@ -1,8 +1,8 @@
-"""Base of the programs of hosted sandboxes, run inside their interpreter. hosted.py sends this file there as text.
+"""Base of the programs that run in the interpreter of a hosted sandbox. hosted.py sends this file there as text.
 
 It imports only the standard library. The other files in this folder run after it in the same namespace and add their
-calls to CALLS. A call is a name and JSON arguments, and its answer is JSON; long answers are fetched in chunks. This
-file also reads and writes the sandbox's folder in chunks, to seed a sandbox or copy one to another.
+calls to CALLS. A call consists of a name and JSON arguments, and its answer is JSON; long answers are fetched in
+chunks. This file also reads and writes the sandbox's folder in chunks, to seed a sandbox or copy one to another.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Relay(Zygote):
         self.data: _socket.socket | None = None  # relay's end of the data channel
         self.pipes: dict[int, int] = {}  # descriptor -> OUT or ERR
         self.counts: tuple[int, ...] | None = None
-        self.call_running = False  # a call is running
+        self.call_running = False
         self.usage_read = 0.0
 
     def serve(self) -> None:
@@ -227,7 +227,7 @@ def processor_seconds() -> float | None:
 
 
 def writable(keep: list[str]) -> list[str]:
-    """Return all writable mount points except those in `keep`, also those of the container engine."""
+    """Return all writable mount points except those in `keep`. Mounts made by the container engine are included."""
     found = []
     with open("/proc/self/mounts") as mounts:
         for line in mounts:

@@ -192,7 +192,7 @@ def test(code: Any, space: dict[str, Any], wanted: list[str], text: str, name: s
                 try:
                     space[each] = ask_submission("getattr", module._reference, each)
                 except AttributeError:
-                    continue  # raises NameError where it is used
+                    continue  # the test raises NameError where it uses the name
         Tests.has_asked = False
         before = set(space)
         exec(code, space)

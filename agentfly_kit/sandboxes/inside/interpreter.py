@@ -1,7 +1,7 @@
 """The interpreter of a sandbox, forked from the zygote: it confines itself, runs the cells it receives and replies.
 
-Data socket, JSON lines, directly between host and interpreter: {"id", "code"} is answered by {"id", "value", "error",
-"type", "truncated", "limit"}. Printed output goes through two pipes, so that it survives a kill.
+Host and interpreter exchange JSON lines directly over the data socket: {"id", "code"} is answered by {"id", "value",
+"error", "type", "truncated", "limit"}. Printed output goes through two pipes, so that it survives a kill.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Shell:
                 self.seen += data
 
     def stop(self) -> int | None:
-        """Interrupt the command; kill it if it does not exit and is visible. The shell and older jobs survive."""
+        """Interrupt the command. If it does not exit, kill its visible processes. The shell and older jobs survive."""
         try:
             os.killpg(self.process.pid, signal.SIGINT)
         except OSError:
@@ -195,7 +195,7 @@ def dump() -> str | None:
 
 
 def load(state: str, old: str) -> None:
-    """Restore the state returned by `dump` in a new shell. `old`: the home folder of the dumped shell."""
+    """Restore the state returned by `dump` in a new shell. `old` is the home folder of the dumped shell."""
     path = os.path.join(home(), ".agentfly-shell-state")
     with open(path, "w", errors="surrogateescape") as file:
         file.write(state if old == home() else state.replace(old, home()))

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-# Tag -> type, and functions that write a value of the type as text and read it. A datetime is a date too.
+# Tag -> type, and functions that write a value of the type as text and read it. Subclasses precede their base classes.
 TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "$datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     "$date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
@@ -29,7 +29,7 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # of a member of an enum, its value
+        return str.__str__(value)  # for a member of an enum, this is its value
     if isinstance(value, int):
         number = int(value)
         return number if abs(number) < 2**53 else {"$int": hex(number)}  # Python limits the length of decimal numbers

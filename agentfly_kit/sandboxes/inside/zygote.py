@@ -1,14 +1,14 @@
 """The zygote: the first process of a sandbox, which forks its interpreters and never runs untrusted code.
 
 It owns the control socket, forks a fresh interpreter on request, kills all its descendants, and empties the writable
-folders: a reset is a new process, not a cleared namespace. host/commands.py starts it as `zygote FD`; as `probe JSON`
-it applies the restrictions of the landlock level to itself and prints 42.
+folders. A reset therefore starts a new process instead of clearing a namespace. host/commands.py starts the zygote as
+`zygote FD`; as `probe JSON`, it applies the restrictions of the landlock level to itself and prints 42.
 
-Control socket, JSON lines. Host to zygote: the settings once; then {"op": "fresh", "serial", "wipe"} with three file
-descriptors (data, stdout, stderr); {"op": "interrupt"}; {"op": "kill"}; {"op": "count", "serial"}; and {"op": "sync",
-"serial"}, which is echoed after all earlier commands are done. Zygote to host: {"op": "ready"}, {"op": "fresh",
-"serial", "error"}, {"op": "exit", "serial", "status"}, {"op": "count", "serial", "processes"} and the echoed sync. When
-the socket ends, the zygote kills everything and exits.
+The control socket carries JSON lines. The host sends the settings once, and then any of these commands: {"op": "fresh",
+"serial", "wipe"} with three file descriptors (data, stdout, stderr); {"op": "interrupt"}; {"op": "kill"}; {"op":
+"count", "serial"}; and {"op": "sync", "serial"}, which is echoed after all earlier commands are done. The zygote sends
+{"op": "ready"}, {"op": "fresh", "serial", "error"}, {"op": "exit", "serial", "status"}, {"op": "count", "serial",
+"processes"} and the echoed sync. When the host closes the socket, the zygote kills everything and exits.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Zygote:
         return sum(not is_dead(pid) for pid in found)
 
     def kill_all(self, notify: bool = False) -> None:
-        """Kill and reap all descendants. `notify`: report the interpreter's exit to the host."""
+        """Kill and reap all descendants. If `notify` is True, report the interpreter's exit to the host."""
         if not notify:
             self.worker = 0
         if os.getpid() == 1:
