@@ -1,12 +1,13 @@
-"""Advantage estimators: one number per trajectory or per token, from rewards and optionally values.
+"""Advantage estimators: one number per trajectory, turn or token, from rewards and optionally values.
 
-Pure functions without model, config object or gradient, independent of the loss. They accept lists, arrays and tensors
-of any float type; half precision is computed and returned in float32.
+They are pure functions without a model, a config object or gradients, and do not depend on the loss. They accept lists,
+arrays and tensors of any float type; half-precision inputs are computed and returned in float32.
 
-Conventions of all estimators: a reward that is NaN (or None in a list) is unscored, is excluded from every mean and
-has advantage 0; infinity raises ValueError. Values where the mask is 0 are never read, so inserting observation
-tokens does not change the advantage of any action; a nonzero token reward there raises ValueError, because it
-would be lost. Axes: N trajectories (or rows), K rewards, B rows, T tokens.
+In all estimators, a trajectory whose reward is NaN (or None in a list) is unscored: it is excluded from every mean and
+has advantage 0. An infinite reward raises ValueError. Values where the mask is 0 are never read, so inserting
+observation tokens does not change the advantage of any action; a nonzero token reward where the mask is 0 raises
+ValueError, because no advantage would include it. In shapes, N is the number of trajectories (or rows), K of rewards or
+turns, B of rows, and T of tokens.
 """
 
 from agentfly_kit.advantages.outcomes import (

@@ -1,4 +1,4 @@
-"""Inputs of estimators, converted and validated, and the group and batch statistics that estimators share."""
+"""Conversion and validation of the inputs of estimators, and group and batch statistics that estimators share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agentfly_kit.errors import AlignmentError, check_choice, check_shape
 
-Numbers: TypeAlias = Iterable[Any] | Tensor  # list, NumPy array, pandas series or tensor; None is NaN
+Numbers: TypeAlias = Iterable[Any] | Tensor  # list, NumPy array, pandas series or tensor; None means NaN
 Groups: TypeAlias = Iterable[Hashable] | Tensor
 Std: TypeAlias = Literal["sample", "population", None]
 Singleton: TypeAlias = Literal["zero", "raw"]
@@ -23,7 +23,7 @@ Observations: TypeAlias = Literal["skip", "step"]
 
 
 def as_floats(x: Any, name: str, like: Tensor | None = None) -> Tensor:
-    """Convert to a detached tensor of float32 or wider, because sums in half precision lose whole rewards."""
+    """Convert to a detached tensor of float32 or wider, because sums in half precision would round rewards away."""
     if isinstance(x, Tensor):
         out = x.detach()
     else:
@@ -58,7 +58,7 @@ def check_no_inf(x: Tensor, name: str) -> None:
 
 
 def group_index(groups: Groups, n: int, device: torch.device) -> Tensor:
-    """Number the groups 0, 1, 2, ... and return the number of each row, (N,). Ids may be any hashable objects."""
+    """Number the groups 0, 1, 2, ... and return the group number of each row, (N,). Ids may be any hashable objects."""
     if isinstance(groups, str):
         raise AlignmentError(f"groups must be a list with a group id per row, got the string {groups!r}")
     ids = groups.tolist() if isinstance(groups, Tensor) else groups
@@ -74,11 +74,11 @@ def group_index(groups: Groups, n: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupedRewards:
-    """Rewards with their groups. For each row, methods return a statistic of the scored rows in its group."""
+    """Rewards and their groups. The methods return, for each row, a statistic of the scored rows in its group."""
 
     reward: Tensor  # (N,), 0 where unscored
     scored: Tensor  # (N,) bool
-    index: Tensor  # (N,)
+    index: Tensor  # (N,): number of the group
 
     @classmethod
     def from_rewards(cls, rewards: Numbers, groups: Groups) -> GroupedRewards:
@@ -108,13 +108,14 @@ class GroupedRewards:
 
     @property
     def flat(self) -> Tensor:
-        """True in groups whose scored rewards are all equal."""
+        """Whether the scored rewards of the row's group are all equal."""
         return self._group_max(self.reward) == -self._group_max(-self.reward)
 
     def minus_weighted_mean(self, weights: Tensor) -> Tensor:
-        """Return reward minus the weighted mean of the group. If all weights are 0, they are treated as equal.
+        """Subtract the weighted mean reward of the group. If all weights of a group are 0, they are treated as equal.
 
-        The result is exactly 0 in flat groups, because dividing by their std would amplify rounding errors.
+        If all rewards of a group are equal, the result is set to exactly 0; dividing by the std would amplify rounding
+        errors.
         """
         none = self.group_sum(weights) <= 0
         w = torch.where(none, 1.0, weights)
@@ -128,7 +129,7 @@ class GroupedRewards:
         return self.singleton(self.centred() / self.std(std, eps), singleton)
 
     def std(self, kind: Std, eps: float) -> Tensor:
-        """Return the group std plus eps, or 1 if `kind` is None."""
+        """Return the std of the group plus eps, or 1 if `kind` is None."""
         check_choice("std", kind, Std)
         if kind is None:
             return torch.ones_like(self.reward)
@@ -143,9 +144,10 @@ class GroupedRewards:
 
 
 class EpisodeRows:
-    """Concatenation of the rows of each trajectory, in the given order: (B, T) to (R, n T) and back.
+    """Concatenates the rows of each trajectory in the given order, (B, T) -> (R, n T), and splits them again.
 
-    Without `trajectory_index` every row is its own trajectory. `last_rows` (R,) are the last rows of the trajectories.
+    R is the number of trajectories and n the largest number of rows of one. Without `trajectory_index`, every row is a
+    separate trajectory. `last_rows` (R,) are the indices of the last rows of the trajectories.
     """
 
     def __init__(self, trajectory_index: Groups | None, rows: int, device: torch.device) -> None:
@@ -159,13 +161,13 @@ class EpisodeRows:
         self.last_rows = torch.tensor(list(last_rows.values()), dtype=torch.long, device=device)
 
     def concat(self, x: Tensor) -> Tensor:
-        """Concatenate rows; missing rows of a trajectory are 0 (False)."""
+        """Convert (B, T) to (R, n T). Trajectories with fewer than n rows are padded with 0 (False)."""
         out = x.new_zeros(len(self.last_rows), self._max_rows, x.shape[1])
         out[self.index, self._position] = x
         return out.flatten(1)
 
     def split(self, x: Tensor) -> Tensor:
-        """Undo `concat`."""
+        """Convert (R, n T) back to (B, T)."""
         rows: Tensor = x.unflatten(1, (self._max_rows, x.shape[1] // self._max_rows))
         return rows[self.index, self._position]
 
@@ -176,7 +178,7 @@ class EpisodeRows:
 
 @dataclass(frozen=True)
 class TokenRewards:
-    """Token rewards with their mask. On unscored trajectories rewards are 0 and the mask is False."""
+    """Token rewards with their mask. In unscored trajectories, rewards are 0 and the mask is False."""
 
     reward: Tensor  # (B, T)
     mask: Tensor  # (B, T) bool
@@ -211,13 +213,13 @@ class TokenRewards:
         return given
 
     def out(self, x: Tensor) -> Tensor:
-        """Return x in the shape of the given rewards, 0 where masked."""
+        """Return x in the shape in which the rewards were given, with 0 where the mask is False."""
         x = torch.where(self.mask, x, 0.0)
         return x.squeeze(0) if self.is_1d else x
 
 
 def whitened(x: Tensor, mask: Tensor, std: Std, eps: float, what: str) -> Tensor:
-    """Whiten converted values; `what` names the caller in a warning."""
+    """Whiten values that `as_floats` converted, over the mask; `what` is the caller's name for a warning."""
     check_choice("std", std, Std)
     if not bool(mask.any()):
         warnings.warn(

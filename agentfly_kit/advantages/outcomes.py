@@ -29,13 +29,15 @@ from agentfly_kit.errors import AlignmentError, SettingsError, check_choice, che
 def grpo(
     rewards: Numbers, groups: Groups, *, std: Std = "sample", singleton: Singleton = "zero", eps: float = 1e-6
 ) -> Tensor:
-    """Advantage of each trajectory against its own group: (r - mean) / (std + eps).
+    """Normalize each reward by the mean and std of its group: (reward - mean) / (std + eps).
 
-    Shapes:  rewards (N,), groups (N,) ints or strings -> (N,).
-    Units:   reward in; group standard deviations out (reward, with std=None).
-    Raises:  ValueError if a reward is infinite. NaN means unscored: excluded, advantage 0.
-    Source:  DeepSeekMath, arXiv 2402.03300, 4.1.2. The paper does not specify the kind of std (see `std`) or the
-             advantage in a group of one (see `singleton`). A group whose rewards are all equal gives exactly 0.
+    std=None does not divide. A trajectory that is alone in its group gets 0, or its reward with singleton="raw"; the
+    paper specifies neither this nor the kind of std. A group whose rewards are all equal gives exactly 0.
+
+    Shapes:  rewards (N trajectories,), groups (N,) ints or strings -> (N,).
+    Units:   group standard deviations (reward, with std=None).
+    Raises:  ValueError if a reward is infinite. NaN means unscored: excluded from the mean, advantage 0.
+    Source:  DeepSeekMath, arXiv 2402.03300, 4.1.2.
     """
     return GroupedRewards.from_rewards(rewards, groups).grpo(std, singleton, eps)
 
@@ -43,10 +45,12 @@ def grpo(
 def dr_grpo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> Tensor:
     """Reward minus group mean, not divided by a std, so that tasks of all difficulties keep their weight.
 
-    Shapes:  rewards (N,), groups (N,) -> (N,).
+    Dr.GRPO combines this with the aggregation "fixed" of the loss.
+
+    Shapes:  rewards (N trajectories,), groups (N,) -> (N,).
     Units:   reward.
     Raises:  ValueError if a reward is infinite. NaN means unscored.
-    Source:  Understanding R1-Zero-Like Training, arXiv 2503.20783, 3.2. It also requires the aggregation "fixed".
+    Source:  Understanding R1-Zero-Like Training, arXiv 2503.20783, 3.2.
     """
     return grpo(rewards, groups, std=None, singleton=singleton)
 
@@ -54,10 +58,12 @@ def dr_grpo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") 
 def rloo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> Tensor:
     """Subtract from each reward the mean reward of the *other* trajectories in its group.
 
-    Shapes:  rewards (N,), groups (N,) -> (N,).
+    A trajectory that is alone in its group gets 0, or its reward with singleton="raw".
+
+    Shapes:  rewards (N trajectories,), groups (N,) -> (N,).
     Units:   reward.
     Raises:  ValueError if a reward is infinite. NaN means unscored.
-    Source:  Back to Basics, arXiv 2402.14740. For a trajectory alone in its group, see `singleton`.
+    Source:  Back to Basics, arXiv 2402.14740.
     """
     g = GroupedRewards.from_rewards(rewards, groups)
     # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1), which keeps a flat group at exactly 0.
@@ -65,9 +71,9 @@ def rloo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> 
 
 
 def remax(rewards: Numbers, groups: Groups | None = None, *, baselines: Numbers) -> Tensor:
-    """Reward minus the reward of the greedy answer to the same task.
+    """Reward minus the reward of the greedy answer to the same task, given in `baselines`.
 
-    Shapes:  rewards (N,), baselines (N,) -> (N,). groups is unused; it exists for a uniform signature.
+    Shapes:  rewards (N trajectories,), baselines (N,) -> (N,). groups is unused; it exists for a uniform signature.
     Units:   reward.
     Raises:  ValueError if a reward or a baseline is infinite. NaN in either means unscored.
     Source:  ReMax, arXiv 2310.10505.
@@ -83,12 +89,13 @@ def remax(rewards: Numbers, groups: Groups | None = None, *, baselines: Numbers)
 def opo(rewards: Numbers, groups: Groups, *, lengths: Numbers, singleton: Singleton = "zero") -> Tensor:
     """Reward minus the length-weighted mean reward of the group.
 
-    This baseline has the least variance if the squared norm of a trajectory's gradient is proportional to its length.
+    This baseline minimizes the variance of the gradient if a trajectory's squared gradient norm is proportional to its
+    length.
 
-    Shapes:  rewards (N,), groups (N,), lengths (N,) in *action* tokens -> (N,).
+    Shapes:  rewards (N trajectories,), groups (N,), lengths (N,) in *action* tokens -> (N,).
     Units:   reward.
     Raises:  ValueError if a reward is infinite, or a length of a scored trajectory is negative or not finite.
-    Source:  OPO, arXiv 2505.23585, its practical baseline.
+    Source:  OPO, arXiv 2505.23585 (the practical baseline).
     """
     g = GroupedRewards.from_rewards(rewards, groups)
     n = as_floats(lengths, "lengths", g.reward)
@@ -105,15 +112,16 @@ def gpg(
     singleton: Singleton = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Reward minus group mean, rescaled to compensate for trajectories without gradient. Its loss is `reinforce`.
+    """Reward minus group mean, scaled up to compensate for trajectories without gradient. Use the loss `reinforce`.
 
-    A group whose rewards are all equal adds nothing to the sum but stays in the denominator; the factor is the number
-    of scored trajectories over the number of those in other groups. verl counts non-zero *rewards* for the latter.
+    A group whose rewards are all equal adds nothing to the sum of the loss but counts in its denominator. The factor is
+    the number of scored trajectories, divided by the number of those whose group has unequal rewards (in verl: by the
+    number of nonzero *rewards*).
 
-    Shapes:  rewards (N,), groups (N,) -> (N,).
+    Shapes:  rewards (N trajectories,), groups (N,) -> (N,).
     Units:   reward, times a factor of at least 1.
     Raises:  ValueError if a reward is infinite. NaN means unscored.
-    Source:  GPG, arXiv 2504.02546, "accurate gradient estimation"; its F_norm is `std`, by default none.
+    Source:  GPG, arXiv 2504.02546, "accurate gradient estimation"; `std` is its F_norm (None: 1).
     """
     g = GroupedRewards.from_rewards(rewards, groups)
     a = g.grpo(std, singleton, eps)
@@ -130,17 +138,16 @@ def grpo_passk(
     singleton: Singleton = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Contribution of a trajectory to the *best* reward among k.
+    """Contribution of a trajectory to the *best* reward among k trajectories of its group.
 
-    In each k-subset that contains the trajectory, the best reward drops by some amount without it. The contribution is
-    the mean of these amounts.
-    k=None means the whole group (verl), as does a k larger than the group. With std=None, the mean over trajectories
-    times k is an unbiased gradient of the expected best of k.
+    The contribution is the amount by which the best reward of a k-subset drops without the trajectory, averaged over
+    all k-subsets that contain it. k=None means the whole group (verl), as does a k larger than the group. With
+    std=None, k times the policy gradient averaged over trajectories is an unbiased gradient of the expected best of k.
 
-    Shapes:  rewards (N,), groups (N,) -> (N,), never negative.
+    Shapes:  rewards (N trajectories,), groups (N,) -> (N,), never negative.
     Units:   group standard deviations (reward, with std=None).
-    Raises:  SettingsError for k < 2; k = 1 is `grpo`. ValueError if a reward is infinite. NaN means unscored.
-    Source:  k = group: arXiv 2503.19595; any k: PKPO, arXiv 2505.15201 (leave one out of each subset).
+    Raises:  SettingsError for k < 2 (use `grpo`). ValueError if a reward is infinite. NaN means unscored.
+    Source:  arXiv 2503.19595 for the whole group; PKPO, arXiv 2505.15201 (leave one out of each subset), for any k.
     """
     if k is not None and k < 2:
         raise SettingsError(f"k must be at least 2, or None for the whole group (k=1 is grpo), got {k!r}")
@@ -171,12 +178,12 @@ def gdpo(
     singleton: Singleton = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Sum of several rewards, each normalised in its group first, so that none dominates.
+    """Weighted sum of several rewards, each of them first normalised within its group so that none dominates.
 
-    The sum is then whitened over all scored trajectories of the call (whiten=True), so that its scale does not grow
+    With whiten=True, the sum is then whitened over all scored trajectories of the call, so that its scale does not grow
     with the number of rewards.
 
-    Shapes:  rewards (N, K), groups (N,), weights (K,), default 1 each -> (N,).
+    Shapes:  rewards (N trajectories, K rewards), groups (N,), weights (K,), by default 1 each -> (N,).
     Units:   standard deviations.
     Raises:  ValueError if a reward is infinite. A trajectory with a NaN among its rewards is unscored.
     Source:  GDPO, arXiv 2601.05242. verl's code whitens over tokens, so that long rows count more; this counts rows.
@@ -196,14 +203,14 @@ def gdpo(
 
 
 def maxrl(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> Tensor:
-    """(r - mean) / mean of the group: the gradient of log success instead of success, so that hard tasks weigh more.
+    """(reward - mean) / mean of the group, which maximizes log success instead of success: hard tasks weigh more.
 
-    For rewards 0 and 1 and a group of n, its mean over rows is an unbiased gradient of log p truncated after n - 1
-    terms, sum_{k<n-1} (1 - p)^k grad p.
+    For rewards of 0 and 1 with success probability p, the policy gradient averaged over a group of n is an unbiased
+    gradient of the series of log p, truncated after n - 1 terms: sum_{k<n-1} (1 - p)^k grad p.
 
-    Shapes:  rewards (N,), groups (N,) -> (N,). A group of zeros gives zeros.
+    Shapes:  rewards (N trajectories,), groups (N,) -> (N,). A group of zeros gives zeros.
     Units:   group means.
-    Raises:  ValueError if a reward is infinite or negative; rewards stand for success rates. NaN means unscored.
+    Raises:  ValueError if a reward is infinite or negative, as rewards are success rates. NaN means unscored.
     Source:  MaxRL, arXiv 2602.02710, Algorithm 1.
     """
     g = GroupedRewards.from_rewards(rewards, groups)
@@ -223,8 +230,8 @@ def row_credit(trajectory_index: Groups, how: RowCredit, *, discount: float = 0.
     "broadcast" gives every row the whole advantage, "last" only the last row, "uniform" 1 / (number of rows) to each,
     and "geometric" discount ** (number of later rows).
 
-    Shapes:  trajectory_index (B,) -> (B,).
-    Raises:  SettingsError for a discount outside of 0 to 1.
+    Shapes:  trajectory_index (B rows,) -> (B,).
+    Raises:  SettingsError for a discount below 0 or above 1.
     """
     check_choice("how", how, RowCredit)
     if not 0 <= discount <= 1:
@@ -248,14 +255,14 @@ def trajectory_level(
     estimator: Callable[..., Tensor] = grpo,
     **options: Any,
 ) -> Tensor:
-    """One advantage per *trajectory*, shared by all of its rows.
+    """Call an estimator with one reward per *trajectory*, and assign each advantage to all rows of its trajectory.
 
-    With one advantage per row, a trajectory with many rows would pull the mean of its group towards its own reward.
+    If rows were counted instead, the trajectories with the most rows would dominate the mean of their group.
 
     Shapes:  rewards, groups, trajectory_index (N,), one entry per row -> (N,).
-    Units:   those of the estimator, which receives `options`.
+    Units:   those of the estimator, which is called with `options`.
     Raises:  ValueError if the rows of one trajectory differ in group or in reward.
-    Source:  Agent Lightning v1, its rollout-level advantage.
+    Source:  Agent Lightning v1 (rollout-level advantage).
     """
     r = as_floats(rewards, "rewards")
     group = group_index(groups, len(r), r.device)

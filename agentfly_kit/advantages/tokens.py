@@ -1,4 +1,4 @@
-"""Token-level estimators: one advantage per token, from rewards to go relative to values or to a group."""
+"""Token-level estimators: one advantage per token, which compares the reward to go with values or with a group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from agentfly_kit.errors import SettingsError, check_choice, check_shape
 
 
 def _gae_recursion(reward: Tensor, value: Tensor, steps: Tensor, discount: Tensor, lam: float, last: Tensor) -> Tensor:
-    """Run the GAE recursion. `discount` is from each step to the next, `last` the value after the final step."""
+    """Return GAE advantages, 0 except at steps. `discount` is that to the next step, `last` the value at the end."""
     adv = torch.zeros_like(reward)
     next_value, carry = last, torch.zeros_like(last)
     for t in range(reward.shape[1] - 1, -1, -1):
@@ -39,7 +39,7 @@ def _gae_recursion(reward: Tensor, value: Tensor, steps: Tensor, discount: Tenso
 
 
 def _discounts(steps: Tensor, gamma: float, over_gaps: bool, like: Tensor) -> Tensor:
-    """Return gamma, or gamma ** (distance to the next step) if observation tokens are discounted too."""
+    """Return the discount from each token to the next step: gamma, or gamma ** distance if `over_gaps`."""
     if not over_gaps:
         return torch.full_like(like, gamma)
     width = steps.shape[1]
@@ -65,25 +65,25 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation. Returns (advantages, returns), not whitened, 0 where masked.
 
-    A step is an action token or, with `turns`, a whole turn: its reward is the sum of its token rewards, its value is
-    the one at its first action token, and all its action tokens share its advantage and return.
+    The steps are action tokens or, with `turns`, whole turns. The reward of a turn is the sum of its token rewards, its
+    value is that at its first action token, and all its action tokens have the same advantage and return.
 
     observations="skip" (verl) skips tokens with mask 0: the value after the last token of an action is that at the next
     *action* token. "step" (SkyRL, TRL PPO, torchtune) makes every token between the first and last action token of a
-    row a time step, so values must be finite there too. discount_observations=True (slime) also skips, but discounts by
-    the distance in tokens.
+    row a step, so values must be finite there too. discount_observations=True (slime) skips these tokens as well, but
+    discounts by the distance in tokens.
 
-    trajectory_index: rows of one trajectory, in the given order, form one episode: the value after the last action
-    token of a row is the value at the first action token of the next row, even with observations="step". By
-    default every row is an episode, and a compacted row ends with value 0, unless `bootstrap` gives its end value.
+    With `trajectory_index`, the rows of a trajectory, in the given order, form one episode: the value after the last
+    action token of a row is the value at the first action token of the next row, even with observations="step". By
+    default every row is an episode and ends with value 0, even if the next row continues it, unless `bootstrap` is set.
 
-    Shapes:  token_rewards, values, mask (B, T) or (T,); turns (B, T) ids, read at action tokens; bootstrap (B,), the
-             value of the state in which a row was truncated, 0 for a row that ended (with trajectory_index, only the
-             entry of a trajectory's last row is read); trajectory_index (B,).
+    Shapes:  token_rewards, values, mask (B rows, T tokens) or (T,); turns (B, T) ids, read at action tokens; bootstrap
+             (B,), the value of the state in which a row was truncated, and 0 for a row that ended (with
+             trajectory_index, only the entry of a trajectory's last row is read); trajectory_index (B,).
     Units:   reward.
-    Raises:  ValueError for an infinite reward, a required value that is not finite, a turn id that reappears after
-             another. A row with a NaN reward at an action token is unscored, as is its trajectory: all 0.
-    Source:  arXiv 1506.02438, eq. 16; turns: the same recursion with turns as steps.
+    Raises:  ValueError for an infinite reward, a required value that is not finite, or a turn id that reappears after
+             another. A NaN reward at an action token makes the trajectory unscored: its results are 0.
+    Source:  arXiv 1506.02438, eq. 16; with `turns`, the same recursion over turns.
     """
     check_choice("observations", observations, Observations)
     if turns is not None and (observations == "step" or discount_observations):
@@ -155,14 +155,15 @@ def reinforce_plus_plus(
 ) -> Tensor:
     """Discounted reward to go at each action token, whitened over the batch unless whiten=False.
 
-    The return is carried *through* observation tokens and, with `trajectory_index`, through the rows of a trajectory.
-    verl and SkyRL restart it there, which punishes the first turn of a trajectory that succeeds in its second turn.
+    The reward to go includes rewards *after* observation tokens and, with `trajectory_index`, rewards in later rows of
+    the trajectory. verl and SkyRL restart the sum at these boundaries, which punishes the first turn of a trajectory
+    that succeeds in its second turn.
 
-    Shapes:  token_rewards, mask (B, T) or (T,) -> the same; trajectory_index (B,).
+    Shapes:  token_rewards, mask (B rows, T tokens) or (T,) -> the same; trajectory_index (B,).
     Units:   reward, or standard deviations over action tokens when whitened.
-    Raises:  ValueError for an infinite reward. A row with a NaN reward at an action token is unscored, as is its
-             trajectory: excluded from the mean and std, all 0.
-    Source:  REINFORCE++, arXiv 2501.03262; its KL penalty belongs in token_rewards.
+    Raises:  ValueError for an infinite reward. A NaN reward at an action token makes the trajectory unscored: it is
+             excluded from the mean and std, and its advantages are 0.
+    Source:  REINFORCE++, arXiv 2501.03262; for its KL penalty, subtract the penalty from token_rewards.
     """
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
     concat = tok.rows.concat
@@ -182,13 +183,14 @@ def reinforce_plus_plus_baseline(
     eps: float = 1e-6,
     trajectory_index: Groups | None = None,
 ) -> Tensor:
-    """Reward of the row minus the mean of its group, on every action token, whitened over the batch.
+    """Reward of the row minus the mean reward of its group, at every action token, whitened over the batch.
 
-    With `trajectory_index`, rewards are summed over the rows of a trajectory, which counts once in its group.
+    With `trajectory_index`, rewards are summed over the rows of a trajectory, and the trajectory counts once in its
+    group.
 
-    Shapes:  token_rewards, mask (B, T), groups, trajectory_index (B,) -> (B, T).
+    Shapes:  token_rewards, mask (B rows, T tokens), groups, trajectory_index (B,) -> (B, T).
     Units:   as in `reinforce_plus_plus`.
-    Raises:  ValueError for an infinite reward. A row with a NaN reward is unscored, as is its trajectory.
+    Raises:  ValueError for an infinite reward. A NaN reward at an action token makes the trajectory unscored.
     Source:  REINFORCE++, arXiv 2501.03262, the variant with a group baseline and global normalisation.
     """
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
@@ -214,14 +216,15 @@ def optimal_token_baseline(
 ) -> Tensor:
     """Reward to go minus a separate baseline for each token position.
 
-    The baseline is the mean reward to go of the group at that position, with each row weighted by its accumulated
-    squared gradient norm with respect to the logits: the running sum over action tokens of
-    1 - 2 p(token) + sum p^2. Positions count action tokens, over all rows of a trajectory. Where only one row of a
-    group reaches a position, `singleton` selects 0 or the plain reward to go (verl).
+    The baseline is the weighted mean, over the group, of the reward to go at that position. The weight of a row is its
+    squared gradient norm with respect to the logits up to that position: the running sum over action tokens of
+    1 - 2 p(token) + sum p^2. Positions are counted in action tokens, over all rows of a trajectory. Where only one
+    trajectory of a group reaches a position, the result is 0, or the reward to go with singleton="raw" (verl).
 
-    Shapes:  token_rewards, mask, logprobs, sum_squared_probs (B, T), groups, trajectory_index (B,) -> (B, T).
+    Shapes:  token_rewards, mask, logprobs, sum_squared_probs (B rows, T tokens), groups, trajectory_index (B,) ->
+             (B, T).
     Units:   reward.
-    Raises:  ValueError for an infinite reward, or a logprob or sum that is not finite at an action token.
+    Raises:  ValueError for an infinite reward, or if another input is not finite at an action token.
     Source:  Optimal Token Baseline, arXiv 2602.07078, with its logit-gradient proxy.
     """
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
@@ -244,15 +247,15 @@ def optimal_token_baseline(
 
 
 def distillation(teacher_logprobs: Numbers, logprobs: Numbers, mask: Any) -> Tensor:
-    """On-policy distillation: log p(teacher) - log p(sampler) of each sampled token.
+    """Advantages for on-policy distillation: teacher_logprobs - logprobs of each sampled token.
 
-    Its mean over samples is minus the reverse KL, KL(policy || teacher), at the states that the policy visits, and the
-    policy gradient with it is the exact gradient of that KL at each state in expectation. Later tokens do not count for
-    earlier ones (discount 0). Add it to other advantages, or use it alone.
+    In expectation over the token, this advantage is minus the reverse KL, KL(policy || teacher), and the gradient of
+    the `reinforce` loss is the gradient of that KL. The KL at later tokens is not credited to earlier ones (discount
+    0). Add the result to other advantages, or use it alone.
 
-    Shapes:  teacher_logprobs, logprobs, mask (B, T) or (T,) -> the same; 0 where masked.
+    Shapes:  teacher_logprobs, logprobs, mask (B rows, T tokens) or (T,) -> the same; 0 where the mask is 0.
     Units:   nats.
-    Raises:  ValueError for a logprob of an action token that is not finite.
+    Raises:  ValueError for a logprob that is not finite at an action token.
     Source:  On-Policy Distillation of Language Models, arXiv 2306.13649, with the reverse KL; the per-token policy
              gradient is that of MiniLLM, arXiv 2306.08543, without its terms for later tokens.
     """
@@ -265,15 +268,15 @@ def distillation(teacher_logprobs: Numbers, logprobs: Numbers, mask: Any) -> Ten
 
 
 def whiten(advantages: Numbers, mask: Any, *, std: Std = "sample", eps: float = 1e-6) -> Tensor:
-    """Shift and scale to mean 0 and std 1 over all action tokens of the batch; 0 where masked.
+    """Shift and scale advantages to mean 0 and std 1 over all action tokens; 0 where the mask is 0.
 
     Whiten the whole minibatch in one call, because the result depends on its composition. std=None only shifts.
 
-    Shapes:  advantages, mask (B, T) -> (B, T).
+    Shapes:  advantages, mask (B rows, T tokens) -> (B, T).
     Units:   standard deviations over action tokens.
-    Raises:  ValueError if an advantage at an action token is not finite. Returns zeros with a warning if there are no
-             action tokens, and exact zeros if all advantages are equal.
-    Source:  as in most PPO code; studied in arXiv 2006.05990 ("per minibatch advantage normalization").
+    Raises:  ValueError if an advantage at an action token is not finite. Without action tokens, warns and returns
+             zeros; if all advantages are equal, returns exact zeros.
+    Source:  common in PPO code; studied in arXiv 2006.05990 ("per minibatch advantage normalization").
     """
     a = as_floats(advantages, "advantages")
     m = as_bool_mask(mask, a)

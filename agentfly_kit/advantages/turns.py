@@ -1,4 +1,4 @@
-"""Turn-level estimators: turns that start in the same state, and turns shared by forked chains."""
+"""Turn-level estimators, for turns that start in the same state and turns that forked chains share."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def gigpo(
     The return of a turn is the discounted reward from that turn on. It is compared with all turns of the group
     that started in an equal state (any hashable object, such as an observation).
 
-    Shapes:  rewards (N,), groups (N,); turn_rewards, states: N lists, one entry per turn -> (N, K), K the maximum
-             number of turns, padded with 0. turn_rewards includes the outcome, on the turn that earned it.
+    Shapes:  rewards (N trajectories,), groups (N,); turn_rewards, states: N lists, one entry per turn -> (N, K), where
+             K is the maximum number of turns, padded with 0. turn_rewards must include the reward of the trajectory, at
+             the turn that earned it.
     Units:   group standard deviations (reward, with std=None).
     Raises:  ValueError if a reward is infinite. A trajectory with a NaN outcome or turn reward is unscored.
     Source:  GiGPO, arXiv 2505.10978; std=None is its F_norm = 1.
@@ -84,11 +85,11 @@ def gigpo(
 def branch_weights(turn_ids: Sequence[Sequence[Hashable]], groups: Groups) -> Tensor:
     """Return the weight of each leaf of a tree of turns: the product of 1 / (number of branches) along its path.
 
-    The weights of a group sum to 1. The weighted mean over leaves is unbiased, unlike the plain mean, in which a chain
-    that was forked often has too many leaves. (It is unbiased if the number of branches at a turn is fixed before they
-    are sampled; adding new chains to a group afterwards violates this at the root.)
+    The weights of a group sum to 1. In the plain mean over leaves, a chain that was forked often counts too much. The
+    weighted mean is unbiased if the number of branches at a turn is fixed before they are sampled; adding new chains to
+    a group afterwards violates this condition at the root.
 
-    Shapes:  turn_ids: N paths from the first turn to the last, in which equal ids within a group mean the same turn;
+    Shapes:  turn_ids: N paths from the first turn to the last, where equal ids within a group denote the same turn;
              groups (N,) -> (N,) float64.
     Raises:  ValueError if two leaves of a group have the same path, or a turn has two parents.
     """
@@ -122,15 +123,15 @@ def arpo(
     singleton: Singleton = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Advantages of the turns of forked chains: one row per leaf, with shared turns repeated in every row.
+    """Advantages of the turns of forked chains, with one row per leaf; shared turns are repeated in every row.
 
-    soft: GRPO over the leaves, the same on all turns of a row. hard: a turn shared by several leaves has the mean of
-    their advantages; with a token mean or sum and no active clip, the gradient equals that of soft. Both are biased
-    towards chains that were forked often. inverse_branching: mean and std are weighted by `branch_weights`, and the
-    advantage of a row is multiplied by its weight times the number of leaves of the group, which removes nearly all of
-    this bias; see "Forked chains" in docs/conventions.md. Without forks all three equal `grpo`.
+    "soft" assigns the GRPO advantage of a leaf to all turns of its row. "hard" assigns the mean advantage of the leaves
+    that share a turn to that turn; with a token mean or sum and no active clip, the gradient equals that of "soft".
+    Both are biased towards chains that were forked often. "inverse_branching" weights the mean and std by
+    `branch_weights` and multiplies the advantage of a row by its weight times the number of leaves of the group, which
+    removes nearly all of this bias; see "Forked chains" in docs/conventions.md. Without forks, all three equal `grpo`.
 
-    Shapes:  rewards, groups (N,), one entry per leaf; turn_ids as in `branch_weights` -> (N, K), K the tree depth.
+    Shapes:  rewards, groups (N leaves,); turn_ids as in `branch_weights` -> (N, K), where K is the depth of the tree.
     Units:   group standard deviations (reward, with std=None).
     Raises:  ValueError if a reward is infinite, or for `turn_ids` that do not form a tree. NaN means unscored.
     Source:  ARPO, arXiv 2507.19849, 3.2; inverse_branching is specific to this package.

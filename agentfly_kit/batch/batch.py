@@ -27,7 +27,7 @@ _PADDING |= dict.fromkeys(("logprobs", "entropies", *_MASKED_FIELDS), math.nan)
 
 @dataclass(frozen=True, repr=False)
 class Dropped(Displayable):
-    """Record of a trajectory, or one of its rows, that is excluded from every loss term and denominator."""
+    """Record of a trajectory or row that is excluded from the batch, so from every loss term and denominator."""
 
     trajectory: str  # trajectory id
     reason: str
@@ -53,11 +53,11 @@ class Batch(Displayable):
         ids: (B, T) int64 token ids; 0 on padding.
         attention: (B, T) bool: True where there is a token.
         mask: (B, T) bool: True where this policy sampled the token.
-        logprobs: (B, T) float32: logprobs recorded by the engine, in nats; NaN where the mask is 0.
-        entropies: (B, T) float32: entropies recorded by the engine, in nats; NaN where it recorded none.
+        logprobs: (B, T) float32: logprobs recorded by the sampling engine, in nats; NaN where the mask is 0.
+        entropies: (B, T) float32: entropies recorded by the sampling engine, in nats; NaN where none was recorded.
         advantages: (B, T) float32: advantages; NaN where the mask is 0.
-        token_rewards: (B, T) float32: turn rewards at the last token of the turn that earned them, the trajectory's
-            reward at its last action token; 0 at other action tokens, NaN where the mask is 0.
+        token_rewards: (B, T) float32: turn rewards at the last token of the turn that earned them, plus the reward of
+            the trajectory at its last action token; 0 at other action tokens, NaN where the mask is 0.
         rewards: (B,) float32: reward of the trajectory, the same in all of its rows.
         groups: (B,) int64: index of the group.
         trajectory_index: (B,) int64: index of the trajectory in the batch.
@@ -67,12 +67,12 @@ class Batch(Displayable):
         lengths: (B,) int64: number of tokens.
         truncated: (B,) bool: True for the last row of a trajectory that a limit cut off.
         returns: (B, T): targets of the value loss.
-        values: (B, T): values before the update.
+        values: (B, T): values that the value head predicted before the update.
         kept_mass: (B, T): probability mass kept by top-p, top-k or min-p; None if none of them was used.
         ref_logprobs: (B, T): logprobs under the reference policy.
         dropped: Trajectories and rows that were excluded, with reasons.
-        imitation: True for `collate(imitate=)`: the mask is True at imitated tokens, which need no logprobs, and
-            `advantages` are their weights.
+        imitation: Whether the batch is from `collate(imitate=)`. The mask is then True at imitated tokens, which need
+            no logprobs, and `advantages` are their weights.
     """
 
     trajectories: tuple[Trajectory, ...] = field(repr=False)
@@ -109,7 +109,7 @@ class Batch(Displayable):
 
     @property
     def first_rows(self) -> Tensor:
-        """Index of the first row of each of the R trajectories, (R,) int64, to count each trajectory once."""
+        """Index of the first row of each trajectory, int64, for statistics that count each trajectory once."""
         return torch.from_numpy(np.sort(np.unique(self.trajectory_index.numpy(), return_index=True)[1]))
 
     def check(self) -> None:

@@ -59,10 +59,10 @@ def collate(
 
     Args:
         rollout: A rollout, a trajectory, or an iterable of trajectories.
-        advantages: A function (rewards (N,), groups (N,)) -> (N,), such as `advantages.grpo`, called on all N
-            trajectories with NaN for unscored ones; or a tensor (N,), or (B, T) for the kept rows. With
-            per="trajectory", (N, K) gives one advantage per sampled turn, as computed by `gigpo` and `arpo`; see
-            `turn_data`. None leaves all advantages NaN, to be set later.
+        advantages: A function (rewards (N,), groups (N,)) -> (N,), such as `advantages.grpo`, which is called with the
+            rewards of all N trajectories, NaN for unscored ones; or a tensor of shape (N,), or (B, T) for the B kept
+            rows. With per="trajectory", shape (N, K) gives one advantage per sampled turn, as computed by `gigpo` and
+            `arpo`; see `turn_data`. None leaves all advantages NaN, to be set later.
         per: "trajectory" takes one advantage per trajectory and assigns it to all of its rows. "row" (verl) passes
             every row to the function as if it were a separate trajectory: N is then the number of rows, each with the
             reward of its trajectory.
@@ -78,8 +78,8 @@ def collate(
             `advantages.gae(bootstrap=)`; see `Policy.bootstrap_values`.
         penalty: Amount that truncated="penalty" subtracts, in units of reward.
         allow_truncated_sampling: Whether to accept rows sampled under top-p, top-k or min-p. By default they are
-            rejected, because their probability ratios would be off by the factor of the kept mass. True records that
-            mass for `PPOConfig(correction=)`.
+            rejected, because their probability ratios would be wrong by a factor, the kept probability mass. If True,
+            that mass is stored for `PPOConfig(correction=)`.
         filters: Filters that exclude further trajectories; see `af.filters`. A filtered trajectory is treated as
             unscored and is not included in any mean.
 
@@ -88,8 +88,8 @@ def collate(
 
     Raises:
         EmptyBatch: If no row is left.
-        BatchError: If an engine returned text without token ids, trajectories cannot be trained on as they were
-            sampled.
+        BatchError: If a trajectory cannot be used, because its engine returned text without token ids or because of
+            the way in which it was sampled.
         AlignmentError: If the advantages have the wrong shape, or a weight is negative or not finite.
         SettingsError: If `truncated`, `per` or a filter is invalid.
     """

@@ -22,8 +22,8 @@ __all__ = ["drop_reasons", "equal_rewards", "overlong"]
 def equal_rewards(group: Group) -> str | None:
     """Exclude groups whose scored rewards are all equal, such as those with a single scored trajectory.
 
-    Without this filter, the advantages of such a group are exactly 0, but it still counts in the denominator of a token
-    mean. `TrainConfig(refill=)` samples other groups to replace the excluded ones.
+    Without this filter, the advantages of such a group are exactly 0, but its tokens still count in the denominator of
+    a token mean. `TrainConfig(refill=)` samples other groups to replace the excluded ones.
 
     Source:  DAPO, arXiv 2503.14476, 3.2 ("dynamic sampling").
     """
@@ -35,7 +35,7 @@ def overlong(tokens: int | None = None) -> Filter:
     """Create a filter that excludes long trajectories.
 
     Args:
-        tokens: Maximum number of sampled tokens. None instead excludes trajectories that were cut off by a limit.
+        tokens: Maximum number of sampled tokens. If None, trajectories that were cut off by a limit are excluded.
 
     Raises:
         SettingsError: If `tokens` is below 1.
@@ -70,7 +70,7 @@ def _name(filter: Filter) -> str:
 
 
 def drop_reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) -> dict[str, str]:
-    """Apply every filter to all scored trajectories. Return the first reason for each excluded one, by id."""
+    """Apply every filter to all scored trajectories. Return the first reason to exclude each trajectory, by its id."""
     scored = [t for t in trajectories if t.reward is not None]
     groups: dict[str, list[Trajectory]] = {}
     for t in scored:

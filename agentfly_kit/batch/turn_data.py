@@ -1,4 +1,4 @@
-"""Per-turn inputs of advantage estimators: one entry for each turn of a trajectory that the policy sampled."""
+"""Per-turn inputs of advantage estimators: one entry for each turn that the policy sampled in a trajectory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentfly_kit.types import Trajectory, Turn
 
 @dataclass(frozen=True, repr=False)
 class TurnData(Displayable):
-    """Inputs of `advantages.gigpo` and `advantages.arpo`: N tuples each, with one entry per sampled turn, in order.
+    """Inputs of `advantages.gigpo` and `advantages.arpo`: a tuple per trajectory, with one entry per sampled turn.
 
     Attributes:
         turn_rewards: Reward earned by each turn. The last one includes the trajectory's reward and is None if the
@@ -44,7 +44,7 @@ def as_trajectories(rollout: Any) -> list[Trajectory]:
 
 
 def sampled_turn_indices(trajectory: Trajectory) -> tuple[int, ...]:
-    """Return the indices of the sampled turns; the k-th of them receives entry k of advantages (N, K)."""
+    """Return the indices of the sampled turns. Column k of advantages (N, K) belongs to the k-th of them."""
     return tuple(i for i, turn in enumerate(trajectory.turns) if turn.sampled and turn.ids)
 
 
@@ -78,8 +78,9 @@ def turn_data(
 
     Args:
         rollout: A rollout, a trajectory, or an iterable of trajectories.
-        state: Function (trajectory, index in trajectory.turns of a sampled turn) -> any hashable object. Turns of a
-            group with equal states are compared. The default is the preceding turn: the prompt or an observation.
+        state: Function (trajectory, index) that returns the state, any hashable object, in which the sampled turn
+            `trajectory.turns[index]` began. Turns of a group with equal states are compared. By default, the state is
+            the preceding turn, which is the prompt or an observation.
         rewards: (N,) rewards to use instead of those of the trajectories, such as the ones that `collate` passes to an
             estimator.
 
@@ -135,14 +136,14 @@ def _turn_ids(trajectories: list[Trajectory], sampled: list[tuple[int, ...]]) ->
 
 
 def executed_calls(rollout: Any) -> int:
-    """Return the number of tool calls of all trajectories, where a call in a turn shared by forked chains counts once.
+    """Return the number of tool calls of all trajectories. A call in a turn that forked chains share counts once.
 
     Args:
         rollout: A rollout, a trajectory, or an iterable of trajectories.
     """
     total = 0
-    # Number all distinct sequences of first turns. The key of one is the number of the sequence without its last turn,
-    # and that turn.
+    # Number all distinct beginnings of trajectories. The key of a beginning is its last turn, and the number of the
+    # beginning without that turn.
     numbers: dict[Hashable, int] = {}
     for t in as_trajectories(rollout):
         beginning: Hashable = (t.group, t.chain)
@@ -156,7 +157,7 @@ def executed_calls(rollout: Any) -> int:
 
 
 def _num_common_turns(a: Trajectory, b: Trajectory) -> int:
-    """Return the number of leading turns that both trajectories have."""
+    """Return the number of leading turns that the two trajectories have in common."""
     pairs = enumerate(zip(a.turns, b.turns, strict=False))
     return next((i for i, (x, y) in pairs if not _is_same_turn(x, y)), min(len(a.turns), len(b.turns)))
 

@@ -140,7 +140,7 @@ def completion(request: Request, replies: list[Reply], answer_id: str) -> dict[s
 
 
 def chunks(request: Request, replies: list[Reply], answer_id: str) -> Iterator[str]:
-    """Yield the answer as server-sent events. Messages are complete when sent, so their text is not split."""
+    """Yield the answer as server-sent events, with the whole text of a message in one event."""
 
     def event(choices: list[dict[str, Any]], **more: Any) -> str:
         return sse({**_head(answer_id, "chat.completion.chunk", request.model), "choices": choices, **more})

@@ -36,7 +36,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Answer:
-    """HTTP response with status, content type, and body, either whole or in parts."""
+    """HTTP response of an endpoint."""
 
     status: int
     content_type: str

@@ -22,7 +22,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def read_messages(body: Mapping[str, Any], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the chat messages of a request: earlier messages, instructions, and input.
+    """Return the chat messages of a request: instructions (if given, instead of earlier ones), `earlier`, and input.
 
     Raises:
         RequestError: if an item is not a message, a function call or a function call output.

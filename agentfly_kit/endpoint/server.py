@@ -69,7 +69,7 @@ class Server:
 
     async def _handle(self, request: Any) -> Any:
         key, _, path = request.match_info["path"].partition("/")
-        if key not in self._handlers:  # the URL has no key if the client accepts only a host; the header has it
+        if key not in self._handlers:  # a client that accepts only a host sends the key in the header, not in the URL
             key, path = request.headers.get("Authorization", "").removeprefix("Bearer "), request.match_info["path"]
         handler = self._handlers.get(key)
         if handler is None:

@@ -23,7 +23,7 @@ class Engine(Displayable, ABC):
         entropies: Whether samples have entropies: "yes" or "no".
         reproducible: True if the same ids, sampling settings and seed give the same sample regardless of concurrent
             requests.
-        author: Author recorded for the sampled tokens. Only tokens with author "policy" are trained.
+        author: "policy" if the tokens can be trained on; otherwise the author to record, such as "script".
         vocab_size: Number of tokens in the vocabulary; None if the engine does not know it.
     """
 
@@ -36,7 +36,7 @@ class Engine(Displayable, ABC):
 
     @property
     def max_length(self) -> int:
-        """Context length in tokens: prompt and action together."""
+        """Context length in tokens, including prompt and action."""
         return 1 << 30
 
     @abstractmethod

@@ -20,8 +20,8 @@ from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.forward import single_torch_thread
 from agentfly_kit.types import Sample, Sampling, TurnRequest
 
-# Prompt of a check, in tokens, and the number of tokens sampled from it. The prompt is longer than a block of vLLM's
-# prefix cache, so that a stale cache is noticed too.
+# Number of prompt tokens of a check, and number of tokens to sample. The prompt is longer than a block of vLLM's prefix
+# cache, so that a stale cache is detected too.
 _PROMPT, _SAMPLED = 48, 8
 # Token ids and their logprobs.
 _Answer = tuple[tuple[int, ...], tuple[float, ...]]
@@ -34,8 +34,8 @@ class FleetMember(Displayable):
     Attributes:
         name: Address of a server, otherwise class and index of the engine.
         engine: The engine.
-        state: "up"; "down" if it failed an update, or a request that another engine then answered; "stale" if its
-            logprobs are not those of the policy. Only engines that are up sample.
+        state: "up"; "down" if an update failed, or a request failed and another engine then answered it; "stale" if
+            the engine's logprobs are not those of the policy. Requests are only sent to engines that are up.
         running: Number of requests in progress.
         sessions: Unfinished chains whose requests go to this engine.
         gap: Largest difference in nats between a logprob of the engine and the policy, in the last check.
@@ -59,15 +59,16 @@ class FleetMember(Displayable):
 class Fleet(Engine):
     """Sample on several engines, such as vLLM servers on several machines: `af.Fleet([af.OpenAIEngine(...), ...])`.
 
-    The requests of a chain go to one engine, which keeps its KV cache; a new chain goes to the engine with the fewest
-    unfinished chains. If an engine fails, its requests are sent to another one, so that no chain is lost.
+    All requests of a chain are sent to one engine, which keeps the chain's KV cache; a new chain is assigned to the
+    engine with the fewest unfinished chains. If an engine fails, its requests are sent to another one, so that no chain
+    is lost.
 
     `update` sends the weights of the policy to all engines, then compares a few logprobs of each engine with those of
-    the policy. An engine that fails or has other weights is excluded with a warning, and tried again in the next
-    update. `members` shows the state of each engine.
+    the policy. An engine that fails or has other weights is excluded with a warning until the next update. `members`
+    shows the state of each engine.
 
     Args:
-        engines: At least one engine. All return token ids, or all return text.
+        engines: At least one engine. Either all must return token ids, or all must return text.
         tolerance: Largest difference in nats between the logprobs of an engine and the policy; by default 1e-3 for a
             policy in float32 and 0.05 in 16 bits. If the servers use another dtype than the policy, set 0.05.
 
@@ -145,7 +146,7 @@ class Fleet(Engine):
 
     @property
     def policy(self) -> Any:
-        """Policy whose weights an engine shares. If no engine shares weights, there is no such attribute."""
+        """Policy whose weights an engine shares. Raises AttributeError if no engine shares weights."""
         for member in self.members:
             if hasattr(member.engine, "policy"):
                 return member.engine.policy
@@ -349,7 +350,7 @@ def _score(
 
 
 def _gap(answer: _Answer, expected: _Answer) -> float:
-    """Return the largest difference of logprobs, up to the first token that differs; inf if that is the first one."""
+    """Return the largest difference of logprobs before the first token that differs; inf if the first tokens differ."""
     same = itertools.takewhile(
         lambda pair: pair[0][0] == pair[1][0],
         zip(zip(*answer, strict=True), zip(*expected, strict=True), strict=False),

@@ -42,9 +42,9 @@ class OpenAIEngine(Engine):
 
     The engine is not reproducible: results depend on the server's batch composition, and no seeds are sent.
 
-    `update` loads the weights of a policy into a vLLM server that `serve_vllm`, or the command in its error message,
-    has started. A server that was restarted has its initial weights again; the engine notices this if the restart
-    interrupted one of its requests, and does not sample until the next update.
+    `update` loads the weights of a policy into a vLLM server that was started by `serve_vllm` or with the command in
+    the error message of `update`. A restarted server has its initial weights again. If the restart interrupted a
+    request of this engine, the engine detects this and does not sample until the next update.
 
     Args:
         base_url: Address of the API, including "/v1".
@@ -52,7 +52,7 @@ class OpenAIEngine(Engine):
         api_key: Key sent as a bearer token.
         tokens: "none" for text, "exact" for token ids with logprobs.
         stop_ids: Ids that end a turn, such as `policy.chat.stop_ids`; required for exact tokens.
-        timeout: Seconds per attempt.
+        timeout: Time limit per attempt in seconds.
         retries: Number of further attempts after status 429 or 5xx, a timeout or a lost connection. When all fail, the
             chain gets an EngineError.
         backoff: Wait before the first retry in seconds; it doubles with each further retry.
@@ -60,8 +60,8 @@ class OpenAIEngine(Engine):
         extra_body: Additional fields of each request.
         weights: How `update` sends weights: "shm" through shared memory to a server on this machine, "http" over a
             socket that this process opens for the duration of an update, or "auto" for "shm" if the server's address
-            is a loopback address and "http" otherwise. The weights are not encrypted. If the server cannot reach this
-            machine at the address of the interface that leads to it, give the address, such as
+            is a loopback address and "http" otherwise. The weights are not encrypted. If the server must use another
+            address of this machine than that of the interface that leads to the server, pass it, such as
             "http://10.0.0.5:7000".
     """
 
@@ -110,11 +110,11 @@ class OpenAIEngine(Engine):
         # Dtype of the served model, known after the first update.
         self.dtype: str | None = None
         self._version = 0
-        # Why the server's weights are not those of the last update; empty if they are.
+        # Reason why the server does not have the weights of the last update; empty if it has them.
         self._update_failure = ""
         # Number of failed updates; a request that overlaps one is discarded.
         self._failed_updates = 0
-        # Label that the server has for the weights of the last update, until it is restarted.
+        # Label of the last update's weights, which the server stores until it is restarted.
         self._label = ""
         # True if a request failed since the label was last checked.
         self._disconnected = False
@@ -205,9 +205,9 @@ class OpenAIEngine(Engine):
                 )
 
     async def _logprobs_after_temperature(self) -> bool | None:
-        """Return True if the server's logprobs include temperature, None if it returns no ids or no logprobs.
+        """Return whether the server's logprobs include temperature; None if it returns no ids or no logprobs.
 
-        Temperature 2 halves the logits, and with them the difference between the logprobs of any two tokens.
+        Temperature 2 halves the logits, and therefore the difference between the logprobs of any two tokens.
         """
         plain, halved = await self._probe_once(1.0), await self._probe_once(2.0)
         if plain is None or halved is None:

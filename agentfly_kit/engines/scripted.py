@@ -15,7 +15,7 @@ Script = Sequence[str | Sequence[int]] | Callable[[Task, int], Any]
 
 
 class ScriptedEngine(Engine):
-    """Replay a script: each chain starts at its first entry and uses one entry per turn.
+    """Replay a script. Every chain uses the entries of the script from the first one on, one entry per turn.
 
     The tokens have the author "script" and mask 0, because no policy sampled them.
 

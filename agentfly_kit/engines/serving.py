@@ -1,6 +1,6 @@
 """Start vLLM servers on this machine: `async with serve_vllm(policy) as server: engine = server.engine()`.
 
-`python -m agentfly_kit.engines.serving PID ...` is the server's process, which ends with the process PID.
+The server runs in a process `python -m agentfly_kit.engines.serving PID ...`, which is killed when process PID ends.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _POLL_SECONDS = 0.2
 
 
 class VLLMServer(Displayable):
-    """Start a vLLM server in a process of its own, which samples from a policy and takes new weights from its engine.
+    """A vLLM server in a separate process, which samples from a policy and whose weights `OpenAIEngine.update` changes.
 
-    Use `server = await serve_vllm(policy).start()` and later `await server.close()`, or `async with`. The server ends
-    with this process, even if that is killed. It listens on the loopback interface only, because its development
-    endpoints let every client change its weights; from another machine, use a tunnel (`ssh -L`).
+    Use `server = await serve_vllm(policy).start()` and later `await server.close()`, or `async with`. The server is
+    stopped when this process ends, even if this process is killed. It listens on the loopback interface only, because
+    its development endpoints let every client change its weights; from another machine, use a tunnel (`ssh -L`).
 
     Args:
         policy: The policy, or a folder or hub name of a model.
@@ -55,7 +55,7 @@ class VLLMServer(Displayable):
     ) -> None:
         if not isinstance(port, int) or not 0 <= port < 65536:
             raise EngineError(f"port must be an integer from 0 to 65535, got {port!r}")
-        # Never started: it holds the model's folder and settings.
+        # This engine is never started; it provides the model's folder and settings.
         self._model = VLLMEngine(policy, **engine_args)
         self._environment = environment or {}
         self.port = port
@@ -84,7 +84,7 @@ class VLLMServer(Displayable):
     def engine(self, **settings: Any) -> OpenAIEngine:
         """Return an engine that samples token ids on this server. `settings` are those of `OpenAIEngine`."""
         engine = OpenAIEngine(self.url, _MODEL, tokens="exact", stop_ids=self._model.stop_ids, **settings)
-        weakref.finalize(engine, lambda _: None, self)  # while an engine is in use, the server is not collected
+        weakref.finalize(engine, lambda _: None, self)  # do not garbage-collect the server while an engine is in use
         return engine
 
     async def start(self) -> VLLMServer:
@@ -122,7 +122,7 @@ class VLLMServer(Displayable):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # interrupts of the notebook's kernel go to its process group
+                start_new_session=True,  # interrupting a notebook's kernel signals the process group of the kernel
             )
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _stop, self._process, self._folder)

@@ -22,14 +22,14 @@ def captured(
     reward: float | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> Trajectory:
-    """Return a trajectory of model calls that another program recorded, in order.
+    """Convert model calls that another program recorded to a trajectory.
 
     A call continues the most recent row whose ids are a prefix of the call's prompt. If there is none, the call starts
     a new row. The ids between two actions are observations with mask 0. No text is encoded or decoded.
 
     Args:
-        calls: one dict per call, with "prompt_ids" and "ids" (token ids of prompt and action), "logprobs" (in nats, one
-            per id of the action), and optionally "version" (of the policy) and "author".
+        calls: one dict per call, in order, with "prompt_ids" and "ids" (token ids of prompt and action), "logprobs" (in
+            nats, one per id of the action), and optionally "version" (of the policy) and "author".
         task: the task.
         group: id of the group. All chains of a task belong to the same group.
         chain: index of the chain in its group.

@@ -1,4 +1,4 @@
-"""HTML representations of public objects in notebooks. Inline styles only; readable in light and dark themes.
+"""HTML representations of public objects in notebooks, with inline styles that suit light and dark themes.
 
 All text is escaped in this module, so that the output of models and tools is never interpreted as HTML.
 """
@@ -465,7 +465,7 @@ _RENDERERS: dict[str, Callable[[Any], str]] = {
 
 
 def to_html(value: object) -> str:
-    """Return the HTML of a public object. A subclass is shown like its base class.
+    """Return the HTML of a public object. Objects of a subclass are shown like those of the base class.
 
     Classes are looked up by name, so that displaying a task does not import torch.
     """

@@ -31,7 +31,7 @@ __version__: str = sys.modules["agentfly_kit"].__version__
 _MAX_RETRIES = 3
 # Time in seconds to wait for a worker that Ray restarts, and interval between the attempts to reach it.
 _RESTART_SECONDS, _RETRY_SECONDS = 120.0, 0.5
-# Settings of an agent that stay those with which the workers were created, or that have no effect in a worker.
+# Settings of an agent that a rollout does not send: they cannot change after workers were created, or have no effect.
 _NOT_SENT = ("engine", "chat", "pools", "watch", "_concurrency", "_last_handle", "_warned")
 
 
@@ -274,7 +274,8 @@ class Workers(Displayable):
             async def serve(actor: Any, node: str, lane: int) -> None:
                 """Run groups on one worker until cancelled, or until the worker cannot be restarted.
 
-                After a death only lane 0 continues, so that a group that kills its process cannot fail others.
+                After the death of a worker only lane 0 continues: each worker then runs one group at a time, so that a
+                group that kills its process does not affect others.
                 """
                 nonlocal has_died
                 while True:
@@ -301,7 +302,7 @@ class Workers(Displayable):
                         if not await _is_reachable(actor, self._sent):
                             return
 
-            # One group more per worker would not be faster than leaving it to a worker that becomes free.
+            # Running more groups per worker would not be faster than leaving them to workers that become free.
             at_once = min(request.groups_at_once(agent), -(-len(request.numbers) // len(self._actors)))
             workers = [*zip(self._actors, self.nodes, strict=True)]
             serving = [asyncio.create_task(serve(*worker, lane)) for lane in range(at_once) for worker in workers]
@@ -337,7 +338,7 @@ async def _next_result(
 
 
 async def _is_reachable(actor: Any, sent: Any) -> bool:
-    """Wait until Ray has restarted a worker. Return False if it will not be restarted, or that takes too long."""
+    """Wait until Ray has restarted a worker. Return False if the worker is not restarted, or not in time."""
     import ray
 
     try:

@@ -34,8 +34,8 @@ _OTHERS = {"step", "example_id", "id", "stop_condition", "is_completed", "is_tru
 def read_rollouts(source: Any, *, reward: str | Sequence[str] | None = None, chat: Chat | None = None) -> Rollout:
     """Read rollouts that TRL, verifiers or verl saved, or a log of messages, for display and analysis.
 
-    Trajectories without token ids have text only: `TrajectoryView` shows them, `TokenView` says that there are no ids,
-    and training rejects them. Chains with the same prompt (and the same training step) form a group.
+    Trajectories without token ids have text only: they can be shown in `TrajectoryView`, but not in `TokenView`, and
+    cannot be trained on. Chains with the same prompt (and the same training step) form a group.
 
     Args:
         source: A .parquet, .jsonl, .json or .csv file, a folder of .parquet or .jsonl files, or rows in memory: a
@@ -88,7 +88,7 @@ def _rows(source: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class _Node:
-    """One message with the token ids that it adds to its row. The last `sampled` of them were sampled."""
+    """One message with the token ids that it adds to its row, of which the last `sampled` ones were sampled."""
 
     message: Mapping[str, Any]
     action: bool
@@ -320,7 +320,7 @@ def _message(given: Mapping[str, Any]) -> tuple[Message, tuple[ToolCall, ...]]:
 
 
 def _call(given: Any, index: int) -> ToolCall:
-    """Return a tool call. Verifiers writes the name and the arguments without the key "function", or all as JSON."""
+    """Return a tool call. Verifiers omits the key "function" around name and arguments, or writes the call as JSON."""
     given = _parsed(given)
     function = _get(given, "function") or given
     raw = _get(function, "arguments")

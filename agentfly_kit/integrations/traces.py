@@ -22,8 +22,8 @@ def opentelemetry(tracer: Any = None, *, content: bool = False) -> Callable[[Rol
     """Return a function for `Agent(watch=...)` that records each chain as a trace.
 
     The root span of a chain contains one span per turn, tool call and scoring. Names follow the semantic conventions
-    for generative AI. The spans of a chain are made when it ends, with the times of its events, so they are not active
-    while its tools run.
+    for generative AI. Spans are created after the chain has ended, with the recorded times, and are therefore not
+    active while tools run.
 
     Args:
         tracer: An OpenTelemetry tracer; by default a tracer of the global provider.
@@ -43,7 +43,7 @@ def opentelemetry(tracer: Any = None, *, content: bool = False) -> Callable[[Rol
 
 
 class _RolloutTracer:
-    """Listener that collects the events of each chain of a rollout and writes its trace when it ends."""
+    """Listener that collects the events of each chain of a rollout and writes a trace when the chain ends."""
 
     def __init__(self, tracer: Any, content: bool, agent: AgentSettings) -> None:
         self._tracer, self._content, self._agent = tracer, content, agent
@@ -72,7 +72,7 @@ class _RolloutTracer:
         if error is not None or events[-1].state == "cancelled":
             _set_error(root, error.type if error else "cancelled", str(error or "the chain was cancelled"))
         inside = set_span_in_context(root, Context())
-        # A fork has the turns of its parent, without events. Its own turns and calls are the last ones.
+        # A fork begins with turns of its parent, which have no events here. Match its own turns and calls from the end.
         turns = [turn for turn in trajectory.turns if turn.kind == "action"]
         calls = list(trajectory.tool_calls)
         for start, end in reversed(_pairs(events[1:-1])):
@@ -163,7 +163,7 @@ class _RolloutTracer:
 
 
 def _pairs(events: Sequence[RolloutEvent]) -> list[tuple[RolloutEvent, RolloutEvent]]:
-    """Return each start with its end, in the order of the ends."""
+    """Return pairs of start and end events, in the order of the end events."""
     started: dict[tuple[str, str], RolloutEvent] = {}
     pairs = []
     for event in events:

@@ -79,7 +79,7 @@ def _last_step(folder: Path) -> int:
 
 
 class Trackio(Tracker):
-    """Log to a project of trackio, locally or in a Space.
+    """Log to a project of trackio, locally or in a Hugging Face Space.
 
     Args:
         project: Name of the project.

@@ -132,7 +132,7 @@ def ppo_config(args: Any) -> PPOConfig:
 
 
 def advantage(args: Any) -> Callable[..., torch.Tensor]:
-    """Return the advantage estimator of a `trl.GRPOConfig`: GRPO, divided by the sample std plus 1e-4 or undivided.
+    """Return the advantage estimator of a `trl.GRPOConfig`: `grpo` with the sample std and eps=1e-4, or `dr_grpo`.
 
     Raises:
         SettingsError: If `scale_rewards` has no counterpart.
@@ -178,7 +178,7 @@ def rollout_func(agent: Agent, tasks: Iterable[Task]) -> Callable[..., dict[str,
 
     Sampled tokens are marked in `env_mask`. The agent's engine must sample from the trained model, and `policy.version`
     follows TRL's optimizer steps. TRL cannot represent unscored trajectories and would count their reward as 0.
-    Therefore they get their group's mean reward and an empty mask.
+    Therefore they get the mean reward of their group, and a mask of zeros.
 
     Args:
         agent: An agent with a reward.

@@ -17,13 +17,14 @@ BeyondBounds: TypeAlias = Literal["truncate", "mask"]
 
 
 def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3", mask: Tensor | None = None) -> Tensor:
-    """Estimate KL(policy || reference) at each token sampled from the policy, from its two logprobs.
+    """Estimate KL(policy || reference) at each token sampled from the policy, given its logprobs under both models.
 
-    With d = log p - log q:  k1 d,  abs |d|,  k2 d²/2,  k3 exp(-d) - 1 + d,  and k3+ the value of k3 with the gradient
-    of k2. The values of k1 and k3 are unbiased; only k2 (and hence k3+) has the gradient of the KL in expectation. The
-    expected gradient of k1 is 0: it is correct in a reward, but only adds noise in a loss.
+    With d = logprobs - ref_logprobs, "k1" is d, "abs" is |d|, "k2" is d²/2, and "k3" is exp(-d) - 1 + d; "k3+" has the
+    value of k3 and the gradient of k2. The values of k1 and k3 are unbiased; only k2 (and hence k3+) has the gradient
+    of the KL in expectation. The expected gradient of k1 is 0, so k1 is correct in a reward but only adds noise in a
+    loss.
 
-    Shapes:  (B, T) each -> (B, T), 0 where masked.
+    Shapes:  each (B rows, T tokens) -> (B, T), 0 where the mask is 0.
     Units:   nats per token.
     Raises:  SettingsError for an unknown kind. UserWarning for k1 when logprobs carry a gradient.
     Source:  Schulman, "Approximating KL divergence" (2020): k1, k2, k3.
@@ -50,9 +51,10 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3", mask: Tensor
 
 
 def adaptive_kl_coef(coef: float, kl: float, *, target: float, steps: float, horizon: float = 10_000) -> float:
-    """Return the next KL coefficient, slowly increased if the KL is above its target and decreased if below.
+    """Return a KL coefficient slightly above `coef` if the measured KL exceeds its target, slightly below otherwise.
 
-    The result is coef (1 + clip(kl / target - 1, -0.2, 0.2) steps / horizon).
+    The result is coef * (1 + clip(kl / target - 1, -0.2, 0.2) * steps / horizon), where `steps` is the number of
+    trajectories since the previous adjustment.
 
     Units:   kl and target in nats per token, steps and horizon in trajectories.
     Raises:  SettingsError unless target and horizon are above 0.
@@ -65,9 +67,9 @@ def adaptive_kl_coef(coef: float, kl: float, *, target: float, steps: float, hor
 
 @torch.no_grad()
 def approx_kl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Mean over action tokens of (ratio - 1) - log ratio: k3 of KL(old || new), for tokens sampled from the old policy.
+    """Mean over action tokens of ratio - 1 - log(ratio): the k3 estimate of KL(old || new) on old samples.
 
-    Shapes:  (B, T) each -> (). Never negative.
+    Shapes:  each (B rows, T tokens) -> (). Never negative.
     Units:   nats per token.
     Source:  Schulman, "Approximating KL divergence" (2020).
     """
@@ -86,13 +88,13 @@ def importance_weights(
     floor: float = 0.0,
     beyond: BeyondBounds = "truncate",
 ) -> Tensor:
-    """Truncated importance weights: probability under the trainer over that under the sampler, limited to [floor, cap].
+    """Importance weights: ratios of a token's probability in the trainer and in the sampler, truncated to [floor, cap].
 
     level="token" weights each token by its own ratio; "sequence" weights all tokens of a row by the product of their
-    ratios (unbiased before truncation, but with far higher variance). beyond="truncate" clamps weights outside the
-    bounds; "mask" sets them to 0, which drops the token or the whole row.
+    ratios, which is unbiased before truncation but has far higher variance. beyond="truncate" clamps weights outside
+    the bounds; "mask" sets them to 0, which drops the token or the whole row. Multiply the per-token loss by them.
 
-    Shapes:  (B, T) each -> (B, T), 0 where masked, no gradient. Multiply the per-token loss by it.
+    Shapes:  each (B rows, T tokens) -> (B, T), 0 where the mask is 0, without gradient.
     Raises:  SettingsError unless 0 <= floor <= cap.
     Source:  Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), for truncation
              by token; Liu et al., "When speed kills stability" (2025), for sequences and masking.
@@ -114,8 +116,10 @@ def importance_weights(
 def effective_sample_size(weights: Tensor, mask: Tensor, *, level: WeightLevel = "token") -> Tensor:
     """Effective sample size as a fraction of the sample: (sum w)^2 / (n sum w^2), 1 for equal weights.
 
-    Shapes:  weights, mask (B, T) -> (). level="sequence" counts rows by the weight shared by all tokens of a row.
-    Units:   fraction of action tokens, or of rows with action tokens; 0 if all weights are 0.
+    With level="sequence", w is the weight that all tokens of a row share, and n the number of rows with action tokens.
+
+    Shapes:  weights and mask (B rows, T tokens) -> ().
+    Units:   fraction of action tokens or rows; 0 if all weights are 0.
     Source:  Kish (1965).
     """
     check_choice("level", level, WeightLevel)

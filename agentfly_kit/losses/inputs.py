@@ -7,8 +7,9 @@ from torch import Tensor
 
 from agentfly_kit.errors import SettingsError, check_shape
 
-# exp(20) = 5e8. A far larger float32 ratio is inf, and inf times the zero gradient of a clipped token is NaN. Tokens
-# beyond the limit get no gradient, which matters only without a clip (negative advantage and a ratio of 5e8).
+# Limit of log ratios; exp(20) = 5e8. Much larger ratios overflow to inf, and inf times the zero gradient of a clipped
+# token is NaN. A token beyond the limit has no gradient; this matters only if no clip applies to the token (negative
+# advantage and a ratio above 5e8).
 MAX_LOG_RATIO = 20.0
 
 
@@ -18,7 +19,7 @@ def check_nonnegative(name: str, given: float | None) -> None:
 
 
 def upper_clip(clip: float, clip_high: float | None, dual_clip: float | None = None) -> float:
-    """Return `clip_high`, or `clip` if `clip_high` is None."""
+    """Check the clip settings, and return `clip_high`, or `clip` if `clip_high` is None."""
     check_nonnegative("clip", clip)
     check_nonnegative("clip_high", clip_high)
     if dual_clip is not None and not dual_clip > 1:
@@ -34,7 +35,7 @@ def as_bool_mask(mask: Tensor | None, like: Tensor) -> Tensor:
 
 
 def masked(x: Tensor, mask: Tensor, name: str) -> Tensor:
-    """Return x at action tokens and 0 elsewhere, in float32 or wider. Shape (B,) or (B, 1) means one number per row."""
+    """Return x where the mask is 1 and 0 elsewhere, in float32 or wider. x of shape (B,) or (B, 1) applies per row."""
     if mask.ndim == 2 and tuple(x.shape) in ((len(mask),), (len(mask), 1)):
         x = x.reshape(-1, 1).expand(mask.shape)
     check_shape(name, x, mask.shape)
@@ -44,7 +45,7 @@ def masked(x: Tensor, mask: Tensor, name: str) -> Tensor:
 
 
 def prepare(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the clamped log ratio and the advantages, both 0 where masked, and the mask as a bool tensor."""
+    """Return the clamped log ratio and the advantages, both 0 where the mask is 0, and the mask as a bool tensor."""
     m = as_bool_mask(mask, logprobs)
     d = masked(logprobs, m, "logprobs") - masked(old_logprobs, m, "old_logprobs")
     return d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), masked(advantages, m, "advantages"), m

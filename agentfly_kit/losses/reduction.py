@@ -30,7 +30,7 @@ def aggregate(
     empty_rows: EmptyRows = "exclude",
     count: Count = "trajectories",
 ) -> Tensor:
-    """Reduce per-token losses to a scalar. The mode determines the weight of each token.
+    """Reduce per-token losses to a scalar. The mode `how` determines the weight of each token.
 
     token_mean           sum / number of action tokens: long rows weigh more.
     seq_mean_token_mean  mean over rows of each row's mean: all rows weigh the same.
@@ -38,14 +38,15 @@ def aggregate(
     fixed                sum / (rows x denominator), where denominator is a fixed number of tokens per row (Dr.GRPO).
     trajectory_mean      mean over trajectories of each trajectory's mean over action tokens.
 
-    No denominator depends on padding. The result is linear in the losses: to split a minibatch into micro-batches,
-    compute its gradient, the weight of each token, over the whole minibatch, and add up the weighted losses.
+    No denominator depends on padding. The result is linear in the losses, and its gradient is the weight of each token.
+    To split a minibatch into micro-batches, compute these weights over the whole minibatch, and add up weight * loss.
 
-    empty_rows: whether rows without action tokens count as rows: "exclude" (verl) or "count" (TRL, SkyRL).
-    count="rows" divides trajectory_mean by the number of rows instead, as Agent Lightning's own code does.
+    empty_rows selects whether rows without action tokens are part of the number of rows: "exclude" (verl) or "count"
+    (TRL, SkyRL). With trajectory_mean, count="rows" divides the sum over trajectories by the number of rows, as the
+    code of Agent Lightning does.
 
-    Shapes:  per_token, mask (B, T) or (T,); trajectory_index (B,) ints or strings -> ().
-    Raises:  SettingsError for an option that does not fit `how`. Without action tokens: 0 and a RuntimeWarning.
+    Shapes:  per_token, mask (B rows, T tokens) or (T,); trajectory_index (B,) ints or strings -> ().
+    Raises:  SettingsError for an option that does not fit `how`. Without action tokens, warns and returns 0.
     Source:  DAPO, arXiv 2503.14476, 3.3 (token mean); arXiv 2503.20783, 3.2 (fixed); Agent Lightning
              v1 (trajectory mean).
     """

@@ -1,4 +1,4 @@
-"""Policy losses, per token, from ratio and advantage, and the loss of the value head."""
+"""Per-token policy losses, computed from probability ratios and advantages, and the loss of the value head."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def ppo(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Clipped surrogate: -min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A).
+    """Clipped surrogate -min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A), where A is the advantage.
 
-    clip_high=None means `clip`; a larger value gives clip-higher (DAPO). dual_clip=c (> 1) bounds the loss of tokens
-    with a negative advantage by c |A|; by default it is unbounded.
+    `clip_high` defaults to `clip`; a larger value gives the clip-higher of DAPO. With dual_clip=c (> 1), the loss of a
+    token with a negative advantage is at most c |A|; by default it is unbounded.
 
-    Shapes:  (B, T) each; advantages also (B,), one per row -> (B, T).
+    Shapes:  each (B rows, T tokens); advantages may be (B,), one per row -> (B, T).
     Units:   those of the advantage.
     Raises:  SettingsError for a negative clip or a dual_clip that is not above 1.
     Source:  PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, 3.1; dual clip: arXiv 1912.09729, eq. 5.
@@ -53,9 +53,9 @@ def clipped(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Return True where the clip of `ppo` binds, given the sign of the advantage. These tokens have zero gradient.
+    """Return the tokens at which the clip of `ppo` is active and makes the gradient 0, given the advantage's sign.
 
-    Shapes:  as `ppo` -> (B, T) bool, False where masked.
+    Shapes:  as in `ppo` -> (B, T) bool, False where the mask is 0.
     """
     high = upper_clip(clip, clip_high, dual_clip)
     d, a, _ = prepare(logprobs, old_logprobs, advantages, mask)
@@ -64,9 +64,9 @@ def clipped(
 
 
 def reinforce(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
-    """-A log p: the policy gradient itself, for one update on fresh samples. It is also the loss of GPG.
+    """REINFORCE loss -A log p, for a single update on fresh samples; A is the advantage. GPG uses the same loss.
 
-    Shapes:  (B, T) each -> (B, T). old_logprobs is unused; it exists for a uniform signature.
+    Shapes:  each (B rows, T tokens) -> (B, T). old_logprobs is unused; it exists for a uniform signature.
     Source:  Williams (1992). For stale samples, multiply the loss by `importance_weights`.
     """
     m = as_bool_mask(mask, logprobs)
@@ -81,12 +81,13 @@ def gspo(
     clip: float = 3e-4,
     clip_high: float | None = 4e-4,
 ) -> Tensor:
-    """PPO's clip, applied to the ratio of the whole row (the geometric mean of its tokens' ratios).
+    """PPO's clipped surrogate, with the ratio of the whole row: the geometric mean of its tokens' ratios.
 
-    This is the GSPO-token form: each token has the value of the row's ratio but its own gradient, so that advantages
-    may differ per token. With one advantage per row and "seq_mean_token_mean" it equals GSPO.
+    This is the GSPO-token form: every token uses the value of the row's ratio, but the gradient of its own logprob, so
+    that advantages may differ between tokens. With one advantage per row and the aggregation "seq_mean_token_mean",
+    the loss equals that of GSPO.
 
-    Shapes:  (B, T) each -> (B, T).
+    Shapes:  each (B rows, T tokens) -> (B, T).
     Source:  GSPO, arXiv 2507.18071, eq. 13 and 14 (GSPO-token); the default clips are those of its experiments.
     """
     high = upper_clip(clip, clip_high)
@@ -103,12 +104,12 @@ def gmpo(
     clip: float = 0.4,
     clip_high: float | None = None,
 ) -> Tensor:
-    """Geometric mean of the row's ratios, each clipped separately to (e^-clip, e^clip_high) in log space.
+    """-A times the geometric mean of the row's ratios, each of them clipped to (e^-clip, e^clip_high).
 
-    Each action token has the loss of its row, so "seq_mean_token_mean" gives the published objective. The advantage of
-    a row is the mean over its tokens.
+    The advantage A of a row is the mean over its tokens. Each action token has the loss of its row, so the aggregation
+    "seq_mean_token_mean" gives the published objective.
 
-    Shapes:  (B, T) each -> (B, T).
+    Shapes:  each (B rows, T tokens) -> (B, T).
     Source:  GMPO, arXiv 2507.20673; its clip is (e^-0.4, e^0.4).
     """
     high = upper_clip(clip, clip_high)
@@ -128,11 +129,11 @@ def sapo(
     tau: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Tensor:
-    """Soft gate instead of a clip: -A (4 / tau) sigmoid(tau (ratio - 1)).
+    """-A (4 / tau) sigmoid(tau (ratio - 1)), which uses a soft gate instead of a clip; A is the advantage.
 
-    The slope in the ratio is 1 on policy and decays on both sides. tau_negative replaces tau where A <= 0.
+    The derivative of the gate is 1 at ratio 1 and decays on both sides. tau_negative replaces tau where A <= 0.
 
-    Shapes:  (B, T) each -> (B, T).
+    Shapes:  each (B rows, T tokens) -> (B, T).
     Raises:  SettingsError if tau or tau_negative is not above 0.
     Source:  SAPO, arXiv 2511.20347.
     """
@@ -153,12 +154,12 @@ def cispo(
     *,
     bounds: Bounds = "both",
 ) -> Tensor:
-    """-sg(clipped ratio) A log p (sg: stop-gradient). The ratio is only a weight, so each token has a gradient.
+    """-stop_gradient(clipped ratio) A log p. The ratio is only a weight, so clipped tokens keep a gradient.
 
     bounds="both" (verl, SkyRL) clips the weight to (1 - clip, 1 + clip_high); "upper" (TRL) only limits it to
     1 + clip_high and ignores `clip`. TRL's `epsilon_high` is the limit itself, so epsilon_high=5 equals clip_high=4.
 
-    Shapes:  (B, T) each -> (B, T).
+    Shapes:  each (B rows, T tokens) -> (B, T).
     Source:  MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. The paper sets no lower bound in its runs.
     """
     check_choice("bounds", bounds, Bounds)
@@ -178,14 +179,15 @@ def dppo(
     *,
     divergence: Divergence = "tv",
 ) -> Tensor:
-    """-M ratio A, where M drops a token whose update would push the two policies further apart than `clip`.
+    """-ratio A, but 0 at tokens where the policies differ by more than `clip` and the update would increase this.
 
-    The distance is that of the Bernoulli distributions "this token or another": |p - q| for "tv", KL(q || p) for "kl",
-    with q the probability under old_logprobs, which should be those of the sampler. Unlike a clip on the ratio, this
-    permits large ratios of rare tokens. A usual threshold for "kl" is 0.05. verl also limits the ratio, to 3 unless
-    configured otherwise; the paper found that such limits make training less stable (5.4).
+    The distance compares the probabilities p and q of the token under logprobs and old_logprobs, which should be those
+    of the sampler. It is |p - q| for "tv"; for "kl" it is KL(q || p) of the two Bernoulli distributions "this token or
+    another", with a usual threshold of 0.05. For A > 0 the threshold is `clip_high`, by default `clip`. Unlike a clip
+    on the ratio, this permits large ratios of rare tokens. verl also limits the ratio, to 3 unless configured
+    otherwise; the paper found that such limits make training less stable (5.4).
 
-    Shapes:  (B, T) each -> (B, T).
+    Shapes:  each (B rows, T tokens) -> (B, T).
     Units:   clip: probability for "tv", nats for "kl".
     Source:  DPPO, arXiv 2602.04879, eq. 12 to 14.
     """
@@ -206,7 +208,7 @@ def dppo(
 
 
 def _covariance(logprobs: Tensor, advantages: Tensor, m: Tensor) -> Tensor:
-    """Return (A - mean A)(log p - mean log p), with means over the action tokens of this call; -inf where masked."""
+    """Return (A - mean A)(log p - mean log p), with means over all action tokens given; -inf where the mask is 0."""
     lp, a = masked(logprobs, m, "logprobs").detach(), masked(advantages, m, "advantages")
     n = m.sum().clamp(min=1)
     return torch.where(m, (a - a.sum() / n) * (lp - lp.sum() / n), -torch.inf)
@@ -225,12 +227,13 @@ def clip_cov(
     high: float = 5.0,
     seed: int = 0,
 ) -> Tensor:
-    """`ppo` without the loss of a few random tokens that reduce entropy most.
+    """PPO loss that is set to 0 at a few random tokens among those whose updates reduce entropy most.
 
-    Candidates are tokens whose clip does not bind and whose covariance of advantage and logprob is between `low` and
-    `high`. At least one of them is drawn, up to `share` of all action tokens. Pass a whole minibatch and a new seed.
+    Candidates are tokens at which the clip is not active and the covariance of advantage and logprob is between `low`
+    and `high`. A fraction `share` of all action tokens is drawn from them, at least one if there are candidates. Pass a
+    whole minibatch, and a different seed for each call.
 
-    Shapes:  (B, T) each -> (B, T).
+    Shapes:  each (B rows, T tokens) -> (B, T).
     Source:  The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617 (Clip-Cov).
     """
     per_token = ppo(logprobs, old_logprobs, advantages, mask, clip, clip_high)
@@ -253,11 +256,11 @@ def kl_cov(
     share: float = 2e-4,
     coef: float = 1.0,
 ) -> Tensor:
-    """-ratio A, plus coef |log ratio| on the tokens with the highest covariance of advantage and logprob.
+    """-ratio A without a clip, plus coef |log ratio| at the tokens with the highest covariance of A and logprob.
 
-    The penalty applies to a fraction `share` of action tokens, at least one. There is no clip. Pass a whole minibatch.
+    The penalty applies to a fraction `share` of the action tokens, and at least to one. Pass a whole minibatch.
 
-    Shapes:  (B, T) each -> (B, T).
+    Shapes:  each (B rows, T tokens) -> (B, T).
     Source:  arXiv 2505.22617 (KL-Cov); the penalty |log ratio| follows its code.
     """
     d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
@@ -268,9 +271,11 @@ def kl_cov(
 
 
 def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None) -> Tensor:
-    """Half the squared error to the return; with `clip`, at least the error of the value clamped to old_values ± clip.
+    """Half the squared error of the values with respect to the returns.
 
-    Shapes:  (B, T) each -> (B, T). old_values may be None without `clip`.
+    With `clip`, the loss is the maximum of this error and that of the values clamped to old_values ± clip.
+
+    Shapes:  each (B rows, T tokens) -> (B, T). old_values may be None without `clip`.
     Units:   reward squared.
     Raises:  SettingsError for a negative clip.
     Source:  the clipped form is in the code of PPO (arXiv 1707.06347), not in its text; studied in arXiv 2005.12729.

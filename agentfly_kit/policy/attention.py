@@ -1,4 +1,4 @@
-"""Forward passes of a decoder under an explicit attention mask, further restricted by each layer's window."""
+"""Forward passes of a decoder under an explicit attention mask, to which the window of each layer is added."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RESTRICTED_BY = {
     "sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
-# Settings that contain "window" but do not restrict attention beyond `layer_types` and `sliding_window`.
+# Settings with "window" in their name that do not restrict attention beyond `layer_types` and `sliding_window`.
 _HARMLESS = {"sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
 # Window length in test passes; short, so that a few tokens exceed it.
 _TRIAL_WINDOW = 3
@@ -34,11 +34,13 @@ def masked_states(
     cache: Any = None,
     **options: Any,
 ) -> Any:
-    """Return the output of a decoder under an attention mask; its `last_hidden_state` has shape (R, C, d).
+    """Return the output of a decoder whose attention is restricted by a mask.
 
-    `ids` and `positions` (within each row) have shape (R, C), `key_positions` has shape (1 or R, S). Tokens attend to
-    keys that are `allowed`, (R, 1, C, S), and within the layer's window. `cache` is a transformers cache, and
-    `options` are further arguments of the decoder.
+    Tokens attend to keys that are `allowed` and within the layer's window. `positions` are positions within a row,
+    `cache` is a transformers cache, and `options` are further arguments of the decoder.
+
+    Shapes:  ids, positions (R rows, C tokens), allowed (R, 1, C, S keys), key_positions (1 or R, S) ->
+             `last_hidden_state` (R, C, d).
     """
     config = decoder.config
     masks = {}
@@ -66,9 +68,9 @@ def masked_states(
 
 @contextlib.contextmanager
 def shared_keys(config: Any) -> Iterator[None]:
-    """Compute "sdpa" attention under a mask, on a CPU without gradients, without repeating the keys of grouped heads.
+    """Avoid copies of keys in masked "sdpa" attention with grouped query heads, on a CPU without gradients.
 
-    Transformers copies all keys and values once per query head of a group, which takes several times as long as the
+    Transformers copies all keys and values for each query head of a group, which takes several times as long as the
     attention itself. The results are bitwise identical. Other threads may use the model at the same time.
     """
     if config._attn_implementation != "sdpa":
@@ -92,7 +94,7 @@ def _shared_keys_attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     plain = options.get("position_bias") is None and not options.get("dropout")
-    # Other kernels than that of the CPU repeat the keys themselves.
+    # Kernels of other devices repeat the keys themselves.
     if attention_mask is None or torch.is_grad_enabled() or query.device.type != "cpu" or not plain:
         output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return output
@@ -103,7 +105,7 @@ def _shared_keys_attention(
 
 
 def unsupported_attention(decoder: Any) -> str:
-    """Return why `masked_states` cannot compute the masks of a decoder; empty if nothing in its config prevents it."""
+    """Return why `masked_states` does not support a decoder, as far as its config shows; empty if it does."""
     config = decoder.config
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in ("sdpa", "eager", _SHARED_KEYS):
@@ -127,7 +129,7 @@ def with_short_windows(decoder: Any) -> Any:
 
 
 def agree(expected: Tensor, got: Tensor) -> bool:
-    """Return whether hidden states are equal up to rounding in the dtype of `expected`; False if any is NaN."""
+    """Return whether hidden states are equal up to rounding errors of the dtype of `expected`; False if any is NaN."""
     tolerance = 1e-4 if expected.dtype == torch.float32 else 0.05
     gap = (expected.float() - got.float()).abs().max()
     return bool(gap <= tolerance * expected.float().abs().max())

@@ -44,12 +44,12 @@ class ForwardOutput:
     logprob: Tensor  # (N,)
     entropy: Tensor | None  # (N,)
     value: Tensor | None  # (N,)
-    hidden: Tensor  # (N, d): the states that predict the tokens
+    hidden: Tensor  # (N, d): hidden states from which the tokens are predicted
     sum_squared_probs: Tensor | None = None  # (N,)
 
 
 class ValueHead(nn.Linear):
-    """Linear map of the trunk's hidden state to V(ids[:t]); initialized to zero."""
+    """Linear map from a hidden state to the value V(ids[:t]), initialized to zero."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1)
@@ -58,7 +58,10 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """Separate value model: a copy of the policy's decoder with a value head. Its loss does not affect the policy."""
+    """Separate value model: a copy of the policy's decoder, the trunk, with a value head.
+
+    The value loss then does not affect the policy.
+    """
 
     def __init__(self, trunk: Any, width: int) -> None:
         super().__init__()
@@ -100,7 +103,7 @@ class LanguageModel:
         """Maximum context length of the model in tokens."""
         config = self.model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
-        # Beyond the original length, longrope rotates all tokens of a batch differently, even earlier ones.
+        # If a batch exceeds the original length, longrope rotates all of its tokens differently, even earlier ones.
         limit = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
         return int(limit or getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
@@ -116,20 +119,21 @@ class LanguageModel:
 
     @property
     def launch_overhead(self) -> int:
-        """Fixed cost of a forward and backward pass in tokens, measured for the shipped policy (docs/log.md).
+        """Fixed cost of a forward and backward pass, as the number of tokens that take as long to process.
 
-        It is negligible for large models, and 0 on a GPU, where full micro-batches are fastest.
+        It was measured for the shipped policy (docs/log.md), is negligible for large models, and is 0 on a GPU, where
+        full micro-batches are fastest.
         """
         return min(100, 30_000_000 // max(self.size, 1)) if self.device.type == "cpu" else 0
 
     # --- forward pass ---
 
     def hidden(self, ids: Tensor, layers: Sequence[int] | None = None) -> Tensor:
-        """Return hidden states: ids (B, T), padded on the right -> (B, T, d) of the last layer, or (B, T, L, d).
+        """Return the hidden states of the last layer, (B, T, d), or of L `layers`, (B, T, L, d).
 
         Args:
-            ids: Token ids.
-            layers: Indices of the L layers as in transformers: 0 is the embedding, -1 the last layer (after its norm).
+            ids: Token ids, (B rows, T tokens), padded on the right.
+            layers: Layer indices as in transformers: 0 is the embedding, -1 the last layer (after its norm).
 
         Raises:
             SettingsError: If the model has no such layer.
@@ -144,7 +148,7 @@ class LanguageModel:
         return layers
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits for hidden states: (N, d) -> (N, V).
+        """Return the float32 logits of N hidden states over a vocabulary of V tokens: (N, d) -> (N, V).
 
         Raises:
             PolicyError: If the model transforms its logits after the output matrix, for instance by soft-capping.
@@ -178,28 +182,28 @@ class LanguageModel:
     ) -> ForwardOutput:
         """Compute logprobs, and optionally entropies and values, where the mask is 1, with gradients.
 
-        Logits are computed at these positions only. If they are large, they are computed in chunks, and again in the
-        backward pass.
+        Logits are computed at these positions only. If there are many of them, they are computed in chunks, and again
+        in the backward pass.
 
         Args:
             ids: Token ids.
-            mask: Positions to score.
+            mask: True at the positions to score.
             temperatures: Sampling temperature of each row.
             entropy: Compute entropies.
             value: Compute values; the policy must have a value head.
-            sum_squared_probs: Compute the sum of the squared probabilities of all tokens.
+            sum_squared_probs: Compute the sum of the squared probabilities of all tokens in the vocabulary.
             layers: Layers of the returned hidden states, which are then (N, L, d); see `hidden`.
 
         Raises:
             AlignmentError: If the mask is 1 at position 0, which no earlier token can predict.
 
-        Shapes:  ids (B, T) int64 padded on the right, mask (B, T) bool, temperatures (B,) -> N = mask.sum() each.
-        Units:   nats, after temperature.
+        Shapes:  ids (B, T) int64 padded on the right, mask (B, T) bool, temperatures (B,) -> (N,), N = mask.sum().
+        Units:   nats, at the sampling temperature.
         """
         rows, cols = mask.nonzero(as_tuple=True)
         packed, place = self._locate_states(ids, mask)
-        # Positions with the same prefix share one hidden state; compute its logits only once. `each` is the index of
-        # the state of each position.
+        # Positions with the same prefix share one hidden state, whose logits are computed only once. `each` contains
+        # the index of that state for each position.
         each: Tensor | None = None
         if packed is not None and bool((temperatures == temperatures[0]).all()):
             place, each = place.unique(return_inverse=True)
@@ -226,10 +230,10 @@ class LanguageModel:
         entropy: bool,
         sum_squared_probs: bool,
     ) -> dict[str, Tensor]:
-        """Compute the logprobs of the targets (N,), and the other scores of the states (S, d), (S,).
+        """Compute the logprob of each target, (N,), and the other scores of each state, (S,).
 
         `each` (N,) is the index of the state that predicts each target; None if there is one target per state, in
-        order. `temperature` is that of each state, (S,).
+        order. The states are (S, d), and `temperature` has one entry per state, (S,).
         """
 
         def scores(states: Tensor, temperature: Tensor, each: Tensor | None, targets: Tensor) -> dict[str, Tensor]:
@@ -256,9 +260,10 @@ class LanguageModel:
         return joined | {"logprob": joined["logprob"][torch.cat(order).argsort()]}
 
     def _locate_states(self, ids: Tensor, mask: Tensor) -> tuple[PackedTrees | None, Tensor]:
-        """Return the prefix trees (None if rows are computed separately), and the index of each state, (N,).
+        """Return the prefix trees (None if rows are computed separately), and where to find the predicting states.
 
-        The indices are those of the flattened hidden states of the trees, or else of `ids[:, :-1]`.
+        For each of the N masked positions, this is the index of the state that predicts its token, (N,), in the
+        flattened hidden states of the trees or, without trees, of `ids[:, :-1]`.
         """
         rows, cols = mask.nonzero(as_tuple=True)
         if bool((cols == 0).any()):
@@ -271,7 +276,7 @@ class LanguageModel:
         return None, rows * (ids.shape[1] - 1) + cols - 1
 
     def _values(self, ids: Tensor, packed: PackedTrees | None, place: Tensor, states: Tensor | None) -> Tensor:
-        """Compute the values at the indices `place`, (N,), from `states` (N, d); a separate critic ignores them."""
+        """Compute values, (N,), from `states` (N, d). A separate critic computes its own states at `place` instead."""
         head = self.value_head
         if head is None:
             raise PolicyError("values need a value head; load the policy with value_head=True")
@@ -299,8 +304,8 @@ class LanguageModel:
             micro_tokens: Upper limit of the tokens per forward pass; `self.micro_tokens` if None.
 
         Returns:
-            The scores by name, float32: (B, T) with NaN where the mask is 0; "hidden" is (B, T, d), or (B, T, L, d) for
-            L `layers`, with 0 for NaN.
+            The scores by name, float32: (B, T) with NaN where the mask is 0. "hidden" is (B, T, d), or (B, T, L, d) if
+            L `layers` are given, with 0 where the mask is 0.
 
         Raises:
             SettingsError: If `want` is empty or contains an unknown name, or the model has no such layer.
@@ -333,7 +338,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def bootstrap_values(self, batch: Any, *, micro_tokens: int | None = None) -> Tensor:
-        """Return V after each row's last token, (B,): the expected remaining return of a truncated trajectory."""
+        """Return the value after each row's last token, (B,): the expected remaining return of a truncated row."""
         # The value after the last token is the value at one additional token, whatever its id.
         mask = torch.arange(batch.ids.shape[1] + 1) == batch.lengths[:, None]
         longer = SimpleNamespace(
@@ -420,7 +425,7 @@ class LanguageModel:
         is_token = torch.arange(10) < torch.tensor(lengths)[:, None]
         packed = PackedTrees.build(build_prefix_trees(ids, lengths, scale=1e9, max_tokens=100), ids, lengths)
         try:
-            # The first call may come from inside autocast, where the tolerance for float32 would be exceeded.
+            # Disable autocast, in which this property may be read first: float32 tolerances would be exceeded.
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
                 if not reason:
                     separate, shared = _states(decoder, ids, None)[0], _states(decoder, ids, packed)[0]
@@ -436,9 +441,9 @@ class LanguageModel:
 def _states(
     decoder: Any, ids: Tensor, packed: PackedTrees | None, layers: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the last hidden states of rows, ids (B, T) -> (B, T, d), or of their trees, (P, W, d).
+    """Return the hidden states of the last layer, (B, T, d) for rows `ids` or (P, W, d) for their packed trees.
 
-    The second result has the states of `layers`, (B, T, L, d) or (P, W, L, d).
+    The second result contains the states of L `layers`, (B, T, L, d) or (P, W, L, d); None without `layers`.
     """
     # Padding on the right needs no attention mask, because causal attention already excludes it.
     options: dict[str, Any] = {} if layers is None else {"output_hidden_states": True}
@@ -453,7 +458,7 @@ def _states(
 
 
 def _context_lengths(mask: Tensor) -> list[int]:
-    """Return for each row the number of tokens before its last sampled token, and at least 1."""
+    """Return for each row the number of tokens before the last sampled token, but at least 1."""
     columns = torch.arange(mask.shape[1], device=mask.device)
     lengths: list[int] = (mask * columns).amax(1).clamp(min=1).tolist()
     return lengths
@@ -478,7 +483,7 @@ def warn_if_bfloat16_is_slow(device: torch.device) -> None:
         )
 
 
-# State of `single_torch_thread`: number of users, and the number of threads before the first.
+# State of `single_torch_thread`: the number of users, and torch's number of threads before the first user entered.
 _thread_limit = SimpleNamespace(lock=threading.Lock(), users=0, threads_before=0)
 
 

@@ -228,7 +228,7 @@ class Policy(Displayable, LanguageModel):
             yield from self.value_head.parameters()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the weights by name; value-head weights have the prefix `value_head.`.
+        """Return the weights by name. The names of value-head weights start with `value_head.`.
 
         The tensors are not copied. For a policy with an adapter, only the trainable weights are included.
         """
@@ -379,7 +379,7 @@ def _with_lora(model: Any, lora: int | Mapping[str, Any]) -> Any:
 
 
 def _extra_stop_tokens(model: Any, tokenizer: Any) -> list[str]:
-    """Return the end tokens in the model's generation config other than the tokenizer's EOS token."""
+    """Return the end tokens in the model's generation config, except for the tokenizer's EOS token."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return [str(tokenizer.convert_ids_to_tokens(i)) for i in ids if i != tokenizer.eos_token_id]

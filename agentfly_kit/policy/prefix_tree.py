@@ -21,10 +21,10 @@ _MAX_TREE_TOKENS = 4096
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """Rows in lexicographic order of their ids, and the length of the prefix that each shares with the previous row."""
+    """Rows with common prefixes, as row indices in lexicographic order of the rows' token ids."""
 
     rows: tuple[int, ...]
-    shared: tuple[int, ...]
+    shared: tuple[int, ...]  # length of the prefix that each row shares with the previous one
     width: int  # number of distinct tokens
 
 
@@ -32,7 +32,7 @@ def build_prefix_trees(ids: Tensor, lengths: list[int], *, scale: float, max_tok
     """Group rows `ids[i, :lengths[i]]` into prefix trees of at most `max_tokens` tokens, wherever a tree is cheaper.
 
     `scale` is the number of attended keys at which attention costs as much per token as the rest of the model. A tree
-    of W tokens costs W + W² / scale; for a single row the causal kernel skips half of the quadratic term.
+    of W tokens costs W + W² / scale, but a single row half of the quadratic term, because its mask is causal.
     """
     array = ids.cpu().numpy()
     texts = [array[i, :n] for i, n in enumerate(lengths)]
@@ -107,8 +107,9 @@ class PackedTrees:
 def split_by_token_budget(lengths: Tensor, micro_tokens: int, launch_overhead: int = 0) -> list[Tensor]:
     """Return the row indices of micro-batches of at most `micro_tokens` padded tokens, longest rows first.
 
-    A longer row forms a micro-batch of its own. If `launch_overhead`, the fixed cost of a forward pass in tokens, is
-    positive, the boundaries minimize padding plus overhead; 0 fills each micro-batch as far as possible.
+    A row longer than `micro_tokens` forms a micro-batch of its own. If `launch_overhead`, the fixed cost of a forward
+    pass in tokens, is positive, the micro-batches minimize padding plus overhead; if it is 0, each is filled as far as
+    possible.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     sizes = [max(n, 1) for n in lengths[order].tolist()]

@@ -51,9 +51,9 @@ class PPOConfig(Displayable):
         aggregate: How per-token losses are reduced to one number: a mode of `af.losses.aggregate`, or a dict with
             the mode under "how" and its options, such as {"how": "fixed", "denominator": 512.0}. Sequence means and
             sequence losses treat each row as a sequence, even if a trajectory has several.
-        clip: Clip range of the probability ratio below 1. None is the default of the loss (0.2 for "ppo"). This and the
-            next two settings are rejected if `loss` is a function; bind them with functools.partial.
-        clip_high: Clip range above 1 (clip-higher of DAPO). None is the default of the loss (for "ppo", `clip`).
+        clip: Clip range of the probability ratio below 1. None selects the default of the loss (0.2 for "ppo"). `clip`,
+            `clip_high` and `dual_clip` must be None if `loss` is a function; bind its options with functools.partial.
+        clip_high: Clip range above 1 (clip-higher of DAPO). None selects the default of the loss (for "ppo", `clip`).
         dual_clip: Bound on the loss of a token with a negative advantage A: at most dual_clip * |A|; must be above 1.
             None sets no bound.
         value_coef: Coefficient of the value loss. Used if the policy has a value head and the batch has returns.
@@ -62,28 +62,28 @@ class PPOConfig(Displayable):
         kl_coef: Coefficient of the KL penalty towards the reference policy. 0 uses no reference.
         kl_kind: Estimator of the KL in the loss and in the statistics: "k1", "abs", "k2", "k3" or "k3+"; see
             `af.losses.kl`.
-        kl_in: "loss" adds the KL penalty to the loss. "reward" means that `train` subtracts it from the rewards before
-            advantages are computed (see `shaped_rewards`); `ppo_step` only reports it then.
-        kl_weighted: Whether to multiply the KL of each token by its probability ratio, which makes estimate and
-            gradient unbiased for samples of the old policy (`use_bias_correction_kl` in TRL). For kl_in="loss".
+        kl_in: "loss" adds the KL penalty to the loss. With "reward", `train` subtracts it from the rewards before
+            advantages are computed (see `shaped_rewards`), and `ppo_step` only reports the KL.
+        kl_weighted: With kl_in="loss", whether to multiply the KL of each token by its probability ratio, which makes
+            the estimate and its gradient unbiased for samples of the old policy (`use_bias_correction_kl` in TRL).
         entropy_coef: Coefficient of the entropy bonus, which is subtracted from the loss. 0 adds none.
         epochs: Number of passes over the batch.
         minibatch: Number of trajectories per update, each with all of its rows. None uses all of them.
-        micro_tokens: Number of padded tokens per forward pass. It bounds memory and changes nothing else. None is the
-            default of the policy: 1,536 on a CPU, 32,768 on a GPU.
+        micro_tokens: Number of padded tokens per forward pass, which limits memory use and does not affect the result.
+            None selects the default of the policy: 1,536 on a CPU, 32,768 on a GPU.
         max_grad_norm: Norm to which gradients are clipped before each update. None does not clip.
         target_kl: Limit of the approximate KL between the old and the new policy, in nats per token: once an update
             exceeds it, the step ends before the next minibatch. None sets no limit.
         old_logprobs: Logprobs in the denominator of the probability ratio. "engine" uses those of the sampler,
-            "recompute" those of the policy before the first update. "auto" uses those of the sampler if all tokens come
-            from the current policy version and match the policy's within 1e-4 in up to eight rows, including the
-            longest; otherwise it recomputes. The largest difference over the compared rows is `stats.sampler_gap`.
+            "recompute" those of the policy before the first update. "auto" uses those of the sampler if the current
+            policy version sampled all tokens and, in up to eight rows including the longest, they differ from the
+            policy's by at most 1e-4; otherwise they are recomputed. `stats.sampler_gap` is the largest difference.
         correction: Importance weights p_old / p_sampler of the tokens: "token", "sequence", or a dict of options of
-            `af.losses.importance_weights`, such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. For tokens
-            sampled under top-p, top-k or min-p it is required, and p_sampler is renormalized to the kept probability
-            mass. None applies none.
-        max_lag: Maximum age of a token, in updates since it was sampled. A batch with an older token is rejected,
-            because it carries little information about the current policy. None accepts any age.
+            `af.losses.importance_weights`, such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. None applies no
+            correction. Tokens sampled under top-p, top-k or min-p require a correction, and their p_sampler is
+            renormalized to the kept probability mass.
+        max_lag: Maximum number of updates since a token was sampled. A batch with an older token is rejected, because
+            it carries little information about the current policy. None sets no limit.
         autocast: "bfloat16" runs the model in bfloat16; weights, losses and the optimizer keep their own dtype. None
             runs it in the dtype of its weights.
         checkpointing: Whether to recompute the activations inside layers in the backward pass instead of storing them,
@@ -176,7 +176,7 @@ class PolicyLoss:
     """A function of (logprobs, old_logprobs, advantages, mask) that returns the loss of each token."""
 
     function: Callable[..., Tensor]
-    name: str  # its name in `LossName`; empty for a custom function
+    name: str  # name of the function in `LossName`; empty for a custom function
 
     @classmethod
     def resolve(cls, loss: str | Callable[..., Tensor], **clips: float | None) -> PolicyLoss:

@@ -41,7 +41,7 @@ class DistributedStep:
             )
 
     def local_rows(self, batch: Batch, rows: Tensor) -> Tensor:
-        """Return this process's rows. Each row, longest first, goes to the process with the fewest tokens so far."""
+        """Return this process's rows. Rows are assigned longest first, to the process with the fewest tokens so far."""
         if self.is_single:
             return rows
         loads = [0] * self.accelerator.num_processes

@@ -53,13 +53,13 @@ def imitation_step(
         cancel: Event that cancels the step at the next micro-batch.
 
     Returns:
-        The statistics. Those of probability ratios are NaN for tokens that no policy sampled, and `entropy` is the one
-        that the engine recorded.
+        The statistics. Those of probability ratios are NaN for tokens that no policy sampled, and `entropy` is that
+        which the sampling engine recorded.
 
     Raises:
         AlignmentError: If the tensors of the batch do not fit together.
-        BatchError: If the batch was not made with `collate(imitate=)`, or with another tokenizer.
-        SettingsError: If another setting was changed, or the optimizer belongs to another policy.
+        BatchError: If the batch was not made with `collate(imitate=)`, or was made with another tokenizer.
+        SettingsError: If a setting without effect on imitation was changed, or the optimizer is of another policy.
         TrainingError: If a gradient is not finite.
     """
     if not batch.imitation:
@@ -85,13 +85,13 @@ async def imitate(
     lr: float = 1e-3,
     seed: int = 0,
 ) -> list[Stats]:
-    """Train a policy on the recorded actions of experts, people, scripts, or of the policy itself.
+    """Train a policy to imitate recorded actions of other policies, people or scripts, or its own.
 
     Args:
         policy: Policy to train.
         rollout: A rollout, a trajectory, or an iterable of trajectories.
-        weights: Weights of the trajectories, at least 0; see `advantages` of `collate`. Rejection sampling of own
-            rollouts is `lambda rewards, groups: (rewards > 0).float()`. None weighs all equally.
+        weights: Weights of the trajectories, at least 0; see `advantages` of `collate`. For rejection sampling, pass
+            `lambda rewards, groups: (rewards > 0).float()`. None weighs all trajectories equally.
         authors: Authors whose actions are imitated; None for all.
         epochs: Number of passes over the trajectories.
         minibatch: Number of trajectories per update.
@@ -129,7 +129,7 @@ def imitation_steps(
     lr: float,
     cancel: threading.Event | None = None,
 ) -> Iterator[Stats]:
-    """Make one update on each of `count` batches, with the learning rates of `imitate`, and yield the statistics."""
+    """Update the policy on each of `count` batches, with the learning rates of `imitate`, and yield the statistics."""
     optimizer = adamw(policy, lr)
     for i, batch in zip(range(count), batches, strict=False):
         scale = min(1.0, (i + 1) / max(1.0, _WARMUP * count)) * (1 - 0.9 * i / count)

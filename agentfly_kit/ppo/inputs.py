@@ -1,4 +1,4 @@
-"""Inputs of a step, computed with the weights from before the first update, and their split into micro-batches."""
+"""Inputs of a step, which are computed before the first update, and their split into micro-batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentfly_kit.errors import BatchError, SettingsError, check_instance
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PPOConfig
 
-# Largest difference, in nats, between engine and policy logprobs for which the engine's are used.
+# With old_logprobs="auto", the engine's logprobs are used if they differ from the policy's by at most this, in nats.
 _EXACT_GAP = 1e-4
 # Number of rows in which the engine's logprobs are compared with the policy's before the first update.
 _PROBE_ROWS = 8
@@ -28,7 +28,7 @@ _PROBE_TOKENS = 64
 
 @dataclass
 class MicroBatch:
-    """Rows of one forward pass, and inputs of their N sampled tokens, (N,) each, on the policy's device."""
+    """The b rows of a forward pass, w tokens wide, and inputs of their N sampled tokens, each (N,), on its device."""
 
     ids: Tensor  # (b, w)
     mask: Tensor  # (b, w) bool: True where the policy sampled the token
@@ -39,7 +39,7 @@ class MicroBatch:
     token_weight: Tensor  # weight of each token's loss in the minibatch
     importance_weights: Tensor | None  # those of `PPOConfig.correction`
     ref_logprobs: Tensor | None
-    values: Tensor  # before the update; 0 if the batch has none
+    values: Tensor  # predicted before the update; 0 if the batch has no values
     returns: Tensor | None
 
     def grid(self, values: Tensor) -> Tensor:
@@ -96,14 +96,14 @@ class StepInputs:
 
 
 def is_clipped(gradient: Tensor, micro: MicroBatch) -> Tensor:
-    """Return which tokens are clipped: those with a nonzero advantage but no gradient of the policy loss, (N,)."""
+    """Return whether each token is clipped, (N,): its advantage is nonzero but the policy loss has no gradient."""
     # A token with importance weight 0 has no gradient either, but is not clipped.
     clipped = (gradient == 0) & (micro.advantages != 0)
     return clipped if micro.importance_weights is None else clipped & (micro.importance_weights != 0)
 
 
 def precision(policy: Policy, config: PPOConfig) -> AbstractContextManager[Any]:
-    """Return the autocast context in which the model runs."""
+    """Return the context in which the model runs: autocast according to `config.autocast`, or an empty one."""
     if config.autocast is None:
         return contextlib.nullcontext()
     return torch.autocast(policy.device.type, dtype=torch.bfloat16)
@@ -155,7 +155,7 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
                     f"token id {token} was {was!r} when the batch was sampled, but is {now!r} for this policy; the "
                     "batch was made with another tokenizer"
                 )
-    if batch.imitation:  # its tokens may have been sampled by any policy, or by none, so they have no ratio
+    if batch.imitation:  # the tokens may come from any policy or from none, so they have no probability ratio
         if config.loss != "reinforce" or config.old_logprobs != "engine":
             raise BatchError(
                 "ppo_step needs a batch of sampled tokens; use imitation_step for one of collate(imitate=)"
@@ -184,7 +184,7 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
 
 
 def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> list[Tensor]:
-    """Return the row indices of each minibatch of an epoch: those of `size` random trajectories, or of all (None)."""
+    """Divide an epoch into minibatches of `size` random trajectories (None: all). Return the row indices of each."""
     trajectories = batch.trajectory_index.unique()
     order = trajectories[torch.randperm(len(trajectories), generator=generator)]
     return [torch.isin(batch.trajectory_index, part).nonzero()[:, 0] for part in order.split(size or len(order))]
@@ -207,8 +207,8 @@ def token_weights(batch: Batch, rows: Tensor, config: PPOConfig) -> Tensor:
 def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> Tensor:
     """Subtract a KL penalty towards the reference policy from the reward of every sampled token.
 
-    Computes token_rewards - coef * KL(sampled || reference) from the sampler's logprobs and `batch.ref_logprobs`, as
-    `kl_in="reward"` does: pass the result, or its sum over each row, to an advantage estimator.
+    The result, token_rewards - coef * KL(sampled || reference), is computed from the sampler's logprobs and
+    `batch.ref_logprobs`. Pass it, or its sum over each row, to an advantage estimator, as `kl_in="reward"` does.
 
         batch = batch.replace(ref_logprobs=reference.score(batch, {"logprob"})["logprob"])
         rewards = shaped_rewards(batch, 0.05)
@@ -272,7 +272,7 @@ def _importance_weights(batch: Batch, old_logprobs: Tensor, config: PPOConfig) -
         return None, math.nan
     options = config.correction_options()
     sampler = batch.logprobs
-    if batch.kept_mass is not None:  # recorded logprobs precede truncation, but tokens were drawn from the kept mass
+    if batch.kept_mass is not None:  # recorded logprobs are those before truncation, so divide by the kept mass
         sampler = sampler - torch.where(batch.mask, batch.kept_mass, 1.0).log()
     weights = losses.importance_weights(old_logprobs, sampler, batch.mask, **options)
     level = options.get("level", "token")

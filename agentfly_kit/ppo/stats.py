@@ -26,10 +26,10 @@ class Stats(Displayable):
     Attributes:
         loss: Total loss, the mean over updates.
         policy_loss: Policy loss, the mean over updates.
-        approx_kl: Mean of k3(new, old) in nats per token, from the forward passes of the last epoch. Rows without
-            signal are skipped (see `dropped_groups`) and not part of the mean; with `target_kl` all rows run, and the
-            mean is over all action tokens.
-        clip_fraction: Fraction of action tokens whose clip binds, given the sign of the advantage, in the last epoch.
+        approx_kl: k3 estimate of KL(old || new) in nats per token, from the forward passes of the last epoch. The mean
+            excludes rows that are skipped because their gradient is zero (see `dropped_groups`); with `target_kl`, no
+            row is skipped.
+        clip_fraction: Fraction of action tokens in the last epoch at which the clip made the gradient zero.
         entropy: Exact entropy at the sampling temperature, in nats per token.
         grad_norm: Gradient norm before clipping, mean over updates.
         value_loss: Value loss, the mean over updates; NaN without a value loss.
@@ -37,8 +37,8 @@ class Stats(Displayable):
         explained_variance: Share of the variance of the returns that the values explain; NaN without values.
         ratio_max: 1 plus the largest deviation of a probability ratio from 1.
         effective_sample_size: Effective fraction of tokens or rows after weighting by `correction=`.
-        sampler_gap: Largest |engine logprob - trainer logprob| before the first update. Compares at most eight rows
-            with old_logprobs="auto" and all rows with "recompute"; NaN with "engine".
+        sampler_gap: Largest difference between a logprob of the sampling engine and of the policy before the first
+            update: over at most eight rows with old_logprobs="auto", over all with "recompute", NaN with "engine".
         reward_mean: Mean reward of the trajectories in the batch.
         reward_std: Standard deviation of the rewards of the trajectories in the batch.
         advantage_mean: Mean advantage of the action tokens.
@@ -50,9 +50,9 @@ class Stats(Displayable):
         stopped_early: Whether `target_kl` ended the step.
         lr: Learning rate of the policy.
         seconds: Wall-clock time of the step.
-        phases: Seconds per phase: old, forward, backward, optimizer.
-        detail: With detail=True, (B, T) float32 arrays on the rows of the batch: logprobs before and after, ratio, ...
-        batch: The batch, if detail=True.
+        phases: Seconds per phase: "old" (scoring before the first update), "forward", "backward", "optimizer".
+        detail: With `ppo_step(detail=True)`, per-token float32 arrays by name, (B, T), such as "ratio" and "clipped".
+        batch: The batch, with `ppo_step(detail=True)`.
     """
 
     loss: float
@@ -93,7 +93,7 @@ class Stats(Displayable):
 
 
 class RunningStats:
-    """Sums of statistics over micro-batches, and the maximum of "ratio". They stay on the device until read."""
+    """Sums of statistics over micro-batches, but the maximum of "ratio". Values stay on the device until read."""
 
     NAMES = ("loss", "policy_loss", "value_loss", "kl_reference", "entropy", "tokens", "approx_kl", "clipped", "ratio")
 

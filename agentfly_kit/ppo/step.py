@@ -1,8 +1,8 @@
 """One PPO step on a batch: old logprobs, losses, gradients and optimizer updates.
 
-The result does not depend on padding, on how a minibatch is ordered or split, or on the number of processes: token
-weights are computed over the whole minibatch first. The forward pass returns one logprob, value and entropy per sampled
-token, so a loss of tokens has no masked positions. Losses of rows and custom losses get (B, T) tensors and the mask.
+The result does not depend on padding, on how a minibatch is ordered or split, or on the number of processes, because
+token weights are computed over the whole minibatch first. The forward pass returns one logprob, value and entropy per
+sampled token, so that token-wise losses need no mask. Row-wise and custom losses get (B, T) tensors and the mask.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def ppo_step(
     detail: bool = False,
     cancel: threading.Event | None = None,
 ) -> Stats:
-    """Update a policy on a batch with masked PPO.
+    """Update a policy on the sampled tokens of a batch with PPO.
 
-    Makes `config.epochs` passes over the batch, with one optimizer step per minibatch of trajectories.
+    The step makes `config.epochs` passes over the batch, with one optimizer step per minibatch of trajectories.
 
     Args:
         policy: Policy to update.
@@ -68,7 +68,7 @@ def ppo_step(
         accelerator: Accelerator (of accelerate) whose processes share the rows of each minibatch. Each process
             must have the same policy and pass the same batch (see `gather`). Sharded models are not supported.
         detail: Whether to store per-token arrays of the step, (B, T), in `stats.detail`.
-        cancel: Event that cancels the step at the next micro-batch (with several processes: at the next update). The
+        cancel: Event that cancels the step at the next micro-batch or, with several processes, at the next update. The
             weights are then those of the last complete update.
 
     Returns:
@@ -288,13 +288,13 @@ async def ppo_step_async(
 
 
 def _cancelled(optimizer: torch.optim.Optimizer) -> asyncio.CancelledError:
-    """Discard the gradients."""
+    """Discard the gradients, and return the exception to raise."""
     optimizer.zero_grad(set_to_none=True)
     return asyncio.CancelledError("ppo_step was cancelled; the weights are those of the last update")
 
 
 def _kl_reference(totals: RunningStats, inputs: StepInputs, config: PPOConfig) -> float:
-    """Return the mean KL to the reference policy, even if it is part of the reward; NaN if there is no reference."""
+    """Return the mean KL to the reference policy, also if kl_in="reward"; NaN if there is no reference."""
     if config.kl_coef == 0:
         return math.nan
     if config.kl_in == "loss":
@@ -315,15 +315,12 @@ def adamw(
     """Create an AdamW optimizer for the trainable parameters of a policy.
 
     Args:
-        policy: The policy.
-        lr: Learning rate of the model, and of the trunk of a separate critic. That of the value head is ten times `lr`.
+        policy: The policy to train.
+        lr: Learning rate of the model and of the trunk of a separate critic. The value head uses ten times this rate.
         betas: Decay rates of Adam's moments.
         weight_decay: Weight decay.
 
-    Returns:
-        The optimizer.
-
-    Source:  The default betas and the rate of the value head were measured on the calculator task; see docs/log.md.
+    Source:  The default betas and the factor ten were chosen by measurements on the calculator task; see docs/log.md.
     """
     groups: list[dict[str, Any]] = [{"params": [p for p in policy.model.parameters() if p.requires_grad], "lr": lr}]
     head = policy.value_head

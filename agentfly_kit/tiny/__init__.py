@@ -1,8 +1,9 @@
-"""The shipped small policies, and small policies of your own for notebooks: their tokenizer, model and training.
+"""Small policies: those shipped with the package, and functions that create and train others in a notebook.
 
 The shipped policies are starting points for reinforcement learning. The calculator policy can copy an expression into a
-tool call and read the result, but mostly answers "I don't know" or guesses, so that there is something to learn within
-a minute on one core. Their tasks, demonstrations and supervised pretraining are in `benchmarks/recipes` of a checkout.
+tool call and read the result, but mostly answers "I don't know" or guesses, so that training on one core improves it
+within a minute. The tasks, demonstrations and supervised pretraining of these policies are in `benchmarks/recipes` of a
+checkout.
 """
 
 from __future__ import annotations
@@ -64,12 +65,13 @@ TEMPLATE = """\
 def tokenizer(words: Sequence[str] = ()) -> Any:
     """Build a byte-level BPE tokenizer with the special tokens of ChatML and Hermes and a separate padding token.
 
-    Digits and operators are single tokens, so that copying an expression means copying characters. The result is
-    deterministic: the training corpus is part of this module.
+    Digits and operators are single tokens, so that an expression is copied character by character. The result is
+    deterministic, because the training corpus is part of this module.
 
     Args:
-        words: words that get one token each. They are added last, so that all vocabularies share the other ids. A word
-            with a leading space includes that space; one that starts with punctuation matches anywhere in a text.
+        words: words that get one token each. They are added last, so that the other ids are the same in all
+            vocabularies. The token of a word with a leading space includes the space; a word that starts with
+            punctuation matches anywhere in a text.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -155,13 +157,13 @@ def demonstration(
     tools: Sequence[dict[str, Any]] = (),
     observations: dict[Any, tuple[int, ...]] | None = None,
 ) -> Trajectory:
-    """Encode a conversation as a trajectory whose actions are the assistant's messages, by the author "script".
+    """Encode a conversation as a trajectory. The assistant's messages become actions of the author "script".
 
     Args:
         chat: Chat of the policy.
-        messages: The conversation; it ends with an assistant's message or the result of its call.
+        messages: The conversation, which ends with a message of the assistant or the result of a tool call.
         tools: JSON schemas of the tools in the prompt.
-        observations: Cache of encoded observations, for many conversations of the same chat and tools.
+        observations: Cache of encoded observations, to share between conversations with the same chat and tools.
     """
     observations = {} if observations is None else observations
     opening, *rest = (
@@ -206,7 +208,7 @@ def learner(
         steps: number of updates.
         batch: demonstrations per update.
         lr: highest learning rate.
-        seed: seed of the weights and of the generator.
+        seed: seed of the weights and of the random number generator.
 
     Raises:
         SettingsError: if a count is below 1.
@@ -242,7 +244,7 @@ def _imitate(policy: Policy, batches: Iterator[list[Trajectory]], steps: int, lr
     collated = (collate(batch, imitate=True) for batch in batches)
     for step, stats in enumerate(imitation_steps(policy, collated, steps, lr)):
         smooth = stats.loss if step == 0 else 0.9 * smooth + 0.1 * stats.loss
-    policy.version = 0  # the version counts the updates of its user
+    policy.version = 0  # count only the updates that the user of the policy makes
     return smooth
 
 

@@ -41,7 +41,7 @@ class BatchBuilder:
         Args:
             rollout: The rollout.
             kl_coef: Current coefficient of the KL penalty in the reward.
-            baselines: Reward of the greedy chain of each task, by task id, for "remax".
+            baselines: For "remax", the reward of a greedy chain for each task, by task id.
         """
         config, name = self.config, self.config.advantage
         estimator: Any
@@ -91,7 +91,7 @@ class BatchBuilder:
         return batch.replace(advantages=adv, returns=returns, values=values)
 
     def _estimator(self, rollout: Rollout, baselines: Mapping[str, float]) -> Callable[..., Tensor]:
-        """Return a function of rewards and groups that calls the outcome or turn estimator with its other inputs."""
+        """Bind the further inputs of the outcome or turn estimator, and return a function of rewards and groups."""
         name, trajectories = self.config.advantage, rollout.trajectories
         if callable(name):
             return name
@@ -174,7 +174,7 @@ class BatchBuilder:
 
 
 async def distilled(batch: Batch, teacher: Policy | Engine, config: TrainConfig) -> Batch:
-    """Add the advantages of on-policy distillation, times `config.teacher_coef`."""
+    """Add the advantages of on-policy distillation, multiplied by `config.teacher_coef`, to those of the batch."""
     if isinstance(teacher, Policy):
         score = functools.partial(teacher.score, batch, {"logprob"}, micro_tokens=config.micro_tokens)
         scored = (await run_in_thread(score))["logprob"]
@@ -225,7 +225,7 @@ def check_teacher(teacher: Policy | Engine | None, agent: AgentSettings, policy:
 
 
 def _with_rewards(trajectories: Iterable[Trajectory]) -> tuple[Trajectory, ...]:
-    """Give the reward 0 to the chains that ended normally."""
+    """Assign the reward 0 to unrewarded chains that ended normally."""
     return tuple(
         t if t.reward is not None or t.error is not None or t.stop in UNSCORED_STOPS else t.replace(reward=0.0)
         for t in trajectories

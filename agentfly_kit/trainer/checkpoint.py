@@ -83,7 +83,7 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
 
 
 def _saved_weights(policy: Policy, folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights that `Policy.save` wrote, by their names in `Policy.state`, tied weights under each name."""
+    """Return the weights that `Policy.save` wrote, by the names in `Policy.state`, with all names of tied weights."""
     from safetensors.torch import load_file
 
     found: dict[str, torch.Tensor] = {}

@@ -62,16 +62,16 @@ class TrainConfig(PPOConfig):
             the function with one of these names in `af.advantages`. Any other function must map rewards (N,) and groups
             (N,) to advantages of shape (N,), or (N, K) for one advantage per sampled turn (see `turn_data`). "gae"
             requires a policy with a value head, "gdpo" an agent with several rewards; "remax" runs an additional greedy
-            chain for each task. "none" takes no advantage from the reward, for `teacher_coef` alone.
+            chain for each task. "none" sets all advantages to 0, to train with `teacher_coef` only.
         attribution: How "arpo" credits turns that several leaves share: "soft", "hard" or "inverse_branching"; see
             `af.advantages.arpo`.
-        teacher_coef: Coefficient of on-policy distillation: adds this multiple of log p(teacher) - log p(sampler) to
-            the advantage of each token, which is its part of the reverse KL towards the `teacher=` of `train`.
+        teacher_coef: Coefficient of on-policy distillation. This multiple of log p(teacher) - log p(sampler) is added
+            to the advantage of each token, to reduce the reverse KL to the `teacher=` of `train`. 0 disables it.
         advantage_per: How outcome estimators count a chain that has several rows: as one member of its group
             ("trajectory"), or as one member per row ("row").
         row_credit: How the advantage of a chain is distributed over its rows: "broadcast", "last", "uniform" or
-            "geometric"; see `af.advantages.row_credit`. For outcome estimators with advantage_per="trajectory".
-        row_discount: Factor per later row, for row_credit="geometric".
+            "geometric"; see `af.advantages.row_credit`. Only for outcome estimators with advantage_per="trajectory".
+        row_discount: With row_credit="geometric", the factor by which each later row reduces the advantage of a row.
         authors: Authors whose tokens are trained, if the policy samples for several roles; None for all authors.
         gamma: Discount factor of the rewards, for "gae", "reinforce_plus_plus" and "gigpo".
         lam: Lambda of generalized advantage estimation, for "gae".
@@ -99,10 +99,10 @@ class TrainConfig(PPOConfig):
             remaining chain, until `tasks_per_step` groups remain (dynamic sampling, as in DAPO).
         truncated: How to treat chains that were truncated by a limit. "score" trains on them like on any other chain;
             "mask" excludes their rows after computing advantages; "penalty" subtracts `truncated_penalty` from their
-            reward; "bootstrap", with advantage="gae", adds the value of the last state.
+            reward; "bootstrap", with advantage="gae", adds the value of the state at the cut to their return.
         truncated_penalty: Amount subtracted from the reward with truncated="penalty".
         max_concurrency: Maximum number of chains that run at the same time, in training and in evaluation.
-        budget: Limits shared by the chains of an iteration. Chains that could not start are not trained on.
+        budget: Limits shared by all chains of an iteration. Chains that cannot start within them are not trained on.
         group_budget: Limits shared by the chains of each group.
         evaluate_every: Number of iterations between evaluations on the `eval_tasks=` of `af.train`. The last iteration
             is always evaluated. 0 disables evaluation.

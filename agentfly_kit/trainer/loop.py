@@ -89,10 +89,10 @@ def train(
         accelerator: An accelerate.Accelerator with several processes, which all make the same call. The tasks of an
             iteration and the rows of an update are distributed over the processes. All processes must have access to
             the folder. Results equal those of a single process up to the order of summation.
-        teacher: Policy whose logprobs `config.teacher_coef` distils, with the same vocabulary, or an `OpenAIEngine` for
-            a vLLM server with such a model. It is not trained.
+        teacher: Policy with the same vocabulary to distil from (see `config.teacher_coef`), or an `OpenAIEngine` for a
+            vLLM server with such a model. The teacher is not trained.
         workers: Processes that run the rollouts and evaluations, created by `af.ray.workers`, or None for this process.
-            The records do not depend on them.
+            The records do not depend on the choice.
 
     Returns:
         The handle of the run. In each record, `metric_<name>` is the mean of a metric over the scored chains, and
@@ -186,7 +186,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self.resumed_from = 0
         # Number of steps in the last checkpoint; None until a checkpoint is loaded or written.
         self._saved_steps: int | None = None
-        # State after the last loop over this handle.
+        # Value of `state` when no loop over this handle is in progress.
         self._outcome = "not started"
         self._loop: object | None = None  # identifies the current loop over this handle
         self._unpaused = asyncio.Event()
@@ -362,7 +362,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
             self._iterating = False
 
     async def _prepare(self) -> None:
-        """Claim the folder, and load the last checkpoint or write the first checkpoint."""
+        """Prepare the folder, and load the last checkpoint or write the first checkpoint."""
         policy, config, workers = self.policy, self.config, self._workers
         if isinstance(self._teacher, Engine):
             await self._teacher.check_teacher(self.agent.chat, self.agent.engine.max_length)

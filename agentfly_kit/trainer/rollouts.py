@@ -125,7 +125,7 @@ class RolloutSampler:
             self.handle = None
 
     async def greedy_rewards(self, rollout: Rollout) -> dict[str, float]:
-        """Return the reward of a greedy chain for each task of a rollout, by task id; NaN if it is unscored."""
+        """Return the reward of a greedy chain for each task of a rollout, by task id; NaN if the chain is unscored."""
         agent = dataclasses.replace(self.agent, sampling=self.agent.sampling.replace(temperature=0.0))
         greedy = await agent.rollout(
             rollout.tasks, max_concurrency=self.config.max_concurrency, workers=self.rollout_workers
@@ -185,7 +185,7 @@ class RolloutSampler:
 
 
 class TaskSampler:
-    """Selects the tasks of each iteration by its index. Each pass is shuffled, or sorted from easy to hard."""
+    """Selects tasks by the index of an iteration. Each pass over the tasks is shuffled, or sorted from easy to hard."""
 
     def __init__(
         self, tasks: Sequence[Task], size: int, seed: int, difficulty: str | Callable[[Task], float] | None

@@ -13,14 +13,14 @@ class Tracker:
     """Base class of trackers; see `TrainRun.track`. The methods are called in the event loop and should be fast."""
 
     def begin(self, run: Run) -> int:
-        """Start tracking a run, which may continue after an interrupt.
+        """Start tracking a run, or continue to track it after an interrupt.
 
         Args:
             run: Folder of the run. `run.id` identifies the run when it continues, and `run.flat_settings()` returns its
                 hyperparameters. Its records are those of the completed steps.
 
         Returns:
-            Number of the last step that was already tracked. `step` receives the records after it.
+            Number of the last step that was already tracked. `step` is then called with each later record.
         """
         return len(run.records)
 
@@ -28,15 +28,15 @@ class Tracker:
         """Track the record of a step."""
 
     def end(self, outcome: str) -> None:
-        """Stop tracking. `outcome` is done, stopped, interrupted or failed."""
+        """Stop tracking. `outcome` is "done", "stopped", "interrupted" or "failed"."""
 
 
 class TrackerSet:
-    """Trackers of one run. A tracker that raises is removed with a warning, so that it never costs a step."""
+    """Trackers of one run. A tracker that raises is removed with a warning, so that the run is not interrupted."""
 
     def __init__(self) -> None:
         self._trackers: list[Tracker] = []
-        self._last: dict[int, int] | None = None  # last tracked step by index; None unless the run is in progress
+        self._last: dict[int, int] | None = None  # last tracked step by id(tracker); None unless the run is in progress
 
     def add(self, trackers: Iterable[Tracker]) -> None:
         for tracker in trackers:

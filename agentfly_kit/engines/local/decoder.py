@@ -1,8 +1,8 @@
-"""The forward pass of the engine, which stores the keys and values of the tokens in a `KVCache`.
+"""Forward pass of the `LocalEngine`, which stores the keys and values of the tokens in a `KVCache`.
 
-In a decode step of a few dozen rows, a small model spends more time in Python than in arithmetic. For small Llama-like
-models, `FusedLlamaDecoder` needs a third of the calls. Other models (with an adapter or a hook, for instance) use their
-own modules. In both cases, a test first compares the result with a plain forward pass.
+In a decode step of a few dozen rows, a small model takes more time in Python than in arithmetic. For small Llama-like
+models, `FusedLlamaDecoder` needs a third of the calls. Other models (those with an adapter or a hook, for instance) are
+run by their own modules. In both cases, a test first compares the result with a plain forward pass.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.attention import agree, masked_states, shared_keys, unsupported_attention, with_short_windows
 from agentfly_kit.policy.policy import Policy
 
-# A function of (cache, tokens (R, C), positions (R, C), mask (R, 1, C, S), stamp) that returns hidden states (R, C, d).
-# `stamp` identifies the weights.
+# A function of (cache, tokens (R, C), positions (R, C), mask (R, 1, C, S), stamp) that returns hidden states (R, C, d),
+# for R rows, C tokens per row and S keys. `stamp` identifies the weights.
 CachedForward: TypeAlias = Callable[[KVCache, Tensor, Tensor, Tensor, object], Tensor]
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
@@ -29,7 +29,7 @@ _MAX_PARAMETERS = 1 << 24
 
 
 def cached_forward(policy: Policy) -> CachedForward:
-    """Return the fused forward pass of a policy if supported, else that of its modules, or raise EngineError."""
+    """Return a fused forward pass for a policy if supported, else one that runs its modules, or raise EngineError."""
     trunk = policy.decoder
     if (fused := FusedLlamaDecoder.try_build(trunk)) is not None:
         return fused
@@ -126,7 +126,7 @@ class FusedLlamaDecoder:
         return self._norm(x, self._trunk.norm.weight)
 
     def _decode_one_token(self, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Compute one token per row.
+        """Compute the hidden states of one token per row.
 
         With one query per row, torch's fused attention is slow, because it needs one product per row and head. Two
         batched products over all rows and heads take about two thirds of its time.

@@ -1,8 +1,8 @@
 """An engine that samples with the policy's own weights in this process, with continuous batching on one thread.
 
-Each request consists of ids, sampling settings and a seed. Its row joins the running batch after prefill and leaves it
-when it stops. The KV cache has one slot per sequence. A session keeps its slot between turns and computes only the new
-tokens; a prefix that another slot holds is copied instead of computed.
+Each request consists of ids, sampling settings and a seed. It is a row of the running batch from its prefill until its
+last token. The KV cache has one slot per sequence. A session keeps its slot between turns, so that only the new tokens
+are computed; a prefix that another slot holds is copied instead of computed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Continuous batching: prefill of waiting requests, and decode steps of all running ones, on the calling thread."""
+"""Continuous batching: prefill of waiting requests and decode steps of running requests, on the calling thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PREFILL_MAX_WAIT = 12
 
 
 class ContinuousBatch:
-    """The running requests of an engine, whose results are delivered to the futures of the requests."""
+    """Runs the requests of a `LocalEngine`, and delivers each result to the future of its request."""
 
     def __init__(self, policy: Policy, slots: int, alternatives: int = 0) -> None:
         self.policy = policy

@@ -1,4 +1,4 @@
-"""KV cache with one slot per sequence; each sequence is at its own position.
+"""KV cache with one slot per sequence. Sequences may be at different positions.
 
 The first `n` slots can be run as one batch without copying, so the engine keeps its running rows there (`swap`).
 Attention layers of transformers call `update`, which returns all keys and values; `prepare` returns the causal mask.
@@ -52,7 +52,7 @@ class KVCache:
     # --- forward pass ---
 
     def prepare(self, rows: Tensor | int, positions: Tensor) -> Tensor:
-        """Select what the next forward pass writes, C tokens in each of R slots, and return its causal mask.
+        """Select where the next forward pass writes, C tokens in each of R slots, and return its causal mask.
 
         Args:
             rows: R for the first R slots, or the indices of the slots, (R,). Contiguous indices need no copy.

@@ -71,7 +71,7 @@ class _Slot:
 
 
 class SlotTable:
-    """Slots of a KV cache; the first `active` run one request each, the others hold the histories of idle sessions."""
+    """Slots of a KV cache. The first `active` run a request each; the others hold the histories of idle sessions."""
 
     def __init__(self, limit: int, max_length: int) -> None:
         self.limit = limit
@@ -95,7 +95,7 @@ class SlotTable:
         return [slot.request for slot in self._slots if slot.request is not None]
 
     def reserve(self, index: int, request: Request | None) -> None:
-        """Assign a request to an idle slot, so that no other request takes the slot; None makes it idle again."""
+        """Assign a request to an idle slot, so that no other request takes the slot; None makes the slot idle again."""
         self._slots[index].request = request
 
     def release(self, session: str) -> None:

@@ -1,8 +1,8 @@
 """Buffers through which another process reads a policy's weights.
 
 A buffer is in host memory (a file in /dev/shm), on a GPU that both processes use (CUDA IPC), or in the sender, from
-which the receiver fetches each chunk over HTTP. Its handle consists of numbers, strings and bytes, never of pickled
-objects. `open_buffer` and `fetch_chunk` are used by the receiver.
+which the receiver fetches each chunk over HTTP. The handle of a buffer consists of numbers, strings and bytes, never of
+pickled objects. `open_buffer` and `fetch_chunk` are used by the receiver.
 """
 
 from __future__ import annotations

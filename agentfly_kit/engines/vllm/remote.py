@@ -25,7 +25,8 @@ async def update_servers(policy: Policy, engines: Sequence[OpenAIEngine]) -> lis
     weights.
 
     Returns:
-        For each engine None, or the error because of which its server has the old weights, or undefined ones.
+        For each engine, None if its server was updated, else the error that left the server with old or undefined
+        weights.
     """
     servers = [_Server(engine) for engine in engines]
     await _each(servers, lambda server: server.check(policy))

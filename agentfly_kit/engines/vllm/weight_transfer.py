@@ -25,9 +25,8 @@ WeightTransport = Literal["ipc", "shm", "http"]
 # A weight's name, a tensor with its dtype and shape, and a function that returns its values, with any adapter merged.
 WeightSource = tuple[str, "torch.Tensor", "Callable[[], torch.Tensor]"]
 
-# Maximum size of the buffer in bytes, the only additional memory of a delivery, independent of the model's size.
-#
-# In host memory small chunks are faster, but each chunk costs a message.
+# Maximum size in bytes of the buffer, which is the only additional memory of a delivery, whatever the model's size. In
+# host memory, small chunks are faster, but each chunk requires a message.
 CHUNK: dict[WeightTransport, int] = {"shm": 64 << 20, "ipc": 512 << 20, "http": 64 << 20}
 # Settings of a model that must agree before weights are sent.
 _ARCHITECTURE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
@@ -176,7 +175,7 @@ def pack(values: dict[str, Callable[[], torch.Tensor]], slices: Iterable[TensorS
         if part:
             flat = values[name]().contiguous().view(-1).view(torch.uint8)
             if flat.is_cpu and buffer.is_cpu:
-                # Copy with numpy: torch would start a thread pool for this thread, 20 ms per delivery.
+                # Copy with numpy; torch would start a thread pool for this thread, which takes 20 ms per delivery.
                 buffer[start : start + part].numpy()[:] = flat[done : done + part].numpy()
             else:
                 buffer[start : start + part].copy_(flat[done : done + part])
@@ -234,9 +233,9 @@ class BufferNotOpened(Exception):
 class Delivery:
     """Async context manager that transfers a policy's weights to the workers of an engine.
 
-    It holds `policy.lock` until the last chunk is written. On exit it releases the buffer and always the lock.
-    `send` passes each chunk to a function `call`: `await call("agentfly_receive", handle, slices, number, last)`
-    returns one result per worker when the workers no longer need the chunk, either None or the reason why the worker
+    It holds `policy.lock` until the last chunk is written, or until exit after an error; exit releases the buffer.
+    `send` passes each chunk to a function `call`. `await call("agentfly_receive", handle, slices, number, last)`
+    returns when the workers no longer need the chunk, with one result per worker: None, or the reason why the worker
     could not open the buffer.
     """
 

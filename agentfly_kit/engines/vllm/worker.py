@@ -30,7 +30,7 @@ class WorkerExtension:
     _agentfly_receiver: _WeightReceiver | None = None
 
     def agentfly_prepare(self, parent_pid: int) -> dict[str, Any]:
-        """Tie this process to its parent's lifetime and install the exact sampler.
+        """Kill this process when its parent exits, and install the exact sampler.
 
         Returns:
             "exact": whether the exact sampler could be installed, and "gpu_uuid": the GPU's UUID ("" on a CPU).

@@ -212,8 +212,9 @@ class RemotePool(Displayable, BasePool[S]):
 
 
 class _Link:
-    """The background thread with its event loop and connection. It holds no reference to the pool, so that an unused
-    pool can be garbage-collected.
+    """Background thread with an event loop and a connection.
+
+    It holds no reference to the pool, so that an unused pool can be garbage-collected.
     """
 
     def __init__(
@@ -416,7 +417,7 @@ class _Link:
         return await self.post_and_poll("acquire", owner=owner[:1000], run=run[:1000], timeout=timeout, queue=queue)
 
     async def post_and_poll(self, path: str, **body: Any) -> dict[str, Any]:
-        """Repeat a request until the server returns a result. If the caller is cancelled, cancel the request there."""
+        """Repeat a request until the server returns a result. If the caller is cancelled, cancel it on the server."""
         request = secrets.token_hex(16)
         self.waiting.add(request)
         try:
