@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ def _shared_keys_attention(
     plain = not options.get("dropout") and all(options.get(name) is None for name in ("position_bias", "cache"))
     # Other kernels than that of the CPU repeat the keys themselves.
     if attention_mask is None or torch.is_grad_enabled() or query.device.type != "cpu" or not plain:
-        return cast(tuple[Tensor, None], sdpa_attention_forward(module, query, key, value, attention_mask, **options))
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     seen = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=options.get("scaling"), enable_gqa=True
     )
