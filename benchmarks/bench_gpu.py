@@ -24,7 +24,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -104,10 +103,9 @@ async def sampling_speed(engine: Any, given: argparse.Namespace) -> dict[str, fl
 
 async def local_part(given: argparse.Namespace) -> dict[str, Any]:
     engine = af.LocalEngine(make_policy(given), slots=max(given.chains))
-    try:
-        return {"tokens per second": await sampling_speed(engine, given)}
-    finally:
-        await engine.close()
+    speed = await sampling_speed(engine, given)
+    await engine.close()
+    return {"tokens per second": speed}
 
 
 async def vllm_part(given: argparse.Namespace) -> dict[str, Any]:
@@ -166,7 +164,6 @@ async def update_part(given: argparse.Namespace) -> dict[str, Any]:
     found = {
         "seconds": round(seconds, 4),
         "tokens per second": round(batch.ids.numel() / seconds),
-        "TFLOP per second": round(flops / seconds / 1e12, 3),
         "peak TFLOP per second": round(peak / 1e12, 3),
         "MFU": round(flops / seconds / peak, 3),
     }
@@ -225,9 +222,7 @@ async def trl_part(given: argparse.Namespace) -> dict[str, Any]:
         options |= {"vllm_max_model_length": given.prompt + given.new + 16}
     with tempfile.TemporaryDirectory() as folder:
         policy.save(f"{folder}/model")  # vLLM loads the model from its folder
-        model = AutoModelForCausalLM.from_pretrained(
-            f"{folder}/model", dtype=next(iter(policy.model.parameters())).dtype
-        )
+        model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=policy.model.dtype)
         args = GRPOConfig(
             output_dir=folder, report_to="none", save_strategy="no", disable_tqdm=True, gradient_checkpointing=False,
             per_device_train_batch_size=8 * GROUPS, num_generations=8, max_steps=given.steps, learning_rate=1e-6,
@@ -253,9 +248,8 @@ def run_part(part: str) -> dict[str, Any]:
     """Run a part in a process of its own, which releases the memory of the device at its end."""
     done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--part", part], capture_output=True, text=True)
     if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
         print(done.stderr[-3000:], file=sys.stderr)
-        return {"failed": reason[0]}
+        return {"failed": done.stderr.strip().rpartition("\n")[2]}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     print(part, found, file=sys.stderr, flush=True)
     return found
@@ -292,7 +286,6 @@ def main() -> None:
             "settings": {"model": given.model or "random weights", "tiny": given.tiny, **sizes},
             "results": results,
             "times faster than TRL": None if math.isnan(sum(seconds)) else round(seconds[0] / seconds[1], 2),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
         },
         indent=1,
     )

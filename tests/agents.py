@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
+from paths import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))  # for programs that import this module without pytest's settings
 from recipes.calculator import tasks as calculator_tasks
 
 from agentfly_kit import tiny

@@ -73,14 +73,14 @@ def shared_keys(config: Any) -> Iterator[None]:
     Transformers copies all keys and values for each query head of a group, which takes several times as long as the
     attention itself. The results are bitwise identical. Other threads may use the model at the same time.
     """
-    if config._attn_implementation != "sdpa":
-        yield
-        return
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(_SHARED_KEYS, _shared_keys_attention)
     AttentionMaskInterface.register(_SHARED_KEYS, sdpa_mask)
+    if config._attn_implementation != "sdpa":
+        yield
+        return
     config._attn_implementation = _SHARED_KEYS
     try:
         yield
@@ -93,7 +93,7 @@ def _shared_keys_attention(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    plain = options.get("position_bias") is None and not options.get("dropout")
+    plain = not options.get("dropout") and all(options.get(name) is None for name in ("position_bias", "cache"))
     # Kernels of other devices repeat the keys themselves.
     if attention_mask is None or torch.is_grad_enabled() or query.device.type != "cpu" or not plain:
         output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)

@@ -36,7 +36,7 @@ def cached_forward(policy: Policy) -> CachedForward:
     short = with_short_windows(trunk)
     reason = unsupported_attention(short)
     try:
-        if not reason and not _passes_trial(short, _modules_forward(short)):
+        if not reason and not _passes_trial(short, _modules_forward(short, trunk.config)):
             reason = "a trial gave other hidden states with a KV cache than without one"
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         reason = f"a trial raised {type(error).__name__}: {error}"
@@ -45,10 +45,12 @@ def cached_forward(policy: Policy) -> CachedForward:
     return _modules_forward(trunk)
 
 
-def _modules_forward(trunk: Any) -> CachedForward:
+def _modules_forward(trunk: Any, config: Any = None) -> CachedForward:
+    """Return a forward pass through the modules of a decoder, whose layers have the given config or that of `trunk`."""
+
     def forward(cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor, stamp: object) -> Tensor:
         keys = torch.arange(mask.shape[-1], device=mask.device)[None]
-        with shared_keys(trunk.config):
+        with shared_keys(config or trunk.config):
             return cast(Tensor, masked_states(trunk, tokens, positions, mask, keys, cache).last_hidden_state)
 
     return forward
