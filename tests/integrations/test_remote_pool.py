@@ -199,6 +199,7 @@ async def test_repr_and_snapshot_and_turns(server: PoolServer, pool: Pool[Notes]
     far = client(server)
     assert [each for each in af.pools() if each in (pool, far)] == [pool, far], "oldest first"
     assert repr(far) == f"<RemotePool Notes at {server.url}, not connected>"
+    await client(server).close()  # was never connected
     await far.refresh()
     assert repr(far) == f"<RemotePool Notes at {server.url}, 0 leased, 0 idle, 0 starting, 0 waiting, size 2>"
     lease = await far.acquire("chain 3")

@@ -115,7 +115,8 @@ async def test_the_buttons_pause_resume_and_stop() -> None:
     assert view._notice == ""
 
 
-async def test_1024_chains_stay_within_the_budget_of_updates() -> None:
+async def test_1024_chains_stay_within_the_budget_of_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentfly_kit.widgets.rollout_view._WINDOW", 0.2)  # seconds over which the rate is measured
     run = agents.played([agents.call(), "42"]).rollout(agents.tasks(16), group_size=64, max_concurrency=256)
     view = w.RolloutView(run)
     show(view)

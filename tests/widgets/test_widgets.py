@@ -694,10 +694,11 @@ async def test_pool_view_follows_a_pool() -> None:
         tell(view, "open", "a")
         tell(view, "close", "a")
         held = [await pool.acquire(owner) for owner in NASTY]
+        waiting = [asyncio.ensure_future(pool.acquire(owner)) for owner in NASTY]
         await asyncio.sleep(0.12)
         assert view.counts["leased"] == 0
         tell(view, "open", "b")
-        assert view.counts["leased"] == len(NASTY)
+        assert view.counts["leased"] == view.counts["waiting"] == len(NASTY)
         sent(view)
         assert "script" not in check_static(view).tags
         # An error while sending is shown.
@@ -705,7 +706,10 @@ async def test_pool_view_follows_a_pool() -> None:
             patch.setattr(pool, "snapshot", Mock(side_effect=TypeError("odd")))
             await held.pop().release()
             await until(lambda: view._notice == "TypeError: odd")
-        for lease in held:
+        for request in waiting[1:]:
+            request.cancel()
+        await asyncio.wait(waiting)
+        for lease in (*held, waiting[0].result()):
             await lease.release()
     view.refresh()
     assert view._state["closed"] and view._state["lanes"] == []
