@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+import dice
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
@@ -53,7 +53,7 @@ def imported(name: str, path: Path) -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 deeper = f"{origin}.{alias.name}"
                 yield node.lineno, deeper if deeper in MODULES else origin
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
             yield from ((node.lineno, str(given.value)) for given in node.args[:1] if isinstance(given, ast.Constant))
 
 
@@ -136,8 +136,7 @@ print(json.dumps({
     assert found["changed"] == []
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_no_module_hides_a_public_name(seed: int) -> None:
+def test_no_module_hides_a_public_name() -> None:
     """Importing agentfly_kit.x binds `x` on the package, which could hide a public function named `x`."""
     found = run(
         """
@@ -171,7 +170,7 @@ for name in first:
         problems.append(f"af.{name} is {first[name]!r}, and agentfly_kit/{name}.py is a module")
 print(json.dumps({"problems": problems, "names": names}))
 """,
-        str(seed),
+        str(dice.seed()),
         *(name for name in MODULES if name != "agentfly_kit"),
     )
     assert found["problems"] == []

@@ -32,6 +32,7 @@ from agentfly_kit.types import Distribution, Group, Sample, TurnRequest
 
 EVIL = "<script>alert(1)</script>" + "\u202e\ud800\x00" + "x" * 10_000
 MANY = 20_000
+TAGS = {"div", "p", "b", "code", "pre", "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "span"}
 
 
 def task(**fields: Any) -> af.Task:
@@ -68,14 +69,14 @@ def trajectory() -> af.Trajectory:
     return af.Trajectory(EVIL, task(answer=EVIL), EVIL, 0, path, "error", 0.5, metrics=metrics, error=failure())
 
 
-def rollout() -> af.Rollout:
-    one = trajectory()
+def rollout(reward: float = 0.5) -> af.Rollout:
+    one = trajectory().replace(reward=reward)
     rows = [one.replace(id=f"{i}", turns=one.turns[:2]) for i in range(300)]
     groups = tuple(Group(f"{i}{EVIL}", tuple(rows)) for i in range(30))
     return af.Rollout(groups, not_run={f"{i}": EVIL for i in range(500)})
 
 
-def batch(rows: int = 10_000) -> af.Batch:
+def batch(rows: int = 2_000) -> af.Batch:
     prompt = af.Turn("prompt", "task", (1, 2), text="?")
     action = af.Turn("action", "policy", (3,), True, (-0.5,), (0.1,), versions=(0,), text="x", parent=prompt)
     one = af.Trajectory("a", af.Task("t", ({"role": "user", "content": "?"},)), "g", 0, (prompt, action), "answered")
@@ -175,7 +176,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Ranking": lambda: Ranking((0.5,) * 9_000, why=EVIL),
     "Reward": lambda: evil,
     "RewardSet": lambda: agents.agent().reward,
-    "RolloutDiff": lambda: rollout().diff(rollout()),
+    "RolloutDiff": lambda: rollout().diff(rollout(1.0)),
     "RolloutHandle": lambda: agents.agent().rollout(agents.tasks(3)),
     "Rubric": lambda: Rubric(tuple(Criterion(f"c{i}", EVIL) for i in range(99))),
     "SQLResult": lambda: SQLResult(columns=(EVIL,) * 90, rows=((EVIL, None, 1.5, b"x") * 20,) * MANY, value=EVIL),
@@ -218,9 +219,13 @@ def test_reprs_are_bounded_and_escaped(name: str) -> None:
     assert text.count("\n") < 40
     assert not re.search(r"0x[0-9a-f]{6,}|tensor\(|secret-key", text + html)
     assert len(html) < 300_000
-    assert "<script" not in html
+    assert set(re.findall(r"<(\w+)", html)) <= TAGS
+    assert set(re.findall(r"<\w+ (\w+)", html)) <= {"style", "title", "open"}
     assert "<table" in html or "<p>" in html or "<div" in html
     html.encode()
+    assert "\u202e" not in html
+    if name in ("Trajectory", "Task", "ToolCall", "Group", "Rollout", "RolloutDiff"):
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html and "‹U+D800›" in html
     assert "background:#fff" not in html and "color:black" not in html
 
 

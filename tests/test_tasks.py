@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import random
 import re
@@ -40,25 +41,23 @@ def contents(tasks: Tasks) -> set[str]:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("column", ["question", "prompt", "input"])
-def test_a_text_column_becomes_a_user_message(column: str) -> None:
-    (task,) = tasks_from([{"id": "a", column: "2+3", "answer": "5"}])
-    assert task == Task("a", ({"role": "user", "content": "2+3"},), {"answer": "5"})
-
-
-@pytest.mark.parametrize("column", ["messages", "prompt"])
-def test_a_column_of_messages(column: str) -> None:
+def test_columns_of_text_and_of_messages() -> None:
+    for column in ("question", "prompt", "input"):
+        (task,) = tasks_from([{"id": "a", column: "2+3", "answer": "5"}])
+        assert task == Task("a", ({"role": "user", "content": "2+3"},), {"answer": "5"})
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3", "name": None}]
-    (task,) = tasks_from([{column: messages}])
-    assert task.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3"})
-
-
-def test_messages_take_precedence_over_question() -> None:
+    for column in ("messages", "prompt"):
+        (task,) = tasks_from([{column: messages}])
+        assert task.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3"})
+    # Messages take precedence over a question.
     (task,) = tasks_from([{"question": "q", "messages": [{"role": "user", "content": "m"}], "input": "i"}])
     assert task.messages[0]["content"] == "m"
     assert task.fields == {"question": "q", "input": "i"}
     (task,) = tasks_from([{"question": "q", "messages": None}])
     assert task.messages[0]["content"] == "q"
+    (task,) = tasks_from([{"question": "q", "n": np.int64(3), "xs": np.array([1.5]), "d": {"a": [np.bool_(True)]}}])
+    assert task.fields == {"n": 3, "xs": [1.5], "d": {"a": [True]}}
+    assert type(task.fields["n"]) is int
 
 
 def test_ids_are_derived_from_content() -> None:
@@ -70,46 +69,44 @@ def test_ids_are_derived_from_content() -> None:
     (other,) = tasks_from([{"question": "a", "answer": "1"}])
     assert other.id != first.id
     assert tasks_from([{"id": 7, "question": "a"}])[0].id == "7"
+    # also from fields that JSON cannot represent
+    odd = {"picture": b"\xff\x00", "day": datetime.date(2024, 2, 29), "tags": {"b", "a"}}
+    one, two = tasks_from([{"question": "q", **odd}, {"question": "q", **odd, "picture": b"\xff\x01"}])
+    assert one.id != two.id
+    assert tasks_from([{"question": "q", **odd}])[0].id == one.id
+    with pytest.raises(TaskError, match=r"content of its fields cannot be compared \(got a object"):
+        tasks_from([{"question": "q", "x": object()}])
 
 
-def test_numpy_values_become_python_values() -> None:
-    (task,) = tasks_from([{"question": "q", "n": np.int64(3), "xs": np.array([1.5]), "d": {"a": [np.bool_(True)]}}])
-    assert task.fields == {"n": 3, "xs": [1.5], "d": {"a": [True]}}
-    assert type(task.fields["n"]) is int
+ROW_ERRORS: list[tuple[Any, str]] = [
+    ({"answer": "5"}, "a row must have a question in one of the columns messages, question, prompt, input"),
+    ({"question": ""}, "a row must have a question"),
+    ({"question": 5}, "'question' must be a string or a list of messages, got 5"),
+    ({"messages": "text"}, "'messages' must be a list of messages, got a string"),
+    ({"id": "first", "question": "q"}, "ids must be unique, got 'first', which rows, row 0 has too"),
+    ({"id": 1.5, "question": "q"}, "'id' must be a string or an integer, or be left out, got 1.5"),
+    ({"id": "", "question": "q"}, "'id' must be a string or an integer"),
+    ({"split": 3, "question": "q"}, "'split' must be a name such as 'train' or 'test', got 3"),
+    (["question"], "a row must be an object such as"),
+]
+MESSAGE_ERRORS: list[tuple[Any, str]] = [
+    ([{"role": "user"}], "message 0 (role 'user'): 'content' must be"),
+    (["text"], "message 0 must be a dict with 'role' and 'content'"),
+    ([USER, ANSWER], "the last message must not be the assistant's"),
+]
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        (
-            {"answer": "5"},
-            "rows, row 1: a row must have a question in one of the columns messages, question, prompt, input",
-        ),
-        ({"question": ""}, "rows, row 1: a row must have a question"),
-        ({"question": 5}, "rows, row 1: 'question' must be a string or a list of messages, got 5"),
-        ({"messages": "text"}, "rows, row 1: 'messages' must be a list of messages, got a string"),
-        ({"messages": [{"role": "user"}]}, "rows, row 1, 'messages': message 0 (role 'user'): 'content' must be"),
-        ({"messages": ["text"]}, "rows, row 1, 'messages': message 0 must be a dict with 'role' and 'content'"),
-        ({"messages": [USER, ANSWER]}, "rows, row 1, 'messages': the last message must not be the assistant's"),
-        ({"id": "first", "question": "q"}, "rows, row 1: ids must be unique, got 'first', which rows, row 0 has too"),
-        ({"id": 1.5, "question": "q"}, "rows, row 1: 'id' must be a string or an integer, or be left out, got 1.5"),
-        ({"id": "", "question": "q"}, "rows, row 1: 'id' must be a string or an integer"),
-        ({"split": 3, "question": "q"}, "rows, row 1: 'split' must be a name such as 'train' or 'test', got 3"),
-        (["question"], "rows, row 1: a row must be an object such as"),
-    ],
-)
-def test_errors_name_the_row(row: Any, words: str) -> None:
-    with pytest.raises(TaskError) as caught:
-        tasks_from([{"id": "first", "question": "ok"}, row], name="rows")
-    assert words in str(caught.value)
-
-
-@pytest.mark.parametrize("rows", ["tasks.jsonl", 5, None, []])
-def test_values_that_are_no_rows(rows: Any) -> None:
-    with pytest.raises(
-        TaskError, match=r"tasks: rows must (be a list of dicts, a DataFrame|contain at least one task)"
-    ):
-        tasks_from(rows)
+def test_errors_name_the_row() -> None:
+    cases = [(row, f"rows, row 1: {words}") for row, words in ROW_ERRORS]
+    cases += [({"messages": messages}, f"rows, row 1, 'messages': {words}") for messages, words in MESSAGE_ERRORS]
+    for row, words in cases:
+        with pytest.raises(TaskError) as caught:
+            tasks_from([{"id": "first", "question": "ok"}, row], name="rows")
+        assert words in str(caught.value)
+    words = r"tasks: rows must (be a list of dicts, a DataFrame|contain at least one task)"
+    for rows in ("tasks.jsonl", 5, None, []):
+        with pytest.raises(TaskError, match=words):
+            tasks_from(rows)  # type: ignore[arg-type]
 
 
 def test_drop_answer_moves_the_last_answer_into_a_field(tmp_path: Path) -> None:
@@ -127,30 +124,12 @@ def test_drop_answer_moves_the_last_answer_into_a_field(tmp_path: Path) -> None:
         tasks_from([{"id": "c", "messages": [USER, ANSWER, ANSWER]}], drop_answer=True)
 
 
-# --- from frames and datasets --------------------------------------------------------------------
-
-
-def test_a_dataframe() -> None:
-    pd = pytest.importorskip("pandas")
-    frame = pd.DataFrame([*ROWS, {"question": "q", "level": 0}])
-    tasks = tasks_from(frame)
-    assert tasks[:40] == tasks_from(ROWS)[:40]
-    assert tasks[40].fields == {"answer": None, "level": 0}  # a missing cell is None
-
-
-def test_a_dataset_and_a_dict_of_them() -> None:
-    datasets = pytest.importorskip("datasets")
-    whole = datasets.Dataset.from_list(ROWS)
-    assert tasks_from(whole) == tasks_from(ROWS)
-    parts = datasets.DatasetDict(train=whole.select(range(30)), test=whole.select(range(30, 40)))
-    assert tasks_from(parts).splits == {"train": 30, "test": 10}
-
-
 # --- files ---------------------------------------------------------------------------------------
 
 
-def test_every_kind_of_file_gives_the_same_tasks(tmp_path: Path) -> None:
+def test_every_source_gives_the_same_tasks(tmp_path: Path) -> None:
     pq = pytest.importorskip("pyarrow.parquet")
+    datasets = pytest.importorskip("datasets")
     import pyarrow
 
     rows = [{**row, "messages": [{"role": "user", "content": row["question"]}]} for row in ROWS]
@@ -160,6 +139,16 @@ def test_every_kind_of_file_gives_the_same_tasks(tmp_path: Path) -> None:
     assert load_tasks(str(write(tmp_path / "a.jsonl", rows))) == want
     assert load_tasks(tmp_path / "a.json") == want
     assert load_tasks(tmp_path / "a.parquet") == want
+    frame = tasks_from(pd.DataFrame([*ROWS, {"question": "q", "level": 0}]))
+    assert frame[:40] == tasks_from(ROWS)[:40]
+    assert frame[40].fields == {"answer": None, "level": 0}  # a missing cell is None
+    whole = datasets.Dataset.from_list(ROWS)
+    assert tasks_from(whole) == tasks_from(ROWS)
+    parts = datasets.DatasetDict(train=whole.select(range(30)), test=whole.select(range(30, 40)))
+    assert tasks_from(parts).splits == {"train": 30, "test": 10}
+    # A byte order mark, other line ends, and U+2028 within a string.
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"question": "a\xe2\x80\xa8b"}\r\n{"question": "c"}')
+    assert [t.messages[0]["content"] for t in load_tasks(tmp_path / "a.jsonl")] == ["a\u2028b", "c"]
 
 
 def test_a_json_file_of_splits_and_a_folder_of_files(tmp_path: Path) -> None:
@@ -185,12 +174,19 @@ def test_a_json_file_of_splits_and_a_folder_of_files(tmp_path: Path) -> None:
         ("\n\n", "bad.jsonl: rows must contain at least one task"),
         (b'{"question": "a"}\n\xff\n', "bad.jsonl:2: not UTF-8"),
         ("[" * 100_000, "bad.jsonl:1: not JSON"),
+        ('[{"question": "a"},\n oops]', "bad.json:2: not JSON"),
+        (
+            '{"question": "a"}',
+            "one.json: rows must be a list of dicts, a DataFrame or a Dataset, or a dict of one of "
+            "these per split, got 'a'",
+        ),
+        (b"PAR", "bad.parquet is not a readable parquet file"),
         ("", "bad.csv must begin with a line of column names, got an empty file"),
         ("question,answer\n", "bad.csv: rows must contain at least one task"),
         (
             "problem,answer\na,b\n",
-            "bad.csv:2: a row must have a question in one of the columns messages, question, prompt, input, got "
-            "columns: problem, answer; name another column with question=",
+            "bad.csv:2: a row must have a question in one of the columns messages, question, prompt, "
+            "input, got columns: problem, answer; name another column with question=",
         ),
         ("question,answer\na,b\nc\n", "bad.csv:3: a row must have 2 values (question, answer), got 1"),
         ('question,answer\n"a\nb",c\nd,e,f\n', "bad.csv:4: a row must have 2 values (question, answer), got 3"),
@@ -201,29 +197,12 @@ def test_a_json_file_of_splits_and_a_folder_of_files(tmp_path: Path) -> None:
     ],
 )
 def test_errors_name_the_line(tmp_path: Path, text: str | bytes, words: str) -> None:
-    file = tmp_path / re.split("[: ]", words)[0]
+    name = re.match(r"\w+\.\w+", words)
+    file = tmp_path / (name[0] if name else "bad.csv")
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(TaskError) as caught:
         load_tasks(file)
     assert words in str(caught.value)
-
-
-def test_errors_name_a_broken_json_or_parquet_file(tmp_path: Path) -> None:
-    (tmp_path / "bad.json").write_text('[{"question": "a"},\n oops]')
-    with pytest.raises(TaskError, match=r"bad.json:2: not JSON"):
-        load_tasks(tmp_path / "bad.json")
-    (tmp_path / "one.json").write_text('{"question": "a"}')
-    with pytest.raises(TaskError, match=r"one.json: rows must be a list of dicts.* got 'a'"):
-        load_tasks(tmp_path / "one.json")
-    (tmp_path / "bad.parquet").write_bytes(b"PAR")
-    with pytest.raises(TaskError, match=r"bad.parquet is not a readable parquet file"):
-        load_tasks(tmp_path / "bad.parquet")
-
-
-def test_a_byte_order_mark_and_odd_line_ends(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b'\xef\xbb\xbf{"question": "a\xe2\x80\xa8b"}\r\n{"question": "c"}')  # U+2028 within a string
-    assert [t.messages[0]["content"] for t in load_tasks(file)] == ["a\u2028b", "c"]
 
 
 def test_paths_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,13 +356,17 @@ def test_the_split_column() -> None:
     rows = [{**row, "split": ("train", "test", "dev")[i % 3]} for i, row in enumerate(ROWS)]
     tasks = tasks_from(rows)
     assert tasks.splits == {"train": 14, "test": 13, "dev": 13}
-    assert len(tasks.train) == 14
-    assert len(tasks.split("dev")) == 13
+    assert (len(tasks.train), len(tasks.split("dev"))) == (14, 13)
     assert "split" not in tasks[0].fields
-    with pytest.raises(
-        TaskError, match=r"test must be None for rows that already have splits \('train', 'test', 'dev'\)"
-    ):
+    with pytest.raises(TaskError, match=r"must be None for rows that already have splits \('train', 'test', 'dev'\)"):
         tasks_from(rows, test=0.1)
+    alone = tasks_from(ROWS)
+    assert alone.train == alone
+    with pytest.raises(TaskError, match=r"no split 'test' \(its splits: none\)"):
+        alone.test  # noqa: B018
+    for share in (0, 1, -0.1, True):
+        with pytest.raises(TaskError, match="between 0 and 1"):
+            tasks_from(ROWS, test=share)
 
 
 def test_the_same_content_in_two_splits_is_rejected() -> None:
@@ -396,23 +379,10 @@ def test_the_same_content_in_two_splits_is_rejected() -> None:
     assert tasks_from(rows).splits == {"train": 1, "test": 1}
 
 
-def test_without_splits_all_tasks_are_train() -> None:
-    tasks = tasks_from(ROWS)
-    assert tasks.train == tasks
-    with pytest.raises(TaskError, match=r"no split 'test' \(its splits: none\)"):
-        tasks.test  # noqa: B018
-
-
-@pytest.mark.parametrize("share", [0, 1, -0.1, True])
-def test_an_invalid_share_is_rejected(share: Any) -> None:
-    with pytest.raises(TaskError, match="between 0 and 1"):
-        tasks_from(ROWS, test=share)
-
-
 # --- a sequence ----------------------------------------------------------------------------------
 
 
-def test_tasks_is_a_sequence() -> None:
+def test_tasks_is_a_sequence_and_is_sampled_without_repetition() -> None:
     tasks = tasks_from(ROWS, test=0.25)
     assert isinstance(tasks[3:7], Tasks)
     assert [t.id for t in tasks[3:7]] == [t.id for t in tasks][3:7]
@@ -422,13 +392,8 @@ def test_tasks_is_a_sequence() -> None:
     assert tasks == tasks_from(ROWS, test=0.25)
     assert tasks != tasks_from(ROWS)
     assert hash(tasks) == hash(tasks_from(ROWS, test=0.25))
-
-
-def test_sample_is_seeded_and_without_repetition() -> None:
-    tasks = tasks_from(ROWS)
     drawn = tasks.sample(10, seed=3)
-    assert drawn == tasks.sample(10, seed=3)
-    assert drawn != tasks.sample(10, seed=4)
+    assert drawn == tasks.sample(10, seed=3) != tasks.sample(10, seed=4)
     assert len({t.id for t in drawn}) == 10
     assert {t.id for t in tasks.sample(40)} == {t.id for t in tasks}
     with pytest.raises(TaskError, match=r"n must be between 0 and 40, .* got 41"):
@@ -452,14 +417,3 @@ def test_the_fingerprint_depends_on_id_content_and_split() -> None:
     seen = {base, tasks_from(changed).fingerprint, tasks_from(ROWS, test=0.1).fingerprint}
     seen |= {tasks_from(ROWS[1:]).fingerprint, tasks_from([{"id": "x", **ROWS[0]}, *ROWS[1:]]).fingerprint}
     assert len(seen) == 5
-
-
-def test_fields_that_json_cannot_represent() -> None:
-    import datetime
-
-    odd = {"picture": b"\xff\x00", "day": datetime.date(2024, 2, 29), "tags": {"b", "a"}}
-    one, two = tasks_from([{"question": "q", **odd}, {"question": "q", **odd, "picture": b"\xff\x01"}])
-    assert one.id != two.id
-    assert tasks_from([{"question": "q", **odd}])[0].id == one.id
-    with pytest.raises(TaskError, match=r"content of its fields cannot be compared \(got a object"):
-        tasks_from([{"question": "q", "x": object()}])

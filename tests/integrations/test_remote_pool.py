@@ -197,7 +197,9 @@ async def test_other_kinds_and_what_they_refuse_from_afar(tmp_path: Path):
 
 async def test_repr_and_snapshot_and_turns(server: PoolServer, pool: Pool[Notes]):
     far = client(server)
+    assert [each for each in af.pools() if each in (pool, far)] == [pool, far], "oldest first"
     assert repr(far) == f"<RemotePool Notes at {server.url}, not connected>"
+    await client(server).close()  # was never connected
     await far.refresh()
     assert repr(far) == f"<RemotePool Notes at {server.url}, 0 leased, 0 idle, 0 starting, 0 waiting, size 2>"
     lease = await far.acquire("chain 3")
@@ -215,6 +217,7 @@ async def test_repr_and_snapshot_and_turns(server: PoolServer, pool: Pool[Notes]
     await lease.release()
     await far.close()
     assert repr(far) == f"<RemotePool Notes at {server.url}, closed>"
+    assert far not in af.pools()
     with pytest.raises(PoolClosed):
         await far.acquire()
 
@@ -347,12 +350,8 @@ def test_one_loop_after_another_and_a_cell_that_computes():
 
 async def test_a_wrong_token_is_refused_and_told_nothing(server: PoolServer):
     async with httpx2.AsyncClient() as http:
-        for headers in (
-            {},
-            {"Authorization": "Bearer"},
-            {"Authorization": f"Bearer {TOKEN}x"},
-            {"Authorization": TOKEN},
-        ):
+        for given in (None, "Bearer", f"Bearer {TOKEN}x", TOKEN):
+            headers = {} if given is None else {"Authorization": given}
             for path in ("/v2/pool", "/v2/acquire", "/v2/beat"):
                 answer = await http.post(server.url + path, headers=headers)
                 assert answer.status_code == 401, (headers, path)
@@ -377,16 +376,16 @@ async def test_what_cannot_be_served(pool: Pool[Notes]):
             serve_pool(pool, **wrong)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="url must be an address such as"):
         RemotePool("localhost:8000", token=TOKEN)
-    async with serve_pool(pool) as one, serve_pool(pool) as two:
+    async with serve_pool(pool) as one, serve_pool(pool, max_body=2000) as two:
         assert one.token != two.token
         assert len(one.token) >= 32
-
-
-async def test_another_kind_is_refused(server: PoolServer):
-    far = RemotePool(server.url, token=TOKEN)
-    with pytest.raises(SettingsError, match=r"must be the class of the pool at .*, Notes, got Python"):
-        await far.acquire()
-    await far.close()
+        other = RemotePool(one.url, token=one.token)
+        with pytest.raises(SettingsError, match=r"must be the class of the pool at .*, Notes, got Python"):
+            await other.acquire()
+        await other.close()
+        async with client(two) as far, far.lease() as notes:
+            with pytest.raises(RemotePoolError, match=r"the request is too large .*\(max_body="):
+                await notes.run("x" * 3000)
 
 
 async def test_one_client_cannot_touch_what_another_holds(server: PoolServer):
@@ -404,12 +403,6 @@ async def test_only_the_methods_of_the_kind(server: PoolServer):
         for name in ("close", "start", "kill", "__init__", "_x", "kept", "nothing"):
             with pytest.raises(SandboxError, match="for remote calls"):
                 await far._link.run_and_wait(far._link.call(notes._lease, name, (), {}))
-
-
-async def test_a_large_request_is_refused(pool: Pool[Notes]):
-    async with serve_pool(pool, token=TOKEN, max_body=2000) as server, client(server) as far, far.lease() as notes:
-        with pytest.raises(RemotePoolError, match=r"the request is too large .*\(max_body="):
-            await notes.run("x" * 3000)
 
 
 def test_tls_with_a_certificate_of_its_own(tmp_path: Path):
@@ -652,14 +645,9 @@ async def test_nonsense_never_breaks_the_server(server: PoolServer, pool: Pool[N
         None, "", "x", -1, 0, 1e400, 1e308, [], {}, [[]], {"$record": "os:system", "fields": {}}, "é" * 50, True,
     ]  # fmt: skip
     words += [{"$bytes": "?"}, {"$lease": "x"}, {"$tuple": 3}, {"$dict": [[[], 1]]}, "a" * 200, {"a": {"$set": [[1]]}}]
-    words += [
-        {"$decimal": "x"},
-        {"$timedelta": [10**30]},
-        {"$record": "agentfly_kit.sandboxes.no:X", "fields": {}},
-    ]
+    words += [{"$decimal": "x"}, {"$timedelta": [10**30]}, {"$record": "agentfly_kit.sandboxes.no:X", "fields": {}}]
     words += [{"$record": "agentfly_kit.sandboxes.result:SandboxResult", "fields": {"no": 1}}]
-    names = ["client", "request", "lease", "method", "args", "kwargs", "wait", "timeout", "owner", "leases", "requests"]
-    names += ["after", "turn", "reusable", "nonsense"]
+    names = "client request lease method args kwargs wait timeout owner leases requests after turn reusable nonsense"
     paths = ["acquire", "abandon", "call", "release", "beat", "bye", "pool", "nothing"]
     async with (
         httpx2.AsyncClient(headers=headers, timeout=20) as http,
@@ -668,7 +656,7 @@ async def test_nonsense_never_breaks_the_server(server: PoolServer, pool: Pool[N
     ):
         own = {"client": far._link.client, "lease": notes._lease, "method": "run", "request": "r", "owner": "o"}
         for number in range(250):
-            body: Any = {name: chance.choice(words) for name in chance.sample(names, chance.randrange(5))}
+            body: Any = {name: chance.choice(words) for name in chance.sample(names.split(), chance.randrange(5))}
             body |= {name: own[name] for name in chance.sample(sorted(own), chance.randrange(4)) if name != "client"}
             body.setdefault("client", f"nonsense {chance.randrange(3)}")
             raw = json.dumps(body).encode()
@@ -700,15 +688,8 @@ def test_what_is_encoded_is_decoded(value: Any):
 def test_records_come_from_where_they_may():
     result = SandboxResult(stdout="x", value="1", seconds=0.5, limit="time", timed_out=True)
     assert wire.decode(json.loads(json.dumps(wire.encode(result)))) == result
-    for name in (
-        "subprocess:Popen",
-        "agentfly_kit.pool.pool:Pool",
-        "agentfly_kit.trainer.config:TrainConfig",
-        "builtins:int",
-        "agentfly_kit.sandboxes.python:os",
-        ":",
-        "x",
-    ):
+    ours = (f"agentfly_kit.{name}" for name in ("pool.pool:Pool", "trainer.config:TrainConfig", "sandboxes.python:os"))
+    for name in ("subprocess:Popen", "builtins:int", ":", "x", *ours):
         with pytest.raises(ValueError, match=r"are not accepted|is not a record class"):
             wire.decode({"$record": name, "fields": {}})
     for error in (PoolTimeout("a"), RemotePoolError("b"), ToolError("c"), ValueError("d")):
@@ -745,14 +726,6 @@ async def test_a_lease_that_the_server_ended_is_not_alive(server: PoolServer):
         with pytest.raises(RemotePoolError, match="has ended"):
             await lease.sandbox.run("x")
         await lease.release()
-
-
-async def test_pools_lists_those_that_are_elsewhere(server: PoolServer, pool: Pool[Notes]):
-    remote = RemotePool(server.url, token=TOKEN, sandbox_type=Notes)
-    mine = [each for each in af.pools() if each in (pool, remote)]
-    assert mine == [pool, remote], "oldest first"
-    await remote.close()
-    assert remote not in af.pools()
 
 
 # --- manual leases -------------------------------------------------------------------------------

@@ -97,15 +97,17 @@ def test_injection_of_annotations() -> None:
 
 
 async def test_one_lease_per_sandbox_class() -> None:
-    boxes, others = FakePool(), FakePool(OtherBox)
+    boxes, others = FakePool(fails=1), FakePool(OtherBox)
     context = Context(TASK, trajectory_id="chain 7", pools=[others, boxes], run="rollout-1")
     assert boxes.asked == []  # leased on first use
-    first = await context.sandbox(Box)
+    with pytest.raises(PoolTimeout):
+        await context.sandbox(Box)
+    first = await context.sandbox(Box)  # a failed attempt is repeated
     assert await context.sandbox(Box) is first
     other = await context.sandbox(OtherBox)
     assert other is not first
     assert type(other) is OtherBox
-    assert boxes.asked == [("chain 7", "rollout-1")]
+    assert boxes.asked == [("chain 7", "rollout-1")] * 2
     assert context.held == {Box: first, OtherBox: other}
     await context.close()
     assert (boxes.given_back, others.given_back) == (1, 1)
@@ -126,18 +128,17 @@ async def test_concurrent_requests_share_one_lease() -> None:
     assert len(pool.asked) == 1
     await context.close()
     assert pool.out == []
-
-
-async def test_failed_acquire_is_retried() -> None:
-    pool = FakePool(fails=1)
+    pool.gate.clear()
     context = Context(TASK, pools=[pool])
-    with pytest.raises(PoolTimeout):
-        await context.sandbox(Box)
-    assert isinstance(await context.sandbox(Box), Box)
+    late = asyncio.create_task(context.sandbox(Box))
+    await asyncio.sleep(0.001)
     await context.close()
+    with pytest.raises(SandboxError, match="ended while it waited for a Box"):
+        await late
+    assert pool.out == []
 
 
-async def test_pool_of_a_subclass_is_found() -> None:
+async def test_exactly_one_pool_must_match() -> None:
     pool = FakePool(ForkingBox)
     context = Context(TASK, pools=[pool])
     assert await context.sandbox(Box) is await context.sandbox(ForkingBox)
@@ -145,9 +146,6 @@ async def test_pool_of_a_subclass_is_found() -> None:
     both = Context(TASK, pools=[FakePool(ForkingBox), FakePool(Box)])
     assert type(await both.sandbox(Box)) is Box  # an exact match has precedence
     await both.close()
-
-
-async def test_exactly_one_pool_must_match() -> None:
     with pytest.raises(SettingsError) as caught:
         await Context(TASK, pools=[FakePool(OtherBox)]).sandbox(ForkingBox)
     assert str(caught.value) == (
@@ -167,18 +165,6 @@ async def test_close_is_idempotent_and_final() -> None:
     with pytest.raises(SandboxError, match="has ended, and its Box was released"):
         await context.sandbox(Box)
     assert repr(context) == "<Context of 't', turn 0, holds no sandbox, closed>"
-
-
-async def test_close_while_a_lease_is_awaited() -> None:
-    pool = FakePool()
-    pool.gate.clear()
-    context = Context(TASK, pools=[pool])
-    waiting = asyncio.create_task(context.sandbox(Box))
-    await asyncio.sleep(0.001)
-    await context.close()
-    with pytest.raises(SandboxError, match="ended while it waited for a Box"):
-        await waiting
-    assert pool.out == []
 
 
 async def test_close_finishes_before_its_caller_is_cancelled() -> None:
@@ -204,19 +190,15 @@ async def test_close_releases_all_leases_if_one_pool_fails() -> None:
 
 
 async def test_fields_are_copied_per_chain() -> None:
-    one, two = Context(TASK), Context(TASK)
+    lock = threading.Lock()  # cannot be copied, so it is shared
+    task = Task("t", TASK.messages, {"answer": ["5"], "lock": lock})
+    one, two = Context(task), Context(task)
     one.fields["answer"].append("6")
     assert one.fields["answer"] == ["5", "6"]
-    assert two.fields["answer"] == ["5"]
-    assert TASK.fields["answer"] == ["5"]
+    assert two.fields["answer"] == task.fields["answer"] == ["5"]
     assert list(one.fields) == ["answer", "lock"]
     assert "nothing" not in one.fields
-
-
-async def test_fields_that_cannot_be_copied_are_shared() -> None:
-    lock = threading.Lock()
-    context = Context(Task("t", TASK.messages, {"lock": lock}))
-    assert context.fields["lock"] is lock
+    assert one.fields["lock"] is lock
 
 
 async def test_fork_copies_state_and_forks_sandboxes() -> None:
@@ -235,12 +217,17 @@ async def test_fork_copies_state_and_forks_sandboxes() -> None:
         assert (box.values, context.state) == ({"x": 1}, {"list": [1]})
         assert (twin.trajectory_id, twin.seed, twin.turn) == ("b", 4, 2)
         assert twin.fields["answer"] == ["5", "own"]
+        # Leases show the owner and the turn.
+        assert {info.owner: info.turn for info in pool.snapshot().leases} == {"a": 2, "b": 2}
+        twin.turn = 4
+        await twin.sandbox(ForkingBox)
+        assert {info.owner: info.turn for info in pool.snapshot().leases} == {"a": 2, "b": 4}
         await context.close()
         await twin.close()
         assert pool.snapshot().leased == 0
 
 
-async def test_failed_fork_names_the_sandbox_and_leases_nothing() -> None:
+async def test_failed_fork_names_the_sandbox_or_the_state_and_leases_nothing() -> None:
     async with Pool(Box, size=2) as pool:
         context = Context(TASK, trajectory_id="a", pools=[pool])
         await (await context.fork("before")).close()  # no sandbox is held yet
@@ -249,9 +236,6 @@ async def test_failed_fork_names_the_sandbox_and_leases_nothing() -> None:
             await context.fork("b")
         assert pool.snapshot().leased == 1
         await context.close()
-
-
-async def test_fork_names_state_that_cannot_be_copied() -> None:
     context = Context(TASK, trajectory_id="a")
     context.state.update(game=[1], lock=threading.Lock())
     with pytest.raises(SandboxError, match=r"keep in context.state \(game, lock\) cannot be copied \(TypeError"):
@@ -315,21 +299,6 @@ def test_reset_parameters_that_cannot_be_injected_are_rejected_before_any_chain_
         agent.rollout([GUESS_TASK, TASK])
     with pytest.raises(TaskError, match=r"Odd\.reset must accept keyword arguments, got the positional-only .* 'task'"):
         reset_arguments(type("Odd", (), {"reset": lambda self, task, /: ...}), TASK)
-
-
-async def test_leases_of_a_pool_show_owner_and_turn() -> None:
-    async with Pool(Box, size=2) as pool:
-        one, two = (Context(TASK, trajectory_id=name, pools=[pool]) for name in ("one", "two"))
-        one.turn = 3
-        assert await one.sandbox(Box) is not await two.sandbox(Box)
-        leases = {info.owner: info.turn for info in pool.snapshot().leases}
-        assert leases == {"one": 3, "two": 0}
-        one.turn = 4
-        await one.sandbox(Box)
-        assert {info.turn for info in pool.snapshot().leases} == {4, 0}
-        await one.close()
-        await two.close()
-        assert pool.snapshot().leased == 0
 
 
 async def test_cancelled_chain_leaves_no_lease_or_task() -> None:

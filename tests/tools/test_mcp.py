@@ -86,12 +86,16 @@ async def test_a_server_that_hangs_or_dies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "message"),
-    [("false", "could not be used"), ("no-such-program-at-all", "FileNotFoundError"), ("sleep 60", "did not answer")],
+    ("server", "timeout", "message"),
+    [
+        ("false", 20, "could not be used"),
+        ("no-such-program-at-all", 20, "FileNotFoundError"),
+        ("sleep 60", 0.3, "did not answer"),
+    ],
 )
-async def test_a_server_that_does_not_start(server: str, message: str) -> None:
+async def test_a_server_that_does_not_start(server: str, timeout: float, message: str) -> None:
     with pytest.raises(SandboxError, match=message):
-        async with toolbox.mcp(server, timeout=3):
+        async with toolbox.mcp(server, timeout=timeout):
             pass
     assert not tasks_left()
 

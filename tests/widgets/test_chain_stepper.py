@@ -11,7 +11,7 @@ from typing import Any
 import agents
 import pytest
 from agentfly_kit.widgets._chain_code import code as chain_code
-from test_widgets import NASTY, check_static, sent
+from test_widgets import NASTY, check_static, sent, until
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
@@ -36,14 +36,6 @@ async def settle(view: Any) -> None:
     await asyncio.sleep(0)
     while view._jobs:
         await asyncio.sleep(0.001)
-
-
-async def until(true: Any) -> None:
-    for _ in range(1000):
-        if true():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came")
 
 
 async def press(view: Any, name: str, value: Any = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -15,13 +14,10 @@ import pytest
 from test_widgets import NASTY, Page
 
 import agentfly_kit as af
-from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.integrations import html as _html
-from agentfly_kit.types import Failure, Group, ToolCall, ToolResult, Trajectory, Turn
 
 TAGS = {"div", "p", "b", "code", "pre", "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "span"}
 BOLD = "<script>alert('x')</script><b onclick=x>"
-EVIL = "<script>alert(1)</script>\u202e\ud800\x00"
 
 
 def page(thing: Any) -> Page:
@@ -39,67 +35,27 @@ def page(thing: Any) -> Page:
     return found
 
 
-def evil_trajectory() -> Trajectory:
-    failure = Failure(f"tool {EVIL}", "OSError", EVIL, f"Traceback {EVIL}")
-    call = ToolCall("c", EVIL, {"x": EVIL}, result=ToolResult(False, EVIL, error=failure))
-    prompt = Turn("prompt", "task", (1,), text=EVIL, token_texts=(EVIL,))
-    action = Turn("action", EVIL, (2,), text=EVIL, messages=({"role": "assistant", "content": EVIL},), parent=prompt)
-    seen = Turn("observation", "tool", (3,), text=EVIL, tool_calls=(call,), parent=action)
-    task = af.Task(EVIL, ({"role": "user", "content": EVIL},), {"answer": EVIL, EVIL: [EVIL]})
-    turns = (prompt, action, seen)
-    return Trajectory(EVIL, task, "g", 0, turns, "error", reward=0.5, metrics={EVIL: 1.0}, error=failure)
-
-
-@pytest.mark.parametrize(
-    "of",
-    [
-        lambda t: t,
-        lambda t: t.task,
-        lambda t: t.tool_calls[0],
-        lambda t: Group("g", (t,)),
-        lambda t: Rollout.from_trajectories([t]),
-        lambda t: Rollout.from_trajectories([t]).diff(Rollout.from_trajectories([t.replace(reward=1.0)])),
-    ],
-    ids=["trajectory", "task", "call", "group", "rollout", "diff"],
-)
-def test_text_of_a_model_is_escaped(of: Callable[[Trajectory], Any]) -> None:
-    found = page(of(evil_trajectory()))
-    assert "<script>alert(1)</script>" in found.text
-    assert "\u202e" not in found.text
-    assert "‹U+D800›" in found.text
-
-
-async def test_agents_tools_and_handles(tmp_path: Path) -> None:
-    agent = agents.agent(engine=agents.Played([agents.call(), "42"]), chat=agents.chat(), system=EVIL[:-2])
-    assert "calculator" in page(agent).text
-    assert "max_turns" in page(agent).text
-    tool = page(agents.calculator)
-    assert "Evaluate an arithmetic expression." in tool.text
-    assert "expression" in tool.text
-    assert "calculator" in page(agent.tools).text
-    assert "of the task" in page(agents.exact).text
-    assert "exact" in page(agent.reward).text
-    assert page(agents.shipped()).text.count("parameters") >= 1
+async def test_agents_tools_and_handles() -> None:
+    agent = agents.agent(engine=agents.Played([agents.call(), "42"]), chat=agents.chat(), system=BOLD)
+    for thing, words in (
+        (agent, ["calculator", "max_turns"]),
+        (agents.calculator, ["Evaluate an arithmetic expression.", "expression"]),
+        (agent.tools, ["calculator"]),
+        (agents.exact, ["of the task"]),
+        (agent.reward, ["exact"]),
+        (agents.shipped(), ["parameters"]),
+    ):
+        text = page(thing).text
+        assert all(word in text for word in words), text
     run = agent.rollout(agents.tasks(2), group_size=2)
     assert "queued" in page(run).text
     rollout = await run
     assert "done" in page(run).text
-    page(rollout)
-    page(rollout.groups[0])
-    page(agent.chain(agents.tasks()[0]))
-    async with af.Pool(Idle, size=2) as pool:
-        async with pool.lease(owner=EVIL):
+    for shown in (rollout, rollout.groups[0], agent.chain(agents.tasks()[0])):
+        page(shown)
+    async with af.Pool(agents.Box, size=2) as pool:
+        async with pool.lease(owner=BOLD):
             assert "leased" in page(pool).text
-
-
-class Idle:
-    """A sandbox."""
-
-    async def start(self) -> None: ...
-
-    async def run(self, code: str) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 async def test_a_training_run_shows_its_last_steps(tmp_path: Path) -> None:
@@ -114,18 +70,11 @@ async def test_a_training_run_shows_its_last_steps(tmp_path: Path) -> None:
 
 
 def test_drop_reasons_are_escaped_and_stats_are_short() -> None:
-    good = Turn("action", "policy", (2,), True, logprobs=(-0.5,), entropies=(0.1,), versions=(0,), text="x")
-    task = af.Task("t", ({"role": "user", "content": "?"},))
-    prompt = Turn("prompt", "task", (1,), text="?")
-    one, other = (
-        Trajectory(f"t/{i}", task, "t", i, (prompt, dataclasses.replace(good, parent=prompt)), "answered", reward=0.5)
-        for i in range(2)
-    )
-    batch = af.collate([one, other], filters=[lambda trajectory: EVIL if trajectory.chain else None])
+    chains = [agents.trajectory(None, [[("task", 1), ("policy", 1)]], name=f"t/{i}", reward=0.5) for i in range(2)]
+    batch = af.collate(chains, filters=[lambda trajectory: BOLD if trajectory.chain else None])
     assert batch.dropped and "left out" in page(batch).text
-    assert "<script>alert(1)</script>" in page(batch).text
-    stats = af.Stats(0.1, 0.2, math.nan, 0.0, 1.5, 0.5)
-    shown = page(stats).text
+    assert BOLD in page(batch).text
+    shown = page(af.Stats(0.1, 0.2, math.nan, 0.0, 1.5, 0.5)).text
     assert "grad_norm" in shown and "nan" not in shown
     assert "–" in _html.table(("a",), [[math.nan]]), "missing is a dash"
 

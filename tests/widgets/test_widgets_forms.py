@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import agents
 import pytest
 from pydantic import BaseModel
+from test_chain_stepper import press
 from test_widgets import NASTY, check_static, sent
 
 import agentfly_kit as af
@@ -37,20 +38,11 @@ def weather(
     return f"{', '.join(p.city for p in places)}: {20 * days} {unit}" + ("!" * 200 if note == "long" else "")
 
 
-async def ask(view: w.View, name: str, value: Any = None) -> None:
-    """Send a click and wait until its action is done."""
-    view._on_message(view, {"kind": "do", "page": "a", "name": name, "value": value}, [])
-    await asyncio.sleep(0)
-    while view._jobs:
-        await asyncio.wait(view._jobs)
-        await asyncio.sleep(0)
-
-
 async def test_the_form_calls_as_the_model_does() -> None:
     form = w.ToolForm(weather)
     assert repr(form) == "ToolForm(weather, 0 calls)"
     check_static(form)
-    await ask(form, "call", '{"places": [{"city": "Rome"}], "days": 2}')
+    await press(form, "call", '{"places": [{"city": "Rome"}], "days": 2}')
     assert form._notice == ""
     assert form.result.observation == "Rome: 40 C"
     assert form._result["ok"]
@@ -82,7 +74,7 @@ async def test_a_call_is_picked_and_is_a_frame() -> None:
     (last,) = form.selection
     assert (last.number, last.result, last.code) == (3, form.result, form.to_code())
     assert [n for n, _, _ in form._calls] == [1, 2, 3] and [ok for *_, ok in form._calls] == [True, False, False]
-    await ask(form, "pick", 1)
+    await press(form, "pick", 1)
     assert form._result["number"] == 1 and form._result["observation"] == "Rome: 20 C"
     frame = form.selection.to_frame()
     assert frame[["call", "tool", "ok", "observation"]].values.tolist() == [[1, "weather", True, "Rome: 20 C"]]
@@ -90,7 +82,7 @@ async def test_a_call_is_picked_and_is_a_frame() -> None:
     whole = form.to_frame()
     assert whole["ok"].tolist() == [True, False, False]
     assert "ZeroDivisionError" in whole["error"][1] and whole["reward"].isna().all()
-    await ask(form, "pick", 9)
+    await press(form, "pick", 9)
     assert "call 9 does not exist; there are 1 to 3" in form._notice
     for _ in range(60):
         await form.call(places=one)
@@ -102,22 +94,22 @@ async def test_a_call_is_picked_and_is_a_frame() -> None:
 
 async def test_a_call_goes_on_in_a_chain() -> None:
     form = w.ToolForm(agents.calculator)
-    await ask(form, "chain", "{}")
+    await press(form, "chain", "{}")
     assert "pass agent=" in form._notice
     agent = agents.scripted(["42"])
     with pytest.raises(ValueError, match="must have the tool 'weather'"):
         w.ToolForm(weather, agent=agent)
     form = w.ToolForm(agents.calculator, agent=agent, task=agents.tasks()[0])
-    await ask(form, "chain", '{"expression": "6*7"}')
+    await press(form, "chain", '{"expression": "6*7"}')
     assert form._notice == ""
     chain = form.opened.chain
     assert [turn.kind for turn in chain.turns] == ["prompt", "forced"]
     observation = await chain.act()
     assert observation.tool_calls[0].result.observation == "42"
     below = form.opened
-    await ask(form, "leave")
+    await press(form, "leave")
     assert form.opened is None and below.comm is None
-    await ask(form, "chain", "{oops")
+    await press(form, "chain", "{oops")
     assert "JSON" in form._notice
 
 
@@ -133,7 +125,7 @@ async def test_whose_fault_it_was() -> None:
     await form.call(days=2, place=1)
     assert "places is missing; place is not an argument" in form._result["observation"]
     for text, said in (("{", "not valid JSON"), ("[1]", "JSON object"), ("{'a': 1}", "not valid JSON")):
-        await ask(form, "call", text)
+        await press(form, "call", text)
         assert said in form._notice
         assert form.draft == text
     assert len(form.results) == 3
@@ -154,10 +146,10 @@ async def test_a_slow_call_is_cancelled_and_two_are_refused() -> None:
     form._on_message(form, message, [])
     await asyncio.sleep(0.05)
     assert "a call is running" in form._notice
-    await ask(form, "cancel")
+    await press(form, "cancel")
     assert not form.busy
     assert form.results == []
-    await ask(form, "call", '{"seconds": 0}')
+    await press(form, "call", '{"seconds": 0}')
     assert form.result.observation == "done"
 
 
@@ -189,7 +181,7 @@ async def test_a_form_takes_its_sandbox_from_the_pool_and_its_fields_from_the_ta
     del pool
     gc.collect()
     assert gone() is None
-    await ask(form, "call", '{"text": "you"}')
+    await press(form, "call", '{"text": "you"}')
     assert "the pool no longer exists" in form._notice
 
 
@@ -272,17 +264,17 @@ async def test_a_reward_form_shows_what_flipped() -> None:
     assert form._about["new"] == {"mean": "0.3636", "success": "0.3636", "scored": 11, "unscored": 1}
     assert [row[0] for row in form._about["rows"][:4]] == gained
     assert [t.reward for t in rollout.trajectories if t.reward] == []  # the rollout is unchanged
-    await ask(form, "look", gained[1])
+    await press(form, "look", gained[1])
     assert form.picked is rollout.trajectories[3]
     assert "Reward 1" in form._detail["new"]
     assert list(form.selection) == [form.picked]
-    await ask(form, "chain_tokens")
+    await press(form, "chain_tokens")
     assert form.opened.trajectories == (form.picked,)
-    await ask(form, "chain_stepper")
+    await press(form, "chain_stepper")
     assert "agent=" in form._notice
-    await ask(form, "chain_code")
+    await press(form, "chain_code")
     assert form._cell["text"].startswith(f"trajectory = next(t for t in rollout.trajectories if t.id == {gained[1]!r})")
-    await ask(form, "look", "nothing")
+    await press(form, "look", "nothing")
     assert form.opened is None
     assert form.picked is None
     sent(form)
@@ -329,7 +321,7 @@ async def test_a_reward_that_fails_is_told_and_leaves_a_chain_unscored() -> None
     assert n == form._about["new"]["unscored"] - 1
     assert {k: n for k, _, n in form._about["tally"]}["unscored"] == n
     failed = form.to_frame().query("change == 'unscored'")["trajectory"].iloc[0]
-    await ask(form, "look", failed)
+    await press(form, "look", failed)
     assert "1 / len" in form._detail["traceback"]
 
     @af.reward
@@ -373,7 +365,7 @@ async def test_a_slow_reward_is_cancelled() -> None:
     form = w.RewardForm(slow, saved())
     await asyncio.sleep(0.02)
     assert form.busy
-    await ask(form, "cancel")
+    await press(form, "cancel")
     assert not form.busy
     assert form.rescored is None
 
@@ -384,7 +376,7 @@ async def test_a_reward_form_of_nasty_texts() -> None:
     sent(form)
     assert not check_static(form).tags & {"script", "img"}
     for t in form.record.trajectories:
-        await ask(form, "look", t.id)
+        await press(form, "look", t.id)
         sent(form)
 
 
