@@ -121,7 +121,7 @@ def gpg(
     Shapes:  rewards (N trajectories,), groups (N,) -> (N,).
     Units:   reward, times a factor of at least 1.
     Raises:  ValueError if a reward is infinite. NaN means unscored.
-    Source:  GPG, arXiv 2504.02546, "accurate gradient estimation"; `std` is its F_norm (None: 1).
+    Source:  GPG, arXiv 2504.02546, "accurate gradient estimation"; `std` is its F_norm, and std=None is F_norm = 1.
     """
     g = GroupedRewards.from_rewards(rewards, groups)
     a = g.grpo(std, singleton, eps)

@@ -63,7 +63,7 @@ def gae(
     discount_observations: bool = False,
     trajectory_index: Groups | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation. Returns (advantages, returns), not whitened, 0 where masked.
+    """Generalised advantage estimation. Returns advantages (not whitened) and returns, both 0 where the mask is 0.
 
     The steps are action tokens or, with `turns`, whole turns. The reward of a turn is the sum of its token rewards, its
     value is that at its first action token, and all its action tokens have the same advantage and return.

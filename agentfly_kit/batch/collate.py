@@ -289,8 +289,8 @@ def _unusable_reason(
 def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.float32]]:
     """Return the token rewards of each row, (T,): 0 at trained tokens without a reward, NaN where the mask is 0.
 
-    The reward of a turn goes to the last token of the turn that earned it (`credited_turn`), and is ignored if that
-    token is not trained on. The reward of the trajectory goes to its last trained token.
+    The reward of a turn is assigned to the last token of the turn that earned it (`credited_turn`), and is ignored if
+    that token is not trained on. The reward of the trajectory is assigned to its last trained token.
     """
     out = [np.where(mask, np.float32(0), np.float32(np.nan)) for mask in masks]
     # Row and column of the last token of each turn.

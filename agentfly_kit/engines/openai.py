@@ -360,7 +360,7 @@ class OpenAIEngine(Engine):
     async def score(self, ids: Sequence[int]) -> tuple[float, ...]:
         """Return the logprob of each id after the first, given the ids before it, at temperature 1 in nats.
 
-        The server must have `prompt_logprobs` and `logprob_token_ids`, as vLLM 0.32 does.
+        The server must support `prompt_logprobs` and `logprob_token_ids`, as vLLM 0.32 does.
 
         Raises:
             EngineError: If the server fails or returns no such logprobs, or the ids do not fit into its context.

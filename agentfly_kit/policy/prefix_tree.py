@@ -38,7 +38,7 @@ def build_prefix_trees(ids: Tensor, lengths: list[int], *, scale: float, max_tok
     texts = [array[i, :n] for i, n in enumerate(lengths)]
     max_tokens = min(max_tokens, _MAX_TREE_TOKENS)
     trees: list[PrefixTree] = []
-    # In lexicographic order, the row with the longest common prefix is the previous one. Big-endian bytes sort alike.
+    # In lexicographic order, the row with the longest common prefix is the previous one. Big-endian bytes sort as ids.
     for i in sorted(range(len(lengths)), key=lambda i: texts[i].astype(">i8").tobytes()):
         n = lengths[i]
         if trees:

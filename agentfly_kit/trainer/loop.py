@@ -127,7 +127,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         total: Total number of steps of the run.
         rollout: Rollout in progress, for live views; None between rollouts.
         stopping: True if the run stops after the current iteration.
-        state: not started, running, paused, stopping, done, stopped, interrupted or failed.
+        state: "not started", "running", "paused", "stopping", "done", "stopped", "interrupted" or "failed".
         error: Exception that ended the run, or None.
         resumed_from: Number of completed steps when the run was last loaded from its folder.
     """
