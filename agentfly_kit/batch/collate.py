@@ -68,10 +68,10 @@ def collate(
             reward of its trajectory.
         authors: Authors whose tokens are trained on, if this policy sampled them. None trains on all sampled tokens.
             Turn rewards earned by other authors are ignored.
-        imitate: Authors whose actions are imitated, or True for all authors, sampled or not: the mask is then 1 at the
-            tokens of these actions, and `advantages` are weights of at least 0, by default 1. Trajectories without a
-            reward are included, and those of weight 0 are dropped: `lambda r, g: (r > 0).float()` is rejection
-            sampling. The batch is for `imitation_step`.
+        imitate: Authors whose actions are imitated, whether sampled or not; True means all authors. The mask is then 1
+            at the tokens of these actions, and `advantages` are weights of at least 0, by default 1. Trajectories
+            without a reward are included, and those of weight 0 are dropped; for rejection sampling, pass
+            `lambda r, g: (r > 0).float()`. The batch is for `imitation_step`.
         truncated: How to treat trajectories that a limit cut off. "score" trains on them. "mask" excludes their rows
             after the advantages have been computed. "penalty" first subtracts `penalty` from their reward. "bootstrap"
             is the same as "score", for estimators that receive the value of the state at the cut, such as

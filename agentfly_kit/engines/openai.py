@@ -53,8 +53,8 @@ class OpenAIEngine(Engine):
         tokens: "none" for text, "exact" for token ids with logprobs.
         stop_ids: Ids that end a turn, such as `policy.chat.stop_ids`; required for exact tokens.
         timeout: Time limit per attempt in seconds.
-        retries: Number of further attempts after status 429 or 5xx, a timeout or a lost connection. When all fail, the
-            chain gets an EngineError.
+        retries: Number of further attempts after status 429 or 5xx, a timeout or a lost connection. If all attempts
+            fail, EngineError is raised.
         backoff: Wait before the first retry in seconds; it doubles with each further retry.
         max_length: Context length in tokens, if the server does not report it.
         extra_body: Additional fields of each request.

@@ -196,7 +196,7 @@ class Run(Displayable):
         return self._listeners.subscribe(callback)
 
     def truncate(self, steps: int) -> None:
-        """Delete the records and kept policies of steps after `steps`, the last step of the checkpoint."""
+        """Delete incomplete lines, and the records and kept policies of steps after `steps`, the checkpoint's step."""
         kept = self.records[:steps]
         file = self.path / "steps.jsonl"
         text = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept)

@@ -83,7 +83,7 @@ class RemotePool(Displayable, BasePool[S]):
             Its sandboxes are represented by RemoteSandbox, which has the same methods.
         acquire_timeout: Seconds to wait for a lease if the caller passes no timeout.
         patience: Seconds for which unanswered requests are retried before RemotePoolError is raised.
-        verify: For https: True verifies certificates as usual; a path names the file of an authority to trust.
+        verify: For https, whether to verify the server's certificate, or the path of the certificates to trust.
     """
 
     def __init__(
