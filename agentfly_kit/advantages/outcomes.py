@@ -186,7 +186,7 @@ def gdpo(
     Shapes:  rewards (N trajectories, K rewards), groups (N,), weights (K,), by default 1 each -> (N,).
     Units:   standard deviations.
     Raises:  ValueError if a reward is infinite. A trajectory with a NaN among its rewards is unscored.
-    Source:  GDPO, arXiv 2601.05242. verl's code whitens over tokens, so that long rows count more; this counts rows.
+    Source:  GDPO, arXiv 2601.05242. verl's code whitens over tokens instead, so that long rows count more.
     """
     r = as_floats(rewards, "rewards")
     if r.ndim != 2:

@@ -17,7 +17,7 @@ class Tracker:
 
         Args:
             run: Folder of the run. `run.id` identifies the run when it continues, and `run.flat_settings()` returns its
-                hyperparameters. Its records are those of the completed steps.
+                hyperparameters. `run.records` are those of the completed steps.
 
         Returns:
             Number of the last step that was already tracked. `step` is then called with each later record.
