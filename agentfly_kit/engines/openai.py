@@ -60,8 +60,8 @@ class OpenAIEngine(Engine):
         extra_body: Additional fields of each request.
         weights: How `update` sends weights: "shm" through shared memory to a server on this machine, "http" over a
             socket that this process opens for the duration of an update, or "auto" for "shm" if the server's address
-            is a loopback address and "http" otherwise. The weights are not encrypted. If the server must use another
-            address of this machine than that of the interface that leads to the server, pass it, such as
+            is a loopback address and "http" otherwise. The weights are not encrypted. The server connects to the
+            address of the interface through which this machine reaches it. To use another address, pass it, such as
             "http://10.0.0.5:7000".
     """
 

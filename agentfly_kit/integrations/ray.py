@@ -150,9 +150,9 @@ class _Description:
 class Workers(Displayable):
     """Processes on a Ray cluster that run the groups of rollouts, created by `af.ray.workers`.
 
-    Pass them as `agent.rollout(..., workers=)`, `af.evaluate(..., workers=)` or `af.train(..., workers=)`. A group runs
-    in one process. If the process or its node dies, its groups run again elsewhere, with the same seeds and at most
-    three times, and Ray starts another process. Concurrent rollouts on the same workers run one after the other.
+    Pass the object as `agent.rollout(workers=)`, `af.evaluate(workers=)` or `af.train(workers=)`. A group runs in one
+    process. If a process or its node dies, its groups run again elsewhere, with the same seeds and at most three times,
+    and Ray starts another process. Concurrent rollouts on the same workers run one after the other.
 
     Attributes:
         nodes: Host name and process id of each worker when it started.

@@ -184,8 +184,8 @@ def dppo(
     The distance compares the probabilities p and q of the token under logprobs and old_logprobs, which should be those
     of the sampler. It is |p - q| for "tv"; for "kl" it is KL(q || p) of the two Bernoulli distributions "this token or
     another", for which 0.05 is a usual `clip`. For positive advantages, `clip_high` replaces `clip` if given. Unlike a
-    clip on the ratio, this permits large ratios of rare tokens. verl also limits the ratio, to 3 unless configured
-    otherwise; the paper found that such limits make training less stable (5.4).
+    clip on the ratio, this permits large ratios of rare tokens. verl also limits the ratio, by default to 3; the paper
+    found that such limits make training less stable (5.4).
 
     Shapes:  each (B rows, T tokens) -> (B, T).
     Units:   clip: probability for "tv", nats for "kl".
@@ -261,7 +261,7 @@ def kl_cov(
     The penalty applies to a fraction `share` of the action tokens, and at least to one. Pass a whole minibatch.
 
     Shapes:  each (B rows, T tokens) -> (B, T).
-    Source:  arXiv 2505.22617 (KL-Cov); the penalty |log ratio| follows its code.
+    Source:  arXiv 2505.22617 (KL-Cov); the penalty |log ratio| is that of the authors' code.
     """
     d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
     loss = -torch.exp(d) * a

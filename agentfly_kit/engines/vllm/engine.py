@@ -37,7 +37,7 @@ class VLLMEngine(Engine):
     """Sample with vLLM, for models of any size.
 
     vLLM starts on first use or with `await engine.start()`. It stops with `await engine.close()`, when the engine is
-    garbage-collected, and when the process ends, even if it is killed. Methods may be called from any event loop.
+    garbage-collected, and when this process ends or is killed. Methods may be called from any event loop.
 
     Logprobs are those after temperature and before truncation, entropies are exact, and the probability mass kept by
     top-p, top-k or min-p is recorded; a modified sampler in vLLM's worker computes them. The engine is not

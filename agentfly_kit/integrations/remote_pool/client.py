@@ -417,7 +417,7 @@ class _Link:
         return await self.post_and_poll("acquire", owner=owner[:1000], run=run[:1000], timeout=timeout, queue=queue)
 
     async def post_and_poll(self, path: str, **body: Any) -> dict[str, Any]:
-        """Repeat a request until the server returns a result. If the caller is cancelled, cancel it on the server."""
+        """Repeat a request until the server returns a result. If cancelled, cancel the request on the server."""
         request = secrets.token_hex(16)
         self.waiting.add(request)
         try:
@@ -435,7 +435,7 @@ class _Link:
             self.waiting.discard(request)
 
     async def _abandon(self, request: str) -> None:
-        """Cancel a request on the server. If that fails, the server cancels it once a heartbeat no longer lists it."""
+        """Cancel a request on the server. If this fails, the server cancels the request when heartbeats omit it."""
         with contextlib.suppress(Exception):
             await self.post("abandon", request=request)
 
