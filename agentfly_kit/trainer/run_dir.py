@@ -196,7 +196,7 @@ class Run(Displayable):
         return self._listeners.subscribe(callback)
 
     def truncate(self, steps: int) -> None:
-        """Delete incomplete lines, and the records and kept policies of steps after `steps`, the checkpoint's step."""
+        """Delete incomplete lines, and the records and kept policies of steps after `steps`, the last one to keep."""
         kept = self.records[:steps]
         file = self.path / "steps.jsonl"
         text = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept)
