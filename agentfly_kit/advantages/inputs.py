@@ -172,7 +172,7 @@ class EpisodeRows:
         return rows[self.index, self._position]
 
     def any_in_trajectory(self, rows: Tensor) -> Tensor:
-        """Return for each row whether any row of its trajectory is True, (B,)."""
+        """Return for each row whether `rows` is True for any row of its trajectory, (B,)."""
         return torch.zeros_like(self.index).index_add(0, self.index, rows.long())[self.index] > 0
 
 

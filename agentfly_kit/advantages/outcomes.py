@@ -121,7 +121,7 @@ def gpg(
     Shapes:  rewards (N trajectories,), groups (N,) -> (N,).
     Units:   reward, times a factor of at least 1.
     Raises:  ValueError if a reward is infinite. NaN means unscored.
-    Source:  GPG, arXiv 2504.02546, "accurate gradient estimation"; `std` is its F_norm (None: 1).
+    Source:  GPG, arXiv 2504.02546, "accurate gradient estimation"; `std` is its F_norm, and std=None is F_norm = 1.
     """
     g = GroupedRewards.from_rewards(rewards, groups)
     a = g.grpo(std, singleton, eps)
@@ -186,7 +186,7 @@ def gdpo(
     Shapes:  rewards (N trajectories, K rewards), groups (N,), weights (K,), by default 1 each -> (N,).
     Units:   standard deviations.
     Raises:  ValueError if a reward is infinite. A trajectory with a NaN among its rewards is unscored.
-    Source:  GDPO, arXiv 2601.05242. verl's code whitens over tokens, so that long rows count more; this counts rows.
+    Source:  GDPO, arXiv 2601.05242. verl's code whitens over tokens instead, so that long rows count more.
     """
     r = as_floats(rewards, "rewards")
     if r.ndim != 2:

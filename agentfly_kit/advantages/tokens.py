@@ -63,10 +63,10 @@ def gae(
     discount_observations: bool = False,
     trajectory_index: Groups | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation. Returns (advantages, returns), not whitened, 0 where masked.
+    """Generalised advantage estimation. Returns advantages (not whitened) and returns, both 0 where the mask is 0.
 
     The steps are action tokens or, with `turns`, whole turns. The reward of a turn is the sum of its token rewards, its
-    value is that at its first action token, and all its action tokens have the same advantage and return.
+    value is the value at its first action token, and all its action tokens have the same advantage and return.
 
     observations="skip" (verl) skips tokens with mask 0: the value after the last token of an action is that at the next
     *action* token. "step" (SkyRL, TRL PPO, torchtune) makes every token between the first and last action token of a

@@ -46,8 +46,8 @@ def gigpo(
 ) -> Tensor:
     """GRPO over trajectories plus `weight` times GRPO over the turns that started in the same state.
 
-    The return of a turn is the discounted reward from that turn on. It is compared with all turns of the group
-    that started in an equal state (any hashable object, such as an observation).
+    The return of a turn is the discounted reward from that turn on. It is compared with the returns of all turns of the
+    group that started in an equal state (any hashable object, such as an observation).
 
     Shapes:  rewards (N trajectories,), groups (N,); turn_rewards, states: N lists, one entry per turn -> (N, K), where
              K is the maximum number of turns, padded with 0. turn_rewards must include the reward of the trajectory, at
@@ -70,7 +70,7 @@ def gigpo(
             raise AlignmentError(f"trajectory {i} must have a state per turn reward, got {len(at)} for {len(row)}")
         to_come = 0.0
         per_turn.append([to_come := x + gamma * to_come for x in reversed(row)][::-1])
-    sums = torch.tensor([sum(x) for x in per_turn], dtype=r.dtype, device=r.device)  # NaN or inf if any turn reward is
+    sums = torch.tensor([sum(x) for x in per_turn], dtype=r.dtype, device=r.device)  # to detect NaN and inf
     check_no_inf(sums, "turn_rewards")
     r = torch.where(torch.isnan(sums), torch.nan, r)
     episode = grpo(r, index, std=std, singleton=singleton, eps=eps)

@@ -27,7 +27,7 @@ _PADDING |= dict.fromkeys(("logprobs", "entropies", *_MASKED_FIELDS), math.nan)
 
 @dataclass(frozen=True, repr=False)
 class Dropped(Displayable):
-    """Record of a trajectory or row that is excluded from the batch, so from every loss term and denominator."""
+    """Record of a trajectory or row that is excluded from the batch, and hence from all loss terms and denominators."""
 
     trajectory: str  # trajectory id
     reason: str

@@ -68,10 +68,10 @@ def collate(
             reward of its trajectory.
         authors: Authors whose tokens are trained on, if this policy sampled them. None trains on all sampled tokens.
             Turn rewards earned by other authors are ignored.
-        imitate: Authors whose actions are imitated, or True for all authors, sampled or not: the mask is then 1 at the
-            tokens of these actions, and `advantages` are weights of at least 0, by default 1. Trajectories without a
-            reward are included, and those of weight 0 are dropped: `lambda r, g: (r > 0).float()` is rejection
-            sampling. The batch is for `imitation_step`.
+        imitate: Authors whose actions are imitated, whether sampled or not; True means all authors. The mask is then 1
+            at the tokens of these actions, and `advantages` are weights of at least 0, by default 1. Trajectories
+            without a reward are included, and those of weight 0 are dropped; for rejection sampling, pass
+            `lambda r, g: (r > 0).float()`. The batch is for `imitation_step`.
         truncated: How to treat trajectories that a limit cut off. "score" trains on them. "mask" excludes their rows
             after the advantages have been computed. "penalty" first subtracts `penalty` from their reward. "bootstrap"
             is the same as "score", for estimators that receive the value of the state at the cut, such as
@@ -289,8 +289,8 @@ def _unusable_reason(
 def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.float32]]:
     """Return the token rewards of each row, (T,): 0 at trained tokens without a reward, NaN where the mask is 0.
 
-    The reward of a turn goes to the last token of the turn that earned it (`credited_turn`), and is ignored if that
-    token is not trained on. The reward of the trajectory goes to its last trained token.
+    The reward of a turn is assigned to the last token of the turn that earned it (`credited_turn`), and is ignored if
+    that token is not trained on. The reward of the trajectory is assigned to its last trained token.
     """
     out = [np.where(mask, np.float32(0), np.float32(np.nan)) for mask in masks]
     # Row and column of the last token of each turn.

@@ -2,7 +2,7 @@
 
 A filter is a function that returns the reason for exclusion (a string), or None to keep its argument. It is called for
 each trajectory if defined as `def f(trajectory)`, or for each entire group if defined as `def f(group)`. An excluded
-trajectory is treated as unscored. To exclude only its tokens from the loss, as DAPO does with overlong answers, use
+trajectory is treated as unscored. To exclude only the tokens of truncated trajectories from the loss, as DAPO does, use
 `collate(truncated="mask")`.
 """
 

@@ -24,7 +24,7 @@ class Engine(Displayable, ABC):
         reproducible: True if the same ids, sampling settings and seed give the same sample regardless of concurrent
             requests.
         author: "policy" if the tokens can be trained on; otherwise the author to record, such as "script".
-        vocab_size: Number of tokens in the vocabulary; None if the engine does not know it.
+        vocab_size: Number of tokens in the vocabulary; None if unknown.
     """
 
     tokens: Literal["exact", "none"] = "exact"

@@ -214,7 +214,7 @@ class Fleet(Engine):
         kept = next((m for m in usable if session in m.sessions), None)
         chosen = kept or min(usable, key=lambda m: (len(m.sessions), m.running))
         if session is not None and kept is None:
-            self.release(session)  # its engine has failed
+            self.release(session)  # the session's engine has failed
             chosen.sessions.add(session)
         return chosen
 

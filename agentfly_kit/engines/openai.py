@@ -53,15 +53,15 @@ class OpenAIEngine(Engine):
         tokens: "none" for text, "exact" for token ids with logprobs.
         stop_ids: Ids that end a turn, such as `policy.chat.stop_ids`; required for exact tokens.
         timeout: Time limit per attempt in seconds.
-        retries: Number of further attempts after status 429 or 5xx, a timeout or a lost connection. When all fail, the
-            chain gets an EngineError.
+        retries: Number of further attempts after status 429 or 5xx, a timeout or a lost connection. If all attempts
+            fail, EngineError is raised.
         backoff: Wait before the first retry in seconds; it doubles with each further retry.
         max_length: Context length in tokens, if the server does not report it.
         extra_body: Additional fields of each request.
         weights: How `update` sends weights: "shm" through shared memory to a server on this machine, "http" over a
             socket that this process opens for the duration of an update, or "auto" for "shm" if the server's address
-            is a loopback address and "http" otherwise. The weights are not encrypted. If the server must use another
-            address of this machine than that of the interface that leads to the server, pass it, such as
+            is a loopback address and "http" otherwise. The weights are not encrypted. The server connects to the
+            address of the interface through which this machine reaches it. To use another address, pass it, such as
             "http://10.0.0.5:7000".
     """
 
@@ -360,7 +360,7 @@ class OpenAIEngine(Engine):
     async def score(self, ids: Sequence[int]) -> tuple[float, ...]:
         """Return the logprob of each id after the first, given the ids before it, at temperature 1 in nats.
 
-        The server must have `prompt_logprobs` and `logprob_token_ids`, as vLLM 0.32 does.
+        The server must support `prompt_logprobs` and `logprob_token_ids`, as vLLM 0.32 does.
 
         Raises:
             EngineError: If the server fails or returns no such logprobs, or the ids do not fit into its context.

@@ -20,8 +20,8 @@ class ScriptedEngine(Engine):
     The tokens have the author "script" and mask 0, because no policy sampled them.
 
     Args:
-        script: A list with one text or one sequence of token ids per turn, or a function `script(task, turn)`, plain
-            or async, that returns them.
+        script: A list with one text or one sequence of token ids per turn, or a function `script(task, turn)`, sync or
+            async, that returns the text or the ids.
         latency: Simulated duration of each turn in seconds, for measuring the overhead of the other components.
     """
 

@@ -73,7 +73,7 @@ class VLLMServer(Displayable):
 
     @property
     def pid(self) -> int | None:
-        """Id of the server's process, which leads its process group; None if the server is not running."""
+        """Id of the server's process, and of its process group; None if the server is not running."""
         running = self._process is not None and self._process.poll() is None
         return self._process.pid if running and self._process is not None else None
 
@@ -88,7 +88,7 @@ class VLLMServer(Displayable):
         return engine
 
     async def start(self) -> VLLMServer:
-        """Start the server and wait until it answers, which takes up to a minute. Has no effect if it is running.
+        """Start the server if it is not running, and wait until it answers, which takes up to a minute.
 
         Returns:
             This server.
@@ -130,7 +130,7 @@ class VLLMServer(Displayable):
     def _flags(self) -> list[str]:
         settings = self._model._settings()
         flags = ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", _MODEL]
-        flags.append("--disable-uvicorn-access-log")  # a line per request
+        flags.append("--disable-uvicorn-access-log")  # which has one line per request
         for name, value in settings.items():
             flag = name.replace("_", "-")
             if isinstance(value, bool):
@@ -164,7 +164,7 @@ def _answers(port: int) -> bool:
 
 
 def _kill(process: subprocess.Popen[bytes] | None) -> None:
-    """Kill the process group; vLLM's processes hold no unique data, and its CPU worker never exits by itself."""
+    """Kill the process group. No data is lost, and vLLM's CPU worker would never exit by itself."""
     if process is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

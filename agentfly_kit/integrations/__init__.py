@@ -1,1 +1,1 @@
-"""Integrations: TRL trainers, and sandbox pools in another process or on another machine."""
+"""Integrations: TRL, Ray, trackers, traces, rollouts of other projects, notebook display, and remote sandbox pools."""

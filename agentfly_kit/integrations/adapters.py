@@ -128,8 +128,9 @@ def environment(environment_class: type) -> type:
 
     Public methods except `reset` and `get_reward` become tools. As in TRL, an observation is `str` of the returned
     value, or of {"error": ...} after an exception. `reset` is called with the task fields, and with the task's messages
-    as `prompt`. Its result is added as a message after the prompt, whereas TRL appends it to the last message. If
-    `get_reward` is defined, it returns the reward. The chain ends when the attribute `done`, if present, is true.
+    as `prompt`. The result of `reset` is added as a message after the prompt, whereas TRL appends it to the last
+    message. If `get_reward` is defined, its result is the reward. The chain ends when the attribute `done`, if present,
+    is true.
 
     Args:
         environment_class: the class. Constructor arguments are set with `af.envs.agent(..., options={...})`.

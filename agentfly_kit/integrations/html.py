@@ -223,7 +223,7 @@ def rollout(rollout: Rollout) -> str:
 
 
 def rollout_diff(diff: RolloutDiff, limit: int = 8) -> str:
-    """Return HTML showing up to `limit` gained pairs and up to `limit` lost pairs."""
+    """Return HTML of up to `limit` pairs of chains of which only the second succeeded, and of which only the first."""
 
     def row(pair: tuple[Trajectory, Trajectory]) -> tuple[Any, ...]:
         before, after = pair

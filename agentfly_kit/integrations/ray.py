@@ -38,11 +38,11 @@ _NOT_SENT = ("engine", "chat", "pools", "watch", "_concurrency", "_last_handle",
 def workers(agent: Agent, n: int, *, timeout: float = 300.0, **options: Any) -> Workers:
     """Start `n` processes on the Ray cluster that run groups of rollouts of `agent`.
 
-    Each process has a copy of the agent with its own engine and its own pools, so sandboxes run on its node. Connect to
-    the cluster with `ray.init` first.
+    Each process has a copy of the agent with a separate engine and separate pools, so sandboxes run on the node of the
+    process. Connect to the cluster with `ray.init` first.
 
     Args:
-        agent: The agent. Everything in it must be picklable; functions of a notebook are.
+        agent: The agent. All of its parts must be picklable, as functions defined in a notebook are.
         n: Number of processes.
         timeout: Time limit for the start of the processes in seconds.
         options: Options of Ray for actors, such as `num_cpus`, `num_gpus` or `runtime_env`. By default each process
@@ -94,7 +94,7 @@ def _parts(agent: Agent) -> Iterator[tuple[str, Any]]:
 
 
 class _GroupRunner:
-    """Actor that runs groups. It is created in a worker process.
+    """Ray actor that runs groups in a worker process.
 
     It receives the agent with each call, because Ray does not keep the arguments of the constructor for a restart.
     """
@@ -150,9 +150,9 @@ class _Description:
 class Workers(Displayable):
     """Processes on a Ray cluster that run the groups of rollouts, created by `af.ray.workers`.
 
-    Pass them as `agent.rollout(..., workers=)`, `af.evaluate(..., workers=)` or `af.train(..., workers=)`. A group runs
-    in one process. If the process or its node dies, its groups run again elsewhere, with the same seeds and at most
-    three times, and Ray starts another process. Concurrent rollouts on the same workers run one after the other.
+    Pass the object as `agent.rollout(workers=)`, `af.evaluate(workers=)` or `af.train(workers=)`. A group runs in one
+    process. If a process or its node dies, its groups run again elsewhere, with the same seeds and at most three times,
+    and Ray starts another process. Concurrent rollouts on the same workers run one after the other.
 
     Attributes:
         nodes: Host name and process id of each worker when it started.

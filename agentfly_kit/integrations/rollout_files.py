@@ -41,9 +41,10 @@ def read_rollouts(source: Any, *, reward: str | Sequence[str] | None = None, cha
         source: A .parquet, .jsonl, .json or .csv file, a folder of .parquet or .jsonl files, or rows in memory: a
             DataFrame, a `datasets.Dataset` or a list of dicts. A row has the columns "prompt" and "completion" (TRL,
             verifiers), "input" and "output" (verl), "messages", or "traces" (verifiers).
-        reward: Column, or columns whose sum is the reward. By default, "reward" or "score"; in a trace of verifiers,
-            the weighted sum of its rewards; in a table of TRL, which does not contain the weights, the sum of all
-            numbers between "completion" and "advantage". Other numbers become metrics, other values fields of the task.
+        reward: Column, or columns whose sum is the reward. By default, the reward is the column "reward" or "score". In
+            a trace of verifiers, it is the weighted sum of the rewards; in a table of TRL, which contains no weights,
+            it is the sum of all numbers between "completion" and "advantage". Other numbers become metrics, and other
+            values become fields of the task.
         chat: Chat whose tokenizer decodes the tokens for display. Without it, `TokenView` shows ids.
 
     Raises:

@@ -16,7 +16,7 @@ __all__ = ["TensorBoard", "Tracker", "Trackio", "prefixed"]
 
 
 def prefixed(record: dict[str, float]) -> dict[str, float]:
-    """Return the numbers of a record with names in three groups: `train/`, `eval/` and `time/`."""
+    """Return the numbers of a record, with names that start with `train/`, `eval/` or `time/`."""
     out = {}
     for name, value in record.items():
         group = "eval" if name.startswith("eval_") else "time" if name.startswith("seconds") else "train"

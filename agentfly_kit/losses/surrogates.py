@@ -53,7 +53,7 @@ def clipped(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Return the tokens at which the clip of `ppo` is active and makes the gradient 0, given the advantage's sign.
+    """Return whether the clip of `ppo` is active at each token, given its advantage's sign; the gradient is then 0.
 
     Shapes:  as in `ppo` -> (B, T) bool, False where the mask is 0.
     """
@@ -154,7 +154,7 @@ def cispo(
     *,
     bounds: Bounds = "both",
 ) -> Tensor:
-    """-stop_gradient(clipped ratio) A log p. The ratio is only a weight, so clipped tokens keep a gradient.
+    """-stop_gradient(clipped ratio) A log p, for advantage A. The ratio is a weight, so clipped tokens keep a gradient.
 
     bounds="both" (verl, SkyRL) clips the weight to (1 - clip, 1 + clip_high); "upper" (TRL) only limits it to
     1 + clip_high and ignores `clip`. TRL's `epsilon_high` is the limit itself, so epsilon_high=5 equals clip_high=4.
@@ -179,13 +179,13 @@ def dppo(
     *,
     divergence: Divergence = "tv",
 ) -> Tensor:
-    """-ratio A, but 0 at tokens where the policies differ by more than `clip` and the update would increase this.
+    """-ratio * advantage, but 0 where the policies differ by more than `clip` and the update would increase this.
 
     The distance compares the probabilities p and q of the token under logprobs and old_logprobs, which should be those
     of the sampler. It is |p - q| for "tv"; for "kl" it is KL(q || p) of the two Bernoulli distributions "this token or
-    another", with a usual threshold of 0.05. For A > 0 the threshold is `clip_high`, by default `clip`. Unlike a clip
-    on the ratio, this permits large ratios of rare tokens. verl also limits the ratio, to 3 unless configured
-    otherwise; the paper found that such limits make training less stable (5.4).
+    another", for which 0.05 is a usual `clip`. For positive advantages, `clip_high` replaces `clip` if given. Unlike a
+    clip on the ratio, this permits large ratios of rare tokens. verl also limits the ratio, by default to 3; the paper
+    found that such limits make training less stable (5.4).
 
     Shapes:  each (B rows, T tokens) -> (B, T).
     Units:   clip: probability for "tv", nats for "kl".
@@ -256,12 +256,12 @@ def kl_cov(
     share: float = 2e-4,
     coef: float = 1.0,
 ) -> Tensor:
-    """-ratio A without a clip, plus coef |log ratio| at the tokens with the highest covariance of A and logprob.
+    """-ratio A, unclipped, plus coef |log ratio| at the tokens with the highest covariance of advantage A and logprob.
 
     The penalty applies to a fraction `share` of the action tokens, and at least to one. Pass a whole minibatch.
 
     Shapes:  each (B rows, T tokens) -> (B, T).
-    Source:  arXiv 2505.22617 (KL-Cov); the penalty |log ratio| follows its code.
+    Source:  arXiv 2505.22617 (KL-Cov); the penalty |log ratio| is that of the authors' code.
     """
     d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
     loss = -torch.exp(d) * a

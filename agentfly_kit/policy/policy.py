@@ -31,7 +31,7 @@ class Policy(Displayable, LanguageModel):
     Args:
         model: Causal language model with the interface of transformers.
         chat: Tokenizer, chat template and tool-call format of the model.
-        value_head: True adds a value head on the policy's own trunk, "separate" adds one on a copy (see `Critic`).
+        value_head: True adds a value head to the policy's own decoder, "separate" to a copy of it (see `Critic`).
         version: Number of optimizer steps taken so far.
     """
 
@@ -90,9 +90,10 @@ class Policy(Displayable, LanguageModel):
 
         Args:
             path: Folder of a model, hub name, or folder of a training run. For a run, the last checkpoint is loaded.
-            value_head: True for a value head on the policy's trunk, "separate" for a separate critic; see `Critic`.
-            lora: Rank, or options of `peft.LoraConfig`. The weights are frozen and an adapter on all linear layers is
-                trained; `reference()` then returns the frozen base. Not needed for a folder that contains an adapter.
+            value_head: True adds a value head to the policy's decoder, "separate" to a copy of it (see `Critic`).
+            lora: Rank of a LoRA adapter, or options of `peft.LoraConfig`. The adapter, on all linear layers, is trained
+                and the weights are frozen; `reference()` then returns the frozen base model. Must be None for a folder
+                that contains an adapter.
             device: Device of the model, such as "cuda:1" or "mps"; by default CUDA if available, else the CPU.
             dtype: Torch dtype or its name; "auto" uses the dtype of the files.
             format: Format of tool calls; see `Chat`.

@@ -32,13 +32,13 @@ def build_prefix_trees(ids: Tensor, lengths: list[int], *, scale: float, max_tok
     """Group rows `ids[i, :lengths[i]]` into prefix trees of at most `max_tokens` tokens, wherever a tree is cheaper.
 
     `scale` is the number of attended keys at which attention costs as much per token as the rest of the model. A tree
-    of W tokens costs W + W² / scale, but a single row half of the quadratic term, because its mask is causal.
+    of W tokens costs W + W² / scale; a single row, whose mask is causal, costs only half of the quadratic term.
     """
     array = ids.cpu().numpy()
     texts = [array[i, :n] for i, n in enumerate(lengths)]
     max_tokens = min(max_tokens, _MAX_TREE_TOKENS)
     trees: list[PrefixTree] = []
-    # In lexicographic order, the row with the longest common prefix is the previous one. Big-endian bytes sort alike.
+    # In lexicographic order, the row with the longest common prefix is the previous one. Big-endian bytes sort as ids.
     for i in sorted(range(len(lengths)), key=lambda i: texts[i].astype(">i8").tobytes()):
         n = lengths[i]
         if trees:

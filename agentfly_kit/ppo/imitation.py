@@ -53,8 +53,8 @@ def imitation_step(
         cancel: Event that cancels the step at the next micro-batch.
 
     Returns:
-        The statistics. Those of probability ratios are NaN for tokens that no policy sampled, and `entropy` is that
-        which the sampling engine recorded.
+        The statistics. Statistics of probability ratios are NaN for tokens that no policy sampled, and `entropy` is the
+        mean of the recorded entropies.
 
     Raises:
         AlignmentError: If the tensors of the batch do not fit together.

@@ -28,13 +28,13 @@ _PROBE_TOKENS = 64
 
 @dataclass
 class MicroBatch:
-    """The b rows of a forward pass, w tokens wide, and inputs of their N sampled tokens, each (N,), on its device."""
+    """Rows of a forward pass (b rows of w tokens) and inputs of their N sampled tokens, on the policy's device."""
 
     ids: Tensor  # (b, w)
     mask: Tensor  # (b, w) bool: True where the policy sampled the token
     temperatures: Tensor  # (b,)
     positions: tuple[Tensor, Tensor]  # row and column of each token in the batch
-    old_logprobs: Tensor  # denominator of the probability ratio
+    old_logprobs: Tensor  # (N,), as all others: denominator of the probability ratio
     advantages: Tensor
     token_weight: Tensor  # weight of each token's loss in the minibatch
     importance_weights: Tensor | None  # those of `PPOConfig.correction`
@@ -55,7 +55,7 @@ class StepInputs:
     old_logprobs: Tensor  # denominator of the probability ratio
     ref_logprobs: Tensor | None
     importance_weights: Tensor | None  # those of `PPOConfig.correction`
-    sampler_gap: float  # largest difference between logprobs of engine and policy, in nats; NaN if not compared
+    sampler_gap: float  # largest difference between logprobs of sampler and policy, in nats; NaN if not compared
     effective_sample_size: float  # of the importance weights, as a fraction; NaN without a correction
 
     @classmethod
@@ -184,7 +184,7 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
 
 
 def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> list[Tensor]:
-    """Divide an epoch into minibatches of `size` random trajectories (None: all). Return the row indices of each."""
+    """Divide the trajectories at random into minibatches of `size`; None makes one. Return the row indices of each."""
     trajectories = batch.trajectory_index.unique()
     order = trajectories[torch.randperm(len(trajectories), generator=generator)]
     return [torch.isin(batch.trajectory_index, part).nonzero()[:, 0] for part in order.split(size or len(order))]

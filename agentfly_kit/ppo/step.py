@@ -94,7 +94,7 @@ def ppo_step(
         warn_if_bfloat16_is_slow(policy.device)
     has_values = config.value_coef > 0 and policy.value_head is not None and batch.returns is not None
 
-    # Every process draws the same minibatches from the same seed and processes its share of each one's rows.
+    # Every process draws the same minibatches from the same seed, and computes a share of the rows of each minibatch.
     generator = torch.Generator().manual_seed(seed)
     schedule = [minibatches(batch, config.minibatch, generator) for _ in range(config.epochs)]
     phases = PhaseTimer()
@@ -111,8 +111,8 @@ def ppo_step(
         if _only_advantage(loss, config, has_values):
             live = (torch.where(batch.mask, batch.advantages, 0.0) != 0).any(1)
 
-        # Use the engine's entropies if it recorded all of them: they are exact and cover skipped rows too. Otherwise
-        # the forward pass computes them.
+        # If the sampling engine recorded all entropies, use them: they are exact and include those of skipped rows.
+        # Otherwise the forward pass computes entropies.
         entropies_known = not bool(torch.isnan(batch.entropies[batch.mask]).any())
         needs_entropy = config.entropy_coef > 0 or not (entropies_known or batch.imitation)
 
@@ -172,7 +172,7 @@ def ppo_step(
         value_loss=totals["value_loss"] / updates if has_values else math.nan,
         kl_reference=_kl_reference(totals, inputs, config),
         approx_kl=last_epoch.per_token("approx_kl"),
-        clip_fraction=last_epoch["clipped"] / tokens,  # of all tokens: the clip never binds in a skipped row
+        clip_fraction=last_epoch["clipped"] / tokens,  # of all tokens, because skipped rows have no clipped token
         entropy=entropy,
         grad_norm=norms / updates,
         explained_variance=explained_variance(batch),
@@ -201,7 +201,7 @@ def _objective(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the objective of a micro-batch, to be minimized, and its statistics, summed over tokens."""
     # Policy loss. The probability ratio is clipped in losses/surrogates.py: for "ppo", max(-ratio A, -clip(ratio) A).
-    # The clip binds where the gradient of this loss, without the other terms, is 0.
+    # The clip is active where the gradient of this loss, without the other terms, is 0.
     objective = policy_loss = loss(out.logprob, micro).sum()
     policy_gradient = torch.autograd.grad(policy_loss, out.logprob, retain_graph=True)[0]
     log_ratio = (out.logprob - micro.old_logprobs).clamp(max=20.0)  # exp overflows float32 above 88

@@ -194,7 +194,7 @@ async def distilled(batch: Batch, teacher: Policy | Engine, config: TrainConfig)
 
 
 def check_teacher(teacher: Policy | Engine | None, agent: AgentSettings, policy: Policy, config: TrainConfig) -> None:
-    """Raise SettingsError if the teacher cannot score the chains of the policy; a server is asked at the start."""
+    """Raise SettingsError if the teacher cannot score the chains of the policy. Servers are checked at the start."""
     if (teacher is not None) != (config.teacher_coef > 0):
         raise SettingsError(
             "teacher= and TrainConfig(teacher_coef=) above 0 must be used together, got "
@@ -233,7 +233,7 @@ def _with_rewards(trajectories: Iterable[Trajectory]) -> tuple[Trajectory, ...]:
 
 
 def _checked(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap an estimator so that it raises BatchError if the function fails or returns a wrong shape."""
+    """Wrap an estimator so that BatchError is raised if the estimator fails or returns a wrong shape."""
     inner = getattr(estimator, "func", estimator)
     name = getattr(inner, "__name__", type(inner).__name__)
 

@@ -43,7 +43,7 @@ class WorkerGroup:
         return parts
 
     async def run_on_main(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a function in a thread of the main process. Every process returns its result, or raises if it fails."""
+        """Run a function in a thread of the main process. All processes return the result, or raise if it fails."""
         if self.is_single:
             return await run_in_thread(function, *args)
         value: T | None = None

@@ -80,9 +80,9 @@ def train(
         policy: Policy to train, from its current weights.
         tasks: Training tasks.
         config: Settings; None uses the defaults of `TrainConfig`.
-        run: Folder of the run. If it contains an unfinished run with the same config, tasks, tools, reward and initial
-            policy, that run continues. If that run is finished, its recorded steps are replayed and its final weights
-            are loaded. None creates a temporary folder.
+        run: Folder of the run. If it contains a run with the same config, tasks, tools, reward and initial policy, that
+            run continues. If that run is complete, its recorded steps are replayed and its final weights are loaded.
+            None creates a temporary folder.
         eval_tasks: Tasks to evaluate every `config.evaluate_every` iterations, which must not be 0.
         resume: False discards the contents of the folder and starts from scratch.
         progress: Whether to show a progress bar. For curves, display `widgets.TrainView(run)` before awaiting the run.
@@ -127,7 +127,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         total: Total number of steps of the run.
         rollout: Rollout in progress, for live views; None between rollouts.
         stopping: True if the run stops after the current iteration.
-        state: not started, running, paused, stopping, done, stopped, interrupted or failed.
+        state: "not started", "running", "paused", "stopping", "done", "stopped", "interrupted" or "failed".
         error: Exception that ended the run, or None.
         resumed_from: Number of completed steps when the run was last loaded from its folder.
     """

@@ -110,7 +110,7 @@ class Run(Displayable):
             raise RunError(f"{self.path / 'run.json'} is missing or damaged ({error})") from error
 
     def flat_settings(self) -> dict[str, Any]:
-        """Return the settings with dotted names. Settings of the config have no prefix; functions are fingerprints."""
+        """Return the settings with dotted names (no prefix for those of the config), and functions as fingerprints."""
         return _flat(self.settings())
 
     @property
@@ -140,7 +140,7 @@ class Run(Displayable):
 
     @property
     def start_version(self) -> int:
-        """Version of the policy when the run began, which is the number of earlier updates."""
+        """Version of the policy when the run began: the number of optimizer steps taken before the run."""
         try:
             return int(self._read_about().get("start_version", 0))
         except (OSError, ValueError, RunError):
@@ -196,7 +196,7 @@ class Run(Displayable):
         return self._listeners.subscribe(callback)
 
     def truncate(self, steps: int) -> None:
-        """Keep the first `steps` records, which the checkpoint includes, and delete the others and incomplete lines."""
+        """Delete incomplete lines, and the records and kept policies of steps after `steps`, the last one to keep."""
         kept = self.records[:steps]
         file = self.path / "steps.jsonl"
         text = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept)
@@ -370,8 +370,8 @@ def last_success(records: Sequence[Mapping[str, Any]]) -> str:
 def detect_collapse(records: Sequence[dict[str, float]], groups: int) -> str | None:
     """Describe a reward collapse that first becomes apparent with the last record; otherwise return None.
 
-    The mean reward has stayed below half of the best value for 3 consecutive steps. The best value is the maximum of
-    the mean reward minus two standard errors over `groups` groups, so that noise around zero is ignored.
+    A collapse means that the mean reward has stayed below half of the best value for 3 consecutive steps. The best
+    value is the maximum of the mean reward minus two standard errors (of `groups` groups), to ignore noise around zero.
     """
     best, threshold, low = "", 0.0, 0
     for record in records:

@@ -17,7 +17,7 @@ class Tracker:
 
         Args:
             run: Folder of the run. `run.id` identifies the run when it continues, and `run.flat_settings()` returns its
-                hyperparameters. Its records are those of the completed steps.
+                hyperparameters. `run.records` are those of the completed steps.
 
         Returns:
             Number of the last step that was already tracked. `step` is then called with each later record.
@@ -52,7 +52,7 @@ class TrackerSet:
             self._trackers.append(tracker)
 
     def begin(self, run: Run) -> None:
-        """Start tracking, unless it has started, and send the records that a tracker does not have."""
+        """Start tracking unless it has been started, and send each tracker the records that it has not received."""
         if self._last is not None:
             return
         self._last = {}
@@ -65,7 +65,7 @@ class TrackerSet:
             self.step(record)
 
     def step(self, record: dict[str, float]) -> None:
-        """Send a record to the trackers that do not have it."""
+        """Send a record to the trackers that have not received it."""
         for tracker in list(self._trackers) if self._last is not None else ():
             assert self._last is not None
             if record["step"] <= self._last[id(tracker)]:

@@ -131,7 +131,7 @@ class FusedLlamaDecoder:
         """Compute the hidden states of one token per row.
 
         With one query per row, torch's fused attention is slow, because it needs one product per row and head. Two
-        batched products over all rows and heads take about two thirds of its time.
+        batched products over all rows and heads take about two thirds of the time.
 
         Shapes:  tokens (R,), positions (R,), mask (R, 1, 1, S) -> (R, d).
         """

@@ -37,7 +37,7 @@ class VLLMEngine(Engine):
     """Sample with vLLM, for models of any size.
 
     vLLM starts on first use or with `await engine.start()`. It stops with `await engine.close()`, when the engine is
-    garbage-collected, and when the process ends, even if it is killed. Methods may be called from any event loop.
+    garbage-collected, and when this process ends or is killed. Methods may be called from any event loop.
 
     Logprobs are those after temperature and before truncation, entropies are exact, and the probability mass kept by
     top-p, top-k or min-p is recorded; a modified sampler in vLLM's worker computes them. The engine is not
@@ -53,10 +53,10 @@ class VLLMEngine(Engine):
             memory or 512 MiB on the GPU.
         alternatives: Number of most probable tokens to record at each position in `Turn.alternatives`; 0 to record
             none.
-        engine_args: Arguments of vLLM's AsyncEngineArgs. The defaults differ from vLLM's: the dtype of the checkpoint
-            (vLLM would convert float32 to 16 bits), prefix caching, at most 256 concurrent sequences, and no usage
-            statistics. On a CPU also: no compilation, blocks of 32 tokens, and enough KV cache for 256 full sequences,
-            up to 4 GiB.
+        engine_args: Arguments of vLLM's AsyncEngineArgs. By default, this engine uses the dtype of the checkpoint (vLLM
+            would convert float32 to 16 bits), prefix caching and at most 256 concurrent sequences, and disables usage
+            statistics. On a CPU, it also disables compilation, and uses blocks of 32 tokens and a KV cache for 256
+            sequences of full length (at most 4,096 tokens), but of at most 4 GiB.
     """
 
     tokens = "exact"

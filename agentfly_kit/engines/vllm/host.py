@@ -25,7 +25,7 @@ from agentfly_kit.engines.vllm.weight_transfer import CHUNK, BufferNotOpened, De
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 
-# Seconds before vLLM's processes are killed; they hold no unique data, and the CPU worker never exits by itself.
+# Seconds before vLLM's processes are killed. No data is lost, and the CPU worker would never exit by itself.
 _SHUTDOWN_SECONDS = 1.0
 # Seconds between checks that the core is alive during a call.
 _HEALTH_CHECK_SECONDS = 0.5

@@ -87,7 +87,7 @@ class _Server:
         elif engine.weights != "http":
             sender = urlsplit(engine.weights)
             self._sender = sender.hostname or ""
-            # A loopback address is the end of a tunnel; for any other, the interface may have a different address.
+            # A loopback address is the end of a tunnel. Any other may not be that of an interface, so serve at all.
             self.listen = self._sender if _is_loopback(self._sender) else "", sender.port or 0
 
     def _request(self, path: str, body: dict[str, Any] | None = None, retries: int | None = None) -> Awaitable[Any]:

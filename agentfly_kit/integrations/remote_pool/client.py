@@ -83,7 +83,7 @@ class RemotePool(Displayable, BasePool[S]):
             Its sandboxes are represented by RemoteSandbox, which has the same methods.
         acquire_timeout: Seconds to wait for a lease if the caller passes no timeout.
         patience: Seconds for which unanswered requests are retried before RemotePoolError is raised.
-        verify: For https: True verifies certificates as usual; a path names the file of an authority to trust.
+        verify: For https, whether to verify the server's certificate, or the path of the certificates to trust.
     """
 
     def __init__(
@@ -417,7 +417,7 @@ class _Link:
         return await self.post_and_poll("acquire", owner=owner[:1000], run=run[:1000], timeout=timeout, queue=queue)
 
     async def post_and_poll(self, path: str, **body: Any) -> dict[str, Any]:
-        """Repeat a request until the server returns a result. If the caller is cancelled, cancel it on the server."""
+        """Repeat a request until the server returns a result. If cancelled, cancel the request on the server."""
         request = secrets.token_hex(16)
         self.waiting.add(request)
         try:
@@ -435,7 +435,7 @@ class _Link:
             self.waiting.discard(request)
 
     async def _abandon(self, request: str) -> None:
-        """Cancel a request on the server. If that fails, the server cancels it once a heartbeat no longer lists it."""
+        """Cancel a request on the server. If this fails, the server cancels the request when heartbeats omit it."""
         with contextlib.suppress(Exception):
             await self.post("abandon", request=request)
 

@@ -1,4 +1,4 @@
-"""Serialization between a pool's server and its clients. Values are sent as JSON, exceptions as type names.
+"""Serialization between a pool's server and its clients. Values are sent as JSON, exceptions as type and message.
 
 No code is ever transferred: a record is decoded only if its class is a dataclass or named tuple from this package or
 from the module of the pool's sandbox class.
