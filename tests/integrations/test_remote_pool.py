@@ -607,11 +607,11 @@ async def test_a_server_that_closes_gives_back_and_says_so(pool: Pool[Notes]):
     await until(lambda: Notes.runs == 1)
     await server.close()
     assert (pool.snapshot().leased, pool.snapshot().waiting) == (0, 0)
-    for task in (running, waiting[1], waiting[2]):
-        with pytest.raises(RemotePoolError):
-            await task
-    with contextlib.suppress(RemotePoolError):
-        await waiting[0]
+    with pytest.raises(RemotePoolError):
+        await running
+    # Any one of the three had a sandbox, because requests may arrive in another order than they were sent.
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert sum(isinstance(outcome, RemotePoolError) for outcome in outcomes) >= 2
     await lease.release()
     await far.close()
     async with pool.lease():
