@@ -35,6 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
+from recipes.base import RESPONSE_TEMPLATE
 
 import agentfly_kit as af
 
@@ -156,7 +157,7 @@ def theirs(family: str, tasks: Any, steps: int) -> dict[str, Any]:
             clock.append(time.process_time())
 
     policy = af.tiny.policy(family)
-    policy.chat.tokenizer.response_template = af.trl.response_template()
+    policy.chat.tokenizer.response_template = RESPONSE_TEMPLATE
 
     def reward(prompts: Any, completions: Any, answer: Any, **_: Any) -> list[float]:
         return [float(c[-1]["role"] == "assistant" and c[-1]["content"] == a) for c, a in zip(completions, answer)]  # noqa: B905

@@ -348,17 +348,3 @@ def reference_logprobs(
     at = [t - 1 for t in positions]
     entropy = -(logp.exp() * logp).sum(-1)
     return [float(logp[a, ids[t]]) for a, t in zip(at, positions, strict=True)], [float(entropy[a]) for a in at]
-
-
-# How TRL's own loop parses the calls of the shipped policies.
-RESPONSE_TEMPLATE: dict[str, Any] = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "tool_calls": {
-            "open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
-    },
-}  # fmt: skip

@@ -12,6 +12,18 @@ from agentfly_kit.tiny import TEMPLATE, demonstration
 from agentfly_kit.types import Message, Trajectory
 
 UNSURE = "I don't know"
+# Set as `tokenizer.response_template`, it tells TRL how to read the tool calls of a shipped policy.
+RESPONSE_TEMPLATE: dict[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}  # fmt: skip
 
 
 def single_tokens(words: Iterable[str]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import agents
 import packages
 import pytest
 from paths import ROOT
+from recipes.base import RESPONSE_TEMPLATE
 
 TEXT = (ROOT / "docs" / "migration.md").read_text()
 SNIPPETS = [
@@ -75,7 +76,7 @@ def test_the_snippets_of_trl_are_accepted_by_trl() -> None:
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        policy.chat.tokenizer.response_template = agents.RESPONSE_TEMPLATE
+        policy.chat.tokenizer.response_template = RESPONSE_TEMPLATE
         args = config(Path(folder), max_steps=1)
         grpo_trainer(policy, args, reward_funcs=names["exact"])
         counting = grpo_trainer(policy, args, reward_funcs=[], environment_factory=names["Counter"])

@@ -12,6 +12,7 @@ import agents
 import pandas as pd
 import pytest
 import torch
+from recipes.base import RESPONSE_TEMPLATE
 from recipes.calculator import Expression, Recipe
 from test_ppo_more import Kept, trajectories
 
@@ -350,7 +351,7 @@ def test_completion_tables_of_trl_are_read(tmp_path: Path) -> None:
         return [0.25, None] * (len(completions) // 2)
 
     policy = agents.fresh()
-    policy.chat.tokenizer.response_template = agents.RESPONSE_TEMPLATE
+    policy.chat.tokenizer.response_template = RESPONSE_TEMPLATE
     try:
         args = config(
             tmp_path,
