@@ -46,7 +46,7 @@ SUCCESS_RULE = (
 
 
 def source(stem: str, suffix: str) -> str:
-    """Return the shared source followed by the widget's source as one module, which cannot import other files."""
+    """Return the shared and the widget's source as one module, because a widget's module cannot import files."""
     parts = [HERE / f"_shared.{suffix}", HERE / f"{stem}.{suffix}"]
     return "\n".join(path.read_text(encoding="utf-8") for path in parts if path.exists())
 

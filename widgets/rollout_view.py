@@ -33,7 +33,7 @@ _TINTS = {
 _ENDS = ("done", "stopped", "interrupted", "failed")
 # Order of the chains. All other states are those of running chains, which come first with rank 0.
 _RANK = {"queued": 1, "failed": 2, "unscored": 2, "succeeded": 3, "done": 3, "cancelled": 4}
-# Averaging window of the rate in seconds.
+# Length of the window over which the rate is averaged, in seconds.
 _WINDOW = 20.0
 
 

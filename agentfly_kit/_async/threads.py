@@ -30,7 +30,7 @@ T = TypeVar("T")
 _STALL_SECONDS = 0.002
 # Time in seconds after which an idle thread exits.
 _IDLE_SECONDS = 2.0
-# At interpreter exit, seconds to wait for threads, and maximum number of such waits while threads are computing.
+# At interpreter exit: seconds of one wait for running threads, and the maximum number of waits.
 _STOP_SECONDS, _STOP_ATTEMPTS = 0.25, 40
 
 

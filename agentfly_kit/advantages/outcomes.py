@@ -203,7 +203,7 @@ def gdpo(
 
 
 def maxrl(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> Tensor:
-    """(reward - mean) / mean of the group, which maximizes log success instead of success: hard tasks weigh more.
+    """MaxRL: (reward - mean) / mean of the group. Maximizes the log of the success rate, so hard tasks weigh more.
 
     For rewards of 0 and 1 with success probability p, the policy gradient averaged over a group of n is an unbiased
     gradient of the series of log p, truncated after n - 1 terms: sum_{k<n-1} (1 - p)^k grad p.

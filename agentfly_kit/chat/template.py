@@ -389,7 +389,7 @@ class Template:
         return tuple(dict.fromkeys(m.group() for m in found if m and m.group() not in inside))
 
     def written_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return a call as the template renders it in an action, without stop token, or "" if it supports no calls."""
+        """Return a call as rendered by the template, without the stop token, or "" if it supports no calls."""
         if self.calls is None:
             return ""
         action = self._call_message([{"name": name, "tool_call_id": "call-0"}], arguments)

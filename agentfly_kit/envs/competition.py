@@ -377,7 +377,7 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Submit constants, or random numbers of the wrong length, or ask for information."""
+    """Run a constant baseline, write a submission without rows, ask for information, or answer, at random."""
     if rng.random() < 0.3:
         return rng.choice(["done", "I don't know"])
     codes = ("baselines.zero()", "baselines.mean()", "baselines.median()", "open('submission.csv', 'w').write('id,y')")

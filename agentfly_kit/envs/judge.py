@@ -86,10 +86,10 @@ def _is_check(given: Any) -> bool:
 
 
 class Written:
-    """Environment for writing one text, which a judge scores.
+    """Environment in which an agent writes one text, which a judge scores.
 
     Args:
-        judge: the Judge; by default the scripted one.
+        judge: the Judge; by default one with a scripted engine.
     """
 
     def __init__(self, judge: Judge | None = None) -> None:

@@ -454,7 +454,7 @@ class Judge(Displayable):
     async def _verdict(
         self, task: Task, answers: Mapping[str, str], instruction: str, read: _Reader, shown: Mapping[str, Any]
     ) -> _Verdict:
-        """Query the judge with the task and the titled answers until `read` can parse its output."""
+        """Query the judge about the answers, at most `attempts` times, until `read` can parse its output."""
         mark = self._mark(task, *answers.values())
         conversation = "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in task.messages)
         sections = {"The task was": conversation, **answers}

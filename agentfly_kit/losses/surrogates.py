@@ -53,7 +53,7 @@ def clipped(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Return whether the clip of `ppo` is active at each token, given its advantage's sign; the gradient is then 0.
+    """Return a mask of the tokens at which the clip of `ppo` is active, so that their gradient is 0.
 
     Shapes:  as in `ppo` -> (B, T) bool, False where the mask is 0.
     """
@@ -227,7 +227,7 @@ def clip_cov(
     high: float = 5.0,
     seed: int = 0,
 ) -> Tensor:
-    """PPO loss that is set to 0 at a few random tokens among those whose updates reduce entropy most.
+    """PPO loss, set to 0 at a few randomly chosen tokens whose updates would strongly reduce the entropy.
 
     Candidates are tokens at which the clip is not active and the covariance of advantage and logprob is between `low`
     and `high`. A fraction `share` of all action tokens is drawn from them, at least one if there are candidates. Pass a

@@ -105,7 +105,7 @@ def _shared_keys_attention(
 
 
 def unsupported_attention(decoder: Any) -> str:
-    """Return why `masked_states` does not support a decoder, as far as its config shows; empty if it does."""
+    """Return why `masked_states` does not support a decoder, judged by its config; empty if there is no reason."""
     config = decoder.config
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in ("sdpa", "eager", _SHARED_KEYS):

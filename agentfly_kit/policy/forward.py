@@ -103,7 +103,7 @@ class LanguageModel:
         """Maximum context length of the model in tokens."""
         config = self.model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
-        # If a batch exceeds the original length, longrope rotates all of its tokens differently, even earlier ones.
+        # longrope rotates all tokens of a batch differently if any exceeds the original length, so that is the limit.
         limit = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
         return int(limit or getattr(config, "max_position_embeddings", 0) or 1 << 30)
 

@@ -97,7 +97,7 @@ class Watch:
             self.done.set_result(message)
 
     def stop(self) -> None:
-        """Unregister everything and end the wait without a message. Idempotent."""
+        """Remove all file callbacks and timers, and end the wait without a message. Idempotent."""
         self._watches.discard(self)
         if self.loop.is_closed():
             return

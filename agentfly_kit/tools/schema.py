@@ -38,7 +38,7 @@ class Parameter(NamedTuple):
 
 
 class Arguments:
-    """Visible parameters of the function named `owner`: generates their JSON schema and validates JSON values.
+    """Parameters that a model passes to the function `owner`. Generates their JSON schema and validates JSON values.
 
     A description in an annotation takes precedence over a description in the docstring. With `optional`, parameters do
     not need a description. If `schema` is given, it is used unchanged.

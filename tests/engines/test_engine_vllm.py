@@ -127,7 +127,7 @@ def engine(policy: Policy) -> Iterator[VLLMEngine]:
     asyncio.run(engine.close())
     assert until(lambda: not processes())
     del os.environ["AGENTFLY_TEST"]
-    gc.collect()  # collecting a socket context of vLLM warns, which is allowed here
+    gc.collect()  # vLLM's socket context warns when it is garbage-collected, which is allowed here
 
 
 # --- without vLLM --------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ async def test_values_of_the_visible_tests_are_not_enough(env: repo.Repo, grader
     )  # fmt: skip
     said = await score(env, grader, task)
     assert (said["fixed"], said["kept"], said["reward"]) == (0.5, 1.0, 0.0)
-    # A change that breaks another module is detected, although no test of it failed before.
+    # A change that breaks another module gets reward 0, although that module's tests passed before.
     await env.reset(ONE, 0)
     await mend(env)
     await call(env, "edit_file", path="stall/text.py", old="if count == 1:", new="if count == 2:")

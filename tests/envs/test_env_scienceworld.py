@@ -174,7 +174,7 @@ async def test_a_lease_finds_a_process_that_runs_and_one_that_died_is_replaced(c
     await pool.close()
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
-    # py4j would write tracebacks to the root logger, and so to standard error.
+    # py4j must not log tracebacks: they would reach the root logger, and so standard error.
     assert [record.getMessage() for record in caplog.records if "py4j" in record.pathname] == []
 
 

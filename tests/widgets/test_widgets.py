@@ -360,7 +360,7 @@ def test_the_static_form_marks_mask_and_signal_in_its_text() -> None:
     assert "·w0ꜝ·w1ꜝ·w2ꜝ" in text and "ꜝ after a token: clipped" in text
     unknown = t.replace(turns=tuple(dataclasses.replace(x, entropies=None) if x.sampled else x for x in t.turns))
     assert "·w0ˣ·w1ˣ·w2ˣ" in check_static(w.TokenView(unknown, signal="entropy")).text
-    # If styles are applied, the marks are hidden, and a line may break before each character that stands for a space.
+    # With styles, the marks ⟦ and ⟧ are hidden, and lines may break before each run of dots, which stand for spaces.
     html = w.TokenView(t).freeze()._repr_html_()
     assert '<span style="display:none">⟦</span><wbr>·w0<wbr>·w1' in html
 
@@ -835,7 +835,7 @@ async def test_pool_view_selection_is_a_frame() -> None:
         assert view.to_code().splitlines()[-1] == "view.to_frame()"
         leases = [await pool.acquire("calc-1/0"), await pool.acquire("a person")]
         leases[0].turn = 2
-        # Selecting a sandbox that no longer exists by a click is not an error.
+        # A click on a sandbox that no longer exists is ignored.
         view._on_message(view, {"kind": "set", "page": "a", "name": "_selected", "value": [leases[0].id, 99]}, [])
         assert view.selection.numbers == (leases[0].id,)
         frame = view.selection.to_frame()

@@ -119,7 +119,7 @@ class TaggedFormat(Format):
 
 
 def make_call(id: str, name: str, arguments: dict[str, Any], problem: str, shape: str, raw: str) -> ToolCall:
-    """Return a call. If there is a `problem`, the call has no arguments, and its error shows the correct `shape`."""
+    """Return a ToolCall. If there is a `problem`, it has no arguments, and its error states the expected `shape`."""
     if problem:
         return ToolCall(id, name, {}, error=f"the tool call {problem}; write {shape}", raw=raw)
     return ToolCall(id, name, arguments, raw=raw)

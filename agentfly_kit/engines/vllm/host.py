@@ -135,7 +135,7 @@ class Host:
         await self.call(lambda: self._load(policy, transport))
 
     def check(self) -> None:
-        """Raise EngineError if the weights are undefined."""
+        """Raise EngineError if a failed update has left the weights in an undefined state."""
         if self.update_failure:
             raise EngineError(
                 f"the weights are undefined, because an update failed ({self.update_failure}); call await "

@@ -167,7 +167,7 @@ def _demangled() -> Any:
 
 
 def shown(ids: Sequence[str]) -> dict[str, str]:
-    """Map entity ids to the names that ALFWorld shows: the type and a number. Numbers descend in sorted id order."""
+    """Map entity ids to ALFWorld's names, such as "apple 2". Sorted ids of a type are numbered from n down to 1."""
     kinds = {}
     for each in ids:
         kind, bar, _ = each.partition("_bar_")

@@ -149,7 +149,10 @@ def inside_path(path: str) -> str:
 
 @functools.cache
 def landlock_version() -> int:
-    """Return the kernel's Landlock ABI version, or 0 without Landlock. Version 3 added truncation, 4 TCP, 6 signals."""
+    """Return the kernel's Landlock ABI version, or 0 without Landlock.
+
+    Version 3 added rules for truncation, version 4 for TCP, version 6 for signals.
+    """
     if sys.platform != "linux":
         return 0
     return max(0, int(ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))

@@ -108,7 +108,7 @@ class Container(Displayable):
         return dict(map(_path_and_mode, self.mounts.values()))
 
     def limit_mechanisms(self, limits: Limits) -> dict[str, str]:
-        """Describe how each limit is enforced; "not limited" if it is not."""
+        """Describe how each limit is enforced, with "not limited" for a limit that is None."""
         group = "the container's control group, all processes together"
         network = f"{self.network or 'the default network'}, as requested"
         return limits.describe(

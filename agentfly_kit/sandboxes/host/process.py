@@ -86,7 +86,7 @@ class SandboxProcess:
             self.data = None
 
     def last_error_line(self) -> str:
-        """Return the last line on the stderr of the starting process: the reason why it failed."""
+        """Return the last line that the process wrote to stderr, usually the reason why it failed to start."""
         if self.errors is None:
             return ""
         self.errors.seek(0)

@@ -108,7 +108,7 @@ class Relay(Zygote):
             message["wipe"] = writable(message["keep"])
             prctl(PR_SET_NO_NEW_PRIVS, 1)
             if message["restrict"]:
-                filter_calls(bytes.fromhex(message["restrict"]))  # in addition to the engine's filter
+                filter_calls(bytes.fromhex(message["restrict"]))  # in addition to the container engine's own filter
         elif message["op"] == "fresh":
             self.close_ends()
             self.call_running = False

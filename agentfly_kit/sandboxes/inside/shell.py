@@ -116,7 +116,7 @@ class Shell:
         return {pid for pid in descendants(self.process.pid) if not is_dead(pid)}
 
     def raise_cpu_limit(self, cpu_seconds: float | None) -> None:
-        """Allow the shell `cpu_seconds` more CPU time, because its CPU time accumulates over commands."""
+        """Set the CPU limit to `cpu_seconds` above the time used so far, which accumulates over commands."""
         if cpu_seconds is None or not hasattr(resource, "prlimit"):
             return
         try:
