@@ -28,6 +28,7 @@ from agentfly_kit.ppo import imitation_step, ppo_step
 from agentfly_kit.rewards import reward
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.loop import train
+from agentfly_kit.types import Sampling
 
 pytestmark = [
     pytest.mark.real,
@@ -207,7 +208,7 @@ def test_ppo_config_reproduces_the_loss_of_trl(name: str, tmp_path: Path) -> Non
     policy = Policy.load(agents.random_policy(3).save(tmp_path / "policy"))  # TRL loads its reference policy from here
     args = config(tmp_path, **SETTINGS[name])
     trainer = grpo_trainer(policy, args)
-    batch = collate(trajectories(policy, 12), bridge.advantage(args))
+    batch = collate(trajectories(policy, 12, sampling=Sampling()), bridge.advantage(args))
     batch = batch.replace(ref_logprobs=agents.random_policy(4).score(batch, {"logprob"})["logprob"])
     policy.model.eval()
     trainer.current_gradient_accumulation_steps = 1
