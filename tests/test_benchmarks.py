@@ -11,7 +11,6 @@ import pytest
 import torch
 from paths import ROOT
 
-pytestmark = pytest.mark.real
 SCRIPT = ROOT / "benchmarks" / "bench_gpu.py"
 
 
@@ -19,6 +18,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=900)
 
 
+@pytest.mark.real
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device")
 def test_without_a_gpu_it_exits_with_one_sentence() -> None:
     done = run()
@@ -26,6 +26,7 @@ def test_without_a_gpu_it_exits_with_one_sentence() -> None:
     assert done.stderr.strip() == ("bench-gpu needs a CUDA device; `--device cpu --tiny` checks the script without one")
 
 
+@pytest.mark.soak
 def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     done = run("--device", "cpu", "--tiny", "--repeats", "1", "--out", str(tmp_path / "gpu.json"))
     assert done.returncode == 0, done.stderr[-3000:]
