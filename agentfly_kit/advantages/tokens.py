@@ -69,9 +69,9 @@ def gae(
     value is the value at its first action token, and all its action tokens have the same advantage and return.
 
     observations="skip" (verl) skips tokens with mask 0: the value after the last token of an action is that at the next
-    *action* token. "step" (SkyRL, TRL PPO, torchtune) counts every token between the first and last action token
-    of a row as a step, so the values of all of them must be finite. discount_observations=True (slime) skips these tokens as well, but
-    discounts by the distance in tokens.
+    *action* token. "step" (SkyRL, TRL PPO, torchtune) counts every token between the first and last action token of a
+    row as a step, so the values of all of them must be finite. discount_observations=True (slime) skips tokens with
+    mask 0 as well, but discounts by the distance in tokens.
 
     With `trajectory_index`, the rows of a trajectory, in the given order, form one episode: the value after the last
     action token of a row is the value at the first action token of the next row, even with observations="step". By
