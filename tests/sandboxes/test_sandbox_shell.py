@@ -86,12 +86,22 @@ async def test_a_shell_that_ignores_the_interrupt_is_replaced(sandbox: ShellSand
 
 
 async def test_the_end_of_a_shell_is_reported(sandbox: ShellSandbox):
-    for command, code in (("exit 3", 3), ("kill -9 $$", 137), ("set -e; false", 1), ("exec true", 0)):
+    for command, code in (("exit 3", 3), ("kill -9 $$", 137), ("set -e; false", 1), ("exec sh -c 'sleep 0.5; exit 7'", 7)):
         await sandbox.run("A=5")
         result = await sandbox.run(command)
         assert (result.exit_code, result.died, result.stderr) == (code, True, "")
         assert "begins in a new one" in result.text
         assert (await sandbox.run('echo "[$A]"')).stdout == "[]\n"
+
+
+async def test_a_program_that_replaces_the_shell_runs_to_its_end_or_its_timeout(sandbox: ShellSandbox):
+    result = await sandbox.run("exec sh -c 'sleep 0.5; echo done'")
+    assert (result.stdout, result.exit_code, result.died) == ("done\n", 0, True)
+    result = await sandbox.run("exec sh -c 'trap : INT; echo started; while :; do :; done'", timeout=0.5)
+    assert (result.stdout, result.timed_out, result.exit_code, result.died) == ("started\n", True, 137, True)
+    result = await sandbox.run("exec sleep 10", timeout=0.3)
+    assert (result.timed_out, result.exit_code, result.died) == (True, 130, True)
+    assert (await sandbox.run("echo back")).stdout == "back\n"
 
 
 async def test_killing_the_interpreter_that_controls_the_shell(sandbox: ShellSandbox):

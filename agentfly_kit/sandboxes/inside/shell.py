@@ -44,7 +44,8 @@ class Shell:
         program = shutil.which("bash")
         if program is None:
             raise Refused("there is no bash in this sandbox; install bash")
-        commands, self.commands = os.pipe()
+        commands, write_commands = os.pipe()
+        self.commands = os.fdopen(write_commands, "wb", buffering=0)
         self.statuses, statuses = os.pipe()
         errors = os.dup(2)
         environment = dict(os.environ)
@@ -67,7 +68,7 @@ class Shell:
     def send(self, line: str) -> None:
         data = line.encode() + b"\n"
         while data:
-            data = data[os.write(self.commands, data) :]
+            data = data[os.write(self.commands.fileno(), data) :]
 
     def begin(self, command: str) -> None:
         """Start a command. Commands and exit statuses use descriptors that the command itself does not inherit."""
@@ -91,8 +92,18 @@ class Shell:
             if select.select([self.statuses], [], [], left)[0]:
                 data = os.read(self.statuses, 4096)
                 if not data:
+                    self.wait_for_exit(deadline)
                     return None
                 self.seen += data
+
+    def wait_for_exit(self, deadline: float | None) -> None:
+        """Wait for the exit of a process that can no longer report a status, at most until `deadline`."""
+        # It is exiting, or `exec` has replaced it with a program, which runs to its end. A shell whose descriptors were
+        # closed by the command exits at the end of its input.
+        self.commands.close()
+        # Popen.wait() would delay an interrupt by 0.25 s.
+        while self.process.poll() is None and (deadline is None or time.monotonic() < deadline):
+            time.sleep(0.005)
 
     def stop(self) -> int | None:
         """Interrupt the command. If it does not exit, kill its visible processes. The shell and older jobs survive."""
@@ -102,7 +113,7 @@ class Shell:
             pass  # the shell has ended
         status = self.status(INTERRUPT_SECONDS)
         deadline = time.monotonic() + KILL_SECONDS
-        while status is None and time.monotonic() < deadline:
+        while status is None and self.process.poll() is None and time.monotonic() < deadline:
             for pid in self.processes() - self.known:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -131,13 +142,10 @@ class Shell:
     def end(self) -> int:
         """Kill the shell if it is alive, and return its exit status (128 + n for signal n)."""
         if self.process.poll() is None:
-            try:
-                self.process.wait(0.05)  # it may be exiting
-            except subprocess.TimeoutExpired:
-                self.process.kill()
+            self.process.kill()
         code = self.process.wait()
-        for descriptor in (self.commands, self.statuses):
-            os.close(descriptor)
+        self.commands.close()
+        os.close(self.statuses)
         return 128 - code if code < 0 else code
 
 
