@@ -31,8 +31,9 @@ __version__: str = sys.modules["agentfly_kit"].__version__
 _MAX_RETRIES = 3
 # Time in seconds to wait for a worker that Ray restarts, and interval between the attempts to reach it.
 _RESTART_SECONDS, _RETRY_SECONDS = 120.0, 0.5
-# Settings of an agent that a rollout does not send: they cannot change after workers were created, or have no effect.
-_NOT_SENT = ("engine", "chat", "pools", "watch", "_concurrency", "_last_handle", "_warned")
+# Fields of an agent that `_describe` does not compare: the engine is sent separately, the chat and the pools must not
+# change (`Workers.check`), and the others belong to this process.
+_NOT_COMPARED = ("engine", "chat", "pools", "watch", "_concurrency", "_last_handle", "_warned")
 
 
 def workers(agent: Agent, n: int, *, timeout: float = 300.0, **options: Any) -> Workers:
@@ -245,7 +246,7 @@ class Workers(Displayable):
         """Return a reference to the description of a rollout, with the current weights."""
         import ray
 
-        names = [f.name for f in dataclasses.fields(agent) if f.name not in _NOT_SENT]
+        names = [f.name for f in dataclasses.fields(agent) if f.name not in _NOT_COMPARED]
         changed = {
             name: getattr(agent, name) for name in names if getattr(agent, name) is not getattr(self._agent, name)
         }

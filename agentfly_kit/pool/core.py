@@ -182,7 +182,10 @@ class PoolCore(BasePool[S]):
                 await self._close_or_kill(sandbox)
 
         try:
-            sandbox = slot.sandbox = self.sandbox_type(**self.options)
+            try:
+                sandbox = slot.sandbox = self.sandbox_type(**self.options)
+            except asyncio.CancelledError as error:  # not of this task, because a constructor does not await
+                raise SandboxError(f"the constructor of a {self.name} raised CancelledError") from error
             await call_within(self.start_timeout, f"the start of a {self.name}", start)
         except (Exception, SystemExit) as error:
             permanent = isinstance(error, IsolationError | SettingsError | TypeError)

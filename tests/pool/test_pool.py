@@ -438,6 +438,16 @@ async def test_permanent_failures_are_not_retried_and_hanging_starts_are_cancell
             await pool.acquire(timeout=5)
 
 
+@pytest.mark.parametrize("method", ["__init__", "start"])
+async def test_a_start_that_raises_cancelled_error_is_a_failed_start(method: str):
+    def cancelled(self: Notes) -> None:
+        raise asyncio.CancelledError  # as a client library may do when its connection is lost
+
+    async with Pool(type("Lost", (Notes,), {method: cancelled}), size=1) as pool:
+        with pytest.raises(SandboxError, match="raised CancelledError"):
+            await pool.acquire(timeout=5)
+
+
 class Waits:
     async def alive(self) -> bool:
         return True

@@ -86,7 +86,12 @@ async def test_a_shell_that_ignores_the_interrupt_is_replaced(sandbox: ShellSand
 
 
 async def test_the_end_of_a_shell_is_reported(sandbox: ShellSandbox):
-    for command, code in (("exit 3", 3), ("kill -9 $$", 137), ("set -e; false", 1), ("exec sh -c 'sleep 0.5; exit 7'", 7)):
+    for command, code in (
+        ("exit 3", 3),
+        ("kill -9 $$", 137),
+        ("set -e; false", 1),
+        ("exec sh -c 'sleep 0.5; exit 7'", 7),
+    ):
         await sandbox.run("A=5")
         result = await sandbox.run(command)
         assert (result.exit_code, result.died, result.stderr) == (code, True, "")
