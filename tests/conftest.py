@@ -73,6 +73,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.markexpr == "real":
         order = {name: i for i, name in enumerate(LONGEST)}
         items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    else:
+        # A test in a browser takes ten times as long as others. At the end of a run one worker would execute them alone.
+        items.sort(key=lambda item: "lab" not in getattr(item, "fixturenames", ()))
 
 
 @pytest.hookimpl(wrapper=True)

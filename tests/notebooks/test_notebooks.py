@@ -88,6 +88,7 @@ def with_answers(notebook: Any) -> Any:
     [
         ("02_one_chain", 1, 0), ("06_widgets", 3, 1), ("07_masked_ppo", 2, 2), ("08_algorithms", 1, 1),
         ("09_conventions", 1, 1), ("27_conagents", 2, 1), ("28_roles", 2, 1), ("29_tptu", 2, 1), ("30_apt", 2, 1),
+        ("31_servers", 2, 0),
     ],
 )  # fmt: skip
 def test_there_are_exercises_and_their_answers_are_run(name: str, answers: int, broken: int) -> None:
