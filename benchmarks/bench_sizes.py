@@ -7,6 +7,8 @@
 sample   Sampled tokens per CPU second of `LocalEngine`, relative to transformers `generate` on the same prompts: 8 and
          64 chains, prompts of 128 and 1,024 tokens, each prompt shared by a group of 8 chains. The engine computes a
          shared prompt once; "cold" samples with a new engine, whose cache is empty.
+vllm     The same, relative to vLLM's CPU build as `VLLMEngine`, in CPU time of all processes. Both engines are kept for
+         all repeats, which have different prompts.
 update   CPU time and peak memory of `ppo_step`, relative to a plain step on the same padded rows (logits at every
          position, cross-entropy of the same tokens, backward, AdamW): all weights, and with LoRA the adapters alone.
 logits   CPU time and peak memory of a forward and backward pass of 1,536 trained tokens with a vocabulary of 151,936.
@@ -37,6 +39,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import transformers
+from bench_rollout import cpu_of_all
 
 import agentfly_kit as af
 from agentfly_kit.policy import forward
@@ -74,10 +77,23 @@ def random_policy(architecture: str, size: str) -> af.Policy:
     return af.Policy(model, chat)
 
 
-def prompts(chains: int, length: int) -> list[list[int]]:
+def prompts(chains: int, length: int, seed: int = 0) -> list[list[int]]:
     """Return the prompts of the chains; each group of eight has the same prompt."""
-    rows = torch.randint(5, 380, (math.ceil(chains / 8), length), generator=torch.Generator().manual_seed(0)).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(5, 380, (math.ceil(chains / 8), length), generator=generator).tolist()
     return [rows[i // 8] for i in range(chains)]
+
+
+async def sample_all(engine: Any, rows: list[list[int]], new: int) -> None:
+    """Sample `new` tokens after each prompt, as concurrent chains."""
+
+    async def chain(number: int, ids: list[int]) -> None:
+        request = TurnRequest(TASK, 0, f"chain-{number}")
+        sample = await engine.sample(ids, af.Sampling(max_tokens=new), number, request=request)
+        assert len(sample.ids) == new
+        engine.release(f"chain-{number}")
+
+    await asyncio.gather(*(chain(i, ids) for i, ids in enumerate(rows)))
 
 
 def best_cpu(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -95,16 +111,10 @@ def best_cpu(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, floa
 def sample_case(architecture: str, size: str, chains: int, length: int, new: int, repeats: int) -> dict[str, Any]:
     policy = random_policy(architecture, size)
     rows = prompts(chains, length)
-    sampling = af.Sampling(max_tokens=new)
-
-    async def chain(engine: af.LocalEngine, number: int, seed: int) -> None:
-        sample = await engine.sample(rows[number], sampling, seed, request=TurnRequest(TASK, 0, f"chain-{number}"))
-        assert len(sample.ids) == new
-        engine.release(f"chain-{number}")
 
     async def ours() -> None:
         engine = af.LocalEngine(policy, slots=chains)
-        await asyncio.gather(*(chain(engine, i, i) for i in range(chains)))
+        await sample_all(engine, rows, new)
         await engine.close()
 
     @torch.inference_mode()
@@ -118,6 +128,42 @@ def sample_case(architecture: str, size: str, chains: int, length: int, new: int
     best = best_cpu({"LocalEngine": lambda: asyncio.run(ours()), "generate": generate}, repeats)
     speed = {name: round(chains * new / seconds, 1) for name, seconds in best.items()}
     return {"tokens per CPU second": speed, "ratio": round(best["generate"] / best["LocalEngine"], 2)}
+
+
+async def vllm_cases(
+    architecture: str, size: str, chains: list[int], lengths: list[int], new: int, repeats: int
+) -> dict[str, Any]:
+    policy = random_policy(architecture, size)
+    local = af.LocalEngine(policy, slots=max(chains))
+    vllm = af.VLLMEngine(
+        policy, stop_ids=(), max_model_len=max(lengths) + new, max_num_seqs=max(chains), kv_cache_memory_bytes=1 << 31
+    )
+    found = {}
+    try:
+        await vllm.start()
+        for count in chains:
+            for length in lengths:
+                best = {"LocalEngine": [math.inf, math.inf], "vLLM": [math.inf, math.inf]}
+                for repeat in range(repeats + 1):
+                    for name, engine in (("LocalEngine", local), ("vLLM", vllm)):
+                        cpu, wall = cpu_of_all(), time.perf_counter()
+                        await sample_all(engine, prompts(count, length, seed=repeat), new)
+                        spent = (cpu_of_all() - cpu, time.perf_counter() - wall)
+                        if repeat:
+                            best[name] = [min(pair) for pair in zip(best[name], spent, strict=True)]
+                found[f"{count} chains, prompts of {length}"] = {
+                    "tokens per CPU second": {name: round(count * new / cpu, 1) for name, (cpu, _) in best.items()},
+                    "ratio": round(best["vLLM"][0] / best["LocalEngine"][0], 2),
+                    "ratio of wall time": round(best["vLLM"][1] / best["LocalEngine"][1], 2),
+                }
+    finally:
+        await vllm.close()
+        await local.close()
+    return found
+
+
+def vllm_case(**arguments: Any) -> dict[str, Any]:
+    return asyncio.run(vllm_cases(**arguments))
 
 
 def make_batch(policy: af.Policy, rows: int, length: int) -> Any:
@@ -199,6 +245,9 @@ def logits_case(chunks: bool, repeats: int) -> dict[str, Any]:
     return {"seconds": round(seconds, 3), "MiB": round(peak() - before, 1)}
 
 
+CASES = {"sample": sample_case, "vllm": vllm_case, "update": update_case, "logits": logits_case}
+
+
 def in_process(case: str, **arguments: Any) -> dict[str, Any]:
     """Run a case in a process of its own, because its peak memory cannot be reset."""
     command = [sys.executable, __file__, "--case", json.dumps([case, arguments])]
@@ -272,7 +321,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["1M", "5M"], choices=[*SIZES, "0.5B"])
     parser.add_argument("--architectures", nargs="+", default=["qwen3", "llama", "gemma3"])
-    parser.add_argument("--parts", nargs="+", default=["sample", "update", "growth"])
+    parser.add_argument("--parts", nargs="+", default=["sample", "update", "growth"], help="also: vllm, logits")
     parser.add_argument("--chains", nargs="+", type=int, default=[8, 64])
     parser.add_argument("--prompts", nargs="+", type=int, default=[128, 1024], help="lengths of prompts in tokens")
     parser.add_argument("--new", type=int, default=32, help="sampled tokens per chain")
@@ -286,7 +335,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if given.case is not None:
         name, arguments = json.loads(given.case)
-        print(json.dumps({"sample": sample_case, "update": update_case, "logits": logits_case}[name](**arguments)))
+        print(json.dumps(CASES[name](**arguments)))
         return
 
     results: dict[str, Any] = {}
@@ -302,6 +351,10 @@ def main() -> None:
                     for chains in given.chains
                     for length in given.prompts
                 }
+            if "vllm" in given.parts:
+                found["vllm"] = in_process(
+                    "vllm", **at, chains=given.chains, lengths=given.prompts, new=given.new, repeats=given.repeats
+                )
             if "update" in given.parts:
                 for lora in (False, True):
                     case = {**at, "lora": lora, "rows": given.rows, "length": 256, "repeats": given.repeats}

@@ -430,7 +430,8 @@ class View(anywidget.AnyWidget):
             return
         self._picture_stale = False
         try:
-            if self._pages:
+            if self._pages or not self._headless:
+                # JupyterLab would show the view a second time if its output were updated.
                 self.send({"kind": "picture", "view": self.model_id, "html": self._static()})
             else:
                 # Without a browser, the program that runs the notebook (such as nbclient) saves the outputs.

@@ -283,6 +283,18 @@ def watch(nb: browser.Notebook, selector: str) -> None:
 
 
 @browser.both
+def test_a_view_that_changes_in_its_cell_is_shown_once(notebook: Any) -> None:
+    nb = notebook(RECORDS, "view = w.TokenView(trajectory(0, 4))\ndisplay(view)\nview.signal = 'logprob'")
+    nb.run()
+    nb.page.wait_for_selector(".afk-tokenview")
+    nb.wait_python("len(view._pages)", 1)
+    nb.page.wait_for_timeout(500)  # a second rendering would follow the first
+    assert nb.python("len(view._pages)") == 1
+    nb.execute("view.close()")  # JupyterLab reports an error, which fails the test, if a view was rendered twice
+    browser.expect(nb.page.locator(".afk-tokenview")).to_have_count(0)
+
+
+@browser.both
 def test_pool_view_is_live_during_an_await(notebook: Any) -> None:
     nb = notebook(
         RECORDS,
