@@ -7,8 +7,8 @@
 sample   Sampled tokens per CPU second of `LocalEngine`, relative to transformers `generate` on the same prompts: 8 and
          64 chains, prompts of 128 and 1,024 tokens, each prompt shared by a group of 8 chains. The engine computes a
          shared prompt once; "cold" samples with a new engine, whose cache is empty.
-vllm     The same, relative to vLLM's CPU build as `VLLMEngine`, in CPU time of all processes. Both engines are kept for
-         all repeats, which have different prompts.
+vllm     The same, relative to vLLM's CPU build as `VLLMEngine`, in CPU time of all processes. An engine is kept for
+         all repeats, which have different prompts, and each engine has a process of its own.
 update   CPU time and peak memory of `ppo_step`, relative to a plain step on the same padded rows (logits at every
          position, cross-entropy of the same tokens, backward, AdamW): all weights, and with LoRA the adapters alone.
 logits   CPU time and peak memory of a forward and backward pass of 1,536 trained tokens with a vocabulary of 151,936.
@@ -130,40 +130,36 @@ def sample_case(architecture: str, size: str, chains: int, length: int, new: int
     return {"tokens per CPU second": speed, "ratio": round(best["generate"] / best["LocalEngine"], 2)}
 
 
-async def vllm_cases(
-    architecture: str, size: str, chains: list[int], lengths: list[int], new: int, repeats: int
-) -> dict[str, Any]:
+async def warm_cases(
+    architecture: str, size: str, who: str, chains: list[int], lengths: list[int], new: int, repeats: int
+) -> dict[str, list[float]]:
+    """Return the CPU and wall-clock seconds of an engine that is kept for all cases. All prompts differ."""
     policy = random_policy(architecture, size)
-    local = af.LocalEngine(policy, slots=max(chains))
-    vllm = af.VLLMEngine(
-        policy, stop_ids=(), max_model_len=max(lengths) + new, max_num_seqs=max(chains), kv_cache_memory_bytes=1 << 31
-    )
+    engine: Any = af.LocalEngine(policy, slots=max(chains))
+    if who == "vLLM":
+        limits = {"max_model_len": max(lengths) + new, "max_num_seqs": max(chains), "kv_cache_memory_bytes": 1 << 31}
+        engine = af.VLLMEngine(policy, stop_ids=(), **limits)
     found = {}
     try:
-        await vllm.start()
+        if isinstance(engine, af.VLLMEngine):
+            await engine.start()
         for count in chains:
             for length in lengths:
-                best = {"LocalEngine": [math.inf, math.inf], "vLLM": [math.inf, math.inf]}
+                best = [math.inf, math.inf]
                 for repeat in range(repeats + 1):
-                    for name, engine in (("LocalEngine", local), ("vLLM", vllm)):
-                        cpu, wall = cpu_of_all(), time.perf_counter()
-                        await sample_all(engine, prompts(count, length, seed=repeat), new)
-                        spent = (cpu_of_all() - cpu, time.perf_counter() - wall)
-                        if repeat:
-                            best[name] = [min(pair) for pair in zip(best[name], spent, strict=True)]
-                found[f"{count} chains, prompts of {length}"] = {
-                    "tokens per CPU second": {name: round(count * new / cpu, 1) for name, (cpu, _) in best.items()},
-                    "ratio": round(best["vLLM"][0] / best["LocalEngine"][0], 2),
-                    "ratio of wall time": round(best["vLLM"][1] / best["LocalEngine"][1], 2),
-                }
+                    cpu, wall = cpu_of_all(), time.perf_counter()
+                    await sample_all(engine, prompts(count, length, seed=repeat), new)
+                    spent = (cpu_of_all() - cpu, time.perf_counter() - wall)
+                    if repeat:
+                        best = [min(pair) for pair in zip(best, spent, strict=True)]
+                found[f"{count} chains, prompts of {length}"] = best
     finally:
-        await vllm.close()
-        await local.close()
+        await engine.close()
     return found
 
 
-def vllm_case(**arguments: Any) -> dict[str, Any]:
-    return asyncio.run(vllm_cases(**arguments))
+def warm_case(**arguments: Any) -> dict[str, Any]:
+    return asyncio.run(warm_cases(**arguments))
 
 
 def make_batch(policy: af.Policy, rows: int, length: int) -> Any:
@@ -245,13 +241,18 @@ def logits_case(chunks: bool, repeats: int) -> dict[str, Any]:
     return {"seconds": round(seconds, 3), "MiB": round(peak() - before, 1)}
 
 
-CASES = {"sample": sample_case, "vllm": vllm_case, "update": update_case, "logits": logits_case}
+CASES = {"sample": sample_case, "warm": warm_case, "update": update_case, "logits": logits_case}
 
 
-def in_process(case: str, **arguments: Any) -> dict[str, Any]:
+# With these variables, glibc returns freed tensors to the system at once. Otherwise the peak resident memory depends on
+# gaps between tensors, which varies by a tenth. The calls to the system take time, so times are measured without them.
+EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+def in_process(case: str, environment: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
     """Run a case in a process of its own, because its peak memory cannot be reset."""
     command = [sys.executable, __file__, "--case", json.dumps([case, arguments])]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | (environment or {}))
     if done.returncode:
         raise SystemExit(f"{case} {arguments} failed:\n{done.stderr[-3000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -352,13 +353,21 @@ def main() -> None:
                     for length in given.prompts
                 }
             if "vllm" in given.parts:
-                found["vllm"] = in_process(
-                    "vllm", **at, chains=given.chains, lengths=given.prompts, new=given.new, repeats=given.repeats
+                case = {**at, "chains": given.chains, "lengths": given.prompts, "new": given.new}
+                ours, rival = (
+                    in_process("warm", **case, who=who, repeats=given.repeats) for who in ("LocalEngine", "vLLM")
                 )
+                found["vllm"] = {
+                    name: {"CPU": round(rival[name][0] / cpu, 2), "wall": round(rival[name][1] / wall, 2)}
+                    for name, (cpu, wall) in ours.items()
+                }
             if "update" in given.parts:
                 for lora in (False, True):
                     case = {**at, "lora": lora, "rows": given.rows, "length": 256, "repeats": given.repeats}
                     ours, plain = (in_process("update", who=who, **case) for who in ("ppo_step", "plain"))
+                    for who, case_of in (("ppo_step", ours), ("plain", plain)):
+                        exact = in_process("update", EXACT_MEMORY, who=who, **{**case, "repeats": 1})
+                        case_of["MiB"] = exact["MiB"]
                     ratios = {key: round(ours[key] / plain[key], 2) for key in ("seconds", "MiB")}
                     found["update, LoRA" if lora else "update"] = {"ppo_step": ours, "plain": plain, "ratios": ratios}
     if "logits" in given.parts:

@@ -125,7 +125,7 @@ def ppo_step(
             for rows in epoch:
                 # Weights are computed over the whole minibatch, so the losses of its micro-batches add up to its loss.
                 weights = token_weights(batch, rows, config)
-                optimizer.zero_grad(set_to_none=False)
+                optimizer.zero_grad(set_to_none=True)
                 sums = RunningStats()
                 local = ranks.local_rows(batch, rows[live[rows]])
                 for picked in policy.micro_batches(batch, local, config.micro_tokens):

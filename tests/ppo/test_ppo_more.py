@@ -191,6 +191,19 @@ def test_all_terms_together_do_not_depend_on_the_split(head: Any) -> None:
     agents.assert_same_gradient(again, whole)
 
 
+def test_gradients_of_the_last_update_are_freed_before_a_forward_pass() -> None:
+    policy = agents.random_policy()
+    forward, held = policy.forward, []
+
+    def observed(*args: Any, **options: Any) -> Any:
+        held.append([p.grad is not None for p in policy.model.parameters()])
+        return forward(*args, **options)
+
+    policy.forward = observed  # type: ignore[method-assign]
+    ppo_step(policy, adamw(policy), made(policy), PPOConfig(minibatch=4, epochs=2, old_logprobs="engine"))
+    assert len(held) > 2 and not any(map(any, held))
+
+
 def test_a_separate_critic_gives_the_policy_no_gradient() -> None:
     policy = Policy(agents.random_policy(6).model, agents.chat(), value_head="separate")
     batch = judged(policy, made(policy))
