@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         order = {name: i for i, name in enumerate(LONGEST)}
         items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     else:
-        # A test in a browser takes ten times as long as others. At the end of a run one worker would execute them alone.
+        # Tests in a browser take long. At the end of a run, one worker would execute them alone.
         items.sort(key=lambda item: "lab" not in getattr(item, "fixturenames", ()))
 
 
