@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,14 @@ import torch
 from paths import TESTS
 from test_trainer import SMALL, Whole, learner, leave, numbers, start
 
+from agentfly_kit import tiny
+from agentfly_kit.envs import calculator
 from agentfly_kit.errors import RunError, TrainingError
 from agentfly_kit.rewards import reward
+from agentfly_kit.tasks import load_tasks
 from agentfly_kit.trainer import checkpoint, run_dir
+from agentfly_kit.trainer.config import TrainConfig
+from agentfly_kit.trainer.loop import train
 from agentfly_kit.trainer.run_dir import Run
 
 FOLDERS = [str(TESTS), str(Path(__file__).parent)]
@@ -207,3 +214,22 @@ def test_a_run_folder_of_version_0_1_is_rejected_and_kept(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "run.json").read_text()) == about
     assert run.records == [{"step": 1, "success": 0.5}], "its numbers can still be shown"
     assert run.claim({"agent": {}}, resume=False) is False
+
+
+@pytest.mark.soak
+async def test_memory_threads_and_files_do_not_grow_over_500_iterations() -> None:
+    """The kept statistics take a few KB per iteration. Takes two minutes."""
+
+    def resources() -> tuple[float, int, int]:
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    policy, tasks = tiny.policy("calculator"), load_tasks("calculator")
+    config = TrainConfig(steps=500, tasks_per_step=4, group_size=4, minibatch=16, lr=1e-5, lr_end=None)
+    seen = {}
+    async for step in train(calculator.agent(policy), policy, tasks.train, config):
+        if step.step in (100, 500):
+            seen[step.step] = resources()
+    (mib, _, files), (mib_after, threads, files_after) = seen[100], seen[500]
+    assert mib_after - mib < 8 and files_after == files and threads <= 32
