@@ -112,7 +112,7 @@ class Proxy:
     def __iter__(self) -> Iterator[Any]:
         iterator = ask_submission("iter", self._reference)
         if not isinstance(iterator, Proxy):
-            raise TypeError("the submission's iterator is none")
+            raise TypeError(f"iter() of {self!r} must return an iterator, got {iterator!r}")
         while True:
             end, value = ask_submission("next", iterator._reference)
             if end:
@@ -120,7 +120,9 @@ class Proxy:
             yield value
 
     def __eq__(self, other: object) -> Any:
-        raise TypeError(f"{self!r}: its == is what the submission says it is; compare data, such as str(...) of it")
+        raise TypeError(
+            f"{self!r} must not be compared, because its class decides the result; compare data, such as str(...) of it"
+        )
 
     __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__
     __hash__ = None  # type: ignore[assignment]
