@@ -102,10 +102,11 @@ async def test_the_end_of_a_shell_is_reported(sandbox: ShellSandbox):
 async def test_a_program_that_replaces_the_shell_runs_to_its_end_or_its_timeout(sandbox: ShellSandbox):
     result = await sandbox.run("exec sh -c 'sleep 0.5; echo done'")
     assert (result.stdout, result.exit_code, result.died) == ("done\n", 0, True)
-    result = await sandbox.run("exec sh -c 'trap : INT; echo started; while :; do :; done'", timeout=0.5)
+    result = await sandbox.run("exec sh -c 'trap : INT; echo started; while :; do :; done'", timeout=2)
     assert (result.stdout, result.timed_out, result.exit_code, result.died) == ("started\n", True, 137, True)
-    result = await sandbox.run("exec sleep 10", timeout=0.3)
-    assert (result.timed_out, result.exit_code, result.died) == (True, 130, True)
+    result = await sandbox.run("exec sleep 10", timeout=1)
+    assert (result.timed_out, result.died) == (True, True)
+    assert result.exit_code in (130, 137)  # 137 if the machine is too busy for an interrupt
     assert (await sandbox.run("echo back")).stdout == "back\n"
 
 
