@@ -363,11 +363,12 @@ def main() -> None:
                 }
             if "update" in given.parts:
                 for lora in (False, True):
-                    case = {**at, "lora": lora, "rows": given.rows, "length": 256, "repeats": given.repeats}
-                    ours, plain = (in_process("update", who=who, **case) for who in ("ppo_step", "plain"))
-                    for who, case_of in (("ppo_step", ours), ("plain", plain)):
-                        exact = in_process("update", EXACT_MEMORY, who=who, **{**case, "repeats": 1})
-                        case_of["MiB"] = exact["MiB"]
+                    case = {**at, "lora": lora, "rows": given.rows, "length": 256}
+                    ours, plain = (
+                        in_process("update", **case, who=who, repeats=given.repeats)
+                        | {"MiB": in_process("update", EXACT_MEMORY, **case, who=who, repeats=1)["MiB"]}
+                        for who in ("ppo_step", "plain")
+                    )
                     ratios = {key: round(ours[key] / plain[key], 2) for key in ("seconds", "MiB")}
                     found["update, LoRA" if lora else "update"] = {"ppo_step": ours, "plain": plain, "ratios": ratios}
     if "logits" in given.parts:

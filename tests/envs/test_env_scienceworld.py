@@ -84,12 +84,12 @@ def test_a_java_that_is_broken_leaves_no_process_and_no_pipe(
     java.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pid'}\n{says}\n")
     java.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    import py4j.java_gateway  # noqa: F401  (what it opens itself is not of this)
+    import py4j.java_gateway  # noqa: F401  (the import opens descriptors of its own)
 
     before = open_files()
     with pytest.raises(af.errors.SandboxError, match="ended before it was ready") as broken:
         scienceworld.Simulator(512)
-    assert open_files() <= before, f"while {broken.value!r} is kept, and all it remembers"
+    assert open_files() <= before, f"a descriptor is open while {broken.value!r} exists"
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 

@@ -22,6 +22,7 @@ import dice
 import pytest
 import torch
 from paths import TESTS
+from processes import open_files
 from test_trainer import SMALL, Whole, learner, leave, numbers, start
 
 from agentfly_kit import tiny
@@ -223,7 +224,7 @@ async def test_memory_threads_and_files_do_not_grow_over_500_iterations() -> Non
     def resources() -> tuple[float, int, int]:
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, threading.active_count(), len(os.listdir("/proc/self/fd"))
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, threading.active_count(), len(open_files())
 
     policy, tasks = tiny.policy("calculator"), load_tasks("calculator")
     config = TrainConfig(steps=500, tasks_per_step=4, group_size=4, minibatch=16, lr=1e-5, lr_end=None)
