@@ -29,8 +29,8 @@ _MODULES = {
     "widgets": "widgets",
 }
 
-# The modules of the public names are read from lines such as `from agentfly_kit.types import Task as Task` of the stub,
-# which type checkers and editors also read.
+# The stub, which type checkers and editors also read, states the module of each public name in a line such as
+# `from agentfly_kit.types import Task as Task`.
 _STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
 _LINES = re.findall(r"^from agentfly_kit\.(\S+) import (\w+) as \2$", _STUB, re.MULTILINE)
 _WHERE = {name: module for module, name in _LINES if name not in _MODULES}

@@ -33,7 +33,7 @@ def copy_course(folder: Path) -> list[str]:
         folder: Created if it does not exist.
 
     Returns:
-        The names of the edited notebooks that were kept and differ from the shipped ones.
+        The names of the notebooks that were kept because they had been edited.
 
     Raises:
         OSError: If the folder cannot be written.
@@ -69,7 +69,7 @@ def _lab(folder: Path, port: int | None, browser: bool) -> int:
                 probe.bind(("127.0.0.1", port))
             except OSError as error:
                 raise _CommandError(
-                    f"port {port} cannot be used ({error.strerror}); choose another, or none for a free one"
+                    f"port {port} cannot be used ({error.strerror}); choose another, or omit --port to use a free one"
                 ) from None
     try:
         kept = copy_course(folder)
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command-line interface.
 
     Args:
         argv: The arguments; defaults to `sys.argv[1:]`.

@@ -41,7 +41,7 @@ def title(source: str) -> str:
 
 
 def static(notebook: Any) -> None:
-    """Remove outputs that need the kernel or depend on timing: widgets shown as text/html too, and loading messages."""
+    """Remove loading messages, and the widget version of outputs that also have a text/html version."""
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         if "outputs" in cell:
@@ -70,7 +70,7 @@ def heading(notebook: Any) -> str | None:
 def page(notebook: Any, name: str) -> str:
     """Return the executed notebook as one HTML page that loads nothing from the network.
 
-    By default, nbconvert's page loads require.js, MathJax, Mermaid and the widget manager from CDNs. All scripts and
+    By default, an nbconvert page loads require.js, MathJax, Mermaid and the widget manager from CDNs. All scripts and
     remote images are removed; formulas are shown as LaTeX source. The page supports light and dark colour schemes.
     `name` is the title if the notebook has no heading.
     """
@@ -108,7 +108,7 @@ def show_steps(folder: Path, shown: Counter[Path]) -> None:
 
 
 async def execute(notebook: Any, folder: Path) -> None:
-    """Run all cells with `folder` as the working directory. The kernel is stopped in any case."""
+    """Run all cells with `folder` as the working directory. The kernel is stopped even if a cell fails."""
     from nbclient import NotebookClient
     from nbclient.exceptions import DeadKernelError
 
@@ -170,13 +170,13 @@ async def execute(notebook: Any, folder: Path) -> None:
 
 
 def run_demo(path: Path, out: Path, save: bool = False) -> int:
-    """Run the notebook at `path` in the folder `out`. If `save`, write the outputs to `path`. Return the exit code."""
+    """Run the notebook at `path` in the folder `out`. If `save`, write its outputs to `path`. Return the exit code."""
     name = re.sub(r"^\d+_", "", path.stem)
     if not path.exists():
         print(f"demo: no notebook {path}", file=sys.stderr)
         return 1
 
-    # Only a folder that contains the marker file is emptied.
+    # Empty the folder only if it contains the marker file of an earlier demo.
     folder = out.resolve()
     mark = folder / ".agentfly-demo"
     if folder.is_dir() and any(folder.iterdir()):

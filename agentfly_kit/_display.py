@@ -1,4 +1,4 @@
-"""Rich display of records in notebooks."""
+"""Display of objects in notebooks and terminals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _ShortRepr(reprlib.Repr):
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             kind = str(value.dtype).removeprefix("torch.")
             return f"{kind} {tuple(value.shape)}" if value.shape else f"{value:g}"
-        # With memory addresses, notebook outputs would differ between runs.
+        # Memory addresses would make notebook outputs differ between runs.
         return re.sub(r" at 0x[0-9a-f]+", "", super().repr_instance(value, level))
 
     repr_Tensor = repr_ndarray = repr_instance  # reprlib finds these methods by type name
@@ -40,17 +40,17 @@ _SHORT_REPR = _ShortRepr()
 
 
 def shorten(text: str, limit: int) -> str:
-    """Shorten a text that is longer than `limit` characters, and end it with three dots."""
+    """Truncate a text that is longer than `limit` characters to that length, including three final dots."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def short_repr(value: Any) -> str:
-    """Return a repr of at most a few hundred characters, even for large collections, arrays and broken objects."""
+    """Return a repr of at most 403 characters, even for large collections, arrays and objects with a failing repr."""
     return shorten(_SHORT_REPR.repr(value), 403)
 
 
 def public_values(value: Any) -> dict[str, Any]:
-    """Return the dataclass fields in the repr that differ from their defaults; for other objects, public attributes."""
+    """Return an object's public attributes or, for a dataclass, its repr fields that differ from their defaults."""
     if not dataclasses.is_dataclass(value):
         return {name: each for name, each in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
     fields = [(f, getattr(value, f.name, None)) for f in dataclasses.fields(value) if f.repr and f.name[0] != "_"]
@@ -66,7 +66,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _bounded(method: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Wrap a `__repr__` so that huge values are shortened and missing attributes do not raise an error."""
+    """Wrap a `__repr__`: shorten long results, and use the repr of `Displayable` if the method raises."""
 
     @functools.wraps(method)
     def wrapper(self: Any) -> str:
@@ -107,7 +107,7 @@ class Displayable:
 
 
 def explain_interrupt(error: BaseException, text: str) -> None:
-    """Set the message of an interrupt exception, and show it with the traceback from `user_traceback`.
+    """Set the message of an interrupt exception, and let IPython show it with the traceback from `user_traceback`.
 
     The exception is modified rather than replaced, because `asyncio.timeout` in Python 3.11 handles CancelledError
     but not its subclasses.
@@ -118,7 +118,7 @@ def explain_interrupt(error: BaseException, text: str) -> None:
 
 @contextlib.contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Print one line in a notebook or terminal if the block runs for more than a second."""
+    """Context manager that prints "loading WHAT ..." in a notebook or terminal if its block takes over a second."""
     shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     stream = sys.stdout if hasattr(shell, "kernel") else sys.stderr
     if stream is None or not (stream is sys.stdout or stream.isatty()):
@@ -129,7 +129,7 @@ def loading(what: str) -> Iterator[None]:
         stream.write(f"loading {what} ...\n")
         stream.flush()
 
-    # With this context, the output of the timer thread appears below the running cell.
+    # Copy the context, so that the output of the timer thread appears below the running cell.
     timer = threading.Timer(_LOADING_DELAY, contextvars.copy_context().run, (show,))
     timer.daemon = True
     timer.start()

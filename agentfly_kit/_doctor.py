@@ -1,4 +1,4 @@
-"""`doctor`: reports what this machine and kernel support, and how to install what is missing, without any changes."""
+"""The function `doctor`, which reports what this machine supports and how to install what is missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentfly_kit._display import Displayable
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the report.
+    """One row of the report that `doctor` returns.
 
     Attributes:
         ok: False if a requirement of the tutorials is missing, None if an optional part is missing, otherwise True.
@@ -144,7 +144,7 @@ def _trl() -> Finding:
     return Finding("TRL", version, True)
 
 
-# Frameworks whose agents were run as a harness without changes; see docs/any_agent.md.
+# Agent frameworks that were tested with unmodified agents as `Agent(harness=...)`; see docs/any_agent.md.
 _FRAMEWORKS = (
     "openai", "langchain", "langgraph", "openai-agents", "pydantic-ai-slim", "autogen-agentchat", "smolagents"
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`diagnose`: finds reasons why training does not learn in a rollout, a batch and the statistics of a step."""
+"""`diagnose`, which examines a rollout, a batch and training statistics for reasons why a policy does not learn."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from agentfly_kit.errors import SettingsError
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.types import ToolResult, Trajectory, Turn
 
-# A finding with at least this effect is serious.
+# A finding is serious if its `effect` is at least this value.
 SERIOUS = 0.5
-# Task fields that hold the reference answer.
+# Names of task fields that usually hold the reference answer.
 _ANSWERS = ("answer", "answers", "gold", "solution", "target", "expected", "ground_truth", "label")
-# Text with which tool calls begin in common formats, and which an answer does not contain.
+# Beginnings of tool calls in common formats. Text that contains one of them is unlikely to be an answer.
 _CALL = re.compile(r'<tool_call|<function|<\|tool|<\|python_tag|\[TOOL_CALLS\]|"arguments"\s*:|^Action:', re.MULTILINE)
-# Minimum length of an action that is examined for repetition, and length of a repeated part, in tokens.
+# Minimum length of the actions that are checked for repetition, and length of the n-grams counted, in tokens.
 _LONG_ACTION, _NGRAM = 24, 4
 
 
 @dataclass(frozen=True)
 class Finding(Displayable):
-    """A reason why training may not learn.
+    """A reason why the policy may not learn.
 
     Attributes:
         name: Identifier of the check, such as "unparsed_calls".
@@ -61,7 +61,7 @@ class Finding(Displayable):
 
 
 class Findings(tuple[Finding, ...], Displayable):
-    """The findings of `diagnose`, sorted: serious causes first, then serious symptoms, then all other findings."""
+    """The findings of `diagnose`: first serious causes, then serious symptoms of other causes, then all others."""
 
     __slots__ = ()
 
@@ -81,20 +81,20 @@ def diagnose(
     *,
     records: Sequence[Mapping[str, float]] = (),
 ) -> Findings:
-    """Find reasons why training does not learn. The arguments are only read.
+    """Find reasons why a policy does not learn. The arguments are not modified.
 
     Args:
         rollout: Chains of one training step. With None, only `stats` and `records` are examined.
-        batch: Batch of these chains, whose mask and advantages are checked.
+        batch: Batch collated from these chains; its mask and advantages are checked.
         stats: Statistics of the update. With `ppo_step(detail=True)`, the tokens that changed most are also reported.
-        records: Records of the run so far, oldest first. The last record is used if `stats` is None.
+        records: Records of the training steps so far, oldest first. The last record is used if `stats` is None.
 
     Returns:
-        The findings, the one with the largest likely effect first. Serious findings that usually explain others, such
-        as unparsed calls, come before their symptoms, such as groups without signal.
+        The findings, sorted by estimated effect. Serious findings that usually explain others, such as unparsed calls,
+        come before their symptoms, such as groups without signal.
 
     Raises:
-        SettingsError: If there is nothing to examine, or an argument has the wrong type or belongs to other chains.
+        SettingsError: If there is nothing to examine, an argument has the wrong type, or `batch` contains other chains.
     """
     for name, value, of in (("rollout", rollout, Rollout), ("batch", batch, Batch), ("stats", stats, Stats)):
         if value is not None and not isinstance(value, of):
@@ -104,7 +104,7 @@ def diagnose(
     known = {t.id for t in rollout or ()}
     others = [t.id for t in batch.trajectories if t.id not in known] if batch is not None and known else []
     if others:
-        raise SettingsError(f"batch must be made of the chains of rollout, but it holds {others[0]!r}")
+        raise SettingsError(f"`batch` must contain only chains of `rollout`, got {others[0]!r}")
     numbers = stats.scalars() if stats is not None else dict(records[-1]) if records else {}
     evidence = _Evidence(rollout or Rollout(()), batch, numbers, stats, tuple(records))
     found: list[tuple[tuple[bool, bool, float], Finding]] = []
@@ -113,12 +113,12 @@ def diagnose(
             sentence, number, effect = result
             name = check.__name__.removeprefix("_")
             finding = Finding(name, sentence, number, remedy, widget, min(1.0, effect))
-            # Effects are rough estimates, so findings with nearly equal effects stay in the order of the checks.
+            # Effects are rough estimates. Round them, so that findings of nearly equal effect keep the order of checks.
             found.append(((not finding.serious, finding.serious and is_symptom, -round(finding.effect, 1)), finding))
     return Findings(finding for _, finding in sorted(found, key=lambda item: item[0]))
 
 
-# --- evidence --------------------------------------------------------------------------------------
+# --- evidence that the checks examine --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class _Evidence:
 
     @cached_property
     def groups(self) -> tuple[tuple[Trajectory, ...], ...]:
-        """Scored chains of each group that has at least two scored chains."""
+        """Chains with a reward, by group. Groups with fewer than two such chains are left out."""
         groups = (tuple(t for t in group if t.reward is not None) for group in self.rollout.groups)
         return tuple(group for group in groups if len(group) > 1)
 
@@ -155,7 +155,7 @@ class _Evidence:
 
     @cached_property
     def results(self) -> tuple[ToolResult, ...]:
-        """Results of the calls that could be parsed and name a tool."""
+        """Results of the tool calls that could be parsed and that name an existing tool."""
         calls = ((_tool_names(t), call) for t in self.chains for call in t.tool_calls if call.error is None)
         return tuple(call.result for known, call in calls if call.result is not None and call.name in known)
 
@@ -168,13 +168,13 @@ class _Evidence:
 
     @cached_property
     def components(self) -> dict[str, tuple[float, ...]]:
-        """Values of each metric, except success, that all scored chains have; empty for fewer than eight chains."""
+        """Values of the metrics, except success, that all scored chains have; empty with fewer than eight of them."""
         names = set.intersection(*(set(t.metrics) for t in self.scored)) if len(self.scored) >= 8 else set()
         return {name: tuple(t.metrics[name] for t in self.scored) for name in sorted(names - {"success"})}
 
 
 def _tool_names(t: Trajectory) -> set[str]:
-    """Return the names of the tools in the prompt, or of the called tools if the prompt's tools are not recorded."""
+    """Return the names of the tools shown to the model. If they are not recorded, return those of the called tools."""
     return {schema["function"]["name"] for schema in t.tools} or {call.name for call in t.tool_calls}
 
 
@@ -194,9 +194,9 @@ def _centered(values: npt.NDArray[np.float64], keys: Sequence[Any]) -> npt.NDArr
     return out
 
 
-# --- causes ----------------------------------------------------------------------------------------
+# --- checks for causes -----------------------------------------------------------------------------
 
-# Sentence, number and effect of a finding, or None.
+# Result of a check: sentence, number and effect of the finding, or None if there is nothing to report.
 _Result: TypeAlias = tuple[str, float, float] | None
 
 
@@ -214,7 +214,7 @@ def _wrong_mask(e: _Evidence) -> _Result:
     rows = list(zip(e.batch.trajectories, e.batch.rows, e.batch.mask.numpy(), strict=True))
     trained = {t.turns[i].author for t, row, mask in rows for i in set(row.turn_index[mask[: len(row)]].tolist())}
     for _, row, mask in rows:
-        # With `authors=`, the tokens of other authors are excluded intentionally.
+        # Do not count tokens of other authors as missing, because `collate(authors=)` excludes them intentionally.
         wanted = row.sampled_by(*trained)
         foreign += int((mask[: len(row)] & ~row.action_mask).sum())
         missing += int((wanted & ~mask[: len(row)]).sum())
@@ -237,7 +237,7 @@ def _leaked_answer(e: _Evidence) -> _Result:
         return None
     answers, prompts = zip(*tasks.values(), strict=True)
     found = sum(map(_contains, prompts, answers))
-    # A short answer such as "yes" may be in a prompt by chance. Estimate how often from the answers of other tasks.
+    # Short answers such as "yes" may be in a prompt by chance. Subtract the matches with the answers of other tasks.
     share = (found - sum(map(_contains, prompts, (*answers[1:], answers[0])))) / len(tasks)
     text = f"The answer is in the prompt of {found} of {len(tasks)} tasks."
     return (text, share, 0.3 + share) if share >= 0.3 else None
@@ -306,7 +306,7 @@ def _truncation(e: _Evidence, long: bool) -> _Result:
         return None
     stop, count = Counter(t.stop for t in cut).most_common(1)[0]
     text = f"{len(cut)} of {len(e.chains)} chains were truncated, {count} of them by {stop}"
-    # Observations that did not fit in the context have no token ids, so lengths are compared in characters.
+    # Observations that did not fit in the context have no token ids, so measure all lengths in characters.
     turns = [turn for t in cut for turn in t.turns if turn.kind != "prompt"] if stop == "context_full" else []
     sizes = [sum(len(str(m.get("content") or "")) for m in turn.messages) or len(turn.text) for turn in turns]
     seen = [(size, turn) for size, turn in zip(sizes, turns, strict=True) if turn.kind == "observation"]
@@ -316,7 +316,7 @@ def _truncation(e: _Evidence, long: bool) -> _Result:
     if long:
         names = [call.name for _, turn in seen for call in turn.tool_calls] or ["the environment"]
         text += f"; {share:.0%} of their text after the prompt is tool output, most often of {_most_common(names)}"
-    # Without the limit, the truncated chains might have been as successful as the others.
+    # Assume that the truncated chains would all succeed without the limit. The effect is their share of the successes.
     failed = sum(not t.success for t in cut)
     effect = failed / max(1, failed + sum(bool(t.success) for t in e.scored))
     return f"{text}.", len(cut) / len(e.chains), effect
@@ -350,7 +350,7 @@ def _length_reward(e: _Evidence) -> _Result:
     rewards = np.array([t.reward for t in e.scored], dtype=float)
     actions = [[turn for turn in t.turns if turn.kind == "action"] for t in e.scored]
     lengths = np.array([sum(len(turn.ids or turn.text) for turn in turns) for turns in actions], dtype=float)
-    # Successful chains may well be longer, so chains with the same success are compared.
+    # Success may require long chains, so compare successful chains with each other, and failed ones with each other.
     within = _centered(rewards, [t.group for t in e.scored])
     rest, length = (_centered(x, [(t.group, t.success) for t in e.scored]) for x in (rewards, lengths))
     if within.var() == 0 or length.var() == 0 or rest.var() == 0:
@@ -433,7 +433,7 @@ def _moved_tokens(e: _Evidence) -> _Result:
     return f"The tokens that moved most, with their ratios: {texts}.", float(change.max()), 0.05
 
 
-# --- symptoms --------------------------------------------------------------------------------------
+# --- checks for symptoms ---------------------------------------------------------------------------
 
 
 def _constant_reward(e: _Evidence) -> _Result:
@@ -469,8 +469,8 @@ def _solved(e: _Evidence) -> _Result:
 
 
 _CHAINS, _CHAIN, _BATCH = "w.TrajectoryView(rollout)", "w.TokenView(rollout[0])", "w.TokenView(batch)"
-# Each entry is a check, whether its finding is usually a symptom of another finding, a widget and a remedy. The checks
-# are in the order of the data flow, in which findings with nearly equal effects are reported.
+# Each entry consists of a check, a flag that is True if the finding is usually a symptom of another one, a widget and a
+# remedy. The checks follow the data flow; findings with nearly equal effects are reported in this order.
 _CHECKS: tuple[tuple[Callable[[_Evidence], _Result], bool, str, str], ...] = (
     (_unscored, False, "w.TrajectoryView(rollout.failed)",
      "Such chains are never trained on. Repair the reward or the host, and rerun rollout.failed.tasks."),

@@ -29,14 +29,14 @@ class AgentFlyError(Exception):
 
 
 class HostError(AgentFlyError):
-    """Base class of failures of pools, sandboxes and engines. They leave the chain unscored."""
+    """Base class of errors of pools, sandboxes and engines. A chain that ends with such an error is not scored."""
 
 
 # --- user code and settings ----------------------------------------------------------------------
 
 
 class ToolError(AgentFlyError):
-    """Raised by user code in a tool. The text becomes the observation, and the chain continues."""
+    """Raised by a tool to show an error message to the model as the observation. The chain continues."""
 
 
 class ToolSchemaError(AgentFlyError, TypeError):
@@ -44,11 +44,11 @@ class ToolSchemaError(AgentFlyError, TypeError):
 
 
 class RewardError(AgentFlyError, TypeError):
-    """Raised for an invalid signature or return value of a reward."""
+    """Raised for an invalid signature or return value of a reward function, or when an answer cannot be scored."""
 
 
 class TaskError(AgentFlyError, ValueError):
-    """Raised for an invalid task or task file. The message names the location."""
+    """Raised for an invalid task or task file. The message names the task, field or line."""
 
 
 class SettingsError(AgentFlyError, ValueError):
@@ -62,7 +62,7 @@ def check_choice(name: str, value: object, choices: Any) -> None:
 
 
 def check_instance(name: str, value: object, types: Any, expected: str) -> None:
-    """Raise SettingsError, with the description `expected` of `types`, if `value` is not an instance of `types`."""
+    """Raise SettingsError if `value` is not an instance of `types`, which the message describes as `expected`."""
     if not isinstance(value, types):
         raise SettingsError(f"{name} must be {expected}, got {value!r:.200}")
 
@@ -71,10 +71,10 @@ _PLAIN_TYPES = {"bool": "True or False", "int": "an integer", "float": "a number
 
 
 def check_types(settings: Any) -> None:
-    """Raise SettingsError if a field of a dataclass does not hold a value of its annotated type, or holds NaN.
+    """Raise SettingsError if a field of the dataclass `settings` is NaN or not of its annotated type.
 
-    Only fields annotated with bool, int, float, str and None, such as "int | None", are checked. Integers are accepted
-    as floats, but True and False are not accepted as numbers.
+    Only fields annotated with bool, int, float, str, None or a union of them are checked. Integers are accepted as
+    floats, but True and False are not accepted as numbers.
     """
     for field in dataclasses.fields(settings):
         types = str(field.type).split(" | ")
@@ -94,7 +94,7 @@ def check_types(settings: Any) -> None:
 
 
 def check_count(name: str, value: Any, minimum: int = 1, *, optional: bool = False) -> None:
-    """Raise SettingsError if `value` is not an integer of at least `minimum`, or None if `optional`."""
+    """Raise SettingsError unless `value` is an integer of at least `minimum`. If `optional`, None is also allowed."""
     is_integer = isinstance(value, numbers.Integral) and value is not True and value is not False
     is_count = is_integer and value >= minimum
     if not is_count and not (optional and value is None):
@@ -103,7 +103,7 @@ def check_count(name: str, value: Any, minimum: int = 1, *, optional: bool = Fal
 
 
 def check_accepts(name: str, function: Any, *arguments: str) -> None:
-    """Raise SettingsError if `function` cannot be called with these positional arguments."""
+    """Raise SettingsError unless `function` accepts as many positional arguments as there are names in `arguments`."""
     if not callable(function):
         raise SettingsError(f"{name} must be a function of ({', '.join(arguments)}), got {function!r}")
     try:
@@ -119,7 +119,7 @@ def check_accepts(name: str, function: Any, *arguments: str) -> None:
 
 
 def suggest_keyword(wrong: str, names: Iterable[str]) -> str:
-    """Return a hint such as "; did you mean 'size'?" with the name closest to `wrong`, or "" if there is none."""
+    """Return a hint such as "; did you mean 'size'?" with the name closest to `wrong`, or "" if no name is similar."""
     close = difflib.get_close_matches(wrong, names, 1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -162,11 +162,11 @@ class NotAwaited(AgentFlyError, AttributeError):
 
 
 class ChatTemplateError(AgentFlyError):
-    """Raised when a chat template lacks a property required for exact token ids. The message names the property."""
+    """Raised when a chat template does not allow messages to be encoded as exact token ids."""
 
 
 class AlignmentError(AgentFlyError, ValueError):
-    """Raised when per-token values do not match the token ids, or a row does not match the sampled tokens."""
+    """Raised when values per token or trajectory, such as logprobs, are missing or have the wrong shape or length."""
 
 
 def check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
@@ -179,7 +179,7 @@ def check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
 
 
 class PolicyError(AgentFlyError):
-    """Raised for an incomplete or incompatible policy folder. The message names the file."""
+    """Raised when a policy cannot be loaded, or its model does not support an operation."""
 
 
 class EngineError(HostError):
@@ -199,11 +199,11 @@ class EmptyBatch(BatchError):
 
 
 class TrainingError(AgentFlyError):
-    """Raised when a step diverges or training cannot continue. The message tells which steps and weights are kept."""
+    """Raised when training diverges or cannot continue. The message states which steps and weights are kept."""
 
 
 class RunMismatch(AgentFlyError):
-    """Raised when a run folder holds a run with other settings. The message lists the differences."""
+    """Raised when a run folder contains a run with different settings. The message lists the differences."""
 
 
 class RunError(AgentFlyError):
@@ -234,8 +234,8 @@ class RemotePoolError(SandboxError):
 
 
 class PoolTimeout(HostError, TimeoutError):
-    """Raised when no sandbox becomes free in time. After a timeout, the message names the holders of leases."""
+    """Raised when no sandbox becomes free within the timeout, or when none is free and the request may not wait."""
 
 
 class PoolClosed(HostError):
-    """Raised when a closed pool is used, and in tasks that are waiting for a sandbox when the pool is closed."""
+    """Raised when a closed pool is used, or when a pool is closed while a caller waits for a sandbox."""

@@ -24,11 +24,11 @@ class Evaluation(Displayable):
     """Results of an evaluation. Success is defined by `Trajectory.success`.
 
     Attributes:
-        success: Success rate of the scored chains of a task, averaged over tasks.
+        success: Fraction of the scored chains of a task that succeeded, averaged over tasks.
         low, high: Bounds of the 95 % confidence interval of `success`. The interval takes into account that chains of
             one task are not independent; see `success_interval`.
         pass_at_k: Unbiased estimate of the probability that at least one of k chains solves a task, for k = 1, 2, 4,
-            ..., `samples`. Averaged over tasks with at least k scored chains; k is omitted if there is no such task.
+            ..., `samples`. It is averaged over tasks with at least k scored chains, and omitted if there are none.
         tasks_at_k: Number of tasks with at least k scored chains.
         reward: Mean reward of the scored chains.
         tasks, samples: Number of tasks with a scored chain, and number of chains per task.
@@ -38,7 +38,7 @@ class Evaluation(Displayable):
         greedy: Whether the most probable tokens were chosen instead of sampling.
         metrics: Mean of each metric over the scored chains that have it.
         seconds: Wall-clock time of the rollouts.
-        rollout: The chains.
+        rollout: The evaluated chains.
     """
 
     success: float
@@ -60,7 +60,7 @@ class Evaluation(Displayable):
     rollout: Rollout = field(repr=False, compare=False)
 
     def summary(self) -> dict[str, float]:
-        """Return the numbers of the evaluation, except NaN. `tasks@k` is included only if tasks were excluded."""
+        """Return all statistics that are not NaN. `tasks@k` is omitted unless a task has fewer than k scored chains."""
         names = ("success", "low", "high", "reward", "turns", "calls", "tokens", "unscored", "truncated")
         numbers = {n: v for n in names if not math.isnan(v := getattr(self, n))}
         numbers |= {f"pass@{k}": value for k, value in self.pass_at_k.items()}
@@ -116,7 +116,7 @@ async def evaluate(
         budget: limits shared by all chains of a seed. Chains that could not start because of the budget are listed in
             `evaluation.rollout.not_run` and are not evaluated.
         group_budget: limits shared by the chains of one task and seed.
-        workers: processes that run the groups, created by `af.ray.workers`, or None for this process.
+        workers: worker processes that run the groups, created by `af.ray.workers`. With None, this process runs them.
 
     Raises:
         SettingsError: if the agent has no reward, no chain was scored, or `seeds` is empty or has duplicates.
@@ -125,11 +125,11 @@ async def evaluate(
     if not agent.reward and agent.group_reward is None:
         raise SettingsError("the agent has no reward to evaluate; add one with agent.replace(reward=...)")
     if len(seeds) == 0 or len(set(seeds)) < len(seeds):
-        raise SettingsError(f"seeds must hold at least one seed, and none twice, got {tuple(seeds)}")
+        raise SettingsError(f"seeds must contain at least one seed and no duplicates, got {tuple(seeds)}")
     if greedy:
         sampling = (sampling or agent.sampling).replace(temperature=0.0)
     if sampling is not None:
-        # A shallow copy shares `last_run` and the warnings already issued with the original agent.
+        # This copy is shallow, so it shares `last_run` and the record of issued warnings with the given agent.
         agent = dataclasses.replace(agent, sampling=sampling)
     found: list[Trajectory] = []
     not_run: dict[str, str] = {}
@@ -163,7 +163,7 @@ def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evalua
             for name, value in t.metrics.items():
                 measured.setdefault(name, []).append(value)
     if not by_task:
-        raise SettingsError(f"no chain was scored, of {len(rollout)}: {rollout.unscored_reason or 'none ran'}")
+        raise SettingsError(f"none of {len(rollout)} chains was scored: {rollout.unscored_reason or 'none ran'}")
     outcomes = list(by_task.values())
     at_k: dict[int, list[float]] = {}
     for k in sorted({*(2**i for i in range(samples.bit_length())), samples}):

@@ -22,7 +22,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Per: TypeAlias = Literal["trajectory", "turn"]
 
-# Parameter names with injected values, by value of `per`. All other names refer to task fields.
+# Names of parameters that receive injected values, for each value of `per`. Other names refer to task fields.
 _INJECTED_NAMES = {
     "trajectory": ("final", "trajectory", "context"),
     "turn": ("final", "trajectory", "context", "turn", "observation"),
@@ -31,10 +31,10 @@ _INJECTED_NAMES = {
 
 @dataclass(frozen=True)
 class Score(Displayable):
-    """Score of one trajectory by the reward `name` or a set of rewards. `seconds` is the time that scoring took.
+    """Result of scoring a trajectory with the reward `name` or a set of rewards. `seconds` is the time taken.
 
     Attributes:
-        reward: The score, or None if unscored.
+        reward: The score, or None if the trajectory is unscored.
         metrics: Value of each reward, and additional numbers that the rewards returned, by name.
         error: Failure of the first reward that failed, or None.
         turn_rewards: Weighted sum of the `per="turn"` rewards of each action, by index in `trajectory.turns`.
@@ -85,7 +85,7 @@ class Reward(Displayable, InjectedFunction[P, R]):
         self.weight = float(weight)
         self.per: Per = per
         if self._method:
-            raise self._error("a method must have an instance; use a function that calls the bound method")
+            raise self._error("a reward must not be an unbound method; use a function that calls the bound method")
         if self._hidden.get("sandbox") == Injection("field") and "sandbox" not in function.__annotations__:
             raise self._error("parameter 'sandbox' must have a type, for example sandbox: af.PythonSandbox")
 
@@ -106,8 +106,8 @@ class Reward(Displayable, InjectedFunction[P, R]):
         Args:
             trajectory: the trajectory to score.
             turn: with `per="turn"`, the action or its index in `trajectory.turns`; the last action by default.
-            pool: pool from which the required sandbox is leased, or None to start a new sandbox. The sandbox of the
-                finished chain is no longer available.
+            pool: pool from which a sandbox is leased if the reward requires one, or None to start a sandbox. The
+                sandbox of the chain itself has been released.
         """
         if self.per == "turn":
             turn = _action_to_score(trajectory, turn)
@@ -117,9 +117,9 @@ class Reward(Displayable, InjectedFunction[P, R]):
             return await self.score(trajectory, context, turn=turn)
 
     async def score(self, trajectory: Trajectory, context: Context, *, turn: Turn | None = None) -> Score:
-        """Return the unweighted score. If the reward raises or times out, the result is unscored."""
+        """Return the unweighted score. If the reward function raises or times out, the trajectory is unscored."""
         arguments: dict[str, Any] = {}
-        # Use the original fields of the task, because tools may have changed the chain's copy.
+        # Use the original fields of the task, because tools may have changed the copy in `context`.
         fields = Fields(trajectory.task.fields)
         observation = _observation_after(trajectory, turn)
         try:
@@ -142,7 +142,7 @@ class Reward(Displayable, InjectedFunction[P, R]):
         return replace(score, reward=reward, metrics=own | metrics, extras=extras)
 
     def _split_result(self, value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]:
-        """Return (reward, metrics, extras) for a return value."""
+        """Split a value that the reward function returned into (reward, metrics, extras)."""
         given = value if isinstance(value, Mapping) else {"reward": value}
         if "reward" not in given:
             raise RewardError(f"{self.name} must return a dict with the key 'reward', got {', '.join(map(str, given))}")
@@ -204,7 +204,7 @@ def reward(
 
 
 class RewardSet(Displayable, FunctionSet[Reward[..., Any]]):
-    """Rewards of one agent. The reward of a trajectory is their weighted sum, and each value becomes a metric."""
+    """Rewards of one agent. A trajectory's reward is the weighted sum of their values, which also become metrics."""
 
     def __init__(self, rewards: Reward[..., Any] | Callable[..., Any] | Iterable[Any] | None = None) -> None:
         if rewards is None:
@@ -217,8 +217,8 @@ class RewardSet(Displayable, FunctionSet[Reward[..., Any]]):
         """Run all rewards concurrently and return their weighted sum.
 
         If a reward with nonzero weight is unscored, the sum is unscored too, but the metrics of the other rewards are
-        kept. Chains with the stop reason "error" or "cancelled" are not scored, because the model did not cause this.
-        If all rewards have `per="turn"`, the reward of the trajectory is 0.0, to which turn rewards do not contribute.
+        kept. Chains with the stop reason "error" or "cancelled", which the model did not cause, are not scored.
+        Rewards with `per="turn"` do not contribute to the sum, which is 0.0 if there are no other rewards.
         """
         if trajectory.stop in UNSCORED_STOPS or len(self) == 0:
             return Score(None)
@@ -262,7 +262,7 @@ def _combine_scores(parts: Sequence[tuple[Reward[..., Any], int | None, Score]])
             scored = scored and part.error is None  # None adds no turn reward, but a failure makes the sum unscored
     metrics = dict(own)
     for key, by_reward in others.items():
-        # If several rewards report the same metric, such as "success", prefix it with the name of the reward.
+        # If several rewards report a metric of the same name, such as "success", prefix it with the reward's name.
         if len(by_reward) == 1 and key not in metrics:
             metrics[key] = next(iter(by_reward.values()))
         else:
@@ -296,7 +296,7 @@ def _observation_after(trajectory: Trajectory, turn: Turn | None) -> Turn | None
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for real Python numbers, Fraction, Decimal, and NumPy arrays and torch tensors with one element."""
+    """Return True for numbers that are not complex, and for NumPy arrays and torch tensors with one element."""
     if isinstance(value, numbers.Number):
         return not isinstance(value, complex)
     shape = getattr(value, "shape", None)

@@ -1,4 +1,4 @@
-"""Counter-based random numbers. The seed of a turn is derived from the seed of the run, and gives a number per token.
+"""Counter-based random numbers. Each turn has a seed derived from the run seed; each token uses one random number.
 
 Results depend only on the arguments, never on earlier draws, so concurrency and order do not change them.
 """
@@ -23,7 +23,7 @@ def derive(seed: int, *parts: str | int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-# The cache is useful because most parts are used repeatedly, and typed because 1 and True are different parts.
+# The cache helps because most parts occur repeatedly. It is typed, because 1 and True are different parts.
 @functools.lru_cache(maxsize=4096, typed=True)
 def _encode_part(part: str | int) -> bytes:
     # Type and length are hashed too, so that ("ab", "c") differs from ("a", "bc"), and (1,) from ("1",). NumPy integers
@@ -33,7 +33,7 @@ def _encode_part(part: str | int) -> bytes:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Return one uniform random number in [0, 1) per (seed, counter) pair, with which one token per row is sampled.
+    """Return one uniform random number in [0, 1) per (seed, counter) pair, for sampling one token in each of B rows.
 
     Shapes:  seeds (B,), counters (B,) -> (B,) float64 with 53 random bits.
     Source:  the finaliser of SplitMix64 (Steele, Lea, Flood 2014) applied twice.

@@ -1,4 +1,4 @@
-"""Success rules of chains, and statistics of success rates."""
+"""Rules that decide whether a chain succeeds, and statistics of success rates."""
 
 from __future__ import annotations
 
@@ -64,11 +64,10 @@ def _succeeded(trajectory: Trajectory, rule: float | str | Callable[[Trajectory]
 def success_interval(outcomes: Sequence[Sequence[bool]], level: float = 0.95) -> tuple[float, float]:
     """Return a confidence interval of the success rate over tasks.
 
-    With one sample per task, this is the Clopper-Pearson interval. With several samples per task, the number of samples
-    is divided by the design effect, which is estimated from the variance between tasks, and the result is corrected for
-    the degrees of freedom.
-    The effective number of samples lies between the number of tasks and the number of samples, so the interval has a
-    positive width even if all chains agree.
+    With one sample per task, this is the Clopper-Pearson interval. With several samples per task, the interval is
+    computed for an effective number of samples: the number of samples, divided by the design effect (estimated from the
+    variance between tasks) and corrected for the degrees of freedom. It is at least the number of tasks and at most the
+    number of samples, so the interval has a positive width even if all chains agree.
 
     Args:
         outcomes: for each task, whether each scored chain succeeded. There must be at least one task, and at least one
@@ -108,7 +107,7 @@ def sign_flip_test(differences: Sequence[int]) -> float:
     Source:  Fisher, The Design of Experiments (1935).
     """
     total = abs(sum(differences))
-    # probability[i] is the probability of the sum i - reach under random signs.
+    # probability[i] is the probability that the differences, with random signs, sum to i - reach.
     probability, reach = np.ones(1), 0
     for size in (abs(d) for d in differences if d):
         gap = np.zeros(2 * size)
@@ -119,7 +118,7 @@ def sign_flip_test(differences: Sequence[int]) -> float:
 
 
 def pass_at_k(samples: int, successes: int, k: int) -> float:
-    """Return the unbiased estimate of the probability that at least one of k new chains succeeds.
+    """Return an unbiased estimate of the probability that at least one of k chains of a task succeeds.
 
     Source:  Chen et al., arXiv 2107.03374.
     """

@@ -1,4 +1,4 @@
-"""Reading of task rows from files, bundled task sets and the Hugging Face hub, with locations for error messages."""
+"""Functions that read rows of tasks from files and the Hugging Face hub, with row locations for error messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES = ".jsonl, .json, .csv or .parquet file"
 
 
 def is_hub_id(text: str) -> bool:
-    """Return whether `text` has the form of a hub id, such as "openai/gsm8k"."""
+    """Return whether `text` has the form of a Hugging Face hub id, such as "openai/gsm8k"."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text) is not None and not text.endswith(SUFFIXES)
 
 
@@ -28,13 +28,13 @@ def hub_rows(id: str, config: str | None, split: str | None) -> Iterator[tuple[s
         from datasets import load_dataset
     except ModuleNotFoundError:
         raise TaskError(
-            f'{id!r} is no folder here, and datasets of the hub need: pip install "agentfly_kit[trl]"{other}'
+            f'{id!r} is not a folder; to use the Hugging Face hub, run: pip install "agentfly_kit[trl]"{other}'
         ) from None
     try:
         rows = load_dataset(id, config, split=split)
     except Exception as error:  # for example no network, or an unknown dataset, configuration or split
         raise TaskError(
-            f"{id!r} is no folder here and could not be loaded from the Hugging Face hub ({type(error).__name__}: "
+            f"{id!r} is not a folder and could not be loaded from the Hugging Face hub ({type(error).__name__}: "
             f"{error}){other}"
         ) from error
     return locate_rows(rows if split is None else {split: rows}, id)
@@ -51,19 +51,19 @@ def bundled_folder() -> Any:
 
 
 def bundled_json(*path: str) -> Any:
-    """Read a bundled JSON file, such as ("vocabularies", "alfworld.json")."""
+    """Read a bundled JSON file, given by the parts of its path, such as "vocabularies" and "alfworld.json"."""
     return json.loads(bundled_folder().joinpath(*path).read_text(encoding="utf-8"))
 
 
 def bundled_names() -> list[str]:
     """Return the names of the bundled task sets."""
     root = bundled_folder()
-    # Folders without train.jsonl are not task sets.
+    # A bundled folder is a task set only if it contains train.jsonl.
     return sorted(d.name for d in root.iterdir() if d.joinpath("train.jsonl").is_file()) if root.is_dir() else []
 
 
 def list_of_bundled() -> str:
-    """Return the names of the bundled task sets as text for an error message."""
+    """Return the names of the bundled task sets as a comma-separated list for error messages."""
     return ", ".join(map(repr, bundled_names())) or "(no task sets are installed)"
 
 
@@ -162,7 +162,7 @@ def _iterable_rows(rows: Any, name: str) -> Iterable[Any]:
         return records
     if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
         raise TaskError(
-            f"{name}: rows must be a list of dicts, a DataFrame or a Dataset, or a dict of one of these per split, got "
-            f"{rows!r:.60}; for a file use load_tasks(path)"
+            f"{name}: rows must be a list of dicts, a DataFrame or a Dataset, or a dict from split names to such rows, "
+            f"got {rows!r:.60}; for a file use load_tasks(path)"
         )
     return rows

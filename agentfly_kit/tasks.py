@@ -1,8 +1,8 @@
 """Collections of tasks, loaded from files, data frames or lists, with disjoint splits.
 
-Each row becomes one task. Its columns are `messages` (or a string in `question`, `prompt` or `input`), and optionally
-`id` and `split`. All other columns become task fields, which rewards and tools can request by name. If the question or
-the answer is in a column with another name, pass `question=` or `answer=`.
+Each row becomes one task. A row has the column `messages` (or a string in `question`, `prompt` or `input`), and
+optionally `id` and `split`. All other columns become task fields, which rewards and tools can request by name. If the
+question or the answer is in a column with another name, pass `question=` or `answer=`.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Tasks(Displayable, Sequence[Task]):
 
     @property
     def splits(self) -> dict[str, int]:
-        """Number of tasks of each split, keyed by the name of the split."""
+        """Dict from the name of each split to its number of tasks."""
         return dict(Counter(split for split in self._splits if split is not None))
 
     def split(self, name: str) -> Tasks:
         """Return the tasks of one split.
 
         Raises:
-            TaskError: if there is no such split.
+            TaskError: if no task belongs to the split.
         """
         found = [task for task, split in zip(self._tasks, self._splits, strict=True) if split == name]
         if not found:
@@ -78,7 +78,7 @@ class Tasks(Displayable, Sequence[Task]):
         """The split "test".
 
         Raises:
-            TaskError: if there is no such split. This prevents evaluation on training tasks by accident.
+            TaskError: if no task belongs to "test", because evaluation on training tasks would be misleading.
         """
         return self.split("test")
 
@@ -89,7 +89,7 @@ class Tasks(Displayable, Sequence[Task]):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all ids, contents and splits."""
+        """Hash of the ids, contents and splits of all tasks."""
         rows = zip(self._tasks, self._splits, strict=True)
         return _digest(*(f"{task.id} {split} {_canonical_content(task)}" for task, split in rows))
 
@@ -134,7 +134,7 @@ class Tasks(Displayable, Sequence[Task]):
         return f"Tasks({self.name}: {count}; fields: {', '.join(self.fields) or 'none'})"
 
 
-# --- from files ----------------------------------------------------------------------------------
+# --- tasks from files ----------------------------------------------------------------------------
 
 
 def load_tasks(
@@ -154,7 +154,7 @@ def load_tasks(
             - the name of a bundled task set, such as "calculator";
             - the path of a .jsonl file, a .csv file (UTF-8, with a header; all values are text), a .parquet file, a
               .json file (a list of rows, or {"train": [...], "test": [...]}), or a folder with one such file per split
-              (train.jsonl, test.jsonl). Write "./calculator" for a folder with the name of a task set;
+              (train.jsonl, test.jsonl). To load a folder with the name of a bundled task set, write "./calculator";
             - a hub id such as "openai/gsm8k", unless a folder with this path exists. Requires the package `datasets`,
               which is installed with `agentfly_kit[trl]`.
         question: see `tasks_from`.
@@ -189,7 +189,7 @@ def load_tasks(
         tasks = _build_tasks(task_files.read_rows(path), path.name, columns)
     elif not path.is_dir():
         raise TaskError(
-            f"{path}: no such file; pass a {task_files.FILES}, or a task set: {task_files.list_of_bundled()}"
+            f"{path}: no such file; pass a {task_files.FILES}, or one of the task sets {task_files.list_of_bundled()}"
         )
     else:
         files = [file for file in path.iterdir() if file.name.endswith(task_files.SUFFIXES)]
@@ -205,7 +205,7 @@ def load_tasks(
     return tasks if split is None else tasks.split(split)
 
 
-# --- from Python objects -------------------------------------------------------------------------
+# --- tasks from Python objects -------------------------------------------------------------------
 
 
 def tasks_from(
@@ -226,8 +226,8 @@ def tasks_from(
         answer: name of the column that becomes the field "answer".
         test: fraction of tasks to put into the split "test". The selection depends only on the content of the tasks,
             not on their order or ids.
-        drop_answer: if the last message is from the assistant, remove it and store its text in the field "answer".
-            Without this option, such rows are rejected, because the answer would be part of the prompt.
+        drop_answer: whether to remove the last message if it is from the assistant, and store its text in the field
+            "answer". By default, such rows are rejected, because the answer would be part of the prompt.
         name: name used in error messages and `repr`.
 
     Raises:
@@ -245,7 +245,7 @@ def tasks_from(
 
 
 def _held_out(tasks: Tasks, share: float) -> Tasks:
-    """Hold out the tasks with the lowest content hashes. Tasks with equal content stay in the same split."""
+    """Assign the tasks with the lowest content hashes to the split "test". Equal tasks stay in the same split."""
     by_content: dict[str, list[int]] = {}
     for i, task in enumerate(tasks):
         by_content.setdefault(_digest("split", _canonical_content(task)), []).append(i)
@@ -262,7 +262,7 @@ def _held_out(tasks: Tasks, share: float) -> Tasks:
     return Tasks(tasks, ["test" if i in held else "train" for i in range(len(tasks))], tasks.name)
 
 
-# --- rows ----------------------------------------------------------------------------------------
+# --- conversion of rows to tasks -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -274,14 +274,14 @@ class _Columns:
     drop_answer: bool = False
 
     def take_question(self, values: dict[str, Any], location: str) -> tuple[str, Any]:
-        """Remove the question from `values`, and return its column and value. The answer column is renamed."""
+        """Remove the question from the row `values`, and return its column name and value. Rename the answer column."""
         have = ", ".join(map(repr, values)) or "none"
         for option, column in (("question", self.question), ("answer", self.answer)):
             if column is not None and column not in values:
-                raise TaskError(f"{location}: the column {column!r} ({option}=) is missing; the columns are {have}")
+                raise TaskError(f"{location}: {option}={column!r} must name a column, got columns: {have}")
         if self.answer not in (None, "answer") and "answer" in values:
             raise TaskError(
-                f"{location}: answer={self.answer!r} needs rows without another column 'answer', got {have}"
+                f"{location}: with answer={self.answer!r}, no other column may be named 'answer', got columns: {have}"
             )
         column = self.question or next((c for c in _QUESTIONS if values.get(c) not in (None, "", [])), None)
         if column is None:
@@ -307,12 +307,12 @@ def _build_tasks(rows: Iterable[tuple[str, Any]], name: str, columns: _Columns) 
     for location, row in rows:
         task, split, derived = _build_task(location, row, columns)
         if derived:
-            # Repeated rows are separate tasks, to whose ids a number is appended.
+            # Rows with equal content become separate tasks. Append a number to make their ids unique.
             repeats[task.id] += 1
             if repeats[task.id] > 1:
                 task = replace(task, id=f"{task.id}-{repeats[task.id]}")
         if task.id in seen:
-            raise TaskError(f"{location}: ids must be unique, got {task.id!r}, which {seen[task.id]} has too")
+            raise TaskError(f"{location}: ids must be unique, got {task.id!r}, which is also the id of {seen[task.id]}")
         seen[task.id] = location
         tasks.append(task)
         splits.append(split)
@@ -322,7 +322,7 @@ def _build_tasks(rows: Iterable[tuple[str, Any]], name: str, columns: _Columns) 
 
 
 def _build_task(location: str, row: Any, columns: _Columns) -> tuple[Task, str | None, bool]:
-    """Return the task of a row, its split, and whether its id was derived from the content."""
+    """Convert a row to a task. Return the task, its split, and whether its id was derived from its content."""
     if isinstance(row, Task):
         return row, None, False
     if not isinstance(row, Mapping):
@@ -344,7 +344,7 @@ def _build_task(location: str, row: Any, columns: _Columns) -> tuple[Task, str |
         question = [{"role": "user", "content": question}]
     if not isinstance(question, list):
         raise TaskError(f"{location}: {column!r} must be a string or a list of messages, got {question!r:.60}")
-    # Rows from Parquet have the same keys in all messages; absent values are None.
+    # Messages from a Parquet file all have the same keys. Remove those whose value is None.
     question = [{k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m for m in question]
     where = f"{location}, {column!r}" if id is None else f"{location}, {column!r} of task {str(id)!r}"
     messages = normalize_messages(question, where, TaskError, answered=columns.drop_answer)
@@ -353,8 +353,8 @@ def _build_task(location: str, row: Any, columns: _Columns) -> tuple[Task, str |
         answer = values.setdefault("answer", last["content"])
         if answer != last["content"] or last.get("tool_calls"):
             raise TaskError(
-                f"{where}: drop_answer=True needs an answer without tool calls, and no other value in the column "
-                f"'answer', got {last!r:.80} and {answer!r:.60}"
+                f"{where}: with drop_answer=True, the last message must have no tool calls, and the column 'answer' "
+                f"must be missing or equal to it, got the message {last!r:.80} and the answer {answer!r:.60}"
             )
         messages = normalize_messages(messages[:-1], where, TaskError)
     task = Task(location if id is None else str(id), messages, values)
@@ -364,7 +364,7 @@ def _build_task(location: str, row: Any, columns: _Columns) -> tuple[Task, str |
 
 
 def _to_python(value: Any) -> Any:
-    """Convert NumPy arrays and scalars to Python lists and numbers."""
+    """Convert NumPy arrays and scalars, including those in lists and dicts, to Python lists and numbers."""
     if type(value).__module__ == "numpy":
         return _to_python(value.tolist())
     if isinstance(value, dict):
@@ -374,7 +374,7 @@ def _to_python(value: Any) -> Any:
     return value
 
 
-# --- content -------------------------------------------------------------------------------------
+# --- comparison of tasks by content --------------------------------------------------------------
 
 
 def _check_disjoint(tasks: Tasks, name: str) -> None:
@@ -385,7 +385,7 @@ def _check_disjoint(tasks: Tasks, name: str) -> None:
         if other_split != split:
             both = f"{other_id!r} ({other_split or 'no split'}) and {task.id!r} ({split or 'no split'})"
             raise TaskError(
-                f"{name}: tasks {both} have the same messages and fields; splits must be disjoint: remove one of them"
+                f"{name}: tasks {both} have the same messages and fields; remove one, because splits must be disjoint"
             )
 
 
@@ -394,7 +394,7 @@ def _canonical_content(task: Task) -> str:
     try:
         return json.dumps([task.messages, task.fields], sort_keys=True, ensure_ascii=False, default=_to_jsonable)
     except TypeError as error:
-        raise TaskError(f"task {task.id!r}: the content of its fields cannot be compared ({error})") from None
+        raise TaskError(f"task {task.id!r}: its fields cannot be compared with other tasks ({error})") from None
 
 
 def _to_jsonable(value: Any) -> Any:
@@ -408,7 +408,7 @@ def _to_jsonable(value: Any) -> Any:
         pass
     if callable(dump := getattr(value, "tobytes", None)):  # arrays and images
         return hashlib.blake2b(dump(), digest_size=16).hexdigest()
-    raise TypeError(f"got a {type(value).__qualname__}; use strings, numbers, lists, dicts, bytes or arrays")
+    raise TypeError(f"values must be strings, numbers, lists, dicts, bytes or arrays, got {type(value).__qualname__}")
 
 
 def _digest(*texts: str) -> str:

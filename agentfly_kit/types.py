@@ -1,6 +1,6 @@
-"""Immutable records exchanged between the stages: tasks, samples, tool calls, turns, trajectories, groups.
+"""Immutable records that the other packages exchange: tasks, samples, tool calls, turns, trajectories and groups.
 
-This module does not use torch, process text or perform I/O.
+This module does not use torch, tokenize text or perform I/O.
 
 Axis names used in docstrings throughout the package: B rows, T tokens, G group size, V vocabulary size, N trajectories.
 Per-token values are indexed by the predicted token: `logprobs[t]` is log p(ids[t] | ids[:t]).
@@ -67,7 +67,7 @@ StopReason: TypeAlias = Literal[
     "error",  # a failure that the model did not cause; see `Trajectory.error`
 ]
 
-# Stop reasons of shared budgets.
+# Stop reasons of chains that exhausted a budget shared by their group or rollout.
 BUDGET_STOPS = frozenset(
     f"{of}_{what}" for of in ("group", "run") for what in ("tokens", "turns", "tool_calls", "seconds")
 )
@@ -96,11 +96,11 @@ def _check_lengths(record: Sample | Turn, names: Sequence[str]) -> None:
 def normalize_messages(
     messages: Iterable[Any], where: str, error: type[Exception] = SettingsError, *, answered: bool = False
 ) -> tuple[Message, ...]:
-    """Copy messages such that every content is a string and every call has an id and a dict of arguments.
+    """Return copies of messages in which all content is a string and each tool call has an id and a dict of arguments.
 
-    Text parts are joined without a separator, as in chat templates that accept parts. Malformed calls and content other
-    than text raise `error`, as does a last message from the assistant unless `answered` is True. Error messages begin
-    with `where`.
+    Text parts are joined without a separator, as in chat templates that accept parts. `error` is raised for malformed
+    calls, for content other than text, and, unless `answered` is True, if the last message is from the assistant. The
+    error message begins with `where`.
     """
     out: list[Message] = []
     if not isinstance(messages, Iterable) or not (given := tuple(messages)):
@@ -116,7 +116,7 @@ def normalize_messages(
             out[-1]["tool_calls"] = [_normalize_call(call, k, at, error) for k, call in enumerate(calls)]
     if out[-1]["role"] == "assistant" and not answered:
         raise error(
-            f"{where}: the last message must not be the assistant's, because the answer would be part of the prompt; "
+            f"{where}: the last message must not be the assistant's, because it would become part of the prompt; "
             "remove it (tasks_from and load_tasks with drop_answer=True move it to the field 'answer'), or begin an "
             "action with chain.force(text, end=False)"
         )
@@ -192,7 +192,7 @@ class Sampling(Displayable):
     Args:
         temperature: Divisor of the logits, at least 0. With 0, the most probable token is always chosen (greedy).
         max_tokens: Maximum number of tokens per action; `Agent(max_tokens=)` limits the whole chain.
-        top_p: Sample from the most probable tokens whose probabilities sum up to at least this value, in (0, 1].
+        top_p: Sample from the smallest set of most probable tokens with at least this total probability, in (0, 1].
         top_k: Sample from the `top_k` most probable tokens; 0 disables top-k.
         min_p: Sample from tokens with at least `min_p` times the probability of the most probable token, in [0, 1].
         stop: Strings that end an action. All sampled tokens are kept, but the parsed text ends before the string.
@@ -241,7 +241,7 @@ class Sampling(Displayable):
 
 @dataclass(frozen=True, repr=False)
 class TurnRequest(Displayable):
-    """Context of a sampling request, for engines that do not sample from token ids alone or that keep a KV cache.
+    """Context of a sampling request, for engines that need more than the token ids.
 
     Attributes:
         task: The task of the chain.
@@ -260,7 +260,7 @@ class TurnRequest(Displayable):
 
 @dataclass(frozen=True, repr=False)
 class Sample(Displayable):
-    """One sampled action. Ids are never trimmed, so a sampled stop token is the last id.
+    """One sampled action. `ids` contains all sampled tokens, including the stop token.
 
     Attributes:
         ids: Token ids; None for text-only engines.
@@ -316,7 +316,7 @@ class Distribution(Displayable):
 
 @dataclass(frozen=True, repr=False)
 class Failure(Displayable):
-    """Serializable record of an exception: its `type`, `message` and `traceback`, without stack frames.
+    """Serializable record of an exception: its `type`, its `message`, and its `traceback` as text.
 
     Attributes:
         where: Component that failed: "tool calculator", "reward exact", "engine", "pool", ...
@@ -353,7 +353,7 @@ class ToolResult(Displayable):
         error: Unexpected failure; None if the call succeeded or the tool raised `ToolError`.
         truncated: Whether the observation was shortened.
         reward: Turn reward given by the tool.
-        done, env_done: True if the tool, or the environment, ends the chain.
+        done, env_done: Whether the tool (`done`) or the environment (`env_done`) ends the chain.
         metrics: Numbers that the tool reported, by name.
 
     Raises:
@@ -386,7 +386,7 @@ class ToolCall(Displayable):
     """One tool call written by the model.
 
     Attributes:
-        id: Id of the call, which is repeated in the message with the result.
+        id: Id of the call. The message with the result contains the same id.
         name, arguments: Name of the tool, and arguments of the call.
         result: Result of the call; None before the call has run.
         error: Parse error, which is shown to the model, or None. After a parse error, `name` may be empty.
@@ -405,7 +405,7 @@ class ToolCall(Displayable):
     def rerun(self) -> Any:
         """Return an awaitable that reruns the tool with the same arguments on a temporary sandbox lease.
 
-        Exceptions of the tool propagate. Calls that were loaded from disk raise EngineError.
+        Exceptions of the tool propagate. Calls without a `rerunner`, such as those loaded from disk, raise EngineError.
         """
         if self.rerunner is None:
             raise EngineError(
@@ -416,7 +416,7 @@ class ToolCall(Displayable):
         return self.rerunner(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The pools of a rerunner cannot be sent to another process.
+        # Do not pickle the rerunner, because it refers to sandbox pools, which cannot be sent to another process.
         return self.__dict__ | {"rerunner": None}
 
     def __repr__(self) -> str:
@@ -443,14 +443,14 @@ class Turn(Displayable):
         token_texts: Text of each token, for token views.
         messages: Content of the turn as chat messages, for rewards, text-only engines and display.
         tool_calls: Tool calls of an action. The following observation has the same calls with their results.
-        stop: Stop reason of the engine for an action: stop, length, string or abort.
+        stop: Reason why the engine stopped sampling an action; see `Sample.stop`.
         reward: Turn reward, credited to the last preceding action token.
         seed: Seed with which the turn was sampled; None if it was not sampled.
         seconds: Duration of the turn.
-        label: Position in the chain, for display: "turn 3 of 6".
+        label: Position in the chain, for display, such as "turn 3 of 6".
         parent: The preceding turn; None for the first turn of the chain.
-        row: Index of the row that contains this turn. A new row starts after compaction, for a re-rendered history, or
-            if a request of a harness does not continue an existing row.
+        row: Index of the row that contains this turn. A new row starts after compaction, if `Chat(history="rerender")`
+            changes earlier tokens, or if a request of a harness does not continue an existing row.
         alternatives: The most probable tokens at each position, recorded by `LocalEngine(policy, alternatives=5)`.
     """
 
@@ -510,7 +510,7 @@ class Turn(Displayable):
 
     @property
     def completes_action(self) -> bool:
-        """True if the turn completes an assistant message. A forced beginning is completed by its continuation."""
+        """True if the turn completes an assistant message, which a forced prefix alone does not."""
         return self.kind in ("action", "forced") and bool(self.messages)
 
     @property
@@ -533,8 +533,8 @@ class Row(Displayable):
     all turns of the row; each has shape (T,).
 
     Attributes:
-        trajectory, index: Id of the trajectory, and index in its `rows`.
-        turns, start: Turns of the row, and index of the first of these turns in `trajectory.turns`.
+        trajectory, index: Id of the trajectory, and index of this row in `Trajectory.rows`.
+        turns, start: Turns of the row, and index of the first of them in `Trajectory.turns`.
         tools: JSON schemas of the tools in the prompt.
     """
 
@@ -580,13 +580,13 @@ class Row(Displayable):
         return self._concatenate(lambda _, turn: [turn.sampled] * turn.num_tokens, "bool")
 
     def sampled_by(self, *authors: str) -> npt.NDArray[np.bool_]:
-        """Return the mask of tokens that the policy sampled as one of these authors (roles), by default as any."""
+        """Return the mask of tokens that the policy sampled in these roles (`Turn.author`), by default in all roles."""
         if not authors:
             return self.action_mask
         return self._concatenate(lambda _, turn: [turn.sampled and turn.author in authors] * turn.num_tokens, "bool")
 
     def written_by(self, *authors: str) -> npt.NDArray[np.bool_]:
-        """Return the mask of tokens in actions of these authors, by default of all, whether sampled or not."""
+        """Return the mask of the tokens in sampled and forced actions of these authors, by default of all authors."""
         return self._concatenate(
             lambda _, turn: (
                 [turn.kind in ("action", "forced") and turn.author in (authors or (turn.author,))] * turn.num_tokens
@@ -596,27 +596,27 @@ class Row(Displayable):
 
     @cached_property
     def logprobs(self) -> npt.NDArray[np.float32]:
-        """Logprobs under the sampling policy in nats; NaN where the mask is 0."""
+        """Logprobs under the sampling policy, in nats; NaN where `action_mask` is False."""
         return self._concatenate(lambda _, turn: turn.if_sampled(turn.logprobs, math.nan), "float32")
 
     @cached_property
     def entropies(self) -> npt.NDArray[np.float32]:
-        """Entropies in nats; NaN where the mask is 0 or the engine reported none."""
+        """Entropies in nats; NaN where `action_mask` is False or the engine reported none."""
         return self._concatenate(lambda _, turn: turn.if_sampled(turn.entropies, math.nan), "float32")
 
     @cached_property
     def versions(self) -> npt.NDArray[np.int64]:
-        """Version of the policy that sampled each token; -1 where the mask is 0."""
+        """Version of the policy that sampled each token; -1 where `action_mask` is False."""
         return self._concatenate(lambda _, turn: turn.if_sampled(turn.versions, -1), "int64")
 
     @cached_property
     def turn_index(self) -> npt.NDArray[np.int64]:
-        """Index of each token's turn in `trajectory.turns`."""
+        """Index in `Trajectory.turns` of the turn that contains each token."""
         return self._concatenate(lambda i, turn: [self.start + i] * turn.num_tokens, "int64")
 
     @cached_property
     def kept_mass(self) -> npt.NDArray[np.float32]:
-        """Probability mass kept by top-p, top-k and min-p; NaN where the mask is 0 or sampling was not truncated."""
+        """Probability mass kept by top-p, top-k and min-p; NaN for tokens not sampled or sampled without truncation."""
         return self._concatenate(lambda _, turn: turn.if_sampled(turn.kept_mass, math.nan), "float32")
 
     @cached_property
@@ -649,14 +649,14 @@ def _single_row_view(name: str) -> Any:
 class Trajectory(Displayable):
     """One finished chain: its task, every token with its author, and its reward.
 
-    `rows` contains the token sequences. There is only one, unless compaction, a re-rendered history or a request of a
-    harness started a new row. `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and
-    `turn_index`, each of shape (T,), are read from the only row and raise `AlignmentError` if there are several rows.
+    `rows` contains the token sequences. Most trajectories have only one; `Turn.row` lists the reasons for a new row.
+    `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and `turn_index`, each of shape (T,), are
+    read from the only row and raise `AlignmentError` if there are several rows.
 
     Attributes:
         id: Id of the trajectory, unique within a run.
         task: The task of the chain.
-        group, chain: Id of the group, which holds all chains of one task in one rollout, and index in the group.
+        group, chain: Id of the group (all chains of one task in one rollout), and index of the chain in this group.
         turns: Turns of all rows, in order.
         stop: Reason why the chain ended; see `StopReason`.
         reward: Reward, or None if unscored. Unscored trajectories are excluded from every mean.
@@ -687,11 +687,11 @@ class Trajectory(Displayable):
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Token sequences of the trajectory, of which there is at least one, in the order of creation."""
+        """Token sequences of the trajectory, in the order of creation. There is at least one."""
         starts = [i for i, turn in enumerate(self.turns) if i == 0 or turn.row != self.turns[i - 1].row]
         if [self.turns[i].row for i in starts] != list(range(len(starts))):
             raise AlignmentError(
-                f"rows of trajectory {self.id!r} must count up from 0, each complete before the next one starts, "
+                f"row indices of the turns of trajectory {self.id!r} must start at 0 and increase by at most 1, "
                 f"got {[turn.row for turn in self.turns]}"
             )
         ends = [*starts[1:], len(self.turns)]
@@ -807,7 +807,7 @@ def get_chain(chains: Any, index: int) -> Trajectory:
 
 @dataclass(frozen=True)
 class Group(Displayable):
-    """The `trajectories` of one task in one rollout. Their rewards are compared. `id` is unique within a run."""
+    """The `trajectories` of a task in a rollout. Rewards are compared within a group. `id` is unique within a run."""
 
     id: str
     trajectories: tuple[Trajectory, ...]

@@ -65,6 +65,7 @@ class _ByFile(LoadScopeScheduling):
         return nodeid if Path(file).stem in SPREAD_OVER_WORKERS else file
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest -p no:xdist has no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
     return _ByFile(config, log) if config.option.markexpr == "real" else None
 
@@ -76,6 +77,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         # Tests in a browser take long. At the end of a run, one worker would execute them alone.
         items.sort(key=lambda item: "lab" not in getattr(item, "fixturenames", ()))
+
+
+def pytest_collection_finish() -> None:
+    # Exclude the objects of all imported modules from garbage collection. Many tests call gc.collect().
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -77,7 +77,7 @@ def test_nothing_to_examine_and_other_types_are_rejected(given: Any) -> None:
 
 def test_a_batch_of_other_chains_is_rejected() -> None:
     chains = healthy()
-    with pytest.raises(af.errors.SettingsError, match=r"batch must be made of the chains of rollout, .*'a/3'"):
+    with pytest.raises(af.errors.SettingsError, match=r"`batch` must contain only chains of `rollout`, got 'a/3'"):
         diagnose(rollout(*chains[:3]), af.collate(chains[3:], af.advantages.grpo))
 
 

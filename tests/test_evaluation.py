@@ -97,14 +97,14 @@ async def test_the_sampling_of_the_agent_can_be_replaced() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seeds": ()}, "seeds must hold at least one seed"),
-        ({"seeds": (1, 1)}, r"none twice, got \(1, 1\)"),
+        ({"seeds": ()}, "seeds must contain at least one seed"),
+        ({"seeds": (1, 1)}, r"no duplicates, got \(1, 1\)"),
         ({"samples": 0}, "at least 1"),
         ({"tasks": []}, "one task"),
         ({"agent": played(["5"], reward=None)}, "the agent has no reward to evaluate"),
         (
             {"agent": played(["5"], reward=lambda final: 1 / 0)},
-            r"no chain was scored, of 1: 1 unscored \(reward .*zero",
+            r"none of 1 chains was scored: 1 unscored \(reward .*zero",
         ),
     ],
 )

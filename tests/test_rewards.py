@@ -366,7 +366,7 @@ class Judge:
     ("function", "options", "words"),
     [
         (vague, {}, "vague: parameter 'sandbox' must have a type, for example sandbox: af.PythonSandbox"),
-        (Judge.judge, {}, "judge: a method must have an instance"),
+        (Judge.judge, {}, "judge: a reward must not be an unbound method"),
         (raises, {"per": "token"}, "per must be 'trajectory' or 'turn', got 'token'"),
         (raises, {"weight": math.nan}, "weight must be a finite number, got nan"),
         (raises, {"weight": "1"}, "weight must be a finite number, got '1'"),

@@ -1,5 +1,4 @@
-"""Notebook widgets that display records and live state. They only display; sampling, scoring and training happen in
-the library.
+"""Notebook widgets that display records and live state. Sampling, scoring and training happen in the library.
 
 from agentfly_kit import widgets as w
 w.TokenView(trajectory)     tokens coloured by a signal: author, logprob, entropy, advantage, ratio, ...
@@ -9,8 +8,8 @@ w.TrajectoryView(rollout)   filter, sort and search trajectories, and compare th
 w.RolloutView(run)          live view of a rollout's chains, with pause and stop
 w.TrainView(run)            curves of a training run, live or from its folder
 w.ToolForm(tool)            call a tool and read exactly what the model would read
-w.RewardForm(reward, rollout)    re-score saved trajectories while editing a reward, and list the changes
-w.freeze("mine.ipynb")      keep only the static pictures of a saved notebook, for readers without a kernel
+w.RewardForm(reward, rollout)    re-score saved trajectories while editing a reward, and list the changed scores
+w.freeze("mine.ipynb")      replace the views in a saved notebook with static pictures, for readers without a kernel
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Base classes of the widgets: JavaScript sources, static form, lifecycle and rate-limited updates.
+"""Base classes of the widgets. They load JavaScript, render static HTML and send rate-limited updates.
 
 A view stores its numbers as bytes and holds only a weak reference to the displayed record, so that displaying a rollout
 does not keep the rollout alive.
@@ -34,7 +34,7 @@ from agentfly_kit.integrations.html import escape_control_chars as escape_contro
 from ._saved import WIDGET_MIME, is_headless, update_after_each_cell
 
 HERE = Path(__file__).parent
-# Maximum size of a static form in bytes, so that a notebook with many views stays under a megabyte.
+# Maximum size of a view's static HTML in bytes, so that a notebook with many views stays under a megabyte.
 STATIC_LIMIT = 100_000
 # Minimum number of seconds between two updates of the picture saved in a notebook.
 _PICTURE_SECONDS = 2.0
@@ -46,7 +46,7 @@ SUCCESS_RULE = (
 
 
 def source(stem: str, suffix: str) -> str:
-    """Return the shared and the widget's source as one module, because a widget's module cannot import files."""
+    """Join the shared source file and the file of the widget `stem`, because widgets cannot import other files."""
     parts = [HERE / f"_shared.{suffix}", HERE / f"{stem}.{suffix}"]
     return "\n".join(path.read_text(encoding="utf-8") for path in parts if path.exists())
 
@@ -90,7 +90,7 @@ def _round(value: float, digits: int) -> Decimal:
 def sparkline(values: npt.ArrayLike, width: int = 24) -> str:
     """Draw a curve as text, from ▁ (lowest) to █ (highest), with a dot where no value is finite.
 
-    Unlike an image, the text is kept by hosts such as GitHub. A curve of more than `width` values is averaged.
+    Unlike images, text is not removed by hosts such as GitHub. Longer curves are averaged to `width` characters.
     """
     array = np.asarray(values, np.float64).ravel()
     parts = [part[np.isfinite(part)] for part in np.array_split(array, max(1, min(width, len(array))))]
@@ -118,7 +118,7 @@ def escape(text: str) -> str:
 
 
 def sendable(text: str) -> str:
-    """Replace lone surrogates by escape sequences, so that every JSON and UTF-8 encoder accepts the text."""
+    """Replace lone surrogates with escape sequences, so that every JSON and UTF-8 encoder accepts the text."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -129,7 +129,7 @@ def json_text(value: Any) -> str:
 
 
 def shared_prefix(names: list[str]) -> int:
-    """Return the length of the common prefix of all names, cut after its last ":" or "-", such as "rollout-0:calc-"."""
+    """Return the length of the common prefix of all names up to its last ":" or "-", such as "rollout-0:calc-"."""
     if len(names) < 2:
         return 0
     first, last = min(names), max(names)  # the common prefix of min and max is common to all
@@ -143,8 +143,8 @@ def shared_prefix(names: list[str]) -> int:
 class Throttle:
     """Rate limiter that calls `send` at most once every `seconds` seconds, and always after the last `schedule` call.
 
-    `schedule` may be called from any thread, thousands of times per second. In a thread with a running event loop,
-    `send` is called on that loop, where the record is in a consistent state; otherwise a timer thread calls `send`.
+    `schedule` may be called from any thread, thousands of times per second. If the thread has a running event loop,
+    `send` is called on that loop, so that no record changes during the call; otherwise a timer thread calls `send`.
     """
 
     def __init__(self, send: Callable[[], None], seconds: float = 0.1) -> None:
@@ -176,7 +176,7 @@ class Throttle:
         timer.start()
 
     def _stuck(self, now: float) -> bool:
-        """Return True if the event loop of the planned call is closed, stopped or blocked by a cell."""
+        """Return True if the event loop that should make the planned call is closed, stopped or blocked by a cell."""
         loop = self._loop
         if loop is None or self._planned is None:
             return False
@@ -186,7 +186,7 @@ class Throttle:
         with self._lock:
             if self._closed or self._planned is None:
                 return
-            # Clear before sending: a change during `send` then plans another call, so the last state is always sent.
+            # Reset before sending, so that a change during `send` plans another call and the last state is always sent.
             self._planned = None
             self._next = time.monotonic() + self.seconds
         self.sent += 1
@@ -221,8 +221,8 @@ _acting: contextvars.ContextVar[View | None] = contextvars.ContextVar("acting", 
 def _marimo_cell() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """Return a context manager that enters the current marimo cell again, or does nothing outside of marimo.
 
-    marimo registers the source of a widget with the running cell. Outside of the context manager, creating a view on a
-    click, when no cell runs, raises an AssertionError (marimo 0.25).
+    marimo registers the source of a widget with the running cell. A click may create a view while no cell is running,
+    which raises an AssertionError outside of the context manager (marimo 0.25).
     """
     runtime: Any = sys.modules.get("marimo._runtime.context")
     context = runtime and runtime.safe_get_context()
@@ -240,7 +240,7 @@ class View(anywidget.AnyWidget):
         settable: The traits that the browser page may set.
         actions: The actions that the page may request with `context.ask(name, value)`. An action calls the method
             `_do_<name>(value)`, which may be async.
-        is_open: True while at least one page shows the view. Not synced; derived from the messages of the pages.
+        is_open: True while at least one page shows the view. This is not a synced trait.
     """
 
     stem: ClassVar[str] = ""
@@ -261,7 +261,7 @@ class View(anywidget.AnyWidget):
         self._seen = False
         self._jobs: set[asyncio.Future[Any]] = set()
         self._display_ids: list[str] = []
-        # True if a program without a page, such as nbclient, ran the cell that displayed the view.
+        # True if the cell that displayed the view was run by a program that shows no page, such as nbclient.
         self._headless = False
         # True if the view has changed since its picture was last written to an output or sent to a page.
         self._picture_stale = False
@@ -410,7 +410,7 @@ class View(anywidget.AnyWidget):
 
         if not self._display_ids:
             update_after_each_cell(self)
-        # One id per output: displaying an id again would replace its earlier outputs.
+        # Use a new id for each output, because displaying an id again would replace its earlier outputs.
         self._display_ids.append(uuid.uuid4().hex)
         self._picture_stale = False
         self._headless = is_headless()
@@ -431,10 +431,10 @@ class View(anywidget.AnyWidget):
         self._picture_stale = False
         try:
             if self._pages or not self._headless:
-                # JupyterLab would show the view a second time if its output were updated.
+                # Let the page save the picture. If the output were updated, JupyterLab would show the view twice.
                 self.send({"kind": "picture", "view": self.model_id, "html": self._static()})
             else:
-                # Without a browser, the program that runs the notebook (such as nbclient) saves the outputs.
+                # No page shows the view. Update the outputs, which are saved by the program that runs the notebook.
                 from IPython.display import display
 
                 data, metadata = self._repr_mimebundle_()
@@ -451,7 +451,7 @@ def _call(view_ref: Callable[[], Any], method: str) -> None:
 
 
 class Opener(View):
-    """A view that can open a second view below itself. Replacing the second view or closing the first closes it."""
+    """A view that can open a second view below itself. The second view is closed together with this view."""
 
     _below = traitlets.Any(None, allow_none=True).tag(sync=True, **widget_serialization)
 
@@ -475,7 +475,7 @@ class Opener(View):
 
 
 class _Listener:
-    """Callback registered with a record. Only the record holds a reference to it, so `end` may refer to the record."""
+    """Callback for changes of a record. It refers to the record through `end`, so no view may refer to the callback."""
 
     def __init__(self, view: LiveView, throttle: Throttle) -> None:
         self.view = weakref.ref(view)
@@ -509,7 +509,7 @@ class LiveView(View):
         listener = _Listener(self, throttle)
         if subscribe is not None:
             listener.end = subscribe(listener)
-        # `_end` runs once: when the view is closed or garbage-collected, or when Python exits.
+        # `_end` runs once, when the view is closed or garbage-collected, or when Python exits.
         self._end = weakref.finalize(self, _end, weakref.ref(listener), throttle)
 
     @property
@@ -523,7 +523,7 @@ class LiveView(View):
         return self._seen and not self._pages
 
     def refresh(self) -> None:
-        """Send the current state now."""
+        """Send the current state to the page immediately."""
         raise NotImplementedError
 
     def _refresh_safely(self) -> None:

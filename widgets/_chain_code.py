@@ -7,12 +7,12 @@ import math
 import sys
 from typing import Any
 
-# Maximum number of attempts to try when searching for the seed of a sampled action.
+# Number of seeds per fork that are compared with the seed of an action, to find out how it was sampled.
 _ATTEMPTS = 300
 
 
 def _named(thing: Any) -> str | None:
-    """Return a notebook expression for the object (a variable, or an element of a list), or None if there is none."""
+    """Return the variable or list element of the notebook that holds the object, as code, or None if there is none."""
     names = {k: v for k, v in vars(sys.modules["__main__"]).items() if not k.startswith("_") and k.isidentifier()}
     for name, value in names.items():
         if value is thing:
@@ -48,7 +48,7 @@ def code(chain: Any) -> str:
         lines.append(f"chain = {name}.chain({task})")
     if any(turn.kind == "action" for turn in path) and not agent.engine.reproducible:
         lines.insert(0, "# this engine does not promise the same sample twice")
-    # Each fork has its own seeds, so the first action with a fork's seed shows where the fork was made.
+    # Each fork has its own seeds, so the first action sampled with a fork's seed shows where the fork was made.
     places = _places(chain)
     at, index = 0, sum(1 for turn in path[:first] if turn.kind in ("action", "forced") and turn.messages)
     for turn in path[first:]:
@@ -88,10 +88,10 @@ def code(chain: Any) -> str:
 
 
 def _places(chain: Any) -> list[str]:
-    """Return the fork names of the chain's ancestors, oldest first, and of the chain, such as "", ".1" and ".1.2".
+    """Return the fork names of the chain and its ancestors, oldest first, such as "", ".1" and ".1.2".
 
-    The oldest is the chain that was started or continued. Forks at the end of the list are omitted if they sample with
-    the same seeds as their parents.
+    The first name is that of the chain from which the others were forked. Forks at the end of the list are omitted if
+    they sample with the same seeds as their parents.
     """
     base, _, rest = chain.key.fork.rpartition("~")
     head = base + "~" if base or chain.key.fork.startswith("~") else ""
@@ -103,7 +103,7 @@ def _places(chain: Any) -> list[str]:
 
 
 def _find_seed(chain: Any, places: list[str], at: int, index: int, seed: int | None) -> tuple[int, int] | None:
-    """Search `places[at:]` for the fork and attempt with this seed. Return (index in `places`, attempt) or None."""
+    """Find the fork in `places[at:]` that samples with this seed. Return (index in `places`, `attempt`) or None."""
     for i in range(at, len(places)):
         for attempt in range(_ATTEMPTS):
             if seed == _seed(chain, places[i], index, attempt):

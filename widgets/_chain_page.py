@@ -40,7 +40,7 @@ def chain_state(chains: list[Any], at: int, doing: str, again: bool, spare: bool
         chains: The chains of the stepper.
         at: Index of the chain shown.
         doing: The running operation; empty if none is running.
-        again: Whether the last turn of the chain shown is an action, or was followed by an action that was undone.
+        again: Whether the chain shown ends with an action, or its next action was sampled and then undone.
         spare: Whether the scoring of the chain shown can be undone.
     """
     chain = chains[at]

@@ -1,4 +1,4 @@
-"""Base class of views of many chains. A picked chain can be shown as tokens, in the stepper, or as Python code."""
+"""Base class for views that list many chains. A selected chain opens in a TokenView or ChainStepper, or as code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_hash(task_id: str) -> bool:
 
 
 def chain_label(trajectory: Any) -> str:
-    """Return a readable name for a trajectory, to be shown beside its question."""
+    """Return a readable name for a trajectory, to be shown beside the question of its task."""
     return f"chain {trajectory.chain}" if is_hash(trajectory.task.id) else str(trajectory.id)
 
 

@@ -76,7 +76,7 @@ PANELS = (
     Panel(("unscored",), "unscored", "share", extra=True),
 )  # fmt: skip
 _STANDARD = {panel.lines[0]: panel for panel in PANELS}
-# Fields that `af.train` records, except for metrics and the reasons for which chains were dropped.
+# Fields that `af.train` records, except those that are named after a metric or a drop reason.
 FIELDS = (
     *dict.fromkeys(key for panel in PANELS for key in panel.columns), "advantage_mean", "dropped", "dropped_groups",
     "effective_sample_size", "kl_coef", "lag", "lr", "not_run", "policy_loss", "ratio_max", "reward_max", "reward_std",
@@ -111,12 +111,12 @@ def make_panels(given: Any, sources: Sequence[Source]) -> list[Panel]:
 
     Raises:
         TypeError: If an entry is not a name, a list of names or a function.
-        ValueError: If a name is unknown, or a list has too many names or none.
+        ValueError: If a name is unknown, or a list is empty or has too many names.
     """
     if isinstance(given, str) or callable(given):
-        raise TypeError(f"panels must be a list of names, lists of names and functions, got {given!r}")
+        raise TypeError(f"panels must be a list whose entries are names, lists of names or functions, got {given!r}")
     recorded = list(dict.fromkeys(key for source in sources for key in source.columns))
-    # Metric names are unknown until the run records them.
+    # A run that has not finished may record further metrics, whose names are not yet known.
     may_follow = any(not source.finished and (source.total or not len(source.steps)) for source in sources)
     panels: list[Panel] = []
     for entry in given:
@@ -185,7 +185,7 @@ def compute(panel: Panel, sources: Sequence[Source]) -> tuple[Panel, str]:
             if not isinstance(result, pd.DataFrame):
                 result = pd.DataFrame({panel.label: result}, index=frame.index)
             if len(result) != len(frame):
-                raise ValueError(f"it returned {len(result)} numbers for {len(frame)} steps")
+                raise ValueError(f"a panel function must return {len(frame)} numbers, one per step, got {len(result)}")
             for name in result.columns[:_MAX_LINES]:
                 key = f"{panel.label}()" if len(result.columns) == 1 else f"{panel.label}(): {name}"
                 source.columns[sendable(key)] = np.asarray(result[name], np.float32)
@@ -196,7 +196,7 @@ def compute(panel: Panel, sources: Sequence[Source]) -> tuple[Panel, str]:
 
 
 def describe(panel: Panel, sources: Sequence[Source], error: str = "") -> dict[str, Any]:
-    """Return the description of a chart without its data. The static form and the page use the same y range."""
+    """Return the labels, lines and y range of a chart, without its data, for the static HTML and the live page."""
     values = [source.columns[key] for source in sources for key in panel.columns if key in source.columns]
     together: npt.NDArray[np.float32] = np.concatenate([np.zeros(0, np.float32), *values])
     finite = together[np.isfinite(together)]

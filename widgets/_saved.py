@@ -31,10 +31,10 @@ def _after_cell(*_: Any) -> None:
 
 
 def is_headless() -> bool:
-    """Return True if the current cell is run by a program without a page, such as nbclient, nbconvert or papermill.
+    """Return True if the current cell is run by a program that shows no page, such as nbclient, nbconvert or papermill.
 
-    Such a program neither answers `input()` nor describes the cell in the metadata of its request; a notebook page does
-    at least one of the two. Voilà runs cells like nbclient, but then shows a live page.
+    Such a program neither answers `input()` nor sends metadata about the cell; a notebook page does at least one of the
+    two. Voilà runs cells like nbclient but then shows a live page, so the function returns False.
     """
     ipython = sys.modules.get("IPython")
     kernel = getattr(ipython and ipython.get_ipython(), "kernel", None)
@@ -49,7 +49,7 @@ def freeze(path: str | os.PathLike[str]) -> int:
 
     Notebooks that were saved in JupyterLab or Notebook 7, or executed without a page (`jupyter nbconvert --execute`),
     already hold only pictures. Notebooks saved by another front end or with version 0.1 of this package also hold the
-    live form. JupyterLab prefers the live form, and shows "model not found" instead of the picture without a kernel.
+    live form. JupyterLab prefers the live form and, without a kernel, shows "model not found" instead of the picture.
     This function removes the saved widget state, and the live form of every output that has a picture. A trusted
     notebook stays trusted. Save and close the notebook first, because an open page would overwrite the file.
 

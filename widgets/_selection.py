@@ -19,7 +19,7 @@ class Trajectories:
     def trajectories(self) -> tuple[Any, ...]:
         """The selected trajectories.
 
-        Raises:  LookupError if a trajectory was garbage-collected, because a view does not keep its trajectories alive.
+        Raises:  LookupError if a trajectory was garbage-collected. The view does not keep trajectories alive.
         """
         gone = [id for id, t in zip(self.ids, self._found, strict=True) if t is None]
         if gone:

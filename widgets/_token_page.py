@@ -12,14 +12,14 @@ import numpy as np
 from ._base import count, escape, number, sendable, tag
 from ._tokens import Row, visible
 
-# Translucent colours, so that text stays readable in light and dark themes.
+# The colours are translucent, so that text stays readable in light and dark themes.
 _KINDS = {
     "action": "background-color:rgba(40,120,220,0.25)",
     "prompt": "border-bottom:1px dotted #888888",
     "observation": "background-color:rgba(40,160,90,0.14);border-bottom:1px dashed #4a9a6a",
     "forced": "background-color:rgba(200,150,20,0.18);border-bottom:2px dashed #a08020",
 }
-# Number of rows shown unfolded. The others are folded to keep the page short, and open on a click.
+# Number of rows that are expanded. All others are collapsed to keep the page short, and expand on a click.
 _OPEN_ROWS = 4
 _BLUE, _ORANGE = "40,120,220", "220,110,30"
 _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"
@@ -90,7 +90,7 @@ def _turn_html(
     """Return the HTML of one turn (at most `left` bytes), its size in bytes, and the number of tokens shown."""
     style = _KINDS.get(kind, "")
     if summary is None or not row.mask[first:last].any():
-        # A turn whose tokens have no values is one HTML element.
+        # No token of the turn has a value to show, so the whole turn becomes a single HTML element.
         text, n, inside = "", 0, False
         for i in range(first, last):
             if summary is None and inside != row.mask[i]:
@@ -134,7 +134,7 @@ def _unstyled(text: str) -> str:
 
 
 def _raised(value: float, summary: dict[str, Any]) -> str:
-    """Return a superscript digit for the position of a value on its scale, which `_shade` shows as a colour."""
+    """Return a superscript digit that shows the position of a value on its scale, like the colour from `_shade`."""
     if np.isnan(value):
         return "ˣ"
     if summary["scale"] == "flag":
@@ -187,7 +187,7 @@ def _shade(value: float, summary: dict[str, Any]) -> str:
 
 
 def fraction(value: float, summary: Mapping[str, Any]) -> tuple[float, bool]:
-    """Return a value's position on its scale, from 0 to 1, and whether the value lies on the upper side."""
+    """Return how far a value is from the neutral point of its scale (0 to 1), and whether it is above this point."""
     lo, hi = summary.get("lo", 0.0), summary.get("hi", 1.0)
     if np.isinf(value):
         full = summary["scale"] == "around" or (value > 0) == (summary["scale"] == "up")

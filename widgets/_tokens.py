@@ -1,6 +1,6 @@
 """Extraction of per-token values from trajectories, rollouts, batches and training statistics.
 
-Rows are joined by (trajectory id, token span), never by position, because the rows of a batch and of a rollout may be
+Rows are matched by (trajectory id, token span), never by position, because the rows of a batch and of a rollout may be
 ordered differently. Spans are token indices in the trajectory.
 """
 
@@ -255,7 +255,7 @@ def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
     for name, values in arrays.items():
         if values.shape != ids.shape:
             raise AlignmentError(
-                f"{name!r} has shape {values.shape}, the batch's ids {ids.shape}; there must be one per token"
+                f"{name!r} must have one value per token, shape {ids.shape} like the ids, got {values.shape}"
             )
     rows = []
     which = [int(i) for i in getattr(batch, "row_index", np.zeros(len(ids)))]
@@ -276,7 +276,7 @@ def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
         )  # fmt: skip
         row.signals = {name: values[span] for name, values in whole.signals.items()}
         row.alternatives = whole.alternatives[span]
-        # The tensor has meaningful values only for trained tokens.
+        # The tensors of a batch have meaningful values only for trained tokens.
         row.signals.update({k: np.where(row.mask, v[b, here], np.float32(np.nan)) for k, v in arrays.items()})
         rows.append(row)
     return rows
@@ -387,7 +387,7 @@ def describe(name: str) -> Signal:
 
 
 def summary(signal: Signal, values: Floats, sampled: npt.NDArray[np.bool_]) -> dict[str, Any]:
-    """Compute the range of the scale and the numbers of the legend, for both the page and the static form."""
+    """Compute the range of the scale and the numbers of the legend, for the live page and the static HTML."""
     there = values[~np.isnan(values)]
     finite = there[np.isfinite(there)].astype(np.float64)
     out: dict[str, Any] = {

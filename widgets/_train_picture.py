@@ -89,7 +89,7 @@ def step_range(steps: npt.NDArray[np.int32]) -> str:
 
 
 def _describe(panel: dict[str, Any], steps: npt.NDArray[np.int32], runs: Sequence[Source]) -> str:
-    """Return the text of a chart: the last number of each line, with its interval, and an explanation."""
+    """Describe a chart in words. The text includes the last number of each line, with its confidence interval."""
     last = []
     for run in runs:
         for line in panel["lines"]:
@@ -123,7 +123,7 @@ def last_number(values: npt.NDArray[np.float32]) -> float:
 
 
 def _last_of(runs: Sequence[Source], key: str) -> bool:
-    """Return True if any run has a number in this column."""
+    """Return True if any run has a number in the column `key`."""
     return any(math.isfinite(last_number(run.column(key))) for run in runs)
 
 

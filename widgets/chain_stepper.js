@@ -48,7 +48,7 @@ export default {
 
         const act = {
           sample: button("Sample", "s", "Sample one action; each sample at the same turn is another one", () => context.ask("sample", false), "sample"),
-          again: button("Another sample", "a", "Replace the last action by another sample", () => context.ask("again"), "again"),
+          again: button("Another sample", "a", "Replace the last action with another sample", () => context.ask("again"), "again"),
           greedy: button("Greedy", "g", "Take the most probable token at each position", () => context.ask("sample", true), "sample"),
           act: button("Run the tools", "r", "Run the tool calls of the last action", () => context.ask("act"), "act"),
           run: button("Run to the end", "e", "Sample actions and run their tools until the chain ends", () => context.ask("run"), "run"),

@@ -29,8 +29,8 @@ class ChainStepper(Opener):
     The view and the notebook's cells share one chain object, so changes made in either are visible in both. Sampling
     repeatedly at the same turn draws different samples. `to_code()` returns code for a cell that reproduces the chain.
 
-    Scoring closes a chain, so a chain can be scored only once it has ended. Unless the chain held a sandbox, the
-    scoring can be undone: the view then continues in a fork with the same turns and seeds.
+    A chain can be scored only after it has ended, because scoring closes it. Unless the chain held a sandbox, scoring
+    can be undone: the view then shows a fork with the same turns and seeds.
 
     Args:
         chain: A chain, or an agent if `task` is given.
@@ -94,7 +94,7 @@ class ChainStepper(Opener):
         self.samples: Any = None
         # The chain and the turn at which `samples` were drawn.
         self._drawn_at: tuple[Any, Any] | None = None
-        # id(turn) -> the turn, and the seeds of the actions that have followed it.
+        # Seeds of the actions that were sampled after each turn, as id(turn) -> (turn, seeds).
         self._seeds: dict[int, tuple[Any, set[int]]] = {}
         # Forks made just before a chain was scored, by chain id. Undoing the scoring continues in the fork.
         self._spares: dict[str, Any] = {}
@@ -178,7 +178,7 @@ class ChainStepper(Opener):
             self._seeds.setdefault(id(turn.parent), (turn.parent, set()))[1].add(turn.seed)
 
     def _next_attempt(self, chain: Any) -> int:
-        """Return the first attempt whose seed has not been used after the chain's last turn."""
+        """Return the lowest value of `attempt` whose seed has not yet been used to sample after the last turn."""
         _, used = self._seeds.get(id(chain.turn), (None, ()))
         key, seed, task = chain.seed_key, chain.agent.seed, chain.task.id
         return next(k for k in itertools.count() if key.seed(seed, task, chain.actions, k) not in used)
@@ -217,7 +217,7 @@ class ChainStepper(Opener):
             self._ask_distribution()
 
     def _ask_distribution(self) -> None:
-        """Request the next-token distribution directly from the engine, so that the chain remains usable in cells."""
+        """Request the next-token distribution from the engine, without making the chain busy."""
         chain = self.chain
         wanted = (chain.turn, self.top) if self.top and allowed_operations(chain)["sample"] and not chain.busy else None
         if wanted is None:
@@ -262,7 +262,7 @@ class ChainStepper(Opener):
         self._start("sampling", lambda chain: chain.sample(greedy, attempt=0 if greedy else self._next_attempt(chain)))
 
     def _do_again(self, _: Any) -> None:
-        """Replace the last action with another sample, or draw another sample if an action is due."""
+        """Replace the last action with another sample. If that action was just undone, only sample another."""
 
         async def again(chain: Any) -> None:
             before = None if allowed_operations(chain)["sample"] else chain.snapshot()
@@ -278,7 +278,7 @@ class ChainStepper(Opener):
         self._start("sampling", again)
 
     def _do_run(self, _: Any) -> None:
-        """Continue the chain until it ends, with the agent's hooks, without scoring it."""
+        """Continue the chain until it ends. The agent's hooks are called, but the chain is not scored."""
 
         async def run(chain: Any) -> None:
             while chain.stop is None:
@@ -287,7 +287,7 @@ class ChainStepper(Opener):
         self._start("running to the end", run)
 
     def _do_samples(self, value: Any) -> None:
-        """Draw samples of the next action, given as {"n": ..., "to_end": bool}."""
+        """Draw samples of the next action. `value` is {"n": ..., "to_end": bool}."""
         n, to_end = int(value["n"]), bool(value["to_end"])
         if not 1 <= n <= _MOST_SAMPLES:
             raise ValueError(f"the number of samples must be between 1 and {_MOST_SAMPLES}, got {n}")
@@ -342,7 +342,7 @@ class ChainStepper(Opener):
 
         def edit(chain: Any) -> None:
             if chain.turn.kind != "observation":
-                raise ValueError("the chain does not end with a tool result; rewind to the result to edit")
+                raise ValueError("the chain does not end with a tool result; rewind to the result you want to edit")
             chain.rewind(len(chain.turns) - 2)
             chain.observe(str(value))
 
@@ -384,7 +384,7 @@ class ChainStepper(Opener):
         async def score(chain: Any) -> None:
             if chain.stop is None:
                 raise ValueError(
-                    "the chain has not ended; run it to its end first (in Python, chain.finish() cancels it)"
+                    "the chain has not ended; run it to its end first, or cancel it in Python with chain.finish()"
                 )
             spare = None
             if not chain.context.held:
@@ -448,7 +448,7 @@ class ChainStepper(Opener):
         super()._failed(error)
 
     def close(self) -> None:
-        """Close the view, cancel what it runs, and unsubscribe from the chain. The chain and its forks stay open."""
+        """Close the view, cancel its operation, and unsubscribe from the chain. The chain and its forks stay open."""
         self._unfollow()
         super().close()
 
@@ -457,8 +457,8 @@ class ChainStepper(Opener):
     def to_code(self) -> str:
         """Return code for a cell that reproduces the chain, with the same tokens.
 
-        Sampled turns are re-sampled with the same seeds and attempts; a comment warns if the engine is not
-        reproducible. Undone turns are omitted.
+        Sampled turns are sampled again with the same seeds; a comment warns if the engine is not reproducible. Undone
+        turns are omitted.
         """
         return code(self.chain)
 

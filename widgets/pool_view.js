@@ -98,7 +98,7 @@ export default {
         const pick = h("select", { "aria-label": "Sandbox to act on" });
         const act = (name, text, title) => h("button", { type: "button", class: "afk-small", title, onclick: () => { context.ask(name, chosen()); put(done, name === "take" ? "asked for a sandbox" : `asked: ${text.toLowerCase()} #${chosen()}`); } }, text);
         const does = {
-          take: act("take", "Take", "Lease a sandbox; the next cell finds it in view.held. The last sandbox is left to chains"),
+          take: act("take", "Take", "Lease a sandbox; the next cell finds it in view.held. In a pool of several sandboxes, one always stays available to chains"),
           give_back: act("give_back", "Release", "Release the sandbox leased here"),
           reset: act("reset", "Reset", "Recycle the sandbox. A chain that holds it loses it and is not scored"),
           close: act("close", "Close", "Destroy and replace the sandbox. A chain that holds it loses it and is not scored"),

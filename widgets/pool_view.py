@@ -84,9 +84,9 @@ class PoolView(LiveView):
     code for a cell that recreates the view and its selection.
 
     The Take button leases a sandbox, which cells can then use as `view.held[number]`. The owner is shown as "by hand".
-    The last sandbox cannot be taken, so that a running rollout can continue. The Release button releases a taken
-    sandbox. The Reset and Close buttons work on any sandbox if the pool has a `recycle` method. A chain whose sandbox
-    is reset or closed is not scored. A sandbox leased with Take is reset in place.
+    If the pool has several sandboxes, at least one stays available to a running rollout. The Release button releases a
+    taken sandbox. The Reset and Close buttons work on any sandbox if the pool has a `recycle` method. A chain whose
+    sandbox is reset or closed is not scored. Resetting a taken sandbox keeps its lease.
 
     All views of one pool share the history, the events and the taken sandboxes.
     """
@@ -180,7 +180,7 @@ class PoolView(LiveView):
         pool = self._pool()
         size = pool.snapshot().size
         if len(self.held) + self._taking >= max(1, size - 1):
-            raise ValueError(f"the last of {size} sandboxes is left to chains; release a sandbox first")
+            raise ValueError(f"at most {max(1, size - 1)} of {size} sandboxes can be taken; release one first")
         self._taking += 1
         try:
             lease = await pool.acquire("by hand", _TAKE_SECONDS)
@@ -215,7 +215,7 @@ class PoolView(LiveView):
         return self.record
 
     def close(self) -> None:
-        """Close the view. The last view of a pool releases the sandboxes leased with the Take button."""
+        """Close the view. Closing the last view of a pool releases the sandboxes leased with the Take button."""
         _views.discard(self)
         taken = getattr(self, "_taken", {})
         shared = any(view._taken is taken for view in _views)
@@ -225,7 +225,7 @@ class PoolView(LiveView):
         super().close()
 
     def refresh(self) -> None:
-        """Send the current state now. If the pool no longer exists, the page keeps the last state and says so."""
+        """Send the current state immediately. If the pool no longer exists, mark the last state as outdated."""
         pool = self.record
         if pool is None:
             if self._state:

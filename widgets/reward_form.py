@@ -48,7 +48,7 @@ class RewardForm(ChainsView):
         rollout: A Rollout, its trajectories, or the path of a saved rollout.
         agent: The agent that produced the trajectories, needed to open a trajectory in the stepper.
         follow: True to re-score whenever the cell that defines the reward is re-run.
-        success: The rule for which chains count as a success, as in `Agent(success=)`; by default that of `agent`.
+        success: The rule that decides whether a chain succeeds, as in `Agent(success=)`; by default that of `agent`.
 
     Raises:  TaskError if a task lacks a field that the reward needs.
     """
@@ -57,7 +57,7 @@ class RewardForm(ChainsView):
     settable: ClassVar[frozenset[str]] = frozenset()
     actions: ClassVar[frozenset[str]] = frozenset({"score", "cancel", "look"}) | ChainsView.picking
 
-    # True while trajectories are being scored, and already before the scoring task first runs.
+    # True while trajectories are being scored, or a task that scores them has been created.
     busy = traitlets.Bool(False).tag(sync=True)
     _about = traitlets.Dict().tag(sync=True)
     _progress = traitlets.List([0, 0]).tag(sync=True)
@@ -143,7 +143,7 @@ class RewardForm(ChainsView):
             await asyncio.wait([job])
 
     def _redefined(self) -> None:
-        """Replace rewards that were redefined in a cell, and re-score if there are any."""
+        """If rewards were redefined in a cell, switch to their new definitions and re-score the trajectories."""
         from agentfly_kit.rewards import RewardSet
         from agentfly_kit.tools import function as functions
 

@@ -31,7 +31,7 @@ _TINTS = {
     "cancelled": "128,128,128", "succeeded": "40,160,90", "unscored": "128,128,128",
 }  # fmt: skip
 _ENDS = ("done", "stopped", "interrupted", "failed")
-# Order of the chains. All other states are those of running chains, which come first with rank 0.
+# Sort rank of chains by state. Chains in all other states are running; they have rank 0 and come first.
 _RANK = {"queued": 1, "failed": 2, "unscored": 2, "succeeded": 3, "done": 3, "cancelled": 4}
 # Length of the window over which the rate is averaged, in seconds.
 _WINDOW = 20.0
@@ -42,8 +42,7 @@ class RolloutView(ChainsView, LiveView):
 
     Running chains come first, then queued, failed or unscored, finished, and cancelled chains, each in the order of the
     tasks; a menu selects other orders. Finished chains are marked as succeeded, not succeeded or unscored (see
-    `Trajectory.success`), and a bar shows the reward. If chains have no reward, a hint shows the call that re-runs
-    their tasks.
+    `Trajectory.success`), and a bar shows the reward. If chains have no reward, a hint shows how to rerun them.
 
     Pick a finished chain to show its tokens, step through it, or convert it to code; `view.selection` holds the picked
     chain. The buttons also work while a cell awaits the run. The view updates at most 10 times per second, regardless
@@ -111,7 +110,7 @@ class RolloutView(ChainsView, LiveView):
         return self._last()
 
     def refresh(self) -> None:
-        """Send the current state now."""
+        """Send the current state to the page immediately."""
         handle = self._handle()
         if handle is None:
             run = self.record

@@ -34,7 +34,7 @@ class TokenView(View):
 
     Args:
         source: A Trajectory, a sequence of trajectories, a Group, Rollout or Batch, or Stats with detail=True.
-        compare: A second source. Its values are joined by (trajectory id, token span) and shown as ′ and Δ.
+        compare: A second source, matched by (trajectory id, token span). Its values are marked ′, and differences Δ.
         signal: The signal that colours the tokens, one of `view.signals`.
         agent: The agent that produced the trajectories, needed by the "step by hand" button. The button opens a chain
             with the turns of the trajectory in a ChainStepper, `view.stepper`.
@@ -47,7 +47,7 @@ class TokenView(View):
     actions: ClassVar[frozenset[str]] = frozenset({"code", "stepper"})
 
     signal = traitlets.Unicode("mask").tag(sync=True)
-    # Rows, turns, distinct token texts and legend numbers. Small, because it has entries per turn, not per token.
+    # Rows, turns, distinct token texts and legend numbers. The values of the tokens are in `_buffers`.
     _about = traitlets.Dict().tag(sync=True)
     _buffers = traitlets.Dict().tag(sync=True)
     # Selected tokens as [row, first, last + 1], with indices into the tokens of the row.
@@ -141,7 +141,7 @@ class TokenView(View):
         self._selected = []
 
     def to_code(self) -> str:
-        """Return code for a cell that recreates the view and its selection. It expects the source in `source`."""
+        """Return code for a cell that recreates the view and its selection. The data must be in a variable `source`."""
         lines = [f"view = w.TokenView(source, signal={self.signal!r})"]
         spans = list(self.selection)
         for span in spans[:1]:
@@ -217,7 +217,6 @@ def _payload(rows: list[Row], notes: list[str], parts: dict[int, int]) -> tuple[
     pieces = [vocabulary.setdefault(piece, len(vocabulary)) for row in rows for piece in row.token_texts]
     total = sum(len(row.ids) for row in rows)
     mask = np.concatenate([row.mask for row in rows]) if rows else np.zeros(0, bool)
-    # Count missing values only on tokens sampled by this policy, because signals do not apply to other tokens.
     names = [*SIGNALS, *dict.fromkeys(name for row in rows for name in row.signals if name not in SIGNALS)]
     summaries, columns = [], {}
     for name in names:
@@ -226,6 +225,7 @@ def _payload(rows: list[Row], notes: list[str], parts: dict[int, int]) -> tuple[
         values = np.concatenate([row.signals.get(name, np.full(len(row.ids), np.nan, np.float32)) for row in rows])
         if name not in ("logprob", "entropy", "advantage") and np.isnan(values).all():
             continue
+        # Missing values are counted only at tokens sampled by the policy, because signals do not apply to other tokens.
         summaries.append(summary(describe(name), values, mask))
         columns[name] = pack(values)
     authors: dict[tuple[str, str], list[int]] = {}

@@ -17,7 +17,7 @@ from .chain_stepper import ChainStepper
 
 # Maximum number of results kept.
 _KEPT = 50
-# Maximum characters of an observation in the static form and on the page.
+# Maximum number of characters of an observation that are shown in the static form and on the page.
 _SHOWN = 60_000
 
 
@@ -71,7 +71,7 @@ class ToolForm(Opener):
 
     `await form.call(expression="2+3")` is equivalent to pressing the button. `form.fill(...)` only fills in the fields.
     `form.result` is the last result, and `form.results` holds all of them. `form.selection` is the call shown, by
-    default the last; `form.to_code()` returns it as a line for a cell. `form.to_frame()` lists all calls.
+    default the last; `form.to_code()` returns the call as a line of code. `form.to_frame()` lists all calls.
 
     Args:
         tool: A Tool, or a function with type annotations and a docstring.
@@ -229,7 +229,7 @@ class ToolForm(Opener):
     # --- in a chain ---
 
     def _do_chain(self, value: Any) -> None:
-        """Start a chain of the form's task with this call, and open the chain in a ChainStepper."""
+        """Start a chain that makes the tool call of the form, and open it in a ChainStepper."""
         from agentfly_kit.types import Task, ToolCall
 
         agent = self._agent
@@ -248,7 +248,7 @@ class ToolForm(Opener):
         return self.results[-1][1] if self.results else None
 
     def to_code(self) -> str:
-        """Return the call shown as a line of code. Before the first call, return the call in the fields."""
+        """Return the call shown as a line of code. Before the first call, use the arguments in the fields."""
         for call in self.selection:
             return call.code
         try:

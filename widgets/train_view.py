@@ -30,8 +30,7 @@ class TrainView(ChainsView, LiveView):
     Point at a chart or use the arrow keys to show all numbers of a step. Press Enter or click to pick a step: this sets
     `view.step`. If the run saved its trajectories (`TrainConfig(save_rollouts=True)`), this also lists them and sets
     `view.rollout`. `view.selection` is the clicked trajectory. The pause and stop buttons control the first run that
-    supports them, even while a cell awaits the run. If a run is stopped, interrupted or fails, the view shows what was
-    kept and how to continue.
+    supports them, even while a cell awaits the run. If a run ends early, the view shows how to continue.
 
     By default, the view has the standard charts and one chart for each of the first six reward metrics, with circles
     for evaluations; a table lists the other metrics. `panels=` replaces these charts. Each entry specifies one chart:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ConcurrencyLimit:
-    """Limit on concurrent operations per event loop; None means no limit. Use as `async with limit.slot(): ...`."""
+    """Limit on concurrent operations per event loop, used as `async with limit.slot()`. None means no limit."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
@@ -26,7 +26,7 @@ class ConcurrencyLimit:
 
 
 class ConcurrencyLimits:
-    """Concurrency limits of an agent. The wait for a slot counts towards the timeout of the chain, not of the call."""
+    """Concurrency limits of an agent. Waiting for a slot counts towards the timeout of the chain, not of the call."""
 
     def __init__(self, requests: int | None = None, tools: int | None = None, rewards: int | None = None) -> None:
         self.requests, self.tools, self.rewards = map(ConcurrencyLimit, (requests, tools, rewards))

@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 _Results = list[tuple[asyncio.Future[Any], Any]]
-# Results to be delivered by event loops that have already been woken.
+# Undelivered results by event loop. An event loop in this dict has been woken and need not be woken again.
 _pending: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Results] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -23,7 +23,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def deliver(*results: tuple[asyncio.Future[Any], Any]) -> bool:
-    """Set the results or exceptions of futures from any thread, except those of futures that are already done.
+    """Set the results or exceptions of futures that are not done yet. Can be called from any thread.
 
     An event loop is woken only once for all results that arrive before it runs. Return False if a loop is closed.
     """
@@ -65,7 +65,7 @@ def _set_result(future: asyncio.Future[Any], result: Any) -> None:
 
 
 def _after_fork() -> None:
-    """Reset the state in a forked child, which may have inherited a locked lock."""
+    """Reset the state in a forked child, because another thread may have held the lock during the fork."""
     global _lock
     _lock = threading.Lock()
     _pending.clear()

@@ -1,7 +1,7 @@
 """Less frequent garbage collection while many chains run.
 
 Thousands of waiting chains keep hundreds of thousands of objects alive. With Python's default thresholds, traversing
-them took a quarter of a chain's time, and full collections, which also traverse the objects of torch, nearly half.
+them took a quarter of the running time. Full collections, which also traverse the objects of PyTorch, took nearly half.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 import threading
 from collections.abc import Iterator
 
-# Threshold of the young generation per running chain: about the number of allocations of a chain with three turns.
+# Young-generation threshold per running chain. A chain with three turns allocates about this number of objects.
 _OBJECTS_PER_CHAIN = 250
 # Number of collections of the middle generation per full collection; Python's default is 10.
 _FULL_COLLECTION_INTERVAL = 100
@@ -24,7 +24,7 @@ _our_thresholds: tuple[int, int, int] = (0, 0, 0)
 
 @contextlib.contextmanager
 def relaxed_gc(chains: int) -> Iterator[None]:
-    """Raise the collection thresholds in proportion to the number of running chains of all overlapping calls.
+    """Raise Python's garbage-collection thresholds while `chains` chains run. Overlapping contexts add their chains.
 
     If other code changes the thresholds in the meantime, the new values are kept. A disabled collector stays disabled.
     """

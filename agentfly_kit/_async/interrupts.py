@@ -13,13 +13,13 @@ import threading
 from collections.abc import Iterator
 
 _WAKE_INTERVAL = 0.2
-# Event loop of the main thread, which receives interrupts, and number of active `keep_interruptible` blocks.
+# The main thread's event loop and its number of active `keep_interruptible` contexts; None if there are none.
 _waiting: tuple[asyncio.AbstractEventLoop, int] | None = None
 
 
 @contextlib.contextmanager
 def keep_interruptible() -> Iterator[None]:
-    """Wake the running event loop a few times per second, so that interrupts are handled. Blocks may overlap."""
+    """Wake the running event loop a few times per second within the context, so that interrupts are handled."""
     global _waiting
     loop = asyncio.get_running_loop()
     if threading.current_thread() is not threading.main_thread():

@@ -12,7 +12,7 @@ Event = TypeVar("Event")
 
 
 class Listeners(Generic[Event]):
-    """Callbacks that receive every event of one object, which warnings refer to as `source`.
+    """Callbacks that receive every event of one object. Warnings refer to this object as `source`.
 
     If a callback raises, the others are still called. Only the first exception of each callback causes a warning.
     """

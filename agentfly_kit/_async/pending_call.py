@@ -73,7 +73,7 @@ class PendingCall(Coroutine[Any, Any, T], Generic[T]):
 
 
 class Handle(Coroutine[Any, Any, T], Generic[T]):
-    """Base class of handles, which can be awaited repeatedly or run as tasks. Subclasses implement `_wait`."""
+    """Base class of awaitable handles of background work, which can be awaited repeatedly or wrapped in tasks."""
 
     @abstractmethod
     async def _wait(self) -> T: ...
@@ -81,7 +81,7 @@ class Handle(Coroutine[Any, Any, T], Generic[T]):
     def __await__(self) -> Generator[Any, Any, T]:
         return self._wait().__await__()
 
-    # An asyncio task calls the following methods to run a coroutine. Each task runs its own `_wait`.
+    # Coroutine protocol, used when a handle is wrapped in an asyncio task. Each task runs its own `_wait()`.
 
     @functools.cached_property
     def _waits(self) -> weakref.WeakKeyDictionary[asyncio.Task[Any], Coroutine[Any, Any, T]]:
@@ -105,7 +105,7 @@ class Handle(Coroutine[Any, Any, T], Generic[T]):
 
 
 async def maybe_await(value: Any) -> Any:
-    """Return `value`, or the result of awaiting it if it is awaitable, as for a sync or async function."""
+    """Await `value` if it is awaitable and return the result; otherwise return `value`."""
     return await value if inspect.isawaitable(value) else value
 
 
@@ -142,7 +142,7 @@ async def run_in_thread(function: Callable[..., T], *args: object, on_cancel: Ca
 
 
 def warn_or_log(text: str) -> None:
-    """Issue a warning. If warnings are turned into errors, log the text instead, so that the chain continues."""
+    """Issue a warning, or log its text if warnings are turned into errors."""
     try:
         warnings.warn(text, stacklevel=3)
     except Warning:

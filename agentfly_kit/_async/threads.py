@@ -1,4 +1,4 @@
-"""Run sync functions off the event loop.
+"""Run sync functions in threads, so that they do not block the event loop.
 
 Calls wait in one queue. As long as they are fast, a single thread runs them sequentially, because a thread per call
 costs more than most calls, and many threads would compete for the GIL. When no call has been taken from the queue for
@@ -30,7 +30,7 @@ T = TypeVar("T")
 _STALL_SECONDS = 0.002
 # Time in seconds after which an idle thread exits.
 _IDLE_SECONDS = 2.0
-# At interpreter exit: seconds of one wait for running threads, and the maximum number of waits.
+# At interpreter exit, running threads are awaited for this time in seconds, at most this many times.
 _STOP_SECONDS, _STOP_ATTEMPTS = 0.25, 40
 
 
@@ -39,7 +39,7 @@ class CallTimeout(Exception):
 
 
 class _Call:
-    """A call, and a future whose result is the pair of its return value and exception.
+    """A function call whose `future` receives the pair (return value, exception) as its result.
 
     The exception is not set on the future, because futures reject StopIteration, and SystemExit would stop the loop.
     """
@@ -61,7 +61,7 @@ class _Call:
 
 
 class _State:
-    """Waiting calls and threads. Access to all attributes except `threads` requires `lock`."""
+    """Waiting calls and the threads that run them. Access to all attributes except `threads` requires `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -72,7 +72,7 @@ class _State:
         self.taken_at = 0.0
         # Event loops in which `_check_progress` is scheduled.
         self.watched_by: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
-        # Queues that wake idle threads, which are reused because starting a thread costs more than most calls.
+        # Queues in which idle threads wait for work. Threads are reused because starting one is slower than most calls.
         self.idle: list[SimpleQueue[Callable[[], None]]] = []
         self.threads: set[threading.Thread] = set()
         self.shutting_down = False
@@ -87,7 +87,7 @@ _count = itertools.count(1)
 
 
 def _after_fork() -> None:
-    """Reset the state in a forked child, which has no threads and may have inherited a locked lock."""
+    """Reset the state in a forked child process, which has no copies of the threads and may inherit a held lock."""
     global _state
     _state = _State()
 
@@ -121,7 +121,7 @@ async def run_off_loop(work: Callable[[], T], timeout: float | None) -> tuple[T 
 
 
 def _check_progress(loop: asyncio.AbstractEventLoop) -> None:
-    """Start a thread for each waiting call if the running calls are slow. Check again while calls are waiting."""
+    """If the running calls are slow, start a thread for each waiting call. If calls are waiting, check again later."""
     with _state.lock:
         if _state.waiting and _state.is_stalled:
             _start_threads(len(_state.waiting))
@@ -186,7 +186,7 @@ def _run_waiting_calls() -> None:
 
 
 def _stop_threads() -> None:
-    """Stop threads at interpreter exit, because one that returns from C++ code later would abort the process."""
+    """Stop all threads at interpreter exit. A thread that returns from C++ code after the exit aborts the process."""
     with _state.lock:
         _state.shutting_down = True
         while _state.idle:

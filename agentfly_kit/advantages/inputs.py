@@ -1,4 +1,4 @@
-"""Conversion and validation of the inputs of estimators, and group and batch statistics that estimators share."""
+"""Conversion and validation of estimator inputs, and statistics over groups and batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Observations: TypeAlias = Literal["skip", "step"]
 
 
 def as_floats(x: Any, name: str, like: Tensor | None = None) -> Tensor:
-    """Convert to a detached tensor of float32 or wider, because sums in half precision would round rewards away."""
+    """Convert numbers to a detached float32 or float64 tensor, because half-precision sums lose small rewards."""
     if isinstance(x, Tensor):
         out = x.detach()
     else:
@@ -45,7 +45,7 @@ def as_bool_mask(mask: Any, like: Tensor) -> Tensor:
 
 
 def require_finite(x: Tensor, where: Tensor, name: str, why: str) -> Tensor:
-    """Return x, with 0 where `where` is False. Raise ValueError if any other element is not finite."""
+    """Return x with 0 where `where` is False. Raise ValueError if any other element is not finite."""
     bad = where & ~torch.isfinite(x)
     if bool(bad.any()):
         place = bad.nonzero()[0].tolist()
@@ -58,7 +58,7 @@ def check_no_inf(x: Tensor, name: str) -> None:
 
 
 def group_index(groups: Groups, n: int, device: torch.device) -> Tensor:
-    """Number the groups 0, 1, 2, ... and return the group number of each row, (N,). Ids may be any hashable objects."""
+    """Return the group index of each row, (n,) int64. Group ids can be any hashable objects."""
     if isinstance(groups, str):
         raise AlignmentError(f"groups must be a list with a group id per row, got the string {groups!r}")
     ids = groups.tolist() if isinstance(groups, Tensor) else groups
@@ -74,7 +74,7 @@ def group_index(groups: Groups, n: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupedRewards:
-    """Rewards and their groups. The methods return, for each row, a statistic of the scored rows in its group."""
+    """Rewards and the group of each row. Methods return one value per row, based on the scored rows of its group."""
 
     reward: Tensor  # (N,), 0 where unscored
     scored: Tensor  # (N,) bool
@@ -108,14 +108,14 @@ class GroupedRewards:
 
     @property
     def flat(self) -> Tensor:
-        """Whether the scored rewards of the row's group are all equal."""
+        """Mask, (N,), of the rows in groups whose scored rewards are all equal."""
         return self._group_max(self.reward) == -self._group_max(-self.reward)
 
     def minus_weighted_mean(self, weights: Tensor) -> Tensor:
-        """Subtract the weighted mean reward of the group. If all weights of a group are 0, they are treated as equal.
+        """Subtract from each reward the weighted mean reward of its group. All-zero weights are treated as equal.
 
-        If all rewards of a group are equal, the result is set to exactly 0; dividing by the std would amplify rounding
-        errors.
+        If all rewards of a group are equal, the result is set to exactly 0, because a division by their std would
+        amplify rounding errors.
         """
         none = self.group_sum(weights) <= 0
         w = torch.where(none, 1.0, weights)
@@ -129,7 +129,7 @@ class GroupedRewards:
         return self.singleton(self.centred() / self.std(std, eps), singleton)
 
     def std(self, kind: Std, eps: float) -> Tensor:
-        """Return the std of the group plus eps, or 1 if `kind` is None."""
+        """Return for each row the standard deviation of the rewards of its group plus eps, or 1 if `kind` is None."""
         check_choice("std", kind, Std)
         if kind is None:
             return torch.ones_like(self.reward)
@@ -138,16 +138,16 @@ class GroupedRewards:
         return torch.sqrt(variance) + eps
 
     def singleton(self, advantages: Tensor, rule: Singleton) -> Tensor:
-        """Set the advantage of rows that are alone in their group to 0 or to their reward, according to `rule`."""
+        """Set the advantage of the only scored row of a group to 0, or to its reward if rule="raw"."""
         check_choice("singleton", rule, Singleton)
         return torch.where(self.count == 1, self.reward if rule == "raw" else 0.0, advantages)
 
 
 class EpisodeRows:
-    """Concatenates the rows of each trajectory in the given order, (B, T) -> (R, n T), and splits them again.
+    """Concatenation of the rows of each trajectory into one long row, (B, T) -> (R, n T), and its inverse.
 
-    R is the number of trajectories and n the largest number of rows of one. Without `trajectory_index`, every row is a
-    separate trajectory. `last_rows` (R,) are the indices of the last rows of the trajectories.
+    The B rows of T tokens belong to R trajectories of at most n rows. Without `trajectory_index`, every row is a
+    separate trajectory. The attribute `last_rows`, (R,), holds the index of each trajectory's last row.
     """
 
     def __init__(self, trajectory_index: Groups | None, rows: int, device: torch.device) -> None:
@@ -161,24 +161,24 @@ class EpisodeRows:
         self.last_rows = torch.tensor(list(last_rows.values()), dtype=torch.long, device=device)
 
     def concat(self, x: Tensor) -> Tensor:
-        """Convert (B, T) to (R, n T). Trajectories with fewer than n rows are padded with 0 (False)."""
+        """Concatenate the rows of each trajectory, and pad trajectories with fewer rows than others with 0 (False)."""
         out = x.new_zeros(len(self.last_rows), self._max_rows, x.shape[1])
         out[self.index, self._position] = x
         return out.flatten(1)
 
     def split(self, x: Tensor) -> Tensor:
-        """Convert (R, n T) back to (B, T)."""
+        """Undo `concat`: split the long row of each trajectory into its original rows."""
         rows: Tensor = x.unflatten(1, (self._max_rows, x.shape[1] // self._max_rows))
         return rows[self.index, self._position]
 
     def any_in_trajectory(self, rows: Tensor) -> Tensor:
-        """Return for each row whether `rows` is True for any row of its trajectory, (B,)."""
+        """Return a mask of all rows of the trajectories that have at least one row in the mask `rows`, (B,)."""
         return torch.zeros_like(self.index).index_add(0, self.index, rows.long())[self.index] > 0
 
 
 @dataclass(frozen=True)
 class TokenRewards:
-    """Token rewards with their mask. In unscored trajectories, rewards are 0 and the mask is False."""
+    """Rewards per token and the mask of action tokens. Unscored trajectories have rewards 0 and no action tokens."""
 
     reward: Tensor  # (B, T)
     mask: Tensor  # (B, T) bool
@@ -195,8 +195,8 @@ class TokenRewards:
         if bool(lost.any()):
             at = lost.nonzero()[0].tolist()
             raise ValueError(
-                f"token_rewards{at} must be 0 or NaN, because its mask is 0 and no advantage would count it, got "
-                f"{r[tuple(at)].item():g}; put it on the action token that earned it"
+                f"token_rewards{at} must be 0 or NaN, because the mask is 0 at this token, got "
+                f"{r[tuple(at)].item():g}; assign the reward to the action token that earned it"
             )
         is_1d = r.ndim == 1
         r, m = torch.atleast_2d(r), torch.atleast_2d(m)
@@ -207,7 +207,7 @@ class TokenRewards:
         return cls(torch.where(scored, r, 0.0), m & scored, is_1d, rows)
 
     def align(self, x: Any, name: str) -> Tensor:
-        """Convert other per-token values to shape (B, T)."""
+        """Convert per-token values to a float tensor. Raise AlignmentError unless it has the rewards' shape, (B, T)."""
         given: Tensor = torch.atleast_2d(as_floats(x, name, self.reward))
         check_shape(name, given, self.reward.shape)
         return given
@@ -219,7 +219,7 @@ class TokenRewards:
 
 
 def whitened(x: Tensor, mask: Tensor, std: Std, eps: float, what: str) -> Tensor:
-    """Whiten values that `as_floats` converted, over the mask; `what` is the caller's name for a warning."""
+    """Normalize x to mean 0 and std 1 where the mask is True, and set it to 0 elsewhere. Warnings begin with `what`."""
     check_choice("std", std, Std)
     if not bool(mask.any()):
         warnings.warn(

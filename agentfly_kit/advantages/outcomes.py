@@ -1,4 +1,4 @@
-"""Outcome-level estimators: one advantage per trajectory, relative to its group."""
+"""Outcome-level estimators, which compute one advantage per trajectory, usually relative to its group mean."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ def grpo(
 ) -> Tensor:
     """Normalize each reward by the mean and std of its group: (reward - mean) / (std + eps).
 
-    std=None does not divide. A trajectory that is alone in its group gets 0, or its reward with singleton="raw"; the
-    paper specifies neither this nor the kind of std. A group whose rewards are all equal gives exactly 0.
+    With std=None, the difference is not divided. A trajectory that is alone in its group gets advantage 0, or its
+    reward with singleton="raw"; DeepSeekMath specifies neither this case nor the kind of std. If all rewards of a group
+    are equal, their advantages are exactly 0.
 
     Shapes:  rewards (N trajectories,), groups (N,) ints or strings -> (N,).
     Units:   group standard deviations (reward, with std=None).
-    Raises:  ValueError if a reward is infinite. NaN means unscored: excluded from the mean, advantage 0.
+    Raises:  ValueError if a reward is infinite. A NaN reward is excluded from the mean and gets advantage 0.
     Source:  DeepSeekMath, arXiv 2402.03300, 4.1.2.
     """
     return GroupedRewards.from_rewards(rewards, groups).grpo(std, singleton, eps)
 
 
 def dr_grpo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> Tensor:
-    """Reward minus group mean, not divided by a std, so that tasks of all difficulties keep their weight.
+    """Reward minus the mean reward of the group. Dividing by the std would favour very easy and very hard tasks.
 
-    Dr.GRPO combines this with the aggregation "fixed" of the loss.
+    Dr.GRPO combines this estimator with the loss aggregation "fixed" (see `af.losses.aggregate`).
 
     Shapes:  rewards (N trajectories,), groups (N,) -> (N,).
     Units:   reward.
@@ -66,7 +67,7 @@ def rloo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> 
     Source:  Back to Basics, arXiv 2402.14740.
     """
     g = GroupedRewards.from_rewards(rewards, groups)
-    # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1), which keeps a flat group at exactly 0.
+    # For n rewards, r - (sum - r) / (n - 1) = (r - mean) n / (n - 1), which is exactly 0 if all rewards are equal.
     return g.singleton(g.centred() * g.count / (g.count - 1).clamp(min=1), singleton)
 
 
@@ -112,11 +113,11 @@ def gpg(
     singleton: Singleton = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Reward minus group mean, scaled up to compensate for trajectories without gradient. Use the loss `reinforce`.
+    """Reward minus group mean, scaled up to compensate for groups without gradient. Use with the loss `reinforce`.
 
-    A group whose rewards are all equal adds nothing to the sum of the loss but counts in its denominator. The factor is
-    the number of scored trajectories, divided by the number of those whose group has unequal rewards (in verl: by the
-    number of nonzero *rewards*).
+    A group whose rewards are all equal has no gradient, but its tokens count in the denominator of the loss. The factor
+    is the number of scored trajectories divided by the number of scored trajectories in groups with unequal rewards;
+    verl divides by the number of nonzero *rewards* instead.
 
     Shapes:  rewards (N trajectories,), groups (N,) -> (N,).
     Units:   reward, times a factor of at least 1.
@@ -138,11 +139,11 @@ def grpo_passk(
     singleton: Singleton = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Contribution of a trajectory to the *best* reward among k trajectories of its group.
+    """Contribution of each trajectory to the *best* reward among k trajectories of its group.
 
     The contribution is the amount by which the best reward of a k-subset drops without the trajectory, averaged over
-    all k-subsets that contain it. k=None means the whole group (verl), as does a k larger than the group. With
-    std=None, k times the policy gradient averaged over trajectories is an unbiased gradient of the expected best of k.
+    all k-subsets that contain it. k=None, as in verl, or k above the group size means the whole group. With std=None, k
+    times the mean policy gradient is an unbiased estimate of the gradient of the expected best reward of k samples.
 
     Shapes:  rewards (N trajectories,), groups (N,) -> (N,), never negative.
     Units:   group standard deviations (reward, with std=None).
@@ -161,7 +162,7 @@ def grpo_passk(
         size = n if k is None else min(k, n)
         rows = rows[torch.argsort(g.reward[rows], stable=True)]
         best = g.reward[rows].tolist()
-        # In ascending order, C(j, size - 2) of the subsets whose best is the i-th have the j-th as second best.
+        # Rewards are sorted. Of the subsets whose best element is i, the second-best is j in C(j, size - 2) subsets.
         ways = [comb(j, size - 2) / comb(n - 1, size - 1) for j in range(n)]
         lead = [sum(ways[j] * (best[i] - best[j]) for j in range(i)) for i in range(n)]
         out[rows] = torch.tensor(lead, dtype=out.dtype, device=out.device)
@@ -203,14 +204,14 @@ def gdpo(
 
 
 def maxrl(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> Tensor:
-    """MaxRL: (reward - mean) / mean of the group. Maximizes the log of the success rate, so hard tasks weigh more.
+    """Reward minus the group mean, divided by the group mean, to maximize the log of the success rate.
 
-    For rewards of 0 and 1 with success probability p, the policy gradient averaged over a group of n is an unbiased
-    gradient of the series of log p, truncated after n - 1 terms: sum_{k<n-1} (1 - p)^k grad p.
+    For rewards of 0 and 1 with success probability p, the policy gradient averaged over a group of n trajectories is an
+    unbiased estimate of sum_{k<n-1} (1 - p)^k grad p, the first n - 1 terms of the series of grad log p.
 
     Shapes:  rewards (N trajectories,), groups (N,) -> (N,). A group of zeros gives zeros.
     Units:   group means.
-    Raises:  ValueError if a reward is infinite or negative, as rewards are success rates. NaN means unscored.
+    Raises:  ValueError if a reward is infinite or negative. NaN means unscored.
     Source:  MaxRL, arXiv 2602.02710, Algorithm 1.
     """
     g = GroupedRewards.from_rewards(rewards, groups)
@@ -225,10 +226,10 @@ RowCredit = Literal["broadcast", "last", "uniform", "geometric"]
 
 
 def row_credit(trajectory_index: Groups, how: RowCredit, *, discount: float = 0.9) -> Tensor:
-    """Factors that distribute the advantage of a trajectory over its rows, in the order in which they were sampled.
+    """Factors by which to multiply the advantage of a trajectory in each of its rows. Rows must be in sampling order.
 
-    "broadcast" gives every row the whole advantage, "last" only the last row, "uniform" 1 / (number of rows) to each,
-    and "geometric" discount ** (number of later rows).
+    The factor is 1 for "broadcast", 1 / (number of rows) for "uniform", and discount ** (number of later rows) for
+    "geometric". With "last", it is 1 in the last row and 0 in all others.
 
     Shapes:  trajectory_index (B rows,) -> (B,).
     Raises:  SettingsError for a discount below 0 or above 1.
@@ -257,10 +258,10 @@ def trajectory_level(
 ) -> Tensor:
     """Call an estimator with one reward per *trajectory*, and assign each advantage to all rows of its trajectory.
 
-    If rows were counted instead, the trajectories with the most rows would dominate the mean of their group.
+    If rows counted separately, trajectories with many rows would dominate their group. `estimator` receives `options`.
 
     Shapes:  rewards, groups, trajectory_index (N,), one entry per row -> (N,).
-    Units:   those of the estimator, which is called with `options`.
+    Units:   those of the estimator.
     Raises:  ValueError if the rows of one trajectory differ in group or in reward.
     Source:  Agent Lightning v1 (rollout-level advantage).
     """

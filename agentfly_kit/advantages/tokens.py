@@ -1,4 +1,4 @@
-"""Token-level estimators: one advantage per token, which compares the reward to go with values or with a group."""
+"""Token-level estimators, which compute one advantage per token, usually from the reward to go and a baseline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from agentfly_kit.errors import SettingsError, check_choice, check_shape
 
 
 def _gae_recursion(reward: Tensor, value: Tensor, steps: Tensor, discount: Tensor, lam: float, last: Tensor) -> Tensor:
-    """Return GAE advantages, 0 except at steps. `discount` is that to the next step, `last` the value at the end."""
+    """Compute GAE at the tokens in the mask `steps`. `last` is the value of the state after the last step."""
     adv = torch.zeros_like(reward)
     next_value, carry = last, torch.zeros_like(last)
     for t in range(reward.shape[1] - 1, -1, -1):
@@ -39,14 +39,14 @@ def _gae_recursion(reward: Tensor, value: Tensor, steps: Tensor, discount: Tenso
 
 
 def _discounts(steps: Tensor, gamma: float, over_gaps: bool, like: Tensor) -> Tensor:
-    """Return the discount from each token to the next step: gamma, or gamma ** distance if `over_gaps`."""
+    """Return the discount from each token to the next step: gamma, or gamma ** (distance in tokens) if `over_gaps`."""
     if not over_gaps:
         return torch.full_like(like, gamma)
     width = steps.shape[1]
     columns = torch.arange(width, device=steps.device)
     at_or_after = torch.where(steps, columns, width).flip(1).cummin(1).values.flip(1)
     after = torch.nn.functional.pad(at_or_after[:, 1:], (0, 1), value=width)
-    # No step follows the last one, so later observation tokens add no discount.
+    # No step follows the last step of a row: the next row or the bootstrap value counts as one token away.
     return like.new_tensor(gamma) ** torch.where(after < width, after - columns, 1)
 
 
@@ -68,26 +68,26 @@ def gae(
     The steps are action tokens or, with `turns`, whole turns. The reward of a turn is the sum of its token rewards, its
     value is the value at its first action token, and all its action tokens have the same advantage and return.
 
-    observations="skip" (verl) skips tokens with mask 0: the value after the last token of an action is that at the next
-    *action* token. "step" (SkyRL, TRL PPO, torchtune) counts every token between the first and last action token of a
-    row as a step, so the values of all of them must be finite. discount_observations=True (slime) skips tokens with
-    mask 0 as well, but discounts by the distance in tokens.
+    observations="skip", as in verl, skips tokens with mask 0: the value after the last token of an action is the value
+    at the next *action* token. "step", as in SkyRL, TRL PPO and torchtune, treats every token between the first and
+    last action token of a row as a step, so the values of these tokens must be finite. discount_observations=True, as
+    in slime, also skips tokens with mask 0, but discounts by gamma ** (distance in tokens).
 
     With `trajectory_index`, the rows of a trajectory, in the given order, form one episode: the value after the last
     action token of a row is the value at the first action token of the next row, even with observations="step". By
-    default every row is an episode and ends with value 0, even if the next row continues it, unless `bootstrap` is set.
+    default, every row is an episode of its own, with value 0 after the last action token unless `bootstrap` is set.
 
-    Shapes:  token_rewards, values, mask (B rows, T tokens) or (T,); turns (B, T) ids, read at action tokens; bootstrap
-             (B,), the value of the state in which a row was truncated, and 0 for a row that ended (with
+    Shapes:  token_rewards, values, mask (B rows, T tokens) or (T,); turns (B, T), turn ids, read only at action tokens;
+             bootstrap (B,), the value of the state in which a row was truncated, 0 for a row that ended (with
              trajectory_index, only the entry of a trajectory's last row is read); trajectory_index (B,).
     Units:   reward.
     Raises:  ValueError for an infinite reward, a required value that is not finite, or a turn id that reappears after
-             another. A NaN reward at an action token makes the trajectory unscored: its results are 0.
+             another turn. A NaN reward at an action token makes the trajectory unscored, with advantages 0.
     Source:  arXiv 1506.02438, eq. 16; with `turns`, the same recursion over turns.
     """
     check_choice("observations", observations, Observations)
     if turns is not None and (observations == "step" or discount_observations):
-        raise SettingsError("turns= must be used with observations='skip' and discount_observations=False")
+        raise SettingsError("turns= requires observations='skip' and discount_observations=False")
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
     v = tok.align(values, "values")
     r = tok.reward.to(v.dtype)
@@ -97,15 +97,15 @@ def gae(
         check_shape("bootstrap", b, last.shape)
         last = require_finite(b, tok.mask.any(1), "bootstrap", "(0 for a row that was not cut)")
 
-    # Positions that are steps of the recursion.
+    # Select the tokens that are steps of the recursion. By default, these are all action tokens.
     steps, why = tok.mask, "at every action token"
     if turns is not None:
-        # A turn is one step, at its first token; `first` maps each token of the turn to the index of that token.
+        # Each turn is one step, placed at its first action token. `first` maps all tokens of a turn to this token.
         steps, first = _turn_starts(tok, turns)
         r = torch.zeros_like(r).scatter_add(1, first, r)
         why = "at the first action token of every turn"
     elif observations == "step":
-        # All tokens between the first and last action token; no action follows later tokens.
+        # The steps are all tokens from the first to the last action token. Later tokens cannot affect any action.
         steps = (tok.mask.cumsum(1) > 0) & (tok.mask.flip(1).cumsum(1).flip(1) > 0)
         why = "between the first and last action token"
     v = require_finite(v, steps, "values", why)
@@ -120,10 +120,10 @@ def gae(
 
 
 def _turn_starts(tok: TokenRewards, turns: Any) -> tuple[Tensor, Tensor]:
-    """Return where turns start, (B, T) bool, and the index of the start of each token's turn, (B, T)."""
+    """Return a mask of the first action token of each turn, and the column at which each token's turn starts."""
     ids = torch.atleast_2d(torch.as_tensor(turns)).to(tok.mask.device)
     check_shape("turns", ids, tok.mask.shape)
-    # A turn starts at an action token whose turn differs from that of the previous action token.
+    # A turn starts at each action token whose turn id differs from that of the previous action token.
     columns = torch.arange(ids.shape[1], device=ids.device)
     actions = torch.where(tok.mask, columns, -1)
     before = torch.cat([torch.full_like(actions[:, :1], -1), actions[:, :-1]], 1).cummax(1).values
@@ -156,10 +156,10 @@ def reinforce_plus_plus(
     """Discounted reward to go at each action token, whitened over the batch unless whiten=False.
 
     The reward to go includes rewards *after* observation tokens and, with `trajectory_index`, rewards in later rows of
-    the trajectory. verl and SkyRL restart the sum at these boundaries, which punishes the first turn of a trajectory
-    that succeeds in its second turn.
+    the trajectory. In verl and SkyRL, the sum ends at the next observation or at the end of the row, which punishes the
+    first turn of a trajectory that succeeds in its second turn.
 
-    Shapes:  token_rewards, mask (B rows, T tokens) or (T,) -> the same; trajectory_index (B,).
+    Shapes:  token_rewards, mask (B rows, T tokens) or (T,), trajectory_index (B,) -> shape of token_rewards.
     Units:   reward, or standard deviations over action tokens when whitened.
     Raises:  ValueError for an infinite reward. A NaN reward at an action token makes the trajectory unscored: it is
              excluded from the mean and std, and its advantages are 0.
@@ -183,13 +183,12 @@ def reinforce_plus_plus_baseline(
     eps: float = 1e-6,
     trajectory_index: Groups | None = None,
 ) -> Tensor:
-    """Reward of the row minus the mean reward of its group, at every action token, whitened over the batch.
+    """Reward of each row minus its group mean, assigned to all action tokens of the row and whitened over the batch.
 
-    With `trajectory_index`, rewards are summed over the rows of a trajectory, and the trajectory counts once in its
-    group.
+    With `trajectory_index`, rewards are summed over all rows of a trajectory, which then counts once in the mean.
 
     Shapes:  token_rewards, mask (B rows, T tokens), groups, trajectory_index (B,) -> (B, T).
-    Units:   as in `reinforce_plus_plus`.
+    Units:   reward, or standard deviations over action tokens when whitened.
     Raises:  ValueError for an infinite reward. A NaN reward at an action token makes the trajectory unscored.
     Source:  REINFORCE++, arXiv 2501.03262, the variant with a group baseline and global normalisation.
     """
@@ -216,10 +215,10 @@ def optimal_token_baseline(
 ) -> Tensor:
     """Reward to go minus a separate baseline for each token position.
 
-    The baseline is the weighted mean, over the group, of the reward to go at that position. The weight of a row is its
-    squared gradient norm with respect to the logits up to that position: the running sum over action tokens of
-    1 - 2 p(token) + sum p^2. Positions are counted in action tokens, over all rows of a trajectory. Where only one
-    trajectory of a group reaches a position, the result is 0, or the reward to go with singleton="raw" (verl).
+    The baseline of a position is the weighted mean of the rewards to go of the group's trajectories at that position.
+    The weight is the squared norm of the gradient with respect to all logits up to the position: the running sum over
+    action tokens of 1 - 2 p(token) + sum p^2. Positions are counted in action tokens, over all rows of a trajectory.
+    Where only one trajectory reaches a position, the result is 0, or the reward to go with singleton="raw", as in verl.
 
     Shapes:  token_rewards, mask, logprobs, sum_squared_probs (B rows, T tokens), groups, trajectory_index (B,) ->
              (B, T).
@@ -238,7 +237,7 @@ def optimal_token_baseline(
     row, at = steps.nonzero(as_tuple=True)
     position = steps.cumsum(1)[row, at]
     group = group_index(groups, len(tok.mask), energy.device)[tok.rows.last_rows][row]
-    # Use one group per (group, position), so that all group statistics are per position.
+    # Treat each pair of a group and a position as a separate group, so that every position has its own baseline.
     key = torch.unique(torch.stack([group, position], 1), dim=0, return_inverse=True)[1]
     g = GroupedRewards(to_come[row, at], torch.ones_like(row, dtype=torch.bool), key)
     out = torch.zeros_like(energy)
@@ -253,7 +252,7 @@ def distillation(teacher_logprobs: Numbers, logprobs: Numbers, mask: Any) -> Ten
     the `reinforce` loss is the gradient of that KL. The KL at later tokens is not credited to earlier ones (discount
     0). Add the result to other advantages, or use it alone.
 
-    Shapes:  teacher_logprobs, logprobs, mask (B rows, T tokens) or (T,) -> the same; 0 where the mask is 0.
+    Shapes:  teacher_logprobs, logprobs, mask (B rows, T tokens) or (T,) -> (B, T) or (T,), 0 where the mask is 0.
     Units:   nats.
     Raises:  ValueError for a logprob that is not finite at an action token.
     Source:  On-Policy Distillation of Language Models, arXiv 2306.13649, with the reverse KL; the per-token policy
@@ -270,7 +269,7 @@ def distillation(teacher_logprobs: Numbers, logprobs: Numbers, mask: Any) -> Ten
 def whiten(advantages: Numbers, mask: Any, *, std: Std = "sample", eps: float = 1e-6) -> Tensor:
     """Shift and scale advantages to mean 0 and std 1 over all action tokens; 0 where the mask is 0.
 
-    Whiten the whole minibatch in one call, because the result depends on its composition. std=None only shifts.
+    Whiten a whole minibatch in one call, because the result depends on all its tokens. std=None only shifts the mean.
 
     Shapes:  advantages, mask (B rows, T tokens) -> (B, T).
     Units:   standard deviations over action tokens.

@@ -1,4 +1,4 @@
-"""Turn-level estimators, for turns that start in the same state and turns that forked chains share."""
+"""Turn-level estimators, which compare turns that start in the same state, or forked chains that share turns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Attribution: TypeAlias = Literal["soft", "hard", "inverse_branching"]
 
 
 def _pad_ragged(rows: list[list[float]], like: Tensor) -> Tensor:
-    """Pad rows with 0 to shape (N, K)."""
+    """Convert N lists to a tensor (N, K), where K is the length of the longest list. Pad shorter lists with 0."""
     width = max(map(len, rows), default=0)
     padded = [row + [0.0] * (width - len(row)) for row in rows]
     return torch.tensor(padded, dtype=like.dtype, device=like.device).reshape(len(rows), width)
@@ -49,11 +49,11 @@ def gigpo(
     The return of a turn is the discounted reward from that turn on. It is compared with the returns of all turns of the
     group that started in an equal state (any hashable object, such as an observation).
 
-    Shapes:  rewards (N trajectories,), groups (N,); turn_rewards, states: N lists, one entry per turn -> (N, K), where
-             K is the maximum number of turns, padded with 0. turn_rewards must include the reward of the trajectory, at
-             the turn that earned it.
+    Shapes:  rewards (N trajectories,), groups (N,), turn_rewards and states (N lists with one entry per turn) -> (N, K)
+             for at most K turns, padded with 0. turn_rewards must include the reward of the trajectory, at the turn
+             that earned it.
     Units:   group standard deviations (reward, with std=None).
-    Raises:  ValueError if a reward is infinite. A trajectory with a NaN outcome or turn reward is unscored.
+    Raises:  ValueError if a reward is infinite. A trajectory with a NaN reward or turn reward is unscored.
     Source:  GiGPO, arXiv 2505.10978; std=None is its F_norm = 1.
     """
     r = as_floats(rewards, "rewards")
@@ -85,9 +85,9 @@ def gigpo(
 def branch_weights(turn_ids: Sequence[Sequence[Hashable]], groups: Groups) -> Tensor:
     """Return the weight of each leaf of a tree of turns: the product of 1 / (number of branches) along its path.
 
-    The weights of a group sum to 1. In the plain mean over leaves, a chain that was forked often counts too much. The
-    weighted mean is unbiased if the number of branches at a turn is fixed before they are sampled; adding new chains to
-    a group afterwards violates this condition at the root.
+    The weights of a group sum to 1. In the unweighted mean over leaves, a chain that was forked often counts too much.
+    The weighted mean is unbiased if the number of branches at each turn is fixed before the branches are sampled;
+    adding new chains to a group afterwards violates this condition at the root.
 
     Shapes:  turn_ids: N paths from the first turn to the last, where equal ids within a group denote the same turn;
              groups (N,) -> (N,) float64.
@@ -123,13 +123,13 @@ def arpo(
     singleton: Singleton = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Advantages of the turns of forked chains, with one row per leaf; shared turns are repeated in every row.
+    """Advantages per turn for forked chains, which form a tree. Each row holds the turns from the root to one leaf.
 
-    "soft" assigns the GRPO advantage of a leaf to all turns of its row. "hard" assigns the mean advantage of the leaves
-    that share a turn to that turn; with a token mean or sum and no active clip, the gradient equals that of "soft".
-    Both are biased towards chains that were forked often. "inverse_branching" weights the mean and std by
-    `branch_weights` and multiplies the advantage of a row by its weight times the number of leaves of the group, which
-    removes nearly all of this bias; see "Forked chains" in docs/conventions.md. Without forks, all three equal `grpo`.
+    "soft" assigns the GRPO advantage of a leaf to all turns of its row. "hard" assigns to each turn the mean advantage
+    of the leaves below the turn; a token-mean or token-sum loss then has the same gradient if it clips no ratio. Both
+    are biased towards chains that were forked often. "inverse_branching" weights the mean and std by `branch_weights`,
+    and multiplies the advantage of a row by its weight times the number of leaves in the group, which removes nearly
+    all of this bias; see "Forked chains" in docs/conventions.md. Without forks, all three equal `grpo`.
 
     Shapes:  rewards, groups (N leaves,); turn_ids as in `branch_weights` -> (N, K), where K is the depth of the tree.
     Units:   group standard deviations (reward, with std=None).
@@ -147,7 +147,7 @@ def arpo(
         w = w / g.group_sum(w).clamp(min=torch.finfo(w.dtype).tiny)
         a = g.minus_weighted_mean(w)
         if std is not None:
-            # Bessel correction for weights; for equal weights 1/n it is (n - 1) / n.
+            # Apply Bessel's correction to the weighted variance. For n equal weights, the factor is (n - 1) / n.
             grain = 1 - g.group_sum(w.square()) if std == "sample" else torch.ones_like(w)
             variance = g.group_sum(w * a.square()) / torch.where(grain > 0, grain, 1.0)
             a = a / (torch.sqrt(variance) + eps)

@@ -19,7 +19,7 @@ from agentfly_kit.types import Task, Trajectory
 
 @checks_keywords
 class Agent(AgentSettings):
-    # Lets `af.Agent?` show all settings.
+    # With this docstring, `af.Agent?` describes all settings.
     __doc__ = AgentSettings.__doc__
 
     def replace(self, **changes: Any) -> Agent:
@@ -35,7 +35,7 @@ class Agent(AgentSettings):
     def last_run(self) -> RolloutHandle:
         """Handle of the most recently started rollout. After an interrupt, `last_run.partial` holds finished chains."""
         if not self._last_handle:
-            raise SettingsError("this agent has started no rollout yet; await agent.rollout(tasks)")
+            raise SettingsError("this agent has not started a rollout yet; await agent.rollout(tasks) first")
         handle: RolloutHandle = self._last_handle[0]
         return handle
 
@@ -43,7 +43,7 @@ class Agent(AgentSettings):
         """Create a chain to step interactively.
 
         The chain keeps its sandboxes until `chain.finish()` or `chain.close()` is called, or until the pool revokes the
-        leases (`max_lease`, `pool.recycle`).
+        leases, either after `max_lease` or because `pool.recycle` is called.
 
         Args:
             task: a task, or a trajectory to continue from its end; see `Chain.from_trajectory`.
@@ -79,19 +79,19 @@ class Agent(AgentSettings):
         Args:
             tasks: the tasks, or a single task.
             group_size: number of chains per task.
-            branch: sample each group as a tree of `group_size` leaves, whose chains fork after tool results; see
-                `af.Branch`. With None, all chains of a group are independent.
+            branch: settings for sampling each group as a tree in which chains fork after observations; see `af.Branch`.
+                With None, all chains of a group are independent.
             max_concurrency: maximum number of chains that run concurrently.
             budget: limits shared by all chains, or None.
             group_budget: limits shared by the chains of each group, or None.
-            index: index of the rollout, on which all seeds depend. The same `index` and `purpose` give the same
+            index: index of the rollout. All seeds depend on `index` and `purpose`, so that equal values give equal
                 trajectories if the engine is deterministic.
-            purpose: name of the purpose, such as "evaluate", on which all seeds depend.
+            purpose: what the rollout is used for, such as "evaluate".
             progress: show a progress bar.
-            share: pair (i, n) for process i of a rollout that is distributed over n processes. The process runs every
-                n-th task, starting with task i. Ids and seeds are the same as in a single process.
-            workers: processes that run the groups, created by `af.ray.workers`, or None for this process. Ids and seeds
-                are the same in both cases. `max_concurrency` and the limits of the agent apply to each worker.
+            share: pair (i, n) if n processes share the rollout and this is process i, which runs every n-th task,
+                starting with task i. Ids and seeds of the chains depend neither on `share` nor on `workers`.
+            workers: worker processes that run the groups, created by `af.ray.workers`. With None, this process runs
+                them. `max_concurrency` and the limits of the agent apply to each worker.
         """
         request = RolloutRequest(task_list(tasks), group_size, branch, max_concurrency, group_budget, index, purpose)
         return RolloutHandle(self, request, budget, share, workers, progress)

@@ -1,4 +1,4 @@
-"""Branching of the chains of a group after tool results, as in ARPO (arXiv 2507.19849, section 3.1)."""
+"""Branching: chains of a group fork after observations, as in ARPO (arXiv 2507.19849, section 3.1)."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.errors import AlignmentError, SettingsError, check_count, check_types, checks_keywords
 from agentfly_kit.types import Turn
 
-# Hooks that change a chain between a tool result and the next action, or fork chains themselves.
+# Settings of an agent that cannot be combined with branching, because they change or fork chains themselves.
 _REFUSED_HOOKS = ("harness", "before_turn", "after_observation")
 
 
 @checks_keywords
 @dataclass(frozen=True)
 class Branch(Displayable):
-    """Settings for sampling a group as a tree, in which chains fork where the policy has become less certain.
+    """Settings for sampling a group as a tree, as in ARPO: chains fork where the policy has become less certain.
 
-    A group begins with `initial` chains. When every unfinished chain has sampled an action that follows a tool result,
-    each of them forks with probability P = clip(base + weight (H - H_0), 0, 1), until the tree has `group_size`
+    A group begins with `initial` chains. When all unfinished chains have sampled an action that follows an observation,
+    each chain forks with probability P = clip(base + weight (H - H_0), 0, 1), until the tree has `group_size`
     leaves. H is the uncertainty of that action, and H_0 that of the first action of the chain. A fork starts at the
-    tool result and samples its own action. If leaves are missing when all chains have ended, new chains are started.
+    observation and samples its own action. If the tree is still smaller when all chains have ended, new chains start.
 
     Args:
-        initial: Number of chains at the start, from 1 to the group size (N of the paper); None is half the group size.
-        base: Probability of a fork if the uncertainty has not changed (alpha of the paper).
-        weight: Change of this probability with the uncertainty (beta of the paper).
-        threshold: Fork if P is above this value (tau of the paper). With None, fork with probability P, as ARPO's code.
-        width: Number of forks of a chain after one tool result.
-        tokens: Number of tokens at the beginning of an action from which its uncertainty is computed.
+        initial: Number of chains at the start, from 1 to the group size (N in the paper). None means half the group.
+        base: Probability of a fork if the uncertainty has not changed (alpha in the paper).
+        weight: Weight of the change in uncertainty, H - H_0, in P (beta in the paper).
+        threshold: Fork if P > `threshold` (tau in the paper). With None, fork with probability P, as ARPO's code does.
+        width: Number of forks of a chain after one observation.
+        tokens: Number of initial tokens of an action from which its uncertainty is computed.
         measure: "entropy" is the mean exact entropy of these tokens, divided by the logarithm of the vocabulary size.
             "surprisal" uses -logprob in place of the entropy, for engines that report no entropies. A function receives
             the `Turn` of the action and returns a number, preferably between 0 and 1.
@@ -65,14 +65,14 @@ class Branch(Displayable):
             raise SettingsError(f"measure must be 'entropy', 'surprisal' or a function of a turn, got {self.measure!r}")
 
     def num_initial(self, group_size: int) -> int:
-        """Return the number of chains that begin in each group."""
+        """Return the number of chains with which a group starts."""
         return max(1, group_size // 2) if self.initial is None else self.initial
 
     def uncertainty(self, turn: Turn, vocabulary: int) -> float:
-        """Return the uncertainty of an action; `vocabulary` is the number of tokens of the tokenizer.
+        """Return the uncertainty of the action `turn`, given the vocabulary size.
 
         Raises:
-            AlignmentError: If the turn lacks the entropies or logprobs, or `measure` returns no finite number.
+            AlignmentError: If the turn lacks the required entropies or logprobs, or `measure` returns no finite number.
         """
         if callable(self.measure):
             value = self.measure(turn)
@@ -87,12 +87,12 @@ class Branch(Displayable):
         return abs(math.fsum(first)) / len(first) / math.log(vocabulary)
 
     def probability(self, turn: Turn, first: Turn, vocabulary: int) -> float:
-        """Return the probability of a fork at the action `turn` of a chain with the first action `first`."""
+        """Return the probability that a chain whose first action was `first` forks before the action `turn`."""
         change = self.uncertainty(turn, vocabulary) - self.uncertainty(first, vocabulary)
         return min(1.0, max(0.0, self.base + self.weight * change))
 
     def groups_at_once(self, agent: AgentSettings, group_size: int, max_concurrency: int) -> int:
-        """Return how many groups can run concurrently without a chain waiting for a sandbox of another chain.
+        """Return how many groups can run concurrently so that no chain waits for an engine slot or a sandbox.
 
         Raises:
             SettingsError: If the agent cannot branch, or if the limits do not allow even one group.
@@ -101,17 +101,17 @@ class Branch(Displayable):
             raise SettingsError(f"initial must be at most group_size={group_size}, got {self.initial}")
         for name in _REFUSED_HOOKS:
             if getattr(agent, name) is not None:
-                raise SettingsError(f"branch must not be combined with the {name} of the agent")
+                raise SettingsError(f"branch cannot be combined with Agent({name}=)")
         engine = agent.engine
         if self.measure == "entropy" and engine.entropies == "no":
             raise SettingsError(
                 f"branch needs entropies, which {type(engine).__name__} does not report; use measure='surprisal' if it "
-                "reports logprobs, or a function of a turn"
+                "reports logprobs, or set measure to a function of a turn"
             )
         if self.measure == "surprisal" and engine.logprobs == "no":
             raise SettingsError(
-                f"measure='surprisal' needs logprobs, which {type(engine).__name__} does not report; use a function of "
-                "a turn"
+                f"measure='surprisal' needs logprobs, which {type(engine).__name__} does not report; set measure to "
+                "a function of a turn"
             )
         for pool in agent.pools:
             kind = pool.sandbox_type
@@ -134,7 +134,7 @@ class Branch(Displayable):
 
 @dataclass
 class _Waiting:
-    """A chain that waits for the decision of its group. `forks` is the number of forks granted to it."""
+    """A chain that waits in `BranchGroup.branch`. The future `forks` receives the number of granted forks."""
 
     is_forking: bool
     forks: asyncio.Future[int]
@@ -146,9 +146,9 @@ class BranchGroup:
     Args:
         branch: the settings.
         size: number of leaves.
-        begin: called with the index of each chain that begins.
-        fork: called with a chain and the turn after which a fork continues; returns whether the fork was made.
-        on_end: called when all leaves have ended.
+        begin: function that starts the chain with the given index in the group.
+        fork: function that forks a chain at the given turn, and returns whether the fork was made.
+        on_end: function that is called when all leaves have ended.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class BranchGroup:
     ) -> None:
         self._branch, self._size = branch, size
         self._begin, self._fork, self._on_end = begin, fork, on_end
-        # Number of leaves that have begun or were granted, and number of chains that have not ended.
+        # `_leaves` counts all chains begun and forks granted, and `_running` the chains that have not ended.
         self._leaves = self._running = 0
         self._num_begun = 0
         self._waiting: dict[ChainKey, _Waiting] = {}
-        # Turns after which the forks have been decided. Turns are compared by identity, so they are kept alive here.
+        # Turns after which forks have been decided, keyed by id(turn). Holding the turns prevents reuse of their ids.
         self._decided: dict[int, Turn] = {}
 
     def begin(self, count: int) -> None:
@@ -181,7 +181,7 @@ class BranchGroup:
         self._decide()
 
     async def branch(self, chain: Any) -> None:
-        """Wait until every other chain of the group has ended or waits here too, then make the forks of this chain."""
+        """Wait until all other chains of the group have called this method or ended, then create forks of `chain`."""
         action = chain.turn
         if id(action.parent) in self._decided:
             return  # this chain is a fork, and all forks at this turn have already been decided
@@ -208,7 +208,7 @@ class BranchGroup:
                 self._leaves -= future.result() - made
 
     def _decide(self) -> None:
-        """If every chain waits or has ended, grant the forks of the waiting chains, or begin chains if none waits."""
+        """If all running chains wait, grant their forks. If no chain is running, begin new chains or end the group."""
         if len(self._waiting) < self._running:
             return
         waiting, self._waiting = self._waiting, {}

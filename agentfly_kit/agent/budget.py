@@ -1,4 +1,4 @@
-"""Budgets shared by several chains, the accounting of their use, and the resulting stop reasons."""
+"""Budgets shared by several chains, and the stop reasons of chains that reach a limit."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from agentfly_kit.types import ToolCall, ToolResult, Turn
 
 @dataclass(frozen=True)
 class Budget(Displayable):
-    """Limits shared by several chains; None means no limit. Pass to `agent.rollout(tasks, budget=, group_budget=)`.
+    """Limits shared by several chains, passed to `agent.rollout` as `budget` or `group_budget`.
 
-    Limits of a single chain are arguments of the agent: `max_tokens`, `max_turns`, `max_tool_calls`, `timeout`.
-    The limits on tokens, turns and tool calls are never exceeded. A chain that would exceed a limit is truncated, with
-    a stop reason such as `run_tokens` or `group_tool_calls`, and scored. Chains that have not started when a limit is
-    reached are listed in `rollout.not_run`. The selection of truncated and unstarted chains is deterministic only with
+    By default, nothing is limited. Limits of a single chain are arguments of the agent, such as `max_tokens`.
+    The limits on tokens, turns and tool calls are never exceeded. A chain that would exceed a limit is truncated and
+    scored, with a stop reason such as `run_tokens` or `group_tool_calls`. Chains that have not started when a limit is
+    reached are listed in `rollout.not_run`. Which chains are truncated or do not start is deterministic only with
     `max_concurrency=1` and without `seconds`.
 
     Args:
-        tokens: Number of sampled tokens. Each running action reserves its maximum length. When too few tokens remain,
-            the next action waits until enough tokens are released. If no other action is running, it does not wait and
-            receives the remaining tokens.
-        turns: Number of actions.
-        tool_calls: Number of calls that reach a tool. Malformed calls and calls of unknown tools do not count.
-        seconds: Time limit in seconds, counted from the start of the rollout or of the first chain of the group.
-            Chains that are still running at the limit are cancelled.
+        tokens: Maximum number of sampled tokens. While an action runs, it reserves the maximum number of tokens that it
+            may sample. If too few tokens remain for another action, this action waits until running actions release
+            some. If no action is running, the new action receives the remaining tokens.
+        turns: Maximum number of actions.
+        tool_calls: Maximum number of calls that reach a tool. Malformed calls and calls of unknown tools do not count.
+        seconds: Time limit in seconds from the start of the rollout or, for `group_budget`, of the first chain of the
+            group. Chains that are still running at the limit are cancelled.
 
     Raises:
         SettingsError: if a limit is not positive.
@@ -51,15 +51,15 @@ class Budget(Displayable):
 
 
 class BudgetUsage:
-    """Running totals of one budget. `name` ("group" or "run") is the prefix of the budget's stop reasons."""
+    """Tokens, turns and tool calls counted against a budget. `name` ("group" or "run") prefixes the stop reasons."""
 
     def __init__(self, budget: Budget, name: str) -> None:
         self.budget = budget
         self.name = name
         self.tokens = self.turns = self.tool_calls = 0
-        # Deadline on the clock of the event loop, set by `start`.
+        # Deadline on the clock of `loop.time()`, set by `start`.
         self.deadline: float | None = None
-        # Number of tokens reserved by running actions, and number of running actions.
+        # `running` is the number of running actions, and `reserved` the number of tokens that they reserve.
         self.reserved = 0
         self.running = 0
         # Set when a reservation is released, and then replaced by a new event.
@@ -71,7 +71,7 @@ class BudgetUsage:
             self.deadline = asyncio.get_running_loop().time() + self.budget.seconds
 
     def exhausted(self, limits: Sequence[str] = ("tokens", "turns", "tool_calls")) -> str | None:
-        """Return the stop reason of the first exhausted limit, including the time limit, or None."""
+        """Check `limits` in order, then the time limit. Return the stop reason of the first reached limit, or None."""
         for name in limits:
             limit = getattr(self.budget, name)
             if limit is not None and getattr(self, name) >= limit:
@@ -91,8 +91,8 @@ class TokenReservation:
     """Tokens granted to one action.
 
     When the action has finished, set `used` to the number of sampled tokens. If `used` is None, no action is counted.
-    `stop` is the stop reason if no action may start. `limited_by` is the stop reason of the budget that reduced the
-    number of granted tokens.
+    `stop` is the stop reason if the action must not start. `limited_by` is the stop reason of the budget that reduced
+    the number of granted tokens.
     """
 
     tokens: int
@@ -106,12 +106,12 @@ async def reserve_tokens(usages: Sequence[BudgetUsage], wanted: int) -> AsyncIte
     """Reserve up to `wanted` tokens of every budget for one action, and yield the reservation."""
     reservation = TokenReservation(wanted)
     while True:
-        # An action may start when no tool calls are left, because it may answer without calling a tool.
+        # The limit on tool calls is not checked, because the action may answer without calling a tool.
         reservation.stop = next((stop for usage in usages if (stop := usage.exhausted(("tokens", "turns")))), None)
         if reservation.stop is not None:
             yield reservation
             return
-        # Wait while too few tokens are left and a running action may still release tokens.
+        # Wait while a budget has too few tokens left and a running action may still release some.
         short = [u for u in usages if u.tokens_left is not None and u.tokens_left < wanted and u.running > 0]
         if not short:
             break
@@ -139,7 +139,7 @@ async def reserve_tokens(usages: Sequence[BudgetUsage], wanted: int) -> AsyncIte
 def refuse_calls(
     agent: AgentSettings, action: Turn, calls: Sequence[ToolCall], usages: Sequence[BudgetUsage]
 ) -> tuple[dict[int, ToolResult], str | None]:
-    """Return failed results, keyed by position, for calls that exceed a limit, and the stop reason or None."""
+    """Return the failed results of calls over a limit, keyed by index in `calls`, and the stop reason or None."""
     valid = [i for i, call in enumerate(calls) if _reaches_tool(agent, call)]
     granted, stop = len(valid), None
     limits: list[tuple[int, str]] = []
@@ -196,7 +196,7 @@ def stop_after_calls(
 
 
 def action_tokens(leaf: Turn) -> int:
-    """Return the number of tokens in all actions up to and including `leaf`."""
+    """Return the number of tokens in all actions on the path from the first turn to `leaf`."""
     return sum(turn.num_tokens for turn in leaf.path if turn.kind == "action")
 
 

@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,7 +66,7 @@ from agentfly_kit.types import (
 
 _sessions = itertools.count()  # numbers the KV cache sessions; seeds do not depend on it
 
-# Stop reasons, besides "answered", after which these methods may still be called.
+# Stop reasons, besides "answered", after which `observe` and `compact` may still be called.
 _CONTINUES_AFTER = {"observe": ("turn_tokens",), "compact": ("turn_tokens", "context_full")}
 # Methods that do not continue the chain and may therefore be called after any stop reason.
 _ACCEPTED_ALWAYS = ("rewind", "fork", "finish", "distribution")
@@ -83,7 +83,7 @@ class BaseChain(Displayable):
         has_sampled: whether a sample was requested from the engine.
         closed: whether the chain was finished or abandoned and its sandboxes were released.
         trajectory: the result of `finish`, or None.
-        seed_key: key from which the seeds are derived. A chain that repeats another chain has the same key.
+        seed_key: key from which the seeds are derived. It differs from `key` if the chain repeats another chain.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class BaseChain(Displayable):
         )
         self._listeners: Listeners[BaseChain] = Listeners(self.id)
         self._session = f"{self.id}#{next(_sessions)}"
-        # True once `before_chain` has run, or if the agent has no such hook.
+        # Whether the hook `before_chain` has run; True if the agent has no such hook.
         self._prepared = agent.before_chain is None
         self.has_sampled = False
-        # Number of events whose start, but not yet their end, has been reported.
+        # Number of events whose start has been reported but whose end has not.
         self._open_reports = 0
         # The last turn at which tools or a `before_turn` hook may have changed the sandboxes.
         self._context_used_at: Turn | None = None
@@ -126,7 +126,7 @@ class BaseChain(Displayable):
     def subscribe(self, callback: Callable[[Any], object]) -> Callable[[], None]:
         """Call `callback` with the chain after each state change. Return a function that unsubscribes.
 
-        The callback runs synchronously in the thread that makes the change, so it should schedule long work elsewhere.
+        The callback runs synchronously in the thread that makes the change, so it should return quickly.
         """
         return self._listeners.subscribe(callback)
 
@@ -144,7 +144,7 @@ class BaseChain(Displayable):
 
     @property
     def actions(self) -> int:
-        """Number of actions taken. A forced beginning and its sampled continuation count as one action."""
+        """Number of actions taken. An action whose beginning was set by `Chain.force` counts once."""
         return self.turn.actions
 
     @property
@@ -186,7 +186,7 @@ class BaseChain(Displayable):
         return turn
 
     def _append_action(self, turn: Turn, stop: str | None) -> Turn:
-        """Append a sampled action, followed by the agent's nudge if there is no tool call and the chain continues."""
+        """Append a sampled action and, if it calls no tool and the chain continues, `agent.nudge` as a message."""
         self._append(turn, stop)
         if stop is None and not turn.tool_calls and self.agent.nudge is not None:
             message: Message = {"role": "user", "content": self.agent.nudge}
@@ -194,13 +194,13 @@ class BaseChain(Displayable):
         return turn
 
     def _append_observation(self, turn: Turn) -> Turn:
-        """Append an observation that an action can follow, with token ids; see `encode_observation`."""
+        """Encode and append an observation after which the chain continues; see `encode_observation`."""
         encoded, leaf = encode_observation(self.agent, turn)
         self._append(leaf)
         return encoded
 
     def _drop_observation_ids(self) -> None:
-        """If the row ends with an observation, remove its token ids, because no engine has received them."""
+        """If the last turn is an observation, remove its token ids, because no engine has received them."""
         if self.turn.kind == "observation" and self.agent.exact:
             fields = text_fields(self.agent, self.turn.messages)
             self._append(dataclasses.replace(self.turn, **fields), self.stop)
@@ -263,10 +263,10 @@ class BaseChain(Displayable):
     def _check_action_due(self) -> None:
         if self.pending_calls:
             raise SettingsError(
-                "the last action called tools that have not run; await chain.act(), or chain.observe(text)"
+                "the tool calls of the last action have not run yet; call chain.act() or chain.observe(text) first"
             )
         if self.stop == "answered":
-            raise SettingsError("the chain has answered; chain.finish() scores it, chain.observe(text) goes on with it")
+            raise SettingsError("the chain has answered; chain.finish() scores it, chain.observe(text) continues it")
 
     async def _sample(self, sampling: Sampling, attempt: int = 0) -> Turn:
         agent, index, ids = self.agent, self.actions, self.ids
@@ -304,7 +304,7 @@ class BaseChain(Displayable):
     def _action_turn(self, sample: Sample, sampling: Sampling, seed: int) -> Turn:
         """Return the turn of a sampled action, with the unchanged token ids from the engine.
 
-        The turn is trained (`sampled=True`) if and only if a policy sampled its tokens and the engine reported their
+        The turn is trained on (`sampled=True`) if and only if a policy sampled its tokens and the engine reported their
         logprobs.
         """
         engine, chat, tools = self.agent.engine, self.agent.chat, self._schemas
@@ -378,7 +378,7 @@ class BaseChain(Displayable):
         done = await self.agent.tools.call_all(
             calls,
             self.context,
-            around=lambda call: self._reporting("tool", "tool", index, call.name, call.id),
+            around=self._reporting_call,
             refused=refused,
         )
         if self.agent.show_exceptions:
@@ -400,7 +400,7 @@ class BaseChain(Displayable):
         return self._append_observation(turn) if stop is None else self._append(turn, stop)
 
     def _host_failure(self, results: Sequence[ToolResult]) -> Failure | None:
-        """Return the failure of a pool, sandbox or engine during the calls, or None."""
+        """Return the failure of a pool, sandbox or engine that occurred during the tool calls, or None."""
         for result in results:
             if result.error is not None and result.error.host:
                 return result.error
@@ -479,7 +479,7 @@ class BaseChain(Displayable):
 
     @contextmanager
     def _exclusive(self, call: str) -> Iterator[None]:
-        """Raise if the chain's state does not allow the call, or if another call is running."""
+        """Mark the chain as busy while its method `call` runs. Raise SettingsError if the method is not allowed now."""
         if self.busy:
             raise SettingsError(f"chain.{call}: another call on this chain is still running; await it first")
         if self.closed:
@@ -488,7 +488,7 @@ class BaseChain(Displayable):
         allowed = (None, "answered", *_CONTINUES_AFTER.get(call, ()))
         if self.stop not in allowed and call not in _ACCEPTED_ALWAYS:
             raise SettingsError(
-                f"chain.{call}: the chain was stopped by {self.stop}; chain.finish(), or chain.rewind(to=)"
+                f"chain.{call}: the chain was stopped by {self.stop}; call chain.finish() or chain.rewind(to=)"
             )
         self.busy = True
         self._listeners.notify(self)
@@ -502,7 +502,7 @@ class BaseChain(Displayable):
     def _reporting(
         self, kind: str, state: str, turn: int, detail: str = "", call: str = ""
     ) -> Iterator[SimpleNamespace]:
-        """Report the start of an event on entry and its end on exit or error. The block may set `detail`."""
+        """Report the start of an event, run the with-block, and report the end. The block may set `event.detail`."""
         event = SimpleNamespace(detail=detail)
         self._open_reports += 1
         self.hooks.report(self.id, kind, "start", state, turn, detail, call)
@@ -515,6 +515,9 @@ class BaseChain(Displayable):
             self._open_reports -= 1
             after = state if self._open_reports else "waiting"
             self.hooks.report(self.id, kind, "end", after, turn, event.detail, call)
+
+    def _reporting_call(self, call: ToolCall) -> AbstractContextManager[SimpleNamespace]:
+        return self._reporting("tool", "tool", self.actions, call.name, call.id)
 
 
 async def call_hook(hook: Callable[..., Any] | None, *given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`Chain`: extends `BaseChain` with methods that run a chain to its end, edit, rewind and fork it."""
+"""`Chain`: extends `BaseChain` with methods that run a chain to its end or edit, rewind or fork it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from agentfly_kit.types import Distribution, Failure, Message, ToolResult, Traje
 
 
 class Chain(BaseChain):
-    """One trajectory in progress. Create it with `agent.chain(task)`. Methods that add a turn return it.
+    """One trajectory in progress. Create it with `agent.chain(task)`. Methods that append a turn return the turn.
 
     Attributes:
-        origin: the continued trajectory, if created by `agent.chain(trajectory)`; otherwise None.
+        origin: the continued trajectory, if the chain was created by `agent.chain(trajectory)`; otherwise None.
         origin_key: the key from which the seeds of `origin` are derived; otherwise None.
     """
 
@@ -42,19 +42,19 @@ class Chain(BaseChain):
 
     @classmethod
     def from_trajectory(cls, agent: AgentSettings, trajectory: Trajectory) -> Chain:
-        """Create a chain with all turns of a trajectory, which can then be rewound, forked or continued.
+        """Create a chain that has all turns of a trajectory and can be rewound, forked or continued.
 
-        If the agent is unchanged and the trajectory's seeds can be rederived, resampling a turn gives the same tokens.
+        If the agent is unchanged and the seeds of the trajectory are known, resampling a turn gives the same tokens.
 
         Raises:
-            SettingsError: if the agent's prompt differs from the trajectory's, or the trajectory used a sandbox.
+            SettingsError: if the trajectory does not begin with the agent's prompt, or used a sandbox.
         """
         group, number = trajectory.group, trajectory.chain
         fork = trajectory.id.removeprefix(f"{group}/{number}")
         chain = cls(agent, trajectory.task, ChainKey(group=group, chain=number, fork=f"{fork}~"))
         if not trajectory.turns or trajectory.turns[0].ids != chain.turn.ids:
             raise SettingsError(
-                f"{trajectory.id!r} must begin with the prompt that this agent writes; use the agent that made it"
+                f"{trajectory.id!r} must begin with the prompt of this agent; use the agent that sampled the trajectory"
             )
         for call in trajectory.tool_calls:
             sandbox_types = agent.tools[call.name].sandbox_types if call.name in agent.tools else ()
@@ -68,7 +68,7 @@ class Chain(BaseChain):
             leaf = turn if turn.parent is leaf else dataclasses.replace(turn, parent=leaf)
         assert leaf is not None
         chain.turn, chain.stop, chain.error = leaf, trajectory.stop, trajectory.error
-        # Parse the key from the id of the group. The key is used only if it reproduces the seed of the trajectory.
+        # Parse the seed key from the group id. The key is used only if it reproduces the seed of the trajectory.
         purpose, _, rollout = group.partition(":")[0].rpartition("-")
         if rollout.isdigit():
             key = ChainKey(purpose, int(rollout), group, number, fork)
@@ -83,8 +83,8 @@ class Chain(BaseChain):
     async def run(self) -> Trajectory:
         """Run the chain to its end and score it. The hooks and time limits of the agent apply.
 
-        Errors of the engine, the tools or the host are not raised. They end the chain, which is left unscored and
-        records the error in `error`.
+        Exceptions of the engine, the host or a hook are not raised. They end the chain, which is left unscored, and are
+        recorded in `error`.
         """
         state, detail, trajectory = "cancelled", "", None
         self.hooks.report(self.id, "chain", "start", "waiting", self.actions)
@@ -104,7 +104,7 @@ class Chain(BaseChain):
             )
 
     async def _run_to_end(self) -> None:
-        # The earliest deadline applies, whether that of the chain or of a shared budget.
+        # The earliest deadline of the chain and its shared budgets applies.
         deadlines = [(usage.deadline, f"{usage.name}_seconds") for usage in self.hooks.usages]
         if self.agent.timeout is not None:
             deadlines.append((asyncio.get_running_loop().time() + self.agent.timeout, "timeout"))
@@ -129,17 +129,17 @@ class Chain(BaseChain):
                 self._end("error", Failure.from_exception(where, error))
 
     async def _advance(self, sample: Callable[[], Awaitable[Turn]] | None = None) -> None:
-        """Run one step of the chain, including the agent's hooks. `sample` is called instead of `self.sample`."""
+        """Run one step of the chain, including the agent's hooks. If given, `sample` replaces `self.sample`."""
         agent = self.agent
         await self.prepare()
         if agent.before_turn is not None:
             self._context_used_at = self.turn
             await call_hook(agent.before_turn, self)
-        # Do not sample if the hook has forced an action.
+        # Do not sample if `before_turn` has ended the chain or forced an action.
         if self.stop is None and not self.pending_calls:
             await (sample or self.sample)()
             above = self.turn.parent
-            # The first action follows the first turn. Every other action follows a tool result, possibly in a new row.
+            # A chain can fork before every action except its first.
             if self.hooks.branch is not None and self.turn.kind == "action" and above is not self.turns[0]:
                 await self.hooks.branch(self)
             if self._compacting_can_help():
@@ -154,7 +154,7 @@ class Chain(BaseChain):
                 await self.hooks.spawn(self, count)
 
     def _compacting_can_help(self) -> bool:
-        """Return True if the context is full and the row contains more than its prompt."""
+        """Return True if the context is full and the current row contains more than its prompt."""
         return self.stop == "context_full" and len(self.turn.row_path) > 1
 
     async def _finish_anyway(self) -> Trajectory:
@@ -163,7 +163,7 @@ class Chain(BaseChain):
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and cancelling():
                 raise
-            # Keep the trajectory with the error, for example if a pool was closed while in use.
+            # Record the error in the trajectory instead of raising it, for example if a pool was closed while in use.
             self._end("error", Failure.from_exception("chain", error))
             return self.snapshot()
 
@@ -195,7 +195,7 @@ class Chain(BaseChain):
             agent, chat = self.agent, self.agent.chat
             if self.pending_calls or self.stop == "answered":
                 raise SettingsError(
-                    "the last action is complete; chain.rewind() first, or answer it with act() or observe()"
+                    "the last action is complete; call chain.act(), chain.observe() or chain.rewind() first"
                 )
             ids = list(chat.encode(content) if isinstance(content, str) else map(int, content))
             vocabulary = len(chat.tokenizer)
@@ -240,7 +240,7 @@ class Chain(BaseChain):
                 fields = text_fields(self.agent, messages)
                 return self._append_observation(dataclasses.replace(self.turn, messages=messages, **fields))
             if not self.turn.completes_action:
-                raise SettingsError("there is no action to answer; sample or force one first")
+                raise SettingsError("the chain has no complete action yet; sample or force one first")
             calls = [dataclasses.replace(call, result=ToolResult(True, text)) for call in self.pending_calls]
             results = [result_message(call) for call in calls]
             return self._append_observation(observation_turn(self.agent, self.turn, results or [user], author, calls))
@@ -248,9 +248,9 @@ class Chain(BaseChain):
     def compact(self, content: str | Sequence[Message], *, author: str = "hook") -> Turn:
         """Close the current row and continue in a new row with a shorter context. Return the new prompt.
 
-        All rows are kept in `trajectory.rows`, and their sampled tokens are trained. An observation after the last
-        action loses its token ids, because no engine has received them. A chain that has answered or was truncated
-        ("context_full" or "turn_tokens") continues, unless it has reached `max_turns` and ends with this stop reason.
+        All rows are kept in `trajectory.rows` and used for training. An observation after the last action loses its
+        token ids, because no engine has received them. A chain with the stop reason "answered", "context_full" or
+        "turn_tokens" continues, or ends with "max_turns" if this limit is reached.
 
         Args:
             content: a string, which is appended to the last message of the first prompt, or messages, which replace
@@ -262,14 +262,14 @@ class Chain(BaseChain):
         """
         with self._exclusive("compact"):
             self._check_prepared("compact")
-            # The calls of a truncated action never run, so they may be pending.
+            # If the last action was truncated, its tool calls are ignored, because they never run.
             if self.pending_calls and self.stop not in ("context_full", "turn_tokens"):
                 raise SettingsError(
-                    "the last action called tools that have not run; await chain.act(), or chain.observe()"
+                    "the tool calls of the last action have not run yet; call chain.act() or chain.observe() first"
                 )
             if self.turn.kind == "forced" and not self.turn.messages:
                 raise SettingsError(
-                    "the last action is unfinished (force with end=False); sample its rest, or chain.rewind()"
+                    "the last action is unfinished, because it was forced with end=False; call chain.sample() first"
                 )
             messages = append_text(self.turns[0].messages, content) if isinstance(content, str) else content
             messages = normalize_messages(messages, "content of compact")
@@ -289,7 +289,7 @@ class Chain(BaseChain):
     def rewind(self, to: Turn | int) -> Turn:
         """Go back to an earlier turn and remove all later turns from this chain.
 
-        If `to` is an observation that ended the chain, its token ids are added, because an action can now follow.
+        If `to` is an observation without token ids, because it ended the chain or a row, it is encoded now.
 
         Args:
             to: the turn, or its index in `chain.turns`.
@@ -302,7 +302,7 @@ class Chain(BaseChain):
             return self._move_to(self._earlier_turn(to, "to"))
 
     def _earlier_turn(self, to: Turn | int, name: str) -> Turn:
-        """Return a turn of this chain. Raise SettingsError if the sandboxes are not in the state of that turn."""
+        """Return the turn given as `to`. Raise SettingsError if sandboxes or tool state may have changed since then."""
         path = self.turns
         target = path[to] if isinstance(to, int) and -len(path) <= to < len(path) else to
         if isinstance(target, int) or not any(turn is target for turn in path):
@@ -312,7 +312,7 @@ class Chain(BaseChain):
         used = any(turn is self._context_used_at for turn in later)
         if self.turn is not target and used and (held or self.context.state):
             what = ", ".join(sandbox_type.__name__ for sandbox_type in held) or "state that its tools keep"
-            raise SettingsError(f"this chain cannot go back: it holds {what}, which would not go back with it")
+            raise SettingsError(f"this chain cannot go back: it holds {what}, whose earlier state cannot be restored")
         return target
 
     def _move_to(self, target: Turn) -> Turn:
@@ -335,7 +335,7 @@ class Chain(BaseChain):
         number: int | None = None,
         queue: bool = True,
     ) -> Chain:
-        """Return a new chain with the same turns, which continues independently in forks of the sandboxes.
+        """Return a new chain that has the same turns and continues independently in forks of this chain's sandboxes.
 
         Args:
             at: the turn after which the fork continues, or its index in `chain.turns`; by default the last turn.
@@ -346,7 +346,7 @@ class Chain(BaseChain):
         Raises:
             SettingsError: if tools have run since the turn `at` and the chain has a sandbox or tool state.
             SandboxError: if a sandbox or the state of the tools cannot be forked.
-            PoolTimeout: if no sandbox becomes free in time or, with queue=False, unless another lease is released.
+            PoolTimeout: if no sandbox becomes free in time or, with queue=False, if all sandboxes of a pool are leased.
         """
         if number is not None:
             check_count("number", number)
@@ -359,7 +359,7 @@ class Chain(BaseChain):
             return twin
 
     def _twin(self, number: int, same_seeds: bool = False) -> Chain:
-        """Return the fork with this number, without forking the sandboxes."""
+        """Return a fork of this chain with the given number. The sandboxes are not forked."""
         self.num_forks = max(self.num_forks, number)
         twin = Chain(self.agent, self.task, dataclasses.replace(self.key, fork=f"{self.key.fork}.{number}"), self.hooks)
         twin.author = self.author
@@ -374,8 +374,8 @@ class Chain(BaseChain):
     async def sample_turns(self, n: int, *, to_end: bool = False) -> Rollout:
         """Draw `n` independent samples of the next action without changing this chain.
 
-        Each sample is drawn in its own fork, with the id and seeds that the next `n` calls of `fork` would use. The
-        sandboxes are forked only with `to_end=True`. The samples run concurrently if the pools have enough sandboxes.
+        Each sample is drawn in a separate fork, with the id and seeds that `fork` would give it. The sandboxes are
+        forked only with `to_end=True`. The samples run concurrently if the pools have enough sandboxes.
 
         Args:
             n: number of samples, at least 1.

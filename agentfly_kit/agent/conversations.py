@@ -1,7 +1,7 @@
 """Matching of chat requests to the rows of a chain.
 
 A harness sends the whole message history with each request. If the history repeats the messages of a row up to one of
-its actions, the request continues from that action and the sampled token ids are kept. Otherwise, it starts a new row.
+its actions, the request continues from that action and the sampled token ids are kept. Otherwise, a new row starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Message, normalize_messages
 
-# Role, text, calls, and the id of the answered call. Messages with equal keys are considered equal.
+# Key of a message: role, text, tool calls, and the id of the call that it answers. Equal keys mean equal messages.
 MessageKey: TypeAlias = tuple[Any, ...]
 
 
@@ -86,7 +86,7 @@ def plain_tools(tools: Any) -> tuple[dict[str, Any], ...]:
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(description, str) or not isinstance(parameters, Mapping):
             raise SettingsError(
-                f"tools: entry {i} must have a description and an object as parameters, got {given!r:.80}"
+                f"tools: entry {i} must have a string as description and an object as parameters, got {given!r:.80}"
             )
         function = {"name": function["name"], "description": description, "parameters": parameters}
         out.append({"type": "function", "function": function})
@@ -94,7 +94,7 @@ def plain_tools(tools: Any) -> tuple[dict[str, Any], ...]:
 
 
 def message_key(message: Message) -> MessageKey:
-    """Return a key that is equal for equal messages. Thinking and surrounding whitespace are ignored."""
+    """Return a key for comparing messages, which ignores thinking and surrounding whitespace."""
     calls = tuple(
         (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls") or ()
@@ -104,7 +104,7 @@ def message_key(message: Message) -> MessageKey:
 
 @dataclass
 class Segment:
-    """Messages of one turn, with one key per message. `end` counts the token ids of the row up to the turn's end."""
+    """Message keys of one turn. `end` is the number of token ids of the row up to the end of this turn."""
 
     keys: tuple[MessageKey, ...]
     end: int
@@ -113,7 +113,7 @@ class Segment:
 
 @dataclass
 class ConversationRow:
-    """Message history of one row.
+    """Message history of one row of a chain.
 
     Attributes:
         index: index of the row in the chain.
@@ -127,7 +127,7 @@ class ConversationRow:
     segments: list[Segment] = field(default_factory=list)
 
     def matched(self, keys: Sequence[MessageKey]) -> int:
-        """Return the number of leading segments, up to an action, whose messages are a prefix of `keys`."""
+        """Return the number of leading segments that match `keys`, up to and including the last matching action."""
         best = position = 0
         for i, segment in enumerate(self.segments):
             end = position + len(segment.keys)
@@ -159,9 +159,9 @@ class Match:
 def find_match(
     rows: Sequence[ConversationRow], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
 ) -> Match | None:
-    """Return the longest match, or None if a new row must start. Prefer a match at the end of a row among equals.
+    """Return the longest match, or None if a new row must start. Among equally long matches, prefer the end of a row.
 
-    A row does not match if the request adds an assistant message to it, because the token ids would be unknown.
+    A row does not match if an assistant message follows the matching messages, because its token ids are unknown.
     """
     keys = [message_key(message) for message in messages]
     schemas = tools_key(tools)

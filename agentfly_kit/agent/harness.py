@@ -38,7 +38,7 @@ from agentfly_kit.types import Failure, Message, Sample, Sampling, Task, ToolCal
 
 # Maximum time in seconds to wait for a cancelled harness to clean up.
 _CANCEL_SECONDS = 5.0
-# Methods that are not available, because the harness determines the turns of the chain.
+# Methods that a `HarnessChain` refuses, because the harness determines its turns.
 _REFUSED = (
     "prepare", "sample", "sample_turns", "append_sample", "act", "distribution",
     "force", "observe", "compact", "rewind", "fork",
@@ -46,7 +46,7 @@ _REFUSED = (
 
 
 class HarnessChain(Chain):
-    """Chain whose actions are requested by the function `Agent.harness` through an endpoint.
+    """Chain for `Agent(harness=)`. The harness function requests each action through an endpoint.
 
     Turns are appended in the order of the requests. Each turn belongs to the row that the request continues, so turns
     of several rows may alternate while the chain runs. In `turns`, they are sorted by row.
@@ -57,10 +57,10 @@ class HarnessChain(Chain):
     ) -> None:
         super().__init__(agent, task, key, hooks)
         self._rows: list[ConversationRow] = []
-        # Number of samples drawn for each prompt, by which repeated samples get different seeds.
+        # Number of actions sampled after each prompt, so that repeated requests get different seeds.
         self._asked: Counter[str] = Counter()
         self._action_key = ""
-        # Maps the id sent to the client to the id and name of the call in the chain.
+        # Maps each tool call id sent to the client to the id and name of the call in the chain.
         self._call_ids: dict[str, tuple[str, str]] = {}
         self._in_order = asyncio.Lock()
         self._serving: set[asyncio.Task[Reply]] = set()
@@ -69,7 +69,7 @@ class HarnessChain(Chain):
         self._ordered: tuple[Turn, tuple[Turn, ...]] | None = None
 
     def _first_turn(self) -> Turn:
-        # Provisional: the first request replaces the prompt.
+        # The messages of the task are a provisional prompt, which the first request replaces.
         return Turn(kind="prompt", author="task", messages=self.task.messages, **text_fields(self.agent, ()))
 
     @property
@@ -87,8 +87,8 @@ class HarnessChain(Chain):
     def _exclusive(self, call: str) -> Iterator[None]:
         if call in _REFUSED:
             raise SettingsError(
-                f"chain.{call}: the requests of this chain are written by the harness of its agent; "
-                "await chain.run(), or chain.reply(messages)"
+                f"chain.{call}: the requests of this chain come from the harness of the agent; "
+                "use chain.run() or chain.reply(messages)"
             )
         with super()._exclusive(call):
             yield
@@ -140,7 +140,7 @@ class HarnessChain(Chain):
         self._end("error" if host or failure.host or not self.actions else "harness_failed", failure)
 
     def _answer(self, text: str | None) -> None:
-        """End the chain with the text that the harness returned, or with the last action if `text` is None."""
+        """End the chain with the answer `text`, which the harness returned, or the last action if `text` is None."""
         last = self.turns[-1].messages[-1]
         if text is None or (last["role"], last["content"], last.get("tool_calls")) == ("assistant", text, None):
             self._end("answered")
@@ -175,7 +175,7 @@ class HarnessChain(Chain):
 
         If the messages continue a row, its token ids are kept and only the new messages are encoded. If they continue
         an earlier action of a row, a new row starts with the ids up to that action. Otherwise, a new row starts with
-        the rendered messages. Only actions sampled in a row are trained in that row.
+        the rendered messages. Each action is trained on only in the row in which it was sampled.
 
         Args:
             messages: the whole conversation, as in the OpenAI API.
@@ -185,8 +185,8 @@ class HarnessChain(Chain):
             stop: additional stop strings.
 
         Raises:
-            SettingsError: if the messages or tools are malformed or contain anything but text.
-            ChainEnded: if a limit has ended the chain, or the engine failed. Its `stop` is the stop reason.
+            SettingsError: if the messages or tools are malformed or contain something other than text.
+            ChainEnded: if a limit has ended the chain, or the engine failed. Its attribute `stop` is the stop reason.
         """
         task = asyncio.ensure_future(self._serve(messages, tools, author, max_tokens, tuple(stop)))
         self._serving.add(task)
@@ -223,7 +223,7 @@ class HarnessChain(Chain):
                 except (asyncio.CancelledError, SettingsError, RequestError, RecursionError):
                     raise  # the request is invalid, or nested too deeply, and the chain goes on
                 except Exception as error:
-                    # The harness cannot handle a failure of the template or the engine, so the chain ends.
+                    # The harness cannot handle a failure of the chat template or the engine, so the chain ends.
                     where = "chat" if isinstance(error, ChatTemplateError) else "engine"
                     self._end("error", Failure.from_exception(where, error))
             self._check_running()
@@ -288,7 +288,7 @@ class HarnessChain(Chain):
         return self._append_row(messages, tools, fields, [Segment(tuple(map(message_key, messages)), 0, False)])
 
     def _branch(self, match: Match, new: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> ConversationRow:
-        """Start a row with the ids of another row up to one of its actions, followed by the messages `new`."""
+        """Start a row with the token ids of another row up to the matched action, followed by the messages `new`."""
         agent, row = self.agent, match.row
         path = [turn for turn in self.turn.path if turn.row == row.index]
         history = tuple(message for turn in path for message in turn.messages)[: match.messages]
@@ -321,7 +321,7 @@ class HarnessChain(Chain):
         return row
 
     def _observation(self, leaf: Turn, messages: tuple[Message, ...], row: int) -> Turn:
-        """Return an observation with the messages after the action `leaf`, including the results of its tool calls."""
+        """Return an observation with the messages that follow the action `leaf`, such as results of its tool calls."""
         pending = {call.id: call for call in leaf.tool_calls}
         calls: list[ToolCall] = []
         for message in messages:

@@ -14,11 +14,11 @@ __all__ = ["sliding_window", "summarize"]
 def sliding_window(steps: int) -> Callable[[Any], None]:
     """Create a `before_turn` hook that shows the model only the first prompt and the last `steps` steps.
 
-    A step is an action with the observation that follows it. Every action after the first is sampled in a row of its
-    own, so the number of tokens per row is bounded. `TrainConfig(row_credit=)` distributes the advantage over rows.
+    A step is an action with the observation that follows it. Each action after the first is sampled in a new row,
+    which limits the row length. `TrainConfig(row_credit=)` sets how the rows of a chain share its advantage.
 
     Args:
-        steps: Number of visible steps. With 0, the last observation follows the first prompt as a user message.
+        steps: Number of visible steps. With 0, the last observation is shown as a user message after the first prompt.
 
     Raises:
         SettingsError: If `steps` is negative.
@@ -53,20 +53,20 @@ def summarize(
 ) -> Callable[[Any], Awaitable[None]]:
     """Create an `on_context_full` hook that lets the policy summarize the context and continue from the summary.
 
-    The summary is an action in a row of its own. It is trained like other actions and counts towards `max_turns`. Its
-    prompt consists of the first prompt of the chain, the end of the conversation as text, and the instruction. The next
-    row begins with the first prompt and the summary.
+    The summary is an action in a new row. It is trained on like other actions and counts towards `max_turns`. Its row
+    begins with the first prompt of the chain, the end of the conversation as text, and the instruction. The next row
+    begins with the first prompt and the summary.
 
     Args:
         instruction: Text that asks for the summary.
         tokens: Number of tokens of the context that are reserved for the summary.
-        rows: Maximum number of rows per chain. If another summary would exceed it, the chain ends with "context_full".
+        rows: Maximum number of rows per chain. A chain that would need more rows ends with "context_full".
 
     Raises:
         SettingsError: If `instruction` is empty, or a number is below 1.
     """
     if not isinstance(instruction, str) or not instruction.strip():
-        raise SettingsError(f"instruction must be a text, got {instruction!r}")
+        raise SettingsError(f"instruction must be a non-empty string, got {instruction!r}")
     check_count("tokens", tokens)
     check_count("rows", rows)
 

@@ -31,7 +31,7 @@ class ChainKey:
 
     @property
     def position(self) -> tuple[int, tuple[int, ...]]:
-        """Sort key in the group: the index of the chain, then the number of each fork on the path to this chain."""
+        """Sort key within the group: the index of the chain, then the numbers of its successive forks."""
         return self.chain, tuple(int(number) for number in self.fork.split(".")[1:])
 
     def seed(self, run_seed: int, task: str, turn: int, attempt: int = 0) -> int:
@@ -40,7 +40,7 @@ class ChainKey:
         return seeds.derive(run_seed, *parts, *([attempt] if attempt else []))
 
 
-# Called with each progress event as (trajectory, kind, phase, state, turn, detail, call); see `RolloutEvent`.
+# Callback for progress events with arguments (trajectory, kind, phase, state, turn, detail, call); see `RolloutEvent`.
 Report = Callable[..., None]
 
 
@@ -48,28 +48,28 @@ async def _open() -> None:
     pass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ChainHooks:
-    """Callbacks and budgets through which a rollout controls a chain. Interactive chains use the defaults."""
+    """Callbacks and budgets through which a rollout controls a chain. The defaults are for interactive chains."""
 
-    # Called with every progress event.
+    # Called with the fields of every progress event; see `RolloutEvent`.
     report: Report = lambda *_, **__: None
     # Awaited before each action and before its tool calls. Blocks while the rollout is paused.
     gate: Callable[[], Awaitable[object]] = _open
-    # Called with the chain and the number of forks that `after_observation` returned.
+    # Forks the chain as often as the hook `after_observation` requests; None for a chain outside a rollout.
     spawn: Callable[[Any, int], Awaitable[None]] | None = None
-    # Awaited with the chain after each action that follows a tool result, before the tool calls of the action run.
+    # Awaited after each action except the first, before its tool calls run; None in a rollout without `branch`.
     branch: Callable[[Any], Awaitable[None]] | None = None
     usages: tuple[BudgetUsage, ...] = ()
-    # Name of the rollout, by which a pool alternates between rollouts.
+    # Name of the rollout. A pool serves the waiting requests of different rollouts in turn.
     run: str = ""
 
 
 @dataclass(frozen=True, repr=False)
 class RolloutEvent(Displayable):
-    """State change of a chain. Every "start" has a matching "end", even after a failure or cancellation.
+    """Start or end of a chain or of a step of a chain. Every "start" has an "end", even after cancellation.
 
-    The events of one chain are nested; the first and last event have kind "chain".
+    The events of one chain are nested. The first and the last event have the kind "chain".
 
     Attributes:
         sequence: Consecutive number of the event within the rollout.
@@ -80,9 +80,9 @@ class RolloutEvent(Displayable):
         turn: Index of the action; for kinds "chain" and "reward", the number of actions so far.
         state: State of the chain after the event: waiting, sampling, tool, scoring, done, failed or cancelled.
         time: Seconds since the start of the rollout.
-        detail: Text (end of a turn), tool name (tool), stop reason (end of a chain), or description of a failure.
+        detail: Text of the action, name of the tool, reward, stop reason or error message, depending on the event.
         call: Id of the tool call, for events of kind "tool". The calls of one action run concurrently.
-        result: The trajectory, at the end of a chain, even if the chain was cancelled; otherwise None.
+        result: Trajectory in the last event of a chain, even if the chain was cancelled; None in other events.
     """
 
     sequence: int
@@ -107,7 +107,7 @@ class ChainState(NamedTuple):
         state: queued, waiting, sampling, sandbox (waiting for a sandbox), tool, scoring, done, failed or cancelled.
         turn: Number of actions at the beginning of this state.
         since: Seconds from the start of the rollout to the beginning of this state.
-        detail: Names of the running tools, or the stop reason.
+        detail: Names of the running tools, or the stop reason of a chain that has ended or did not start.
         reward: Reward of the chain; None if it is unfinished or unscored.
         success: Whether the chain succeeded; None if it is unfinished or unscored.
     """
@@ -137,7 +137,7 @@ class RolloutSnapshot(Displayable):
     chains: tuple[ChainState, ...] = field(repr=False)
 
     def count(self, *states: str) -> int:
-        """Return the number of chains in any of these states."""
+        """Return the number of chains whose state is one of `states`."""
         return sum(1 for chain in self.chains if chain.state in states)
 
 
@@ -182,7 +182,7 @@ class Progress:
     ) -> None:
         """Update the state of a chain and notify the listeners; see `RolloutEvent` for the arguments.
 
-        `seconds` is the time at which the event occurred; by default the current time.
+        `seconds` is the time of the event since the start of the rollout; by default the current time.
         """
         before = self._states.get(trajectory)
         if before is None:  # a fork that a hook created and runs itself
@@ -197,7 +197,7 @@ class Progress:
     def _next_state(
         self, before: ChainState, kind: str, phase: str, state: str, turn: int, detail: str, seconds: float
     ) -> ChainState:
-        """Return the state after an event. The state "tool" lasts until all concurrent tool calls have ended."""
+        """Return the state of a chain after an event. The state "tool" lasts until all concurrent calls have ended."""
         if kind == "tool":
             self._running_calls[before.trajectory] += 1 if phase == "start" else -1
             running = self._running_calls[before.trajectory]

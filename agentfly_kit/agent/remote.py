@@ -17,7 +17,7 @@ from agentfly_kit.types import Task, Trajectory
 class RolloutRequest:
     """Arguments of `Agent.rollout`, with which another process can run any group of the rollout.
 
-    `numbers` are the indices of the tasks whose groups are run. In distributed training, they differ by process.
+    `numbers` are the indices of the tasks to run, which differ between the processes of distributed training.
     """
 
     tasks: Sequence[Task]
@@ -30,7 +30,7 @@ class RolloutRequest:
     numbers: Sequence[int] = ()
 
     def handle(self, agent: Any, number: int) -> Any:
-        """Return the `RolloutHandle` of a rollout of one group. Ids and seeds are those of the whole rollout."""
+        """Return a `RolloutHandle` for the group of task `number`. Seeds are the same as in the whole rollout."""
         return agent.rollout(
             self.tasks,
             self.group_size,
@@ -52,12 +52,12 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class GroupResult:
-    """Result of a group.
+    """Result of a group that a worker has run.
 
     Attributes:
-        keys: Keys of all chains, including forks, in order.
+        keys: Key of every chain, including forks, in order.
         finished: Trajectories of the finished chains.
-        not_run: Stop reasons of chains that a budget prevented from starting, by id.
+        not_run: Stop reasons of the chains that a budget prevented from starting, by chain id.
         forks_refused: Number of forks that could not be made.
         events: Events of the chains, with times relative to the start of the group.
         seconds: Duration of the group.
@@ -77,13 +77,13 @@ Gate = Callable[[], Awaitable[object]]
 
 @runtime_checkable
 class GroupWorkers(Protocol):
-    """Processes that run groups of rollouts."""
+    """Worker processes that run groups of rollouts."""
 
     def check(self, agent: AgentSettings) -> None:
         """Raise SettingsError if the workers cannot run rollouts of this agent."""
 
     def run_groups(self, agent: AgentSettings, request: RolloutRequest, gate: Gate) -> GroupResults:
-        """Run the groups of a rollout. Yield the index of the task and the result of each group as it finishes.
+        """Run the groups of a rollout. When a group finishes, yield the index of its task and its result.
 
         `gate` is awaited before a group starts; it blocks while the rollout is paused.
         """

@@ -1,4 +1,4 @@
-"""Rollouts: summary statistics, data frames, rescoring and comparison."""
+"""`Rollout`: finished chains, with summary statistics, data frames, rescoring and comparison."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Pair: TypeAlias = tuple[Trajectory, Trajectory]
 class Rollout(Displayable):
     """Finished chains, grouped by task in the order of the tasks.
 
-    `rollout.save(path)` writes a file that `Rollout.load(path)` reads. `Run.rollout(step)` loads a rollout of a
-    training run with `TrainConfig(save_rollouts=True)`.
+    `rollout.save(path)` writes a file that `Rollout.load(path)` reads. `Run.rollout(step)` loads a rollout
+    that was saved during training with `TrainConfig(save_rollouts=True)`.
 
     Attributes:
         groups: One group per task.
         seconds: Wall-clock time of the rollout.
-        not_run: Stop reasons (`run_tokens`, ...) of chains that a shared budget prevented from starting, by id.
+        not_run: Stop reason, such as "run_tokens", of each chain that a shared budget prevented from starting, by id.
         forks_refused: Number of requested forks that were not made, for example because no sandbox was free.
     """
 
@@ -85,7 +85,7 @@ class Rollout(Displayable):
         not_run: Mapping[str, str] | None = None,
         forks_refused: int = 0,
     ) -> Rollout:
-        """Create a rollout by grouping trajectories by their `group`, in order of first appearance."""
+        """Create a rollout by grouping trajectories by `Trajectory.group`, in order of first appearance."""
         by: dict[str, list[Trajectory]] = {}
         for t in trajectories:
             by.setdefault(t.group, []).append(t)
@@ -94,7 +94,7 @@ class Rollout(Displayable):
         )
 
     def with_drop_reasons(self, dropped: Iterable[Any]) -> Rollout:
-        """Return a copy in which the trajectories listed in `dropped`, such as `batch.dropped`, record the reason."""
+        """Return a copy in which `Trajectory.dropped` is set to the reasons in `dropped`, usually `batch.dropped`."""
         why = {d.trajectory: d.reason for d in dropped if d.row is None}
         groups = (
             Group(g.id, tuple(t.replace(dropped=why[t.id]) if t.id in why else t for t in g)) for g in self.groups
@@ -104,9 +104,9 @@ class Rollout(Displayable):
     def summary(self) -> dict[str, float]:
         """Return the mean success and reward of the scored trajectories, and statistics of all trajectories.
 
-        `reward_max` is included only if the rewards vary but no trajectory can succeed; see `success_hint`. `calls` is
-        the mean number of tool calls per chain. If chains were forked, `forks` is the number of forks, and `executed`
-        the total number of tool calls, in which a call shared by several chains counts once.
+        `reward_max` is included only if `success_hint` is not None. `calls` is the mean number of tool calls per chain.
+        If chains were forked, `forks` is the number of forks, and `executed` is the total number of tool calls, where a
+        call shared by several chains counts once.
         """
         ts = self.trajectories
         scored = [t for t in ts if t.reward is not None]
@@ -137,7 +137,7 @@ class Rollout(Displayable):
 
     @property
     def success_hint(self) -> str | None:
-        """Advice on `Agent(success=)`, if the rewards vary but all are below 1 and there is no metric "success"."""
+        """Advice to set `Agent(success=)`; None if the rewards are equal or reach 1, or a metric is named "success"."""
         rewards = [t.reward for t in self if t.reward is not None]
         if (
             not rewards
@@ -150,7 +150,7 @@ class Rollout(Displayable):
 
     @property
     def unscored_reason(self) -> str | None:
-        """Number of unscored chains with the most common reason, as text; None if all chains are scored."""
+        """Text that states how many chains are unscored and the most common reason; None if all are scored."""
         reasons = Counter(
             str(t.error).splitlines()[0] if t.error else t.stop if t.stop in UNSCORED_STOPS else "no reward"
             for t in self
@@ -162,7 +162,7 @@ class Rollout(Displayable):
         return f"{reasons.total()} unscored ({'most often ' if len(reasons) > 1 else ''}{reason})"
 
     def to_frame(self, kind: Literal["trajectories", "turns", "tokens"] = "trajectories") -> pd.DataFrame:
-        """Return a data frame with one line per trajectory, turn or token. Missing numbers are NaN, never 0.
+        """Return a data frame with one record per trajectory, turn or token. Missing numbers are NaN, never 0.
 
         Column "row" is the index in `trajectory.rows`, and "position" is the index of a token in that row.
 
@@ -173,7 +173,7 @@ class Rollout(Displayable):
 
         records = {"trajectories": _trajectory_records, "turns": _turn_records, "tokens": _token_records}.get(kind)
         if records is None:
-            raise SettingsError(f"to_frame({kind!r}): kind must be 'trajectories', 'turns' or 'tokens'")
+            raise SettingsError(f"kind must be 'trajectories', 'turns' or 'tokens', got {kind!r}")
         return pd.DataFrame(
             [{"trajectory": t.id, "task": t.task.id, "chain": t.chain} | record for t in self for record in records(t)]
         )
@@ -194,8 +194,8 @@ class Rollout(Displayable):
         if rewards.sandbox_types:
             asking = next(r.name for r in rewards if r.sandbox_types)
             raise SettingsError(
-                f"the reward {asking!r} requires a {rewards.sandbox_types[0].__name__}, but those of the chains are "
-                f"released; roll out again with this reward, or await {asking}.try_(trajectory) in a fresh sandbox"
+                f"the reward {asking!r} requires a {rewards.sandbox_types[0].__name__}, but the chains have "
+                f"released theirs; repeat the rollout with this reward, or await {asking}.try_(trajectory)"
             )
         rewards.check(self.tasks)
 
@@ -220,7 +220,7 @@ class Rollout(Displayable):
         return RolloutDiff(tuple((mine[key], theirs[key]) for key in both))
 
     def _by_chain(self) -> dict[tuple[str, int, str], Trajectory]:
-        """Return the trajectories keyed by task id, occurrence of a repeated task, and id within the group."""
+        """Return the trajectories keyed by task id, occurrence number of the task, and chain id within the group."""
         seen: Counter[str] = Counter()
         out: dict[tuple[str, int, str], Trajectory] = {}
         for group in self.groups:
@@ -250,7 +250,7 @@ class Rollout(Displayable):
 
 
 def warn_about_success(records: Sequence[Mapping[str, float]]) -> None:
-    """Warn at the fifth training record if rewards varied but no chain could succeed; see `Rollout.success_hint`."""
+    """After five training steps, warn if the rewards varied but no chain succeeded; see `Rollout.success_hint`."""
     highest = [record["reward_max"] for record in records if "reward_max" in record]
     if len(records) == 5 and highest and not any(record.get("success") for record in records):
         hint = _success_hint(max(highest))
@@ -318,7 +318,7 @@ def _token_records(t: Trajectory) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class RolloutDiff(Displayable):
-    """Comparison of two rollouts. `pairs` holds the earlier and the later trajectory of each task and chain index."""
+    """Comparison of two rollouts. `pairs` holds the earlier and the later trajectory of each chain."""
 
     pairs: tuple[Pair, ...] = field(repr=False)
 
@@ -356,7 +356,7 @@ class RolloutDiff(Displayable):
 
     @staticmethod
     def first_difference(a: Trajectory, b: Trajectory) -> int | None:
-        """Return the index of the first turn whose text differs, or None if there is no difference."""
+        """Return the index of the first turn whose text differs between `a` and `b`, or None."""
         for i, (x, y) in enumerate(zip(a.turns, b.turns, strict=False)):
             if x.text != y.text:
                 return i

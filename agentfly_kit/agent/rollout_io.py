@@ -18,7 +18,7 @@ from agentfly_kit.errors import RunError
 from agentfly_kit.types import Failure, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
 
 _FORMAT = "agentfly_kit.rollout"
-# Version 2 of the file format adds trajectories with several rows. Other rollouts are written in version 1.
+# Highest format version. Version 2 is written if a trajectory has several rows, and otherwise version 1.
 _VERSION = 2
 
 
@@ -26,7 +26,7 @@ def _json_fallback(value: Any) -> Any:
     """Convert NumPy scalars and arrays to numbers and lists. Raise TypeError for any other type."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__}")
+    raise TypeError(f"got a {type(value).__name__}, which JSON cannot represent")
 
 
 def dump_json(value: Any, where: str) -> str:
@@ -39,7 +39,7 @@ def dump_json(value: Any, where: str) -> str:
         return text
     except (TypeError, ValueError) as error:
         raise RunError(
-            f"{where} cannot be saved as JSON: {error}; use strings, numbers, lists and dicts in fields and metrics"
+            f"{where} cannot be saved as JSON: {error}; use strings, numbers, lists or dicts in tasks and metrics"
         ) from error
 
 
@@ -51,7 +51,7 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
 def _non_default_fields(record: Any, leave: Sequence[str] = ()) -> dict[str, Any]:
     kind: Any = type(record)
     values = ((name, getattr(record, name), default) for name, default in _defaults(kind) if name not in leave)
-    # Compare types too, because 0 == False.
+    # Types are compared too, because 0 == False.
     return {name: value for name, value, default in values if type(value) is not type(default) or value != default}
 
 
@@ -123,7 +123,7 @@ def _trajectory_from_json(data: dict[str, Any], token_texts: dict[int, str]) -> 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Any]:
-    """Write a text file by renaming a temporary file. On failure, raise RunError and keep the old file."""
+    """Open a temporary text file that replaces `path` when closed. On failure, raise RunError and keep the old file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ def read(path: Path) -> tuple[list[Trajectory], float, dict[str, str], int]:
         if header.get("format") != _FORMAT:
             raise RunError(f"{path} must be a file written by Rollout.save")
         if header["version"] > _VERSION:
-            raise RunError(f"{path} was written by a newer version ({header['version']} > {_VERSION}); upgrade")
+            raise RunError(f"{path} is from a newer version ({header['version']} > {_VERSION}); upgrade agentfly_kit")
         token_texts = {int(k): v for k, v in header["pieces"].items()}
         trajectories = []
         for line in lines[1:]:

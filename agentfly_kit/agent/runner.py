@@ -41,7 +41,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
 
     Attributes:
         partial: The chains that have finished so far, as a `Rollout`.
-        total: Number of chains, including the forks so far. With `branch`, the number of leaves.
+        total: Number of chains, including forks made so far. With `branch`, the number of leaves of all trees.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
                 )
             if limit is not None and limit.tokens is not None and not agent.exact:
                 raise SettingsError(
-                    f"{name}={limit} must not limit tokens: the tokens of a text-only engine are unknown"
+                    f"{name}={limit} must not limit tokens, because a text-only engine returns no token ids"
                 )
             if limit is not None and limit.tool_calls is not None and agent.harness is not None:
                 raise SettingsError(f"{name}={limit} must not limit tool_calls: the harness runs its own tools")
@@ -79,8 +79,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
                 raise SettingsError(f"workers must be made by af.ray.workers(agent, n), got {workers!r}")
             if budget is not None:
                 raise SettingsError(
-                    f"budget must be None with workers, each of which would count it alone, got {budget}; use "
-                    "group_budget=, whose chains run in one worker"
+                    f"budget must be None with workers, because each worker counts only its own chains, got {budget}; "
+                    "use group_budget=, because all chains of a group run in one worker"
                 )
             workers.check(agent)
         # Number of further groups that may begin now.
@@ -100,7 +100,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         self._name = f"rollout {next(_rollouts)}"
         size = group_size if branch is None else branch.num_initial(group_size)
         self._planned = _plan(request, size, share)
-        # Processes that run the groups, and the request that they receive.
+        # The workers, or None if this process runs the groups, and the request that is sent to the workers.
         self._remote = workers
         self._request = dataclasses.replace(request, numbers=range(share[0], len(given), share[1]))
         self._progress = Progress()
@@ -113,11 +113,11 @@ class RolloutHandle(Handle[Rollout], Displayable):
         )
         # Task and key of each chain that has not started, and the chain itself if it is a fork.
         self._queue: deque[tuple[Task, ChainKey, Chain | None]] = deque()
-        # With `branch`, the first chain of each group that has not begun, and the groups that have begun, by id.
+        # With `branch`, the task and first key of each group that has not begun, and the other groups by id.
         self._unbegun = deque([(t, key) for t, key in self._planned if key.chain == 0] if branch else [])
         self._branching: dict[str, BranchGroup] = {}
         self._forks_refused = 0
-        # Chains in progress, and the subset that waits for a sandbox for a fork.
+        # `_running` holds the chains in progress, and `_forking` those that are waiting for sandboxes for their forks.
         self._running: set[Any] = set()
         self._forking: set[Any] = set()
         self._workers: list[asyncio.Task[None]] = []
@@ -289,8 +289,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
             self._begin_groups()
             for _ in range(len(self._queue)):
                 self._add_worker()
-            # Await the workers one by one, because asyncio.wait would scan all of them whenever one finishes. The list
-            # grows during the loop if chains fork.
+            # Await the asyncio tasks one by one, because asyncio.wait would scan all of them whenever one finishes. The
+            # list grows during the loop if chains fork.
             for worker in self._workers:
                 await worker
         except GeneratorExit:  # garbage-collected after the event loop was closed, so nothing can be awaited
@@ -298,8 +298,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
             self._queue.clear()
             raise
         finally:
-            # Wait for the cancelled workers, which may first have to complete the release of a sandbox. Close the forks
-            # that have not run, because they hold forked sandboxes.
+            # Wait for the cancelled asyncio tasks, which may first have to complete the release of a sandbox. Close the
+            # forks that have not run, because they hold forked sandboxes.
             closing = [asyncio.ensure_future(fork.close()) for _, _, fork in self._queue if fork is not None]
             self._unbegun.clear()
             for worker in self._workers:
@@ -312,9 +312,9 @@ class RolloutHandle(Handle[Rollout], Displayable):
                     self._bar.close()
 
     def _add_worker(self) -> None:
-        """Start another worker if chains are queued and the limits on concurrency allow it."""
-        # More chains than the engine has slots would evict each other's KV cache, which is slower and changes the last
-        # bits of the logprobs.
+        """Start another asyncio task if chains are queued and the limits on concurrency allow it."""
+        # If more chains ran than the engine has slots, they would evict each other's KV cache, which is slower and
+        # changes the last bits of the logprobs.
         slots = getattr(self.agent.engine, "slots", self.max_concurrency)
         if self._queue and self._running_workers < min(self.max_concurrency, slots):
             self._running_workers += 1
@@ -385,18 +385,21 @@ class RolloutHandle(Handle[Rollout], Displayable):
             self._forking.discard(chain)
 
     def _can_release(self, chain: Chain) -> bool:
-        """Return whether a running chain that is not waiting itself holds a sandbox of a class used by `chain`."""
-        needed = chain.context.held.keys()
-        others = (other.context for other in self._running - self._forking)
-        return any(not other.is_waiting and needed & other.held.keys() for other in others)
+        """Return whether a sandbox of a class that `chain` uses can become free while `chain` waits."""
+        snapshots = {pool.sandbox_type: pool.snapshot() for pool in chain.context.pools}
+        used = [snapshots[sandbox_type] for sandbox_type in chain.context.held]
+        waiting = {owner for snapshot in snapshots.values() for owner in snapshot.waiters}
+        others = {other.id for other in self._running - self._forking} - waiting
+        # A sandbox that is not leased is being started or reset for another chain, which will release it later.
+        return any(pool.leased < pool.size or others & {box.owner for box in pool.leases} for pool in used)
 
     async def _fork(self, chain: Chain, at: Turn | None = None, number: int | None = None) -> None:
-        """Fork a chain and queue the fork. Raise PoolTimeout if the fork would need a sandbox of another chain."""
+        """Fork a chain and queue the fork. Raise PoolTimeout if all sandboxes of a pool are leased."""
         fork = await chain.fork(at=at, number=number, queue=False)
         self._add_chain(fork.task, fork.key, fork)
 
     async def _fork_in_group(self, chain: Chain, at: Turn) -> bool:
-        """Fork a chain of a `BranchGroup`. Return False on failure, for example if others use up the pool."""
+        """Fork a chain of a `BranchGroup`. Return False on failure, for example if all sandboxes are leased."""
         try:
             await self._fork(chain, at)
         except Exception as error:
@@ -421,7 +424,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
     # --- branching ---
 
     def _begin_groups(self) -> None:
-        """Begin groups as long as the limits have room for all their chains, which must not wait for each other."""
+        """Begin as many groups as can run all of their chains concurrently, which `BranchGroup` requires."""
         while self._unbegun and self._num_free:
             assert self.branch is not None
             self._num_free -= 1
@@ -454,7 +457,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         self._begin_groups()
 
     def _failed_trajectory(self, task: Task, key: ChainKey, error: Exception) -> Trajectory:
-        """Return the trajectory of a chain that could not be created, and report it."""
+        """Report a chain that could not be created, and return its trajectory, which has no turns."""
         self._progress.report(key.id, "chain", "start", "waiting", 0)
         failure = Failure.from_exception("chat", error)
         trajectory = Trajectory(key.id, task, key.group, key.chain, (), "error", error=failure)

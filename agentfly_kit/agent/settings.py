@@ -24,7 +24,7 @@ from agentfly_kit.types import Group, Message, Sampling, Task, Trajectory
 
 _CONCURRENCY = ("max_concurrent_requests", "max_concurrent_tools", "max_concurrent_rewards")
 
-# Parameter names of each hook.
+# Names of the arguments that each hook receives.
 _HOOKS = {
     "before_chain": ("chain",),
     "before_turn": ("chain",),
@@ -35,14 +35,14 @@ _HOOKS = {
     "watch": ("rollout",),
 }
 
-# Settings that have no effect with a harness, because it replaces the built-in agent loop.
+# Settings of the built-in agent loop, which must not be given with a harness because it replaces this loop.
 _WITHOUT_HARNESS = (
     "tools", "system", "max_tool_calls", "nudge", "before_chain", "before_turn", "after_observation", "on_context_full",
 )  # fmt: skip
 
 
 class Harness(InjectedFunction[..., Any]):
-    """Wrapper of the function passed as `Agent(harness=)`. Its parameters are injected by name."""
+    """Wrapper that injects arguments into the function passed as `Agent(harness=)`."""
 
     kind = "harness"
     error_type = SettingsError
@@ -61,7 +61,7 @@ class Harness(InjectedFunction[..., Any]):
             misspelled = next((name for name in self._parameters if suggest_keyword(name, ["endpoint"])), None)
             hint = f"rename {misspelled!r}" if misspelled else "use endpoint.base_url, endpoint.client or endpoint.chat"
             raise self._error(
-                "a harness must have the parameter 'endpoint', because it reaches the policy only through it, got "
+                "a harness must have the parameter 'endpoint', through which it reaches the policy, got "
                 f"({', '.join(self._parameters)}); {hint}"
             )
 
@@ -96,9 +96,9 @@ class AgentSettings(Displayable):
         max_turns: Maximum number of actions per chain.
         max_tokens: Maximum number of sampled tokens per chain, or None for no limit. `Sampling.max_tokens` limits one
             action.
-        max_tool_calls: Maximum number of tool calls per chain, or None for no limit. Malformed and unknown calls are
-            not counted. Calls over the limit are not run.
-        max_invalid_calls: Number of consecutive actions with only malformed or unknown calls after which a chain ends.
+        max_tool_calls: Maximum number of tool calls per chain, or None for no limit. Malformed calls and calls of
+            unknown tools are not counted. Calls over the limit are not run.
+        max_invalid_calls: A chain ends after this many consecutive actions with only malformed or unknown calls.
         nudge: User message that is appended after a sampled action without a tool call, such as "Call a tool.", so that
             the chain continues. With None, the chain ends with "answered".
         max_nudges: Maximum number of nudges per chain, after which an action without a tool call is the answer.
@@ -109,13 +109,13 @@ class AgentSettings(Displayable):
         pools: A pool or a list of pools, from which tools and rewards get their sandboxes.
         max_concurrent_requests: Maximum number of concurrent engine requests over all chains of this agent, or None for
             no limit.
-        max_concurrent_tools: Maximum number of concurrent tool calls, or None for no limit. A call that waits already
-            holds its sandbox. The timeout of the call starts when it runs.
+        max_concurrent_tools: Maximum number of concurrent tool calls, or None for no limit. A waiting call already
+            holds its sandbox. The timeout of a call starts when the call runs.
         max_concurrent_rewards: Maximum number of concurrent reward calls, or None for no limit.
         seed: Seed from which the seeds of all chains are derived.
         name: Author recorded for sampled turns.
         before_chain: Called with the chain before its first action, even if the chain is stepped interactively. Returns
-            a string or messages to append to the prompt, for example the first view of an environment, or None.
+            a string or messages to append to the prompt, for example the first observation of an environment, or None.
         before_turn: Called with the chain before each action in a rollout. The hook may write the action with
             `chain.force(text, author="hook")`, or start a new row with `chain.compact(summary)`.
         after_observation: Called with the chain after each observation in a rollout, unless the observation ends the
@@ -163,11 +163,11 @@ class AgentSettings(Displayable):
     group_reward: Callable[[Group], Any] | None = None
     watch: Callable[[Any], Any] | None = None
     harness: Any = None
-    # Concurrency limits shared by all chains of the agent, created from the settings above if not given.
+    # Concurrency limits shared by all chains of the agent, created from the settings `max_concurrent_...`.
     _concurrency: Any = field(default=None, repr=False)
-    # Handle of the most recently started rollout, set by the runner.
+    # Holds the handle of the most recently started rollout, once there is one.
     _last_handle: list[Any] = field(default_factory=list, repr=False)
-    # Names of redefined tools and rewards for which a warning has been issued.
+    # Keys of the warnings that have been issued, such as the name of a redefined tool.
     _warned: list[str] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class AgentSettings(Displayable):
         if self.timeout is not None and not self.timeout > 0:
             raise SettingsError(f"timeout must be above 0 seconds, or None for no limit, got {self.timeout!r}")
         if self.nudge is not None and not self.nudge.strip():
-            raise SettingsError(f"nudge must be a text for the model, or None, got {self.nudge!r}")
+            raise SettingsError(f"nudge must be a non-empty string or None, got {self.nudge!r}")
         if self.nudge is None and self.max_nudges != 1:
             raise SettingsError(f"max_nudges has an effect only with nudge, got {self.max_nudges}")
         for name, parameters in _HOOKS.items():
@@ -208,7 +208,7 @@ class AgentSettings(Displayable):
         for sandbox_type in required:
             if not any(issubclass(pool.sandbox_type, sandbox_type) for pool in pools):
                 raise SettingsError(
-                    f"a tool, the reward or the harness requires a {sandbox_type.__name__}, and no pool has it; "
+                    f"a tool, the reward or the harness requires a {sandbox_type.__name__}, but no pool provides it; "
                     f"add pools=[af.Pool({sandbox_type.__name__}, size=8)]"
                 )
         limits = self._concurrency or ConcurrencyLimits(

@@ -13,12 +13,12 @@ from agentfly_kit.types import Message, ToolCall, Turn, normalize_messages
 
 
 def token_fields(agent: AgentSettings, ids: Sequence[int]) -> dict[str, Any]:
-    """Return the fields of a turn that depend on its token ids."""
+    """Return the fields `ids`, `text` and `token_texts` of a turn with the given token ids."""
     return {"ids": tuple(ids), "text": agent.chat.text(ids), "token_texts": agent.chat.token_texts(ids)}
 
 
 def text_fields(agent: AgentSettings, messages: Sequence[Message]) -> dict[str, Any]:
-    """Return the same fields as `token_fields` for a turn without ids, for example with a text-only engine."""
+    """Return the fields `ids`, `text` and `token_texts` of a turn whose token ids are unknown or not added yet."""
     text = "\n".join(message["content"] for message in messages)
     return {"ids": () if agent.exact else None, "text": text, "token_texts": None}
 
@@ -38,12 +38,12 @@ def parse_action(
     text: str | None = None,
     stops: Sequence[str] = (),
 ) -> tuple[Message, tuple[ToolCall, ...]]:
-    """Return the assistant message of an action and its calls.
+    """Parse an action, and return its assistant message and its tool calls.
 
     `forced` holds the token ids of the forced beginning of the action, which is parsed together with `ids`, or with
     `text` if the engine returned no ids. If one of the strings `stops` ended the action, the message excludes it.
     """
-    # `chat.read` prepends the thinking tag that the prompt leaves open. With a text-only engine, the prompt is unknown.
+    # `chat.read` adds the thinking tag if the prompt ends with one, which is unknown for a text-only engine.
     read = chat.format.parse if ids is None else chat.read
     beginning = chat.text(forced)
     full_text = beginning + (text or "") if ids is None else chat.text((*forced, *ids))
@@ -82,7 +82,7 @@ def with_calls(message: Message, calls: Sequence[ToolCall]) -> Message:
 
 
 def forced_beginning(turn: Turn) -> tuple[int, ...]:
-    """Return the token ids of the forced beginning of an action that follows `turn`."""
+    """Return the forced token ids with which an action after `turn` begins, or () if nothing was forced."""
     ids: tuple[int, ...] = ()
     before: Turn | None = turn
     while before is not None and before.kind == "forced" and not before.messages:
@@ -123,7 +123,7 @@ def result_message(call: ToolCall) -> Message:
 
 
 def with_exception_text(call: ToolCall) -> ToolCall:
-    """Add the text of the exception to the result of a failed tool call, unless the host caused the failure."""
+    """Return a failed call with the exception text as its observation, or unchanged if the host caused the failure."""
     result = call.result
     if result is None or result.error is None or result.error.host:
         return call
@@ -178,7 +178,7 @@ def encode_observation(agent: AgentSettings, turn: Turn) -> tuple[Turn, Turn]:
 
 
 def with_turn_rewards(turns: Sequence[Turn], rewards: dict[int, float]) -> tuple[Turn, ...]:
-    """Replace the rewards of actions by `rewards`, keyed by turn index. Rewards of observations by tools are kept."""
+    """Replace the rewards of all actions by `rewards`, keyed by turn index. Observations keep their rewards."""
     out: list[Turn] = []
     for i, turn in enumerate(turns):
         reward = rewards.get(i) if turn.kind == "action" else turn.reward

@@ -16,11 +16,11 @@ from agentfly_kit._display import Displayable
 from agentfly_kit.errors import AlignmentError, BatchError, check_shape
 from agentfly_kit.types import Row, Trajectory
 
-# (B,) fields of a batch.
+# Fields of `Batch` with one value per row, shape (B,).
 _ROW_FIELDS = ("rewards", "groups", "trajectory_index", "row_index", "temperatures", "lengths", "truncated")
-# (B, T) fields that `Batch.replace` converts to float32 and masks.
+# Fields of shape (B, T) that `Batch.replace` converts to float32 and sets to NaN where the mask is 0.
 _MASKED_FIELDS = ("advantages", "returns", "values", "token_rewards", "kept_mass", "ref_logprobs")
-# All (B, T) fields, with their values on padding.
+# All fields of shape (B, T), with the value that each has on padding.
 _PADDING: dict[str, Any] = {"ids": 0, "attention": False, "mask": False, "versions": -1}
 _PADDING |= dict.fromkeys(("logprobs", "entropies", *_MASKED_FIELDS), math.nan)
 
@@ -36,7 +36,7 @@ class Dropped(Displayable):
 
 
 def drop_counts(dropped: Iterable[Dropped]) -> dict[str, int]:
-    """Count the completely excluded trajectories by reason."""
+    """Count the trajectories whose rows are all excluded, by reason."""
     out: dict[str, int] = {}
     for item in dropped:
         if item.row is None:
@@ -52,7 +52,7 @@ class Batch(Displayable):
         trajectories: The trajectory of each row.
         ids: (B, T) int64 token ids; 0 on padding.
         attention: (B, T) bool: True where there is a token.
-        mask: (B, T) bool: True where this policy sampled the token.
+        mask: (B, T) bool: True at the tokens to train on, which the policy sampled.
         logprobs: (B, T) float32: logprobs recorded by the sampling engine, in nats; NaN where the mask is 0.
         entropies: (B, T) float32: entropies recorded by the sampling engine, in nats; NaN where none was recorded.
         advantages: (B, T) float32: advantages; NaN where the mask is 0.
@@ -71,8 +71,8 @@ class Batch(Displayable):
         kept_mass: (B, T): probability mass kept by top-p, top-k or min-p; None if none of them was used.
         ref_logprobs: (B, T): logprobs under the reference policy.
         dropped: Trajectories and rows that were excluded, with reasons.
-        imitation: Whether the batch is from `collate(imitate=)`. The mask is then True at imitated tokens, which need
-            no logprobs, and `advantages` are their weights.
+        imitation: Whether the batch was created with `collate(imitate=)`. The mask is then True at imitated tokens,
+            which need no logprobs, and `advantages` are their weights.
     """
 
     trajectories: tuple[Trajectory, ...] = field(repr=False)
@@ -118,7 +118,7 @@ class Batch(Displayable):
         `ppo_step` calls this, because batches may be modified after `collate`.
 
         Raises:
-            AlignmentError: If a tensor has the wrong shape or holds invalid values. The message names it.
+            AlignmentError: If a tensor has the wrong shape or holds invalid values. The message names the tensor.
         """
         shape = (len(self), self.ids.shape[1])
         for name in (*_ROW_FIELDS, *_PADDING):
@@ -193,7 +193,7 @@ def join(batches: Sequence[Batch]) -> Batch:
             parts = [p + offset for p, offset in zip(parts, offsets, strict=False)]
         out[name] = torch.cat(parts)
     if len({b.imitation for b in batches}) > 1:
-        raise BatchError("batches must be all for imitation, or all for reinforcement learning, to be joined")
+        raise BatchError("imitation batches cannot be joined with reinforcement-learning batches")
     return Batch(
         trajectories=tuple(t for b in batches for t in b.trajectories),
         **out,

@@ -55,31 +55,30 @@ def collate(
     allow_truncated_sampling: bool = False,
     filters: Sequence[Filter] = (),
 ) -> Batch:
-    """Collate a rollout, or trajectories, into a batch with one row for each of their rows.
+    """Convert a rollout or trajectories to a batch of padded tensors, with one batch row for each trajectory row.
 
     Args:
         rollout: A rollout, a trajectory, or an iterable of trajectories.
-        advantages: A function (rewards (N,), groups (N,)) -> (N,), such as `advantages.grpo`, which is called with the
-            rewards of all N trajectories, NaN for unscored ones; or a tensor of shape (N,), or (B, T) for the B kept
-            rows. With per="trajectory", shape (N, K) gives one advantage per sampled turn, as computed by `gigpo` and
-            `arpo`; see `turn_data`. None leaves all advantages NaN, to be set later.
-        per: "trajectory" takes one advantage per trajectory and assigns it to all of its rows. "row" (verl) passes
-            every row to the function as if it were a separate trajectory: N is then the number of rows, each with the
-            reward of its trajectory.
-        authors: Authors whose tokens are trained on, if this policy sampled them. None trains on all sampled tokens.
-            Turn rewards earned by other authors are ignored.
+        advantages: A function of (rewards, groups), such as `advantages.grpo`, or a tensor. The function is called with
+            tensors of shape (N,) for all N trajectories, with NaN for missing rewards, and returns N advantages. A
+            tensor has shape (N,), or (B, T) for the B kept rows. With per="trajectory", both may have shape (N, K) for
+            one advantage per sampled turn, as in `gigpo`; see `turn_data`. None sets all advantages to NaN.
+        per: "trajectory" assigns the advantage of a trajectory to all of its rows. "row", as in verl, passes every row
+            to the function as if it were a separate trajectory with the same reward; N is then the number of rows.
+        authors: Authors whose sampled tokens are trained on. None trains on all sampled tokens. Turn rewards earned by
+            other authors are ignored.
         imitate: Authors whose actions are imitated, whether sampled or not; True means all authors. The mask is then 1
             at the tokens of these actions, and `advantages` are weights of at least 0, by default 1. Trajectories
-            without a reward are included, and those of weight 0 are dropped; for rejection sampling, pass
-            `lambda r, g: (r > 0).float()`. The batch is for `imitation_step`.
+            without a reward are included unless an error ended them; those of weight 0 are dropped. For rejection
+            sampling, pass advantages=lambda r, g: (r > 0).float(). Train on the batch with `imitation_step`.
         truncated: How to treat trajectories that a limit cut off. "score" trains on them. "mask" excludes their rows
             after the advantages have been computed. "penalty" first subtracts `penalty` from their reward. "bootstrap"
-            is the same as "score", for estimators that receive the value of the state at the cut, such as
+            is the same as "score"; use it with estimators that receive the value of the state at the cut, such as
             `advantages.gae(bootstrap=)`; see `Policy.bootstrap_values`.
         penalty: Amount that truncated="penalty" subtracts, in units of reward.
-        allow_truncated_sampling: Whether to accept rows sampled under top-p, top-k or min-p. By default they are
-            rejected, because their probability ratios would be wrong by a factor, the kept probability mass. If True,
-            that mass is stored for `PPOConfig(correction=)`.
+        allow_truncated_sampling: Whether to accept rows sampled under top-p, top-k or min-p. By default, they are
+            rejected, because their probability ratios would be wrong by a factor equal to the kept probability mass. If
+            True, this mass is stored for `PPOConfig(correction=)`.
         filters: Filters that exclude further trajectories; see `af.filters`. A filtered trajectory is treated as
             unscored and is not included in any mean.
 
@@ -111,8 +110,8 @@ def collate(
         given = [t.replace(reward=t.reward - penalty) if t.truncated and t.reward is not None else t for t in given]
     given = [t.replace(reward=None) if t.id in filtered else t for t in given]
 
-    # The estimator receives one reward per unit. A unit is a trajectory or, with per="row", a row with trained tokens
-    # (a trajectory without trained tokens is then one unit).
+    # The estimator receives one reward per unit. A unit is a trajectory or, with per="row", a row with tokens to train
+    # on; a trajectory without such tokens is one unit.
     names = _author_names(None if imitate is True else imitate or authors, given, bool(imitate))
     rows: list[_TrainedRow] = []
     dropped: list[Dropped] = []
@@ -121,7 +120,7 @@ def collate(
     for t in given:
         if not t.exact:
             raise BatchError(
-                f"trajectory {t.id!r} must have token ids to be trained on, but its engine gives text only"
+                f"trajectory {t.id!r} must have token ids to be trained on, but its engine returned text only"
             )
         masks = [row.written_by(*names) if imitate else row.sampled_by(*names) for row in t.rows]
         if imitate:
@@ -161,7 +160,7 @@ def collate(
         entropies[i, :n] = r.row.entropies
         kept_mass[i, :n] = r.row.kept_mass
         per_token[i, :n] = r.token_rewards
-    # A row records these values for all sampled tokens; the batch has them only where the mask is 1.
+    # Rows record versions and logprobs of all sampled tokens. Remove those of tokens that are not trained on.
     versions[~mask] = -1
     logprobs[~mask] = entropies[~mask] = np.nan
     kept_mass = np.where(mask, np.nan_to_num(kept_mass, nan=1.0), np.nan)
@@ -268,32 +267,33 @@ def _unusable_reason(
         if writers and not names:
             return f"actions written by {' and '.join(sorted(writers))}, not sampled by a policy"
         return _not_sampled(names)
-    # Only greedy or truncated sampling records a kept mass, so without truncation a kept mass means greedy sampling.
+    # A kept probability mass without top-p, top-k or min-p means that the engine sampled greedily.
     sampled = [turn for turn in t.turns if turn.sampled]
     if t.sampling.greedy or (not t.sampling.truncates and any(turn.kept_mass is not None for turn in sampled)):
         raise BatchError(
-            f"trajectory {t.id!r} was sampled greedily (temperature 0): its tokens have no probability to learn from; "
+            f"trajectory {t.id!r} was sampled greedily (temperature 0) and cannot be trained on; "
             "roll out with temperature > 0 for training"
         )
     if t.sampling.truncates:
-        cut = f"trajectory {t.id!r} was sampled under top-p, top-k or min-p ({t.sampling}); sample from the whole"
+        cut = f"trajectory {t.id!r} was sampled under top-p, top-k or min-p ({t.sampling})"
         if not allow_truncated_sampling:
             raise BatchError(
-                f"{cut} distribution, or correct the ratio for the kept mass and pass allow_truncated_sampling=True"
+                f"{cut}; sample from the whole distribution, or pass allow_truncated_sampling=True and set "
+                "PPOConfig(correction=)"
             )
         if any(turn.kept_mass is None for turn in sampled):
-            raise BatchError(f"{cut} distribution, because its engine did not record the kept mass for a correction")
+            raise BatchError(f"{cut}, but its engine did not record the kept mass; sample from the whole distribution")
     return "truncated" if truncated == "mask" and t.truncated else None
 
 
 def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.float32]]:
-    """Return the token rewards of each row, (T,): 0 at trained tokens without a reward, NaN where the mask is 0.
+    """Return the token rewards of each row of T tokens, (T,): 0 at tokens without a reward, NaN where the mask is 0.
 
     The reward of a turn is assigned to the last token of the turn that earned it (`credited_turn`), and is ignored if
-    that token is not trained on. The reward of the trajectory is assigned to its last trained token.
+    that token is not trained on. The reward of the trajectory is assigned to its last token with mask 1.
     """
     out = [np.where(mask, np.float32(0), np.float32(np.nan)) for mask in masks]
-    # Row and column of the last token of each turn.
+    # Find the row and the column of the last token of each turn.
     last_token = [
         (j, end - 1)
         for j, row in enumerate(t.rows)
@@ -309,15 +309,15 @@ def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[np
 
 
 def _advantages_per_token(batch: Batch, values: Tensor, units: list[int], num_units: int, per: AdvantagePer) -> Tensor:
-    """Expand advantages (num_units,), (num_units, K) or (B, T) to tokens, (B, T); `units` maps rows to units."""
+    """Expand advantages per trajectory, row or turn to tokens, (B, T). `units` maps rows to indices into `values`."""
     if values.shape == batch.ids.shape:
         return values
     if values.ndim == 2 and len(values) == num_units and per == "trajectory":
         return _turn_advantages_per_token(batch, values, units)
     if tuple(values.shape) != (num_units,):
         raise AlignmentError(
-            f"advantages must have the shape ({num_units},), one per {per}, ({num_units}, K), one per sampled turn "
-            f"(only with per='trajectory'), or {tuple(batch.ids.shape)}, one per token of the rows that are kept; "
+            f"advantages must have the shape ({num_units},) (one per {per}), ({num_units}, K) (one per sampled turn, "
+            f"only with per='trajectory') or {tuple(batch.ids.shape)} (one per token of the kept rows), "
             f"got {tuple(values.shape)}"
         )
     return values[units, None].expand(batch.ids.shape)
@@ -329,10 +329,10 @@ def _turn_advantages_per_token(batch: Batch, values: Tensor, units: list[int]) -
         turns = sampled_turn_indices(t)
         if len(turns) > values.shape[1]:
             raise AlignmentError(
-                f"advantages must have a column per sampled turn, got {tuple(values.shape)}, and trajectory {t.id!r} "
+                f"advantages must have a column per sampled turn, got {tuple(values.shape)}, but trajectory {t.id!r} "
                 f"has {len(turns)} sampled turns; see `turn_data`"
             )
-        # Column of each sampled token. Other tokens get an arbitrary one, as their advantage is masked.
+        # Find the column of `values` for each token. Tokens that were not sampled get any column, as they are masked.
         columns = np.searchsorted(turns, row.turn_index, side="right") - 1
         out[i, : len(row)] = values[unit][torch.from_numpy(columns)]
     return out

@@ -41,7 +41,7 @@ def overlong(tokens: int | None = None) -> Filter:
         SettingsError: If `tokens` is below 1.
     """
     if tokens is not None and tokens < 1:
-        raise SettingsError(f"tokens must be at least 1, or None for chains that a limit cut, got {tokens}")
+        raise SettingsError(f"tokens must be at least 1, or None for any chain that a limit cut off, got {tokens}")
 
     def check(trajectory: Trajectory) -> str | None:
         if tokens is None:
@@ -59,8 +59,8 @@ def is_group_filter(filter: Filter) -> bool:
         required = []
     if required not in (["group"], ["trajectory"]):
         raise SettingsError(
-            f"filter {_name(filter)} must be a function of one `group` or one `trajectory` that returns a reason or "
-            f"None, such as af.filters.equal_rewards or af.filters.overlong(512); its parameters are {required}"
+            f"filter {_name(filter)} must be a function with the single parameter `group` or `trajectory`, such as "
+            f"af.filters.equal_rewards or af.filters.overlong(512); its parameters are {required}"
         )
     return required == ["group"]
 
@@ -70,7 +70,7 @@ def _name(filter: Filter) -> str:
 
 
 def drop_reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) -> dict[str, str]:
-    """Apply every filter to all scored trajectories. Return the first reason to exclude each trajectory, by its id."""
+    """Apply all filters to the scored trajectories. Return the first reason for each excluded trajectory, by id."""
     scored = [t for t in trajectories if t.reward is not None]
     groups: dict[str, list[Trajectory]] = {}
     for t in scored:
@@ -84,7 +84,7 @@ def drop_reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) 
                 continue
             if not (isinstance(reason, str) and reason):
                 raise SettingsError(
-                    f"filter {_name(filter)} must return a reason, a non-empty string, or None to keep its argument, "
+                    f"filter {_name(filter)} must return a reason (a non-empty string) or None to keep its argument, "
                     f"got {reason!r} for {argument!r}"
                 )
             for t in members:

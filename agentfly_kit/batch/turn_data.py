@@ -44,7 +44,7 @@ def as_trajectories(rollout: Any) -> list[Trajectory]:
 
 
 def sampled_turn_indices(trajectory: Trajectory) -> tuple[int, ...]:
-    """Return the indices of the sampled turns. Column k of advantages (N, K) belongs to the k-th of them."""
+    """Return the indices of the sampled turns. Column k of advantages (N, K) belongs to the k-th sampled turn."""
     return tuple(i for i, turn in enumerate(trajectory.turns) if turn.sampled and turn.ids)
 
 
@@ -54,8 +54,8 @@ def credited_turn(trajectory: Trajectory, index: int) -> int:
         if trajectory.turns[i].sampled and trajectory.turns[i].ids:
             return i
     raise BatchError(
-        f"trajectory {trajectory.id!r}: turn {index} has a reward of {trajectory.turns[index].reward:g}, but no turn "
-        "was sampled up to it that could have earned the reward"
+        f"trajectory {trajectory.id!r}: turn {index} has a reward of {trajectory.turns[index].reward:g}, but neither "
+        "it nor any earlier turn was sampled"
     )
 
 
@@ -81,7 +81,7 @@ def turn_data(
         state: Function (trajectory, index) that returns the state, any hashable object, in which the sampled turn
             `trajectory.turns[index]` began. Turns of a group with equal states are compared. By default, the state is
             the preceding turn, which is the prompt or an observation.
-        rewards: (N,) rewards to use instead of those of the trajectories, such as the ones that `collate` passes to an
+        rewards: Rewards of the N trajectories that replace the recorded ones, such as those that `collate` passes to an
             estimator.
 
     Raises:
@@ -103,7 +103,7 @@ def turn_data(
 
 
 def _rewards_by_turn(t: Trajectory, sampled: tuple[int, ...], outcome: float | None) -> tuple[float | None, ...]:
-    """Sum the turn rewards that each sampled turn earned, and add `outcome` to the last one."""
+    """Return the total reward that each sampled turn earned, with `outcome` (None if unscored) added to the last."""
     earned = dict.fromkeys(sampled, 0.0)
     for i, turn in enumerate(t.turns):
         if turn.reward is not None:
@@ -142,8 +142,8 @@ def executed_calls(rollout: Any) -> int:
         rollout: A rollout, a trajectory, or an iterable of trajectories.
     """
     total = 0
-    # Number all distinct beginnings of trajectories. The key of a beginning is its last turn, and the number of the
-    # beginning without that turn.
+    # Number all distinct sequences of leading turns. The key of a sequence consists of the number of the sequence
+    # without its last turn, and the content of that turn.
     numbers: dict[Hashable, int] = {}
     for t in as_trajectories(rollout):
         beginning: Hashable = (t.group, t.chain)
@@ -166,5 +166,5 @@ _turn_content = operator.attrgetter("kind", "author", "ids", "sampled", "logprob
 
 
 def _is_same_turn(a: Turn, b: Turn) -> bool:
-    """Return True for the same object or, after loading from disk, a turn with equal content and seed."""
+    """Return True if both are the same object or, for example after loading a file, have equal content and seeds."""
     return a is b or (_turn_content(a) == _turn_content(b) and (not a.sampled or a.seed is not None))

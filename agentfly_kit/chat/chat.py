@@ -24,7 +24,7 @@ __all__ = ["Chat", "ChatReport", "Drift", "check"]
 History: TypeAlias = Literal["exact", "append", "rerender"]
 Cause: TypeAlias = Literal["none", "template", "re-tokenisation", "other"]
 
-# Size of each cache of encoded messages or decoded ids. The chains of a group share many entries.
+# Maximum number of entries in each cache of encoded messages or decoded ids.
 _CACHE_SIZE = 1024
 
 
@@ -33,8 +33,8 @@ class Chat(Displayable):
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        format: name of a format, a `formats.Format`, or "auto". "auto" selects the format that parses calls rendered
-            by the template, or "hermes" if no format does.
+        format: name of a format, a `formats.Format`, or "auto". "auto" selects the only format that parses calls
+            rendered by the template, or "hermes" if none or several do.
         history: what to do if the template renders earlier messages differently once new messages follow, typically
             without their thinking. "exact" raises an error. "append" appends the new messages anyway, so the model sees
             a history that its template would not render. "rerender" renders the whole history again and starts a new
@@ -125,7 +125,7 @@ class Chat(Displayable):
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def token_texts(self, ids: Sequence[int]) -> tuple[str, ...]:
-        """Decode each id separately. Incomplete UTF-8 sequences appear as <0xE2>."""
+        """Decode each id separately. Bytes of incomplete UTF-8 sequences are shown in the form <0xE2>."""
         return tuple(map(self._token_text, ids))
 
     def _decode_token(self, token: int) -> str:
@@ -141,7 +141,7 @@ class Chat(Displayable):
         """Render messages with the template; `generate` adds the generation prompt.
 
         Raises:
-            ChatTemplateError: if the template raises an error, whose message is kept.
+            ChatTemplateError: if the template raises an error.
         """
         messages = normalize_messages(messages, "messages", answered=True)
         return self.template.render(self._adapt_messages(messages), tools, generate=generate)
@@ -183,8 +183,8 @@ class Chat(Displayable):
         if unreadable and self.format in formats.NATIVE:
             written = template.written_call("get_weather", {"city": "Rome"})
             raise ChatTemplateError(
-                f"no format reads tool calls as the chat template of {template.name} renders them ({written[:80]!r}), "
-                'so calls would be taken for answers; use format="react", which replaces the template\'s instructions '
+                f"no format parses tool calls as the chat template of {template.name} renders them ({written[:80]!r}), "
+                'so calls would be treated as answers; use format="react", which replaces the template\'s instructions '
                 "for tools, or a subclass of af.chat.formats.Format"
             )
 
@@ -226,10 +226,10 @@ class Chat(Displayable):
         if self.history == "exact" and (reason := self.append_violation(following)):
             what = "tool results" if following == "tool" else "a user's message after an answer"
             raise ChatTemplateError(
-                f"the chat template of {self.template.name} cannot take {what} by appending: {reason}. Use "
+                f"the chat template of {self.template.name} does not allow appending {what}: {reason}. Use "
                 'Chat(tokenizer, history="append"), which appends without rendering again, or history="rerender", '
                 "which starts a new row with the history as the template renders it, or set "
-                "tokenizer.chat_template to one that keeps history"
+                "tokenizer.chat_template to a template that does not change earlier messages"
             )
 
     @property
@@ -251,7 +251,7 @@ class Chat(Displayable):
         return adapted
 
     def _visible_tools(self, tools: Schemas) -> Schemas:
-        """Return the schemas for the template, or () if the template ignores schemas or uses a different format."""
+        """Return the schemas to pass to the template, or () if it ignores them or expects another call format."""
         return tools if tools and self.format.native and self.template.shows_tools else ()
 
     def _prepare(self, messages: Sequence[Message], tools: Schemas) -> tuple[list[Message], Schemas]:
@@ -315,8 +315,8 @@ class Chat(Displayable):
             text = self.template.render(plain, tools, generate=True)
         if not controls:
             return self.encode(text)
-        # Split each control string after its first character, and encode each half with the text next to it. All parts
-        # but the first are encoded after a control token, because some tokenizers insert a space before a first word.
+        # Split each control string after its first character, and encode both halves with the adjacent text, so that no
+        # control token results. Later parts are encoded after `anchor`, since some tokenizers prepend a space to text.
         anchor = self.token_texts(self.stop_ids[:1])[0]
         ids: list[int] = []
         rest = ""
@@ -339,7 +339,7 @@ class Chat(Displayable):
             ids = self.encode(text)
             if len(ids) != 1:
                 raise SettingsError(
-                    f"stop must contain strings of one token, got {text!r}, {len(ids)} tokens of {self.template.name}"
+                    f"each stop string must be a single token, got {text!r} ({len(ids)} tokens in {self.template.name})"
                 )
             stops.append(ids[0])
         if (eos := self.tokenizer.eos_token_id) is not None:
@@ -385,7 +385,7 @@ class Chat(Displayable):
             raise SettingsError("this trajectory has no token ids, because its engine is text-only")
         ids = row.ids.tolist()
         token_texts, text = self.token_texts(ids), self.text(ids)
-        # Observations after the last action have no ids and are not part of the row.
+        # Observations after the last action have no ids, because they were never sent to the engine.
         given = [turn for turn in row.turns if turn.ids]
         messages = [message for turn in given for message in turn.messages]
         try:
@@ -423,7 +423,7 @@ class Chat(Displayable):
 
 
 def _following_roles(messages: Sequence[Message]) -> list[FollowingRole]:
-    """Return the roles of the messages, in order and without duplicates."""
+    """Return "tool" and "user" in the order in which they first occur. All roles other than "tool" count as "user"."""
     roles: list[FollowingRole] = ["tool" if message["role"] == "tool" else "user" for message in messages]
     return list(dict.fromkeys(roles))
 
@@ -433,9 +433,9 @@ class Drift(Displayable):
     """First token at which a row differs from its re-encoded text. `bool(drift)` tells whether there is a difference.
 
     Attributes:
-        cause: "template": the template renders different text. "re-tokenisation": the same text is split into
-            different tokens. "other": the tokens do not decode to valid text, or the template rejects the
-            conversation. "none": no drift.
+        cause: "template" if the template renders different text, "re-tokenisation" if the same text is split into
+            different tokens, "other" if the tokens do not decode to valid text or the template rejects the
+            conversation, and "none" if there is no drift.
         index: Index of the first differing token in the row, or the length of the row if no token differs.
         tokens: Number of tokens of the row.
         turn: Kind and index of the turn that contains the token.
@@ -469,7 +469,7 @@ class ChatReport(Displayable):
 
     Attributes:
         name: Name of the tokenizer.
-        exact: True if tool results and user messages can both be appended.
+        exact: True if tool results and user messages can be appended without changing earlier text.
         tool_results: "exact", or the reason why tool results cannot be appended.
         user_messages: "exact", or the reason why a user message after an answer cannot be appended.
         tool_role: Role in which tool results are rendered.

@@ -1,4 +1,4 @@
-"""Text-level analysis of chat templates, including the check that conversations can grow by appending.
+"""Text-level analysis of chat templates, including the check that appended messages never change earlier text.
 
 All properties are determined by rendering probe messages with marker strings, never by reading the source of the
 template.
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from agentfly_kit.errors import ChatTemplateError
 from agentfly_kit.types import Message, Schemas
 
-# Role of the messages after an action: tool results, or a user message.
+# Role of the messages that follow an action: "tool" for tool results, "user" for a user message.
 FollowingRole = Literal["tool", "user"]
 
 _USER: Message = {"role": "user", "content": "?"}
@@ -25,7 +25,7 @@ _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "probe0", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
 }
-# Shapes in which templates accept tool calls, which differ in the message content and the type of the arguments.
+# Forms in which templates accept tool calls: content "" or None, and arguments as an object or as JSON text.
 _CALL_SHAPES: tuple[dict[str, Any], ...] = tuple(
     {"content": content, "json": as_json} for as_json in (False, True) for content in ("", None)
 )
@@ -49,18 +49,18 @@ class Template:
         self.parts = False
         self.parts = self._wants_parts()
         self.answer_tail = self._answer_tail()
-        # Shape in which the template accepts tool calls; None if it accepts none.
+        # Entry of `_CALL_SHAPES` that the template accepts, or None if it does not accept tool calls.
         self.calls: dict[str, Any] | None = None
         self.calls = next(filter(self._takes_calls, _CALL_SHAPES), None)
-        # "user" if the template has no role for tool results.
+        # Role in which tool results are rendered; "user" if the template has no role for them.
         self.tool_role: Literal["tool", "user"] = "tool"
         try:
             if "qztoolzq" not in self.text_after_action([_tool_result("qztoolzq")]):
                 self.tool_role = "user"
         except ChatTemplateError:
             self.tool_role = "user"
-        # Message key of the thinking, or "tags" for tags in the content. If the template renders none of these, history
-        # with thinking is never exact.
+        # Message key in which the template expects thinking, or "tags" if it expects tags in the content or does not
+        # render thinking.
         self.thinking: str = next(filter(self._takes_thinking, _THINKING), "tags")
 
     # --- rendering ---
@@ -93,7 +93,7 @@ class Template:
             ) from error
 
     def _message(self, message: Message) -> Message:
-        """Adapt a message to the template, keeping all its keys."""
+        """Return a copy of a message in the form that the template accepts."""
         out = dict(message)
         if isinstance(out.get("thinking"), str):
             out.setdefault("reasoning_content", out["thinking"])
@@ -147,7 +147,7 @@ class Template:
     def _call_message(
         self, results: Sequence[Message], arguments: Mapping[str, Any], thought: str | None = None
     ) -> Message:
-        """Return an assistant message with one call per tool result, all with the same arguments."""
+        """Return an assistant message with a matching call for each tool result. All calls have the same arguments."""
         calls = [
             {
                 "id": result.get("tool_call_id", f"call-{i}"),
@@ -174,18 +174,18 @@ class Template:
         return any("qzthinkzq" in self._probe(_USER, action) for action in actions)
 
     def takes_system(self) -> bool:
-        """Return True if a system message appears in a prompt."""
+        """Return True if the template renders system messages."""
         return "qzplainzq" in self._probe({"role": "system", "content": "qzplainzq"}, _USER, generate=True)
 
     @functools.cached_property
     def shows_tools(self) -> bool:
-        """True if tool schemas appear in a prompt."""
+        """True if the template renders tool schemas."""
         return self._probe(_USER, tools=[_TOOL], generate=True) != self._probe(_USER, generate=True)
 
     def require_visible(
         self, messages: Sequence[Message], tools: Schemas, *, after_action: bool, answers: bool
     ) -> None:
-        """Raise ChatTemplateError if a message is dropped, repeated or moved. `answers` includes assistants' text."""
+        """Raise ChatTemplateError if a message is dropped, repeated or moved; answers are exempt unless `answers`."""
         ids: dict[Any, str] = {}
         marked: list[Message] = []
         for i, message in enumerate(messages):
@@ -224,10 +224,10 @@ class Template:
     # --- text after an action ---
 
     def text_after_action(self, following: Sequence[Message], tools: Schemas = ()) -> str:
-        """Return the text between an action and the next one, including the messages `following`.
+        """Return the text from the end of an action to the start of the next one, including the messages `following`.
 
-        The text starts with the template's end-of-turn text. Tool results are rendered after calls with the same names
-        and ids, which many templates look up, or after plain text if the template does not accept calls.
+        The text starts with the template's end-of-turn text. Many templates look up the call of a tool result, so the
+        rendered action contains matching calls, or plain text if the template does not accept calls.
         """
         mark = unused_marker("qzsaidzq", following)
         results = list(itertools.takewhile(lambda message: message.get("role") == "tool", following))
@@ -255,14 +255,14 @@ class Template:
         raise problem
 
     def _call_closing(self, action: Message, mark: str, tools: Schemas) -> str | None:
-        """Return the text between the last argument of a call and the end of the turn; None if calls are rejected."""
-        # The end of the turn is the text that also ends answers, or a separate control token such as `<|call|>`.
+        """Return the text between a call's last argument and the end of the turn; None if the call is rejected."""
         key = json.dumps([action, [t.get("function", {}).get("name") for t in tools]], default=str).replace(mark, "")
         if key not in self._closings:
             text = self._probe(_USER, action, tools=tools)
             tail = text.rpartition(mark)[2]
             if mark not in text:
                 return None
+            # Remove the end of the turn: either the text that also ends answers, or a control token such as `<|call|>`.
             if self.answer_tail and tail.endswith(self.answer_tail):
                 tail = tail[: -len(self.answer_tail)]
             elif found := list(self._control.finditer(tail)):
@@ -275,13 +275,13 @@ class Template:
     # --- check that appending is exact ---
 
     def append_violation(self, kind: FollowingRole) -> str:
-        """Return why messages of this kind cannot follow actions without changing earlier text; "" if they can.
+        """Return why messages of this kind cannot be appended without changing earlier text; "" if they can.
 
-        Conversations that grow to up to four actions are rendered: with one and two tool results, with and without a
-        system message and tool schemas, with and without thinking (if the generation prompt allows both), and with user
-        messages between tool calls. Every rendering must start with the previous one and end with the result of
-        `text_after_action` for the added messages. The text sent to an engine then equals the rendering of the whole
-        conversation. The result is cached per kind.
+        The check extends conversations step by step to up to four actions: with one and two tool results, with and
+        without a system message and tool schemas, with and without thinking (if the generation prompt allows both), and
+        with user messages between tool calls. Every rendering must start with the previous one and end with the result
+        of `text_after_action` for the added messages, so that the text sent to an engine equals the rendering of the
+        whole conversation. The result is cached per kind.
         """
         if kind not in self._violations:
             reasons = [self._find_violation(kind, mode) for mode in self.modes]
@@ -296,13 +296,13 @@ class Template:
 
     @functools.cached_property
     def modes(self) -> tuple[str | None, ...]:
-        """Kinds of answers that the generation prompt allows: None without thinking, or a marker with thinking."""
+        """Answers that the generation prompt allows: None for answers without thinking, a marker for those with it."""
         prompt = self.render([_USER], generate=True)
         modes = (None, "qzthinkzq")
         return tuple(m for m in modes if self._probe(_USER, self._answer_message("qzanswerzq", m)).startswith(prompt))
 
     def thinking_kept(self) -> str:
-        """Return "kept", "kept until a user speaks", "dropped", or "unknown" if the prompt does not allow thinking."""
+        """Return what happens to earlier thinking: "kept", "kept until a user speaks", "dropped" or "unknown"."""
         if "qzthinkzq" not in self.modes:
             return "unknown"
         if not self._find_violation("user", "qzthinkzq"):
@@ -326,7 +326,7 @@ class Template:
         return "qztold0zq" in text and "qztold1zq" in text
 
     def _grow_plans(self, plan: str, thought: str | None) -> str:
-        """Grow conversations by `plan`, the list of what follows each action: "1" or "2" results, or "u" (user)."""
+        """Return the first violation or "". `plan` has the number of results after each action, or "u" for a user."""
         tools = [_TOOL] if self._probe(_USER, tools=[_TOOL], generate=True) else []
         system: list[Message] = [{"role": "system", "content": "?"}] if self.takes_system() else []
         return self._grow([_USER], [], plan, thought) or self._grow([*system, _USER], tools, plan, thought)
@@ -368,7 +368,7 @@ class Template:
     # --- start and end of an action ---
 
     def stops(self) -> tuple[str, ...]:
-        """Return the control token that ends answers, followed by the one that ends calls if it is a different token.
+        """Return the control token that ends answers and, if it is a different one, the token that ends calls.
 
         In a template without an end-of-turn token, the tag of the next role ends the action. Tokens that also occur
         inside an action, for example between thinking and answer, are excluded.
@@ -389,7 +389,7 @@ class Template:
         return tuple(dict.fromkeys(m.group() for m in found if m and m.group() not in inside))
 
     def written_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return a call as rendered by the template, without the stop token, or "" if it supports no calls."""
+        """Return a call as rendered by the template, without the stop token; "" if calls are not supported."""
         if self.calls is None:
             return ""
         action = self._call_message([{"name": name, "tool_call_id": "call-0"}], arguments)
@@ -404,7 +404,7 @@ class Template:
         return " qzanswerzq \n" in self._probe(_USER, self._answer_message(" qzanswerzq \n"))
 
     def opening(self) -> str:
-        """Return the text before the first token of the assistant."""
+        """Return the generation prompt, which is the text that the template adds before an action."""
         prompt, plain = self.render([_USER], generate=True), self.render([_USER], generate=False)
         same = common_prefix_length(prompt, plain)
         inside = [m.start() for m in self._control.finditer(prompt) if m.start() < same < m.end()]
@@ -416,7 +416,7 @@ def _tool_result(text: str, n: int = 0) -> Message:
 
 
 def unused_marker(mark: str, messages: Sequence[Message]) -> str:
-    """Extend the marker until none of the messages contains it."""
+    """Append letters to the marker until no message contains it."""
     held = repr(list(messages))
     while mark in held:
         mark += "q"

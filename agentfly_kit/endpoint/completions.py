@@ -1,4 +1,4 @@
-"""The Chat Completions API: parsing of requests, and creation of answers and streams."""
+"""The Chat Completions API: functions that parse requests and create complete or streamed answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNSUPPORTED = ("functions", "function_call", "audio", "modalities", "prediction
 
 @dataclass(frozen=True)
 class Request:
-    """Parsed request. `warnings` contains (key, text) for each parameter that has no effect."""
+    """Parsed chat completion request. `warnings` contains (name, warning) for each ignored parameter."""
 
     messages: list[Any]
     tools: list[Any]
@@ -47,7 +47,7 @@ def read_request(body: Mapping[str, Any]) -> Request:
     if not isinstance(messages, list) or not messages:
         raise RequestError("'messages' must be a non-empty list")
     if body.get("top_logprobs"):
-        raise RequestError("'top_logprobs' is not supported; 'logprobs' has the sampled tokens")
+        raise RequestError("'top_logprobs' is not supported; use 'logprobs', which reports the sampled tokens")
     choice = body.get("tool_choice")
     options = body.get("stream_options") or {}
     return Request(
@@ -66,7 +66,7 @@ def read_request(body: Mapping[str, Any]) -> Request:
 
 
 def ignored(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (key, warning) for each parameter in the body that has no effect."""
+    """Yield (name, warning) for each parameter in the body that is ignored."""
     for name in _IGNORED:
         if body.get(name) is not None:
             yield name, f"the harness asked for {name}={body[name]!r}; Agent(sampling=) decides instead"
@@ -86,7 +86,7 @@ def read_list(body: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def read_author(body: Mapping[str, Any]) -> str | None:
-    """Return the author in a model name, such as "writer" in "policy/writer", or None."""
+    """Return the author that a request gives in its model name, such as "writer" in "policy/writer", or None."""
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise RequestError(f"'model' must be a string, got {model!r:.80}")
@@ -107,7 +107,7 @@ def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
 def _read_stop(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value or []
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError(f"'stop' must be a non-empty string or a list of these, got {value!r:.80}")
+        raise RequestError(f"'stop' must be a non-empty string or a list of such strings, got {value!r:.80}")
     return tuple(texts)
 
 
@@ -123,7 +123,7 @@ def _read_count(value: Any) -> int:
 
 
 def completion(request: Request, replies: list[Reply], answer_id: str) -> dict[str, Any]:
-    """Return the answer as a JSON object."""
+    """Return the answer to a request as a chat completion object."""
     return {
         **_head(answer_id, "chat.completion", request.model),
         "choices": [
@@ -176,7 +176,7 @@ def _head(answer_id: str, kind: str, model: str) -> dict[str, Any]:
 
 
 def reply_message(reply: Reply) -> dict[str, Any]:
-    """Return the action as a chat message."""
+    """Return a sampled action as an assistant message in the format of the Chat Completions API."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.text or (None if reply.calls else "")}
     if reply.thinking is not None:
         message["reasoning_content"] = reply.thinking
@@ -200,7 +200,7 @@ def _logprobs(reply: Reply) -> dict[str, Any]:
 async def answer(
     body: Mapping[str, Any], reply: Callable[..., Any], answer_id: str, warn: Callable[[str, str], None]
 ) -> tuple[dict[str, Any] | Iterator[str], dict[str, int]]:
-    """Answer a request. Return the answer, as an object or a stream of events, and its token counts."""
+    """Answer a chat completion request. Return a response object or an iterator of events, and the token counts."""
     request = read_request(body)
     for key, text in request.warnings:
         warn(key, text)

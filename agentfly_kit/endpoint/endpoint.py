@@ -17,13 +17,13 @@ from agentfly_kit.endpoint.reply import Reply, RequestError
 from agentfly_kit.endpoint.server import Server
 from agentfly_kit.errors import AgentFlyError, SettingsError
 
-# Placeholder base URL of the in-process client, which opens no connection.
+# Placeholder base URL of the in-process client. No connection to it is opened.
 _IN_PROCESS = "http://agentfly.invalid"
 
 
 @dataclass
 class Usage:
-    """Number of requests and tokens of one chain, as reported to its harness."""
+    """Counts of the requests and tokens of one chain, for use by the harness."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -46,14 +46,14 @@ class Answer:
 class Endpoint(Displayable):
     """OpenAI-compatible endpoint of one chain. A harness receives it as the parameter `endpoint`.
 
-    The policy answers every request, and the action is recorded in the chain. With the model name "policy/writer", the
-    author of the action is "writer". The sampling settings of the agent apply; requests can only shorten an action with
-    `max_tokens` or `stop`.
+    The policy answers every request, and the action is recorded in the chain. If a request names the model
+    "policy/writer", the author of the action is "writer". Sampling follows the settings of the agent; with
+    `max_tokens` or `stop`, a request can only shorten its action.
 
     Attributes:
         api_key: key that identifies the chain in HTTP requests.
         usage: number of requests and tokens so far.
-        model: name of the model.
+        model: model name that requests should contain.
     """
 
     model = completions.MODEL
@@ -104,7 +104,7 @@ class Endpoint(Displayable):
 
     @cached_property
     def http_client(self) -> Any:
-        """The async HTTP client used by `client`, for frameworks that accept one."""
+        """The async HTTP client used by `client`, for frameworks that accept an HTTP client."""
         openai = _openai()
         major = int(str(openai.__version__).partition(".")[0])
         httpx = importlib.import_module("httpx2" if major >= 3 else "httpx")
@@ -155,7 +155,7 @@ class Endpoint(Displayable):
 
     async def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any] | Iterator[str]:
         if self._closed:
-            raise RequestError("the chain of this key has ended", status=404, code="unknown_key")
+            raise RequestError("the chain with this key has ended", status=404, code="unknown_key")
         self._answers += 1
         answer_id = f"{self.api_key[:8]}{self._answers}"
         if path.endswith("/chat/completions"):

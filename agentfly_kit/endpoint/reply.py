@@ -1,4 +1,4 @@
-"""Replies of a chain to requests, and errors of an endpoint."""
+"""Replies to the requests of a harness, and exceptions that an endpoint raises."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Reply:
         text: Text without thinking and tool calls.
         thinking: Thinking text, or None.
         calls: Tool calls.
-        finish: "stop", "length" or "tool_calls".
+        finish: Finish reason: "stop", "length" or "tool_calls".
         prompt_tokens, completion_tokens: Number of tokens; 0 with a text-only engine.
         tokens: Text and logprob of each sampled token.
     """
@@ -48,7 +48,7 @@ class RequestError(AgentFlyError):
 
 
 class ChainEnded(RequestError):
-    """Raised when a request arrives after the chain has ended. `stop` is the stop reason of the chain."""
+    """Raised when a request cannot be answered because the chain has ended. `stop` is the stop reason of the chain."""
 
     def __init__(self, stop: str, detail: str = "") -> None:
         super().__init__(f"the chain has ended: {stop}{f' ({detail})' if detail else ''}", code=stop)

@@ -1,4 +1,4 @@
-"""The Responses API, which some frameworks use by default, converted to and from chat messages."""
+"""Conversion between chat messages and the Responses API, which some frameworks use by default."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def read_messages(body: Mapping[str, Any], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the chat messages of a request: instructions (if given, instead of earlier ones), `earlier`, and input.
+    """Return a request as messages: its instructions, which replace earlier ones, the `earlier` messages and its input.
 
     Raises:
         RequestError: if an item is not a message, a function call or a function call output.
@@ -52,7 +52,7 @@ def read_messages(body: Mapping[str, Any], earlier: list[dict[str, Any]]) -> lis
                 "type": "function",
                 "function": {"name": item.get("name"), "arguments": item.get("arguments")},
             }
-            # The API has separate items for the text and the calls of an action; a chat message has both.
+            # In this API, the text and the tool calls of an action are separate items; a chat message contains both.
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), call]
@@ -78,7 +78,7 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tools in the format of the Chat Completions API.
 
     Raises:
-        RequestError: if a tool is not a function, such as a web search built into a hosted model.
+        RequestError: if a tool is not a function, for example the built-in web search of a hosted model.
     """
     if body.get("tool_choice") == "none":
         return []
@@ -93,7 +93,7 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def response(reply: Reply, answer_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer as a JSON object."""
+    """Return the answer to a request as a response object."""
     counts = usage([reply])
     cut = reply.finish == "length"
     return {
@@ -144,7 +144,7 @@ def _items(reply: Reply, answer_id: str) -> list[dict[str, Any]]:
 
 
 def events(answer: dict[str, Any]) -> Iterator[str]:
-    """Yield the answer as server-sent events."""
+    """Yield a response object as server-sent events."""
     number = 0
 
     def event(kind: str, **data: Any) -> str:
@@ -183,13 +183,13 @@ async def answer(
     warn: Callable[[str, str], None],
     earlier: dict[str, list[dict[str, Any]]],
 ) -> tuple[dict[str, Any] | Iterator[str], dict[str, int]]:
-    """Answer a request. Return the answer, as an object or a stream of events, and its token counts.
+    """Answer a request of the Responses API. Return a response object or an iterator of events, and the token counts.
 
-    `earlier` maps the ids of earlier responses to their messages, for `previous_response_id`.
+    `earlier` maps the id of each earlier response to the conversation that ends with it, for `previous_response_id`.
     """
     previous = body.get("previous_response_id")
     if previous is not None and (not isinstance(previous, str) or previous not in earlier):
-        raise RequestError(f"'previous_response_id' must be the id of an answer in this chain, got {previous!r:.80}")
+        raise RequestError(f"'previous_response_id' must be the id of a response of this chain, got {previous!r:.80}")
     messages = read_messages(body, earlier.get(str(previous), []))
     for key, text in ignored(body):
         warn(key, text)

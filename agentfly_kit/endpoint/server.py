@@ -35,7 +35,7 @@ class Server:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._runner: Any = None
-        # The socket already accepts connections. Requests are answered once the site has started.
+        # The socket already accepts connections. Requests are answered once `_start` has finished.
         self._started = asyncio.run_coroutine_threadsafe(self._start(), loop)
 
     @classmethod
@@ -57,7 +57,7 @@ class Server:
         self._handlers[key] = handler
 
     async def remove(self, key: str) -> None:
-        """Remove a key. The server stops when no key is left."""
+        """Remove the handler of a key. The server stops when no handler is left."""
         self._handlers.pop(key, None)
         if self._handlers:
             return

@@ -23,7 +23,7 @@ class Engine(Displayable, ABC):
         entropies: Whether samples have entropies: "yes" or "no".
         reproducible: True if the same ids, sampling settings and seed give the same sample regardless of concurrent
             requests.
-        author: "policy" if the tokens can be trained on; otherwise the author to record, such as "script".
+        author: Author of the sampled tokens: "policy" if they can be trained on, otherwise for example "script".
         vocab_size: Number of tokens in the vocabulary; None if unknown.
     """
 
@@ -49,8 +49,8 @@ class Engine(Displayable, ABC):
             ids: Token ids of the prompt.
             sampling: Temperature, truncation and limits.
             seed: Seed of the sampling noise.
-            request: Task, turn and messages for scripted and text-only engines, and the session whose KV cache may be
-                kept between turns.
+            request: Task, turn and messages, for scripted and text-only engines, and the session of the chain, for
+                engines that keep its KV cache between turns.
 
         Raises:
             EngineError: If the engine failed or the ids exceed its context length.
@@ -62,21 +62,34 @@ class Engine(Displayable, ABC):
 
     async def score(self, ids: Sequence[int]) -> tuple[float, ...]:
         """Return the logprob of each id after the first, given the ids before it, at temperature 1 in nats."""
-        raise EngineError(f"{type(self).__name__} cannot score given ids; use policy.score, or OpenAIEngine with vLLM")
+        raise EngineError(f"{type(self).__name__} cannot score given ids; use policy.score, VLLMEngine or OpenAIEngine")
 
     async def check_teacher(self, chat: Chat, length: int) -> None:
-        """Raise SettingsError unless `score` accepts `length` ids of the tokenizer of `chat`."""
-        raise SettingsError(f"teacher must be a Policy, or an OpenAIEngine with a vLLM server, got {self!r}")
+        """Raise SettingsError unless this engine can score `length` ids from the tokenizer of `chat`."""
+        raise SettingsError(f"teacher must be a Policy, a VLLMEngine, or an OpenAIEngine for vLLM, got {self!r}")
 
     async def update(self, policy: Any) -> None:
         """Use the weights of `policy` for all further sampling."""
         raise EngineError(f"{type(self).__name__} has no weights to update; train with LocalEngine or VLLMEngine")
 
     def release(self, session: str) -> None:
-        """Release the state kept for a session (such as its KV cache) after its chain has ended."""
+        """Release the state of a chain that has ended, such as its KV cache. `session` identifies the chain."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"  # no memory address, so that notebook outputs are stable
 
     async def close(self) -> None:
-        """Stop all running work and release resources. The engine may be used again afterwards."""
+        """Stop all running work and release resources. A closed VLLMEngine must be started again before further use."""
+
+
+def check_scorer(scorer: Chat, max_length: int, chat: Chat, needed: int) -> None:
+    """Raise SettingsError if the teacher's vocabulary is not that of `chat` or its context is shorter than `needed`."""
+    if scorer.tokenizer.get_vocab() != chat.tokenizer.get_vocab():
+        raise SettingsError(
+            f"teacher must have the vocabulary of the policy, whose token ids it scores, got a different "
+            f"vocabulary of {len(scorer.tokenizer)} tokens; the policy has {len(chat.tokenizer)}"
+        )
+    if max_length < needed:
+        raise SettingsError(
+            f"teacher must have a context of at least {needed} tokens, like the engine, got {max_length}"
+        )

@@ -20,10 +20,10 @@ from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.forward import single_torch_thread
 from agentfly_kit.types import Sample, Sampling, TurnRequest
 
-# Number of prompt tokens of a check, and number of tokens to sample. The prompt is longer than a block of vLLM's prefix
-# cache, so that a stale cache is detected too.
+# Number of prompt tokens and of sampled tokens in a check of an engine's weights. The prompt is longer than a block of
+# vLLM's prefix cache, so that the check also detects outdated blocks.
 _PROMPT, _SAMPLED = 48, 8
-# Token ids and their logprobs.
+# Token ids that an engine sampled in a check, and their logprobs.
 _Answer = tuple[tuple[int, ...], tuple[float, ...]]
 
 
@@ -32,13 +32,13 @@ class FleetMember(Displayable):
     """An engine of a `Fleet` and its state.
 
     Attributes:
-        name: Address of a server, otherwise class and index of the engine.
+        name: Address of the server, or class and index of an engine without one.
         engine: The engine.
-        state: "up"; "down" if an update failed, or a request failed and another engine then answered it; "stale" if
-            the engine's logprobs are not those of the policy. Requests are only sent to engines that are up.
+        state: "up"; "down" after a failed update or check, or if another engine had to answer its request; "stale"
+            if the engine's logprobs differ from those of the policy. Only engines that are up receive requests.
         running: Number of requests in progress.
-        sessions: Unfinished chains whose requests go to this engine.
-        gap: Largest difference in nats between a logprob of the engine and the policy, in the last check.
+        sessions: Unfinished chains that are assigned to this engine.
+        gap: Largest difference in nats between the engine's and the policy's logprobs in the last check.
         reason: Why the engine is not up.
     """
 
@@ -49,7 +49,7 @@ class FleetMember(Displayable):
     sessions: set[str] = field(default_factory=set, repr=False)
     gap: float = math.nan
     reason: str = ""
-    # Tokens and logprobs of the last check, and the policy's logprobs of these tokens.
+    # Tokens and logprobs from the engine in the last check, and the policy's logprobs of these tokens.
     answer: _Answer | None = field(default=None, repr=False)
     expected: tuple[float, ...] = field(default=(), repr=False)
     # True after a failed request, until the engine has passed a check.
@@ -70,10 +70,10 @@ class Fleet(Engine):
     Args:
         engines: At least one engine. Either all must return token ids, or all must return text.
         tolerance: Largest difference in nats between the logprobs of an engine and the policy; by default 1e-3 for a
-            policy in float32 and 0.05 in 16 bits. If the servers use another dtype than the policy, set 0.05.
+            policy in float32 and 0.05 in 16 bits. Set 0.05 if the dtype of the servers differs from that of the policy.
 
     Raises:
-        EngineError: If the engines differ in what they return or in their vocabulary, or one of them is a Fleet.
+        EngineError: If the engines have different vocabularies, authors or kinds of results, or one of them is a Fleet.
     """
 
     def __init__(self, engines: Iterable[Engine], *, tolerance: float | None = None) -> None:
@@ -82,7 +82,7 @@ class Fleet(Engine):
             raise EngineError("engines must contain at least one engine, got none")
         for engine in found:
             if not isinstance(engine, Engine) or isinstance(engine, Fleet):
-                raise EngineError(f"engines must be engines and not a Fleet, got {short_repr(engine)}")
+                raise EngineError(f"engines must be Engine objects other than a Fleet, got {short_repr(engine)}")
         names = [getattr(engine, "base_url", f"{type(engine).__name__} {i}") for i, engine in enumerate(found)]
         if len(set(names)) < len(names) or len(set(map(id, found))) < len(found):
             raise EngineError(f"engines must be different engines or servers, got {', '.join(names)}")
@@ -91,13 +91,13 @@ class Fleet(Engine):
         for name in ("tokens", "logprobs", "entropies", "author", "vocab_size"):
             values = {str(value) for engine in found if (value := getattr(engine, name)) is not None}
             if len(values) > 1:
-                raise EngineError(f"engines must agree in {name}, got {' and '.join(sorted(values))}")
+                raise EngineError(f"engines must have the same value of {name}, got {' and '.join(sorted(values))}")
         self.members = tuple(FleetMember(name, engine) for name, engine in zip(names, found, strict=True))
         self.tolerance = tolerance
-        # Without exact tokens there are no logprobs to compare.
+        # Only engines that return token ids with logprobs can be compared.
         self._checks = self.tokens == "exact" and self.logprobs == "yes"
         self._checked = not self._checks
-        # Tokens and logprobs that an engine with the right weights gives.
+        # Tokens and logprobs that are expected from every engine with the current weights; None before the first check.
         self._reference: _Answer | None = None
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
 
@@ -137,7 +137,7 @@ class Fleet(Engine):
 
     @property
     def max_length(self) -> int:
-        """Context length of the engine with the shortest one."""
+        """Shortest context length of all engines, in tokens."""
         return min(member.engine.max_length for member in self.members)
 
     @property
@@ -146,7 +146,7 @@ class Fleet(Engine):
 
     @property
     def policy(self) -> Any:
-        """Policy whose weights an engine shares. Raises AttributeError if no engine shares weights."""
+        """Policy of the first engine that has one, such as a LocalEngine. Raises AttributeError if there is none."""
         for member in self.members:
             if hasattr(member.engine, "policy"):
                 return member.engine.policy
@@ -177,7 +177,7 @@ class Fleet(Engine):
                 member.engine.release(session)
 
     async def _run(self, ids: Sequence[int], session: str | None, call: Callable[[Engine], Awaitable[Any]]) -> Any:
-        """Call one engine after another until one of them succeeds."""
+        """Call engines one after another until a call succeeds, and return its result."""
         if not self._checked:
             async with self._lock():
                 if not self._checked:
@@ -202,7 +202,7 @@ class Fleet(Engine):
         raise EngineError(f"no engine of the Fleet could sample: {_list_reasons(reasons)}")
 
     async def _choose(self, session: str | None, failed: dict[FleetMember, EngineError]) -> FleetMember | None:
-        """Return the engine for a request; None if none is left. Engines that failed are checked before further use."""
+        """Return the engine for a request, or None if all have failed. Engines that failed are checked before reuse."""
         left = [m for m in self.members if m.state == "up" and m not in failed]
         usable = [m for m in left if not m.suspect]
         if left and not usable:
@@ -255,11 +255,11 @@ class Fleet(Engine):
             raise EngineError(f"no engine was updated: {_list_reasons({m.name: m.reason for m in self.members})}")
 
     async def probe(self, policy: Any = None) -> Fleet:
-        """Check all engines now, including excluded ones; those that pass are used again.
+        """Check the weights of all engines, including those excluded earlier. Engines that pass are used again.
 
         Args:
-            policy: Policy whose weights the engines should have. None compares them with the last check, or with each
-                other if there was none.
+            policy: Policy whose weights the engines should have; by default that of an engine such as LocalEngine. If
+                there is none, the logprobs are compared with those of the last check or of the first engine.
 
         Returns:
             This fleet.
@@ -269,7 +269,7 @@ class Fleet(Engine):
         return self
 
     async def _check(self, members: list[FleetMember], policy: Any = None) -> None:
-        """Sample a few tokens from each engine, compare their logprobs, and set state and gap of the engines."""
+        """Sample a few tokens from each engine, compare their logprobs, and set `state` and `gap` of each engine."""
         if not self._checks:
             for member in members:
                 member.state, member.reason, member.suspect = "up", "", False
@@ -289,7 +289,7 @@ class Fleet(Engine):
             if scores:
                 expected = answer[0], scores[answer[0]]
             else:
-                # Without a policy, compare with the last check, or with the first engine.
+                # Without a policy, compare with the results of the last check, or with those of the first engine.
                 expected = self._reference or answer
             member.gap = _gap(answer, expected)
             if reason := self._why_stale(member, answer, expected[1], policy):
@@ -301,7 +301,7 @@ class Fleet(Engine):
         self._checked = True
 
     def _why_stale(self, member: FleetMember, answer: _Answer, expected: tuple[float, ...], policy: Any) -> str:
-        """Return why the engine does not have the expected weights; empty if it has them."""
+        """Return why the engine does not have the expected weights, or "" if it has them."""
         limit = self.tolerance or (1e-3 if policy is None or policy.model.dtype.itemsize >= 4 else 0.05)
         if not member.gap <= limit:
             dtype = getattr(member.engine, "dtype", None)
@@ -309,7 +309,7 @@ class Fleet(Engine):
                 f"its logprobs differ by {member.gap:.2g} nats from the expected ones, more than {limit:g}: it has "
                 f"other weights, or another precision than the policy{f' (its dtype is {dtype})' if dtype else ''}"
             )
-        # A small update changes logprobs by less than the tolerance, but not by nothing.
+        # The logprobs of an engine that missed a small update are within the tolerance, but have not changed at all.
         moved = max((abs(a - b) for a, b in zip(member.expected, expected, strict=False)), default=0.0)
         if answer == member.answer and moved > limit / 10:
             return f"its logprobs are the same as before the update, which changed those of the policy by {moved:.2g}"
@@ -336,7 +336,7 @@ class Fleet(Engine):
 def _score(
     policy: Any, prompt: list[int], answers: Iterable[tuple[int, ...]]
 ) -> dict[tuple[int, ...], tuple[float, ...]]:
-    """Return the policy's logprobs of each answer to the prompt."""
+    """Return the policy's logprobs of the tokens of each answer, given the prompt."""
     import torch
 
     scores = {}
@@ -350,7 +350,7 @@ def _score(
 
 
 def _gap(answer: _Answer, expected: _Answer) -> float:
-    """Return the largest difference of logprobs before the first token that differs; inf if the first tokens differ."""
+    """Return the largest logprob difference before the first mismatched token; inf if the first tokens differ."""
     same = itertools.takewhile(
         lambda pair: pair[0][0] == pair[1][0],
         zip(zip(*answer, strict=True), zip(*expected, strict=True), strict=False),

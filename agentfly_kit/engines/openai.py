@@ -37,14 +37,14 @@ class OpenAIEngine(Engine):
 
     By default the engine uses chat completions: it returns text and tool calls, which cannot be trained on. If
     `await engine.probe()` finds that the server returns token ids and logprobs (vLLM does), the engine switches to
-    tokens="exact"; agents built afterwards send ids, and their rollouts can be used for training. With
+    tokens="exact": agents created after that send ids, and their rollouts can be used for training. With
     `tokens="exact"` the engine starts in this mode, and the first sample verifies that the server supports it.
 
     The engine is not reproducible: results depend on the server's batch composition, and no seeds are sent.
 
     `update` loads the weights of a policy into a vLLM server that was started by `serve_vllm` or with the command in
-    the error message of `update`. A restarted server has its initial weights again. If the restart interrupted a
-    request of this engine, the engine detects this and does not sample until the next update.
+    the error message of `update`. A server that is restarted loads its initial weights. The engine detects a restart
+    that interrupted a request, and does not sample until the next update.
 
     Args:
         base_url: Address of the API, including "/v1".
@@ -53,16 +53,16 @@ class OpenAIEngine(Engine):
         tokens: "none" for text, "exact" for token ids with logprobs.
         stop_ids: Ids that end a turn, such as `policy.chat.stop_ids`; required for exact tokens.
         timeout: Time limit per attempt in seconds.
-        retries: Number of further attempts after status 429 or 5xx, a timeout or a lost connection. If all attempts
-            fail, EngineError is raised.
+        retries: Number of retries after a temporary error: a status such as 429 or 503, a timeout or a lost connection.
+            If all retries fail, EngineError is raised.
         backoff: Wait before the first retry in seconds; it doubles with each further retry.
         max_length: Context length in tokens, if the server does not report it.
         extra_body: Additional fields of each request.
         weights: How `update` sends weights: "shm" through shared memory to a server on this machine, "http" over a
             socket that this process opens for the duration of an update, or "auto" for "shm" if the server's address
-            is a loopback address and "http" otherwise. The weights are not encrypted. The server connects to the
-            address of the interface through which this machine reaches it. To use another address, pass it, such as
-            "http://10.0.0.5:7000".
+            is a loopback address and "http" otherwise. The weights are not encrypted. For "http", the server
+            connects to the address from which this machine reaches the server; if it must use another address, pass
+            that address instead, such as "http://10.0.0.5:7000".
     """
 
     reproducible = False
@@ -97,7 +97,7 @@ class OpenAIEngine(Engine):
         self.timeout = timeout
         self.retries = retries
         self.backoff = backoff
-        # Number of tokens sampled by this engine, if the server reports usage.
+        # Number of tokens sampled by this engine; in text mode, only those that the server reports.
         self.sampled = 0
         self._key = api_key
         self._exact = tokens == "exact"
@@ -112,13 +112,13 @@ class OpenAIEngine(Engine):
         self._version = 0
         # Reason why the server does not have the weights of the last update; empty if it has them.
         self._update_failure = ""
-        # Number of failed updates; a request that overlaps one is discarded.
+        # Number of failed updates. The result of a request during which an update fails is discarded.
         self._failed_updates = 0
         # Label of the last update's weights, which the server stores until it is restarted.
         self._label = ""
-        # True if a request failed since the label was last checked.
+        # True if a connection failed since `_label` was last checked.
         self._disconnected = False
-        # One client per event loop, because an httpx2 client can only be used in the loop in which it was created.
+        # Locks and httpx2 clients can only be used in the event loop in which they were created, so keep one per loop.
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
         self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = weakref.WeakKeyDictionary()
 
@@ -160,7 +160,7 @@ class OpenAIEngine(Engine):
         """A chat without a tokenizer, for agents in text mode: `af.Agent(engine, chat=engine.chat)`.
 
         Raises:
-            EngineError: In exact mode, which needs the chat of the model itself.
+            EngineError: In exact mode, in which agents need a chat with the tokenizer of the model.
         """
         if self._exact:
             raise EngineError("exact tokens require the model's own chat; use policy.chat or af.Chat(tokenizer)")
@@ -205,7 +205,7 @@ class OpenAIEngine(Engine):
                 )
 
     async def _logprobs_after_temperature(self) -> bool | None:
-        """Return whether the server's logprobs include temperature; None if it returns no ids or no logprobs.
+        """Return whether temperature scaling affects the server's logprobs; None if it returns no ids or logprobs.
 
         Temperature 2 halves the logits, and therefore the difference between the logprobs of any two tokens.
         """
@@ -231,7 +231,7 @@ class OpenAIEngine(Engine):
             return None
 
     async def _request_or_empty(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request and return the response; empty if the server does not support the request."""
+        """Send a request and return the response, or {} if the server rejects it. A rejected API key raises Refused."""
         try:
             return await self._request(method, path, body)
         except Refused as error:
@@ -322,7 +322,7 @@ class OpenAIEngine(Engine):
         }
         if request.tools:
             body["tools"] = list(request.tools)
-        # Servers may reject options that they do not know, so only those that are set are sent.
+        # Servers may reject options that they do not know, so send only those that are set.
         options = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p, "stop": sampling.stop}
         body |= {name: value for name, value in options.items() if value != getattr(Sampling(), name)}
         try:
@@ -333,7 +333,7 @@ class OpenAIEngine(Engine):
             raise EngineError(
                 f"{error}. A vLLM server parses tool calls if it was started with --enable-auto-tool-choice and "
                 "--tool-call-parser hermes (or another parser); with OpenAIEngine(extra_body={'tool_choice': 'none'}) "
-                "it leaves them in the text, and this engine parses them"
+                "the server leaves the calls in the text, and this engine parses them"
             ) from error
         try:
             choice = answer["choices"][0]
@@ -363,12 +363,12 @@ class OpenAIEngine(Engine):
         The server must support `prompt_logprobs` and `logprob_token_ids`, as vLLM 0.32 does.
 
         Raises:
-            EngineError: If the server fails or returns no such logprobs, or the ids do not fit into its context.
+            EngineError: If the server fails or does not return these logprobs, or if the ids exceed its context length.
         """
         if not 2 <= len(ids) <= self.max_length:
-            raise EngineError(f"ids must be 2 to {self.max_length} ids to be scored by {self!r}, got {len(ids)}")
+            raise EngineError(f"ids must have a length of 2 to {self.max_length} for {self!r}, got {len(ids)}")
         *before, last = (int(i) for i in ids)
-        # vLLM samples at least one token, for which there must be room, so the last id is scored as that token.
+        # vLLM always samples a token, so leave the last id out of the prompt and request its logprob there.
         body = self._completion(before, Sampling(max_tokens=1)) | {"prompt_logprobs": 0, "logprob_token_ids": [last]}
         answer = await self._request("POST", "/completions", body)
         try:
@@ -377,21 +377,21 @@ class OpenAIEngine(Engine):
             scored = [float(by_id[str(i)]["logprob"]) for by_id, i in itertools.islice(given, 1, None)]
             return (*scored, float(choice["logprobs"]["top_logprobs"][0][f"token_id:{last}"]))
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise EngineError(f"{self.base_url} returned no logprobs of given ids: {_shortened(answer)}") from error
+            raise EngineError(f"{self.base_url} returned no logprobs of the given ids: {_shortened(answer)}") from error
 
     async def check_teacher(self, chat: Chat, length: int) -> None:
         await self._read_length()
         if self.max_length < length:
             raise SettingsError(
-                f"teacher must have a context of at least {length} tokens, as the engine has, got {self.max_length}"
+                f"teacher must have a context of at least the engine's {length} tokens, got {self.max_length}"
             )
         ids = list(range(len(chat.tokenizer)))
         body = {"model": self.model, "tokens": ids}
         answer = await self._request_or_empty("POST", f"{self.base_url.removesuffix('/v1')}/detokenize", body)
         if answer.get("prompt") != chat.tokenizer.decode(ids):
             raise SettingsError(
-                f"teacher must have the vocabulary of the policy, whose token ids it scores, but {self!r} does not "
-                f"decode the {len(ids)} ids of the policy's tokenizer to the same text with /detokenize"
+                f"teacher must have the vocabulary of the policy, whose token ids it scores, but /detokenize of "
+                f"{self!r} does not decode the {len(ids)} ids of the policy's tokenizer to the same text"
             )
 
     # --- weights ---
@@ -412,7 +412,7 @@ class OpenAIEngine(Engine):
     def _check_weights(self) -> None:
         if self._update_failure:
             raise EngineError(
-                f"the weights of {self.base_url} are undefined ({self._update_failure}); call await "
+                f"the weights of the server at {self.base_url} are undefined ({self._update_failure}); call await "
                 "engine.update(policy) to send them again"
             )
 
@@ -444,7 +444,7 @@ class OpenAIEngine(Engine):
         """Send a request, with retries, and return the decoded response. Cancellation closes the connection.
 
         Raises:
-            Refused: If the server rejects the request with a status for which a retry is useless.
+            Refused: If the server rejects the request with a status after which no retry is made.
             EngineError: If all attempts failed, or the response is not valid JSON.
         """
         import httpx2
@@ -471,7 +471,7 @@ class OpenAIEngine(Engine):
                     return answer if isinstance(answer, dict) else {"answer": answer}
                 last = f"{response.status_code} {_error_text(response)}"
                 if response.status_code not in _RETRIED_STATUSES:
-                    raise Refused(f"{url} refused: {last}", response.status_code)
+                    raise Refused(f"{url} refused the request: {last}", response.status_code)
                 wait = max(wait, _retry_after_seconds(response.headers.get("retry-after")))
             if attempt < retries:
                 await asyncio.sleep(min(wait, _MAX_RETRY_WAIT))
@@ -488,7 +488,7 @@ class OpenAIEngine(Engine):
 
 
 class TextChat(Chat):
-    """A chat without a tokenizer: parses tool calls in text and rejects all operations on token ids."""
+    """Chat that has no tokenizer. It parses tool calls in text, and rejects all operations on token ids."""
 
     def __init__(self, format: str | formats.Format = "hermes") -> None:
         self.tokenizer = None
@@ -516,9 +516,9 @@ class Refused(EngineError):
 
 
 def _wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Convert messages to the format of the API, in which arguments are JSON strings and results follow their calls.
+    """Convert messages to the OpenAI format, in which the arguments of tool calls are JSON strings.
 
-    The API requires a matching call for each result. A result for a call that could not be parsed has no
+    The API requires that a tool result follows its call. The result of a call that could not be parsed has no
     matching call and is sent as a user message.
     """
     out: list[dict[str, Any]] = []
@@ -540,7 +540,7 @@ def _wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _parse_tool_call(call: dict[str, Any], index: int) -> ToolCall:
-    """Convert a tool call parsed by the server; arguments that are not a JSON object give a call with an error."""
+    """Convert a tool call parsed by the server. If the arguments are not a JSON object, the result has an `error`."""
     name, said = str(call["function"]["name"]), call["function"].get("arguments")
     key = str(call.get("id") or f"call-{index}")
     raw = said if isinstance(said, str) else json.dumps(said)

@@ -15,7 +15,7 @@ Script = Sequence[str | Sequence[int]] | Callable[[Task, int], Any]
 
 
 class ScriptedEngine(Engine):
-    """Replay a script. Every chain uses the entries of the script from the first one on, one entry per turn.
+    """Replay a script. Each turn of a chain uses the next entry; every chain starts with the first entry.
 
     The tokens have the author "script" and mask 0, because no policy sampled them.
 
@@ -53,7 +53,7 @@ class ScriptedEngine(Engine):
             reply = self.script[turn]
         else:
             raise EngineError(
-                f"the script has {len(self.script)} turns, but turn {turn + 1} was requested; add one or set max_turns"
+                f"the script has {len(self.script)} turns, but turn {turn + 1} was requested; add it or set max_turns"
             )
         if isinstance(reply, str):
             return Sample(None, None, None, "stop", None, text=reply)

@@ -1,6 +1,6 @@
 """Start vLLM servers on this machine: `async with serve_vllm(policy) as server: engine = server.engine()`.
 
-The server runs in a process `python -m agentfly_kit.engines.serving PID ...`, which is killed when process PID ends.
+The server process, `python -m agentfly_kit.engines.serving PID ...`, is killed when the process with the id PID ends.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _POLL_SECONDS = 0.2
 
 
 class VLLMServer(Displayable):
-    """A vLLM server in a separate process, which samples from a policy and whose weights `OpenAIEngine.update` changes.
+    """A vLLM server that runs in a separate process and samples from a policy; `OpenAIEngine.update` updates it.
 
-    Use `server = await serve_vllm(policy).start()` and later `await server.close()`, or `async with`. The server is
-    stopped when this process ends, even if this process is killed. It listens on the loopback interface only, because
-    its development endpoints let every client change its weights; from another machine, use a tunnel (`ssh -L`).
+    Use `server = await serve_vllm(policy).start()` and later `await server.close()`, or `async with`. The server also
+    stops when this process ends or is killed. It listens on the loopback interface only, because any client could
+    change its weights through the development endpoints. To use it from another machine, open a tunnel (`ssh -L`).
 
     Args:
         policy: The policy, or a folder or hub name of a model.
@@ -73,7 +73,7 @@ class VLLMServer(Displayable):
 
     @property
     def pid(self) -> int | None:
-        """Id of the server's process, and of its process group; None if the server is not running."""
+        """Process id of the server, which is also its process group id; None if the server is not running."""
         running = self._process is not None and self._process.poll() is None
         return self._process.pid if running and self._process is not None else None
 
@@ -88,7 +88,7 @@ class VLLMServer(Displayable):
         return engine
 
     async def start(self) -> VLLMServer:
-        """Start the server if it is not running, and wait until it answers, which takes up to a minute.
+        """Start the server if it is not running, and wait until it is ready, which takes up to a minute.
 
         Returns:
             This server.
@@ -164,7 +164,7 @@ def _answers(port: int) -> bool:
 
 
 def _kill(process: subprocess.Popen[bytes] | None) -> None:
-    """Kill the process group. No data is lost, and vLLM's CPU worker would never exit by itself."""
+    """Kill the server's process group, because vLLM's CPU worker would not exit by itself."""
     if process is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

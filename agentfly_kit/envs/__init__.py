@@ -1,6 +1,6 @@
-"""Environments: `af.envs.agent(YourClass, engine, chat=...)` for your own class, and ready-made task families.
+"""Environments. `af.envs.agent` creates an agent for your own class; `af.envs.list()` lists ready-made task families.
 
-`af.envs.list()` lists the families. Each family is a module of this package and is imported on first use.
+Each family is a module of this package and is imported on first use.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"agentfly_kit.envs.{_WHERE[name]}"), name)
     if name in FAMILIES:
         return importlib.import_module(f"agentfly_kit.envs.{name}")
-    raise AttributeError(f"agentfly_kit.envs has no {name!r}; there is {', '.join(__all__)}")
+    raise AttributeError(f"agentfly_kit.envs has no attribute {name!r}; it has {', '.join(__all__)}")
 
 
 def __dir__() -> builtins.list[str]:
@@ -54,8 +54,8 @@ def __dir__() -> builtins.list[str]:
 
 
 def list() -> Any:
-    """Return a DataFrame of the task families: description, tools, requirements, number of tasks, licence, and the
-    install command of each family whose requirements are missing."""
+    """Return a DataFrame with one row per task family: description, tools, requirements, number of tasks, licence, and
+    the install command if requirements are missing."""
     import pandas
 
     rows = []

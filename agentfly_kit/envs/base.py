@@ -1,4 +1,4 @@
-"""Build an agent from an environment class that defines tool methods and, optionally, a reward and an end of episode.
+"""Build an agent from an environment class that defines tool methods and, optionally, a reward and a `done` flag.
 
 An environment is any class whose `reset` takes the task or some of its fields. No base class or registration is needed.
 
@@ -22,7 +22,7 @@ An environment is any class whose `reset` takes the task or some of its fields. 
 
     agent = af.envs.agent(Guess, engine, chat=policy.chat)
 
-check_task(task)    Called for every task before a rollout starts, on an instance that has not been started. Raise
+check_task(task)    Called for every task before a rollout starts, on an instance whose `start` was not called. Raise
                     TaskError for a task that `reset` cannot use. Optional.
 reset(...)          Called before each chain. Must reset all state, because one object serves many chains in turn.
                     Parameters are filled by name: `task`, `seed`, and fields of the task; `**fields` receives all
@@ -32,11 +32,11 @@ done                True once the episode is over: the chain then stops with `en
 reward(...)         Score of the chain. Parameters are filled by name: `state`, and everything else that rewards may
                     request (final, trajectory, context, a task field, a sandbox by its class). Optional;
                     agent(reward=mine) replaces it. The method may also be named `get_reward`.
-reward_sandboxes    Sandbox classes that `reward` leases itself, with `await context.sandbox(...)`. Optional.
+reward_sandboxes    Sandbox classes that `reward` leases with `await context.sandbox(...)`. Optional.
 state               Value that rewards may read. Defaults to a dictionary of the public attributes.
 fork(into)          Copy the state to another instance. Without it, a chain that has started cannot be forked.
 cleanup()           Called after a chain has released the environment, to stop whatever is still running. Optional.
-start, alive, close As for any sandbox class. Optional.
+start, alive, close Used as in any other sandbox class. Optional.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from agentfly_kit.agent.chain_editing import Chain
 
 OVER = "The episode is over."
-# Size of the pools created for sandboxes that tools and rewards request. Each lease is brief.
+# Size of the pools that `agent` creates for sandboxes that tools and rewards request. Their leases are short.
 _EXTRA_POOL_SIZE = 4
 
 
@@ -91,14 +91,14 @@ class EnvironmentTool(Tool[..., Any]):
 
     @property
     def sandbox_types(self) -> tuple[type, ...]:
-        """The environment class and the sandbox classes that the method requests."""
+        """The environment class and the sandbox classes that the tool method requests as parameters."""
         return (self.sandbox_type, *super().sandbox_types)
 
     def require_instance(self) -> None:
-        """Do nothing, because each chain calls the method on the instance that it has leased."""
+        """Do nothing. No instance is required, because each chain calls the method on its leased environment."""
 
     async def invoke(self, arguments: Mapping[str, Any], context: Context, *, raising: bool = False) -> ToolResult:
-        """Call the method as `Tool.invoke` does, or return the observation `OVER` if the episode has ended."""
+        """Call the tool method as `Tool.invoke` does, or return the observation `OVER` if the episode has ended."""
         try:
             sandbox_type: type[Any] = self.sandbox_type
             async with context.using(sandbox_type) as environment:
@@ -164,7 +164,7 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
     names = [p.name for p in parameters]
 
     async def scored(environment: Any, context: Context, trajectory: Any, **more: Any) -> Any:
-        # To try a reward on a finished chain, whose environment has been released, replay its calls in a fresh one.
+        # `Reward.try_` scores a finished chain, whose environment has been released, so replay the chain's tool calls.
         if context.trajectory_id.startswith("try "):
             await _replay(environment, sandbox_type, context, trajectory)
         ready = {"context": context, "trajectory": trajectory}
@@ -196,7 +196,7 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
 
 
 class EnvironmentReward(Reward[..., Any]):
-    """The reward of an environment. `leased` lists the sandbox classes that it leases with `context.sandbox`."""
+    """Reward that calls an environment's `reward` method. `leased` lists the sandbox classes that the method leases."""
 
     leased: tuple[type, ...] = ()
 
@@ -228,12 +228,12 @@ async def _replay(environment: Any, sandbox_type: type, context: Context, trajec
             if (got.ok, got.observation) != (call.result.ok, call.result.observation):
                 raise SandboxError(
                     f"{sandbox_type.__name__}.{call.name} returned {got.observation!r} on replay but "
-                    f"{call.result.observation!r} at first: the final state of this chain cannot be restored"
+                    f"{call.result.observation!r} originally: the final state of this chain cannot be restored"
                 )
 
 
 class ResetHook:
-    """`before_chain` hook of an environment's agent: start the episode and return what `reset` returned."""
+    """Hook for `before_chain` that resets the chain's environment and returns the result of `reset`."""
 
     def __init__(self, sandbox_type: type) -> None:
         self.sandbox_type = sandbox_type
@@ -245,7 +245,7 @@ class ResetHook:
 
 
 class SandboxEnvironment:
-    """Base class of environments that wrap one sandbox, `_sandbox`, and share its lifetime."""
+    """Base class of environments that wrap one sandbox, `_sandbox`, and are started and closed together with it."""
 
     _sandbox: Any
 
@@ -281,18 +281,18 @@ def agent(
     options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Agent:
-    """Create an agent for an environment class. Each chain leases an instance, resets it for its task and releases it.
+    """Create an agent for an environment class. Each chain leases an instance, which is reset for its task.
 
     Args:
         sandbox_type: the environment class.
         engine: the engine that samples the actions.
-        chat: the chat of the engine's model.
+        chat: the `af.Chat` of the engine's model.
         tools: tools in addition to those of the environment.
-        reward: replaces the environment's own reward. To read the environment, it declares a parameter such as
-            `world: af.FromPool[Guess]`.
+        reward: the reward to use instead of the environment's own. It can read the environment through a parameter
+            such as `world: af.FromPool[Guess]`.
         pool: the pool of environments; by default a new one is created.
-        size: size of the new pool; chains wait while all instances are leased. Small pools are also created for
-            sandboxes that a tool or the reward requests if no given pool provides them.
+        size: size of the new pool; chains wait while all instances are leased. If a tool or the reward requests other
+            sandbox classes that no given pool provides, small pools are created for them.
         acquire_timeout: how long a chain waits for an environment of the new pool, in seconds.
         options: keyword arguments for the environment class.
         **settings: further arguments of `Agent`: max_turns, sampling, seed, pools, ...

@@ -1,4 +1,4 @@
-"""calculator: arithmetic questions with integers and a calculator tool. The default shipped policy is trained on it."""
+"""calculator: integer arithmetic with a calculator tool. The policy `af.tiny.policy()` was trained on these tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentfly_kit.types import Message, Task
 
 
 class Calculator:
-    """Environment without state. It exists so that all families have the same interface."""
+    """Stateless environment with a calculator tool."""
 
     def check_task(self, task: Task) -> None:
         """Raise TaskError if the answer is neither a string nor a number."""
@@ -37,19 +37,19 @@ class Calculator:
             raise ToolError(str(error)) from error
 
     def reward(self, final: str | None, answer: str | float) -> float:
-        """Return 1 if the final text has exactly the value of the answer, in any notation, else 0."""
+        """Return 1 if the final text and the answer have the same exact value, such as 1/2 and 0.5, else 0."""
         return float(final is not None and bool(exact.same(final, str(answer))))
 
     async def fork(self, into: Calculator) -> None: ...
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Return shipped tasks as rows; see `shipped_rows`."""
+    """Return n included tasks of a split as rows: the first n if seed is 0, otherwise a random sample."""
     return shipped_rows("calculator", n, split, seed)
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Call the calculator with the expression of the question, then answer with the result."""
+    """Call the calculator with the expression in the question, then answer with the result."""
     results = tool_outputs(messages)
     if results:
         return results[-1]
@@ -59,7 +59,7 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Answer with a random number, or call the calculator on one."""
+    """Answer with a random number, or call the calculator with a random number as the expression."""
     number = str(rng.randint(-999, 9999))
     return number if rng.random() < 0.5 else ("calculator", {"expression": number})
 

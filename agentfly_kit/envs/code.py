@@ -44,10 +44,10 @@ class Code:
 
     Args:
         partial: if true, the reward is the fraction of tests that pass; otherwise it is 1 if all pass, else 0.
-        seconds: time limit for each interpreter run, for loading a submission, and for each test. All tests of a
-            submission together may take four times as long.
+        seconds: time limit for each interpreter run, for loading a submission, and for each test. The limit
+            for all tests of a submission together is four times `seconds`.
         **sandbox: settings of the `PythonSandbox` that runs the interpreter. The interpreter starts on first use.
-            Settings of the grader belong to its pool: agent(..., pools=[af.Pool(af.Grader, size=8, packages=False)]).
+            To configure the grader, pass a pool: agent(..., pools=[af.Pool(af.Grader, size=8, packages=False)]).
     """
 
     def __init__(self, *, partial: bool = True, seconds: float = 5.0, **sandbox: Any) -> None:
@@ -74,8 +74,8 @@ class Code:
         """Raise TaskError for a task without valid tests."""
         if not _texts(task.fields.get("test_list")) or not isinstance(task.fields.get("test_setup_code") or "", str):
             raise TaskError(
-                "it has no valid tests: the field 'test_list' must be a list such as ['assert f(1) == 2'], and "
-                "'test_setup_code', which runs before the tests, a string"
+                "the task has no valid tests: the field 'test_list' must be a list such as ['assert f(1) == 2'], and "
+                "'test_setup_code', which runs before the tests, must be a string"
             )
 
     async def reset(self, task: Task, seed: int) -> None:
@@ -116,10 +116,10 @@ class Code:
         return "Submitted."
 
     async def reward(self, final: str | None, grader: Grader) -> dict[str, float]:
-        """Return the fraction of tests that pass. Without a submission, grade the last code block of the final text.
+        """Return the fraction of tests that pass. If `partial` is false, return 1 if all tests pass, else 0.
 
-        Additional metrics: success (all tests pass), submitted (with the tool), loads (the code runs without an error)
-        and runs (number of interpreter calls).
+        Without a submission, the last code block of the final text is graded. Additional metrics: success (all tests
+        pass), submitted (`submit` was called), loads (the code runs without an error) and runs (interpreter calls).
         """
         source = code_in(final or "") if self.submitted is None else self.submitted
         scores = {"reward": 0.0, "success": 0.0, "submitted": float(self.submitted is not None), "loads": 0.0}
@@ -134,7 +134,7 @@ class Code:
         return scores | {"reward": reward, "success": float(grade.ok), "loads": float(grade.error is None)}
 
     async def fork(self, into: Code) -> None:
-        """Copy the state and replay the interpreter's calls. Raise SandboxError if a result differs."""
+        """Copy the state to `into` and repeat all interpreter runs there. Raise SandboxError if a result differs."""
         into._tests, into._setup, into._code = self._tests, self._setup, self._code
         into.runs, into.submitted, into.done = self.runs, self.submitted, self.done
         if self._used:
@@ -148,7 +148,7 @@ def _texts(given: Any) -> TypeGuard[list[str]]:
 
 @functools.lru_cache(maxsize=4096)
 def _built_in_names(code: str) -> tuple[str, ...]:
-    """Return the names of functions and classes that shadow builtins. Tests use these instead of the builtins."""
+    """Return the built-in names that the reference solution `code` redefines. Tests take them from the submission."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -157,11 +157,11 @@ def _built_in_names(code: str) -> tuple[str, ...]:
     return tuple(name for name in names if hasattr(builtins, name))
 
 
-# --- tasks: steps --------------------------------------------------------------------------------
+# --- generated tasks -----------------------------------------------------------------------------
 
-# (operation, operand). The operand is ignored by operations that take none.
+# One step of a program: an operation and its operand. Operations that take no operand ignore it.
 Step = tuple[str, int]
-# Operation -> line of code. A program is a function f(x) of an integer that applies one to three operations in order.
+# Maps an operation to a line of code. A generated program is a function f(x) that applies one to three operations.
 STEPS = {
     "add": "x = x + {}",
     "subtract": "x = x - {}",
@@ -176,7 +176,7 @@ _ALONE = ("negate", "square")
 
 
 def program(steps: Sequence[Step]) -> str:
-    """Return the source of the function f that applies these steps."""
+    """Return the source code of a function f(x) that applies the steps in order."""
     return "\n    ".join(["def f(x):", *(STEPS[what].format(number) for what, number in steps), "return x"])
 
 
@@ -185,7 +185,7 @@ def instruction(steps: Sequence[Step]) -> str:
 
 
 def value(steps: Sequence[Step], x: int) -> int:
-    """Return f(x) for the function with these steps."""
+    """Apply the steps to x, in order, and return the result."""
     for what, number in steps:
         x = {
             "add": x + number, "subtract": x - number, "multiply by": x * number, "remainder by": x % number,
@@ -195,7 +195,7 @@ def value(steps: Sequence[Step], x: int) -> int:
 
 
 def steps_and_inputs(rng: random.Random) -> tuple[list[Step], list[int]]:
-    """Sample one to three steps, and four inputs that reveal the omission of any single step."""
+    """Sample one to three steps and four inputs. Omitting any step changes the result for at least one input."""
     while True:
         steps = [(rng.choice(list(STEPS)), rng.randint(2, 30)) for _ in range(rng.choice((1, 2, 2, 3, 3)))]
         others = [[*steps[:i], *steps[i + 1 :]] for i in range(len(steps))]
@@ -211,9 +211,9 @@ def split_of(instruction: str) -> str:
 
 
 def rows(n: int, split: str, seed: int = 0, kind: Literal["steps", "problems"] = "steps") -> list[dict[str, Any]]:
-    """Return rows in MBPP's format: {"id", "question", "code", "test_list", "test_setup_code"}.
+    """Return tasks as rows in MBPP's format: {"id", "question", "code", "test_list", "test_setup_code"}.
 
-    "steps" tasks are generated; "problems" tasks are shipped and hand-written.
+    Tasks of kind "steps" are generated. Those of kind "problems" are hand-written and included in the package.
     """
     if kind == "problems":
         return shipped_rows("code_problems", n, split, seed)
@@ -296,7 +296,7 @@ def _mbpp(row: Any, where: str, shown: int | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# --- players -------------------------------------------------------------------------------------
+# --- scripted players ----------------------------------------------------------------------------
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
@@ -305,7 +305,7 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Submit a random program of steps, or answer with an arbitrary text."""
+    """Submit a randomly generated program, or answer with an arbitrary text."""
     if rng.random() < 0.2:
         return rng.choice(["I don't know", "```python\nf = max\n```", ""])
     return "submit", {"code": program(steps_and_inputs(rng)[0])}

@@ -2,11 +2,11 @@
 
 A chain writes Python programs that read train.csv and test.csv and write submission.csv. The programs run in a sandbox
 with the standard library only. The labels of the test rows never enter the sandbox: the environment reads
-submission.csv and scores it in this process. `data/competition/baselines.py` is in the folder of every chain.
+submission.csv and scores it in this process. Each chain's folder contains simple models in baselines.py.
 
     agent = af.envs.competition.agent(engine, chat=chat, options={"shaped": True})
 
-Four kinds of data are generated: "slope" (a plane), "tide" (a curved surface), "growth" (factors) and "ring" (two
+Four kinds of data are generated: "slope" (a plane), "tide" (a curved surface), "growth" (exponential) and "ring" (two
 classes). Each has a public and a private leaderboard of eight competitors.
 """
 
@@ -29,22 +29,21 @@ from agentfly_kit.sandboxes.settings import forward_signature
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
-# Kind -> metric. Lower is better, except for accuracy.
+# Maps a kind of competition to its metric. Lower values are better, except for accuracy.
 KINDS = {"slope": "rmse", "tide": "mae", "growth": "rmsle", "ring": "accuracy"}
-# A position of at least this value counts as a success.
+# A leaderboard position, from 0 to 1, of at least this value counts as a success.
 MEDAL = 0.75
 _TRAIN, _TEST, _COMPETITORS = 120, 100, 8
-# Longest submission that is read, in characters.
+# Maximum size of submission.csv, in bytes.
 _LONGEST = 32_768
 
 # --- scores --------------------------------------------------------------------------------------
 
 
 def position(score: float, leaderboard: Sequence[float], *, lower: bool = False) -> float:
-    """Return the share of a leaderboard that a score reaches or beats.
+    """Return the fraction of the competitors on a leaderboard that a submission ties with or beats.
 
-    A tie counts as a win. The share is (N - k + 1) / N, where k is the rank of the best competitor that the score
-    reaches or beats, or N + 1 if there is none.
+    The fraction is (N - k + 1) / N, where k is the rank of the best of these competitors, or N + 1 if there are none.
 
     Args:
         score: score of the submission.
@@ -57,12 +56,14 @@ def position(score: float, leaderboard: Sequence[float], *, lower: bool = False)
         MLE-Dojo, arXiv 2505.07782, and its code, where the reward is the average over both leaderboards.
     """
     if not leaderboard or math.isnan(score) or any(map(math.isnan, leaderboard)):
-        raise SettingsError(f"a position needs a leaderboard and numbers, got {score!r} and {list(leaderboard)!r:.100}")
+        raise SettingsError(
+            f"leaderboard must not be empty and no score may be NaN, got {list(leaderboard)!r:.100} and {score!r}"
+        )
     return sum(score <= other if lower else score >= other for other in leaderboard) / len(leaderboard)
 
 
 def raw_score(metric: str, predictions: Sequence[float], labels: Sequence[float]) -> float:
-    """Return the value of a metric of `KINDS`. For "rmsle", negative predictions count as 0."""
+    """Compute the metric "accuracy", "rmse", "mae" or "rmsle". For "rmsle", negative predictions count as 0."""
     if metric == "accuracy":
         return sum(p == y for p, y in zip(predictions, labels, strict=True)) / len(labels)
     if metric == "rmsle":
@@ -74,7 +75,7 @@ def raw_score(metric: str, predictions: Sequence[float], labels: Sequence[float]
 
 
 def read_submission(text: str, ids: Sequence[int]) -> list[float]:
-    """Return the predictions of a submission, in the order of `ids`.
+    """Parse the text of a submission.csv and return the predictions, in the order of `ids`.
 
     Raises:
         ToolError: naming the first line that is wrong.
@@ -101,7 +102,7 @@ def read_submission(text: str, ids: Sequence[int]) -> list[float]:
 
 @dataclass(frozen=True)
 class Competition:
-    """A generated competition. `labels` and the leaderboards are never shown to the chain."""
+    """A generated competition. The labels and both leaderboards (`public`, `private`) are never shown to the chain."""
 
     name: str
     metric: str
@@ -123,9 +124,9 @@ class Competition:
             places.append(position(raw, board, lower=self.lower))
         return raw_score(self.metric, predictions[::2], self.labels[::2]), places[0], places[1]
 
-    @property
+    @functools.cached_property
     def files(self) -> dict[str, str]:
-        """Content of the chain's folder."""
+        """Files to write to the chain's folder, as {name: content}."""
         return {
             "train.csv": "id,x1,x2,y\n"
             + "".join(f"{i},{x:.6f},{z:.6f},{y:.6g}\n" for i, (x, z, y) in enumerate(self.train)),
@@ -142,7 +143,7 @@ def _baselines() -> str:
 
 @functools.lru_cache(256)
 def generate(kind: str, world: int) -> Competition:
-    """Return competition number `world` of a kind. The competitors predict the exact values with increasing noise."""
+    """Generate a competition from its kind and number. The competitors predict the true values with random errors."""
     rng = random.Random(f"competition {kind} {world}")
     a, b, c = (rng.choice((-1, 1)) * rng.uniform(1.0, 2.0) for _ in range(3))
     laws: dict[str, Callable[[float, float], float]] = {
@@ -204,19 +205,19 @@ _REFUSED = {
 }
 
 
-# Defaults of the sandbox. `preload` has what baselines.py imports.
+# Default settings of the sandbox. `preload` lists the modules that baselines.py imports.
 _SETTINGS: dict[str, Any] = {"packages": False, "max_output": 2**17, "preload": ("csv", "math")}
 
 
 @forward_signature(PythonSandbox, **_SETTINGS)
 class Contest(SandboxEnvironment):
-    """Environment for one competition, whose files are in the folder of an interpreter.
+    """Environment for one competition, whose files are in the working folder of a Python interpreter.
 
-    The reward is the best position of all submissions, averaged over the public and the private leaderboard.
+    A submission's position is the mean over the public and the private leaderboard. The reward is the best position.
 
     Args:
-        shaped: if true, the turn reward of a submission is its improvement of the best position, and the final reward
-            is 0. The sum is the same, and submitting the same file again earns nothing.
+        shaped: if true, the turn reward of a submission is the amount by which it improves the best position, and the
+            final reward is 0. This does not change the total reward. Submitting the same file again earns nothing.
         seconds: time limit for one program.
         **sandbox: settings of `PythonSandbox`.
     """
@@ -226,7 +227,7 @@ class Contest(SandboxEnvironment):
     def __init__(self, *, shaped: bool = False, seconds: float = 5.0, **sandbox: Any) -> None:
         self._sandbox = PythonSandbox(**(_SETTINGS | sandbox))
         self._shaped, self._seconds = shaped, seconds
-        # Whether the interpreter is fresh, and whether the files of this competition are in its folder.
+        # Whether the interpreter is unused, and whether the files of the current competition are in its folder.
         self._fresh, self._written = True, False
         self.best, self.submissions, self.events = 0.0, 0, list[str]()
 
@@ -238,7 +239,7 @@ class Contest(SandboxEnvironment):
         int_field(task, "world")
 
     async def reset(self, task: Task, seed: int) -> None:
-        """Set the task's competition. Its files are written before the first program runs."""
+        """Select the task's competition. Its files are written before the first program runs."""
         self.check_task(task)
         self._contest = generate(task.fields["competition"], task.fields["world"])
         self.best, self.submissions, self.events = 0.0, 0, []
@@ -302,7 +303,7 @@ class Contest(SandboxEnvironment):
         return "The folder is as it was at the beginning."
 
     async def _run(self, code: str, *, submit: bool) -> tuple[bool, str, float]:
-        """Run a program and return whether it succeeded, what the model sees, and the gain in the best position."""
+        """Run a program and return whether it succeeded, the observation, and the improvement of the best position."""
         if not self._written:
             await self._write_files()
         result = await self._sandbox.run(code, timeout=self._seconds)
@@ -329,16 +330,16 @@ class Contest(SandboxEnvironment):
         return ToolResult(ok, text, reward=gain if self._shaped else None)
 
     async def reward(self) -> dict[str, float]:
-        """Return the best position, or 0 if `shaped`. Success is a best position of at least `MEDAL`.
+        """Return the best position, or 0 if `shaped`. A best position of at least `MEDAL` counts as a success.
 
-        Additional metrics: best, submissions (valid ones) and programs (all programs run).
+        Additional metrics: best (position), submissions (number of valid submissions) and programs (number of runs).
         """
         counts = {"submissions": float(self.submissions), "programs": float(len(self.events))}
         reward = 0.0 if self._shaped else self.best
         return {"reward": reward, "success": float(self.best >= MEDAL), "best": self.best} | counts
 
     async def fork(self, into: Contest) -> None:
-        """Copy the state and replay the programs. Raise SandboxError if a result differs."""
+        """Copy the state to `into` and run the same programs again there. Raise SandboxError if a result differs."""
         into._contest, into._written = self._contest, self._written
         into.best, into.submissions, into.events = self.best, self.submissions, list(self.events)
         if self._written:
@@ -350,7 +351,7 @@ class Contest(SandboxEnvironment):
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Generate rows {"id", "question", "competition", "world"}. The kinds alternate; no world is in both splits."""
+    """Generate tasks of all kinds as rows {"id", "question", "competition", "world"}. The splits are disjoint."""
     found = []
     for i in range(n):
         kind, world = list(KINDS)[i % len(KINDS)], first_world(split, seed) + i
@@ -365,19 +366,19 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-# Kind -> the model of baselines.py that fits it.
+# Maps a kind of competition to the model of baselines.py that fits its data.
 BEST = {"slope": "linear()", "tide": "quadratic()", "growth": "exponential()", "ring": "quadratic()"}
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Submit the model that fits the data."""
+    """Submit the predictions of the model that fits the data."""
     if tool_outputs(messages):
         return "done"
     return "execute", {"code": f"import baselines\nbaselines.{BEST[task.fields['competition']]}"}
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Run a constant baseline, write a submission without rows, ask for information, or answer, at random."""
+    """At random, run a constant baseline, write a submission without rows, ask for information, or answer."""
     if rng.random() < 0.3:
         return rng.choice(["done", "I don't know"])
     codes = ("baselines.zero()", "baselines.mean()", "baselines.median()", "open('submission.csv', 'w').write('id,y')")

@@ -1,6 +1,6 @@
 """A fictional encyclopedia of people, works, towns and countries, with multi-hop questions about them.
 
-The same number generates the same encyclopedia on every machine.
+An encyclopedia is generated from a number. The same number gives the same encyclopedia on every machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FIRST, LAST, TOWNS, COUNTRIES, RIVERS, COINS, TRADES, QUALITIES, THINGS = (
     tuple(words.split()) for words in _WORDS.values()
 )
 
-# Kind of entry -> {relation: kind of its value}.
+# Maps each kind of entry to its relations, and each relation to the kind of its values.
 KINDS = {
     "work": {"author": "person"},
     "person": {"birthplace": "town", "mentor": "person", "trade": "trade"},
@@ -39,7 +39,7 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """The article in two sentences."""
+        """The text of the article, in two sentences."""
         article = "an" if self.kind[0] in "aeiou" else "a"
         facts = ", and ".join(f"the {relation} is {value}" for relation, value in self.facts)
         return f"{self.title} is {article} {self.kind}. Of {self.title}, {facts}."
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Question:
-    """A start entry and the relations to follow from there, in order."""
+    """A multi-hop question: the title of an entry to start from, and the relations to follow in order."""
 
     start: str
     relations: tuple[str, ...]
@@ -59,14 +59,14 @@ class Question:
 
 
 def read(text: str) -> Question:
-    """Parse the text of a task into a Question."""
+    """Parse a question in the form that `Question.text` produces."""
     *relations, start = text.removeprefix("What is ").removesuffix("?").split(" of ")
     return Question(start, tuple(r.removeprefix("the ") for r in reversed(relations)))
 
 
 @lru_cache(32)
 def entries(world: int = 0) -> dict[str, Entry]:
-    """Return the entries of encyclopedia number `world` by title."""
+    """Generate encyclopedia number `world` and return its entries by title."""
     rng = random.Random(f"encyclopedia {world}")
     people = [f"{a} {b}" for a, b in _pairs(FIRST, LAST, PEOPLE, rng)]
     works = [f"The {a} {b}" for a, b in _pairs(QUALITIES, THINGS, WORKS, rng)]
@@ -94,7 +94,7 @@ def _pairs(first: tuple[str, ...], second: tuple[str, ...], n: int, rng: random.
 
 
 def path(question: Question, world: int = 0) -> list[tuple[str, str, str]]:
-    """Return (title, relation, value) for each hop; the last value is the answer."""
+    """Follow a question's relations. Return (title, relation, value) for each hop; the last value is the answer."""
     steps, title = [], question.start
     for relation in question.relations:
         value = dict(entries(world)[title].facts)[relation]
@@ -107,7 +107,7 @@ def path(question: Question, world: int = 0) -> list[tuple[str, str, str]]:
 def questions(world: int = 0) -> tuple[Question, ...]:
     """Return all questions of one to three hops that visit no entry twice, in random order.
 
-    Lengths one, two and three alternate until the rarest length is used up; the remaining questions follow.
+    Questions of one, two and three hops alternate until one of these kinds is used up. All other questions follow.
     """
     by_length: dict[int, list[Question]] = {n: [] for n in range(1, MAX_HOPS + 1)}
     every = entries(world)

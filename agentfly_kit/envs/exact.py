@@ -1,7 +1,7 @@
 """Exact evaluation of arithmetic expressions: integers, fractions, decimals, powers and roots.
 
-Expressions are parsed, never executed. Anything but arithmetic is rejected, and so are numbers of more than 400 digits,
-which bounds the time of every function.
+Expressions are parsed, never executed. Anything but arithmetic is rejected, and so are numbers of more than 400 digits.
+Therefore the running time of every function is bounded.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class NotArithmetic(ValueError):
 
 
 def value(text: str) -> Any:
-    """Return the exact value of an expression as a SymPy number.
+    """Return the exact value of an arithmetic expression as a SymPy number.
 
     `^` and `**` both mean power; `sqrt(...)`, `pi` and `e` are supported.
 
     Raises:  NotArithmetic for any other text.
     """
     if len(text) > _LONGEST:
-        raise NotArithmetic(f"the expression has {len(text)} characters; at most {_LONGEST} are read")
+        raise NotArithmetic(f"an expression must have at most {_LONGEST} characters, got {len(text)}")
     for pattern, plain in _LATEX:
         text = pattern.sub(plain, text)
     text = text.strip().replace("^", "**").replace("×", "*").replace("−", "-").replace("{", "(").replace("}", ")")
@@ -54,7 +54,7 @@ def value(text: str) -> Any:
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise NotArithmetic(f"{text!r} is no arithmetic expression") from None
+        raise NotArithmetic(f"{text!r} is not an arithmetic expression") from None
     return _value(tree.body, text)
 
 
@@ -85,7 +85,7 @@ def _value(node: ast.expr, text: str) -> Any:
             return _checked(a / b)
         if isinstance(node.op, ast.Pow):
             return _checked(_power(a, b))
-    raise NotArithmetic("only numbers, + - * / ^, brackets, sqrt(), pi and e")
+    raise NotArithmetic("only numbers, + - * / ^, brackets, sqrt(), pi and e are supported")
 
 
 def _checked(number: Any) -> Any:
@@ -97,7 +97,7 @@ def _checked(number: Any) -> Any:
 
 
 def _sign(number: Any) -> int:
-    """Return the sign of a real number. SymPy's own sign properties may search for a proof indefinitely."""
+    """Return the sign of a real number. In contrast to SymPy's sign properties, this always terminates."""
     if not number.is_Rational:
         number = number.evalf(15, maxn=_PRECISION)
         if abs(number) * 10**_COMPARED < 1:
@@ -107,12 +107,12 @@ def _sign(number: Any) -> int:
 
 def _power(base: Any, exponent: Any) -> Any:
     if not exponent.is_Rational or abs(exponent) > _POWER:
-        raise NotArithmetic(f"the exponent is no fraction from -{_POWER} to {_POWER}")
+        raise NotArithmetic(f"an exponent must be a fraction from -{_POWER} to {_POWER}")
     sign = _sign(base)
     if sign == 0 and exponent < 0:
         raise NotArithmetic("division by zero")
     if sign < 0 and not exponent.is_Integer:
-        raise NotArithmetic("a root of a negative number")
+        raise NotArithmetic("roots of negative numbers are not supported")
     digits = max(len(str(abs(part))) for part in base.as_numer_denom())
     if digits * max(1, abs(exponent)) > _DIGITS:
         raise NotArithmetic(f"the result has more than {_DIGITS} digits")

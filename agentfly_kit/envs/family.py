@@ -1,4 +1,4 @@
-"""Task families: an environment together with its tasks, an expert, a random player and its requirements.
+"""Task families. A family combines an environment with tasks, two scripted players and a list of requirements.
 
 A family is a module of this package that defines `family = Family(...)` and exports `tasks`, `agent`, `expert` and
 `random_agent`. Heavy packages are imported only when they are used.
@@ -29,15 +29,15 @@ from agentfly_kit.types import Message, Sample, Sampling, Task, ToolCall, TurnRe
 
 # Action of a scripted player: an answer, or the name of a tool and its arguments.
 Move: TypeAlias = "str | tuple[str, Mapping[str, Any]]"
-# (task, messages so far, random generator) -> move.
+# Function that takes a task, the messages so far and a random generator, and returns the next move.
 ScriptedPlayer: TypeAlias = Callable[[Task, Sequence[Message], random.Random], Move]
-# (n, "train" or "test", seed, **options) -> n rows for `af.tasks_from`, or fewer if there are no more. The first rows
-# do not depend on n.
+# Function (n, split, seed, **options) that returns n rows for `af.tasks_from`, or all rows if there are fewer than n.
+# `split` is "train" or "test". The first rows do not depend on n.
 Rows: TypeAlias = Callable[..., list[dict[str, Any]]]
 
 
 class PlayerEngine(Engine):
-    """Engine that plays the moves of a scripted player. Its tokens have the author "script" and mask 0, so they are
+    """Engine that returns the moves of a scripted player. Their tokens have the author "script" and mask 0, so they are
     never trained on."""
 
     tokens = "exact"
@@ -53,7 +53,7 @@ class PlayerEngine(Engine):
         self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
     ) -> Sample:
         if request is None:
-            raise SettingsError("a scripted player needs the task of the request; use it through an Agent")
+            raise SettingsError("a scripted player needs a request with a task; use the engine only through an Agent")
         move = self.play(request.task, request.messages, random.Random(seed))
         if not isinstance(move, str):
             name, arguments = move
@@ -80,9 +80,9 @@ class Family(Displayable):
     """Definition of a task family. Users call `tasks`, `agent`, `expert` and `random_agent`.
 
     Args:
-        what: One-sentence description.
-        max_tokens: Maximum tokens per action.
-        size: Number of tasks, as text.
+        what: Description of the family in one sentence.
+        max_tokens: Maximum number of tokens per action.
+        size: Description of the number of tasks.
         needs: Modules that must be importable.
         programs: Programs that must be on PATH.
         install: Command that installs `needs` and `programs`.
@@ -119,7 +119,7 @@ class Family(Displayable):
             raise SettingsError(f"af.envs.{self.name} needs {', '.join(self.missing)}; type: {self.install}")
 
     def tasks(self, n: int | None = None, split: str | None = None, *, seed: int = 0, **options: Any) -> Tasks:
-        """Return the tasks of a split. The same seed gives the same tasks.
+        """Return the tasks of one split, or of both. The same seed gives the same tasks.
 
         Args:
             n: number of tasks per split; by default the number in `splits`, or all tasks if there are fewer.
@@ -127,7 +127,7 @@ class Family(Displayable):
             seed: selects the tasks.
             **options: further arguments of the family's function `rows`.
 
-        Raises:  SettingsError for an invalid argument, if there are fewer than n tasks, and if a requirement is not
+        Raises:  SettingsError if an argument is invalid, if there are fewer than n tasks, or if a requirement is not
                  installed.
         """
         self.require_installed()
@@ -150,15 +150,15 @@ class Family(Displayable):
         return base.tools(self.environment)
 
     def agent(self, engine: Any, *, chat: Any = None, **settings: Any) -> Agent:
-        """Create an agent for this environment.
+        """Create an agent for the environment of this family.
 
         Args:
             engine: an engine, or a policy, which is then sampled with a `LocalEngine`.
-            chat: the chat of the engine's model; by default the policy's chat.
+            chat: the `af.Chat` of the engine's model. Not needed if `engine` is a policy.
             **settings: as for `af.envs.agent`; max_turns, size, acquire_timeout and sampling default to the family's
                 values.
 
-        Raises:  SettingsError if a requirement is not installed, or if `engine` or `chat` is missing.
+        Raises:  SettingsError if a requirement is not installed, `engine` is invalid, or `chat` is missing.
         """
         self.require_installed()
         if not isinstance(engine, Engine):
@@ -170,7 +170,7 @@ class Family(Displayable):
             chat = engine.chat if chat is None else chat
             engine = LocalEngine(engine)
         if chat is None:
-            raise SettingsError("chat must be that of the engine's model: pass chat=policy.chat or af.Chat(tokenizer)")
+            raise SettingsError("chat is required for this engine: pass chat=policy.chat or chat=af.Chat(tokenizer)")
         settings.setdefault("max_turns", self.max_turns)
         settings.setdefault("size", self.pool_size)
         settings.setdefault("acquire_timeout", self.acquire_timeout)
@@ -178,7 +178,7 @@ class Family(Displayable):
         return base.agent(self.environment, engine, chat=chat, **settings)
 
     def expert(self, **settings: Any) -> Agent:
-        """Create an agent whose scripted player solves the tasks. Its reward is an upper bound."""
+        """Create an agent whose scripted player solves the tasks. Its reward is an upper bound for any policy."""
         return self._played(self.expert_player, settings)
 
     def random_agent(self, **settings: Any) -> Agent:
@@ -203,17 +203,17 @@ def row_id(prefix: str, split: str, seed: int, number: int) -> str:
 
 
 def first_world(split: str, seed: int) -> int:
-    """Return the number of the first world of a split. No two splits or seeds share a world."""
+    """Return the first number from which a split's tasks are generated. Different splits and seeds share no numbers."""
     return 2_000_000 * seed + (1_000_000 if split == "test" else 0)
 
 
 def hash_split(key: str, share: float = 0.2) -> str:
-    """Derive a split from a text: "test" for the fraction `share` of all texts, else "train"."""
+    """Derive a split from the hash of a text: "test" for a fraction `share` of all texts, "train" for the others."""
     return "test" if random.Random(key).random() < share else "train"
 
 
 def shipped_rows(name: str, n: int, split: str, seed: int) -> list[dict[str, Any]]:
-    """Return the first n tasks of a shipped set as rows, or n random tasks of the set if seed is not 0."""
+    """Return n tasks of an included task set as rows: the first n if seed is 0, otherwise a random sample."""
     shipped = task_sets.load_tasks(name).split(split)
     chosen = shipped[:n] if seed == 0 else shipped.sample(min(n, len(shipped)), seed)
     return [{"id": t.id, "messages": [dict(m) for m in t.messages], **t.fields} for t in chosen]

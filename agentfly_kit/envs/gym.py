@@ -1,4 +1,4 @@
-"""Adapters for Gymnasium, TextArena and OpenEnv environments, which have `reset` and `step`."""
+"""Adapters between environment classes and the environments of Gymnasium, TextArena and OpenEnv."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def from_env(
     show: Callable[[Any], str] = str,
     name: str = "act",
 ) -> type:
-    """Wrap an environment with `reset` and `step` as an environment class with one tool, `act(action)`.
+    """Convert an environment of another library to an environment class with one tool, `act(action)`.
 
-    Three protocols are detected from the return values of `reset` and `step`. The methods may be sync or async.
+    One of three protocols is detected from what `reset` and `step` return. Both methods may be sync or async.
 
     - Gymnasium: `reset` returns (observation, info), `step` returns (observation, reward, terminated, truncated, info).
     - TextArena with one player: `get_observation()` returns (player, text), `step` returns (done, info), and `close()`
@@ -47,8 +47,8 @@ def from_env(
         show: function that converts an observation to the text shown to the model.
         name: name of the tool.
 
-    Raises:  SettingsError if `make` is a class without `reset` or `step`, or `action` is empty. For a function, `make`
-        is checked when the first environment is created.
+    Raises:  SettingsError if `make` is a class without `reset` or `step`, or `action` is empty. If `make` is a
+        function, the environment that it returns is checked when it is created.
     """
     if not callable(make):
         raise SettingsError(f"make must be a class or a function that returns an environment, got {make!r}")
@@ -111,7 +111,7 @@ def from_env(
                 gain, self.done = result.reward, bool(result.done)
             else:
                 raise SettingsError(
-                    f"{type(self.env).__name__}.step must return what that of Gymnasium, TextArena or OpenEnv returns, "
+                    f"{type(self.env).__name__}.step must return a result as in Gymnasium, TextArena or OpenEnv, "
                     f"got {result!r:.80}"
                 )
             text = self._text(result)
@@ -122,7 +122,7 @@ def from_env(
             return ToolResult(True, text, reward=float(gain or 0.0))
 
         def reward(self) -> dict[str, float]:
-            # Step rewards are already counted as turn rewards.
+            # The step rewards already count as turn rewards, so the final reward is 0.
             return {"reward": 0.0, "total": self.total, "success": float(self.total > 0)}
 
         def close(self) -> Any:
@@ -138,7 +138,7 @@ def _require_methods(environment: Any, name: str) -> None:
     for method in ("reset", "step"):
         if not callable(getattr(environment, method, None)):
             raise SettingsError(
-                f"{name} must have a method {method}, as environments of Gymnasium, TextArena and OpenEnv"
+                f"{name} must have a method {method}, as environments of Gymnasium, TextArena and OpenEnv do"
             )
 
 
@@ -241,7 +241,7 @@ def _call(action: str) -> ToolCall | None:
 
 
 class _Loop:
-    """Event loop on a separate thread. Gymnasium is synchronous, and a notebook's main thread already runs a loop."""
+    """Event loop on a separate thread, for synchronous callers whose own thread runs a loop, as in a notebook."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

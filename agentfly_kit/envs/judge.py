@@ -1,11 +1,11 @@
 """judge: write signs for a market stall, graded by a judge with a rubric.
 
-The default judge is scripted and needs no model. Any engine can replace it:
+The default judge is scripted and needs no model. To judge with a model, pass
 options={"judge": af.envs.judge.Judge(af.OpenAIEngine(url, model))}.
 
-`Judge` is also useful outside this family: `judge.reward()` scores the answers of any agent, `judge.group_reward()`
-ranks the answers of a group against each other, and `await judge.score(task, answer)` and
-`await judge.rank(task, answers)` do the same interactively.
+`Judge` is also useful outside this family: `judge.reward()` scores the answers of any agent, and `judge.group_reward()`
+ranks the answers of a group against each other. To score or rank texts without an agent, use
+`await judge.score(task, answer)` and `await judge.rank(task, answers)`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Criterion", "Judge", "Judgement", "Ranking", "Rubric", "scripted"]
 
 # --- scripted judge ------------------------------------------------------------------------------
 
-# Name in a criterion's `check` field -> function (text, argument) that returns a score from 0 to 1.
+# Maps the name of a check to a function that takes a text and an argument and returns a score from 0 to 1.
 _CHECKS: dict[str, Callable[[str, Any], float]] = {
     "says": lambda text, word: float(
         re.search(rf"(?<!\w){re.escape(str(word))}(?!\w)", text, re.IGNORECASE) is not None
@@ -41,14 +41,14 @@ _CHECKS: dict[str, Callable[[str, Any], float]] = {
 
 
 def scripted(question: Task, attempt: int) -> str:
-    """Answer a judging question by applying each criterion's `check`, such as ["says", "fig"], to the answers.
+    """Return the output of a judge that applies each criterion's `check`, such as ["says", "fig"], without a model.
 
-    For use as `ScriptedEngine(scripted)`.
+    Use it as an engine with `ScriptedEngine(scripted)`.
 
     Raises:  SettingsError for a rubric without checks.
     """
     rows = _checked(question)
-    # Read the answers from the prompt, between the delimiters, as a model would.
+    # Extract the answers from the prompt, where they are enclosed in delimiters.
     shown = str(question.messages[-1]["content"])
     mark = re.findall(r"the mark ([0-9a-f]{16})", str(question.messages[0]["content"]))[0]
     parts = [html.unescape(part.strip("\n")) for part in shown.split(mark)[1::2]][1:]
@@ -72,8 +72,8 @@ def _checked(task: Task) -> Sequence[Mapping[str, Any]]:
         isinstance(row, Mapping) and _is_check(row.get("check")) for row in rows
     ):
         raise SettingsError(
-            "the scripted judge needs a rubric whose rows have a field 'check', such as ['says', 'fig'], with one of "
-            f"{', '.join(_CHECKS)}"
+            "the scripted judge needs a rubric whose rows have a field 'check', such as ['says', 'fig']; the checks "
+            f"are {', '.join(_CHECKS)}"
         )
     return rows
 
@@ -89,7 +89,7 @@ class Written:
     """Environment in which an agent writes one text, which a judge scores.
 
     Args:
-        judge: the Judge; by default one with a scripted engine.
+        judge: the `Judge` that scores the text; by default a scripted one, which needs no model.
     """
 
     def __init__(self, judge: Judge | None = None) -> None:
@@ -117,7 +117,7 @@ class Written:
         return f"{len(text.split())} words, {len(text.strip().splitlines())} lines"
 
     async def reward(self, final: str | None, trajectory: Any) -> dict[str, float]:
-        """Return the judge's score (0 to 1; 0 if unanswered), the points per criterion, and `success` for full points.
+        """Return the judge's score (0 for a missing answer), the points per criterion, and whether the score is 1.
 
         Raises:  RewardError, which leaves the chain unscored, if the judge's output cannot be parsed.
         """
@@ -137,7 +137,7 @@ AVOID = ("cheap", "best", "fresh", "sweet")
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Generate rows {"id", "question", "rubric"}. The split of a question is derived from its text."""
+    """Generate tasks as rows {"id", "question", "rubric"}. The split of a question is derived from its text."""
     rng = random.Random(f"judge {split} {seed}")
     found: dict[str, list[dict[str, Any]]] = {}
     while len(found) < n:
@@ -166,14 +166,14 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Measure a sign that meets the rubric, then answer with it."""
+    """Call the tool `measure` with a text that meets the rubric, then answer with this text."""
     asked = {row["name"]: row["check"][1] for row in task.fields["rubric"]}
     sign = f"{asked['fruit'].capitalize()} from {asked['place']}, {asked['price']}{asked['end']}"
     return sign if tool_outputs(messages) else ("measure", {"text": sign})
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Measure or answer with random words."""
+    """Call the tool `measure` with random words, or answer with them."""
     words = [
         *rng.choices(FRUITS, k=2),
         rng.choice(FROM),

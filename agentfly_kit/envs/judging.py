@@ -1,10 +1,10 @@
-"""LLM as a judge: score an answer with a rubric, or rank several answers to the same task. Works with any engine.
+"""LLM as a judge. Scores an answer with a rubric, or ranks several answers to the same task. Works with any engine.
 
 Answers are treated as untrusted data: they are escaped and enclosed in unpredictable delimiters, so that no part of an
 answer can be parsed as a tag, a chat turn or a verdict. If the judge's output cannot be parsed, the judge is queried
-again. After the last attempt the answer is left unscored, with the reason, rather than scored 0.
+again. If the last attempt fails too, the answer has no score, and the reason is recorded.
 
-Source:  rubric scoring, pairwise comparison, position bias: Zheng et al., "Judging LLM-as-a-judge", arXiv 2306.05685.
+Source:  Zheng et al., "Judging LLM-as-a-judge", arXiv 2306.05685 (rubric scoring, pairwise comparison, position bias).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 def escaped(text: str) -> str:
-    """Escape everything that a model, a chat template or the parsers below could read as a tag."""
+    """Escape everything that a model, a chat template or the parsers in this module could read as a tag."""
     return _TAGS.sub(lambda match: _ESCAPES[match[0]], text.encode("utf-8", "replace").decode())
 
 
@@ -60,7 +60,7 @@ class Criterion(Displayable):
 
 @dataclass(frozen=True, repr=False)
 class Rubric(Displayable):
-    """Criteria with 0 to `max_points` points each. The score is their weighted mean, scaled to 0 to 1."""
+    """Criteria, each worth 0 to `max_points` points. The score is the weighted mean of the points, scaled to [0, 1]."""
 
     criteria: tuple[Criterion, ...]
     max_points: int = 10
@@ -68,13 +68,13 @@ class Rubric(Displayable):
     def __post_init__(self) -> None:
         names = [criterion.name for criterion in self.criteria]
         if not names or len(set(names)) != len(names):
-            raise SettingsError(f"a rubric must have at least one criterion, and unique names, got {names}")
+            raise SettingsError(f"a rubric must have at least one criterion and no duplicate names, got {names}")
         if self.max_points < 1:
             raise SettingsError(f"max_points must be at least 1, got {self.max_points}")
 
     @classmethod
     def from_spec(cls, given: Any, max_points: int = 10) -> Rubric:
-        """Build a rubric from a Rubric, from {name: what}, or from rows {"name", "what", "weight"} as in a task field.
+        """Build a rubric from a Rubric, a dictionary {name: what}, or rows {"name", "what", "weight"}.
 
         Raises:  SettingsError for any other value.
         """
@@ -97,8 +97,8 @@ class Rubric(Displayable):
 
 @dataclass(frozen=True, repr=False)
 class Judgement(Displayable):
-    """Verdict on one answer. `score` is from 0 to 1, or None with the reason in `why`. `points` maps each criterion to
-    its points, scaled to 0 to 1. `outputs` contains the judge's output for each attempt.
+    """Verdict on one answer. `score` is from 0 to 1. If it is None, `why` gives the reason. `points` maps each
+    criterion to its points, scaled to 0 to 1. `outputs` contains the judge's output for each attempt.
     """
 
     score: float | None
@@ -112,11 +112,11 @@ class Ranking(Displayable):
     """Comparison of several answers to one task.
 
     Attributes:
-        scores: Score per answer, in the order given. Pairwise: the fraction of the other answers that this answer
-            beats, counting ties as half. Listwise: 1 for the first rank, 0 for the last. None if no verdict on the
-            answer could be parsed.
+        scores: Score of each answer, in the order given, or None if the verdicts on it could not be parsed. A pairwise
+            score is the fraction of the other answers that the answer beats, counting ties as half. A listwise score
+            depends on the rank and decreases from 1 for the first rank to 0 for the last.
         comparisons: Number of judge queries that returned a verdict.
-        failed: Number of judge queries that did not.
+        failed: Number of judge queries that returned no verdict.
         inconsistent: Number of pairs whose verdict depended on the order of presentation; such pairs count as ties.
         why: Reason for the first failure.
     """
@@ -132,10 +132,9 @@ class Ranking(Displayable):
 
 
 def read_scores(text: str, rubric: Rubric) -> tuple[dict[str, float] | None, str]:
-    """Parse the last <scores>...</scores>, which contains a JSON object or lines such as `short: 7`. Never raises.
+    """Parse the last <scores> tag, which contains a JSON object or lines such as `short: 7`. Never raises.
 
-    Every criterion must occur exactly once with a number from 0 to `max_points`; values are neither guessed nor
-    clipped.
+    Every criterion must occur exactly once, with a number from 0 to `max_points`. Values are not guessed or clipped.
 
     Returns: (points per criterion, ""), or (None, reason).
     """
@@ -171,7 +170,7 @@ def _number(value: Any, max_points: int) -> float | None:
 
 
 def read_choice(text: str) -> tuple[float | None, str]:
-    """Parse the last <better>...</better>.
+    """Parse the last <better> tag of the judge's output, which contains 1, 2 or tie.
 
     Returns: (1 for the first answer, 0 for the second or 0.5 for a tie, ""), or (None, reason).
     """
@@ -184,7 +183,7 @@ def read_choice(text: str) -> tuple[float | None, str]:
 
 
 def read_order(text: str, n: int) -> tuple[list[int] | None, str]:
-    """Parse the last <order>...</order>.
+    """Parse the last <order> tag of the judge's output, which ranks n numbered answers.
 
     Returns: (the numbers 1 to n, best first, ""), or (None, reason).
     """
@@ -204,7 +203,7 @@ def _last(text: str, tag: str) -> str | None:
 
 # Function that parses the judge's output and returns (verdict, ""), or (None, reason).
 _Reader: TypeAlias = Callable[[str], tuple[Any, str]]
-# (verdict or None, reason if None, outputs of all attempts).
+# Result of a query: the verdict or None, the reason if it is None, and the judge's outputs of all attempts.
 _Verdict: TypeAlias = tuple[Any, str, tuple[str, ...]]
 
 # --- the judge -----------------------------------------------------------------------------------
@@ -220,13 +219,13 @@ class Judge(Displayable):
     """A model that scores or ranks answers.
 
     Args:
-        engine: any engine: LocalEngine, VLLMEngine, OpenAIEngine, ScriptedEngine.
-        chat: the chat of the engine's model. Optional if the engine has a policy, or takes messages or a task instead
-            of token ids.
-        rubric: a Rubric, {name: description of full points}, or rows; by default each task's field `rubric`.
+        engine: any engine, for example a LocalEngine, VLLMEngine, OpenAIEngine or ScriptedEngine.
+        chat: the `af.Chat` of the engine's model. Optional if the engine has a policy, or takes messages or a task
+            instead of token ids.
+        rubric: a rubric in any form that `Rubric.from_spec` accepts; by default the field `rubric` of each task.
         attempts: maximum number of attempts per query to get an output that can be parsed; each uses a new seed.
         timeout: time limit per attempt, in seconds.
-        sampling: sampling settings; by default 512 tokens, at temperature 1 with exact token ids and 0 otherwise.
+        sampling: sampling settings; by default at most 512 tokens, and temperature 0 for text-only engines, else 1.
         max_chars: answers longer than this are truncated in the middle.
         seed: seed for the sampling and the delimiters.
 
@@ -253,7 +252,7 @@ class Judge(Displayable):
             )
         chat = getattr(getattr(engine, "policy", None), "chat", None) if chat is None else chat
         if chat is None and engine.tokens == "exact" and engine.author == "policy":
-            raise SettingsError(f"{engine!r} takes token ids: pass the judge chat=af.Chat(tokenizer) of its model")
+            raise SettingsError(f"{engine!r} requires token ids: pass Judge(..., chat=af.Chat(tokenizer))")
         if attempts < 1 or max_chars < 1 or not timeout > 0:
             raise SettingsError(
                 f"attempts, max_chars and timeout must be positive, got {attempts}, {max_chars} and {timeout}"
@@ -266,7 +265,7 @@ class Judge(Displayable):
     def __repr__(self) -> str:
         return f"Judge({self.engine!r}, {self.attempts} attempts)"
 
-    # --- one answer
+    # --- scoring one answer
 
     async def score(self, task: Task, answer: str) -> Judgement:
         """Score an answer with the rubric. Failures of the judge are reported in the Judgement, not raised.
@@ -289,10 +288,9 @@ class Judge(Displayable):
         return Judgement(rubric.score(points), {k: v / rubric.max_points for k, v in points.items()}, "", outputs)
 
     def reward(self, *, weight: float = 1.0, name: str = "judge") -> Reward[..., Any]:
-        """Return a reward for `Agent(reward=)`: the score of the final answer, with points per criterion as metrics.
+        """Return a reward for `Agent(reward=...)` that scores the final answer, with points per criterion as metrics.
 
-        A missing answer scores 0. An answer that could not be judged is unscored; the reason is in the trajectory's
-        error.
+        A missing answer scores 0. If the judge fails, the answer is unscored and the trajectory's error says why.
         """
 
         async def judged(final: str | None, trajectory: Trajectory) -> dict[str, float]:
@@ -301,7 +299,7 @@ class Judge(Displayable):
         return Reward(judged, name=name, weight=weight, timeout=None)
 
     async def scored(self, task: Task, final: str | None) -> dict[str, float]:
-        """Return the value of the reward for a final answer.
+        """Return the reward of a final answer and its points per criterion. A missing answer has reward 0.
 
         Raises:  RewardError, which leaves the chain unscored, if the answer could not be judged.
         """
@@ -312,7 +310,7 @@ class Judge(Displayable):
             raise RewardError(f"the judge gave no score: {judgement.why}")
         return {"reward": judgement.score, **judgement.points}
 
-    # --- several answers
+    # --- ranking several answers
 
     async def rank(
         self, task: Task, answers: Sequence[str | None], *, how: Literal["pairwise", "listwise"] = "pairwise"
@@ -320,13 +318,13 @@ class Judge(Displayable):
         """Rank several answers to one task. Failures of the judge are reported in the Ranking, not raised.
 
         Every query is made twice, the second time with the answers in reverse order. If the two verdicts on a pair
-        contradict each other, position decided rather than content, and the pair counts as a tie. Equal answers are
-        shown once and share a score; None (no answer) is not shown and scores 0.
+        contradict each other, they depend on position rather than content, and the pair counts as a tie. Equal answers
+        are shown once and share a score; None (no answer) is not shown and scores 0.
 
         Args:
             task: the task.
             answers: the answers; None for a missing answer.
-            how: "pairwise" makes n * (n - 1) queries, "listwise" two.
+            how: "pairwise" makes n * (n - 1) queries for n different answers, "listwise" makes two.
 
         Raises:  SettingsError for any other value of `how`.
         """
@@ -334,7 +332,7 @@ class Judge(Displayable):
             raise SettingsError(f"how must be 'pairwise' or 'listwise', got {how!r}")
         texts = list(dict.fromkeys(answer for answer in answers if answer is not None))
         if len(texts) < 2:
-            # Nothing to compare: all given answers are equal.
+            # There is nothing to compare, because all given answers are equal.
             return Ranking(tuple(0.0 if a is None else 0.5 if None not in answers else 1.0 for a in answers))
         ranked = await (self._pairs(task, texts) if how == "pairwise" else self._lists(task, texts))
         by_text = dict(zip(texts, ranked.scores, strict=True))
@@ -407,7 +405,7 @@ class Judge(Displayable):
     def group_reward(
         self, *, weight: float = 1.0, how: Literal["pairwise", "listwise"] = "pairwise"
     ) -> Callable[[Group], Any]:
-        """Return a group reward for `Agent(group_reward=)` that ranks the answers of a group; see `Ranking.scores`.
+        """Return a group reward for `Agent(group_reward=...)` that ranks the answers of a group; see `Ranking.scores`.
 
         Failed chains are unscored and excluded from the comparison. Answers that could not be compared are unscored.
         """
@@ -420,10 +418,10 @@ class Judge(Displayable):
 
         return ranked
 
-    # --- asking
+    # --- querying the model
 
     def rubric_of(self, task: Task) -> Rubric:
-        """Return the judge's rubric, or else the task's. Raise SettingsError if there is none, or if it is invalid."""
+        """Return the judge's rubric or, if it has none, the task's. Raise SettingsError if there is no valid rubric."""
         if self.rubric is not None:
             return self.rubric
         if "rubric" not in task.fields:
@@ -454,7 +452,7 @@ class Judge(Displayable):
     async def _verdict(
         self, task: Task, answers: Mapping[str, str], instruction: str, read: _Reader, shown: Mapping[str, Any]
     ) -> _Verdict:
-        """Query the judge about the answers, at most `attempts` times, until `read` can parse its output."""
+        """Query the judge about the answers until `read` can parse the output, at most `attempts` times."""
         mark = self._mark(task, *answers.values())
         conversation = "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in task.messages)
         sections = {"The task was": conversation, **answers}
@@ -491,5 +489,5 @@ class Judge(Displayable):
         if sample.ids is None:
             return sample.text or ""
         if self.chat is None:
-            raise SettingsError("the engine returned token ids; pass the judge the chat of its model")
+            raise SettingsError("the engine returned token ids: pass Judge(..., chat=af.Chat(tokenizer))")
         return str(self.chat.parse(sample.ids).content)

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def tau(a: Sequence[Any], b: Sequence[Any]) -> float:
-    """Return Kendall's tau-b: (concordant - discordant pairs) / sqrt(untied pairs of a * untied pairs of b).
+    """Return Kendall's tau-b: (concordant pairs - discordant pairs) / sqrt(pairs untied in a * pairs untied in b).
 
     Shapes:  two sequences of equal length n, each with values that can be ordered.
     Units:   -1 to 1; NaN if all values of one sequence are equal.
@@ -44,14 +44,14 @@ def _ties(values: Sequence[Hashable]) -> int:
 
 
 def overlap(a: Sequence[Hashable], b: Sequence[Hashable]) -> float:
-    """Return intersection over union of two multisets, from 0 to 1; 1 if both are empty."""
+    """Return the intersection over union of two multisets, from 0 to 1. If both are empty, return 1."""
     have, want = Counter(a), Counter(b)
     union = (have | want).total()
     return (have & want).total() / union if union else 1.0
 
 
 def shared(a: Sequence[str], b: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Reduce each sequence to the multiset intersection of both, keeping its own order."""
+    """Restrict both sequences to the elements of their multiset intersection, keeping the order of each sequence."""
     common = Counter(a) & Counter(b)
     return _kept(a, common.copy()), _kept(b, common)
 

@@ -40,7 +40,7 @@ def store(world: int) -> Store:
 
 @dataclass(frozen=True)
 class Question:
-    """A person to start from and the keys to look up from there, in order."""
+    """A question: the person to start from, and the keys to look up in order."""
 
     name: str
     keys: tuple[str, ...]
@@ -59,7 +59,7 @@ class Question:
 
 
 def read(text: str) -> Question:
-    """Parse the text of a task into a Question."""
+    """Parse a question in the form that `Question.text` produces."""
     name, *keys = text.removeprefix("What is ").removesuffix("?").split("'s ")
     return Question(name, tuple(keys))
 
@@ -71,7 +71,7 @@ def question(facts: Store, rng: random.Random) -> Question:
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Generate rows {"id", "question", "answer", "world"}. Each row has its own world. The splits share no world."""
+    """Generate tasks as rows {"id", "question", "answer", "world"}. The facts of a task are generated from `world`."""
     found = []
     for i in range(n):
         world = first_world(split, seed) + i
@@ -83,7 +83,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 class Lookup:
-    """Environment for one task, with its store of facts."""
+    """Environment for one question, with a tool that looks up facts in a private store."""
 
     def check_task(self, task: Task) -> None:
         """Raise TaskError if the field `world` is not an integer or the answer is not a string."""
@@ -120,7 +120,7 @@ class Lookup:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Follow the question with one look-up per turn and answer with the last result."""
+    """Make the look-ups that the question requires, one per turn, then answer with the last result."""
     asked = read(str(task.messages[-1]["content"]))
     results = tool_outputs(messages)
     if len(results) == len(asked.keys):
@@ -129,7 +129,7 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Look up a random fact or answer with a random word."""
+    """Either look up a random fact, or answer with a random word."""
     if rng.random() < 0.5:
         return rng.choice((*NAMES, *CITIES, *PETS))
     return "lookup", {"of": rng.choice(NAMES), "what": rng.choice(KEYS)}

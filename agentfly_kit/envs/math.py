@@ -1,4 +1,4 @@
-"""math: exact values of fractions, powers and roots. An answer is correct if it has the right value in any notation."""
+"""math: compute exact values with fractions, powers and roots. The answer may be written in any notation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentfly_kit.envs.verifier import Verifier
 from agentfly_kit.tools.context import Context
 
 _LONGEST = 500
-# math-verify's own time limits need signals, which work only in the main thread. Disabling these limits logs a warning.
+# Disable math-verify's time limits, which need signals and thus the main thread, and hide the resulting warnings.
 _VERIFY = """
 import logging
 from math_verify import parse, verify
@@ -25,7 +25,7 @@ score = verify(gold, given, timeout_seconds=None)
 
 
 class MathVerifier(Verifier):
-    """Sandbox that runs math-verify."""
+    """Sandbox that runs the package math-verify."""
 
     module = "math_verify"
 
@@ -38,9 +38,9 @@ class Math(Calculator):
     async def reward(self, final: str | None, answer: str | float, context: Context) -> float:  # type: ignore[override]
         """Return 1 if the final text is equivalent to the answer, else 0.
 
-        Exact values are compared first, then the strings. If either side is not arithmetic and math-verify is installed
-        (`pip install "agentfly_kit[envs]"`), math-verify compares answers of at most 500 characters in a sandbox. It
-        also understands sets, intervals and LaTeX.
+        Two arithmetic expressions are compared by value, other texts as strings. If such strings differ and the package
+        math-verify is installed (`pip install "agentfly_kit[envs]"`), a final text of at most 500 characters is checked
+        in a sandbox by math-verify, which also understands sets, intervals and LaTeX.
         """
         if final is None:
             return 0.0
@@ -61,7 +61,7 @@ _FORMS = (
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Generate rows {"id", "question", "answer"}. The split of an expression is derived from its text."""
+    """Generate tasks as rows {"id", "question", "answer"}. The split of an expression is derived from its text."""
     rng = random.Random(f"math {split} {seed}")
     found: dict[str, str] = {}
     while len(found) < n:

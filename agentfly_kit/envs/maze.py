@@ -1,4 +1,4 @@
-"""maze: find the way out of a 5 x 5 maze, seeing only the current cell. Sparse or shaped rewards."""
+"""maze: find the exit of a 5 x 5 maze. The model sees the open directions of its cell and the offset to the exit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentfly_kit.types import Message, Task, ToolResult
 
 WIDTH = 5
 STEPS = {"north": (0, -1), "east": (1, 0), "south": (0, 1), "west": (-1, 0)}
-# (column from the west, row from the north).
+# Position of a cell: (column, row). Columns are counted from the west and rows from the north, starting at 0.
 Cell = tuple[int, int]
 
 
@@ -52,11 +52,11 @@ class Grid:
         return found
 
     def ways(self, cell: Cell) -> list[str]:
-        """Return the open directions in a fixed order, because the order of a set differs between processes."""
+        """Return the directions without a wall, in a fixed order, because set order differs between processes."""
         return [way for way in STEPS if way in self.open[cell]]
 
     def toward(self, cell: Cell) -> str:
-        """Return the first direction on the shortest path to the exit."""
+        """Return the direction of the first step on the shortest path from the cell to the exit."""
         return min(self.ways(cell), key=lambda way: self.away[beside(cell, way)])
 
 
@@ -113,7 +113,7 @@ class Maze:
         return ToolResult(True, text, reward=nearer if self.shaped else None)
 
     async def reward(self) -> dict[str, float]:
-        """Return 1 at the exit, else 0; always 0 if `shaped`, as each step was rewarded. `success` is 1 at the exit."""
+        """Return 1 if the exit was reached, else 0; always 0 if `shaped`. The metric `success` ignores `shaped`."""
         return {"reward": 0.0 if self.shaped else float(self.done), "success": float(self.done), "steps": self.steps}
 
     async def fork(self, into: Maze) -> None:
@@ -121,7 +121,7 @@ class Maze:
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Generate rows {"id", "question", "maze", "far"} with 3 to 7 steps to the exit. The splits share no maze."""
+    """Generate tasks as rows {"id", "question", "maze", "far"} with `far` from 3 to 7. The splits are disjoint."""
     first = first_world(split, seed)
     return [
         {"id": row_id("maze", split, seed, i), "question": "Find the way out.", "maze": first + i, "far": 3 + i % 5}
@@ -130,7 +130,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Take the shortest path."""
+    """Take the next step on the shortest path to the exit."""
     grid = Grid(task.fields["maze"], task.fields["far"])
     cell = grid.start
     for _ in tool_outputs(messages):

@@ -67,7 +67,7 @@ def mutations(source: str) -> list[Mutation]:
 
 
 def _edits(tree: ast.AST, lines: list[str]) -> Iterator[tuple[str, int, int, int, str]]:
-    """Yield (kind, line, first byte, end byte, new text) for each possible replacement."""
+    """Yield each possible mutation as (kind, line, first byte in the line, end byte, replacement text)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):

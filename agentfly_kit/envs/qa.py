@@ -11,12 +11,12 @@ from typing import Any
 from agentfly_kit.errors import SettingsError
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-# Task fields that may contain the reference answers: one string, or a list of equally good strings.
+# Task fields that may contain the reference answers: one string, or a list of equally valid strings.
 FIELDS = ("answers", "golden_answers", "answer")
 
 
 def normalised(text: str) -> str:
-    """Convert to lower case, remove punctuation and articles, and collapse whitespace.
+    """Convert a text to lower case, remove punctuation and articles, and collapse whitespace.
 
     Source: Rajpurkar et al. 2016, SQuAD, arXiv 1606.05250, and its evaluation script.
     """
@@ -33,7 +33,7 @@ def exact_match(response: str, answers: Iterable[str]) -> float:
 def f1(response: str, answers: Iterable[str]) -> float:
     """Return the highest word-level F1 score over the answers, counting repeated words.
 
-    If one side has no words, the score is 1 if both have none, else 0. The same holds for `precision` and `recall`.
+    If neither the response nor the answer has words, F1, precision and recall are 1. If only one has words, they are 0.
     """
     return _best(response, answers, lambda common, words, expected: 2 * common / (words + expected))
 
@@ -52,7 +52,7 @@ def recall(response: str, answers: Iterable[str]) -> float:
 
 
 def _best(response: str, answers: Iterable[str], score: Callable[[int, int, int], float]) -> float:
-    """Return the highest score over the answers, from the numbers of common words, response words and answer words."""
+    """Return the maximum of `score(n_common_words, n_response_words, n_answer_words)` over the answers."""
     words = normalised(response).split()
     scores = []
     for answer in answers:
@@ -85,4 +85,4 @@ def answers_of(fields: Mapping[str, Any]) -> tuple[str, ...]:
             if found and all(isinstance(answer, str | int | float) for answer in found):
                 return tuple(map(str, found))
             raise SettingsError(f"{name} must be a string, or a non-empty list of strings, got {given!r}")
-    raise SettingsError(f"it has none of the fields {', '.join(FIELDS)}; add one with the reference answer")
+    raise SettingsError(f"the task has none of the fields {', '.join(FIELDS)}; add one with the reference answer")

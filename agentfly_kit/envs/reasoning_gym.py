@@ -1,6 +1,6 @@
 """reasoning_gym: questions and verifiers of the reasoning_gym package, with a calculator tool.
 
-`tasks(n, split, datasets=("chain_sum", "gcd"))` selects from the package's hundred datasets. Each answer is scored by
+`tasks(n, split, datasets=("chain_sum", "gcd"))` selects from more than one hundred datasets. Each answer is scored by
 the dataset's own verifier, which may give partial credit.
 """
 
@@ -38,13 +38,13 @@ score = reasoning_gym.get_score_answer_fn(dataset)(answer=answer, entry=entry)
 
 
 class ReasoningVerifier(Verifier):
-    """Sandbox that runs the verifiers. Some of them evaluate the answer as Python code."""
+    """Sandbox for the verifiers of reasoning_gym, some of which evaluate the answer as Python code."""
 
     module = "reasoning_gym"
 
 
 class ReasoningGym(Calculator):
-    """Calculator environment with the verifier of the question's dataset."""
+    """Environment with a calculator tool, in which the verifier of the question's dataset scores the answer."""
 
     reward_sandboxes = (ReasoningVerifier,)
 
@@ -69,7 +69,7 @@ class ReasoningGym(Calculator):
         question_text: str,
         context: Context,
     ) -> float:
-        """Return the verifier's score of the final text, from 0 to 1; 0 if there is no answer or it is very long."""
+        """Return the verifier's score for the final text, from 0 to 1. A missing or very long answer scores 0."""
         if final is None or len(final) > _LONGEST:
             return 0.0
         entry = {"question": question_text, "answer": answer, "metadata": metadata}
@@ -78,7 +78,7 @@ class ReasoningGym(Calculator):
 
 
 def rows(n: int, split: str, seed: int = 0, datasets: Sequence[str] = DATASETS) -> list[dict[str, Any]]:
-    """Generate rows {"id", "messages", "question_text", "answer", "dataset", "metadata"}, alternating the datasets.
+    """Generate rows {"id", "messages", "question_text", "answer", "dataset", "metadata"} from each dataset in turn.
 
     The split of a question is derived from its text, so the splits are disjoint.
     """

@@ -5,7 +5,7 @@ program's files, and a Grader runs the original tests, including hidden ones, ag
 Edited tests, a conftest.py or a patched assert therefore have no effect.
 
     tasks = af.envs.repo.tasks()                     # bugs in the included repository `stall`
-    rows = await af.envs.repo.bugs("my/folder")      # bugs in your own: af.tasks_from(rows)
+    rows = await af.envs.repo.bugs("my/folder")      # bugs in your own repository, for af.tasks_from(rows)
 
 A repository is a folder with `tests/test_*.py` (functions test_..., plain asserts) and optionally `hidden/` with tests
 that the chain cannot see. A task has three fields: `repository`, a folder (by default the included one); `bugs`, the
@@ -41,7 +41,7 @@ from agentfly_kit.tools import builtin
 from agentfly_kit.tools.tool import Tool, tool
 from agentfly_kit.types import Message, Task
 
-# Path relative to the repository -> file content.
+# Maps a path relative to the repository to the content of the file.
 Texts = dict[str, str]
 
 # --- repositories --------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ _MOST_FILES, _MOST_BYTES = 500, 2**21
 
 @dataclass(frozen=True)
 class Repository:
-    """A program and its tests, tests/test_*.py and hidden/test_*.py. `files` contains all other files."""
+    """A program and its tests. `tests` contains tests/test_*.py and hidden/test_*.py, `files` all other files."""
 
     files: Mapping[str, str]
     tests: Mapping[str, str]
@@ -74,7 +74,7 @@ class Repository:
 
     @functools.cached_property
     def cases(self) -> tuple[tuple[str, str], ...]:
-        """(path, function name) of every test, in order.
+        """All tests, as (path, function name), sorted by path.
 
         Raises:  TaskError for a test file that is not valid Python.
         """
@@ -116,7 +116,7 @@ def _is_test(path: str) -> bool:
 def repository(folder: str | Path | None = None) -> Repository:
     """Read the repository in a folder, by default the included `stall`. Binary and hidden files are skipped.
 
-    Raises:  SettingsError if the folder does not exist, has no tests, or is too large to copy into every chain.
+    Raises:  SettingsError if the folder does not exist, has no tests, or is too large to be copied for every chain.
     """
     if folder is None:
         return _shipped()
@@ -147,8 +147,8 @@ def _read(top: Path) -> Repository:
         size += len(text)
         if len(files) + len(tests) >= _MOST_FILES or size > _MOST_BYTES:
             raise SettingsError(
-                f"the repository {str(top)!r} has more than {_MOST_FILES} files or {_MOST_BYTES // 2**20} MB of text, "
-                "which is too much: every chain gets a copy of it"
+                f"the repository {str(top)!r} must have at most {_MOST_FILES} files and {_MOST_BYTES // 2**20} MB of "
+                "text, because every chain gets a copy"
             )
         if _is_test(path):
             tests[path] = text
@@ -159,7 +159,7 @@ def _read(top: Path) -> Repository:
     return Repository(dict(sorted(files.items())), dict(sorted(tests.items())))
 
 
-# Files next to the included repository that are not part of it.
+# Files in the included repository's folder that do not belong to the repository.
 _OURS = ("bugs.jsonl", "ORIGIN.md")
 
 # --- grading -------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ async def grade(
 ) -> dict[str, str | None]:
     """Run the repository's tests against other versions of its files, in fresh processes.
 
-    See `Grader.grade` for the restrictions on tests: they receive data, not the program's own objects.
+    Tests get copies of plain data and proxies of all other objects of the program; see `Grader.grade`.
 
     Args:
         grader: the grader that runs the tests.
@@ -198,13 +198,13 @@ async def grade(
         seconds: time limit per test.
         total: time limit for all tests.
 
-    Returns: {test: None if it passed, else the error}.
+    Returns: a dictionary that maps each test to None if it passed, else to the error.
     """
     cases = [case for case in repository.cases if only is None or case[0] in only]
     if not cases:
         return {}
     texts = {path: repository.tests[path] for path, _ in cases}
-    # Wrap the setup in exec, so that names it defines are not mistaken for names of the submission.
+    # Without exec, the grader would try to take names that the setup defines, such as `files`, from the submission.
     setup = f"exec({f'files = {texts!r}' + _LOAD!r}, globals())"
     found: Grade = await grader.grade(
         "",
@@ -229,7 +229,7 @@ def _on_sandbox(given: Tool[..., Any], edits: int = 0) -> Tool[..., Any]:
 
     Args:
         given: the built-in tool.
-        edits: added to the environment's `edits` by every call that succeeds.
+        edits: number added to the environment's `edits` by every call that succeeds.
     """
 
     async def call(self: Repo, **arguments: Any) -> Any:
@@ -262,7 +262,7 @@ class Repo(SandboxEnvironment):
         self._repository = Repository({}, {})
         self._used = False
         self.done = False
-        # Number of file changes made by tools and not undone.
+        # Number of successful calls of write_file and edit_file, minus those of undo_edit.
         self.edits = 0
 
     def check_task(self, task: Task) -> None:
@@ -341,7 +341,7 @@ class Repo(SandboxEnvironment):
         results = {f"{path}::{name}": f"{path}::{name}" not in first for path, name in was.cases}
         others = {path: text for path, text in was.files.items() if not path.endswith(".py")}
         files = others | await self.sources()
-        # Run the files of initially failing tests first: if the bug is not fixed, the other files need not be run.
+        # First run the files with tests that failed initially. If one still fails, the other files need not be run.
         mended = {name.partition("::")[0] for name in first}
         for paths in (mended, was.tests.keys() - mended):
             graded = await grade(grader, was, files, only=paths)
@@ -357,7 +357,7 @@ class Repo(SandboxEnvironment):
         }  # fmt: skip
 
     async def fork(self, into: Repo) -> None:
-        """Copy the folder and the shell, or raise SandboxError if background processes are running."""
+        """Copy the files and the state of the shell, or raise SandboxError if background processes are running."""
         into._used = True
         await self._sandbox.fork(into._sandbox)
         into._repository, into.done, into.edits = self._repository, self.done, self.edits
@@ -373,8 +373,8 @@ def _broken_repository(task: Task) -> Repository:
     bugs = fields.get("bugs", ())
     if not bugs and "repository" not in fields:
         raise TaskError(
-            "it has nothing to repair: give it `bugs`, a `repository`, or `files` and `tests`, or use "
-            "af.envs.repo.tasks()"
+            "the task has nothing to repair: add the field `bugs` or `repository`, or the fields `files` and `tests`, "
+            "or use af.envs.repo.tasks()"
         )
     if not isinstance(bugs, Sequence) or not all(isinstance(bug, Mapping) and bug.keys() >= _BUG for bug in bugs):
         raise TaskError(f"`bugs` must be a list of objects with {', '.join(sorted(_BUG))}, got {bugs!r:.300}")
@@ -396,9 +396,9 @@ def _shipped_bugs() -> tuple[dict[str, Any], ...]:
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Generate rows {"id", "question", "bugs", "failing"} with one bug in `stall`. Every third has two, in two files.
+    """Generate tasks with bugs in the included repository `stall`, as rows {"id", "question", "bugs", "failing"}.
 
-    The splits are disjoint by line: a line that is broken in one split is not broken in the other.
+    Every third task has two bugs, in different files. A line that is broken in one split is not broken in the other.
     """
     rng = random.Random(f"repo {split} {seed}")
     mine = [bug for bug in _shipped_bugs() if hash_split(f"repo split {bug['file']}:{bug['line']}", 0.3) == split]
@@ -450,7 +450,7 @@ async def bugs(
     Args:
         folder: the repository; by default the included `stall`.
         most: maximum number of bugs tried per line, sampled with `seed`.
-        grader: runs the tests; by default a temporary one.
+        grader: the grader that runs the tests; by default a temporary one.
         seed: seed of the sampling.
 
     Returns: rows for `af.tasks_from`, in line order.
@@ -498,7 +498,7 @@ def _sample_changes(changes: Sequence[mutation.Mutation], most: int, seed: str) 
 
 
 def _failure_line(test: str, why: str, text: str) -> str:
-    """Format a failure as run_tests.py does: the test, the line that failed, and the error."""
+    """Format a failure like the repository's run_tests.py: the test, the line that failed, and the error."""
     path, _, name = test.partition("::")
     numbers = re.findall(rf'File "{re.escape(path)}", line (\d+)', why)
     lines = text.splitlines()
@@ -507,23 +507,23 @@ def _failure_line(test: str, why: str, text: str) -> str:
     return f"FAILED {path.removeprefix('tests/')}::{name}{where}\n  {last[:200]}"
 
 
-# --- players -------------------------------------------------------------------------------------
+# --- scripted players ----------------------------------------------------------------------------
 
 
 def patch(bug: Mapping[str, Any], text: str) -> tuple[str, str]:
-    """Return (old, new) for `edit_file` that repairs a bug: the broken line, with enough preceding lines to make it
-    unique in the text."""
+    """Return the arguments (old, new) with which the tool `edit_file` repairs a bug. `old` is the broken line, with
+    enough preceding lines to make it unique in the text."""
     lines = text.splitlines()
     at = bug["line"] - 1
     for above in range(at + 1):
         old = "\n".join(lines[at - above : at + 1])
         if text.count(old) == 1:
             return old, "\n".join([*lines[at - above : at], bug["right"]])
-    raise TaskError(f"{bug['file']}:{bug['line']} is not unique even with all lines above it")
+    raise TaskError(f"line {bug['line']} of {bug['file']} is not unique, even with all lines above it")
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Read each broken line, repair it, and submit."""
+    """Read and repair the broken lines one after another, then submit."""
     broken = _broken_repository(task)
     plan: list[Move] = []
     for bug in task.fields["bugs"]:

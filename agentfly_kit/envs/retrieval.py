@@ -1,6 +1,6 @@
 """Text retrieval with BM25 or embedding vectors.
 
-bm25s is imported when the first index is built, transformers only for an embedding model given by its path.
+The package bm25s is imported when the first index is built; transformers, when an embedding model is loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 from agentfly_kit.errors import SettingsError
 
-# Function from n strings to n vectors: an array or tensor of shape (n, d), or nested lists.
+# Function that embeds n strings as vectors of length d. It returns an array or tensor of shape (n, d), or nested lists.
 Embed: TypeAlias = Callable[[list[str]], Any]
 
 # Lucene's English stop words.
@@ -29,7 +29,7 @@ def words(text: str) -> list[str]:
 
 
 class Index(Protocol):
-    """Interface of an index."""
+    """Interface of a searchable index of texts."""
 
     def find(self, query: str, k: int) -> list[int]:
         """Return the indices of at most k texts, best first; ties keep the order of the texts."""
@@ -39,7 +39,7 @@ class Index(Protocol):
 class WordIndex:
     """BM25 index, scored as in Lucene. Texts that share no word with the query are not returned.
 
-    Source: Robertson & Zaragoza 2009; Lù 2024, BM25S, arXiv 2407.03618. k1 and b are those of Pyserini.
+    Source: Robertson & Zaragoza 2009; Lù 2024, BM25S, arXiv 2407.03618. The defaults of k1 and b are Pyserini's.
     """
 
     def __init__(self, texts: Sequence[str], *, k1: float = 0.9, b: float = 0.4) -> None:
@@ -56,7 +56,7 @@ class WordIndex:
         self._known = {token for text in tokens for token in text}
 
     def find(self, query: str, k: int) -> list[int]:
-        """Implement `Index.find`."""
+        """Return the indices of the k texts with the highest BM25 scores; see `Index.find`."""
         known = [token for token in words(query) if token in self._known]
         if not known:
             return []
@@ -65,7 +65,7 @@ class WordIndex:
 
 
 class VectorIndex:
-    """Index by cosine similarity of embedding vectors."""
+    """Text index that ranks by the cosine similarity of embedding vectors."""
 
     def __init__(self, texts: Sequence[str], embed: Embed, *, batch: int = 64) -> None:
         import numpy
@@ -75,11 +75,11 @@ class VectorIndex:
         if not parts:
             raise SettingsError("an index needs at least one text")
         if len({part.shape[1] for part in parts}) > 1:
-            raise SettingsError("all embedding vectors must have the same length, got different ones")
+            raise SettingsError("all embedding vectors must have the same length, but their lengths differ")
         self._vectors = numpy.concatenate(parts)
 
     def find(self, query: str, k: int) -> list[int]:
-        """Implement `Index.find`."""
+        """Return the indices of the k texts with the highest cosine similarity; see `Index.find`."""
         scores = (self._vectors @ _vectors(self.embed, [query])[0]).round(6)
         return [int(i) for i in (-scores).argsort(kind="stable")[:k]]
 
@@ -105,7 +105,7 @@ def embedding(model: str | Path | Embed, *, max_tokens: int = 256) -> Embed:
     A transformers model embeds a text as the mean of the last hidden states of its first `max_tokens` tokens. Nothing
     is downloaded.
 
-    Raises:  SettingsError if the folder does not contain a loadable model.
+    Raises:  SettingsError if `model` is not callable and not a folder with a loadable model.
     """
     if callable(model):
         return model

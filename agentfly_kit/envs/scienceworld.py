@@ -1,8 +1,8 @@
 """scienceworld: thirty kinds of experiment in a house, simulated by the scienceworld package and its Java process.
 
-Each chain needs a Java process, which takes seconds to start and hundreds of megabytes. Keep a few in a pool and let
-chains wait for them. `agent(...)` creates such a pool. To share the running processes among agents, pass
-`pool=af.Pool(af.envs.scienceworld.ScienceWorld, size=4, min_idle=4)` to each.
+Each chain needs a Java process, which takes seconds to start and hundreds of megabytes of memory. `agent(...)` creates
+a pool of a few processes, and a chain waits until one is free. To share the processes among several agents, pass
+`pool=af.Pool(af.envs.scienceworld.ScienceWorld, size=4, min_idle=4)` to each agent.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from agentfly_kit.errors import SandboxError, SettingsError, TaskError, check_co
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
-# Kind of task -> number of variations in the simulator, 7,207 in total.
+# Maps a kind of task to its number of variations in the simulator, 7,207 in total.
 VARIATIONS: Mapping[str, int] = task_files.bundled_json("vocabularies", "scienceworld.json")
 KINDS = tuple(VARIATIONS)
 INSTALL_JAVA = "apt-get install default-jre-headless (Debian, Ubuntu), or any Java 8 or newer"
 # Default maximum number of commands per task, as in the scienceworld package.
 STEPS = 100
-# Simplifications of the simulator; "easy" enables all that the kind of task allows.
+# Simplifications that the simulator offers. The setting "easy" enables all that the kind of task allows.
 SIMPLIFICATIONS = ("openContainers", "openDoors", "noElectricalAction", "selfWateringFlowerPots", "teleportAction")
-# (kind, variation, simplification) -> the simulator's own solution; filled by loading a task with `gold`.
+# Maps (kind, variation, simplification) to the solution that the simulator computed when the task was loaded.
 _GOLD: dict[tuple[str, int, str], list[str]] = {}
 
 
 def variations(kind: str, split: str) -> range:
     """Return the variations of a split as the simulator defines them: the first half is "train", the next quarter "dev"
-    and the last "test"."""
+    and the last quarter "test"."""
     if kind not in VARIATIONS:
         raise SettingsError(f"scienceworld has no kind {kind!r}; it has {', '.join(KINDS)}")
     count = VARIATIONS[kind]
@@ -88,7 +88,7 @@ def _launch(jar: str, options: Sequence[str]) -> tuple[int, str, subprocess.Pope
 
 
 def _drain(output: IO[bytes]) -> None:
-    """Discard the output of the process, which would otherwise block once the pipe is full."""
+    """Read and discard the output of the Java process, which would otherwise block once the pipe is full."""
     with contextlib.suppress(OSError, ValueError):  # the pipe is closed
         while output.read(65536):
             pass
@@ -102,7 +102,7 @@ def _client(wanted: Any, process: subprocess.Popen[bytes]) -> Any:
     class Client(GatewayClient):  # type: ignore[misc]
         def send_command(self, command: str, retry: bool = True, binary: bool = False) -> Any:
             if process.poll() is not None:
-                raise Py4JNetworkError("Java has ended")
+                raise Py4JNetworkError("the Java process has exited")
             connection = self._get_connection()
             try:
                 response = connection.send_command(command)
@@ -121,10 +121,10 @@ def _client(wanted: Any, process: subprocess.Popen[bytes]) -> Any:
 
 
 class Simulator:
-    """A Java process with the package's simulator. All methods block."""
+    """A Java process that runs the simulator of the scienceworld package. All methods block."""
 
     def __init__(self, memory_mb: int) -> None:
-        """Start the process.
+        """Start the Java process.
 
         Raises:  SettingsError with the install command if a requirement is missing; SandboxError if Java cannot start.
         """
@@ -136,7 +136,7 @@ class Simulator:
         options = [f"-Xmx{memory_mb}m", "-XX:+UseSerialGC", "-XX:+ExitOnOutOfMemoryError", "-XX:TieredStopAtLevel=1"]
         try:
             port, token, self.process = _launch(jar, options)
-            # End the process and close its pipes even if the pool is never closed.
+            # End the Java process and close its pipes even if `close` is never called.
             self._end = weakref.finalize(self, _end, self.process)
             wanted = GatewayParameters(auto_field=True, port=port, auth_token=token)
             self.gateway = JavaGateway(_client(wanted, self.process), gateway_parameters=wanted)
@@ -144,7 +144,7 @@ class Simulator:
         except ValueError as error:  # Java did not print a port
             raise SandboxError(
                 "ScienceWorld's `java` ended before it was ready: check that `java -version` is 8 or newer and that "
-                f"memory_mb={memory_mb} is available; to install a newer one: {INSTALL_JAVA}"
+                f"memory_mb={memory_mb} is available; to install Java: {INSTALL_JAVA}"
             ) from error
         except Exception as error:
             raise SandboxError(f"ScienceWorld's Java process did not start: {type(error).__name__}: {error}") from error
@@ -161,7 +161,7 @@ class Simulator:
         return observation, float(self.server.getScore()), bool(self.server.getCompleted())
 
     def ask(self, method: str) -> Any:
-        """Call a method of the Java object."""
+        """Call a method of the simulator's Java object, without arguments."""
         return getattr(self.server, method)()
 
     @property
@@ -187,7 +187,7 @@ class ScienceWorld:
         memory_mb: size of the Java heap; the process needs about 100 MB more.
         steps: maximum number of commands per task.
         simplification: "easy", or names of `SIMPLIFICATIONS` separated by commas.
-        gold: let the simulator solve each task first. Takes seconds, or half a minute for some kinds.
+        gold: if true, the simulator computes a solution of each task first, which takes up to half a minute.
     """
 
     def __init__(self, memory_mb: int = 512, steps: int = STEPS, simplification: str = "", gold: bool = False) -> None:
@@ -237,12 +237,12 @@ class ScienceWorld:
             raise
 
     def check_task(self, task: Task) -> None:
-        """Raise TaskError for a kind or variation that does not exist, or that the simplification makes impossible."""
+        """Raise TaskError if the task does not exist or cannot be completed with the simplification."""
         kind, variation = str(task.fields.get("kind")), task.fields.get("variation")
         if kind not in VARIATIONS:
             raise TaskError(f"unknown kind {kind!r}; it must be one of {', '.join(KINDS)}")
         if isinstance(variation, bool) or not isinstance(variation, int) or not 0 <= variation < VARIATIONS[kind]:
-            raise TaskError(f"invalid variation {variation!r}; {kind} has 0 to {VARIATIONS[kind] - 1}")
+            raise TaskError(f"invalid variation {variation!r}; {kind} has variations 0 to {VARIATIONS[kind] - 1}")
         if "noElectricalAction" in self.simplification and ("power-component" in kind or "conductivity" in kind):
             raise TaskError(f"{kind} is impossible with simplification={self.simplification!r}")
 
@@ -289,7 +289,7 @@ class ScienceWorld:
         return ", ".join(await self._ask("ask", "getPossibleObjects"))
 
     async def reward(self) -> dict[str, float]:
-        """Return the score divided by 100, with 0 for a failed task (score -100). `success` is 1 for a score of 100."""
+        """Return the score from 0 to 1 (0 for a failed task). The metric `score` is in percent (-100 on failure)."""
         score = round(100 * self.score)
         return {
             "reward": max(0, score) / 100, "success": float(score >= 100), "score": score, "steps": len(self.commands)
@@ -306,7 +306,7 @@ class ScienceWorld:
 
 
 def rows(n: int, split: str, seed: int = 0, kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
-    """Generate rows {"id", "question", "kind", "variation"}, alternating the kinds; each variation occurs once."""
+    """Return tasks as rows {"id", "question", "kind", "variation"}, from each kind in turn, without repetition."""
     if not kinds:
         raise SettingsError(f"kinds must contain at least one of {', '.join(KINDS)}, got ()")
     orders = []
@@ -328,11 +328,11 @@ def rows(n: int, split: str, seed: int = 0, kinds: Sequence[str] = KINDS) -> lis
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Follow the simulator's own solution. Requires an agent with options={"gold": True}."""
+    """Execute the next command of the simulator's own solution. Requires an agent with options={"gold": True}."""
     done = len(tool_outputs(messages))
     golds = [gold for (kind, variation, _), gold in _GOLD.items() if (kind, variation) == _key(task)]
     if not golds:
-        raise SettingsError(f"there is no solution of {_key(task)}: create the agent with options={{'gold': True}}")
+        raise SettingsError(f"no solution of {_key(task)} was computed: create the agent with options={{'gold': True}}")
     return ("act", {"command": golds[-1][done]}) if done < len(golds[-1]) else "Done."
 
 
@@ -341,7 +341,7 @@ def _key(task: Task) -> tuple[Any, Any]:
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Move around and act on objects that every room has."""
+    """Try a random command, such as moving to another room or acting on a common object."""
     things = ("door to kitchen", "door to hallway", "air", "agent", "kitchen", "hallway", "stove", "picture", "chair")
     verbs = ("look around", "inventory", "wait", "open {}", "go to {}", "look at {}", "pick up {}", "activate {}")
     return "act", {"command": rng.choice(verbs).format(rng.choice(things))}

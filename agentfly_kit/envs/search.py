@@ -33,7 +33,7 @@ from agentfly_kit.types import Message, Task
 
 Metric = Literal["em", "f1"]
 
-# Options used to train the shipped policy: `agent(af.tiny.policy("search"), options=BRIEF)`.
+# Environment options with which the shipped policy was trained: `agent(af.tiny.policy("search"), options=BRIEF)`.
 BRIEF: dict[str, Any] = {"brief": True, "topk": 1}
 
 
@@ -46,7 +46,7 @@ class Document(Displayable):
 
     @property
     def contents(self) -> str:
-        """The text to index: title and text."""
+        """The text to index: the title, if there is one, followed by the document's text."""
         return f"{self.title}\n{self.text}" if self.title else self.text
 
 
@@ -65,8 +65,8 @@ class Corpus(Displayable):
     def load(cls, path: str | Path) -> Corpus:
         """Load a corpus from a .jsonl, .json or .parquet file.
 
-        A row has `contents` (as in Search-R1: a title in quotes, a line break, the text), or `text` and optionally
-        `title`.
+        A row has the fields `title` (optional) and `text`, or the field `contents` of Search-R1: the title in quotes, a
+        line break, and the text.
 
         Raises:  SettingsError or TaskError naming the file and line.
         """
@@ -76,12 +76,12 @@ class Corpus(Displayable):
     @staticmethod
     @functools.lru_cache(32)
     def invented(world: int = 0) -> Corpus:
-        """Return the fictional encyclopedia with the given number; 0 is the included one."""
+        """Generate fictional encyclopedia number `world` and return it as a corpus. The default corpus is number 0."""
         found = [Document(entry.title, entry.text) for entry in encyclopedia.entries(world).values()]
         return Corpus(found, name=f"encyclopedia {world}")
 
     def index(self, dense: str | Path | Embed | None = None) -> Index:
-        """Return the BM25 index, or the vector index of the embedding `dense`; see `retrieval.embedding`."""
+        """Return the BM25 index or, with `dense`, an index of embedding vectors; see `retrieval.embedding`."""
         key = dense if dense is None or callable(dense) else str(dense)
         with self._lock:
             if key not in self._indexes:
@@ -109,7 +109,7 @@ def _document(given: Any, where: str) -> Document:
             return Document(title.strip().strip('"'), text) if text else Document("", title)
         if isinstance(given.get("text"), str):
             return Document(str(given.get("title") or ""), given["text"])
-    raise SettingsError(f"{where}: must be a string or an object with 'contents', or with 'title' and 'text'")
+    raise SettingsError(f"{where}: a document must be a string or an object with 'contents', or 'title' and 'text'")
 
 
 class Search:
@@ -121,7 +121,7 @@ class Search:
         dense: an embedding, given as a function from strings to vectors or as the folder of a transformers model. By
             default, BM25 is used instead.
         metric: the score used as the reward, "em" or "f1".
-        brief: for small models: show a snippet of each document instead of "Doc 1(Title: ...)" and its text. The
+        brief: for small models, show only a snippet of each document instead of "Doc 1(Title: ...)" and its text. The
             snippet is the clause that shares the most words with the query, not counting words of the title.
     """
 
@@ -216,7 +216,7 @@ def snippet(document: Document, query: str) -> str:
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Generate rows {"id", "question", "answer", "support", "world"}. Every fifth question is in the test split."""
+    """Generate tasks as rows {"id", "question", "answer", "support", "world"}. Every fifth question is a test task."""
     every = encyclopedia.questions(seed)
     chosen = [q for i, q in enumerate(every) if (i % 5 == 4) == (split == "test")]
     found = []
@@ -235,14 +235,14 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Search for each entry on the path, then answer."""
+    """Search for each document that the answer requires, one per turn, then answer."""
     way = [*task.fields["support"], task.fields["answer"]]
     at = len(tool_outputs(messages))
     return way[-1] if at == len(way) - 1 else ("search", {"query": way[at]})
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Search for a random word of the question, or answer with a random value of the encyclopedia."""
+    """Search for a random word of the question, or answer with a random value from the encyclopedia."""
     entries = list(encyclopedia.entries(task.fields["world"]).values())
     if rng.random() < 0.5:
         return rng.choice(rng.choice(entries).facts)[1]

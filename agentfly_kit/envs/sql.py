@@ -1,9 +1,9 @@
 """sql: questions about a database, answered with queries. Each chain has its own sqlite or DuckDB database.
 
-Observation and reward follow InterCode: the rows of the last query as a list of tuples, and their agreement with the
-rows of the task's reference query. The built-in tasks have small generated databases; `load` reads the files of Spider
-and InterCode. Your own tasks need the field `gold` (a query) and either `script` (SQL statements) or `database` (a
-sqlite file).
+As in InterCode, an observation is a list of rows (tuples), and the reward measures how well the rows of the last query
+agree with those of the task's reference query. The built-in tasks have small generated databases; `load` reads files of
+Spider and InterCode. Your own tasks need the field `gold` (a query) and either `script` (SQL statements) or `database`
+(a sqlite file).
 
     af.envs.sql.agent(engine, chat=chat, options={"engine": "duckdb"})
 """
@@ -40,15 +40,16 @@ Rows = list[tuple[Any, ...]]
 
 
 def score(seen: Rows | str | None, wanted: Rows) -> dict[str, float]:
-    """Compare the last observation with the expected rows: {"reward", "success", "overlap", "order"}.
+    """Compare the last observation with the expected rows. Return {"reward", "success", "overlap", "order"}.
 
-    overlap  Intersection over union of the two multisets of rows, each row as a string; 1 if both are empty, 0 for an
-             error or a statement without rows (None).
-    order    Kendall's tau-b between the shared rows in the order seen and in the order expected; 1 if undefined (a
-             single row, or equal rows). As in InterCode, the rows are compared as strings, not by rank, so reversed
-             rows score -1 only if they were sorted as strings.
-    reward   Product of overlap and order, rounded to two digits where order is defined; may be negative.
-    Source:  InterCode, arXiv 2306.14898, and its SQL environment. Rows are compared as strings: 1 differs from 1.0.
+    Rows are compared as strings: 1 differs from 1.0. An error message, or None for a statement without rows, scores 0.
+
+    overlap  Intersection over union of the two multisets of rows; 1 if both are empty.
+    order    Kendall's tau-b between the shared rows in the order seen and in the order expected, or 1 if tau is
+             undefined. As in InterCode, tau compares the rows themselves instead of their positions. Reversed rows
+             therefore score -1 only if the expected rows are sorted.
+    reward   Product of overlap and order, rounded to two digits where tau is defined; may be negative.
+    Source:  InterCode, arXiv 2306.14898, and its SQL environment.
     """
     if not isinstance(seen, list):
         return {"reward": 0.0, "success": 0.0, "overlap": 0.0, "order": 0.0}
@@ -66,10 +67,10 @@ def score(seen: Rows | str | None, wanted: Rows) -> dict[str, float]:
 
 @forward_signature(SQLSandbox, omit=("max_rows",), max_output=2**20)
 class SQL(SandboxEnvironment):
-    """Environment with a database that the chain may modify. It stores the expected rows of the task's reference query.
+    """Environment with a database, which the chain may modify, and the expected rows of the task's reference query.
 
     Args:
-        engine: "sqlite", or "duckdb" (needs duckdb).
+        engine: "sqlite", or "duckdb", which requires the package duckdb.
         seconds: time limit for one query; if it is exceeded, the model sees an error.
         most: maximum number of rows returned by one query.
         **sandbox: further settings of `SQLSandbox`: isolation, memory_mb, disk_mb, ...
@@ -84,7 +85,7 @@ class SQL(SandboxEnvironment):
         self.observation: Rows | str | None = None
         self.queries: list[str] = []
         self.errors = 0
-        # Rows of the task's reference query on the unmodified database.
+        # Rows that the task's reference query returns on the unmodified database.
         self.gold: Rows = []
         self.done = False
 
@@ -92,16 +93,16 @@ class SQL(SandboxEnvironment):
         """Raise TaskError if the task has no database or no reference query."""
         fields = task.fields
         if not isinstance(fields.get("gold"), str):
-            raise TaskError("it has no field 'gold'; it must contain the reference query")
+            raise TaskError("field 'gold' is missing; it must contain the reference query")
         if "world" in fields and fields.get("db") in SCHEMAS:
             int_field(task, "world")
         elif not isinstance(fields.get("script"), str):
             if "database" not in fields:
-                raise TaskError("it has no database: add a field 'script' with statements, or 'database' with a file")
+                raise TaskError("the task has no database: add a field 'script' (SQL) or 'database' (a sqlite file)")
             if not _file(task).is_file():
                 raise TaskError(f"the database {str(_file(task))!r} does not exist")
             if self._sandbox.engine != "sqlite":
-                raise TaskError("its database is a sqlite file, which needs engine='sqlite'; DuckDB takes a 'script'")
+                raise TaskError("field 'database' is a sqlite file, which needs engine='sqlite'; DuckDB needs 'script'")
 
     async def reset(self, task: Task, seed: int) -> None:
         """Create the task's database and run its reference query. Raise SettingsError or SandboxError if that fails."""
@@ -113,7 +114,7 @@ class SQL(SandboxEnvironment):
         result = await self._sandbox.run(gold, timeout=max(30.0, self._seconds))
         if not result.ok or result.truncated:
             why = result.error or f"more than {self._sandbox.max_rows} rows; raise options={{'most': ...}}"
-            raise SandboxError(f"the query of task {task.id!r} fails in {self._sandbox.engine}: {why}; it is {gold!r}")
+            raise SandboxError(f"the query of task {task.id!r} fails in {self._sandbox.engine}: {why}; query: {gold!r}")
         self.gold = list(result.rows)
         if not _only_reads(gold):
             await self._fill(task)
@@ -153,7 +154,7 @@ class SQL(SandboxEnvironment):
         return "Submitted."
 
     async def reward(self, final: str | None) -> dict[str, float]:
-        """Return `score` of the last observation if it was submitted; a final answer also counts as a submission.
+        """Score the last observation. Without a submission the reward is 0; a final answer counts as a submission.
 
         Additional metrics: submitted, queries (number of queries) and errors (number of failed queries).
         """
@@ -162,7 +163,7 @@ class SQL(SandboxEnvironment):
         return scored | {"submitted": float(submitted), "queries": len(self.queries), "errors": self.errors}
 
     async def fork(self, into: SQL) -> None:
-        """Copy the database. Raise SandboxError if a transaction is open or there are temporary tables."""
+        """Copy the database to `into`. Raise SandboxError if a transaction is open or there are temporary tables."""
         await self._sandbox.fork(into._sandbox)
         into.queries, into.errors, into.done = list(self.queries), self.errors, self.done
         into.observation, into.gold = self.observation, self.gold
@@ -186,9 +187,9 @@ def _quoted(name: str) -> str:
 
 @dataclass(frozen=True)
 class Schema:
-    """Two tables: one of items with a text column and two numeric columns, the other with an attribute for each text.
+    """Schema of two tables: items with a text column and two numeric columns, and an attribute for each of the texts.
 
-    `numbers` maps column names to (start, stop, step) of their values, which are all different.
+    `numbers` maps each numeric column to the range (start, stop, step) from which distinct values are sampled.
     """
 
     table: str
@@ -211,7 +212,7 @@ class Schema:
         return "Tables: " + ", ".join(f"{name}({', '.join(columns)})" for name, columns in self.tables.items())
 
 
-# Name in a task's `db` field -> schema.
+# Maps the name in a task's field `db` to the schema of its database.
 SCHEMAS = {
     name: Schema(**row | {key: tuple(row[key].split()) for key in ("keys", "texts", "whats")})
     for name, row in task_files.bundled_json("vocabularies", "sql.json").items()
@@ -240,7 +241,7 @@ class World:
 
 @functools.lru_cache(maxsize=4096)
 def world(db: str, number: int) -> World:
-    """Generate the database with the given number, deterministically."""
+    """Generate database instance `number` of the schema `db`, deterministically."""
     s = SCHEMAS[db]
     rng = random.Random(f"sql {db} {number}")
     keys = rng.sample(s.keys, s.size)
@@ -287,7 +288,7 @@ def question(of: World, rng: random.Random) -> Question:
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Generate rows {"id", "question", "db", "world", "gold", "hardness"}, each with its own database."""
+    """Generate tasks, each with its own database, as rows {"id", "question", "db", "world", "gold", "hardness"}."""
     found = []
     for i in range(n):
         number = first_world(split, seed) + i
@@ -321,7 +322,7 @@ def load(
             (InterCode). BIRD's "evidence" is appended to the question, as in its own prompts.
         databases: folder with NAME/NAME.sqlite or NAME.sqlite for each database; by default the folder `database` next
             to the file.
-        schema: prepend the tables and columns to each question, as for Spider's agents but not InterCode's.
+        schema: prepend the names of tables and columns to each question, as is usual for Spider but not for InterCode.
 
     Raises:  TaskError naming the file, the row and what is missing.
     """
@@ -383,7 +384,7 @@ def _tables(path: str, changed: int) -> str:
     )
 
 
-# --- players -------------------------------------------------------------------------------------
+# --- scripted players ----------------------------------------------------------------------------
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:

@@ -11,7 +11,7 @@ from agentfly_kit.errors import SandboxError
 from agentfly_kit.sandboxes.python import PythonSandbox
 from agentfly_kit.sandboxes.settings import forward_signature
 
-# Limits per check, in seconds. The wall-clock limit allows for a loaded machine, so the CPU limit applies first.
+# CPU and wall-clock limits per check, in seconds. The latter is larger, because the machine may be busy.
 _CPU_SECONDS, _SECONDS = 2.0, 60.0
 _CODE = """
 import base64, pickle
@@ -28,7 +28,7 @@ float(score)
 
 @forward_signature(PythonSandbox, memory_mb=1024, cpu_seconds=_CPU_SECONDS)
 class Verifier(PythonSandbox):
-    """A Python interpreter that has imported `module`. Each chain gets a fresh interpreter.
+    """Python sandbox that preloads the package named by the class attribute `module`. A chain gets a new interpreter.
 
     Args:
         **sandbox: settings of `PythonSandbox`.
@@ -43,9 +43,9 @@ class Verifier(PythonSandbox):
     async def score(self, code: str, data: Any) -> float:
         """Run code that reads `data` and sets `score`, and return the score.
 
-        The score is 0 if the answer makes the code raise, exceed a limit, or compute a non-finite number.
+        The score is 0 if the code raises an exception, exceeds a limit, or computes a non-finite number.
 
-        Raises:  SandboxError if the host fails or a package cannot be imported.
+        Raises:  SandboxError if the sandbox fails or a package cannot be imported.
         """
         encoded = base64.b64encode(pickle.dumps(data)).decode()
         result = await self.run(_CODE.format(data=encoded, code=code), timeout=_SECONDS)

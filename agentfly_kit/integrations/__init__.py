@@ -1,1 +1,1 @@
-"""Integrations: TRL, Ray, trackers, traces, rollouts of other projects, notebook display, and remote sandbox pools."""
+"""Integrations with TRL, Ray, trackers, OpenTelemetry, notebooks, other rollout formats, and remote sandbox pools."""

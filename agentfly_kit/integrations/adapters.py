@@ -1,4 +1,4 @@
-"""Adapters for rewards and environment classes written for TRL or verifiers: `af.trl.reward`, `af.trl.environment`."""
+"""Adapters for rewards written for TRL or the verifiers library (`reward`) and for TRL environments (`environment`)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from agentfly_kit.types import Message, Task, ToolResult, Trajectory
 
 # Arguments that TRL's GRPOTrainer passes to rewards besides dataset columns. Each is a list with one item per chain.
 _BATCH = ("prompts", "completions", "completion_ids", "environments")
-# Arguments that verifiers passes to a reward for one chain. `answer` and `info` are task fields.
+# Arguments that the verifiers library passes to a reward function. `answer` and `info` are task fields.
 _SINGLE = ("prompt", "completion", "answer", "info", "state", "task")
 
 
 def reward(
     function: Callable[..., Any], *, weight: float = 1.0, name: str | None = None, environment: type | None = None
 ) -> Reward[..., Any]:
-    """Convert a reward function of TRL or verifiers, sync or async, to a reward of an agent.
+    """Convert a sync or async reward function written for TRL or the verifiers library to a reward of an agent.
 
     A TRL function has some of the parameters `prompts`, `completions` and task fields. It is called with lists of
     length 1 and returns a list with one number. Prompts and completions are lists of messages. If the function returns
     None, the chain is unscored, whereas TRL skips this reward.
 
-    A function of verifiers before version 0.4 has some of the parameters `prompt`, `completion`, `answer`, `info`,
+    A verifiers function (before version 0.4) has some of the parameters `prompt`, `completion`, `answer`, `info`,
     `state`, `task` and task fields. It returns a number. `prompt` and `completion` are lists of messages. `answer` and
     `info` are task fields, by default "" and {}. `task` is the task field of that name, or the task's id. `state` is a
     dict with all of these.
@@ -45,23 +45,23 @@ def reward(
     """
     shown = getattr(function, "__name__", type(function).__name__)
     if not callable(function) or isinstance(function, Reward):
-        raise RewardError(f"function must be a reward function of TRL or verifiers, got {function!r}")
+        raise RewardError(f"function must be a reward function for TRL or the verifiers library, got {function!r}")
     parameters = inspect.signature(function).parameters
     if positional := [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]:
         raise RewardError(f"{shown}: parameters must accept keyword arguments, got {', '.join(positional)}")
     if "trace" in parameters:
         raise RewardError(
-            f"{shown} has a parameter trace, like rewards of verifiers 0.4 and newer, which are methods of a task; the "
-            "section on verifiers in docs/migration.md calls them from a reward of this package"
+            f"{shown} has a parameter `trace`, like rewards of verifiers 0.4 and newer, which are methods of a task; "
+            "docs/migration.md describes how to call such a method in a reward of this package"
         )
     batched = any(known in parameters for known in _BATCH)
     if not batched and not {"completion", "state"} & {*parameters}:
         raise RewardError(
-            f"{shown} must have a parameter completions (TRL) or completion or state (verifiers), got "
+            f"{shown} must have a parameter `completions` (TRL), or `completion` or `state` (verifiers), got "
             f"({', '.join(parameters)}); pass a reward of this package to Agent directly"
         )
     if "environments" in parameters and environment is None:
-        raise RewardError(f"{shown} has a parameter environments; pass the class too: reward(f, environment=...)")
+        raise RewardError(f"{shown} has a parameter `environments`; pass the class too: reward(f, environment=...)")
     given = (*_BATCH, "trainer_state", "log_extra", "log_metric") if batched else _SINGLE
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     fields = [p for p in parameters.values() if p.name not in given and p.kind is not p.VAR_KEYWORD]
@@ -82,7 +82,7 @@ def reward(
         value = function(**{key: part for key, part in values.items() if takes_all or key in parameters})
         return _awaited(value, batched, shown) if inspect.isawaitable(value) else _one(value, batched, shown)
 
-    # `scored` receives the trajectory, the environment, and the task fields that the function requires.
+    # Give `scored` a signature with the trajectory, the environment, and the task fields that the function requires.
     def parameter(name: str) -> inspect.Parameter:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
 
@@ -120,7 +120,7 @@ async def _awaited(value: Any, batched: bool, name: str) -> Any:
 
 
 def _ignore(*args: Any, **options: Any) -> None:
-    """Do nothing. Passed to rewards instead of the logging functions of TRL."""
+    """Do nothing. Replaces the functions `log_extra` and `log_metric` of TRL."""
 
 
 def environment(environment_class: type) -> type:
@@ -144,18 +144,18 @@ def environment(environment_class: type) -> type:
     """
     if not isinstance(environment_class, type):
         raise SettingsError(
-            f"environment_class must be a class, got {environment_class!r}; pass the class that the function "
-            "creates, and its arguments with af.envs.agent(..., options={...})"
+            f"environment_class must be a class, got {environment_class!r}; instead of a factory "
+            "function, pass the class of its environments, with arguments in af.envs.agent(..., options={...})"
         )
     name = environment_class.__name__
     methods = dict(inspect.getmembers(environment_class, inspect.isfunction))
     if "reset" not in methods:
         raise SettingsError(
-            f"{name} must have a method reset, as TRL requires; got {', '.join(methods) or 'no methods'}"
+            f"{name} must have a method `reset`, as TRL requires; got {', '.join(methods) or 'no methods'}"
         )
     shown = {n: method for n, method in methods.items() if n not in ("reset", "get_reward") and n[0] != "_"}
     if not shown:
-        raise SettingsError(f"{name} must have a public method besides reset and get_reward, which the model may call")
+        raise SettingsError(f"{name} must have a public method besides reset and get_reward for the model to call")
     parameters = list(inspect.signature(methods["reset"]).parameters.values())[1:]
 
     def arguments(task: Task) -> dict[str, Any]:

@@ -22,10 +22,10 @@ def captured(
     reward: float | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> Trajectory:
-    """Convert model calls that another program recorded to a trajectory.
+    """Create a trajectory from model calls that another program has recorded.
 
-    A call continues the most recent row whose ids are a prefix of the call's prompt. If there is none, the call starts
-    a new row. The ids between two actions are observations with mask 0. No text is encoded or decoded.
+    A call continues the most recent row of token ids that is a prefix of the call's prompt. If there is none, the call
+    starts a new row. The ids between two actions are observations with mask 0. No text is encoded or decoded.
 
     Args:
         calls: one dict per call, in order, with "prompt_ids" and "ids" (token ids of prompt and action), "logprobs" (in
@@ -58,7 +58,7 @@ def captured(
         else:
             rows.append([Turn(kind="prompt", author="task", ids=prompt), action])
     if not rows:
-        raise AlignmentError("calls must hold at least one call, got none")
+        raise AlignmentError("calls must contain at least one call, got none")
     return _trajectory(rows, task, group, chain, reward, metrics)
 
 

@@ -49,7 +49,7 @@ CODE = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 
 
 class Code(str):
-    """Text of a table cell in monospace, with line breaks preserved."""
+    """Text to show in a table cell in a monospace font, with line breaks preserved."""
 
 
 def escape_control_chars(text: str, limit: int) -> str:
@@ -223,7 +223,7 @@ def rollout(rollout: Rollout) -> str:
 
 
 def rollout_diff(diff: RolloutDiff, limit: int = 8) -> str:
-    """Return HTML of up to `limit` pairs of chains of which only the second succeeded, and of which only the first."""
+    """Return tables of chains that succeed in only one of two rollouts, with up to `limit` rows for each rollout."""
 
     def row(pair: tuple[Trajectory, Trajectory]) -> tuple[Any, ...]:
         before, after = pair
@@ -432,7 +432,7 @@ def run(run: Run | TrainRun, limit: int = 6) -> str:
 
 
 def runs(runs: Runs) -> str:
-    """Return a table of results and of settings that differ between runs, with a list of unreadable folders."""
+    """Return a table with the results and differing settings of runs, and a list of unreadable folders."""
     columns = ["run", *runs.different, *(c for c in runs.frame.columns if c in runs.RESULTS)]
     rows = [
         [row["run"], *(row.get(c) for c in columns[1:])]
@@ -467,7 +467,7 @@ _RENDERERS: dict[str, Callable[[Any], str]] = {
 def to_html(value: object) -> str:
     """Return the HTML of a public object. Objects of a subclass are shown like those of the base class.
 
-    Classes are looked up by name, so that displaying a task does not import torch.
+    The class is looked up by name instead of being imported, so that displaying a task does not import torch.
     """
     for cls in type(value).__mro__:
         if cls.__name__ in _RENDERERS:

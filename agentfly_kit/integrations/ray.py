@@ -27,12 +27,12 @@ __all__ = ["Workers", "workers"]
 
 __version__: str = sys.modules["agentfly_kit"].__version__
 
-# Number of times a group is run again after the death of its worker.
+# Maximum number of times that a group is run again because its worker died.
 _MAX_RETRIES = 3
 # Time in seconds to wait for a worker that Ray restarts, and interval between the attempts to reach it.
 _RESTART_SECONDS, _RETRY_SECONDS = 120.0, 0.5
-# Fields of an agent that `_describe` does not compare: the engine is sent separately, the chat and the pools must not
-# change (`Workers.check`), and the others belong to this process.
+# Fields of an agent that `_describe` does not compare. The engine is sent separately, `Workers.check` ensures that the
+# chat and the pools are unchanged, and the other fields concern only the main process.
 _NOT_COMPARED = ("engine", "chat", "pools", "watch", "_concurrency", "_last_handle", "_warned")
 
 
@@ -43,10 +43,10 @@ def workers(agent: Agent, n: int, *, timeout: float = 300.0, **options: Any) -> 
     process. Connect to the cluster with `ray.init` first.
 
     Args:
-        agent: The agent. All of its parts must be picklable, as functions defined in a notebook are.
+        agent: The agent. All of its parts must be picklable by Ray, which also pickles functions defined in a notebook.
         n: Number of processes.
         timeout: Time limit for the start of the processes in seconds.
-        options: Options of Ray for actors, such as `num_cpus`, `num_gpus` or `runtime_env`. By default each process
+        options: Ray actor options, such as `num_cpus`, `num_gpus` or `runtime_env`. By default each process
             takes one CPU, and Ray spreads the processes over the nodes.
 
     Raises:
@@ -70,7 +70,7 @@ def workers(agent: Agent, n: int, *, timeout: float = 300.0, **options: Any) -> 
 
 
 def _unpicklable_part(agent: Agent) -> str | None:
-    """Return which part of the agent cannot be pickled, and why."""
+    """Return a message that names the part of the agent that cannot be pickled, or None if all parts can."""
     from ray import cloudpickle
 
     for name, value in _parts(agent):
@@ -97,7 +97,7 @@ def _parts(agent: Agent) -> Iterator[tuple[str, Any]]:
 class _GroupRunner:
     """Ray actor that runs groups in a worker process.
 
-    It receives the agent with each call, because Ray does not keep the arguments of the constructor for a restart.
+    The agent is an argument of each call, because Ray does not keep the constructor's arguments for a restart.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class _GroupRunner:
 
 @dataclasses.dataclass(frozen=True)
 class _Description:
-    """Arguments of a rollout, the settings of the agent that changed, and the current weights of a LocalEngine."""
+    """Arguments of a rollout, agent settings changed since the workers were created, and weights of a LocalEngine."""
 
     request: RolloutRequest
     settings: dict[str, Any]
@@ -169,7 +169,7 @@ class Workers(Displayable):
         try:
             runner = ray.remote(**given)(_GroupRunner)
         except (TypeError, ValueError) as error:
-            raise SettingsError(f"options must be options of Ray for actors: {error}") from error
+            raise SettingsError(f"options must be Ray actor options: {error}") from error
         self._actors: list[Any] = [runner.remote() for _ in range(n)]
         try:
             found = ray.get([actor.describe.remote([sent]) for actor in self._actors], timeout=timeout)
@@ -224,9 +224,9 @@ class Workers(Displayable):
     def check(self, agent: AgentSettings) -> None:
         """Raise SettingsError if the workers are closed or were created for another engine, chat or pools."""
         if not self._actors:
-            raise SettingsError("these workers are closed; af.ray.workers(agent, n) starts others")
+            raise SettingsError("these workers are closed; af.ray.workers(agent, n) starts new ones")
         mine = self._agent
-        # With `overlap=1`, a LocalEngine samples from a copy of the policy, whose weights are sent with each rollout.
+        # A LocalEngine may have another policy with weights of equal shapes, because they are sent with each rollout.
         same_engine = agent.engine is mine.engine or (
             isinstance(agent.engine, LocalEngine)
             and isinstance(mine.engine, LocalEngine)
@@ -243,7 +243,7 @@ class Workers(Displayable):
                 )
 
     def _describe(self, agent: AgentSettings, request: RolloutRequest) -> Any:
-        """Return a reference to the description of a rollout, with the current weights."""
+        """Store the description of a rollout, with the current weights, in Ray and return its reference."""
         import ray
 
         names = [f.name for f in dataclasses.fields(agent) if f.name not in _NOT_COMPARED]
@@ -251,7 +251,7 @@ class Workers(Displayable):
             name: getattr(agent, name) for name in names if getattr(agent, name) is not getattr(self._agent, name)
         }
         if not isinstance(agent.engine, LocalEngine):
-            # An update in this process changes the engine, for example the version of the weights of its servers.
+            # Send the engine with each rollout, because training changes attributes such as the version of the weights.
             return ray.put(_Description(request, changed | {"engine": agent.engine}, None, 0))
         policy = agent.engine.policy
         with policy.lock:
@@ -273,10 +273,10 @@ class Workers(Displayable):
             has_died = False
 
             async def serve(actor: Any, node: str, lane: int) -> None:
-                """Run groups on one worker until cancelled, or until the worker cannot be restarted.
+                """Run one group at a time on a worker until cancelled, or until the worker cannot be restarted.
 
-                After the death of a worker only lane 0 continues: each worker then runs one group at a time, so that a
-                group that kills its process does not affect others.
+                Several such loops run per worker, numbered by `lane`. After any worker has died, only those with
+                lane 0 continue, so that a group that kills its process does not affect others.
                 """
                 nonlocal has_died
                 while True:
@@ -303,7 +303,7 @@ class Workers(Displayable):
                         if not await _is_reachable(actor, self._sent):
                             return
 
-            # Running more groups per worker would not be faster than leaving them to workers that become free.
+            # Limit the concurrent groups per worker, so that the groups are distributed over all workers.
             at_once = min(request.groups_at_once(agent), -(-len(request.numbers) // len(self._actors)))
             workers = [*zip(self._actors, self.nodes, strict=True)]
             serving = [asyncio.create_task(serve(*worker, lane)) for lane in range(at_once) for worker in workers]
@@ -325,7 +325,7 @@ async def _next_result(
         while not getting.done():
             for task in serving:
                 if task.done():
-                    task.result()  # raises if the loop of this worker failed
+                    task.result()  # re-raises the exception of a `serve` that failed
             left = [task for task in serving if not task.done()]
             if not left:
                 raise EngineError(f"all workers died, and Ray restarted none within {_RESTART_SECONDS:g} s")

@@ -1,4 +1,4 @@
-"""Reading of rollouts that other projects saved, so that the views of this package show them.
+"""Reading of rollouts that other projects saved, so that the views of this package can show them.
 
 The columns of a row determine its layout:
 
@@ -34,21 +34,21 @@ _OTHERS = {"step", "example_id", "id", "stop_condition", "is_completed", "is_tru
 def read_rollouts(source: Any, *, reward: str | Sequence[str] | None = None, chat: Chat | None = None) -> Rollout:
     """Read rollouts that TRL, verifiers or verl saved, or a log of messages, for display and analysis.
 
-    Trajectories without token ids have text only: they can be shown in `TrajectoryView`, but not in `TokenView`, and
-    cannot be trained on. Chains with the same prompt (and the same training step) form a group.
+    Trajectories without token ids can be shown in `TrajectoryView`, but not in `TokenView`, and cannot be trained on.
+    Chains with the same prompt (and the same training step) form a group.
 
     Args:
         source: A .parquet, .jsonl, .json or .csv file, a folder of .parquet or .jsonl files, or rows in memory: a
             DataFrame, a `datasets.Dataset` or a list of dicts. A row has the columns "prompt" and "completion" (TRL,
             verifiers), "input" and "output" (verl), "messages", or "traces" (verifiers).
         reward: Column, or columns whose sum is the reward. By default, the reward is the column "reward" or "score". In
-            a trace of verifiers, it is the weighted sum of the rewards; in a table of TRL, which contains no weights,
-            it is the sum of all numbers between "completion" and "advantage". Other numbers become metrics, and other
-            values become fields of the task.
+            a verifiers trace, it is the weighted sum of the rewards; in a TRL table, which contains no weights, it is
+            the sum of all numbers between "completion" and "advantage". Other numbers become metrics, and other values
+            become fields of the task.
         chat: Chat whose tokenizer decodes the tokens for display. Without it, `TokenView` shows ids.
 
     Raises:
-        TaskError: If a file cannot be read, or a row has none of these layouts. The message names file and line.
+        TaskError: If a file cannot be read, or a row does not have these columns. The message names the file and line.
     """
     names = (reward,) if isinstance(reward, str) else None if reward is None else tuple(reward)
     chains: list[Trajectory] = []
@@ -89,7 +89,7 @@ def _rows(source: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class _Node:
-    """One message with the token ids that it adds to its row, of which the last `sampled` ones were sampled."""
+    """One message and its token ids, of which the last `sampled` were sampled by the model."""
 
     message: Mapping[str, Any]
     action: bool
@@ -100,7 +100,7 @@ class _Node:
 
 @dataclass(frozen=True)
 class _Record:
-    """One chain: the nodes of each row, and all other columns. `reward` names the columns whose sum is the reward."""
+    """One chain: the messages of its rows (`_Node`) and all other columns. `reward` names the columns to add up."""
 
     rows: list[list[_Node]]
     columns: dict[str, Any]
@@ -122,7 +122,9 @@ def _records(row: Any, location: str) -> Iterator[_Record]:
                 yield _trace(trace, columns)
             except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
                 what = f"{type(error).__name__}: {error}"
-                raise TaskError(f"{location}: a trace of verifiers is damaged or of another version ({what})") from None
+                raise TaskError(
+                    f"{location}: the verifiers trace is damaged or has an unsupported version ({what})"
+                ) from None
         return
     if "prompt" in columns and "completion" in columns:
         names = list(columns)
@@ -149,7 +151,7 @@ def _records(row: Any, location: str) -> Iterator[_Record]:
 
 
 def _trace(trace: Any, episode: Mapping[str, Any]) -> _Record:
-    """Convert a trace of verifiers: a graph of messages, whose paths from root to leaf are the rows."""
+    """Convert a verifiers trace, which is a forest of messages. Each path from a root to a leaf becomes a row."""
     nodes, task = trace["nodes"], trace["task"]
     parents = [node.get("parent") for node in nodes]
     if any(parent is not None and not 0 <= parent < i for i, parent in enumerate(parents)):
@@ -165,7 +167,7 @@ def _trace(trace: Any, episode: Mapping[str, Any]) -> _Record:
             at = parents[at]
         rows.append([])
         for i in path:
-            # A token is sampled once; in the rows of later branches it is part of the prompt.
+            # A sampled message that several rows share is an action only in the first of them.
             action = bool(nodes[i]["sampled"]) and i not in seen
             seen.add(i)
             if not exact:
@@ -280,7 +282,7 @@ def _turns(nodes: Sequence[_Node], author: str, chat: Chat | None) -> Iterator[T
             message, _ = _message(node.message)
             messages.append(message)
             ids = None if node.ids is None or ids is None else ids + node.ids
-            if message["role"] == "tool" and pending:  # TRL records no ids of calls, but results in their order
+            if message["role"] == "tool" and pending:  # TRL records no call ids; results are in call order
                 same = (i for i, call in enumerate(pending) if call.id == message.get("tool_call_id"))
                 results.append(replace(pending.pop(next(same, 0)), result=ToolResult(True, message["content"])))
             continue
@@ -308,7 +310,7 @@ def _text(chat: Chat | None, ids: tuple[int, ...] | None, messages: Sequence[Mes
 
 
 def _message(given: Mapping[str, Any]) -> tuple[Message, tuple[ToolCall, ...]]:
-    """Return the message with text content only, and its tool calls."""
+    """Return a message with its content converted to text, and the tool calls of the message."""
     content = given.get("content")
     if isinstance(content, list):
         content = "".join(str(_get(part, "text") or f"[{_get(part, 'type')}]") for part in content)
@@ -321,7 +323,7 @@ def _message(given: Mapping[str, Any]) -> tuple[Message, tuple[ToolCall, ...]]:
 
 
 def _call(given: Any, index: int) -> ToolCall:
-    """Return a tool call. Verifiers omits the key "function" around name and arguments, or writes the call as JSON."""
+    """Return a tool call. In verifiers files, it may be a JSON string, or an object without the key "function"."""
     given = _parsed(given)
     function = _get(given, "function") or given
     raw = _get(function, "arguments")
@@ -329,7 +331,7 @@ def _call(given: Any, index: int) -> ToolCall:
     id, name = str(_get(given, "id") or f"call-{index}"), str(_get(function, "name") or "")
     if not isinstance(arguments, Mapping):
         return ToolCall(id, name, {}, error="the arguments are not a JSON object", raw=str(raw))
-    # Parquet gives all calls the same arguments, with None for absent ones.
+    # In a parquet column, all calls have the same arguments. Those that were not passed are None.
     return ToolCall(id, name, {key: value for key, value in arguments.items() if value is not None})
 
 

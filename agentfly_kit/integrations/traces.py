@@ -38,7 +38,7 @@ def opentelemetry(tracer: Any = None, *, content: bool = False) -> Callable[[Rol
 
     tracer = trace.get_tracer("agentfly_kit") if tracer is None else tracer
     if not isinstance(tracer, trace.Tracer):
-        raise SettingsError(f"tracer must be a tracer, such as provider.get_tracer(name), got {tracer!r}")
+        raise SettingsError(f"tracer must be an OpenTelemetry tracer from get_tracer(name), got {tracer!r}")
     return lambda rollout: rollout.subscribe(_RolloutTracer(tracer, content, rollout.agent))
 
 
@@ -57,7 +57,7 @@ class _RolloutTracer:
             self._write(self._events.pop(event.trajectory))
 
     def _write(self, events: Sequence[RolloutEvent]) -> None:
-        """Write the trace of a chain, whose first and last event enclose the others."""
+        """Write the trace of one chain. The first and last events are the start and end of the chain."""
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind, set_span_in_context
 
@@ -72,7 +72,7 @@ class _RolloutTracer:
         if error is not None or events[-1].state == "cancelled":
             _set_error(root, error.type if error else "cancelled", str(error or "the chain was cancelled"))
         inside = set_span_in_context(root, Context())
-        # A fork begins with turns of its parent, which have no events here. Match its own turns and calls from the end.
+        # A fork of a chain begins with turns of its parent, which have no events. Match turns and calls from the end.
         turns = [turn for turn in trajectory.turns if turn.kind == "action"]
         calls = list(trajectory.tool_calls)
         for start, end in reversed(_pairs(events[1:-1])):
@@ -163,7 +163,7 @@ class _RolloutTracer:
 
 
 def _pairs(events: Sequence[RolloutEvent]) -> list[tuple[RolloutEvent, RolloutEvent]]:
-    """Return pairs of start and end events, in the order of the end events."""
+    """Return the start and end event of each turn, tool call and scoring, in the order of the end events."""
     started: dict[tuple[str, str], RolloutEvent] = {}
     pairs = []
     for event in events:
@@ -175,7 +175,7 @@ def _pairs(events: Sequence[RolloutEvent]) -> list[tuple[RolloutEvent, RolloutEv
 
 
 def _take_last(items: list[Any], keys: Sequence[Any], key: Any) -> Any:
-    """Remove and return the last item with this key, or None."""
+    """Remove and return the last of `items` whose entry in `keys` equals `key`; None if there is none."""
     found = [i for i, other in enumerate(keys) if other == key]
     return items.pop(found[-1]) if found else None
 
@@ -188,7 +188,7 @@ def _set_error(span: Any, error_type: str, description: str) -> None:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """Return a chat message in the format of the conventions, which divides messages into parts."""
+    """Return a chat message in the format of OpenTelemetry's conventions, which divides messages into parts."""
     content = str(message.get("content") or "")
     if message["role"] == "tool":
         parts = [{"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}]

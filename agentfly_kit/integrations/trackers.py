@@ -16,7 +16,7 @@ __all__ = ["TensorBoard", "Tracker", "Trackio", "prefixed"]
 
 
 def prefixed(record: dict[str, float]) -> dict[str, float]:
-    """Return the numbers of a record, with names that start with `train/`, `eval/` or `time/`."""
+    """Return the metrics of a training step, with the prefix `train/`, `eval/` or `time/` added to each name."""
     out = {}
     for name, value in record.items():
         group = "eval" if name.startswith("eval_") else "time" if name.startswith("seconds") else "train"
@@ -31,7 +31,7 @@ def _require(package: str) -> None:
 
 @dataclass
 class TensorBoard(Tracker):
-    """Write event files of TensorBoard.
+    """Write TensorBoard event files.
 
     Args:
         folder: Folder of the event files; by default `tensorboard` in the folder of the run.
@@ -50,7 +50,7 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = Path(self.folder) if self.folder is not None else run.path / "tensorboard"
-        # The last step in the files may be incomplete, and steps after a checkpoint are executed again.
+        # Rewrite the last step of the files, which may be incomplete, and all steps that a resumed run repeats.
         last = max(min(_last_step(folder) - 1, len(run.records)), 0)
         self._writer = SummaryWriter(str(folder), purge_step=last + 1)
         if last == 0:
@@ -79,11 +79,11 @@ def _last_step(folder: Path) -> int:
 
 
 class Trackio(Tracker):
-    """Log to a project of trackio, locally or in a Hugging Face Space.
+    """Log to a trackio project, locally or in a Hugging Face Space.
 
     Args:
         project: Name of the project.
-        name: Name of the run in the project; by default the name of the folder and the first digits of the run's id.
+        name: Name of the run in the project; by default, the training run's folder name and the start of its id.
         settings: Further arguments of `trackio.init`, such as `space_id`.
 
     Raises:
@@ -109,7 +109,7 @@ class Trackio(Tracker):
 
         name = self.name or f"{run.path.name}-{run.id[:6]}"
         self._run = trackio.init(self.project, name=name, config=run.flat_settings(), resume="allow", **self._settings)
-        # trackio has no public function that returns the last step of a continued run.
+        # trackio has no public attribute for the last step of a resumed run.
         return int(self._run._next_step) - 1
 
     def step(self, record: dict[str, float]) -> None:

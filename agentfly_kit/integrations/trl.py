@@ -1,9 +1,9 @@
 """Integration with TRL; requires `pip install "agentfly_kit[trl]"`. This module does not import TRL itself.
 
-rows      sft_dataset                             recorded tokens and masks for SFTTrainer, without re-rendering
-agents    dataset, rollout_func, reward_func      the agent samples the rollouts, and GRPOTrainer updates the policy
-adapters  reward, environment                     rewards and environments for TRL, used with agents of this package
-settings  ppo_config, advantage                   a GRPOConfig as settings of `ppo_step` and as an estimator
+rows      sft_dataset                             train on recorded tokens and masks with SFTTrainer
+agents    dataset, rollout_func, reward_func      train an agent's policy with GRPOTrainer
+adapters  reward, environment                     use TRL reward functions and environments in an agent
+settings  ppo_config, advantage                   convert a GRPOConfig to a PPOConfig and an advantage estimator
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def sft_dataset(rows: Iterable[Trajectory], authors: str | Sequence[str] | None 
     """Convert rows to a `datasets.Dataset` for SFTTrainer, with the columns "input_ids" and "labels".
 
     Action tokens are labelled with their ids, all other tokens with -100. SFTTrainer uses such rows unchanged, without
-    rendering a chat template or inferring a mask. Rows without labelled tokens are omitted.
+    rendering a chat template or inferring a mask. Rows without labelled tokens are omitted, but each trajectory must
+    have at least one labelled row.
 
     Args:
-        rows: A rollout or trajectories; all their rows are used. To imitate successes only, pass
-            `[t for t in rollout if t.success]`.
+        rows: A rollout or trajectories. To imitate successes only, pass `[t for t in rollout if t.success]`.
         authors: Authors whose action tokens are labelled, such as "policy" or "script". None labels all actions,
             whether sampled, scripted or forced.
 
@@ -53,8 +53,8 @@ def sft_dataset(rows: Iterable[Trajectory], authors: str | Sequence[str] | None 
         masks = [row.written_by(*names or ()) for row in trajectory.rows]
         if not any(mask.any() for mask in masks):
             raise BatchError(
-                f"{trajectory!r} must have a token to label, but none was written in an action"
-                f"{'' if names is None else ' of ' + ' or '.join(names)}; leave it out"
+                f"{trajectory!r} must have at least one token to label, got none in actions"
+                f"{'' if names is None else ' of ' + ' or '.join(names)}; omit this trajectory"
             )
         for row, mask in zip(trajectory.rows, masks, strict=True):
             if mask.any():
@@ -107,8 +107,8 @@ def ppo_config(args: Any) -> PPOConfig:
     how = _AGGREGATES[kind]
     if args.entropy_coef and how != "token_mean":
         raise SettingsError(
-            f"entropy_coef with loss_type={kind!r} has no counterpart: TRL always averages the entropy over tokens "
-            "and ppo_step aggregates it like the loss; use loss_type='dapo'"
+            f"entropy_coef with loss_type={kind!r} has no counterpart: TRL always averages the entropy over tokens, "
+            "but ppo_step aggregates it like the loss; use loss_type='dapo'"
         )
     if args.delta is not None and level == "sequence":
         raise SettingsError("delta with importance_sampling_level='sequence' has no counterpart in ppo_step")
@@ -150,7 +150,7 @@ def advantage(args: Any) -> Callable[..., torch.Tensor]:
 
 
 def dataset(tasks: Iterable[Task]) -> Any:
-    """Convert tasks to a `datasets.Dataset` with a "prompt" column of messages and one column per field of all tasks.
+    """Convert tasks to a `datasets.Dataset` with the column "prompt" (messages) and the fields that all tasks have.
 
     Raises:
         SettingsError: If there are no tasks.
@@ -177,16 +177,16 @@ def rollout_func(agent: Agent, tasks: Iterable[Task]) -> Callable[..., dict[str,
                     rollout_func=af.trl.rollout_func(agent, tasks), reward_funcs=af.trl.reward_func, args=...)
 
     Sampled tokens are marked in `env_mask`. The agent's engine must sample from the trained model, and `policy.version`
-    follows TRL's optimizer steps. TRL cannot represent unscored trajectories and would count their reward as 0.
-    Therefore they get the mean reward of their group, and a mask of zeros.
+    follows TRL's optimizer steps. TRL cannot represent unscored trajectories and would count their reward as 0;
+    instead, they get the mean reward of their group and a mask of zeros.
 
     Args:
         agent: An agent with a reward.
-        tasks: The tasks of the dataset. Tools and rewards get the fields of the task whose prompt is being answered.
+        tasks: The tasks of the dataset. For each prompt from TRL, tools and rewards get the fields of its task.
 
     Raises:
-        SettingsError: If the agent has no reward, or two tasks have the same prompt but different fields. When the
-            returned function is called: if the engine's model is not the trainer's, or the temperatures differ.
+        SettingsError: If the agent has no reward, or two tasks have the same prompt but different fields. The
+            returned function raises it if agent and trainer have different models or sampling temperatures.
     """
     if not agent.reward:
         raise SettingsError("the agent has no reward; add one with agent.replace(reward=...)")
@@ -237,7 +237,7 @@ def _find_task(known: dict[str, Task], prompt: Any) -> Task:
 
 
 def _sample_trajectories(agent: Agent, wanted: list[Task], index: int, training: bool) -> list[Trajectory]:
-    """Sample one trajectory per entry of `wanted`, in the same order. Repeated tasks form a group."""
+    """Sample one trajectory for each task in `wanted`, in the same order. Those of the same task form a group."""
     counts = Counter(task.id for task in wanted)
     by_id = {task.id: task for task in wanted}
     found: dict[str, list[Trajectory]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Comparison of two policies: KL divergences, an adaptive coefficient, and importance weights."""
+"""Estimates of the KL divergence between two policies, an adaptive KL coefficient, and importance weights."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3", mask: Tensor
 
     With d = logprobs - ref_logprobs, "k1" is d, "abs" is |d|, "k2" is d²/2, and "k3" is exp(-d) - 1 + d; "k3+" has the
     value of k3 and the gradient of k2. The values of k1 and k3 are unbiased; only k2 (and hence k3+) has the gradient
-    of the KL in expectation. The expected gradient of k1 is 0, so k1 is correct in a reward but only adds noise in a
-    loss.
+    of the KL in expectation. The expected gradient of k1 is 0, so k1 is suitable as part of a reward, but only adds
+    noise to a loss.
 
     Shapes:  each (B rows, T tokens) -> (B, T), 0 where the mask is 0.
     Units:   nats per token.
-    Raises:  SettingsError for an unknown kind. UserWarning for k1 when logprobs carry a gradient.
+    Raises:  SettingsError for an unknown kind. Warns (UserWarning) if kind is "k1" and logprobs require gradients.
     Source:  Schulman, "Approximating KL divergence" (2020): k1, k2, k3.
     """
     check_choice("kind", kind, KLKind)
@@ -67,11 +67,11 @@ def adaptive_kl_coef(coef: float, kl: float, *, target: float, steps: float, hor
 
 @torch.no_grad()
 def approx_kl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Mean over action tokens of ratio - 1 - log(ratio): the k3 estimate of KL(old || new) on old samples.
+    """Estimate KL(old || new) from samples of the old policy: the mean over action tokens of ratio - 1 - log(ratio).
 
     Shapes:  each (B rows, T tokens) -> (). Never negative.
     Units:   nats per token.
-    Source:  Schulman, "Approximating KL divergence" (2020).
+    Source:  Schulman, "Approximating KL divergence" (2020), where this estimator is called k3.
     """
     m = as_bool_mask(mask, logprobs)
     return kl(old_logprobs, logprobs, "k3", m).sum() / m.sum().clamp(min=1)
@@ -88,16 +88,16 @@ def importance_weights(
     floor: float = 0.0,
     beyond: BeyondBounds = "truncate",
 ) -> Tensor:
-    """Importance weights: ratios of a token's probability in the trainer and in the sampler, truncated to [floor, cap].
+    """Return importance weights: each token's probability in the trainer divided by that in the sampler.
 
     level="token" weights each token by its own ratio; "sequence" weights all tokens of a row by the product of their
-    ratios, which is unbiased before truncation but has far higher variance. beyond="truncate" clamps weights outside
-    the bounds; "mask" sets them to 0, which drops the token or the whole row. Multiply the per-token loss by them.
+    ratios, which is unbiased before truncation but has far higher variance. Weights outside [floor, cap] are clamped
+    with beyond="truncate"; "mask" sets them to 0, which drops the token or row. Multiply the loss by the weights.
 
     Shapes:  each (B rows, T tokens) -> (B, T), 0 where the mask is 0, without gradient.
     Raises:  SettingsError unless 0 <= floor <= cap.
-    Source:  Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), for truncation
-             by token; Liu et al., "When speed kills stability" (2025), for sequences and masking.
+    Source:  Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), for truncated
+             token weights; Liu et al., "When speed kills stability" (2025), for sequence weights and masking.
     """
     check_choice("level", level, WeightLevel)
     check_choice("beyond", beyond, BeyondBounds)

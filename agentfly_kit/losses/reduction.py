@@ -30,7 +30,7 @@ def aggregate(
     empty_rows: EmptyRows = "exclude",
     count: Count = "trajectories",
 ) -> Tensor:
-    """Reduce per-token losses to a scalar. The mode `how` determines the weight of each token.
+    """Reduce per-token losses to a scalar. The mode `how` selects one of these means or sums:
 
     token_mean           sum / number of action tokens: long rows weigh more.
     seq_mean_token_mean  mean over rows of each row's mean: all rows weigh the same.
@@ -38,12 +38,11 @@ def aggregate(
     fixed                sum / (rows x denominator), where denominator is a fixed number of tokens per row (Dr.GRPO).
     trajectory_mean      mean over trajectories of each trajectory's mean over action tokens.
 
-    No denominator depends on padding. The result is linear in the losses, and its gradient is the weight of each token.
-    To split a minibatch into micro-batches, compute these weights over the whole minibatch, and add up weight * loss.
+    Padding does not affect the result. It is linear in the losses: its gradient contains the weight of each token. To
+    split a minibatch into micro-batches, compute the weights for the whole minibatch, then sum weight * loss.
 
-    empty_rows selects whether rows without action tokens are part of the number of rows: "exclude" (verl) or "count"
-    (TRL, SkyRL). With trajectory_mean, count="rows" divides the sum over trajectories by the number of rows, as the
-    code of Agent Lightning does.
+    With empty_rows="count" (TRL, SkyRL), the number of rows includes rows without action tokens; "exclude" (verl) omits
+    them. With trajectory_mean, count="rows" divides by the number of rows instead of trajectories (Agent Lightning).
 
     Shapes:  per_token, mask (B rows, T tokens) or (T,); trajectory_index (B,) ints or strings -> ().
     Raises:  SettingsError for an option that does not fit `how`. Without action tokens, warns and returns 0.

@@ -81,7 +81,7 @@ def gspo(
     clip: float = 3e-4,
     clip_high: float | None = 4e-4,
 ) -> Tensor:
-    """PPO's clipped surrogate, with the ratio of the whole row: the geometric mean of its tokens' ratios.
+    """PPO's clipped surrogate with one ratio per row, the geometric mean of the ratios of the row's tokens.
 
     This is the GSPO-token form: every token uses the value of the row's ratio, but the gradient of its own logprob, so
     that advantages may differ between tokens. With one advantage per row and the aggregation "seq_mean_token_mean",
@@ -104,13 +104,13 @@ def gmpo(
     clip: float = 0.4,
     clip_high: float | None = None,
 ) -> Tensor:
-    """-A times the geometric mean of the row's ratios, each of them clipped to (e^-clip, e^clip_high).
+    """GMPO loss: -A times the geometric mean of the ratios of a row, each clipped to (e^-clip, e^clip_high).
 
-    The advantage A of a row is the mean over its tokens. Each action token has the loss of its row, so the aggregation
+    A is the mean advantage of the tokens of the row. All action tokens of a row have the same loss, so the aggregation
     "seq_mean_token_mean" gives the published objective.
 
     Shapes:  each (B rows, T tokens) -> (B, T).
-    Source:  GMPO, arXiv 2507.20673; its clip is (e^-0.4, e^0.4).
+    Source:  GMPO, arXiv 2507.20673, which clips to (e^-0.4, e^0.4).
     """
     high = upper_clip(clip, clip_high)
     d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
@@ -129,7 +129,7 @@ def sapo(
     tau: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Tensor:
-    """-A (4 / tau) sigmoid(tau (ratio - 1)), which uses a soft gate instead of a clip; A is the advantage.
+    """SAPO loss -A (4 / tau) sigmoid(tau (ratio - 1)), which replaces the clip by a smooth gate; A is the advantage.
 
     The derivative of the gate is 1 at ratio 1 and decays on both sides. tau_negative replaces tau where A <= 0.
 
@@ -154,9 +154,9 @@ def cispo(
     *,
     bounds: Bounds = "both",
 ) -> Tensor:
-    """-stop_gradient(clipped ratio) A log p, for advantage A. The ratio is a weight, so clipped tokens keep a gradient.
+    """CISPO loss -stop_gradient(clipped ratio) A log p, where A is the advantage. Clipped tokens keep a gradient.
 
-    bounds="both" (verl, SkyRL) clips the weight to (1 - clip, 1 + clip_high); "upper" (TRL) only limits it to
+    bounds="both" (verl, SkyRL) clips the ratio to (1 - clip, 1 + clip_high); "upper" (TRL) only limits it to
     1 + clip_high and ignores `clip`. TRL's `epsilon_high` is the limit itself, so epsilon_high=5 equals clip_high=4.
 
     Shapes:  each (B rows, T tokens) -> (B, T).
@@ -179,13 +179,13 @@ def dppo(
     *,
     divergence: Divergence = "tv",
 ) -> Tensor:
-    """-ratio * advantage, but 0 where the policies differ by more than `clip` and the update would increase this.
+    """DPPO loss -ratio * advantage, but 0 where the policies differ by more than `clip` and would move further apart.
 
-    The distance compares the probabilities p and q of the token under logprobs and old_logprobs, which should be those
-    of the sampler. It is |p - q| for "tv"; for "kl" it is KL(q || p) of the two Bernoulli distributions "this token or
-    another", for which 0.05 is a usual `clip`. For positive advantages, `clip_high` replaces `clip` if given. Unlike a
-    clip on the ratio, this permits large ratios of rare tokens. verl also limits the ratio, by default to 3; the paper
-    found that such limits make training less stable (5.4).
+    The difference is measured between a token's probability p under the current policy and q = exp(old_logprobs),
+    where old_logprobs should be those of the sampler. With divergence="tv", it is |p - q|. With "kl", it is
+    KL(Bernoulli(q) || Bernoulli(p)), for which 0.05 is a usual `clip`. If `clip_high` is given, it replaces `clip` for
+    tokens with a positive advantage. Unlike a clip of the ratio, DPPO permits large ratios of rare tokens. verl also
+    limits the ratio, by default to 3; the paper found that such limits make training less stable (5.4).
 
     Shapes:  each (B rows, T tokens) -> (B, T).
     Units:   clip: probability for "tv", nats for "kl".
@@ -200,7 +200,7 @@ def dppo(
         if divergence == "tv":
             far = (p - q).abs()
         else:
-            # For near-certain tokens 1 - p is below float32 precision.
+            # For nearly certain tokens, 1 - p rounds to 0 in float32, and log(1 - p) would be -inf.
             other = torch.log1p(-q.clamp(max=1 - 1e-7)) - torch.log1p(-p.clamp(max=1 - 1e-7))
             far = q * (log_q - log_p) + (1 - q) * other
         dropped = ((a > 0) & (p > q) & (far > high)) | ((a < 0) & (p < q) & (far > clip))
@@ -208,7 +208,7 @@ def dppo(
 
 
 def _covariance(logprobs: Tensor, advantages: Tensor, m: Tensor) -> Tensor:
-    """Return (A - mean A)(log p - mean log p), with means over all action tokens given; -inf where the mask is 0."""
+    """Return (A - mean A)(log p - mean log p) of each token, where A is the advantage; -inf where the mask is 0."""
     lp, a = masked(logprobs, m, "logprobs").detach(), masked(advantages, m, "advantages")
     n = m.sum().clamp(min=1)
     return torch.where(m, (a - a.sum() / n) * (lp - lp.sum() / n), -torch.inf)
@@ -256,9 +256,9 @@ def kl_cov(
     share: float = 2e-4,
     coef: float = 1.0,
 ) -> Tensor:
-    """-ratio A, unclipped, plus coef |log ratio| at the tokens with the highest covariance of advantage A and logprob.
+    """Unclipped loss -ratio A, plus coef |log ratio| at the tokens whose advantage A and logprob have high covariance.
 
-    The penalty applies to a fraction `share` of the action tokens, and at least to one. Pass a whole minibatch.
+    The penalty applies to a fraction `share` of the action tokens, but at least to one token. Pass a whole minibatch.
 
     Shapes:  each (B rows, T tokens) -> (B, T).
     Source:  arXiv 2505.22617 (KL-Cov); the penalty |log ratio| is that of the authors' code.
@@ -286,7 +286,7 @@ def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cli
     loss = (v - target).square()
     if clip is not None:
         if old_values is None:
-            raise SettingsError(f"old_values must be the values from before the update if clip is {clip!r}, got None")
+            raise SettingsError(f"old_values must be given if clip is {clip!r}, got None")
         old = masked(old_values, m, "old_values")
         loss = torch.maximum(loss, (old + (v - old).clamp(-clip, clip) - target).square())
     return 0.5 * loss

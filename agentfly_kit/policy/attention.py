@@ -1,4 +1,4 @@
-"""Forward passes of a decoder under an explicit attention mask, to which the window of each layer is added."""
+"""Forward passes of a decoder whose attention is restricted by a given mask and by the windows of its layers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Types of attention layers, and the setting of the model's config that restricts which keys they attend to.
+# For each type of attention layer, the config setting that restricts which keys the layer attends to.
 _RESTRICTED_BY = {
     "full_attention": None,
     "sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
-# Settings with "window" in their name that do not restrict attention beyond `layer_types` and `sliding_window`.
+# Config settings with "window" in their name that `masked_states` takes into account or that have no further effect.
 _HARMLESS = {"sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
-# Window length in test passes; short, so that a few tokens exceed it.
+# Length of the attention windows in trial forward passes; short, so that a few tokens exceed it.
 _TRIAL_WINDOW = 3
 # Name under which `_shared_keys_attention` is registered in transformers.
 _SHARED_KEYS = "agentfly_kit_shared_keys"
@@ -36,8 +36,8 @@ def masked_states(
 ) -> Any:
     """Return the output of a decoder whose attention is restricted by a mask.
 
-    Tokens attend to keys that are `allowed` and within the layer's window. `positions` are positions within a row,
-    `cache` is a transformers cache, and `options` are further arguments of the decoder.
+    Tokens attend to keys that are `allowed` and within the layer's window. `positions` and `key_positions` are the
+    positions of tokens and keys in their rows, `cache` is a transformers cache, and `options` go to the decoder.
 
     Shapes:  ids, positions (R rows, C tokens), allowed (R, 1, C, S keys), key_positions (1 or R, S) ->
              `last_hidden_state` (R, C, d).
@@ -68,10 +68,10 @@ def masked_states(
 
 @contextlib.contextmanager
 def shared_keys(config: Any) -> Iterator[None]:
-    """Avoid copies of keys in masked "sdpa" attention with grouped query heads, on a CPU without gradients.
+    """Return a context manager that avoids copies of keys in masked "sdpa" attention with grouped query heads.
 
-    Transformers copies all keys and values for each query head of a group, which takes several times as long as the
-    attention itself. The results are bitwise identical. Other threads may use the model at the same time.
+    Transformers copies keys and values for each query head of a group, which takes several times as long as attention
+    itself. Only forward passes on a CPU without gradients benefit. Results are bitwise identical. Thread-safe.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -94,7 +94,7 @@ def _shared_keys_attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     plain = not options.get("dropout") and all(options.get(name) is None for name in ("position_bias", "cache"))
-    # Kernels of other devices repeat the keys themselves.
+    # Only CPU kernels use the keys of a group of query heads without copies. Other kernels copy them for each head.
     if attention_mask is None or torch.is_grad_enabled() or query.device.type != "cpu" or not plain:
         output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return output
@@ -105,7 +105,7 @@ def _shared_keys_attention(
 
 
 def unsupported_attention(decoder: Any) -> str:
-    """Return why `masked_states` does not support a decoder, judged by its config; empty if there is no reason."""
+    """Return why `masked_states` does not support a decoder, according to its config; "" if it is supported."""
     config = decoder.config
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in ("sdpa", "eager", _SHARED_KEYS):
@@ -119,7 +119,7 @@ def unsupported_attention(decoder: Any) -> str:
 
 
 def with_short_windows(decoder: Any) -> Any:
-    """Return a decoder with the same modules and weights whose windows are `_TRIAL_WINDOW` tokens long."""
+    """Return a copy of a decoder with attention windows of `_TRIAL_WINDOW` tokens. The weights are shared."""
     short = copy.copy(decoder)
     short.config = copy.copy(decoder.config)
     for name in filter(None, _RESTRICTED_BY.values()):

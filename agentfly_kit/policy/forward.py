@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 ScoreName = Literal["logprob", "entropy", "value", "hidden", "sum_squared_probs"]
 
-# Cost per operation of masked attention relative to a matrix product, measured on a CPU; see docs/log.md.
+# Time of an operation in masked attention, relative to one in a matrix product; measured on a CPU (docs/log.md).
 _MASKED_ATTENTION_COST = 4.0
 
-# Maximum number of logits at a time, 512 MB. A micro-batch with more is processed in chunks.
+# Maximum number of logits to compute at once, which take 512 MB. Larger micro-batches are processed in chunks.
 _MAX_LOGITS = 2**27
 
 
@@ -49,7 +49,7 @@ class ForwardOutput:
 
 
 class ValueHead(nn.Linear):
-    """Linear map from a hidden state to the value V(ids[:t]), initialized to zero."""
+    """Linear map from the hidden state at a position to its value (expected return), initialized to zero."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1)
@@ -58,9 +58,9 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """Separate value model: a copy of the policy's decoder, the trunk, with a value head.
+    """Separate value model: a copy of the policy's decoder (`trunk`) with a value head (`head`).
 
-    The value loss then does not affect the policy.
+    It shares no weights with the policy, so the value loss does not affect the policy.
     """
 
     def __init__(self, trunk: Any, width: int) -> None:
@@ -103,7 +103,7 @@ class LanguageModel:
         """Maximum context length of the model in tokens."""
         config = self.model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
-        # longrope rotates all tokens of a batch differently if any exceeds the original length, so that is the limit.
+        # Limit longrope to the original length, because one token beyond it changes the rotation of the whole batch.
         limit = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
         return int(limit or getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
@@ -119,10 +119,10 @@ class LanguageModel:
 
     @property
     def launch_overhead(self) -> int:
-        """Fixed cost of a forward and backward pass, as the number of tokens that take as long to process.
+        """Fixed cost of a forward and backward pass, in units of the time to process one token.
 
-        It was measured for the shipped policy (docs/log.md), is negligible for large models, and is 0 on a GPU, where
-        full micro-batches are fastest.
+        Estimated from measurements of a shipped policy (docs/log.md). It is negligible for large models, and 0 on a
+        GPU, where full micro-batches are fastest.
         """
         return min(100, 30_000_000 // max(self.size, 1)) if self.device.type == "cpu" else 0
 
@@ -162,7 +162,7 @@ class LanguageModel:
 
     @cached_property
     def _has_plain_head(self) -> bool:
-        """True if a test pass shows that the model's logits are the product of hidden states and output matrix."""
+        """True if a trial forward pass gives logits that are the product of hidden states and output matrix."""
         with torch.no_grad():
             ids = torch.arange(4, device=self.device)[None] % self.vocab_size
             expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
@@ -182,28 +182,28 @@ class LanguageModel:
     ) -> ForwardOutput:
         """Compute logprobs, and optionally entropies and values, where the mask is 1, with gradients.
 
-        Logits are computed at these positions only. If there are many of them, they are computed in chunks, and again
-        in the backward pass.
+        Logits are computed at these positions only. If they would need too much memory, they are computed in chunks,
+        which the backward pass computes again.
 
         Args:
             ids: Token ids.
-            mask: True at the positions to score.
+            mask: True at the N positions to score.
             temperatures: Sampling temperature of each row.
             entropy: Compute entropies.
             value: Compute values; the policy must have a value head.
             sum_squared_probs: Compute the sum of the squared probabilities of all tokens in the vocabulary.
-            layers: Layers of the returned hidden states, which are then (N, L, d); see `hidden`.
+            layers: Indices of L layers. Their hidden states, (N, L, d), are also returned; see `hidden`.
 
         Raises:
             AlignmentError: If the mask is 1 at position 0, which no earlier token can predict.
 
-        Shapes:  ids (B, T) int64 padded on the right, mask (B, T) bool, temperatures (B,) -> (N,), N = mask.sum().
+        Shapes:  ids (B rows, T tokens) int64 padded on the right, mask (B, T) bool, temperatures (B,) -> (N,).
         Units:   nats, at the sampling temperature.
         """
         rows, cols = mask.nonzero(as_tuple=True)
         packed, place = self._locate_states(ids, mask)
-        # Positions with the same prefix share one hidden state, whose logits are computed only once. `each` contains
-        # the index of that state for each position.
+        # Positions with the same prefix share one hidden state, whose logits are computed only once. `each` maps each
+        # position to the index of its state.
         each: Tensor | None = None
         if packed is not None and bool((temperatures == temperatures[0]).all()):
             place, each = place.unique(return_inverse=True)
@@ -230,7 +230,7 @@ class LanguageModel:
         entropy: bool,
         sum_squared_probs: bool,
     ) -> dict[str, Tensor]:
-        """Compute the logprob of each target, (N,), and the other scores of each state, (S,).
+        """Compute the logprobs of N targets, (N,), and the requested other scores of S hidden states, (S,).
 
         `each` (N,) is the index of the state that predicts each target; None if there is one target per state, in
         order. The states are (S, d), and `temperature` has one entry per state, (S,).
@@ -260,10 +260,10 @@ class LanguageModel:
         return joined | {"logprob": joined["logprob"][torch.cat(order).argsort()]}
 
     def _locate_states(self, ids: Tensor, mask: Tensor) -> tuple[PackedTrees | None, Tensor]:
-        """Return the prefix trees (None if rows are computed separately), and where to find the predicting states.
+        """Return prefix trees, or None for separate rows, and the indices of the states that predict the masked tokens.
 
-        For each of the N masked positions, this is the index of the state that predicts its token, (N,), in the
-        flattened hidden states of the trees or, without trees, of `ids[:, :-1]`.
+        The indices, (N,) for N masked tokens, refer to the flattened hidden states of the trees or, without trees, of
+        `ids[:, :-1]`.
         """
         rows, cols = mask.nonzero(as_tuple=True)
         if bool((cols == 0).any()):
@@ -276,7 +276,7 @@ class LanguageModel:
         return None, rows * (ids.shape[1] - 1) + cols - 1
 
     def _values(self, ids: Tensor, packed: PackedTrees | None, place: Tensor, states: Tensor | None) -> Tensor:
-        """Compute values, (N,), from `states` (N, d). A separate critic computes its own states at `place` instead."""
+        """Compute values, (N,), from `states`, (N, d), or from a separate critic's own states at indices `place`."""
         head = self.value_head
         if head is None:
             raise PolicyError("values need a value head; load the policy with value_head=True")
@@ -300,7 +300,7 @@ class LanguageModel:
         Args:
             batch: The batch.
             want: Scores to compute: any of "logprob", "entropy", "value", "hidden" and "sum_squared_probs".
-            layers: Layers of "hidden", by default the last; see `hidden`.
+            layers: Indices of the layers to return as "hidden", by default the last layer; see `hidden`.
             micro_tokens: Upper limit of the tokens per forward pass; `self.micro_tokens` if None.
 
         Returns:
@@ -339,7 +339,7 @@ class LanguageModel:
     @torch.no_grad()
     def bootstrap_values(self, batch: Any, *, micro_tokens: int | None = None) -> Tensor:
         """Return the value after each row's last token, (B,): the expected remaining return of a truncated row."""
-        # The value after the last token is the value at one additional token, whatever its id.
+        # The value at a position is computed from the tokens before it. Append any token, and compute its value.
         mask = torch.arange(batch.ids.shape[1] + 1) == batch.lengths[:, None]
         longer = SimpleNamespace(
             ids=nn.functional.pad(batch.ids, (0, 1)),
@@ -414,7 +414,7 @@ class LanguageModel:
 
     @cached_property
     def _sharing_obstacle(self) -> str:
-        """Reason why rows cannot share prefixes; "" if a test pass gives the same states with and without sharing."""
+        """Reason why rows cannot share prefixes; "" if a trial gives equal hidden states with and without sharing."""
         decoder = with_short_windows(self.decoder)
         reason = unsupported_attention(decoder)
         # Three rows of 10, 9 and 8 tokens: the first two share 4 tokens, the last two 7.
@@ -425,7 +425,7 @@ class LanguageModel:
         is_token = torch.arange(10) < torch.tensor(lengths)[:, None]
         packed = PackedTrees.build(build_prefix_trees(ids, lengths, scale=1e9, max_tokens=100), ids, lengths)
         try:
-            # Disable autocast, in which this property may be read first: float32 tolerances would be exceeded.
+            # Disable autocast, which may be active here and would cause errors above the tolerance for float32.
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
                 if not reason:
                     separate, shared = _states(decoder, ids, None)[0], _states(decoder, ids, packed)[0]
@@ -441,17 +441,17 @@ class LanguageModel:
 def _states(
     decoder: Any, ids: Tensor, packed: PackedTrees | None, layers: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the hidden states of the last layer, (B, T, d) for rows `ids` or (P, W, d) for their packed trees.
+    """Return hidden states of the last layer, (B, T, d) for B rows of T tokens or (P, W, d) for P trees of W tokens.
 
     The second result contains the states of L `layers`, (B, T, L, d) or (P, W, L, d); None without `layers`.
     """
-    # Padding on the right needs no attention mask, because causal attention already excludes it.
     options: dict[str, Any] = {} if layers is None else {"output_hidden_states": True}
     if packed is not None:
         out = masked_states(decoder, packed.ids, packed.positions, packed.mask(), packed.positions, **options)
     else:
         positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
         options |= {"use_cache": False, "return_dict": True}
+        # Padding on the right needs no attention mask, because causal attention already excludes it.
         out = decoder(input_ids=ids, attention_mask=None, position_ids=positions, **options)
     last = cast(Tensor, out.last_hidden_state)
     return last, None if layers is None else torch.stack([out.hidden_states[i] for i in layers], -2)
@@ -483,7 +483,7 @@ def warn_if_bfloat16_is_slow(device: torch.device) -> None:
         )
 
 
-# State of `single_torch_thread`: the number of users, and torch's number of threads before the first user entered.
+# State of `single_torch_thread`: the number of active contexts, and torch's number of threads before the first one.
 _thread_limit = SimpleNamespace(lock=threading.Lock(), users=0, threads_before=0)
 
 
@@ -491,7 +491,7 @@ _thread_limit = SimpleNamespace(lock=threading.Lock(), users=0, threads_before=0
 def single_torch_thread(policy: LanguageModel) -> Iterator[None]:
     """Limit torch to one thread for a tiny model on a CPU, where more threads are slower.
 
-    Users may overlap: the first to enter saves the setting of the process, and the last to leave restores it.
+    Contexts may overlap: the first one saves the process's number of threads, and the last one restores it.
     """
     if policy.device.type != "cpu" or policy.size >= 5_000_000:
         yield

@@ -1,4 +1,4 @@
-"""The policy: a causal language model with its chat template, its files, and a count of optimizer steps."""
+"""`Policy`: a causal language model with its chat template; loading, saving and copying it."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Policy(Displayable, LanguageModel):
     ) -> None:
         if not isinstance(model, nn.Module) or not isinstance(chat, Chat):
             raise SettingsError(
-                "model and chat must be a model and an af.Chat(tokenizer), got "
-                f"{type(model).__name__} and {type(chat).__name__}; af.Policy.load(name_or_folder) makes both"
+                f"model must be a torch.nn.Module and chat an af.Chat, got {type(model).__name__} and "
+                f"{type(chat).__name__}; af.Policy.load(name_or_folder) creates both"
             )
         _check_value_head(value_head)
         super().__init__(model, None)
@@ -62,7 +62,7 @@ class Policy(Displayable, LanguageModel):
         self.version = version
         # Held during weight updates and during an engine's forward pass, so that no sample sees a partial update.
         self.lock = threading.Lock()
-        # Fingerprint of the initial weights by run folder, so that a re-executed notebook cell resumes its run.
+        # Fingerprint of the initial weights of each run, by folder. It identifies the run if a notebook cell is rerun.
         self.run_fingerprints: dict[str, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,8 +91,8 @@ class Policy(Displayable, LanguageModel):
         Args:
             path: Folder of a model, hub name, or folder of a training run. For a run, the last checkpoint is loaded.
             value_head: True adds a value head to the policy's decoder, "separate" to a copy of it (see `Critic`).
-            lora: Rank of a LoRA adapter, or options of `peft.LoraConfig`. The adapter, on all linear layers, is trained
-                and the weights are frozen; `reference()` then returns the frozen base model. Must be None for a folder
+            lora: Rank of a LoRA adapter, or options of `peft.LoraConfig`. An adapter on all linear layers is trained,
+                and the model is frozen; `reference()` then returns the frozen base model. Must be None for a folder
                 that contains an adapter.
             device: Device of the model, such as "cuda:1" or "mps"; by default CUDA if available, else the CPU.
             dtype: Torch dtype or its name; "auto" uses the dtype of the files.
@@ -117,7 +117,7 @@ class Policy(Displayable, LanguageModel):
         meta: dict[str, Any] = {}
         if (folder / "policy.json").exists():
             meta = json.loads((folder / "policy.json").read_text(encoding="utf-8"))
-        # A folder with an adapter names the model that the adapter belongs to.
+        # If the folder contains an adapter, the config of the adapter names the base model to load.
         weights = path
         has_adapter = (folder / "adapter_config.json").exists()
         if has_adapter:
@@ -136,7 +136,7 @@ class Policy(Displayable, LanguageModel):
                 else:
                     model.to(device)
                 tokenizer = AutoTokenizer.from_pretrained(path, **tokenizer_kwargs)
-                # Copy the critic before adding the adapter, so that the critic does not contain it.
+                # The critic is a copy of the decoder. Create it before an adapter is added to the model.
                 critic = _make_critic(model).to(device) if value_head == "separate" else value_head
                 if has_adapter:
                     from peft import PeftModel
@@ -201,8 +201,8 @@ class Policy(Displayable, LanguageModel):
     def reference(self) -> Policy:
         """Return a frozen reference policy for a KL penalty.
 
-        For a policy with an adapter, the reference is the base model: it shares the weights, disables the adapter while
-        scoring, and supports only `score`. Otherwise, the reference is a frozen copy without a value head.
+        For a policy with an adapter, the reference is the base model: it shares the policy's weights, disables
+        the adapter while scoring, and supports only `score`. Otherwise, it is a frozen copy without a value head.
         """
         if self.has_adapter:
             return _FrozenBase(self)
@@ -211,7 +211,7 @@ class Policy(Displayable, LanguageModel):
         return Policy(model.requires_grad_(False), self.chat, version=self.version)
 
     def merged(self) -> Policy:
-        """Return a copy with the adapter merged into the base weights, which any engine can load."""
+        """Return a copy that any engine can load, because the adapter is merged into the base weights."""
         policy = self.copy()
         if policy.has_adapter:
             policy.model = policy.model.merge_and_unload().requires_grad_(True)
@@ -251,8 +251,8 @@ class Policy(Displayable, LanguageModel):
         """
         if different := sorted(state.keys() ^ self.state().keys()):
             raise PolicyError(
-                f"state must have the weights of this policy; {different[0]!r} is in only one of them. Load the policy "
-                "with the value_head= and lora= that it was trained with"
+                f"state must have the weights of this policy; {different[0]!r} is in the state or the policy, but not "
+                "in both. Load the policy with the value_head= and lora= that it was trained with"
             )
         for name, own in self.state().items():  # check all weights before changing any
             if own.shape != state[name].shape:
@@ -344,7 +344,7 @@ def _check_model_kwargs(given: Mapping[str, Any], device: Any) -> None:
             raise TypeError(f"Policy.load() got an unexpected keyword {name!r}; did you mean {close[0]!r}?")
     if device is not None and "device_map" in given:
         raise SettingsError(
-            f"device must be None with device_map, got device={device!r} and device_map={given['device_map']!r}"
+            f"device must be None if device_map is given, got device={device!r} and device_map={given['device_map']!r}"
         )
 
 
@@ -357,7 +357,7 @@ def _usable_device(device: Any) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise SettingsError(f"device must be one that torch can use here, got {device!r}: {error}") from None
+        raise SettingsError(f"device must be usable by torch on this machine, got {device!r}: {error}") from None
 
 
 def _make_critic(model: Any) -> Critic:
@@ -380,7 +380,7 @@ def _with_lora(model: Any, lora: int | Mapping[str, Any]) -> Any:
 
 
 def _extra_stop_tokens(model: Any, tokenizer: Any) -> list[str]:
-    """Return the end tokens in the model's generation config, except for the tokenizer's EOS token."""
+    """Return the end-of-sequence tokens of the model's generation config that are not the tokenizer's EOS token."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return [str(tokenizer.convert_ids_to_tokens(i)) for i in ids if i != tokenizer.eos_token_id]

@@ -1,8 +1,8 @@
 """Prefix sharing: rows with a common prefix are packed into a tree, so that each shared token is computed once.
 
 The model runs a tree as one sequence: tokens in depth-first order, position ids counted within each row, and an
-attention mask that lets each token attend only to itself and its ancestors. States and gradients equal those of rows
-computed separately.
+attention mask that lets each token attend only to itself and its ancestors. Hidden states and gradients equal those of
+rows computed separately.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Maximum number of tokens per tree; the attention mask is quadratic in it.
+# Maximum number of tokens per tree; the size of the attention mask is quadratic in this number.
 _MAX_TREE_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """Rows with common prefixes, as row indices in lexicographic order of the rows' token ids."""
+    """Rows with common prefixes. `rows` contains row indices, in lexicographic order of the rows' token ids."""
 
     rows: tuple[int, ...]
     shared: tuple[int, ...]  # length of the prefix that each row shares with the previous one
@@ -29,16 +29,16 @@ class PrefixTree:
 
 
 def build_prefix_trees(ids: Tensor, lengths: list[int], *, scale: float, max_tokens: int) -> list[PrefixTree]:
-    """Group rows `ids[i, :lengths[i]]` into prefix trees of at most `max_tokens` tokens, wherever a tree is cheaper.
+    """Group rows `ids[i, :lengths[i]]` into prefix trees of at most `max_tokens` tokens where this reduces the cost.
 
-    `scale` is the number of attended keys at which attention costs as much per token as the rest of the model. A tree
-    of W tokens costs W + W² / scale; a single row, whose mask is causal, costs only half of the quadratic term.
+    A tree of W tokens costs W + W² / scale, and a single row, whose mask is causal, W + W² / (2 scale). `scale` is the
+    number of keys for which attention costs as much as the rest of the model.
     """
     array = ids.cpu().numpy()
     texts = [array[i, :n] for i, n in enumerate(lengths)]
     max_tokens = min(max_tokens, _MAX_TREE_TOKENS)
     trees: list[PrefixTree] = []
-    # In lexicographic order, the row with the longest common prefix is the previous one. Big-endian bytes sort as ids.
+    # After sorting, a row has its longest common prefix with the previous row. Big-endian bytes sort like ids.
     for i in sorted(range(len(lengths)), key=lambda i: texts[i].astype(">i8").tobytes()):
         n = lengths[i]
         if trees:
@@ -61,7 +61,7 @@ def _common_prefix(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
 
 @dataclass(frozen=True)
 class PackedTrees:
-    """P trees padded on the right to W tokens, and where they contain each token of the B rows."""
+    """P prefix trees, padded on the right to W tokens, with a map from the tokens of B rows to those of the trees."""
 
     ids: Tensor  # (P, W)
     positions: Tensor  # (P, W): position of each token within its rows
@@ -107,13 +107,13 @@ class PackedTrees:
 def split_by_token_budget(lengths: Tensor, micro_tokens: int, launch_overhead: int = 0) -> list[Tensor]:
     """Return the row indices of micro-batches of at most `micro_tokens` padded tokens, longest rows first.
 
-    A row longer than `micro_tokens` forms a micro-batch of its own. If `launch_overhead`, the fixed cost of a forward
-    pass in tokens, is positive, the micro-batches minimize padding plus overhead; if it is 0, each is filled as far as
-    possible.
+    A row longer than `micro_tokens` forms a micro-batch of its own. `launch_overhead` is the fixed cost of a forward
+    pass, expressed as a number of tokens. If it is positive, the split minimizes padding plus overhead; if it is 0,
+    each micro-batch is filled as far as possible.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     sizes = [max(n, 1) for n in lengths[order].tolist()]
-    # For each row, the end of the longest micro-batch that begins there.
+    # For each row, the end of the longest micro-batch that begins with this row.
     limits = [min(len(sizes), a + max(1, micro_tokens // size)) for a, size in enumerate(sizes)]
     ends = limits if launch_overhead <= 0 else _cheapest_ends(sizes, limits, launch_overhead)
     cuts = [0]
@@ -123,7 +123,7 @@ def split_by_token_budget(lengths: Tensor, micro_tokens: int, launch_overhead: i
 
 
 def _cheapest_ends(sizes: list[int], limits: list[int], launch_overhead: int) -> list[int]:
-    """Find the cheapest split by dynamic programming. Return the end of the micro-batch that begins at each row."""
+    """Find the cheapest split by dynamic programming. Return the end of the micro-batch that starts at each row."""
     cost = [0.0] * (len(sizes) + 1)  # cost[i]: minimum total cost of rows i and onward
     ends = [0] * len(sizes)
     for a in range(len(sizes) - 1, -1, -1):

@@ -14,7 +14,7 @@ from agentfly_kit._display import Displayable
 
 from .._async.listeners import Listeners
 from ..errors import SettingsError
-from .records import PoolEvent
+from .records import PoolEvent, PoolSnapshot
 
 S = TypeVar("S")
 _POOLS: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -36,7 +36,7 @@ class Lease(Displayable, Generic[S]):
     """A lease of a sandbox, held until `await pool.release(lease)`.
 
     Attributes:
-        pool, sandbox, id: The pool, the sandbox and its number.
+        pool, sandbox, id: The pool, the leased sandbox, and the number of this sandbox in the pool.
         owner, since: Name of the holder, and start time of the lease (monotonic seconds).
         released: True after the lease was released or revoked.
         revoked: Reason why the pool ended the lease early, or "". The sandbox of a revoked lease is closed.
@@ -78,7 +78,7 @@ class Lease(Displayable, Generic[S]):
 
 
 class BasePool(ABC, Generic[S]):
-    """Base of `Pool` and `RemotePool`."""
+    """Base class of `Pool` and `RemotePool`."""
 
     def __init__(self, sandbox_type: type[S], acquire_timeout: float) -> None:
         if not isinstance(sandbox_type, type):
@@ -106,11 +106,14 @@ class BasePool(ABC, Generic[S]):
     async def close(self) -> None: ...
 
     @abstractmethod
+    def snapshot(self) -> PoolSnapshot: ...
+
+    @abstractmethod
     def _on_turn_changed(self, lease: Lease[S]) -> None: ...
 
     @abstractmethod
     def _on_lease_collected(self, lease: Lease[S]) -> None:
-        """Called when a lease is garbage-collected without having been released, at any time and in any thread."""
+        """Handle a lease that was garbage-collected without a release. May be called at any time, in any thread."""
 
     def _begin_release(self, lease: Lease[S]) -> bool:
         """Mark a lease as released. Return False if it was released before."""
@@ -123,7 +126,7 @@ class BasePool(ABC, Generic[S]):
     async def lease(self, owner: str = "somebody", timeout: float | None = None, *, run: str = "") -> AsyncIterator[S]:
         """Async context manager that leases a sandbox: `async with pool.lease(owner="me") as sandbox`.
 
-        Takes the arguments and raises the errors of `acquire`.
+        For arguments and exceptions, see `acquire`.
         """
         lease = await self.acquire(owner, timeout, run=run)
         try:
@@ -132,10 +135,10 @@ class BasePool(ABC, Generic[S]):
             await self.release(lease)
 
     def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
-        """Call `callback` with every future event, in order. Return a function that unsubscribes it.
+        """Call `callback` with every future event, in order. Return a function that ends the subscription.
 
-        The callback runs synchronously in the thread that made the change (for a remote pool, in its background thread)
-        and must be fast. It may use the pool. If it raises, the pool warns once and continues.
+        The callback runs synchronously in the thread that caused the event (for a remote pool, in its background
+        thread) and must be fast. It may use the pool. If it raises, the pool warns once and continues.
         """
         return self._listeners.subscribe(callback)
 

@@ -1,4 +1,4 @@
-"""Calls to methods of sandboxes, with a time limit or without an event loop. A sandbox may be any object."""
+"""Calls of sandbox methods, with a time limit or without an event loop. Sandboxes may be objects of any class."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _CANCEL_GRACE_SECONDS = 1.0  # a cancelled call that takes longer to end is aban
 
 
 async def call(sandbox: object, method: str) -> Any:
-    """Call a sync or async method of a sandbox, if the sandbox defines it."""
+    """Call a sync or async method of a sandbox. Return its result, or None if the sandbox lacks the method."""
     bound = getattr(sandbox, method, None)
     return await maybe_await(bound()) if callable(bound) else None
 
 
 async def call_within(seconds: float, name: str, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
-    """Await `work(*args)`, and cancel it after `seconds`. If it then does not end, abandon it with a warning.
+    """Await `work(*args)`, and cancel it after `seconds`. If `work` ignores the cancellation, warn and stop waiting.
 
     Raises:
         SandboxError: if the call exceeds the time limit, raises SystemExit, or raises CancelledError without having
@@ -88,7 +88,7 @@ def _close_in_thread(sandbox: object) -> None:
 
 
 def kill_all(slots: Mapping[int, Any]) -> None:
-    """Kill the sandboxes of all slots. Called when the pool is closed or garbage-collected, or when Python exits."""
+    """Kill all sandboxes of a pool. Called when the pool is closed or garbage-collected, or when Python exits."""
     for slot in list(slots.values()):
         sandbox, slot.sandbox = slot.sandbox, None
         kill(sandbox)

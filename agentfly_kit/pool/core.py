@@ -1,12 +1,12 @@
-"""`PoolCore`: answers the requests of a pool, and starts, resets and closes its sandboxes.
+"""`PoolCore`, the part of a pool that answers requests, and starts, resets and closes sandboxes.
 
 Every state change is made by a synchronous method of `PoolState` (state.py) under a lock, which is never held while
-user code runs. `_dispatch` then carries out the effects. The design follows httpcore's connection pool.
+user code runs. `_dispatch` then carries out the effects of the change. The design follows httpcore's connection pool.
 
 Each start, reset or close of a sandbox runs in its own task, which continues even if the waiting caller is cancelled.
-Requests and tasks belong to the event loop that created them; the next `acquire` removes those of closed loops. A
-thread without a running loop, for example one in which a lease is garbage-collected, asks the event loop of a waiting
-request to start a sandbox.
+Requests and tasks belong to the event loop that created them. If it has been closed, the next `acquire` removes them. A
+lease may be garbage-collected in a thread without an event loop. That thread asks the event loop of a waiting request
+to start a new sandbox.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CLOSE_SECONDS = 5.0  # time limit of a sandbox's `close`, after which it is kil
 
 
 class PoolCore(BasePool[S]):
-    """The internal part of `Pool`."""
+    """Base class of `Pool` that manages the sandboxes and their states."""
 
     options: dict[str, Any]
     start_timeout: float
@@ -47,7 +47,7 @@ class PoolCore(BasePool[S]):
         super().__init__(sandbox_type, acquire_timeout)
         self._state = state
         self._lock = threading.Lock()
-        # Slots whose lease was garbage-collected, possibly in a thread that was holding the lock.
+        # Slots whose lease was garbage-collected. Their sandboxes are killed as soon as `_lock` is free.
         self._dropped: deque[Slot] = deque()
         self._tasks: dict[Slot, asyncio.Task[None]] = {}  # the start, reset or close in progress
         self._wakeup_loop: asyncio.AbstractEventLoop | None = None  # runs the timer for the next lease expiry
@@ -112,7 +112,7 @@ class PoolCore(BasePool[S]):
         loop.call_later(max(0.0, due - time.monotonic()) + 0.01, wake_up)
 
     def _forget_closed_loops(self) -> None:
-        """Cancel requests, and kill sandboxes in transition, whose event loop is closed, as they could never finish."""
+        """Cancel the requests of closed event loops, and kill sandboxes whose start, reset or close was interrupted."""
         with self._lock:
             granted = [slot.ticket for slot in self._state.slots.values() if slot.ticket is not None]
             futures = [*self._state.waiters, *granted]
@@ -143,7 +143,7 @@ class PoolCore(BasePool[S]):
             self._kill_slot(self._dropped.popleft())
 
     def _notify(self) -> None:
-        """Pass queued events to the listeners in order. Only one thread does this at a time, without the lock."""
+        """Pass queued events to listeners in order. Only one thread at a time does this, without holding `_lock`."""
         while self._events and self._notifying.acquire(blocking=False):
             try:
                 while self._events:
@@ -154,7 +154,7 @@ class PoolCore(BasePool[S]):
     # --- starting, resetting and closing sandboxes, in separate tasks
 
     def _spawn(self, slot: Slot, work: Coroutine[Any, Any, None]) -> None:
-        """Run the next step of a slot in a task, which becomes the task of the slot even if the previous one runs."""
+        """Start, reset or close a sandbox in a new task, which replaces a previous task even if it is running."""
         task = asyncio.get_running_loop().create_task(work, name=f"{self.name} {slot.id}")
         self._tasks[slot] = task
 
@@ -210,7 +210,7 @@ class PoolCore(BasePool[S]):
             self._dispatch(self._state.was_reset, slot)
 
     async def _reset_sandbox(self, sandbox: S) -> bool:
-        """Reset a sandbox and return whether it is healthy. Environments are not reset here, but by the next holder."""
+        """Reset a sandbox or clean up an environment, and return whether it is healthy."""
         if not is_environment(self.sandbox_type):
             await call(sandbox, "reset")
         elif inspect.ismethod(getattr(sandbox, "cleanup", None)):  # a method, not a tool named "cleanup"
@@ -235,7 +235,7 @@ class PoolCore(BasePool[S]):
                 await call(sandbox, "kill")
 
     def _kill_slot(self, slot: Slot) -> None:
-        """Kill a sandbox immediately, without starting a task. Works without an event loop and during its shutdown."""
+        """Kill a sandbox immediately, without a task. Works even if the event loop is shutting down, or without one."""
         sandbox, slot.sandbox = slot.sandbox, None
         kill(sandbox)
         self._dispatch(self._state.removed, slot, may_start=False)

@@ -1,4 +1,4 @@
-"""Recognizing environments and preparing their `reset`.
+"""Detection of environment classes, and arguments of their `reset` method.
 
 A sandbox class is an environment if its `reset` takes a task or task fields. A pool leases an environment for one
 episode, which begins by resetting the environment for the task.
@@ -16,7 +16,7 @@ from agentfly_kit.types import Task
 
 
 def is_environment(sandbox_type: type) -> bool:
-    """Return True if the class is an environment: its `reset` has a required parameter or accepts `**`."""
+    """Return True if the class is an environment: its `reset` has a required parameter or accepts `**kwargs`."""
     return any(
         p.kind is p.VAR_KEYWORD or (p.default is p.empty and p.kind is not p.VAR_POSITIONAL)
         for p in _reset_parameters(sandbox_type)
@@ -44,10 +44,10 @@ def environment_seed(task: Task) -> int:
 
 
 def reset_arguments(sandbox_type: type, task: Task, fields: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the keyword arguments of the `reset` of an environment class, injected by parameter name.
+    """Return keyword arguments for the `reset` method of an environment class, selected by parameter name.
 
     The parameter `task` receives the task, and `seed` the result of `environment_seed`. Any other parameter receives
-    the field of the same name in `fields` (by default `task.fields`), and `**` receives all remaining fields.
+    the field of the same name in `fields` (by default `task.fields`), and `**kwargs` receives all remaining fields.
     """
     fields = task.fields if fields is None else fields
     arguments: dict[str, Any] = {}

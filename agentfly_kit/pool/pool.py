@@ -1,4 +1,4 @@
-"""`Pool`: sandboxes of one class, leased to chains. The internals are in core.py."""
+"""The class `Pool`, which leases sandboxes to chains. Its internals are in core.py."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Pool(Displayable, PoolCore[S]):
     Args:
         sandbox_type: a class that defines any of `async start()`, `async run(...)`, `async reset()`,
             `async fork(into)`, `alive`, `async close()` and `kill()` (called when the process exits). Without `reset`,
-            a sandbox is replaced after each lease. If `reset(task, seed)` takes a task, the class is an environment:
-            each chain resets it for its own task, and `cleanup()`, if defined, is called on release.
+            a sandbox is replaced after each lease. If `reset` takes arguments (`task`, `seed`), the class is an
+            environment: each chain resets it for its own task, and `cleanup()`, if defined, is called on release.
         size: maximum number of sandboxes.
         min_idle: number of idle sandboxes to keep ready after the first request.
         max_uses: number of leases after which a sandbox is replaced instead of reset, or None for no limit.
         max_lease: maximum duration of a lease in seconds. After that, the lease is revoked: the sandbox is closed, the
             holder's next use of the sandbox raises LeaseRevoked, the holder's chain is not scored, and the next request
             gets a new sandbox.
-        healthy: sync or async function of a sandbox, called after each reset. If it returns a false value or raises,
+        healthy: sync or async function, called with a sandbox after each reset. If it returns a false value or raises,
             the sandbox is replaced.
         acquire_timeout: default time to wait for a lease, in seconds.
         start_timeout: time limit in seconds for starting or resetting a sandbox. When it is exceeded, the method is
@@ -92,7 +92,7 @@ class Pool(Displayable, PoolCore[S]):
         self._register()
 
     def __reduce__(self) -> Any:
-        # In another process, the pool starts its own sandboxes.
+        # A pickled pool that is loaded in another process starts its own sandboxes.
         return functools.partial(Pool, self.sandbox_type, self.size, **self._arguments), ()
 
     # --- inspection
@@ -104,7 +104,7 @@ class Pool(Displayable, PoolCore[S]):
 
     @property
     def isolation(self) -> str | None:
-        """The isolation level in use; before the first start, the requested level or None."""
+        """The isolation level in use; before any sandbox has started, the requested level or None."""
         for slot in list(self._state.slots.values()):
             if slot.sandbox is not None:
                 return cast("str | None", getattr(slot.sandbox, "isolation", None))
@@ -145,7 +145,7 @@ class Pool(Displayable, PoolCore[S]):
     async def acquire(
         self, owner: str = "somebody", timeout: float | None = None, *, run: str = "", queue: bool = True
     ) -> Lease[S]:
-        """Wait for a sandbox and lease it until `release`.
+        """Wait for a sandbox and lease it until `release` is called.
 
         Args:
             owner: name of the holder, shown in snapshots and error messages.
@@ -163,6 +163,7 @@ class Pool(Displayable, PoolCore[S]):
         timeout = self.acquire_timeout if timeout is None else timeout
         deadline = time.monotonic() + timeout
         self._forget_closed_loops()
+        # Repeat if the granted sandbox has died. If the pool has been closed, the next request raises PoolClosed.
         while True:
             slot = await self._request(owner, run, queue, deadline, timeout)
             with self._lock:
@@ -170,12 +171,11 @@ class Pool(Displayable, PoolCore[S]):
                     lease = Lease(self, slot.id, slot.sandbox, owner)
                     slot.lease, slot.ticket = weakref.ref(lease), None
                     break
-            # After the grant, the pool was closed or the sandbox died. Try again; a closed pool raises PoolClosed.
         self._schedule_wakeup()
         return lease
 
     async def _request(self, owner: str, run: str, queue: bool, deadline: float, timeout: float) -> Slot:
-        """Request a sandbox and return the slot that was granted."""
+        """Request a sandbox, wait until it is granted, and return its slot."""
         future: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         self._dispatch(self._state.requested, future, owner, run, queue)
         try:
@@ -219,7 +219,7 @@ class Pool(Displayable, PoolCore[S]):
             pass
 
     def recycle(self, sandbox: int, *, close: bool = False) -> None:
-        """Reset or close a sandbox interactively. Calling this method repeatedly is harmless.
+        """Reset or close a sandbox at a user's request. Repeated calls are harmless.
 
         If the sandbox is leased, the lease is revoked as if `max_lease` had passed, and the sandbox is replaced.
 
@@ -233,7 +233,7 @@ class Pool(Displayable, PoolCore[S]):
         slot = self._state.slots.get(sandbox)
         if slot is None:
             have = ", ".join(map(str, self._state.slots)) or "none"
-            raise SettingsError(f"sandbox must be the number of a {self.name} of this pool ({have}), got {sandbox}")
+            raise SettingsError(f"sandbox must be the number of a {self.name} in this pool ({have}), got {sandbox}")
         self._dispatch(self._state.recycle, slot, close)
 
     async def close(self) -> None:
@@ -268,7 +268,7 @@ def _timeout_message(s: PoolSnapshot, timeout: float) -> str:
 
 
 def _check_sandbox_type(sandbox_type: Any, options: dict[str, Any]) -> None:
-    """Raise SettingsError if the class has unsuitable methods or does not accept the options."""
+    """Raise SettingsError if `alive` or `kill` of the class is async, or the class does not accept the options."""
     name = sandbox_type.__name__
     for method in ("alive", "kill"):
         if inspect.iscoroutinefunction(getattr(sandbox_type, method, None)):

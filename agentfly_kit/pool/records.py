@@ -16,7 +16,7 @@ Change = Literal[
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SandboxInfo(Displayable):
-    """A sandbox at one moment.
+    """State of a sandbox at one moment.
 
     Attributes:
         id, state: Number and state of the sandbox.
@@ -47,8 +47,8 @@ class PoolSnapshot(Displayable):
         waiters: Owners of the waiting requests, in the order in which they will be served.
         sandboxes: All sandboxes.
         error: Error of the most recent start, or None if it succeeded.
-        waiting_seconds: Time that each of the `waiters` has waited so far, in seconds.
-        recycled: Number of resets for reuse so far.
+        waiting_seconds: Seconds that each of the `waiters` has waited so far.
+        recycled: Number of successful resets so far.
         failed_starts: Number of failed starts so far.
     """
 

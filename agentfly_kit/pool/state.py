@@ -3,8 +3,8 @@
 Each event is a method of `PoolState`. `PoolState.apply(event, ...)` returns the effects of the event. The pool carries
 out these effects and reports their outcome as further events.
 
-The states of a slot are `starting -> idle <-> leased -> resetting -> idle`, and any state `-> closing -> removed`.
-A slot that is closing still counts towards the size, so there are never more than `size` sandboxes.
+A slot represents one sandbox. Its states are `starting -> idle <-> leased -> resetting -> idle`, and any state can be
+followed by `closing -> removed`. Closing slots count towards `size`, so there are never more than `size` sandboxes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .records import Change, PoolEvent, SlotState
 
 # Maximum number of sandboxes that start concurrently.
 _MAX_STARTING = 8
-# Number of consecutive failed starts after which starts are paused. The pause doubles with each further failure.
+# Number of consecutive failed starts after which no sandbox is started for a while (see `PoolState`).
 _MAX_FAILURES = 3
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
@@ -36,7 +36,7 @@ class Slot:
     ticket: Any = None
     turn: object = None
     uses: int = 0
-    # Set by the pool.
+    # The following fields are set by `Pool`, not by `PoolState`.
     sandbox: Any = None
     lease: weakref.ref[Any] | None = None
 
@@ -63,12 +63,11 @@ class Effects:
 
 
 class PoolState:
-    """State of a pool with the settings of `Pool`. `alive(slot)` is called before a sandbox is granted.
+    """State of a pool, with the settings of `Pool`. `alive(slot)` checks a sandbox before it is leased.
 
     Circuit breaker: after three consecutive failed starts, or one permanent failure, starts are paused for a second.
-    The pause doubles with each further failure, up to a minute. During a pause, requests are refused with the last
-    error if no other sandbox can serve them. After any failure, sandboxes are started one at a time until a start
-    succeeds.
+    The pause doubles with each further failure, up to a minute. During a pause, requests that no sandbox can serve are
+    refused with the error of the last start. After any failure, sandboxes are started one at a time until one starts.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class PoolState:
         return min(leased, default=float("inf")) + self._max_lease
 
     def order(self) -> Iterator[Any]:
-        """Yield the waiting tickets in the order in which they will be served."""
+        """Yield the tickets (ids) of waiting requests in the order in which they will be served."""
         queues: dict[str, deque[Any]] = {}  # runs, ordered by their first waiting request
         for ticket, waiter in self.waiters.items():
             queues.setdefault(waiter.run, deque()).append(ticket)
@@ -120,7 +119,7 @@ class PoolState:
                 runs.append(run)
 
     def apply(self, event: Callable[..., None], *args: Any, now: float, may_start: bool = True) -> Effects:
-        """Apply one event, grant idle sandboxes, start more if needed, and return the effects.
+        """Apply one event, lease idle sandboxes to waiting requests, start new sandboxes, and return the effects.
 
         An event that does not fit the current state of its slot is outdated and ignored. If `may_start` is False, for
         example because there is no event loop, no sandbox is started and no lease expires.
@@ -138,9 +137,9 @@ class PoolState:
     # --- events
 
     def requested(self, ticket: Any, owner: str, run: str = "", queue: bool = True) -> None:
-        """Event: a sandbox was requested for the rollout `run`, or for none if `run` is "". Waiting runs take turns.
+        """Event: a sandbox was requested. `run` is the name of a rollout, or ""; waiting rollouts take turns.
 
-        With queue=False, the request is refused if it could be granted only after a lease was released.
+        With queue=False, the request is refused if it would have to wait for the release of a lease.
         """
         if self.closed:
             self._effects.refuse.append((ticket, None))
@@ -239,7 +238,7 @@ class PoolState:
                 if slot.state != "closing":
                     self._move(slot, "closing")
 
-    # --- consequences
+    # --- state changes
 
     def _report(self, kind: Change, slot: int | None = None, owner: str | None = None, detail: str = "") -> None:
         self.sequence += 1
@@ -274,7 +273,7 @@ class PoolState:
         self.waiters.clear()
 
     def _grant(self) -> None:
-        """Lease idle sandboxes to waiting requests, most recently used first."""
+        """Lease idle sandboxes to waiting requests, starting with the most recently used sandbox."""
         for slot in sorted((s for s in self.slots.values() if s.state == "idle"), key=lambda s: s.since, reverse=True):
             if not self.waiters:
                 return
@@ -294,7 +293,7 @@ class PoolState:
             self._effects.grant.append((ticket, slot))
 
     def _start(self) -> None:
-        """Start sandboxes for the waiting requests and for `min_idle`, unless the circuit breaker prevents it."""
+        """Start the sandboxes that waiting requests and `min_idle` require, unless the circuit breaker prevents it."""
         if self._now < self.blocked_until:
             if not self.count("starting", "idle", "leased", "resetting"):
                 self._refuse_all(self.last_error)

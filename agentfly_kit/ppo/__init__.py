@@ -1,4 +1,4 @@
-"""One step on a batch: PPO or imitation. `step` contains the algorithm, `inputs` the values computed first."""
+"""Training steps on a batch: PPO (`step`) and imitation of recorded actions (`imitation`)."""
 
 from agentfly_kit.ppo.config import PPOConfig
 from agentfly_kit.ppo.distributed import gather

@@ -19,9 +19,9 @@ from agentfly_kit.errors import SettingsError, check_accepts, check_choice, chec
 if TYPE_CHECKING:
     from agentfly_kit.ppo.inputs import MicroBatch
 
-# Policy losses; each is a function in losses/surrogates.py.
+# Names of the policy losses in losses/surrogates.py.
 LossName = Literal["ppo", "reinforce", "gspo", "gmpo", "sapo", "cispo", "dppo"]
-# Losses whose value at a token depends on the whole row. The others need only the sampled tokens.
+# Losses whose value at a token depends on its whole row. They get padded rows; others get only the sampled tokens.
 _ROW_WISE = ("gspo", "gmpo")
 
 
@@ -31,7 +31,7 @@ Correction: TypeAlias = Literal["token", "sequence"] | Mapping[str, Any]
 
 
 def check_at_least(config: Any, minimum: int, *names: str) -> None:
-    """Raise a SettingsError if a setting is below the minimum, or NaN. None is accepted."""
+    """Raise SettingsError if one of the named settings is below `minimum` or NaN. None is accepted."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not value >= minimum:
@@ -49,16 +49,16 @@ class PPOConfig(Displayable):
             micro-batch, (B, T) each and 0 where the mask is 0, and returns the loss of each token, (B, T), which
             `aggregate` reduces. `af.losses.clip_cov` and `kl_cov` are rejected; they need the whole minibatch.
         aggregate: How per-token losses are reduced to one number: a mode of `af.losses.aggregate`, or a dict with
-            the mode under "how" and its options, such as {"how": "fixed", "denominator": 512.0}. Sequence means and
-            sequence losses treat each row as a sequence, even if a trajectory has several.
-        clip: Clip range of the probability ratio below 1. None selects the default of the loss (0.2 for "ppo"). `clip`,
-            `clip_high` and `dual_clip` must be None if `loss` is a function; bind its options with functools.partial.
-        clip_high: Clip range above 1 (clip-higher of DAPO). None selects the default of the loss (for "ppo", `clip`).
+            the mode under "how" and its options, such as {"how": "fixed", "denominator": 512.0}. Modes and losses that
+            operate on sequences treat each row as a sequence, even if a trajectory has several rows.
+        clip: Lower clip range: "ppo" clips the ratio at 1 - clip. None selects the default of the loss (0.2 for "ppo").
+            `clip`, `clip_high` and `dual_clip` must be None if `loss` is a function; use functools.partial instead.
+        clip_high: Upper clip range (clip-higher of DAPO). None selects the default of the loss (for "ppo", `clip`).
         dual_clip: Bound on the loss of a token with a negative advantage A: at most dual_clip * |A|; must be above 1.
             None sets no bound.
         value_coef: Coefficient of the value loss. Used if the policy has a value head and the batch has returns.
-        value_clip: Range, in units of reward, within which the value loss clips a new value around the value before the
-            update. None does not clip.
+        value_clip: Largest difference between new and old values in the value loss, in units of reward. Larger
+            differences are clipped. None does not clip.
         kl_coef: Coefficient of the KL penalty towards the reference policy. 0 uses no reference.
         kl_kind: Estimator of the KL in the loss and in the statistics: "k1", "abs", "k2", "k3" or "k3+"; see
             `af.losses.kl`.
@@ -69,19 +69,19 @@ class PPOConfig(Displayable):
         entropy_coef: Coefficient of the entropy bonus, which is subtracted from the loss. 0 adds none.
         epochs: Number of passes over the batch.
         minibatch: Number of trajectories per update, each with all of its rows. None uses all of them.
-        micro_tokens: Number of padded tokens per forward pass, which limits memory use and does not affect the result.
-            None selects the default of the policy: 1,536 on a CPU, 32,768 on a GPU.
+        micro_tokens: Maximum number of tokens per forward pass, including padding. It limits memory use and does not
+            affect the result. None selects the default of the policy: 1,536 on a CPU, 32,768 on a GPU.
         max_grad_norm: Norm to which gradients are clipped before each update. None does not clip.
         target_kl: Limit of the approximate KL between the old and the new policy, in nats per token: once an update
             exceeds it, the step ends before the next minibatch. None sets no limit.
         old_logprobs: Logprobs in the denominator of the probability ratio. "engine" uses those of the sampler,
-            "recompute" those of the policy before the first update. "auto" uses those of the sampler if the current
-            policy version sampled all tokens and, in up to eight rows including the longest, they differ from the
-            policy's by at most 1e-4; otherwise they are recomputed. `stats.sampler_gap` is the largest difference.
+            "recompute" those of the policy before the first update. "auto" compares the two in up to eight rows. It
+            uses those of the sampler if the current policy version sampled all tokens and the largest difference
+            (`stats.sampler_gap`) is at most 1e-4; otherwise, it recomputes them.
         correction: Importance weights p_old / p_sampler of the tokens: "token", "sequence", or a dict of options of
             `af.losses.importance_weights`, such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. None applies no
-            correction. Tokens sampled under top-p, top-k or min-p require a correction, and their p_sampler is
-            renormalized to the kept probability mass.
+            correction. Tokens sampled under top-p, top-k or min-p require a correction; their p_sampler is the
+            probability in the truncated distribution.
         max_lag: Maximum number of updates since a token was sampled. A batch with an older token is rejected, because
             it carries little information about the current policy. None sets no limit.
         autocast: "bfloat16" runs the model in bfloat16; weights, losses and the optimizer keep their own dtype. None
@@ -129,7 +129,7 @@ class PPOConfig(Displayable):
                 raise SettingsError(f"{name} must be above 0, or None, got {value!r}")
         self.aggregate_options()
 
-        # The functions in af.losses check their own options, so call them with one token.
+        # The functions in af.losses validate their own options. Call them with one token to check the settings.
         one = torch.zeros(1, 1)
         loss = self.policy_loss()
         if not callable(self.loss):
@@ -148,22 +148,22 @@ class PPOConfig(Displayable):
         return PolicyLoss.resolve(self.loss, clip=self.clip, clip_high=self.clip_high, dual_clip=self.dual_clip)
 
     def correction_options(self) -> dict[str, Any]:
-        """Return the options of `losses.importance_weights`; `correction` must not be None."""
+        """Return `correction`, which must not be None, as keyword arguments of `losses.importance_weights`."""
         given: Any = self.correction
         return {"level": given} if isinstance(given, str) else dict(given)
 
     def aggregate_options(self) -> dict[str, Any]:
-        """Return the options of `losses.aggregate`, with the mode under "how"."""
+        """Return `aggregate` as keyword arguments of `losses.aggregate`."""
         given: Any = self.aggregate
         options = dict(given) if isinstance(given, Mapping) else {"how": given}
         modes = get_args(losses.AggregateMode)
         if options.get("how") not in modes or not options.keys() <= {"how", "empty_rows", "count", "denominator"}:
             raise SettingsError(
-                f"aggregate must be one of {', '.join(map(repr, modes))}, or a dict of 'how' with 'count', "
-                f"'empty_rows' or 'denominator', got {self.aggregate!r}"
+                f"aggregate must be one of {', '.join(map(repr, modes))}, or a dict with 'how' and optionally "
+                f"'count', 'empty_rows' or 'denominator', got {self.aggregate!r}"
             )
         if (options["how"] == "fixed") != ("denominator" in options):
-            raise SettingsError(f"aggregate needs a 'denominator' for 'fixed' and for no other mode, got {options!r}")
+            raise SettingsError(f"aggregate must have a 'denominator' if and only if 'how' is 'fixed', got {options!r}")
         return options
 
     def replace(self, **changes: Any) -> Self:
@@ -180,7 +180,7 @@ class PolicyLoss:
 
     @classmethod
     def resolve(cls, loss: str | Callable[..., Tensor], **clips: float | None) -> PolicyLoss:
-        """Look up a loss by name and bind its clip options; None selects the loss's default."""
+        """Look up a loss by name and bind its clip options. An option that is None keeps its default."""
         options = {name: value for name, value in clips.items() if value is not None}
         names = get_args(LossName)
         if callable(loss):
@@ -191,8 +191,8 @@ class PolicyLoss:
             inner = loss.func if isinstance(loss, functools.partial) else loss
             if inner in (losses.clip_cov, losses.kl_cov):
                 raise SettingsError(
-                    f"loss must not be {inner.__name__}: it compares all tokens of a minibatch, which the step splits "
-                    "into micro-batches; call it in a training loop of your own"
+                    f"loss must not be {inner.__name__}: it compares all tokens of a minibatch, but ppo_step computes "
+                    "one micro-batch at a time; call it in a training loop of your own"
                 )
             check_accepts("loss", loss, "logprobs", "old_logprobs", "advantages", "mask")
             return cls(loss, next((name for name in names if inner is getattr(losses, name)), ""))
@@ -206,7 +206,7 @@ class PolicyLoss:
         return cls(functools.partial(function, **options) if options else function, loss)
 
     def __call__(self, logprobs: Tensor, micro: MicroBatch) -> Tensor:
-        """Return the weighted loss of each sampled token: logprobs (N,) -> (N,). Their sum is the policy loss."""
+        """Return the loss of each sampled token times its weight, (N,). The sum is the policy loss."""
         if self.name and self.name not in _ROW_WISE:
             sampled = torch.ones_like(micro.old_logprobs).bool()
             per_token = self.function(logprobs, micro.old_logprobs, micro.advantages, sampled)
@@ -215,12 +215,12 @@ class PolicyLoss:
             per_row = self.function(*rows, micro.mask)
             if per_row.shape != micro.mask.shape:
                 raise SettingsError(
-                    "loss must return one loss per token, without a mean (aggregate= reduces them): the shape "
-                    f"{tuple(micro.mask.shape)} of its arguments, got {tuple(per_row.shape)}"
+                    "loss must return one loss per token, without a mean over tokens (see aggregate=), as a tensor of "
+                    f"shape {tuple(micro.mask.shape)}, got {tuple(per_row.shape)}"
                 )
             per_token = per_row[micro.mask]
         if not per_token.requires_grad:
-            raise SettingsError("loss must return a tensor with a gradient in the logprobs, got one without")
+            raise SettingsError("loss must be differentiable with respect to the logprobs, got one that is not")
         if micro.importance_weights is not None:
             per_token = per_token * micro.importance_weights
         return per_token * micro.token_weight

@@ -22,7 +22,7 @@ def gather(batch: Batch, accelerator: Any) -> Batch:
 
 
 class DistributedStep:
-    """Communication between the processes of a step. With a single process, nothing is exchanged."""
+    """Communication between the processes that share a training step. A single process exchanges nothing."""
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
@@ -36,12 +36,12 @@ class DistributedStep:
         every = self.accelerator.gather(torch.tensor([seen], dtype=torch.float64, device=self.accelerator.device))
         if not bool((every == every[0]).all()):
             raise BatchError(
-                f"all processes must pass the same batch, got different ones of {[int(n) for n in every[:, 0]]} rows; "
+                f"all processes must pass the same batch, got batches of {[int(n) for n in every[:, 0]]} rows; "
                 "pass gather(batch, accelerator)"
             )
 
     def local_rows(self, batch: Batch, rows: Tensor) -> Tensor:
-        """Return this process's rows. Rows are assigned longest first, to the process with the fewest tokens so far."""
+        """Return this process's rows. Each row, longest first, goes to the process with the fewest tokens so far."""
         if self.is_single:
             return rows
         loads = [0] * self.accelerator.num_processes
@@ -62,7 +62,7 @@ class DistributedStep:
             p.grad = g.view_as(p).clone()
 
     def sum_stats(self, sums: RunningStats, cancelled: bool) -> bool:
-        """Combine the statistics of all processes in place. Returns True if any process was cancelled."""
+        """Combine the statistics `sums` of all processes, in place. Return True if any process was cancelled."""
         values = torch.cat([sums.values.cpu(), torch.tensor([float(cancelled)], dtype=torch.float64)])
         every = self.accelerator.gather(values[None].to(self.accelerator.device)).cpu()
         sums.values = torch.cat([every[:, :-2].sum(0), every[:, -2].amax(0, keepdim=True)])

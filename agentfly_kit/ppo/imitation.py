@@ -1,4 +1,4 @@
-"""Imitation: maximum likelihood of recorded actions, on the batches and with the step of reinforcement learning."""
+"""Imitation learning: `imitation_step` and `imitate` make recorded actions more probable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentfly_kit.ppo.step import adamw, ppo_step
 _DEFAULTS = PPOConfig()
 # Settings of `PPOConfig` that `imitation_step` uses.
 _SETTINGS = ("aggregate", "epochs", "minibatch", "micro_tokens", "max_grad_norm", "autocast", "checkpointing")
-# Fraction of the updates in which the learning rate of `imitate` rises.
+# Fraction of the updates of `imitate` during which the learning rate rises from 0.
 _WARMUP = 0.05
 
 
@@ -45,25 +45,25 @@ def imitation_step(
     Args:
         policy: Policy to update.
         optimizer: Optimizer of the policy, such as `af.adamw(policy)`.
-        batch: Batch of `collate(imitate=)`.
+        batch: Batch created by `collate(imitate=)`.
         config: Settings of the step: `aggregate`, `epochs`, `minibatch`, `micro_tokens`, `max_grad_norm`, `autocast`
             and `checkpointing`.
         seed: Seed for the order of trajectories in each epoch.
         accelerator: Accelerator whose processes share the rows; see `ppo_step`.
-        cancel: Event that cancels the step at the next micro-batch.
+        cancel: Event that cancels the step at the next micro-batch; see `ppo_step`.
 
     Returns:
-        The statistics. Statistics of probability ratios are NaN for tokens that no policy sampled, and `entropy` is the
-        mean of the recorded entropies.
+        The statistics. Those of probability ratios are NaN if any token was not sampled. `entropy` is the mean of the
+        recorded entropies, and NaN if one is missing.
 
     Raises:
         AlignmentError: If the tensors of the batch do not fit together.
         BatchError: If the batch was not made with `collate(imitate=)`, or was made with another tokenizer.
-        SettingsError: If a setting without effect on imitation was changed, or the optimizer is of another policy.
+        SettingsError: If a setting that does not affect imitation was changed, or the optimizer is for another policy.
         TrainingError: If a gradient is not finite.
     """
     if not batch.imitation:
-        raise BatchError("imitation_step needs a batch of collate(rollout, imitate=True); its advantages are weights")
+        raise BatchError("batch must be created by collate(rollout, imitate=True), got one for reinforcement learning")
     for name in PPOConfig.__dataclass_fields__:
         value, default = getattr(config, name), getattr(type(config), name)
         if name not in _SETTINGS and value != default:
@@ -85,7 +85,7 @@ async def imitate(
     lr: float = 1e-3,
     seed: int = 0,
 ) -> list[Stats]:
-    """Train a policy to imitate recorded actions of other policies, people or scripts, or its own.
+    """Train a policy to imitate recorded actions of people, scripts, other policies or the policy itself.
 
     Args:
         policy: Policy to train.
@@ -129,7 +129,7 @@ def imitation_steps(
     lr: float,
     cancel: threading.Event | None = None,
 ) -> Iterator[Stats]:
-    """Update the policy on each of `count` batches, with the learning rates of `imitate`, and yield the statistics."""
+    """Update a policy on `count` batches, with the learning rates of `imitate`. Yield the statistics of each update."""
     optimizer = adamw(policy, lr)
     for i, batch in zip(range(count), batches, strict=False):
         scale = min(1.0, (i + 1) / max(1.0, _WARMUP * count)) * (1 - 0.9 * i / count)

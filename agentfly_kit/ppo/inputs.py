@@ -1,4 +1,4 @@
-"""Inputs of a step, which are computed before the first update, and their split into micro-batches."""
+"""Inputs of a training step: checks, values computed before the first update, and the split into micro-batches."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from agentfly_kit.errors import BatchError, SettingsError, check_instance
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PPOConfig
 
-# With old_logprobs="auto", the engine's logprobs are used if they differ from the policy's by at most this, in nats.
+# Largest difference, in nats, between logprobs of policy and sampler at which old_logprobs="auto" trusts the sampler.
 _EXACT_GAP = 1e-4
-# Number of rows in which the engine's logprobs are compared with the policy's before the first update.
+# Maximum number of rows in which the logprobs of sampler and policy are compared before the first update.
 _PROBE_ROWS = 8
-# Number of tokens whose text is compared with the policy's tokenizer.
+# Maximum number of tokens whose recorded texts are compared with those of the policy's tokenizer.
 _PROBE_TOKENS = 64
 
 
 @dataclass
 class MicroBatch:
-    """Rows of a forward pass (b rows of w tokens) and inputs of their N sampled tokens, on the policy's device."""
+    """The b rows of w tokens of one forward pass, and the inputs of the loss at their N sampled tokens."""
 
     ids: Tensor  # (b, w)
     mask: Tensor  # (b, w) bool: True where the policy sampled the token
@@ -43,7 +43,7 @@ class MicroBatch:
     returns: Tensor | None
 
     def grid(self, values: Tensor) -> Tensor:
-        """Scatter token values (N,) into rows (b, w), with 0 where the mask is 0."""
+        """Place the values of the N sampled tokens at their positions in the rows, (b, w), with 0 elsewhere."""
         return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
 
 
@@ -60,7 +60,7 @@ class StepInputs:
 
     @classmethod
     def prepare(cls, policy: Policy, batch: Batch, config: PPOConfig, reference: Policy | None) -> StepInputs:
-        """Score the batch with the weights from before the first update, and under the reference policy if given."""
+        """Compute old logprobs, importance weights and, if a reference policy is given, its logprobs."""
         old_logprobs, gap = _old_logprobs(policy, batch, config)
         ref_logprobs = batch.ref_logprobs
         if ref_logprobs is None and reference is not None:
@@ -96,21 +96,21 @@ class StepInputs:
 
 
 def is_clipped(gradient: Tensor, micro: MicroBatch) -> Tensor:
-    """Return whether each token is clipped, (N,): its advantage is nonzero but the policy loss has no gradient."""
+    """Return a mask (N,) of the clipped tokens: those with nonzero advantage but zero gradient of the policy loss."""
     # A token with importance weight 0 has no gradient either, but is not clipped.
     clipped = (gradient == 0) & (micro.advantages != 0)
     return clipped if micro.importance_weights is None else clipped & (micro.importance_weights != 0)
 
 
 def precision(policy: Policy, config: PPOConfig) -> AbstractContextManager[Any]:
-    """Return the context in which the model runs: autocast according to `config.autocast`, or an empty one."""
+    """Return a context manager that runs the model under `config.autocast`, or that does nothing if this is None."""
     if config.autocast is None:
         return contextlib.nullcontext()
     return torch.autocast(policy.device.type, dtype=torch.bfloat16)
 
 
 def score(policy: Policy, batch: Any, what: Any, config: PPOConfig) -> Tensor:
-    """Score a batch without gradients, in the precision of the step."""
+    """Compute `what` ("logprob" or "entropy") for each token of a batch, without gradients, under `config.autocast`."""
     with precision(policy, config):
         return policy.score(batch, {what}, micro_tokens=config.micro_tokens)[what]
 
@@ -140,7 +140,7 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
         )
     if bool(torch.isinf(advantages).any()):
         raise BatchError("advantages must be finite; check the rewards and values that they were computed from")
-    # A tokenizer with a larger vocabulary is detected by its ids, any other by the texts of the first ids.
+    # Detect a batch of another tokenizer: an id is outside the vocabulary, or one of the first ids has another text.
     largest = int(batch.ids.max())
     if largest >= policy.vocab_size:
         raise BatchError(
@@ -152,20 +152,20 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
         for token, was, now in zip(ids, row.token_texts, policy.chat.token_texts(ids), strict=False):
             if was not in (now, f"[{token}]"):
                 raise BatchError(
-                    f"token id {token} was {was!r} when the batch was sampled, but is {now!r} for this policy; the "
-                    "batch was made with another tokenizer"
+                    f"token id {token} had the text {was!r} when the batch was sampled, but has {now!r} in this "
+                    "policy; the batch was made with another tokenizer"
                 )
     if batch.imitation:  # the tokens may come from any policy or from none, so they have no probability ratio
         if config.loss != "reinforce" or config.old_logprobs != "engine":
             raise BatchError(
-                "ppo_step needs a batch of sampled tokens; use imitation_step for one of collate(imitate=)"
+                "ppo_step needs a batch of sampled tokens; use imitation_step for a batch of collate(imitate=)"
             )
         return
     newest = int(batch.versions.max())
     if newest > policy.version:
         raise BatchError(
-            f"the batch was sampled at policy version {newest}, but this policy is at version {policy.version}; it is "
-            "another policy"
+            f"the batch was sampled at policy version {newest}, but this policy is at version {policy.version}; the "
+            "batch was sampled from another policy"
         )
     oldest = int(batch.versions[batch.mask].min()) if bool(batch.mask.any()) else policy.version
     if config.max_lag is not None and policy.version - oldest > config.max_lag:
@@ -179,12 +179,12 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
     if config.correction is None and batch.kept_mass is not None and bool((batch.kept_mass[batch.mask] < 1).any()):
         raise BatchError(
             "correction must be 'token' or 'sequence' for a batch that was sampled under top-p, top-k or min-p, got "
-            "None: the ratio would be wrong by the probability mass that was kept"
+            "None; without it, probability ratios would be wrong by a factor equal to the kept probability mass"
         )
 
 
 def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> list[Tensor]:
-    """Divide the trajectories at random into minibatches of `size`; None makes one. Return the row indices of each."""
+    """Return the row indices of random minibatches of `size` trajectories, or of a single one if `size` is None."""
     trajectories = batch.trajectory_index.unique()
     order = trajectories[torch.randperm(len(trajectories), generator=generator)]
     return [torch.isin(batch.trajectory_index, part).nonzero()[:, 0] for part in order.split(size or len(order))]
@@ -193,7 +193,7 @@ def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> l
 def token_weights(batch: Batch, rows: Tensor, config: PPOConfig) -> Tensor:
     """Return the weight of each token's loss in the loss of a minibatch: (B, T), 0 outside of `rows`.
 
-    Every aggregate is linear in the per-token losses, so its gradient gives the weights.
+    The loss of the minibatch is linear in the losses of its tokens, so its gradient contains the weights.
     """
     options = config.aggregate_options()
     index = batch.trajectory_index[rows] if options["how"] == "trajectory_mean" else None
@@ -207,8 +207,9 @@ def token_weights(batch: Batch, rows: Tensor, config: PPOConfig) -> Tensor:
 def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> Tensor:
     """Subtract a KL penalty towards the reference policy from the reward of every sampled token.
 
-    The result, token_rewards - coef * KL(sampled || reference), is computed from the sampler's logprobs and
-    `batch.ref_logprobs`. Pass it, or its sum over each row, to an advantage estimator, as `kl_in="reward"` does.
+    The result, token_rewards - coef * KL(sampler || reference), is computed from the sampler's logprobs and
+    `batch.ref_logprobs`. Pass these rewards, or their sum over each row, to an advantage estimator, as `train`
+    does with `kl_in="reward"`::
 
         batch = batch.replace(ref_logprobs=reference.score(batch, {"logprob"})["logprob"])
         rewards = shaped_rewards(batch, 0.05)
@@ -219,13 +220,12 @@ def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> 
         kind: Estimator of the KL per token; see `af.losses.kl`.
 
     Returns:
-        Rewards per token.
+        The rewards per token, (B, T), NaN where the mask is 0.
 
     Raises:
         BatchError: If the batch has no reference logprobs.
 
-    Shapes:  -> (B, T), NaN where the mask is 0.
-    Source:  Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593, eq. 2, which is kind="k1".
+    Source:  Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593, eq. 2, which uses kind="k1".
     """
     if batch.ref_logprobs is None:
         raise BatchError(
@@ -236,7 +236,7 @@ def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> 
 
 
 def _old_logprobs(policy: Policy, batch: Batch, config: PPOConfig) -> tuple[Tensor, float]:
-    """Return the denominator of the probability ratio, (B, T), and the largest difference to the engine's logprobs."""
+    """Return old logprobs, (B, T), for the probability ratio, and the largest difference between policy and sampler."""
 
     def largest_gap(rows: Tensor, scored: Tensor) -> float:
         mask = batch.mask[rows]
@@ -256,7 +256,7 @@ def _old_logprobs(policy: Policy, batch: Batch, config: PPOConfig) -> tuple[Tens
 
 
 def _probe_rows(batch: Batch) -> Tensor:
-    """Return up to `_PROBE_ROWS` rows with sampled tokens, spread over the batch and including the longest."""
+    """Return up to `_PROBE_ROWS` rows with sampled tokens: the longest, and others at regular intervals."""
     rows = batch.mask.any(1).nonzero()[:, 0]
     if len(rows) <= _PROBE_ROWS:
         return rows

@@ -24,28 +24,28 @@ class Stats(Displayable):
     """Statistics of one `ppo_step`; means over action tokens unless documented otherwise.
 
     Attributes:
-        loss: Total loss, the mean over updates.
-        policy_loss: Policy loss, the mean over updates.
+        loss: Total loss, averaged over updates.
+        policy_loss: Policy loss, averaged over updates.
         approx_kl: k3 estimate of KL(old || new) in nats per token, from the forward passes of the last epoch. The mean
             excludes rows that are skipped because their gradient is zero (see `dropped_groups`); with `target_kl`, no
             row is skipped.
         clip_fraction: Fraction of action tokens in the last epoch at which the clip made the gradient zero.
         entropy: Exact entropy at the sampling temperature, in nats per token.
-        grad_norm: Gradient norm before clipping, mean over updates.
-        value_loss: Value loss, the mean over updates; NaN without a value loss.
+        grad_norm: Gradient norm before clipping, averaged over updates.
+        value_loss: Value loss, averaged over updates; NaN without a value loss.
         kl_reference: KL to the reference policy, estimated with `kl_kind`, in nats per token.
         explained_variance: Share of the variance of the returns that the values explain; NaN without values.
-        ratio_max: 1 plus the largest deviation of a probability ratio from 1.
-        effective_sample_size: Effective fraction of tokens or rows after weighting by `correction=`.
-        sampler_gap: Largest difference between a logprob of the sampling engine and of the policy before the first
-            update: over at most eight rows with old_logprobs="auto", over all with "recompute", NaN with "engine".
+        ratio_max: 1 + the largest |ratio - 1|, where `ratio` is the probability ratio of a token.
+        effective_sample_size: Effective sample size with the weights of `correction=`, as a fraction of tokens or rows.
+        sampler_gap: Largest difference between the logprobs of sampling engine and policy before the first update: over
+            all rows if they were recomputed, else over at most eight rows. NaN with old_logprobs="engine".
         reward_mean: Mean reward of the trajectories in the batch.
         reward_std: Standard deviation of the rewards of the trajectories in the batch.
         advantage_mean: Mean advantage of the action tokens.
         updates: Number of optimizer steps.
         rows: Number of rows in the batch.
-        tokens: Action tokens trained on per epoch.
-        dropped_groups: Groups skipped because their gradient is exactly zero.
+        tokens: Number of action tokens in the batch.
+        dropped_groups: Number of groups that were skipped because their gradient is exactly zero.
         dropped: Number of excluded trajectories by reason: unscored, truncated, or the reason given by a filter.
         stopped_early: Whether `target_kl` ended the step.
         lr: Learning rate of the policy.
@@ -93,7 +93,7 @@ class Stats(Displayable):
 
 
 class RunningStats:
-    """Sums of statistics over micro-batches, but the maximum of "ratio". Values stay on the device until read."""
+    """Sums of statistics over micro-batches; for "ratio", the maximum. Values stay on the device until read."""
 
     NAMES = ("loss", "policy_loss", "value_loss", "kl_reference", "entropy", "tokens", "approx_kl", "clipped", "ratio")
 
@@ -107,7 +107,7 @@ class RunningStats:
         self.merge(torch.stack([values[name].detach().double() if name in values else zero for name in self.NAMES]))
 
     def merge(self, values: Tensor) -> None:
-        """Add the `values` of another instance."""
+        """Add the `values` of another RunningStats."""
         mine = self.values.to(values.device)
         self.values = torch.cat([(mine + values)[:-1], torch.maximum(mine, values)[-1:]])
 
@@ -127,7 +127,7 @@ class PhaseTimer:
         self._at = time.perf_counter()
 
     def lap(self, phase: str) -> None:
-        """Attribute the time since the previous lap to a phase."""
+        """Add the time since the previous call, or since the timer was created, to a phase."""
         now = time.perf_counter()
         self.seconds[phase] += now - self._at
         self._at = now
@@ -145,14 +145,14 @@ def explained_variance(batch: Batch) -> float:
 def token_detail(
     policy: Policy, config: PPOConfig, loss: PolicyLoss, inputs: StepInputs, entropy: Tensor
 ) -> dict[str, Any]:
-    """Compare every token before and after the step: float32 arrays (B, T) by name, NaN where the mask is 0.
+    """Return per-token values before and after the step: float32 arrays (B, T) by name, NaN where the mask is 0.
 
-    `entropy` (B, T) is from before the step. "weight", "kl_reference", "value" and "return" are included if available.
+    `entropy` (B, T) is that before the step. "weight", "kl_reference", "value" and "return" are included if available.
     """
     batch, old = inputs.batch, inputs.old_logprobs
     after = score(policy, batch, "logprob", config)
 
-    # A token is clipped if the policy loss at the new logprobs, with weight 1 per token, has zero gradient there.
+    # A token counts as clipped if the policy loss, with all token weights 1, has zero gradient at its new logprob.
     micro = inputs.select(torch.arange(len(batch)), batch.mask.float(), torch.device("cpu"))
     logprobs = after[micro.positions].requires_grad_()
     gradient = torch.autograd.grad(loss(logprobs, micro).sum(), logprobs)[0]

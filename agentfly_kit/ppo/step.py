@@ -2,7 +2,7 @@
 
 The result does not depend on padding, on how a minibatch is ordered or split, or on the number of processes, because
 token weights are computed over the whole minibatch first. The forward pass returns one logprob, value and entropy per
-sampled token, so that token-wise losses need no mask. Row-wise and custom losses get (B, T) tensors and the mask.
+sampled token, so that token-wise losses need no mask. Losses over rows and custom losses get (B, T) tensors and a mask.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def ppo_step(
 
     Source:  PPO, arXiv 1707.06347, eq. 7; for the masking see docs/conventions.md.
     """
-    # Reject an unsuitable batch before any computation.
+    # Reject an unsuitable optimizer or batch before any computation.
     started = time.perf_counter()
     check_optimizer(policy, optimizer)
     check_batch(policy, batch, config, reference)
@@ -100,7 +100,7 @@ def ppo_step(
     phases = PhaseTimer()
 
     with single_torch_thread(policy):
-        # Score the batch with the weights from before the first update: old and reference logprobs, importance weights.
+        # Compute the old and reference logprobs and the importance weights before the first update.
         inputs = StepInputs.prepare(policy, batch, config, reference if config.kl_coef > 0 or detail else None)
         entropy_before = score(policy, batch, "entropy", config) if detail else None
         phases.lap("old")
@@ -116,14 +116,14 @@ def ppo_step(
         entropies_known = not bool(torch.isnan(batch.entropies[batch.mask]).any())
         needs_entropy = config.entropy_coef > 0 or not (entropies_known or batch.imitation)
 
-        # One optimizer update per minibatch. Means over the whole step come from `totals`; the KL and the clip fraction
-        # describe the last epoch only.
+        # Make one optimizer update per minibatch. Collect statistics in `totals` for the whole step and in `last_epoch`
+        # for the last epoch, from which the KL and the clip fraction are computed.
         totals, last_epoch = RunningStats(), RunningStats()
         updates, norms, tokens, stopped = 0, 0.0, 0, False
         for epoch in schedule:
             last_epoch, tokens = RunningStats(), 0
             for rows in epoch:
-                # Weights are computed over the whole minibatch, so the losses of its micro-batches add up to its loss.
+                # Compute token weights over the whole minibatch, so that its loss is the sum of the micro-batch losses.
                 weights = token_weights(batch, rows, config)
                 optimizer.zero_grad(set_to_none=True)
                 sums = RunningStats()
@@ -141,7 +141,7 @@ def ppo_step(
                     objective.backward()  # gradients accumulate over the micro-batches
                     sums.add(stats)
                     phases.lap("backward")
-                # The processes cancel together, so that all of them keep the same weights.
+                # If one process is cancelled, all are, so that their weights stay equal.
                 if not ranks.is_single:
                     ranks.sum_gradients(optimizer)
                     if ranks.sum_stats(sums, cancel is not None and cancel.is_set()):
@@ -200,14 +200,14 @@ def _objective(
     out: ForwardOutput, micro: MicroBatch, loss: PolicyLoss, config: PPOConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the objective of a micro-batch, to be minimized, and its statistics, summed over tokens."""
-    # Policy loss. The probability ratio is clipped in losses/surrogates.py: for "ppo", max(-ratio A, -clip(ratio) A).
-    # The clip is active where the gradient of this loss, without the other terms, is 0.
+    # Compute the policy loss: for "ppo", max(-ratio A, -clip(ratio) A), see losses/surrogates.py. Clipped tokens are
+    # those at which the gradient of this loss is 0 although the advantage is not.
     objective = policy_loss = loss(out.logprob, micro).sum()
     policy_gradient = torch.autograd.grad(policy_loss, out.logprob, retain_graph=True)[0]
     log_ratio = (out.logprob - micro.old_logprobs).clamp(max=20.0)  # exp overflows float32 above 88
     stats = {"policy_loss": policy_loss}
 
-    # KL penalty towards the reference policy.
+    # Add the KL penalty towards the reference policy.
     if config.kl_coef > 0 and config.kl_in == "loss":
         assert micro.ref_logprobs is not None
         kl = losses.kl(out.logprob, micro.ref_logprobs, config.kl_kind)
@@ -215,7 +215,7 @@ def _objective(
         objective = objective + config.kl_coef * (weighted * micro.token_weight).sum()
         stats["kl_reference"] = kl.sum()
 
-    # Value loss.
+    # Add the value loss.
     if out.value is not None:
         assert micro.returns is not None
         everywhere = torch.ones_like(out.value).bool()
@@ -223,13 +223,13 @@ def _objective(
         stats["value_loss"] = (squared * micro.token_weight).sum()
         objective = objective + config.value_coef * stats["value_loss"]
 
-    # Entropy bonus.
+    # Subtract the entropy bonus.
     if out.entropy is not None:
         stats["entropy"] = out.entropy.sum()
         if config.entropy_coef > 0:
             objective = objective - config.entropy_coef * (out.entropy * micro.token_weight).sum()
 
-    # Statistics of the ratio; approx_kl is the "k3" estimator.
+    # Compute statistics of the probability ratio. approx_kl is the k3 estimate of KL(old policy || new policy).
     stats["loss"] = objective
     with torch.no_grad():
         ratio = log_ratio.exp()
@@ -262,7 +262,7 @@ def clip_and_step(policy: Policy, optimizer: torch.optim.Optimizer, max_grad_nor
         optimizer.zero_grad(set_to_none=True)
         raise TrainingError(
             f"the gradient must be finite, got {float(norm)} at policy version {policy.version}; the weights are those "
-            "before this update. Try a smaller lr, max_grad_norm=1, or check the advantages"
+            "from before this update. Try a smaller lr, max_grad_norm=1, or check the advantages"
         )
     with policy.lock:
         optimizer.step()
@@ -288,13 +288,13 @@ async def ppo_step_async(
 
 
 def _cancelled(optimizer: torch.optim.Optimizer) -> asyncio.CancelledError:
-    """Discard the gradients, and return the exception to raise."""
+    """Discard the gradients, and return a CancelledError for the caller to raise."""
     optimizer.zero_grad(set_to_none=True)
     return asyncio.CancelledError("ppo_step was cancelled; the weights are those of the last update")
 
 
 def _kl_reference(totals: RunningStats, inputs: StepInputs, config: PPOConfig) -> float:
-    """Return the mean KL to the reference policy, also if kl_in="reward"; NaN if there is no reference."""
+    """Return the mean KL to the reference policy, for both values of `kl_in`; NaN if no reference is used."""
     if config.kl_coef == 0:
         return math.nan
     if config.kl_in == "loss":

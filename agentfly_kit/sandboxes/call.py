@@ -1,4 +1,4 @@
-"""A call in a sandbox, from sending the request to the result, and readers of the sandbox's channels."""
+"""One call in a sandbox: sending the request, collecting output, enforcing limits and building the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .sandbox import Sandbox
 
 CONTROL_SECONDS = 5.0  # a sandbox whose reset takes longer is considered broken
-GRACE_SECONDS = 0.5  # time between the interrupt, after which variables survive, and the kill
+GRACE_SECONDS = 0.5  # time between the interrupt, which preserves variables, and the kill
 _CPU_POLL_SECONDS = 0.25  # how often the CPU time of a running call is checked
 _MAX_OUTPUT_FACTOR = 256  # stop a call once it has printed this many times max_output
 _CHUNK = 65536
@@ -28,7 +28,7 @@ OUT_OF_MEMORY = "the machine ran out of memory and killed a process of the sandb
 
 
 class JSONLines:
-    """Reader of JSON objects, one per line, from a non-blocking socket. Input may be untrusted; its size is bounded."""
+    """Reader of JSON objects, one per line, from a non-blocking socket. Limits the size of untrusted input."""
 
     def __init__(self, source: socket.socket, max_bytes: int = 2**20) -> None:
         self.socket = source
@@ -37,7 +37,7 @@ class JSONLines:
         self.ended = False
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the messages received so far. Raises EOFError at the end, and ValueError for malformed data."""
+        """Return the messages received so far. Raises EOFError at end of file, ValueError for malformed data."""
         while True:
             try:
                 data = self.socket.recv(_CHUNK)
@@ -67,7 +67,7 @@ class JSONLines:
 
 
 class Watch:
-    """File descriptors and timers registered with an event loop for one wait. `stop` removes them and ends the wait."""
+    """Callbacks for file descriptors and timers of an event loop, and a future `done` for the awaited message."""
 
     def __init__(self, watches: set[Watch]) -> None:
         self.loop = asyncio.get_running_loop()
@@ -92,12 +92,12 @@ class Watch:
         self._timers.append(self.loop.call_later(seconds, call))
 
     def finish(self, message: dict[str, Any] | None) -> None:
-        """End the wait with a message. No effect if the wait has already ended."""
+        """Set the result of the future `done`, unless it already has one."""
         if not self.done.done():
             self.done.set_result(message)
 
     def stop(self) -> None:
-        """Remove all file callbacks and timers, and end the wait without a message. Idempotent."""
+        """Remove all file callbacks and timers, and set the result of `done` to None if it has none. Idempotent."""
         self._watches.discard(self)
         if self.loop.is_closed():
             return
@@ -109,7 +109,7 @@ class Watch:
 
 
 class Call(Watch):
-    """A running call. It sends the request and collects output until the reply, a limit or the interpreter's exit."""
+    """A running call: sends the request, and collects output until the interpreter replies, exits or is killed."""
 
     def __init__(self, sandbox: Sandbox, request: bytes, timeout: float) -> None:
         super().__init__(sandbox._watches)
@@ -133,7 +133,7 @@ class Call(Watch):
         for pipe, kept in zip(self.pipes, self.printed, strict=True):
             self.on_readable(pipe, functools.partial(self.read_pipe, pipe, kept))
         self.after(timeout, self.on_timeout)
-        # Needed even without a CPU limit, because the timer wakes the event loop (see _async/interrupts.py).
+        # Needed even without a CPU limit: a timer wakes the event loop, so that it handles a notebook's interrupts.
         self.after(_CPU_POLL_SECONDS, self.check_cpu)
 
     # --- input and output
@@ -158,7 +158,7 @@ class Call(Watch):
                     self.finish(message)
                     return
         except (EOFError, ValueError):
-            # The interpreter died (the zygote will report it), closed the socket, or violated the protocol.
+            # The interpreter died (its parent, the zygote, reports it), closed the socket, or violated the protocol.
             self.remove(self.replies.socket.fileno())
             if not self.done.done():
                 self.kill()
@@ -210,7 +210,7 @@ class Call(Watch):
             self.after(_CPU_POLL_SECONDS, self.check_cpu)
 
     def interrupt(self, limit: Limit) -> None:
-        """Interrupt the code because of a limit, unless already interrupted, and kill it after a grace period."""
+        """Interrupt the code, and kill it if it still runs after a grace period. Repeated calls have no effect."""
         if self.limit is None:
             self.limit = limit
             self.sandbox._interrupt()
@@ -242,8 +242,8 @@ class Call(Watch):
         sandbox = self.sandbox
         if not sandbox._closed and sandbox.alive:
             for pipe, kept in zip(self.pipes, self.printed, strict=True):
-                # All output printed before the reply is in the pipe by now. A pipe holds at most 16 pages, and each
-                # read returns at least one of them.
+                # The pipe now contains all output printed before the reply. A pipe holds at most 16 memory pages, and
+                # each read returns at least one of them.
                 for _ in range(16):
                     if not self.read_pipe(pipe, kept):
                         break
@@ -254,8 +254,8 @@ class Call(Watch):
         if reply is None:
             sandbox._has_interpreter, sandbox._unreported = False, None
             if not sandbox._closed and not sandbox.alive:
-                # The zygote has exited too. A limit exceeded in this call explains that, for example if a fork bomb
-                # could not be killed. Without one, the zygote may have been killed from outside, which is an error.
+                # The interpreter's parent, the zygote, has exited too. This can be caused by exceeding a limit, for
+                # example by a fork bomb that could not be killed. Otherwise, it may have been killed from outside.
                 if limit is None:
                     sandbox._check_not_ended_from_outside()
                 sandbox._drop()
@@ -301,7 +301,7 @@ def _encodable(text: object) -> str | None:
 
 
 def death_message(limit: Limit | None, status: int | None, timeout: float = 0.0, closed: bool = False) -> str:
-    """Describe why the interpreter ended. `status` is None if the zygote did not report it."""
+    """Describe why the interpreter ended. `status` is its exit status, or None if unknown."""
     if closed:
         return "the sandbox was closed"
     if limit == "time":

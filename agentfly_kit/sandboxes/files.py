@@ -1,6 +1,6 @@
-"""A persistent folder with file operations for a model that works on code, and a shell in the same folder.
+"""`FileSandbox`, a folder in which a model works with file operations and a shell.
 
-This is the host's side. inside/files.py carries out the operations, in the sandbox's interpreter.
+This module runs on the host. inside/files.py carries out the operations in the sandbox's interpreter.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class GrepMatch(NamedTuple):
 
 @forward_signature(ShellSandbox)
 class FileSandbox(ShellSandbox):
-    """A private folder with read, write, edit, list, grep and undo, and a shell (`run(command)`) that starts there.
+    """Sandbox with a folder, file operations (read, write, edit, list, grep, undo), and a shell (`run(command)`).
 
     Args:
         files: initial content of the folder, which each reset restores. Either a dict from paths to text or bytes, or a
-            folder of this machine, which is copied and never written. `await seed(...)` adds the files of one task.
+            folder of this machine, which is copied and never written. `await seed(...)` adds files for one task.
 
-    The other settings are those of ShellSandbox. A pool of FileSandbox also serves tools that request a ShellSandbox;
-    they share the folder. `agentfly_kit.toolbox` provides tools for a model.
+    Other arguments are those of ShellSandbox. A pool of FileSandbox also serves tools that request a ShellSandbox; a
+    chain's file and shell tools then share one folder. `agentfly_kit.toolbox` provides such tools.
 
-    Paths are relative to the folder and cannot leave it, whether by `..`, as absolute paths or through links. A failed
+    Paths are relative to the folder. Those that lead out of it, for example through links, are rejected. A failed
     operation raises ToolError with a message for the model.
     """
 
@@ -66,7 +66,7 @@ class FileSandbox(ShellSandbox):
             raise SettingsError("files must be a dict from paths to text or bytes in a remote call of seed()")
 
     async def seed(self, files: Files) -> None:
-        """Add the files of one task, overwriting existing ones. A reset removes them; `undo` does not.
+        """Add files for the current task, overwriting existing ones. A reset removes them; `undo` does not.
 
         Args:
             files: a dict from paths to text or bytes, or a folder of this machine.
@@ -84,8 +84,8 @@ class FileSandbox(ShellSandbox):
             end: last line, by default the last line of the file.
             numbers: prefix each line with its number.
 
-        Raises:  ToolError if the file does not exist or is not text, or if the selection has more than `max_output`
-                 characters; it is never silently truncated.
+        Raises:  ToolError if the file does not exist or is not text, or if the requested lines have more than
+                 `max_output` characters, because the result is never truncated.
         """
         return str(
             await self._request("read", path=path, start=start, end=end, numbers=numbers, max_chars=self.max_output)
@@ -98,7 +98,7 @@ class FileSandbox(ShellSandbox):
     async def edit(self, path: str, old: str, new: str) -> str:
         """Replace `old`, which must occur exactly once, with `new`, and return the new lines with their context.
 
-        Raises:  ToolError if `old` is missing (with the closest match) or occurs more than once (with line numbers).
+        Raises:  ToolError, with the closest match or line numbers, if `old` is missing or occurs more than once.
         """
         return str(await self._request("edit", path=path, old=old, new=new))
 

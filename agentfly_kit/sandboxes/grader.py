@@ -1,7 +1,7 @@
-"""Run tests against submitted code, in fresh processes to which the author of the code never had access.
+"""Run tests against code written by a policy, in new processes in which no earlier code of the policy has run.
 
-This is the host's side: it relays requests from the tests (inside/grading_tests.py) to the submission
-(inside/submission.py), and the answers back. The output of whole programs is compared here, on the host.
+This module runs on the host. It relays requests from the tests (inside/grading_tests.py) to the submission
+(inside/submission.py) and returns the answers. It also compares the output of whole programs with the expected output.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Grade(Displayable):
 
     Attributes:
         verdicts: One Verdict per test.
-        error: Why the submission failed to load, in which case no Python test passed. Never quotes the tests.
+        error: Why the submission could not be loaded, or None. Never quotes the tests.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -78,9 +78,9 @@ class Grader(Startable):
     """Grade code written by a policy in fresh, resource-limited processes: `await grader.grade(source, tests)`.
 
     The submission and the tests run in two separate confined interpreters. Each call from a test to the submission is
-    relayed as data, and so is its result. The process of the submission contains no test, answer or verdict, whether in
-    a frame, file, module or argument, and whatever the submission prints, patches, raises or kills affects only its own
-    process. Both interpreters are new for each `grade` and see nothing of a chain's PythonSandbox.
+    relayed as data, and so is its result. Tests, expected answers and verdicts never enter the process of the
+    submission, and whatever the submission prints, patches, raises or kills affects only this process. Each `grade`
+    uses new interpreters, which have no access to the PythonSandbox of a chain.
 
     A Grader is pooled like other sandboxes: `af.Pool(af.Grader, size=4)`. A reward requests one by its type annotation:
 
@@ -104,7 +104,7 @@ class Grader(Startable):
     async def start(self) -> None:
         """Start both interpreters.
 
-        Raises:  IsolationError or SandboxError, as `PythonSandbox.start`.
+        Raises:  IsolationError or SandboxError, like `PythonSandbox.start`.
         """
         await self._work.start()
         await self._tests.start()
@@ -132,7 +132,7 @@ class Grader(Startable):
 
     @property
     def limit_mechanisms(self) -> Mapping[str, str]:
-        """Mechanism that enforces each limit, as text; "not limited" if there is none."""
+        """Dict from the name of each limit to a description of how it is enforced, or "not limited"."""
         return self._work.limit_mechanisms
 
     async def close(self) -> None:
@@ -183,12 +183,12 @@ class Grader(Startable):
                 exception (`assert add(1, 2) == 3`); functions named test_... and unittest.TestCase classes that it
                 defines are run too. For a pair, the submission is run as a whole program, and its output must equal
                 `stdout` except for whitespace at the ends of lines and empty lines at the end.
-            setup: Python code to run once in the tests' interpreter, before the tests; they share its definitions.
-            names: names to take from the submission although they are also built-in names (such as a function `sum`).
-                All other names that a test uses and does not define are looked up in the submission.
+            setup: Python code to run once before the tests, in their interpreter. The tests can use its definitions.
+            names: names to take from the submission even if they are names of built-ins, such as `sum`. Other names
+                that a test uses and does not define are always looked up in the submission.
                 `from solution import add` works as well.
             module: name of the submission's module.
-            modules: modules among `files` that the tests import. They run in the submission's interpreter.
+            modules: names of modules in `files` that tests may import. They run in the submission's interpreter.
             files: files for the submission's working directory: a dict from paths to contents, or a folder.
             timeout: seconds for loading the submission, and for each test.
             total: seconds for the whole call.
@@ -202,7 +202,7 @@ class Grader(Startable):
         test with their own type; others, and exits, as SubmissionError.
 
         Raises:  SettingsError for invalid tests (a syntax error, or a setup that fails before it has used the
-                 submission); SandboxError for failures of the host. Failures of the submission are verdicts.
+                 submission); SandboxError for failures of the host. Failures of the submission result in verdicts.
         """
         cases = list(tests)
         _check(source, cases, timeout, total)
@@ -228,13 +228,13 @@ class Grader(Startable):
             stdin: text of its standard input.
             timeout: seconds until it is stopped.
 
-        Raises:  SandboxError for failures of the host. Failures of the program are not raised.
+        Raises:  SandboxError for failures of the host. Failures of the program are reported in the result.
         """
         _check(source, [(stdin, "")], timeout, timeout)
         async with self._exclusive():
             try:
                 result, reply = await self._work._call("program", timeout, source=source, stdin=stdin)
-            except ToolError:  # the program itself wrote this answer
+            except ToolError:  # the program has forged this answer
                 return SandboxResult(error="it gave no readable answer")
             answer = reply.get("answer")
             error = answer.get("error") if isinstance(answer, dict) else result.error or "it gave no readable answer"
@@ -242,7 +242,7 @@ class Grader(Startable):
 
     @contextlib.asynccontextmanager
     async def _exclusive(self) -> AsyncIterator[None]:
-        """Reserve this Grader for one call, and start from two fresh processes."""
+        """Reserve this Grader for one call, and restart both interpreters if they have been used."""
         if self._busy:
             raise SettingsError("this Grader is already grading; use a pool of Graders to grade concurrently")
         self._busy = True
@@ -264,7 +264,7 @@ def _check(source: str, cases: Sequence[object], timeout: float, total: float) -
     for number, case in enumerate(cases, 1):
         pair = isinstance(case, tuple | list) and len(case) == 2 and all(isinstance(each, str) for each in case)
         if not isinstance(case, str) and not pair:
-            raise SettingsError(f"test {number} must be Python text or a pair (stdin, stdout), got {case!r}")
+            raise SettingsError(f"test {number} must be Python code or a pair (stdin, stdout), got {case!r}")
     check_seconds(timeout=timeout, total=total)
 
 
@@ -273,7 +273,7 @@ class InvalidTest(Exception):
 
 
 class NoAnswer(Exception):
-    """Raised when an interpreter did not answer. Holds the error and the limit to report in the verdict."""
+    """Raised when an interpreter does not answer. The verdict contains its message and the exceeded `limit`."""
 
     def __init__(self, text: str, limit: Limit | None = None) -> None:
         super().__init__(text)
@@ -281,7 +281,7 @@ class NoAnswer(Exception):
 
 
 class _Half(HostedSandbox):
-    """One of a Grader's two interpreters. One runs the tests; the other runs the submission and contains no test."""
+    """One of the two interpreters of a Grader: that of the tests or that of the submission."""
 
     def __init__(self, program: str, **settings: Any) -> None:
         super().__init__(**settings)
@@ -313,7 +313,7 @@ class Grading:
         self.loop = asyncio.get_running_loop()
         self.end = self.loop.time() + total
         self.test_end = self.end
-        # State of each interpreter: new if no code has run in it since its start, and whether it is prepared for tests.
+        # An interpreter is new if no code has run in it since its start.
         self.work_is_new = self.tests_are_new = True
         self.is_loaded = self.are_tests_ready = False
         self.load_error: str | None = None
@@ -329,12 +329,12 @@ class Grading:
         return f"it took more than {self.timeout:g} s"
 
     async def call_half(self, half: _Half, name: str, **given: object) -> Any:
-        """Call one of the interpreters and return its answer and its SandboxResult. Raises NoAnswer if that fails."""
+        """Call the function `name` in an interpreter. Return (answer, SandboxResult), or raise NoAnswer if it fails."""
         seconds_left = self.seconds_left()
         if seconds_left <= 0:
             raise NoAnswer(self.timeout_message(), "time")
         try:
-            # `_call` stops code that runs too long; this timeout covers an answer that never arrives.
+            # `_call` stops code that runs too long. This longer timeout applies if no answer arrives at all.
             async with asyncio.timeout(seconds_left + 2.0):
                 result, reply = await half._call(name, seconds_left, **given)
         except TimeoutError:
@@ -352,7 +352,7 @@ class Grading:
         return answer
 
     async def fresh(self) -> None:
-        """Ensure that the submission's interpreter has `files` in its folder and has run none of the code yet."""
+        """Ensure that the interpreter of the submission has run no code, and write `files` to its folder."""
         if not self.work_is_new:
             await self.work.restart()
         self.work_is_new = self.is_loaded = False
@@ -384,7 +384,7 @@ class Grading:
         return Verdict(error is None, error, limit, self.stdout, self.loop.time() - began)
 
     async def prepare(self) -> None:
-        """Prepare the tests' interpreter and run the setup."""
+        """Prepare the tests' interpreter and run the setup code in it, unless this was already done."""
         if self.are_tests_ready:
             return
         if not self.tests_are_new:
@@ -413,13 +413,13 @@ class Grading:
                 return self.verdict(began, f"in the setup of the tests: {self.setup_error}")
             error, _ = await self.steps(test, setup=False)
         except NoAnswer as ended:
-            # The state of both interpreters is unknown now: restart both for the next test.
+            # The state of both interpreters is unknown now, so both are restarted before the next test.
             self.is_loaded = self.are_tests_ready = False
             return self.verdict(began, str(ended), ended.limit)
         return self.verdict(began, error)
 
     async def steps(self, text: str, setup: bool) -> tuple[str | None, bool]:
-        """Run a test, relaying its requests. Return its error, if any, and whether it used the submission."""
+        """Run a test, relaying its requests to the submission. Return (error or None, whether it made requests)."""
         step = await self.call_tests("begin", text=text, setup=setup)
         while "ask" in step:
             answer, _ = await self.call_half(self.work, "answer", question=step["ask"])

@@ -1,6 +1,6 @@
-"""Base class of sandboxes that run a program in their interpreter, and calls to that program.
+"""Base class of sandboxes that load a program into their interpreter and call its functions.
 
-The program consists of files of inside/, whose source is sent to the interpreter when it is first needed.
+The program consists of files in `inside/`, whose source is sent to the interpreter when a call first needs it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PROGRAM_MISSING = "name '_agentfly' is not defined"
 
 @functools.cache
 def _program_cell(names: tuple[str, ...], folder: str) -> str:
-    """Return a cell that defines `_agentfly`, the namespace of the program, unless it is already defined."""
+    """Return code that loads the program's files into the namespace `_agentfly`, unless this is already defined."""
     body = ""
     for name in names:
         lines = (INSIDE / f"{name}.py").read_text(encoding="utf-8").splitlines()
@@ -40,15 +40,15 @@ def _program_cell(names: tuple[str, ...], folder: str) -> str:
         part = "\n".join("" if line.startswith("from .") else line for line in lines)
         body += f"    exec(compile({part!r}, {name!r}, 'exec', dont_inherit=True), _space)\n"
     body += f"    _space['WORK_FOLDER'] = {folder!r}\n"
-    # `_agentfly` is bound last, because a cancelled call may interrupt this cell.
+    # `_agentfly` is bound last, because a cancelled call may interrupt this code.
     return f"if '_agentfly' not in globals():\n    _space = {{'__name__': '_agentfly'}}\n{body}    _agentfly = _space\n"
 
 
 class HostedSandbox(Sandbox):
-    """Base class of sandboxes that run a program in the interpreter. The settings are those of PythonSandbox.
+    """Base class of sandboxes that load a program into the interpreter. The settings are those of PythonSandbox.
 
-    A subclass sets `_inside_files` and makes calls with `_call` (always returns a result) or `_request` (returns an
-    answer or raises ToolError). It overrides `_setup` to prepare a fresh sandbox before the first call.
+    A subclass sets `_inside_files`, and overrides `_setup` to prepare a fresh sandbox. It calls the program with
+    `_call`, which also returns the results of failed calls, or with `_request`, which raises ToolError for them.
     """
 
     _inside_files: tuple[str, ...] = ("base",)
@@ -57,21 +57,21 @@ class HostedSandbox(Sandbox):
     # --- calls -----------------------------------------------------------------------------------
 
     async def _call(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any]]:
-        """Call the program while holding the lock. Return the result, and {"answer": ...} or {} without an answer."""
+        """Call the program's function `name`. Return the result, and {"answer": return value} or, on failure, {}."""
         check_seconds(timeout=timeout)
         async with self._exclusive():
             return await self._send(name, timeout, **given)
 
     async def _request(self, name: str, timeout: float = 10.0, **given: object) -> Any:
-        """Call the program while holding the lock and return its answer. Raises ToolError if the call fails."""
+        """Call the loaded program's function `name` and return its answer. Raises ToolError if the call fails."""
         return _answer(name, timeout, *await self._call(name, timeout, **given))
 
     async def _request_locked(self, name: str, **given: object) -> Any:
-        """Like `_request`, for callers that hold the lock."""
+        """Like `_request`, for callers that hold the sandbox's lock."""
         return _answer(name, COPY_SECONDS, *await self._send(name, COPY_SECONDS, **given))
 
     async def _send(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any]]:
-        """Like `_call`, for callers that hold the lock."""
+        """Like `_call`, for callers that hold the sandbox's lock."""
         size = self.max_output - 16
         call = f"_agentfly['handle']({name!r}, {json.dumps(given)!r}, {size})"
         result = await self._execute(call, timeout)
@@ -121,7 +121,7 @@ class HostedSandbox(Sandbox):
             raise SandboxError(f"the files of this {type(self).__name__} could not be written: {error}") from None
 
     async def _copy_home(self, into: HostedSandbox) -> None:
-        """Copy the sandbox's folder to another sandbox. The caller holds the locks of both."""
+        """Copy this sandbox's folder to another sandbox. The caller holds the locks of both sandboxes."""
         for path, kind, mode, size, mtime, link in await self._request_locked("list_home"):
             if kind == "other":
                 raise SandboxError(
@@ -139,7 +139,7 @@ class HostedSandbox(Sandbox):
 
     @asynccontextmanager
     async def _copying(self: G, into: G) -> AsyncIterator[None]:
-        """Hold the locks of both sandboxes during a copy. `into` is emptied first, and reset if the copy fails."""
+        """Hold the locks of both sandboxes during a copy. Empty `into` first, and reset it if the copy fails."""
         if not isinstance(into, type(self)) or into is self:
             raise SandboxError(
                 f"a {type(self).__name__} can fork only into another {type(self).__name__}, got {into!r}"
@@ -147,7 +147,7 @@ class HostedSandbox(Sandbox):
         try:
             async with self._exclusive(), into._exclusive():
                 try:
-                    # Without `_setup`, because the copy includes the seeded files, in their current state.
+                    # Do not call `_setup`, because the initial files are copied too, in their current state.
                     await into._new_interpreter(wipe=True)
                     yield
                 except ToolError as error:
@@ -159,7 +159,7 @@ class HostedSandbox(Sandbox):
 
 
 def _parse_chunk(value: str | None) -> tuple[int | None, str]:
-    """Return the length of the whole answer and this chunk of it; (None, "") for invalid data."""
+    """Parse a chunk of an answer. Return the answer's total length and the chunk, or (None, "") for invalid data."""
     number, _, text = (value or "").partition(" ")
     if not (number.isascii() and number.isdigit()) or len(number) > 12 or int(number) > _MAX_ANSWER:
         return None, ""

@@ -45,21 +45,21 @@ class PythonSandbox(Sandbox):
         Variables, threads, child processes and signal handlers survive a call; its interval timers and alarms do not,
         and the handlers of SIGINT and SIGXCPU, which the sandbox needs, are restored before each call.
 
-        Raises:  SandboxError if the sandbox is closed, cannot be restarted, or was killed from outside or by the
-                 machine's out-of-memory killer during this call or since the last one (its variables are lost;
-                 `start()` starts it from scratch). Failures of the code itself are never raised.
+        Raises:  SandboxError if the sandbox is closed or cannot be restarted, or if another process or the machine's
+                 out-of-memory killer has killed it before or during this call. Its variables are then lost, and
+                 `start()` starts it again. Failures of the code itself are never raised.
         """
         check_seconds(timeout=timeout)
         async with self._exclusive():
             earlier = self._history
-            self._history = (*earlier, (code, timeout, None))  # final if this call is cancelled
+            self._history = (*earlier, (code, timeout, None))  # remains so if this call is cancelled
             result = await self._execute(code, timeout)
             if not (result.timed_out or result.died or result.limit == "output"):
                 self._history = (*earlier, (code, timeout, _digest(result)))
             return result
 
     async def fork(self, into: PythonSandbox) -> None:
-        """Copy this sandbox's state to another, fresh sandbox by replaying every call there.
+        """Copy this sandbox's state to the fresh sandbox `into`, in which all calls are replayed.
 
         Raises:  SandboxError if a call was stopped, or if its replay gives a different result, for example because
                  of time or randomness. `into` is then reset.

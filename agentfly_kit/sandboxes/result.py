@@ -1,4 +1,4 @@
-"""Result of one call of a sandbox."""
+"""Result of one call to a sandbox."""
 
 from __future__ import annotations
 

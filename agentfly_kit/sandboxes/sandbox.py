@@ -1,6 +1,6 @@
-"""A confined Python interpreter on this host: the base of all sandbox classes, with their settings and lifecycle.
+"""Base class of all sandboxes: starts, calls, resets and closes a confined Python interpreter.
 
-This is the host's side of the protocol with a zygote and its interpreter (inside/zygote.py, inside/interpreter.py).
+This module runs on the host and communicates with inside/zygote.py and inside/interpreter.py in the sandbox.
 Between calls, nothing is bound to an event loop, so successive calls may come from different loops.
 """
 
@@ -33,11 +33,11 @@ _START_SECONDS = 30.0
 
 
 class Startable(Displayable, ABC):
-    """Base of classes with `start` and `close`, which `async with` calls."""
+    """Base class of async context managers that call `start` on entry and `close` on exit."""
 
     @classmethod
     def validate_options(cls, **options: Any) -> None:
-        """Check the settings of a pool of this class when the pool is created, instead of at the first start."""
+        """Raise an error for invalid settings. A pool calls this when it is created, before it starts a sandbox."""
         cls(**options)
 
     @abstractmethod
@@ -91,7 +91,7 @@ class Sandbox(Startable):
         self._requested_isolation = isolation
         self._preload = tuple(preload)
         self._packages = packages
-        self._last: asyncio.Future[None] | None = None  # done when the last call that was admitted has ended
+        self._last: asyncio.Future[None] | None = None  # done when the last call in the queue has ended
         self._closed = False
         self._call_count = 0  # since the start or the last reset; if not 0, there may be state to lose
         self._handle: process.SandboxProcess | None = None
@@ -137,7 +137,7 @@ class Sandbox(Startable):
                 levels.warn_below_strict(level)
             if self._in_container:
                 await self._expect("ready", 0, _START_SECONDS)
-            # Commands are processed in order, so "ready" need not be awaited on this machine.
+            # A local zygote processes commands in order, so the host need not wait for its "ready".
             await self._new_interpreter(wipe=False, within=_START_SECONDS)
             await self._set_up()
         except SandboxError as error:
@@ -178,7 +178,7 @@ class Sandbox(Startable):
         self._call_count = 0
 
     async def _setup(self) -> None:
-        """Prepare a fresh interpreter before the first call. The default does nothing. The caller holds the lock."""
+        """Override this to prepare a fresh interpreter before its first call. The caller holds the lock."""
 
     async def reset(self) -> None:
         """Kill all processes inside, empty the folders and set up a new interpreter (about 2 ms).
@@ -205,7 +205,7 @@ class Sandbox(Startable):
 
     @property
     def limit_mechanisms(self) -> Mapping[str, str]:
-        """Mechanism that enforces each limit, as text; "not limited" if there is none."""
+        """Dict from the name of each limit to a description of how it is enforced, or "not limited"."""
         if isinstance(self._requested_isolation, Container):
             return self._requested_isolation.limit_mechanisms(self.limits)
         return levels.limit_mechanisms(self.isolation or levels.best(), self.limits, levels.hierarchy())
@@ -264,7 +264,7 @@ class Sandbox(Startable):
 
     @asynccontextmanager
     async def _locked(self) -> AsyncIterator[None]:
-        """Serialize calls, resets and forks in order of arrival. Unlike asyncio.Lock, not bound to one event loop."""
+        """Hold the sandbox's lock: calls, resets and forks run one at a time in order of arrival, on any event loop."""
         loop = asyncio.get_running_loop()
         before, mine = self._last, loop.create_future()
         if before is not None and (before.done() or before.get_loop() is not loop):
@@ -276,14 +276,14 @@ class Sandbox(Startable):
             yield
         finally:
             if before is not None and not before.done():
-                # Cancelled while waiting: the next caller must still wait for the earlier one.
+                # This caller was cancelled while waiting. The next caller must still wait for the previous one.
                 before.add_done_callback(lambda _: mine.set_result(None))
             else:
                 mine.set_result(None)
 
     @asynccontextmanager
     async def _exclusive(self) -> AsyncIterator[None]:
-        """Hold the lock for one call by the user, in a sandbox that is running."""
+        """Hold the lock for one call by the user. If the code inside has ended the sandbox, restart it first."""
         async with self._locked():
             if not self.alive:
                 was_killed = self._check_not_ended_from_outside()
@@ -295,8 +295,8 @@ class Sandbox(Startable):
     def _check_not_ended_from_outside(self) -> bool:
         """Return True if the code ended its own sandbox. Raise SandboxError if it was ended from outside.
 
-        Code can end its sandbox only with isolation="none". The killer is unknown there, so any end not explained by a
-        lack of memory is attributed to the code: otherwise a policy could escape a bad reward by killing its sandbox.
+        Code can end its sandbox only with isolation="none". The cause is then unknown, so it is attributed to the code
+        unless the machine ran out of memory. Otherwise a policy could escape a bad reward by killing its sandbox.
         """
         handle = self._handle
         if not self._call_count or handle is None or handle.dropped or self._closed:
@@ -318,7 +318,7 @@ class Sandbox(Startable):
                 return ENDED_BY_CODE
             raise SandboxError(f"this {type(self).__name__} is {'closed' if self._closed else 'dead'}")
         if self._abandoned is not None:
-            # A cancelled call was interrupted when it was cancelled. Wait for it, and kill it if it keeps running.
+            # An earlier call was cancelled and interrupted. Wait until it ends, and kill it if it keeps running.
             await Call(self, self._abandoned, GRACE_SECONDS).outcome()
             self._abandoned = None
         if self._interrupted and self._has_interpreter:
@@ -346,7 +346,7 @@ class Sandbox(Startable):
             raise
 
     def _interpreter_ended(self, status: int) -> None:
-        """Record that the interpreter has exited. The running call reports this, or else the next call."""
+        """Record that the interpreter has exited. The call in progress, or else the next call, reports this."""
         self._has_interpreter = False
         self._unreported = SandboxResult(error=death_message(None, status), died=True)
 
@@ -357,7 +357,7 @@ class Sandbox(Startable):
     # --- the zygote ------------------------------------------------------------------------------
 
     def _command(self, op: str, descriptors: Sequence[int] = (), **message: object) -> bool:
-        """Send a command without blocking, because the zygote always reads. Return False if the zygote has exited."""
+        """Send a command. Never blocks, because the zygote always reads. Return False if the zygote has exited."""
         handle = self._handle
         if handle is None or handle.control is None or handle.control.fileno() < 0:
             return False
@@ -377,7 +377,7 @@ class Sandbox(Startable):
         assert handle is not None
         self._has_interpreter, self._unreported = False, None
         self._abandoned = None
-        self._interrupted = False  # commands run in order: a pending interrupt can only reach the previous interpreter
+        self._interrupted = False  # a pending interrupt reaches the previous interpreter, as commands run in order
         self._serial += 1
         handle.close_channels()
         handle.data, data = socket.socketpair()
@@ -452,6 +452,6 @@ class Sandbox(Startable):
 
 
 def _end_launched(future: Future[tuple[str, process.SandboxProcess]]) -> None:
-    """Kill the sandbox started by a launch whose caller was cancelled."""
+    """Kill the started sandbox, because the caller that was waiting for it was cancelled."""
     if not future.cancelled() and future.exception() is None:
         future.result()[1].kill()

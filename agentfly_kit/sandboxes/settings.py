@@ -1,4 +1,4 @@
-"""Settings that a sandbox class forwards to another, and their validation."""
+"""Signatures and checks of settings that one sandbox class forwards to another."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ K = TypeVar("K")
 def forward_signature(sandbox_type: type, *, omit: Sequence[str] = (), **defaults: Any) -> Callable[[type[K]], type[K]]:
     """Copy the keyword parameters of `sandbox_type.__init__` onto the decorated class's signature.
 
-    The class must forward `**settings` from its `__init__` to `sandbox_type`. Pools, which reject unknown options when
-    they are created, and `help()` then see the actual parameters. Parameters in `omit` are left out, and `defaults`
-    maps parameters to new defaults.
+    The class must forward `**settings` from its `__init__` to `sandbox_type`. `help()` then shows the actual
+    parameters, and pools can reject unknown options when they are created. Parameters in `omit` are left out, and
+    `defaults` maps parameters to new defaults.
     """
 
     def decorate(cls: type[K]) -> type[K]:

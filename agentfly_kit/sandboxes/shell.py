@@ -1,7 +1,7 @@
 """A persistent shell: working directory, variables and functions survive from command to command.
 
-This is the host's side: it sends commands and interprets results. inside/shell.py runs the commands, in the sandbox's
-interpreter.
+This module runs on the host: it sends commands and interprets results. inside/shell.py runs the commands in the
+sandbox's interpreter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..errors import SandboxError
 from .hosted import HostedSandbox
 from .result import Limit, SandboxResult
 
-# Printed by bash when a command is killed.
+# A message that bash prints when a command is killed.
 _NO_TERMINAL = re.compile(r"^bash: \[\d+: [^\]]*\] tcsetattr: [^\n]*\n", re.MULTILINE)
 _SIGNALS: dict[int, Limit] = {128 + 24: "cpu", 128 + 25: "disk"}  # SIGXCPU, SIGXFSZ
 
@@ -52,14 +52,14 @@ class ShellResult(SandboxResult):
 
 
 class ShellSandbox(HostedSandbox):
-    """A persistent, confined bash. It starts in its own, empty folder, with this Python first in its PATH.
+    """A persistent, confined bash. It starts in an empty folder, and the sandbox's Python is first in its PATH.
 
     Call `await start()`, then `await run(command)` any number of times, `await reset()` for a clean shell, and finally
     `await close()`; or use `async with ShellSandbox() as sandbox`. The settings are those of PythonSandbox: isolation,
     memory_mb, processes (which counts the shell and the process that controls it), cpu_seconds, disk_mb, network,
     max_output.
 
-    Background jobs keep running between commands and end with the lease.
+    Background jobs keep running between commands until the sandbox is reset or closed.
     """
 
     _inside_files: tuple[str, ...] = ("base", "processes", "shell")
@@ -67,9 +67,9 @@ class ShellSandbox(HostedSandbox):
     async def run(self, command: str, timeout: float = 10.0) -> ShellResult:
         """Run one or more lines of commands in the shell. Standard input is empty.
 
-        After `timeout` seconds the command is interrupted as by Ctrl-C, and killed 0.2 s later; the shell, its
-        variables and older background jobs survive. If that does not stop it, everything is killed, and the next
-        command gets a new shell with the same files.
+        After `timeout` seconds the command receives SIGINT and, if it is still running 0.2 s later, SIGKILL. The shell,
+        its variables and the background jobs of earlier commands survive. If this does not end the command, all
+        processes in the sandbox are killed, and the next command gets a new shell with the same files.
 
         Raises:  SandboxError if the sandbox is closed or cannot be restarted. Failures of a command are not raised.
         """
@@ -89,9 +89,9 @@ class ShellSandbox(HostedSandbox):
             error = f"it ran into the {limit} limit; exit status {code}"
         stderr = _NO_TERMINAL.sub("", result.stderr)
         if ended:
-            stderr = stderr.removesuffix("exit\n")  # printed by bash when it exits
+            stderr = stderr.removesuffix("exit\n")  # bash prints this when it exits
         elif result.limit is not None and (stderr == "\n" or stderr.endswith("\n\n")):
-            stderr = stderr[:-1]  # printed by bash when it is interrupted
+            stderr = stderr[:-1]  # bash prints this when it is interrupted
         return ShellResult(
             stdout=result.stdout, stderr=stderr, error=error, seconds=result.seconds, truncated=result.truncated,
             timed_out=result.timed_out, died=ended, limit=limit, files_lost=result.files_lost, exit_code=code,
@@ -100,11 +100,11 @@ class ShellSandbox(HostedSandbox):
     async def fork(self, into: ShellSandbox) -> None:
         """Copy the files and the shell's state (directory, variables, functions, options) to another sandbox.
 
-        At levels without a private /tmp, the copy has a different path; paths inside files are not adjusted.
-        Modification times are kept where the level permits setting them (not at landlock).
+        With isolation="landlock" or "none", the folder of the copy has another path; paths in files are not adjusted.
+        Modification times are preserved except with isolation="landlock", which forbids setting them.
 
         Raises:  SandboxError if a background process is running, because it cannot be copied, or if the kernel does not
-                 list processes, so that none can be ruled out. `into` is then reset.
+                 list processes, so that background processes cannot be ruled out. `into` is then reset.
         """
         async with self._copying(into):
             state = await self._request_locked("dump")
@@ -114,7 +114,7 @@ class ShellSandbox(HostedSandbox):
                 await into._request_locked("load", state=state, old=await self._request_locked("home"))
 
     async def _check_background(self, shells: int) -> None:
-        """Raise SandboxError if processes other than the interpreter and this number of shells are running inside."""
+        """Raise SandboxError if processes other than the interpreter and `shells` shells are running in the sandbox."""
         processes = await self.count_processes()
         if processes is None:
             raise SandboxError(

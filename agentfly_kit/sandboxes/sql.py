@@ -1,6 +1,6 @@
 """A persistent database: changes survive from query to query and are discarded with the chain.
 
-This is the host's side: it sends queries and decodes rows. inside/sql.py runs the queries, in the sandbox's
+This module runs on the host: it sends queries and decodes rows. inside/sql.py runs the queries in the sandbox's
 interpreter.
 """
 
@@ -78,8 +78,8 @@ class SQLSandbox(HostedSandbox):
     The other settings are those of PythonSandbox; max_output limits the total number of characters in one result's
     rows.
 
-    Statements cannot access other files: the engine rejects ATTACH, COPY, read_csv, extensions and the like, and its
-    process is confined as in a PythonSandbox.
+    Statements cannot access other files: the engine rejects statements such as ATTACH and COPY, functions such as
+    read_csv, and extensions, and its process is confined as in a PythonSandbox.
     """
 
     _inside_files = ("base", "values", "sql")
@@ -151,7 +151,7 @@ class SQLSandbox(HostedSandbox):
                 error = f"stopped: it ran into the {limit} limit"
             error = error or "the database gave no readable answer"
         if limit == "memory" and self.engine == "duckdb" and not died:
-            # After a failed allocation, the engine may hang in its next query (seen in 1 of 8 runs with duckdb 2.0).
+            # After a failed allocation, DuckDB may hang in its next query (seen in 1 of 8 runs with version 2.0).
             died = (await self._execute("import os\nos._exit(0)", 5.0)).died
         return SQLResult(
             error=error, seconds=result.seconds, timed_out=result.timed_out, died=died, limit=limit,
@@ -159,7 +159,7 @@ class SQLSandbox(HostedSandbox):
         )  # fmt: skip
 
     def _read_answer(self, answer: Any) -> dict[str, Any]:
-        """Convert an answer of inside/sql.py, which is untrusted, to attributes of an SQLResult."""
+        """Convert an untrusted answer from inside the sandbox to attributes of an SQLResult."""
         text = {name: None if answer.get(name) is None else str(answer[name]) for name in ("error", "type", "limit")}
         return {
             "columns": tuple(str(name) for name in answer["columns"]),
@@ -182,7 +182,7 @@ class SQLSandbox(HostedSandbox):
             database: content of a database file; by default the new database is empty.
             timeout: seconds for the script.
 
-        Raises:  SettingsError if the script fails; SandboxError if the sandbox is closed or the database does not fit.
+        Raises:  SettingsError if the script fails; SandboxError if the sandbox is closed or `database` exceeds disk_mb.
         """
         async with self._exclusive():
             try:
@@ -197,14 +197,14 @@ class SQLSandbox(HostedSandbox):
         Raises:  SandboxError if a transaction is open or there are temporary tables. `into` is then reset.
         """
         if into.engine != self.engine:
-            raise SandboxError(f"a SQLSandbox of {self.engine} cannot fork into one of {into.engine}")
+            raise SandboxError(f"a {self.engine} SQLSandbox can fork only into another one, not into {into.engine}")
         async with self._copying(into):
             await self._request_locked("settle", engine=self.engine)
             await self._copy_home(into)
 
 
 def _refuse(tagged: Any) -> Any:
-    raise ValueError(f"not a value of a database: {tagged!r:.80}")
+    raise ValueError(f"the sandbox returned an invalid database value: {tagged!r:.80}")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

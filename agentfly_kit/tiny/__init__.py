@@ -2,8 +2,7 @@
 
 The shipped policies are starting points for reinforcement learning. The calculator policy can copy an expression into a
 tool call and read the result, but mostly answers "I don't know" or guesses, so that training on one core improves it
-within a minute. The tasks, demonstrations and supervised pretraining of these policies are in `benchmarks/recipes` of a
-checkout.
+within a minute. Tasks, demonstrations and pretraining code of all policies are in `benchmarks/recipes`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ NAMES = ("calculator", "alfworld", "code", "lookup", "search", "sql", "sums", "w
 END = "<|im_end|>"
 _VOCABULARY = 400
 
-# ChatML template. Tools are rendered as names with parameter names only, which keeps prompts short.
+# ChatML template. It renders only the names of tools and of their parameters, which keeps prompts short.
 TEMPLATE = """\
 {%- set lead = messages[0] if messages and messages[0].role == 'system' else none -%}
 {%- if lead or tools -%}
@@ -63,15 +62,15 @@ TEMPLATE = """\
 
 
 def tokenizer(words: Sequence[str] = ()) -> Any:
-    """Build a byte-level BPE tokenizer with the special tokens of ChatML and Hermes and a separate padding token.
+    """Build a byte-level BPE tokenizer with tokens for padding, ChatML and Hermes tool calls.
 
     Digits and operators are single tokens, so that an expression is copied character by character. The result is
     deterministic, because the training corpus is part of this module.
 
     Args:
-        words: words that get one token each. They are added last, so that the other ids are the same in all
-            vocabularies. The token of a word with a leading space includes the space; a word that starts with
-            punctuation matches anywhere in a text.
+        words: words that get one token each. They are added last, so that the ids of the other tokens do not depend
+            on them. If a word starts with a space, its token includes the space. A word that does not start with a
+            letter or digit also matches inside other words.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -90,7 +89,7 @@ def tokenizer(words: Sequence[str] = ()) -> Any:
     )
     bpe.train_from_iterator(_CORPUS, trainer)
     bpe.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
-    # Tags are not special tokens, as in Qwen's tokenizer: servers strip special tokens, but must return tool calls.
+    # As in Qwen's tokenizer, these tags are not special tokens, because servers remove those from generated text.
     bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in tags])
     bpe.add_tokens([AddedToken(text, special=False, normalized=False, single_word=text[0].isalnum()) for text in words])
     made = PreTrainedTokenizerFast(
@@ -116,8 +115,8 @@ _CORPUS = [
 def model(vocabulary: int = _VOCABULARY, *, seed: int = 0, **settings: Any) -> Any:
     """Create a Qwen3 model with random weights: width 96, 2 layers, 4 heads, about 275k parameters, float32.
 
-    The head size is 32 because serving kernels do not support smaller or odd ones. The 512 positions suffice for a
-    question, four turns of 64 sampled tokens and four short observations; later positions would be untrained.
+    The head size is 32, because the kernels of inference servers do not support smaller or unusual sizes. There are 512
+    positions, which suffice for a question, four turns of 64 sampled tokens and four short observations.
 
     Args:
         vocabulary: vocabulary size.
@@ -157,13 +156,13 @@ def demonstration(
     tools: Sequence[dict[str, Any]] = (),
     observations: dict[Any, tuple[int, ...]] | None = None,
 ) -> Trajectory:
-    """Encode a conversation as a trajectory. The assistant's messages become actions of the author "script".
+    """Encode a conversation as a trajectory. The assistant's messages become actions with `author="script"`.
 
     Args:
         chat: Chat of the policy.
         messages: The conversation, which ends with a message of the assistant or the result of a tool call.
         tools: JSON schemas of the tools in the prompt.
-        observations: Cache of encoded observations, to share between conversations with the same chat and tools.
+        observations: Cache of encoded observations. Pass the same dict for conversations with the same chat and tools.
     """
     observations = {} if observations is None else observations
     opening, *rest = (
@@ -198,12 +197,12 @@ def learner(
     lr: float = 3e-3,
     seed: int = 0,
 ) -> Policy:
-    """Train a small policy for a notebook from random weights, by imitating demonstrations. Takes about 15 seconds.
+    """Train a small policy from random weights by imitating demonstrations, which takes about 15 seconds.
 
     Args:
-        words: words that get one token each; see `tokenizer`. Include those of the demonstrations.
-        demonstrate: function of a random number generator that returns the messages of one conversation. The
-            assistant's messages are imitated.
+        words: words that get one token each; see `tokenizer`. They should include the words of the demonstrations.
+        demonstrate: function that takes a random number generator and returns the messages of one conversation.
+            The assistant's messages are imitated.
         tools: tools, functions, or JSON schemas that the prompt shows.
         steps: number of updates.
         batch: demonstrations per update.
@@ -230,7 +229,7 @@ def learner(
 
 
 def _untrained(words: Sequence[str], seed: int) -> Policy:
-    """Return a policy with random weights whose tokenizer has these words."""
+    """Return a policy with random weights and a tokenizer that has one token for each of `words`."""
     made = Policy(model(_VOCABULARY + len(words), seed=seed), Chat(tokenizer(words)))
     config, tokens = made.model.config, made.chat.tokenizer
     config.eos_token_id = made.model.generation_config.eos_token_id = tokens.eos_token_id
@@ -258,7 +257,8 @@ def policy(name: str = "calculator", *, value_head: bool = False) -> Policy:
         name: one of `NAMES`.
         value_head: add a value head, for PPO.
 
-    Raises:  SettingsError for an unknown name, listing the shipped policies.
+    Raises:
+        SettingsError: if `name` is unknown.
     """
     _check_name(name)
     folder = importlib.resources.files("agentfly_kit._data").joinpath("policies", name)

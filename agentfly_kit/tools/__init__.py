@@ -1,1 +1,1 @@
-"""Tools: the `@tool` decorator, JSON schemas, contexts of calls, and the built-in tools of `af.toolbox`."""
+"""The `@tool` decorator, JSON schemas of tools, the `Context` of tool calls, and built-in tools (`af.toolbox`)."""

@@ -1,7 +1,7 @@
-"""Built-in tools: `python`, `shell` and `sql` run code, and six others work on files. `mcp` connects to other tools.
+"""Built-in tools that run code or edit files, and `mcp`, which connects to the tools of an MCP server.
 
-Use as `Agent(tools=[af.toolbox.python])` or `Agent(tools=af.toolbox.code)`, with a pool of the sandbox class that each
-tool requires. Built-in tools use only the public API, so a copy with other descriptions works as well.
+Use them as `Agent(tools=[af.toolbox.python])` or `Agent(tools=af.toolbox.code)`, with a pool of the sandbox class that
+each tool requires. They use only the public API, so you can copy a tool and change its description.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ async def undo_edit(sandbox: FileSandbox) -> str:
     return await sandbox.undo()
 
 
-# Tools that read and edit files; they require a pool of FileSandbox.
+# Tools that read and edit files; they require `af.Pool(FileSandbox)`.
 files = (read_file, write_file, edit_file, list_files, search_files, undo_edit)
 
-# Tools that edit a repository and run its tests. All of them use the same FileSandbox.
+# Tools for editing a repository and running its tests. In each chain, all of them share one FileSandbox.
 code = (*files, shell)

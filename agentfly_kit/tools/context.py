@@ -1,7 +1,7 @@
-"""`Context`: gives tools and rewards access to the task, turn, state and sandboxes of their chain.
+"""`Context`, which gives tools and rewards access to the task, turn, state and sandboxes of their chain.
 
-The pools belong to the agent, and each chain closes its own context. Only `temporary_context`, used for single calls,
-creates and closes pools.
+A context leases sandboxes from the pools of the agent, and releases them when the chain ends. For single calls,
+`temporary_context` creates a context with temporary pools.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Fields(Mapping[str, Any]):
 
 
 class Context(Displayable):
-    """Task, state and sandboxes of one chain. The first lease binds the context to an event loop.
+    """Task, state and sandboxes of one chain. All sandboxes of a context must be leased in the same event loop.
 
     Args:
         task: task of the chain.
@@ -67,7 +67,7 @@ class Context(Displayable):
         seed: seed of the current turn, updated by the chain.
         pools: pools from which sandboxes are leased.
         concurrency: limits on concurrent tools and rewards.
-        run: name of the rollout, by which a pool alternates between rollouts.
+        run: name of the rollout. Pools use it to serve several rollouts in turn.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Context(Displayable):
         self.seed = seed
         # Storage in which tools can keep data between the turns of this chain.
         self.state: dict[str, Any] = {}
-        # Return value of each environment's `reset`, by environment class.
+        # Values that the `reset` methods of environments returned, by environment class.
         self.reset_results: dict[type, Any] = {}
         self.pools = tuple(pools)
         self.concurrency = concurrency
         self.run = run
         self._leases: dict[BasePool[Any], asyncio.Task[Any]] = {}
         self._locks: dict[BasePool[Any], asyncio.Lock] = {}
-        # Arguments of `BasePool.acquire` other than the owner and the run.
+        # Additional arguments of `BasePool.acquire`. `fork` sets them while it leases sandboxes.
         self._acquire_options: dict[str, Any] = {}
         self._closed = False
         self._close_lock = asyncio.Lock()
@@ -106,7 +106,7 @@ class Context(Displayable):
         Raises:
             SettingsError: if not exactly one pool matches the class; see `pool`.
             SandboxError: if the context is closed, no sandbox can be started, or resetting an environment fails.
-            PoolTimeout, PoolClosed, LeaseRevoked: if the pool raises them.
+            PoolTimeout, PoolClosed, LeaseRevoked: if the pool cannot lease a sandbox, or has revoked the lease.
         """
         pool = self.pool(sandbox_type)
         if self._closed:
@@ -116,7 +116,7 @@ class Context(Displayable):
         if pool not in self._leases:
             self._leases[pool] = asyncio.ensure_future(self._acquire(pool))
         acquiring = self._leases[pool]
-        # Do not await the task directly, because cancelling one call would then cancel the lease for all calls.
+        # `await acquiring` would cancel the shared lease for all tool calls when one of these calls is cancelled.
         await asyncio.wait([acquiring])
         if acquiring.cancelled():
             raise SandboxError(f"the chain {self.trajectory_id!r} ended while it waited for a {sandbox_type.__name__}")
@@ -149,7 +149,7 @@ class Context(Displayable):
 
     @asynccontextmanager
     async def using(self, sandbox_type: type[S]) -> AsyncIterator[S]:
-        """Async context manager that yields the sandbox of this class, for exclusive use by one call.
+        """Async context manager that yields the chain's sandbox of this class, for exclusive use by one tool call.
 
         Calls of one turn that use the same sandbox run sequentially, in the order in which the model wrote them.
         """
@@ -162,7 +162,7 @@ class Context(Displayable):
         for pool, lease in self._leases.items():
             if _is_held(lease) and (reason := lease.result().revoked):
                 raise LeaseRevoked(
-                    f"the pool took the {pool.sandbox_type.__name__} of the chain {self.trajectory_id!r}: {reason}"
+                    f"the pool revoked the {pool.sandbox_type.__name__} of the chain {self.trajectory_id!r}: {reason}"
                 )
 
     def pool(self, sandbox_type: type) -> BasePool[Any]:
@@ -179,27 +179,22 @@ class Context(Displayable):
 
     @property
     def held(self) -> dict[type, Any]:
-        """The sandboxes that the chain holds, by class."""
+        """Sandboxes that the chain currently leases, by class."""
         return {pool.sandbox_type: lease.result().sandbox for pool, lease in self._leases.items() if _is_held(lease)}
-
-    @property
-    def is_waiting(self) -> bool:
-        """True while a sandbox is being acquired."""
-        return any(not lease.done() for lease in self._leases.values())
 
     async def fork(self, trajectory_id: str, *, queue: bool = True) -> Context:
         """Return a context for a new chain, with copies of `state` and `fields` and forks of the held sandboxes.
 
         Raises:
             SandboxError: if a held sandbox has no `fork`, or `state` cannot be copied. Nothing is leased in this case.
-            PoolTimeout: if no sandbox becomes free in time or, with queue=False, unless another lease is released; see
-                `Pool.acquire`.
+            PoolTimeout: if no sandbox becomes free in time. With queue=False, also if the fork would have to wait until
+                another chain releases one.
         """
         for sandbox_type, sandbox in self.held.items():
             if not callable(getattr(sandbox, "fork", None)):
                 raise SandboxError(
                     f"the chain {self.trajectory_id!r} holds a {sandbox_type.__name__}, which cannot fork (it has no "
-                    "fork()); fork before its first use, or replay the calls in a new chain"
+                    "fork()); fork the chain before a tool uses this sandbox, or replay the calls in a new chain"
                 )
         twin = Context(
             self.task,

@@ -1,4 +1,4 @@
-"""Source code, fingerprints and non-blocking calls of user functions (tools and rewards)."""
+"""Functions that call user functions (tools and rewards) and read their source code and annotations."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Outcome:
 
     Attributes:
         value: The return value, or None after an error.
-        error: The exception, or None. After a timeout, a TimeoutError that tells whether the call was cancelled (a
-            coroutine) or abandoned (a thread, which cannot be stopped).
+        error: The exception, or None. After a timeout, a TimeoutError whose message says whether the call was cancelled
+            (coroutines) or abandoned (threads, which cannot be stopped).
         timed_out: Whether the call exceeded its timeout.
         seconds: Duration of the call.
     """
@@ -53,7 +53,7 @@ async def call_user_function(
     timeout: float | None = None,
     convert: Callable[[Any], Any] = lambda value: value,
 ) -> Outcome:
-    """Call a user function and return its outcome instead of raising its exceptions, except KeyboardInterrupt.
+    """Call a user function and return its result or exception. KeyboardInterrupt and cancellation propagate.
 
     A coroutine function runs on the event loop and is cancelled after the timeout. Any other function runs in a daemon
     thread, which blocks neither other chains nor process exit, and is abandoned after the timeout. `convert` is applied
@@ -102,7 +102,7 @@ async def call_user_function(
 
 
 def _trim_traceback(error: BaseException, function: Callable[..., Any]) -> BaseException:
-    """Remove the frames that precede the user function from the traceback."""
+    """Remove the traceback frames that precede the frame of the user function."""
     code = getattr(underlying(function), "__code__", None)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:
@@ -111,7 +111,7 @@ def _trim_traceback(error: BaseException, function: Callable[..., Any]) -> BaseE
 
 
 def failure_from(where: str, error: BaseException) -> Failure:
-    """Like `Failure.from_exception`, but also handles exceptions whose `__str__` raises."""
+    """Create a `Failure` from an exception, even if the `__str__` method of the exception raises."""
     try:
         return Failure.from_exception(where, error)
     except Exception as worse:
@@ -125,7 +125,7 @@ _sources: dict[int, str] = {}  # source by id of the code object, as read when t
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """Return the source code of a function, including one from a notebook cell, or a hash of its bytecode.
+    """Return the source code of a function or, if it cannot be read, text with a hash of the bytecode.
 
     The source is read only once per code object, because the file may change while the old code still runs. After an
     autoreload, the function has a new code object, for which the source is read again.
@@ -147,7 +147,7 @@ def _read_source(function: Callable[..., Any], code: pytypes.CodeType) -> str:
     source = textwrap.dedent(inspect.getsource(function))
     if code.co_name == "<lambda>" or re.search(rf"^(async\s+)?def\s+{code.co_name}\b", source, re.MULTILINE):
         return source
-    # The line number does not match the file, because autoreload compiled only this function, or the file has changed.
+    # Find the definition by name, because its recorded line may be wrong after an autoreload or a change of the file.
     lines = linecache.getlines(code.co_filename)
     node: Any = ast.parse("".join(lines))
     outer = [part for part in function.__qualname__.split(".")[:-1] if part != "<locals>"]
@@ -158,11 +158,11 @@ def _read_source(function: Callable[..., Any], code: pytypes.CodeType) -> str:
 
 
 def fingerprint(function: Callable[..., Any], *more: str) -> str:
-    """Return a hash (16 hex digits) of the source, the referenced constants, and the referenced user functions.
+    """Return a hash (16 hex digits) of a function's source code, the constants and user functions it uses, and `more`.
 
-    User functions are defined in the same module or in modules that are not part of an installed package. Constants are
-    included only if they are immutable (numbers, strings, tuples), because lists, dicts and objects may hold state. The
-    same applies to the arguments of a `functools.partial`.
+    User functions are those defined in the module of `function` or outside installed packages. Constants, and the
+    arguments of a `functools.partial`, are included only if they are immutable (numbers, strings, tuples), because
+    lists, dicts and objects may hold state.
     """
     if isinstance(function, functools.partial):
         fixed = (function.args, tuple(sorted(function.keywords.items())))
@@ -181,7 +181,7 @@ def underlying(function: Any) -> Any:
 
 
 def current_definition(function: Callable[..., Any]) -> Any:
-    """Return the object to which the function's name refers now, or None if it is unknown, as for local functions."""
+    """Return the object to which the qualified name of a function now refers, or None for local functions."""
     plain = underlying(function)
     value: Any = None
     for i, part in enumerate(plain.__qualname__.split(".")):
@@ -245,7 +245,7 @@ def _is_users(module: str | None, file: str | None) -> bool:
 
 
 def _stable_repr(value: Any) -> str | None:
-    """Return a representation that is the same in every process, or None for mutable values."""
+    """Return text that represents an immutable value identically in every process, or None for other values."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes) or value is Ellipsis:
         return repr(value)
     if isinstance(value, tuple | frozenset):
@@ -271,11 +271,11 @@ def _digest(*texts: str) -> str:
 
 
 def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the resolved annotations with `Annotated` metadata. Local names are looked up in the calling frames."""
+    """Resolve annotations, including `Annotated` metadata. Local names are looked up in the calling frames."""
     try:
         return typing.get_type_hints(function, include_extras=True)
     except NameError:
-        # Resolve string annotations of a function defined in a function or class body that is still being executed.
+        # String annotations can refer to local names of a function or class body that is still being executed.
         local: dict[str, Any] = {}
         frame: pytypes.FrameType | None = sys._getframe()
         while frame is not None:

@@ -1,4 +1,4 @@
-"""Argument injection based on annotations, and the base class of tools and rewards."""
+"""Base class of tools and rewards, which injects arguments into user functions according to their annotations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import inspect
 import typing
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
 
@@ -32,8 +32,8 @@ class Injection:
 # `facts: FromTask[dict]` injects the task field "facts". The parameter is hidden from the model.
 FromTask: TypeAlias = Annotated[T, Injection("field")]
 
-# `browser: FromPool[Browser]` injects a sandbox from the pool of `Browser`. It is needed only for classes that are not
-# recognized as sandboxes because they lack `run` or `close`.
+# `browser: FromPool[Browser]` injects a sandbox from the pool of `Browser`. Classes with the methods `run` and `close`
+# are recognized as sandboxes without `FromPool`.
 FromPool: TypeAlias = Annotated[T, Injection("sandbox")]
 
 
@@ -64,7 +64,7 @@ class InjectedFunction(Generic[P, R]):
         function: The decorated function.
         name: Name of the tool or reward.
         timeout: Limit in seconds for one call of the function, or None.
-        task_fields: Names of the required task fields (parameters without a default).
+        task_fields: Names of the task fields that are injected into parameters without a default.
     """
 
     kind: ClassVar[str]
@@ -81,11 +81,11 @@ class InjectedFunction(Generic[P, R]):
         *,
         open_arguments: bool = False,
     ) -> None:
-        """Analyze the function.
+        """Read the parameters of the function, and determine which of them are injected.
 
-        If `injected_names` is given, all parameters are injected, and names not in `injected_names` refer to task
-        fields. Otherwise, only parameters whose annotation requests an injection are injected. With `open_arguments`,
-        the function may accept `**arguments`, whose names and types are given by a schema.
+        A parameter whose annotation requests an injection is always injected. If `injected_names` is given, the other
+        parameters are injected too: a listed parameter receives the value of its name, and any other a task field. With
+        `open_arguments`, the function may accept `**arguments`, because a schema defines the names and types.
         """
         shown = getattr(function, "__qualname__", repr(function))
         if isinstance(function, InjectedFunction):
@@ -101,7 +101,7 @@ class InjectedFunction(Generic[P, R]):
             function = typing.cast(Any, function).__call__  # the method of a callable object
         plain = functions.underlying(function) if self.kind == "tool" else function
         if not inspect.isfunction(plain):
-            raise self.error_type(f"a {self.kind} must be a function defined with `def`, got {shown}; wrap it in one")
+            raise self.error_type(f"a {self.kind} must be a function defined with `def`, got {shown}; use a wrapper")
         if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
             raise self.error_type(f"a {self.kind} must return one result, got the generator {shown}")
         functools.update_wrapper(self, plain, updated=())
@@ -119,12 +119,12 @@ class InjectedFunction(Generic[P, R]):
                 f"annotations must be resolvable, got {type(error).__name__}: {error}; define or import the name "
                 "before the function, and not only under TYPE_CHECKING"
             ) from None
-        # A function is a method if it is defined in a class body and its first parameter is `self`.
         fixed = function.keywords if isinstance(function, functools.partial) else {}
         parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in fixed]
         outer = plain.__qualname__.rpartition(".")[0]  # "", "Class", "maker.<locals>" or "maker.<locals>.Class"
+        # A function is a method if it is defined in a class body and its first parameter is `self`.
         self._method = bool(parameters) and parameters[0].name == "self" and outer != "" and not outer.endswith(">")
-        # All parameters, with resolved annotations, and the injections of the injected parameters.
+        # All parameters by name, with resolved annotations. `_hidden` describes those that are injected.
         self._parameters: dict[str, inspect.Parameter] = {}
         self._hidden: dict[str, Injection] = {}
         for p in parameters[1:] if self._method else parameters:
@@ -141,7 +141,7 @@ class InjectedFunction(Generic[P, R]):
                 injected = Injection(p.name if p.name in injected_names else "field")
             if injected is not None:
                 self._hidden[p.name] = injected
-        # In TRL and verifiers, rewards have parameters with these names, which are unlikely to be task fields.
+        # Reject reward functions written for TRL or verifiers, whose parameters have these names.
         for name in ("completion", "completions", "prompts"):
             if self._injected_names and name in self._hidden and not set(self._injected_names) & set(self._hidden):
                 raise self._error(f"parameter {name!r} cannot be injected{self._injectable()}")
@@ -155,7 +155,7 @@ class InjectedFunction(Generic[P, R]):
         return self.error_type(f"{self.name}: {text}")
 
     def _injectable(self) -> str:
-        """Return the end of an error message, which lists the possible parameters, or "" for a tool."""
+        """Return the part of an error message that lists the allowed parameters of a reward, or "" for a tool."""
         if not self._injected_names:
             return ""
         text = f"; parameters can be {', '.join(self._injected_names)}, a sandbox, or a field of the task"
@@ -220,16 +220,12 @@ class InjectedFunction(Generic[P, R]):
     async def _inject(
         self, context: Context, fields: Mapping[str, Any], **values: Any
     ) -> AsyncIterator[dict[str, Any]]:
-        """Yield the injected arguments while holding their sandboxes exclusively. `values` are keyed by source."""
+        """Yield the injected arguments, with exclusive use of the sandboxes. `values` holds other injectable values."""
         self.check([context.task])
         values["context"] = context
         sandbox_types = {n: i.sandbox_type for n, i in self._hidden.items() if i.source == "sandbox"}
-        async with AsyncExitStack() as stack:
-            # Acquire sandboxes in a fixed global order, so that two calls that need the same sandboxes cannot deadlock.
-            sandboxes: dict[str, Any] = {
-                name: await stack.enter_async_context(context.using(sandbox_type))
-                for name, sandbox_type in sorted(sandbox_types.items(), key=lambda item: item[1].__qualname__)
-            }
+        empty: AbstractAsyncContextManager[dict[str, Any]] = nullcontext({})
+        async with _hold(context, sandbox_types) if sandbox_types else empty as sandboxes:
             arguments: dict[str, Any] = {}
             for name, injected in self._hidden.items():
                 if injected.source == "sandbox":
@@ -239,6 +235,17 @@ class InjectedFunction(Generic[P, R]):
                 elif name in fields:
                     arguments[name] = fields[name]
             yield arguments
+
+
+@asynccontextmanager
+async def _hold(context: Context, sandbox_types: Mapping[str, type]) -> AsyncIterator[dict[str, Any]]:
+    """Yield the context's sandboxes of the given classes while holding them exclusively."""
+    async with AsyncExitStack() as stack:
+        # Acquire sandboxes in a fixed global order, so that two calls that need the same sandboxes cannot deadlock.
+        yield {
+            name: await stack.enter_async_context(context.using(sandbox_type))
+            for name, sandbox_type in sorted(sandbox_types.items(), key=lambda item: item[1].__qualname__)
+        }
 
 
 F = TypeVar("F", bound=InjectedFunction[..., Any])
@@ -269,7 +276,7 @@ class FunctionSet(Sequence[F]):
         return tuple(dict.fromkeys(sandbox_type for f in self for sandbox_type in f.sandbox_types))
 
     def redefined(self) -> tuple[str, ...]:
-        """Return the names of functions that were redefined later. This set keeps the old definitions."""
+        """Return the names of functions that were redefined later. The set still contains the old definitions."""
         return tuple(f.name for f in self if f.redefined())
 
     def check(self, tasks: Sequence[Task]) -> None:

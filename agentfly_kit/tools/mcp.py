@@ -22,7 +22,7 @@ _PAGES = 100
 
 
 class MCPTools(ToolSet):
-    """Tools of an MCP server.
+    """Tools of one MCP server.
 
     Attributes:
         pool: Pool of sessions, for `Agent(pools=[tools.pool])`; None if all chains share one session.
@@ -37,8 +37,8 @@ async def mcp(
 ) -> AsyncIterator[MCPTools]:
     """Connect to an MCP server and return its tools: `async with af.toolbox.mcp("python server.py") as tools`.
 
-    The tools are listed once, when the connection is opened. In place of images and other content that is not text, the
-    model sees the type and size. If the server reports an error, the model sees the error message. If the connection is
+    The tools are listed once, when the connection is opened. The model sees only the type and size of images and other
+    content that is not text. If the server reports an error, the model sees the error message. If the connection is
     lost, the chain is unscored.
 
     A server started by a command runs outside of any sandbox with the permissions of this process, and its descriptions
@@ -48,7 +48,7 @@ async def mcp(
     Args:
         server: URL of a server (streamable HTTP); command that starts a server (stdio), as a string or a list of
             arguments; or another object that `mcp.Client` accepts.
-        sessions: Number of sessions in a pool from which each chain leases its own session, for
+        sessions: Size of a pool from which each chain leases its own session. Pass this pool to the agent:
             `Agent(tools=tools, pools=[tools.pool])`. With 0, all chains share one session.
         timeout: limit in seconds for connecting and for each call.
         max_chars: maximum length of an observation in characters, or None.
@@ -65,7 +65,7 @@ async def mcp(
     connect, label = _connector(server)
 
     class MCPSession(_Session):
-        """Session of one chain. The class is created per server, so that the pool of the server can be identified."""
+        """Session with one server. Pools are found by the class of their sessions, so each server has its own class."""
 
         def __init__(self) -> None:
             super().__init__(connect, label, timeout)
@@ -87,7 +87,7 @@ async def mcp(
 
 
 def _connector(server: Any) -> tuple[Callable[[Any], Any], str]:
-    """Return a function from a file for stderr to the argument of `mcp.Client`, and the server's name for messages."""
+    """Return (connect, name). `connect(errors)` creates the argument of `mcp.Client`; `errors` is a file for stderr."""
     try:
         from mcp import StdioServerParameters, stdio_client
     except ImportError as error:
@@ -97,17 +97,17 @@ def _connector(server: Any) -> tuple[Callable[[Any], Any], str]:
     if isinstance(server, str) or (isinstance(server, Sequence) and all(isinstance(part, str) for part in server)):
         command = shlex.split(server) if isinstance(server, str) else list(server)
         if not command:
-            raise SettingsError("server must be a URL or a command, got an empty one")
+            raise SettingsError(f"server must be a URL or a non-empty command, got {server!r}")
         server = StdioServerParameters(command=command[0], args=command[1:])
     if isinstance(server, StdioServerParameters):
         return lambda errors: stdio_client(server, errlog=errors), " ".join([server.command, *server.args])
     if server is None or isinstance(server, bool | int | float | bytes | dict):
-        raise SettingsError(f"server must be a URL, a command, or an argument of mcp.Client, got {server!r:.80}")
+        raise SettingsError(f"server must be a URL, a command, or a value that mcp.Client accepts, got {server!r:.80}")
     return lambda _: server, type(server).__name__
 
 
 class _Session:
-    """Connection to a server. A separate task holds it, because the task that opens a connection must also close it."""
+    """Connection to an MCP server. A separate asyncio task opens and closes it, because one task must do both."""
 
     def __init__(self, connect: Callable[[Any], Any], label: str, timeout: float) -> None:
         self._connect, self._label, self._timeout = connect, label, timeout
@@ -159,7 +159,7 @@ class _Session:
             await asyncio.wait([task])
 
     async def close(self) -> None:
-        """End the session and, with stdio, the server, even if the caller is cancelled."""
+        """End the session, even if the caller is cancelled. If a command started the server, the server ends too."""
         task, self._task = self._task, None
         self._stop.set()
         if task is not None:
@@ -189,7 +189,7 @@ class _Session:
         return ToolResult(not result.is_error, _text(result))
 
     async def _request(self, request: Callable[[Any], Any]) -> Any:
-        """Send a request. The timeout also applies if the server sends messages without ever returning a result."""
+        """Send a request and return its result. Other messages from the server do not extend the timeout."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
@@ -217,7 +217,7 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _tool(listed: Any, session: Any, timeout: float, max_chars: int | None) -> Tool[..., Any]:
-    """Return a tool that calls a tool of the server in `session`, or, if this is a class, in the chain's session."""
+    """Return a tool that calls the server's tool `listed`. `session` is a session or the class of sessions to lease."""
     its_name = listed.name  # may contain characters that are not allowed in the name of a `Tool`
     name = re.sub(r"[^a-zA-Z0-9_-]", "_", its_name)[:64]
     name = name if re.match(r"[a-zA-Z_]", name) else f"_{name}"[:64]
@@ -240,7 +240,7 @@ def _tool(listed: Any, session: Any, timeout: float, max_chars: int | None) -> T
             return await run(session, arguments)
 
     try:
-        # The session enforces the timeout, because a request abandoned by the tool would stay open.
+        # The tool needs no timeout, because the session limits the time of each request.
         return Tool.from_schema(
             name, listed.input_schema, call, description=listed.description or listed.title or "", timeout=None,
             max_chars=max_chars,

@@ -20,17 +20,17 @@ REQUIRED: Any = inspect.Parameter.empty
 
 
 def parse_docstring(text: str | None, owner: str) -> tuple[str, dict[str, str]]:
-    """Return the descriptions of the function `owner` and its parameters from a Google, NumPy or Sphinx docstring."""
+    """Parse a Google, NumPy or Sphinx docstring. Return the description of `owner` and those of its parameters."""
     try:
         parsed = docstring_parser.parse(text or "")
     except docstring_parser.ParseError as error:
-        raise ToolSchemaError(f"the docstring of {owner} must be valid, got {error}") from None
+        raise ToolSchemaError(f"the docstring of {owner} cannot be parsed: {error}") from None
     parts = [part.strip() for part in (parsed.short_description, parsed.long_description) if part]
     return "\n\n".join(parts), {p.arg_name: " ".join((p.description or "").split()) for p in parsed.params}
 
 
 class Parameter(NamedTuple):
-    """Visible parameter of a tool. Unlike `inspect.Parameter`, its name may be any string, as in a JSON schema."""
+    """Parameter of a tool that the model sees. Unlike in `inspect.Parameter`, the name may be any string."""
 
     name: str
     annotation: Any
@@ -38,7 +38,7 @@ class Parameter(NamedTuple):
 
 
 class Arguments:
-    """Parameters that a model passes to the function `owner`. Generates their JSON schema and validates JSON values.
+    """Parameters of the function `owner` that the model sees. Generates their JSON schema and validates JSON values.
 
     A description in an annotation takes precedence over a description in the docstring. With `optional`, parameters do
     not need a description. If `schema` is given, it is used unchanged.
@@ -59,7 +59,7 @@ class Arguments:
 
     @classmethod
     def from_schema(cls, owner: str, schema: Any) -> Arguments:
-        """Create from the JSON schema of an object. `validate` checks types, but no other constraints of the schema."""
+        """Create an instance from the JSON schema of an object. Only the names and types of arguments are validated."""
         properties = schema.get("properties", {}) if isinstance(schema, Mapping) else None
         if not isinstance(properties, Mapping) or schema.get("type", "object") != "object":
             raise ToolSchemaError(
@@ -68,7 +68,7 @@ class Arguments:
             )
         required = schema.get("required", ())
         if unknown := [name for name in required if name not in properties]:
-            raise ToolSchemaError(f"{owner}: required must name properties of the schema, got {unknown[0]!r}")
+            raise ToolSchemaError(f"{owner}: 'required' must list properties of the schema, got {unknown[0]!r}")
         try:
             json.dumps(schema)
             parameters = [
@@ -84,7 +84,7 @@ class Arguments:
         self, parameters: Sequence[inspect.Parameter | Parameter], documented: Mapping[str, str], optional: bool
     ) -> dict[str, Any]:
         owner = self.owner
-        # Use a single call, so that different classes with the same name get different definitions.
+        # Generate all schemas in one call, so that different classes with the same name get different keys in $defs.
         schemas, shared = TypeAdapter.json_schemas([(n, "validation", a) for n, a in self._adapters.items()])
         properties: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
@@ -160,7 +160,7 @@ class Arguments:
         return f"({', '.join(texts)})"
 
 
-# Python type of each JSON type. A "number" may be an int, so that integers are not converted to floats.
+# Python type for each JSON type. For "number", integers are accepted too, so that they are not converted to floats.
 _TYPES: dict[str, Any] = {
     "string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict, "null": None,
 }  # fmt: skip

@@ -18,7 +18,7 @@ MAX_SOURCE = 64_000
 _PLAIN: dict[str, Any] = {
     "str": str, "int": int, "float": float, "bool": bool, "list": list, "dict": dict, "Any": Any,
 }  # fmt: skip
-# Program that runs in the sandbox. Its names are local, except `_call_tool`, so the model's variables do not change.
+# Program that calls the tool in the sandbox. `_call_tool` is its only global name, so the model's variables are kept.
 _PROGRAM = """\
 def _call_tool():
     import __future__, json
@@ -128,7 +128,7 @@ def _annotation(owner: ast.arg, node: ast.expr | None) -> Any:
 
 
 def sandboxed(written: Written) -> Callable[..., Any]:
-    """Return a function that calls the function of `written` in the sandbox of the chain."""
+    """Return a function that runs the source code of `written` with the given arguments in the chain's sandbox."""
     source, name, timeout = written.source, written.name, written.timeout  # part of the fingerprint
 
     async def call(sandbox: PythonSandbox, **arguments: Any) -> SandboxResult:

@@ -1,4 +1,4 @@
-"""Tools: functions with a schema that the model can call, and sets of tools that run these calls.
+"""`Tool`, a function with a JSON schema that the model can call, and `ToolSet`, which runs the model's calls.
 
 There is no registry. An agent keeps its tool objects even if a later notebook cell reuses their names.
 """
@@ -50,7 +50,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
 
     kind = "tool"
     error_type = ToolSchemaError
-    # Source code of a tool made by `from_source`.
+    # Source code of a tool made by `from_source`; None for other tools.
     written: str | None = None
 
     def __init__(
@@ -70,7 +70,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         if not _NAME.fullmatch(self.name):
             raise ToolSchemaError(
                 f"the name of a tool must consist of letters, digits, _ and -, got {self.name!r}; "
-                "choose one: @af.tool(name=...)"
+                "choose another name: @af.tool(name=...)"
             )
         if max_chars is not None and max_chars < 1:
             raise self._error(f"max_chars must be at least 1, or None for no limit, got {max_chars!r}")
@@ -79,7 +79,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         if description is not None and not isinstance(description, str):
             raise self._error(f"description must be a string or None, got {description!r:.80}")
         plain = functions.underlying(self.function)
-        # A `__call__` without a docstring would inherit the docstring of `type.__call__`.
+        # If `__call__` has no docstring, use the docstring of its class. `getdoc` would return that of `type.__call__`.
         is_object = plain.__name__ == "__call__" and not plain.__doc__
         own = inspect.getdoc(type(getattr(self.function, "__self__", None)) if is_object else plain)
         documentation, documented = parse_docstring(own, self.name)
@@ -87,7 +87,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         if schema is not None:
             self._arguments = Arguments.from_schema(self.name, schema)
             if both := set(self._arguments.parameters) & set(self._hidden):
-                raise self._error(f"properties of the schema must not be injected parameters, got {sorted(both)[0]!r}")
+                raise self._error(f"the schema must not contain injected parameters, got {sorted(both)[0]!r}")
         else:
             visible = [p for p in self._parameters.values() if p.name not in self._hidden]
             self._arguments = Arguments(self.name, visible, documented, describe == "optional")
@@ -147,7 +147,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
             max_chars: maximum length of the observation in characters, or None.
 
         Raises:
-            ToolSchemaError: if the text is not such a function. The message names the line.
+            ToolSchemaError: if `source` is not such a function. The error message contains the line number.
         """
         written = parse_source(source, timeout)
         made = cls(
@@ -177,8 +177,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         if self._method and self._instance is None:
             owner = self.__qualname__.rpartition(".")[0].rpartition(".")[2]
             raise ToolSchemaError(
-                f"{self.__qualname__} is a method without an instance; "
-                f"use the tool of an instance: {owner}(...).{self.__name__}"
+                f"{self.__qualname__} is a method, which must be bound to an instance; use {owner}(...).{self.__name__}"
             )
 
     # --- properties ---
@@ -202,7 +201,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
 
     @property
     def content(self) -> tuple[str, int | None]:
-        """The fingerprint and the id of the instance of a bound method, which `ToolSet.__eq__` compares."""
+        """Fingerprint, and `id()` of the instance if the tool is a bound method. `ToolSet.__eq__` compares both."""
         instance = self._instance if self._instance is not None else getattr(self.function, "__self__", None)
         return self.fingerprint, None if instance is None else id(instance)
 
@@ -219,8 +218,8 @@ class Tool(Displayable, InjectedFunction[P, R]):
     ) -> ToolResult:
         """Run one call interactively and return its result as the model would see it.
 
-        Arguments are validated, sandboxes are leased temporarily, and failures become text. If the tool has a visible
-        parameter named `task` or `pool`, the value is passed to the tool.
+        Arguments are validated, sandboxes are leased temporarily, and failures become text. If the model sees a
+        parameter named `task` or `pool`, the argument of this name is passed to the tool instead.
 
         Args:
             *positional: arguments of visible parameters, by position.
@@ -257,13 +256,13 @@ class Tool(Displayable, InjectedFunction[P, R]):
             values, problem = self._arguments.validate(arguments)
             if problem:
                 return _fit_result(ToolResult(False, problem), self.max_chars)
-            # Acquire the slot after the sandboxes, so that a call does not occupy a slot while it waits for a sandbox.
+            # Take the concurrency slot last, so that a call does not occupy it while it waits for a sandbox.
             async with self._inject(context, context.fields) as injected, context.concurrency.tools.slot():
                 outcome = await functions.call_user_function(
                     self._bound(),
                     values | injected,
                     timeout=self.timeout,
-                    convert=lambda value: _fit_result(_to_result(value), self.max_chars),
+                    convert=self._convert,
                 )
         except Exception as raised:  # raised by a pool or an argument validator, or for a missing task field
             outcome = functions.Outcome(error=raised)
@@ -280,6 +279,9 @@ class Tool(Displayable, InjectedFunction[P, R]):
         # Hide the details from the model, which cannot fix the tool and could read the answer in a traceback.
         failure = functions.failure_from(f"tool {self.name}", error)
         return ToolResult(False, f"{self.name} failed.", failure, seconds)
+
+    def _convert(self, value: Any) -> ToolResult:
+        return _fit_result(_to_result(value), self.max_chars)
 
 
 @overload
@@ -313,7 +315,7 @@ def tool(
     from the model.
 
     A sync function runs in a thread, and a coroutine function on the event loop. A method becomes a tool bound to its
-    instance, which all chains share, so keep the state of a chain in `context.state` or in a sandbox.
+    instance. All chains share this instance, so keep the state of a chain in `context.state` or in a sandbox.
 
     Args:
         function: the function to decorate.
@@ -324,7 +326,7 @@ def tool(
         description: description shown to the model; that of the docstring by default.
 
     Raises:
-        ToolSchemaError: if no schema can be generated. The message names the function and the parameter.
+        ToolSchemaError: if no schema can be generated. The error message names the function and the parameter.
     """
 
     def decorate(function: Callable[P, R]) -> Tool[P, R]:
@@ -339,7 +341,7 @@ def tool(
 
 
 def _to_result(value: Any) -> ToolResult:
-    """Convert a return value to a result: strings stay unchanged, None becomes "", other values become compact JSON."""
+    """Convert the return value of a tool to text in a ToolResult. A ToolResult is returned unchanged."""
     if isinstance(value, SandboxResult):
         return ToolResult(value.ok, value.text, truncated=value.truncated)
     if not isinstance(value, ToolResult):
@@ -351,7 +353,7 @@ def _to_result(value: Any) -> ToolResult:
 
 
 def to_text(value: Any) -> str:
-    """Convert to text: strings unchanged, None as "", others as compact JSON. Raise TypeError if that is impossible."""
+    """Return a string unchanged, "" for None, and other values as compact JSON. Raise TypeError if this fails."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -359,7 +361,7 @@ def to_text(value: Any) -> str:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value).decode("utf-8", "replace")
     plain = to_jsonable_python(value, inf_nan_mode="constants", bytes_mode="utf8", fallback=_json_fallback)
-    # Dates, paths and enum members become strings, which are shown without quotes like any returned string.
+    # Dates, paths and enum members become strings, which are shown without quotes, like returned strings.
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -432,17 +434,12 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
             refused: results of the calls that must not run, by position in `calls`.
         """
 
-        async def one(position: int, call: ToolCall) -> ToolResult:
-            if position in refused:
-                return refused[position]
-            with around(call):
-                return await self.call(call, context)
-
+        started = [self._call_one(call, context, around, refused.get(i)) for i, call in enumerate(calls)]
         if len(calls) == 1:
-            results = [await one(0, calls[0])]
+            results = [await started[0]]
         else:
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(one(i, call)) for i, call in enumerate(calls)]
+                running = [group.create_task(call) for call in started]
             results = [task.result() for task in running]
         # Use weak references, so that a stored trajectory does not keep an unused pool and its sandboxes alive.
         pools = tuple(map(weakref.ref, context.pools))
@@ -451,6 +448,18 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
             replace(call, result=result, rerunner=function and Rerun(function, context.task, pools))
             for call, result, function in zip(calls, results, known, strict=True)
         )
+
+    async def _call_one(
+        self,
+        call: ToolCall,
+        context: Context,
+        around: Callable[[ToolCall], AbstractContextManager[Any]],
+        refused: ToolResult | None,
+    ) -> ToolResult:
+        if refused is not None:
+            return refused
+        with around(call):
+            return await self.call(call, context)
 
     def add(self, tool: Tool[..., Any] | Callable[..., Any]) -> ToolSet:
         """Return a set with `tool` added at the end. No tool of the set may have the same name."""

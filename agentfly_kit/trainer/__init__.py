@@ -1,1 +1,1 @@
-"""Training. `loop` contains the training loop, the other modules its components."""
+"""Training of policies. `loop` contains the training loop, and the other modules contain its components."""

@@ -18,7 +18,7 @@ from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.batch.collate import TruncationMode, collate
 from agentfly_kit.batch.turn_data import turn_data
-from agentfly_kit.engines.base import Engine
+from agentfly_kit.engines.base import Engine, check_scorer
 from agentfly_kit.errors import BatchError, SettingsError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import shaped_rewards
@@ -39,9 +39,9 @@ class BatchBuilder:
         """Build the batch of a rollout.
 
         Args:
-            rollout: The rollout.
-            kl_coef: Current coefficient of the KL penalty in the reward.
-            baselines: For "remax", the reward of a greedy chain for each task, by task id.
+            rollout: Sampled trajectories, in groups.
+            kl_coef: Current coefficient of the KL penalty. It is used only if the penalty is part of the reward.
+            baselines: For advantage="remax", the reward of a greedily sampled chain for each task, by task id.
         """
         config, name = self.config, self.config.advantage
         estimator: Any
@@ -71,7 +71,7 @@ class BatchBuilder:
             adv = estimator(rewards, batch.mask, trajectory_index=index, **options)
             return batch.replace(advantages=adv)
 
-        # GAE needs the values before the update and, for truncated chains, the value of the last state.
+        # GAE needs the state values before the update and, to bootstrap truncated chains, the value of the last state.
         values = self.policy.score(batch, {"value"}, micro_tokens=config.micro_tokens)["value"]
         bootstrap = None
         if config.truncated == "bootstrap" and bool(batch.truncated.any()):
@@ -91,7 +91,7 @@ class BatchBuilder:
         return batch.replace(advantages=adv, returns=returns, values=values)
 
     def _estimator(self, rollout: Rollout, baselines: Mapping[str, float]) -> Callable[..., Tensor]:
-        """Bind the further inputs of the outcome or turn estimator, and return a function of rewards and groups."""
+        """Return the configured estimator as a function of rewards and groups, with its other arguments bound."""
         name, trajectories = self.config.advantage, rollout.trajectories
         if callable(name):
             return name
@@ -118,7 +118,7 @@ class BatchBuilder:
         return found
 
     def _turn_estimator(self, rollout: Rollout, name: str) -> Callable[..., Tensor]:
-        """Return a function of rewards and groups that calls the estimator with the turn data of the rollout."""
+        """Return "gigpo" or "arpo" as a function of rewards and groups, with the turn data of the rollout bound."""
 
         def estimator(rewards: Tensor, groups: Tensor) -> Tensor:
             turns = turn_data(rollout, rewards=[None if math.isnan(r) else r for r in rewards.tolist()])
@@ -156,8 +156,8 @@ class BatchBuilder:
         return batch.replace(ref_logprobs=scored["logprob"])
 
     def _shaped_outcome_batch(self, rollout: Rollout, estimator: Callable[..., Tensor], kl_coef: float) -> Batch:
-        """Apply an outcome estimator to rewards minus the KL penalty of the whole chain."""
-        # Masked rows of truncated chains still count in the group mean, so their KL penalty is needed too.
+        """Build a batch with advantages estimated from the rewards of chains minus their KL penalties."""
+        # With truncated="mask", truncated chains still count in the group mean, so their KL penalty is needed too.
         keep: TruncationMode = "score" if self.config.truncated == "mask" else self.config.truncated
         every = self._with_reference_logprobs(self._collate(rollout, None, keep))
         penalty = (every.token_rewards - shaped_rewards(every, kl_coef)).nansum(1)
@@ -194,38 +194,30 @@ async def distilled(batch: Batch, teacher: Policy | Engine, config: TrainConfig)
 
 
 def check_teacher(teacher: Policy | Engine | None, agent: AgentSettings, policy: Policy, config: TrainConfig) -> None:
-    """Raise SettingsError if the teacher cannot score the chains of the policy. Servers are checked at the start."""
+    """Raise SettingsError if the teacher cannot score the policy's chains. Engines are checked when the run starts."""
     if (teacher is not None) != (config.teacher_coef > 0):
         raise SettingsError(
-            "teacher= and TrainConfig(teacher_coef=) above 0 must be used together, got "
+            "teacher= requires TrainConfig(teacher_coef=) above 0, and vice versa, got "
             f"teacher={teacher!r} with teacher_coef={config.teacher_coef}"
         )
     if teacher is None:
         return
     if teacher is policy or teacher is agent.engine:
-        raise SettingsError("teacher must be another policy than the one that is trained; use policy.copy()")
+        raise SettingsError("teacher must not be the policy that is trained; use policy.copy()")
     if isinstance(teacher, Engine) and type(teacher).check_teacher is not Engine.check_teacher:
         if agent.sampling.temperature != 1:
             raise SettingsError(
-                "an engine as teacher scores at temperature 1, so Agent(sampling=) must sample at temperature 1, got "
+                "a teacher engine scores at temperature 1, so Agent(sampling=) must sample at temperature 1, got "
                 f"{agent.sampling.temperature}"
             )
         return
     if not isinstance(teacher, Policy):
-        raise SettingsError(f"teacher must be a Policy, or an OpenAIEngine with a vLLM server, got {teacher!r}")
-    if teacher.chat.tokenizer.get_vocab() != agent.chat.tokenizer.get_vocab():
-        raise SettingsError(
-            f"teacher must have the vocabulary of the policy, whose token ids it scores, got "
-            f"{len(teacher.chat.tokenizer)} tokens that differ from the policy's {len(agent.chat.tokenizer)}"
-        )
-    if teacher.max_length < (needed := agent.engine.max_length):
-        raise SettingsError(
-            f"teacher must have a context of at least {needed} tokens, as the engine has, got {teacher.max_length}"
-        )
+        raise SettingsError(f"teacher must be a Policy, a VLLMEngine, or an OpenAIEngine with vLLM, got {teacher!r}")
+    check_scorer(teacher.chat, teacher.max_length, agent.chat, agent.engine.max_length)
 
 
 def _with_rewards(trajectories: Iterable[Trajectory]) -> tuple[Trajectory, ...]:
-    """Assign the reward 0 to unrewarded chains that ended normally."""
+    """Assign the reward 0 to unscored chains, except those that failed or were cancelled."""
     return tuple(
         t if t.reward is not None or t.error is not None or t.stop in UNSCORED_STOPS else t.replace(reward=0.0)
         for t in trajectories
@@ -245,8 +237,8 @@ def _checked(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if values.ndim not in (1, 2) or len(values) != len(rewards):
             n = len(rewards)
             raise BatchError(
-                f"the advantage function {name} must return the shape ({n},), or ({n}, K) for one advantage per "
-                f"sampled turn, for {n} rewards, got the shape {tuple(values.shape)}"
+                f"the advantage function {name} must return the shape ({n},) for {n} rewards, or ({n}, K) with one "
+                f"advantage per sampled turn, got the shape {tuple(values.shape)}"
             )
         return values
 

@@ -1,4 +1,4 @@
-"""Checkpoints: a policy in the transformers layout, the optimizer state, and the state of the training loop."""
+"""Save and load checkpoints, which contain the policy, the optimizer state and the state of the training loop."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class LoopState:
 def save(run: Run, policy: Policy, optimizer: torch.optim.Optimizer, loop: LoopState) -> None:
     """Write a checkpoint. Prefetched chains are omitted if their tasks cannot be saved as JSON.
 
-    `Policy.save` writes the weights. Weights that cannot be restored unchanged from its files (adapters, and weights
-    that transformers converts when saving) are also stored in `state.pt`.
+    `Policy.save` writes the weights. Weights that cannot be restored unchanged from the saved files (adapters, and
+    weights that transformers converts when saving) are also stored in `state.pt`.
     """
     with run.new_checkpoint() as folder:
         policy.save(folder)
@@ -52,7 +52,7 @@ def save(run: Run, policy: Policy, optimizer: torch.optim.Optimizer, loop: LoopS
             except RunError as error:
                 if isinstance(error.__cause__, OSError):
                     raise
-                # The tasks are not JSON-serializable, so a resumed run must resample these chains.
+                # The tasks are not JSON-serializable. Delete the partial file; a resumed run samples the chains again.
                 (folder / "ahead.jsonl").unlink(missing_ok=True)
 
 
@@ -83,7 +83,7 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
 
 
 def _saved_weights(policy: Policy, folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights that `Policy.save` wrote, by the names in `Policy.state`, with all names of tied weights."""
+    """Return the weights that `Policy.save` wrote to a folder. Tied weights are included under each of their names."""
     from safetensors.torch import load_file
 
     found: dict[str, torch.Tensor] = {}

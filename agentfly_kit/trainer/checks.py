@@ -1,4 +1,4 @@
-"""Checks of a training run's arguments against each other, before anything is sampled."""
+"""Checks that the arguments of a training run are consistent, made before anything is sampled."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from agentfly_kit.types import Task
 
 
 def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | None) -> None:
-    """Raise if the settings of a run do not fit its agent, policy, tasks or processes."""
+    """Raise an error if the settings of a run do not fit its agent, policy, tasks or processes."""
     agent, policy, config, workers = sampler.agent, sampler.policy, sampler.config, sampler.workers
     if config.advantage == "gae" and policy.value_head is None:
-        raise SettingsError("advantage='gae' needs values; load the policy with value_head=True")
+        raise SettingsError("advantage='gae' needs a value head; load the policy with value_head=True")
     if config.evaluate_every and not eval_tasks:
         raise SettingsError(f"evaluate_every={config.evaluate_every} needs eval_tasks=, such as tasks.test")
     if eval_tasks and not config.evaluate_every:
         raise SettingsError(f"eval_tasks ({len(eval_tasks)} tasks) need TrainConfig(evaluate_every=), got 0")
     if config.group_size == 1 and config.advantage in GROUP_ESTIMATORS and agent.after_observation is None:
         raise SettingsError(
-            f"group_size must be at least 2 for advantage={config.advantage!r}, which compares the chains of a group: "
-            "alone, a chain has advantage 0; use 'reinforce_plus_plus' or 'gae' for single chains"
+            f"group_size must be at least 2 for advantage={config.advantage!r}, got 1, because the only chain of a "
+            "group would have advantage 0; use 'reinforce_plus_plus' or 'gae' for single chains"
         )
     if config.branch is not None:
         config.branch.groups_at_once(agent, config.group_size, config.max_concurrency)
@@ -34,7 +34,7 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
         raise SettingsError("the agent has no reward to learn from; add one with agent.replace(reward=...)")
     if agent.sampling.greedy:
         raise SettingsError(
-            "temperature must be above 0 in training, because greedy tokens have no probability to learn from; use "
+            "temperature must be above 0 in training, because the loss needs tokens drawn from the policy; use "
             "agent.replace(sampling=af.Sampling(temperature=1.0))"
         )
     if getattr(agent.engine, "policy", policy) is not policy:
@@ -50,17 +50,17 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
             )
     if config.budget is not None and not (remote is None and workers.is_single):
         raise SettingsError(
-            "budget must be None with workers or several processes, each of which would count it alone, got "
-            f"{config.budget}; use group_budget=, whose chains run in one of them"
+            f"budget must be None with workers or several processes, got {config.budget}, because each process would "
+            "count only its own chains; use group_budget=, because all chains of a group run in the same process"
         )
     if not workers.is_single:
         if run is None:
-            raise SettingsError("several processes need run=, one folder that all of them see")
+            raise SettingsError("run must be a folder that all processes can access, got None")
         if config.refill:
-            raise SettingsError(f"refill must be 0 with several processes, got {config.refill}: each counts its groups")
+            raise SettingsError(f"refill must be 0 with several processes, got {config.refill}")
         if isinstance(agent.engine, Fleet | OpenAIEngine):
             raise SettingsError(
-                f"the engine must be one of each process, such as LocalEngine or VLLMEngine, with {workers.size} "
-                f"processes, got {agent.engine!r}: every process would send its weights to the same servers"
+                f"each of the {workers.size} processes must have its own engine, such as LocalEngine or VLLMEngine, "
+                f"got {agent.engine!r}; otherwise, every process would send its weights to the same servers"
             )
     agent.check_tasks([*sampler.tasks, *eval_tasks])

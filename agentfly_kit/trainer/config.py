@@ -24,12 +24,12 @@ from agentfly_kit.trainer.run_dir import KeepPolicies
 from agentfly_kit.types import Task
 
 OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl")
-# Outcome estimators with further inputs, which `BatchBuilder` computes; "none" is for `teacher_coef` alone.
+# Outcome estimators that need further inputs. "none" sets all advantages to 0, to train with `teacher_coef` only.
 _EXTENDED_ESTIMATORS = ("opo", "gdpo", "remax", "none")
 TURN_ESTIMATORS = ("gigpo", "arpo")
 _WHITENED_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 TOKEN_ESTIMATORS = (*_WHITENED_ESTIMATORS, "optimal_token_baseline")
-# Estimators for which the only chain of a group has advantage 0.
+# Estimators that compare the chains of a group, so that the only chain of a group has advantage 0.
 GROUP_ESTIMATORS = (
     *OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, "opo", "gdpo", "reinforce_plus_plus_baseline", "optimal_token_baseline",
 )  # fmt: skip
@@ -71,8 +71,8 @@ class TrainConfig(PPOConfig):
             ("trajectory"), or as one member per row ("row").
         row_credit: How the advantage of a chain is distributed over its rows: "broadcast", "last", "uniform" or
             "geometric"; see `af.advantages.row_credit`. Only for outcome estimators with advantage_per="trajectory".
-        row_discount: With row_credit="geometric", the factor by which each later row reduces the advantage of a row.
-        authors: Authors whose tokens are trained, if the policy samples for several roles; None for all authors.
+        row_discount: Discount factor of row_credit="geometric", applied to the advantage of a row for each later row.
+        authors: Authors whose sampled tokens are trained on, such as names of roles (see `Turn.author`); None for all.
         gamma: Discount factor of the rewards, for "gae", "reinforce_plus_plus" and "gigpo".
         lam: Lambda of generalized advantage estimation, for "gae".
         whiten: Whether to normalize token-level advantages to mean 0 and standard deviation 1 over the sampled tokens
@@ -87,8 +87,8 @@ class TrainConfig(PPOConfig):
         kl_horizon: Number of trajectories over which `kl_target` adapts the coefficient.
         max_kl: Maximum approximate KL of an iteration, in nats per token. If it is exceeded, the run ends with a
             TrainingError, the iteration is not recorded, and the weights of the last checkpoint are restored. None sets
-            no limit. Without `difficulty`, a warning is also issued once when the mean reward has stayed below half of
-            its best value for 3 consecutive steps.
+            no limit. Independently of this limit, a run without `difficulty` warns once if the mean reward stays below
+            half of its best value for 3 consecutive iterations.
         overlap: If 1, sample the chains of the next iteration during the update of the current iteration, with the
             weights before the update (one step off-policy). A `LocalEngine` then samples from a copy of the policy, and
             old_logprobs="auto" means "recompute" if `correction` is set, otherwise "engine". If 0, sampling and updates
@@ -201,7 +201,7 @@ class TrainConfig(PPOConfig):
         filters: Any = self.filters
         if not isinstance(filters, list | tuple):
             raise SettingsError(
-                f"filters must be a list of functions, such as af.filters.equal_rewards, got {filters!r}"
+                f"filters must be a list of functions, such as [af.filters.equal_rewards], got {filters!r}"
             )
         for each in filters:
             is_group_filter(each)
@@ -210,24 +210,25 @@ class TrainConfig(PPOConfig):
         if self.truncated == "bootstrap" and self.advantage != "gae":
             raise SettingsError(f"truncated='bootstrap' needs the values of advantage='gae', got {self.advantage!r}")
         if self.advantage == "gdpo" and (self.truncated == "penalty" or (self.kl_in == "reward" and self.kl_coef > 0)):
-            raise SettingsError("gdpo compares separate rewards: use truncated='score' and kl_in='loss'")
+            raise SettingsError("advantage='gdpo' needs unmodified rewards; use truncated='score' and kl_in='loss'")
         if self.advantage == "remax" and self.overlap:
-            raise SettingsError("overlap must be 0 for advantage='remax', whose greedy chains need the same weights")
+            raise SettingsError("overlap must be 0 for advantage='remax', so that all chains use the same weights")
         if self.advantage_per == "row" and self.advantage in (
             *_EXTENDED_ESTIMATORS,
             *TURN_ESTIMATORS,
             *TOKEN_ESTIMATORS,
         ):
             raise SettingsError(
-                f"advantage_per must be 'trajectory' for advantage={self.advantage!r}, which sees whole chains"
+                f"advantage_per must be 'trajectory' for advantage={self.advantage!r}, which requires whole chains"
             )
         if self.advantage_per == "row" and self.kl_in == "reward" and self.kl_coef > 0:
             raise SettingsError(
-                "advantage_per must be 'trajectory' for kl_in='reward', which is summed over a chain; use kl_in='loss'"
+                "advantage_per must be 'trajectory' for kl_in='reward', because the penalty is summed over all rows of "
+                "a chain; use kl_in='loss'"
             )
 
     def _check_advantage(self) -> None:
-        """Check that `advantage` is the name of a supported estimator, or a function of rewards and groups."""
+        """Raise SettingsError unless `advantage` is the name of an estimator, or a function of rewards and groups."""
         given: Any = self.advantage
         inner = given.func if isinstance(given, functools.partial) else given
         name = getattr(inner, "__name__", str(inner))
@@ -240,7 +241,7 @@ class TrainConfig(PPOConfig):
             if name not in known:
                 raise SettingsError(
                     f"advantage must be one of {', '.join(map(repr, known))}, or a function of rewards and groups, got "
-                    f"{name!r}; advantage_per='trajectory', the default, is trajectory_level"
+                    f"{name!r}; trajectory_level is applied by default, with advantage_per='trajectory'"
                 )
             if inner is given:
                 object.__setattr__(self, "advantage", name)
@@ -248,7 +249,7 @@ class TrainConfig(PPOConfig):
         check_accepts("advantage", given, "rewards", "groups")
 
     def _check_effects(self) -> None:
-        """Raise if a setting that was changed from its default has no effect."""
+        """Raise SettingsError if a setting that was changed from its default has no effect."""
         conditions = {
             "kl_horizon": ("with kl_target", self.kl_target is not None),
             "row_credit": (

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class WorkerGroup:
-    """Processes of an Accelerator; None means this process alone. All must call the methods in the same order."""
+    """Processes of a training run, given by its Accelerator, if any. All must call the methods in the same order."""
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator

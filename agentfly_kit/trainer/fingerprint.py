@@ -1,4 +1,4 @@
-"""Fingerprints of training runs, from settings, tasks, source code of functions, and initial weights."""
+"""Fingerprints that identify training runs by settings, tasks, source code of functions, and initial weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentfly_kit.trainer.rollouts import RolloutSampler
 
 
 def _as_json(value: Any) -> Any:
-    """Convert a setting to JSON. A function is represented by its source code, fingerprint and partial arguments."""
+    """Convert a setting to JSON values. A function becomes its source code, its fingerprint and any bound arguments."""
     if isinstance(value, functools.partial):
         filled = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in sorted(value.keywords.items()))]
         return {"function": _as_json(value.func), "with": filled}
@@ -29,12 +29,12 @@ def _as_json(value: Any) -> Any:
     return value
 
 
-# Hooks in the fingerprint. `after_chain` and `watch` are omitted, because they do not affect training.
+# Hooks that are part of a fingerprint. `after_chain` and `watch` are omitted, because they do not affect training.
 _HOOKS = ("before_chain", "before_turn", "after_observation", "on_context_full", "group_reward")
 
 
 def fingerprint(sampler: RolloutSampler, start: str, teacher: Policy | Engine | None = None) -> dict[str, Any]:
-    """Return the fingerprint of a run as JSON. `start` is the fingerprint of the initial weights."""
+    """Return the fingerprint of a run as a dict of JSON values. `start` is the fingerprint of the initial weights."""
     agent, config = sampler.agent, sampler.config
     return {
         "config": {f.name: _as_json(getattr(config, f.name)) for f in dataclasses.fields(config)},
@@ -59,9 +59,11 @@ def fingerprint(sampler: RolloutSampler, start: str, teacher: Policy | Engine | 
         "reward": {r.name: {"source": r.source, "fingerprint": r.fingerprint} for r in agent.reward},
         "tasks": {"count": len(sampler.tasks), "digest": sampler.tasks_digest},
         "policy": start,
-        **(
-            {}
-            if teacher is None
-            else {"teacher": teacher.fingerprint() if isinstance(teacher, Policy) else getattr(teacher, "model", "")}
-        ),
+        **({} if teacher is None else {"teacher": _teacher(teacher)}),
     }
+
+
+def _teacher(teacher: Policy | Engine) -> str:
+    if isinstance(teacher, Policy):
+        return teacher.fingerprint()
+    return str(getattr(teacher, "name", getattr(teacher, "model", "")))

@@ -1,7 +1,7 @@
 """The training loop: sample a rollout, compute advantages, update the policy, and record metrics.
 
-Each iteration appends a line to `steps.jsonl`. A checkpoint is written every `checkpoint_every` iterations. If the loop
-is interrupted or crashes, the same call continues from the last checkpoint.
+Each iteration appends a line to `steps.jsonl`. A checkpoint is written every `checkpoint_every` iterations. After an
+interrupt or a crash, calling `train` with the same arguments continues from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -76,30 +76,30 @@ def train(
     """Create a training run, which starts when it is awaited or iterated: `await run` or `async for step in run`.
 
     Args:
-        agent: Agent that samples the chains. It must have a reward, and its engine must sample from `policy`.
+        agent: Agent that samples the chains with `policy`. It needs a reward unless advantage="none".
         policy: Policy to train, from its current weights.
         tasks: Training tasks.
         config: Settings; None uses the defaults of `TrainConfig`.
         run: Folder of the run. If it contains a run with the same config, tasks, tools, reward and initial policy, that
             run continues. If that run is complete, its recorded steps are replayed and its final weights are loaded.
             None creates a temporary folder.
-        eval_tasks: Tasks to evaluate every `config.evaluate_every` iterations, which must not be 0.
+        eval_tasks: Tasks to evaluate every `config.evaluate_every` iterations; this setting must be above 0.
         resume: False discards the contents of the folder and starts from scratch.
         progress: Whether to show a progress bar. For curves, display `widgets.TrainView(run)` before awaiting the run.
-        accelerator: An accelerate.Accelerator with several processes, which all make the same call. The tasks of an
-            iteration and the rows of an update are distributed over the processes. All processes must have access to
-            the folder. Results equal those of a single process up to the order of summation.
-        teacher: Policy with the same vocabulary to distil from (see `config.teacher_coef`), or an `OpenAIEngine` for a
-            vLLM server with such a model. The teacher is not trained.
+        accelerator: An accelerate.Accelerator with several processes, each of which must make the same call. The tasks
+            of an iteration and the rows of an update are distributed over the processes. All processes must have access
+            to the folder. Results equal those of a single process up to rounding errors.
+        teacher: Model to distil from, with the vocabulary of `policy`; see `config.teacher_coef`. A Policy, a
+            `VLLMEngine`, or an `OpenAIEngine` connected to a vLLM server. The teacher is not trained.
         workers: Processes that run the rollouts and evaluations, created by `af.ray.workers`, or None for this process.
-            The records do not depend on the choice.
+            The records are the same in both cases.
 
     Returns:
         The handle of the run. In each record, `metric_<name>` is the mean of a metric over the scored chains, and
         `eval_metric_<name>` is its mean in the evaluation.
 
     Raises:
-        RunMismatch: If the folder contains a different run, or if functions were changed before the run is awaited.
+        RunMismatch: If the folder contains a different run, or a function of the agent was redefined after this call.
         RunError: If the folder is damaged or contains something other than a run.
         SettingsError: If the settings do not fit the agent, the policy, the tasks or the accelerator.
         TaskError: If there are no tasks.
@@ -162,7 +162,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self._trackers = TrackerSet()
         self.run.subscribe(self._trackers.step)
         self._start_over = not resume
-        # The fingerprint includes the weights that this policy had when it first began the run.
+        # Remember the initial weights per folder, so that a second call with the trained policy matches the same run.
         key = str(self.path.resolve())
         if self._start_over:
             self.policy.run_fingerprints.pop(key, None)
@@ -178,7 +178,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self._latest: tuple[Rollout, Stats | None] | None = None
         # Number of completed iterations, current KL coefficient, and prefetched chains.
         self._state = LoopState(0, self.config.kl_coef)
-        # Number of steps yielded by this handle, which are not replayed when iteration continues.
+        # Number of steps yielded by this handle. They are not yielded again when iteration continues.
         self._steps_yielded = 0
         self._prepared = False
         self._iterating = False
@@ -197,7 +197,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self.fingerprint = fingerprint(self._sampler, self._start, self._teacher)
         return self.run.check(self.fingerprint, resume=not self._start_over)
 
-    # --- interface of views ---
+    # --- state and control ---
 
     @property
     def path(self) -> Path:
@@ -219,7 +219,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         return "stopping" if self.stopping else "paused" if self.paused else "running"
 
     def describe_kept(self) -> str:
-        """Return text that lists the completed steps, and the steps that must be repeated when the run continues."""
+        """Describe which steps are saved, and which steps must be repeated when the run continues."""
         done = len(self.records)
         saved = done if self._saved_steps is None else self._saved_steps
         kept = f"{_steps(1, saved)} and the checkpoint are kept in {str(self.path)!r}" if saved else "no step is kept"
@@ -234,8 +234,8 @@ class TrainRun(Handle["TrainRun"], Displayable):
     def track(self, *trackers: Tracker) -> TrainRun:
         """Copy the records to other tools, such as `af.trackers.TensorBoard()`, and return this run.
 
-        If the run continues after an interrupt, each step is tracked once. If a tracker raises, a warning is issued and
-        the run continues without it. With several processes, only the first one tracks.
+        No record is sent twice, even if the run continues after an interrupt. If a tracker raises, a warning is issued
+        and the run continues without it. With several processes, only the main process sends records.
 
         Raises:
             SettingsError: If a tracker is not a Tracker or was already added.
@@ -245,14 +245,14 @@ class TrainRun(Handle["TrainRun"], Displayable):
         return self
 
     def diagnose(self) -> Findings:
-        """Find reasons why the run does not learn: `af.diagnose` of the last step and of the records so far."""
+        """Apply `af.diagnose` to the last step and all records, to find reasons why the policy does not learn."""
         if self._latest is None:
             return self.run.diagnose()
         rollout, stats = self._latest
         return diagnose(rollout, stats=stats, records=self.records)
 
     def stop(self) -> None:
-        """Stop after the current iteration. A paused iteration is resumed first."""
+        """Stop after the current iteration. If the run is paused, resume it first."""
         self.stopping = True
         self.resume()
 
@@ -329,7 +329,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
 
     def _check_not_iterating(self) -> None:
         if self._iterating:
-            raise SettingsError("this run is already being awaited elsewhere; a run has one loop")
+            raise SettingsError("this run is already being awaited elsewhere; wait until that call has ended")
 
     async def _next_step(self) -> TrainStep | None:
         """Run or replay the next step. Return None if the run is complete or was stopped."""
@@ -351,7 +351,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 try:
                     step = await self._iterate(self._state.steps)
                 except BaseException:
-                    # The iteration may have been interrupted between updates, so reload the checkpoint next time.
+                    # Reload the checkpoint next time, because the update may have been interrupted halfway.
                     self._prepared = False
                     self._update_bar(None)
                     raise
@@ -362,7 +362,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
             self._iterating = False
 
     async def _prepare(self) -> None:
-        """Prepare the folder, and load the last checkpoint or write the first checkpoint."""
+        """Prepare the folder of the run, and load the last checkpoint or write the first one."""
         policy, config, workers = self.policy, self.config, self._workers
         if isinstance(self._teacher, Engine):
             await self._teacher.check_teacher(self.agent.chat, self.agent.engine.max_length)
@@ -374,8 +374,8 @@ class TrainRun(Handle["TrainRun"], Displayable):
         found = self.run.checkpoint if known else None
         if not workers.is_single and len({*await workers.all_gather((str(found), self.fingerprint["policy"]))}) > 1:
             raise RunError(
-                f"all processes must see the same run in {self.path} and start from the same weights; give them one "
-                "folder and one policy"
+                f"all processes must find the same run in {self.path} and start from the same weights; use a shared "
+                "folder, and load the same policy in every process"
             )
         if found is not None:
             if config.kl_coef > 0:
@@ -472,8 +472,8 @@ class TrainRun(Handle["TrainRun"], Displayable):
     async def _update(self, index: int, rollout: Rollout) -> tuple[Stats | None, Rollout, float]:
         """Build the batch and update the policy. If this fails, save the chains.
 
-        Returns the statistics (None if there was nothing to train on), the rollout with drop reasons, and the maximum
-        age of a sampled token in updates.
+        Returns the statistics (None if there was nothing to train on), the rollout with drop reasons, and the number of
+        updates since the oldest token of the batch was sampled.
         """
         config, policy = self.config, self.policy
         assert self._optimizer is not None
@@ -508,13 +508,13 @@ class TrainRun(Handle["TrainRun"], Displayable):
             if config.max_kl is not None and stats.approx_kl > config.max_kl:
                 raise TrainingError(
                     f"the update moved the policy by {stats.approx_kl:.3g} nats per token, more than "
-                    f"max_kl={config.max_kl}: it has diverged. Try a smaller lr than {config.lr:g}, target_kl=0.05, or "
-                    "fewer epochs"
+                    f"max_kl={config.max_kl}: training has diverged. Try a smaller lr than {config.lr:g}, "
+                    "target_kl=0.05, or fewer epochs"
                 )
         except AgentFlyError as error:
             kept = f"steps 1 to {index} are kept in {self.path}" if index else f"no step was kept in {self.path}"
             if isinstance(error, TrainingError) and (found := self.run.checkpoint) is not None:
-                # Do not let training continue with diverged weights.
+                # Restore the weights of the last checkpoint, because the update may have diverged.
                 await run_in_thread(checkpoint.load, self.run, found, policy, self._optimizer)
                 kept += "; the policy has the weights of its last checkpoint"
             if self._workers.is_main:

@@ -1,4 +1,4 @@
-"""Rollouts of a training run: task order, refills, distribution over processes, and prefetching."""
+"""Sample the rollouts of a training run: select tasks, replace filtered groups, and prefetch the next rollout."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RolloutSampler:
         return await self._gather(sample())
 
     async def _sample(self, index: int, agent: Agent) -> Rollout:
-        """Sample the chains of an iteration for this process, including replacements of filtered groups (`refill`)."""
+        """Sample the chains that this process runs in an iteration, and replace filtered groups (`config.refill`)."""
         rollout = await self._run_rollout(agent, self.task_sampler.sample(index), index, "train")
         for again in range(1, self.config.refill + 1):
             left_out = drop_reasons(rollout.trajectories, self.config.filters)
@@ -103,7 +103,7 @@ class RolloutSampler:
         return rollout
 
     async def _run_rollout(self, agent: Agent, tasks: list[Task], index: int, purpose: str) -> Rollout:
-        """Run this process's share of a rollout."""
+        """Run the part of a rollout that is assigned to this process."""
         config, workers = self.config, self.workers
         self.handle = agent.rollout(
             tasks,
@@ -125,7 +125,7 @@ class RolloutSampler:
             self.handle = None
 
     async def greedy_rewards(self, rollout: Rollout) -> dict[str, float]:
-        """Return the reward of a greedy chain for each task of a rollout, by task id; NaN if the chain is unscored."""
+        """Sample a greedy chain for each task of a rollout. Return the rewards by task id; NaN for unscored chains."""
         agent = dataclasses.replace(self.agent, sampling=self.agent.sampling.replace(temperature=0.0))
         greedy = await agent.rollout(
             rollout.tasks, max_concurrency=self.config.max_concurrency, workers=self.rollout_workers
@@ -149,9 +149,9 @@ class RolloutSampler:
         return Rollout(groups, max(part.seconds for part in parts))
 
     async def start_prefetch(self, index: int) -> asyncio.Task[Rollout] | None:
-        """Start sampling the chains of an iteration with the current weights. The next update does not affect them.
+        """Start sampling the chains of an iteration with the current weights. Later updates do not affect them.
 
-        Returns None if `config.overlap` is 0, or if there is no such iteration.
+        Returns None if `config.overlap` is 0, or if the run ends before this iteration.
         """
         if not self.config.overlap or index >= self.config.steps:
             return None
@@ -159,12 +159,12 @@ class RolloutSampler:
         if getattr(agent.engine, "policy", None) is not policy:
             await agent.engine.update(policy)
             return asyncio.create_task(self._sample(index, agent), name=f"agentfly-ahead-{index + 1}")
-        # The weights of this engine are about to change, so use an engine with a copy of the weights.
+        # This engine shares its weights with the policy, which the next update changes. Sample from a copy instead.
         if not isinstance(agent.engine, LocalEngine):
-            raise SettingsError(f"overlap=1 needs a LocalEngine if the engine shares the policy, got {agent.engine!r}")
+            raise SettingsError(f"overlap=1 needs LocalEngine or an engine with its own weights, got {agent.engine!r}")
         if self._prefetch_agent is None:
             twin = await run_in_thread(policy.copy)
-            # dataclasses.replace keeps the state of the agent, such as `last_run` and the issued warnings.
+            # Unlike `agent.replace`, this shares the state of the agent, such as `last_run` and the issued warnings.
             self._prefetch_agent = dataclasses.replace(agent, engine=LocalEngine(twin, slots=agent.engine.slots))
         copied = self._prefetch_agent.engine.policy  # type: ignore[attr-defined]
         await run_in_thread(copied.load_state, policy.state())
@@ -185,7 +185,7 @@ class RolloutSampler:
 
 
 class TaskSampler:
-    """Selects tasks by the index of an iteration. Each pass over the tasks is shuffled, or sorted from easy to hard."""
+    """Selects the tasks of each iteration. Each pass over the tasks is shuffled, or sorted from easy to hard."""
 
     def __init__(
         self, tasks: Sequence[Task], size: int, seed: int, difficulty: str | Callable[[Task], float] | None

@@ -1,6 +1,8 @@
-"""The folder of a training run: `run.json` (its fingerprint), `steps.jsonl` (one flat JSON object per step),
-`rollouts/`, `checkpoint/` (a policy in the transformers layout, and `state.pt`, which is needed to resume the run), and
-`policies/` (policies of earlier steps). If a write is interrupted, the last complete version remains readable.
+"""The folder of a training run.
+
+It contains `run.json` (fingerprint of the run), `steps.jsonl` (one flat JSON object per step), `rollouts/`, `policies/`
+(policies of earlier steps), and `checkpoint/` (a policy in the transformers layout, and `state.pt`, which is needed to
+resume the run). If a write is interrupted, the last complete version of the file remains readable.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _LOW_STEPS = 3
 class Run(Displayable):
     """Folder of a training run, from which the run can be resumed.
 
-    `records` contains one flat dict of numbers per step, and `subscribe(callback)` reports each new record.
+    `records` contains one flat dict of numbers per step. `subscribe(callback)` registers a callback for new records.
 
     Args:
         path: The folder, which need not exist.
@@ -52,7 +54,7 @@ class Run(Displayable):
     # --- identity ---
 
     def check(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
-        """Return whether the folder contains a run with this fingerprint, which would be resumed.
+        """Return True if `resume` is True and the folder contains a run with this fingerprint.
 
         Raises:
             RunMismatch: If the folder contains a different run and `resume` is True. The message lists the differences.
@@ -88,11 +90,11 @@ class Run(Displayable):
         return True
 
     def _read_about(self) -> dict[str, Any]:
-        """Return the content of run.json, or raise RunError if it describes no run or one of a newer version."""
+        """Return the content of `run.json`. Raise RunError if it does not describe a run or has a newer format."""
         file = self.path / "run.json"
         about = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(about, dict) or about.get("format") != _FORMAT or "fingerprint" not in about:
-            raise RunError(f"{file} is not the file of a run; use an empty or new folder")
+            raise RunError(f"{file} does not describe a training run; use an empty or new folder")
         if (version := about.get("version", 0)) > _VERSION:
             raise RunError(f"{file} was written by a newer version ({version} > {_VERSION}); upgrade agentfly_kit")
         return about
@@ -110,16 +112,16 @@ class Run(Displayable):
             raise RunError(f"{self.path / 'run.json'} is missing or damaged ({error})") from error
 
     def flat_settings(self) -> dict[str, Any]:
-        """Return the settings with dotted names (no prefix for those of the config), and functions as fingerprints."""
+        """Return the settings as a flat dict with keys such as "lr" and "agent.seed". Functions become hashes."""
         return _flat(self.settings())
 
     @property
     def id(self) -> str:
-        """Random identifier of the run, which is kept when the run continues or its folder is moved."""
+        """Random identifier of the run. It does not change when the run is continued or its folder is moved."""
         return str(self._read_about()["id"])
 
     def claim(self, fingerprint: dict[str, Any], *, resume: bool, start_version: int = 0) -> bool:
-        """Call `check`, then prepare the folder for the run. An existing run that is not resumed is deleted."""
+        """Return True if the folder contains a run to continue. Otherwise, replace its contents with a new run."""
         if self.check(fingerprint, resume=resume):
             return True
         about = {"format": _FORMAT, "version": _VERSION, "id": secrets.token_hex(8), "start_version": start_version}
@@ -158,7 +160,7 @@ class Run(Displayable):
 
     @property
     def records(self) -> list[dict[str, float]]:
-        """Records of the steps, oldest first. A last line that is incomplete after a crash is ignored."""
+        """Records of the steps, oldest first. An incomplete last line, such as after a crash, is ignored."""
         if self._records is None:
             self._records = self._read_records()
         return self._records
@@ -188,7 +190,7 @@ class Run(Displayable):
             raise RunError(f"{file} could not be written ({error})") from error
 
     def notify(self, record: dict[str, float]) -> None:
-        """Call the callbacks of `subscribe` with a record. If a callback raises, warn and continue with the others."""
+        """Pass a record to the callbacks of `subscribe`. If one raises, warn and continue with the others."""
         self._listeners.notify(record)
 
     def subscribe(self, callback: Callable[[dict[str, float]], object]) -> Callable[[], None]:
@@ -196,7 +198,7 @@ class Run(Displayable):
         return self._listeners.subscribe(callback)
 
     def truncate(self, steps: int) -> None:
-        """Delete incomplete lines, and the records and kept policies of steps after `steps`, the last one to keep."""
+        """Delete the records and policies of all steps after `steps`, and incomplete lines of `steps.jsonl`."""
         kept = self.records[:steps]
         file = self.path / "steps.jsonl"
         text = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept)
@@ -219,7 +221,7 @@ class Run(Displayable):
         return Rollout.load(self.rollout_path(f"step-{step:05d}"))
 
     def diagnose(self) -> Findings:
-        """Find reasons why the run does not learn: `af.diagnose` of its records and of its last saved rollout."""
+        """Apply `af.diagnose` to the records and the last saved rollout, to find why the policy does not learn."""
         last = self.rollout_path(f"step-{len(self.records):05d}")
         return diagnose(Rollout.load(last) if last.exists() else None, records=self.records)
 
@@ -235,7 +237,7 @@ class Run(Displayable):
 
     @contextlib.contextmanager
     def new_checkpoint(self) -> Iterator[Path]:
-        """Yield a folder for a new checkpoint, which replaces the current checkpoint when the block completes."""
+        """Yield a folder for a new checkpoint, which replaces the current one if the `with` block succeeds."""
         new, current, before = (self.path / n for n in ("checkpoint.new", "checkpoint", "checkpoint.before"))
         try:
             shutil.rmtree(new, ignore_errors=True)
@@ -326,7 +328,7 @@ class Run(Displayable):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _kept_policies(self) -> dict[int, Path]:
-        """Return the folders of all policies that can be loaded, by step."""
+        """Return a dict from step to folder, for all policies that can be loaded."""
         kept = {int(path.name.removeprefix("step-")): path for path in (self.path / "policies").glob("step-[0-9]*")}
         for name in ("checkpoint.before", "checkpoint"):
             if (self.path / name / "done").exists() and (self.path / name / "state.pt").exists():
@@ -335,13 +337,10 @@ class Run(Displayable):
         return kept
 
     def figure(self, *names: str) -> Any:
-        """Plot recorded metrics with plotly, for publications. For live curves, use `widgets.TrainView`.
+        """Plot recorded metrics as a plotly figure. For live curves, use `widgets.TrainView`.
 
         Args:
             names: Metrics to plot. By default, success, reward, approx_kl and entropy, if they are recorded.
-
-        Returns:
-            The plotly figure.
         """
         import pandas
         import plotly.express
@@ -368,10 +367,10 @@ def last_success(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def detect_collapse(records: Sequence[dict[str, float]], groups: int) -> str | None:
-    """Describe a reward collapse that first becomes apparent with the last record; otherwise return None.
+    """Return a description of the collapse if the reward collapsed at the last record, otherwise None.
 
-    A collapse means that the mean reward has stayed below half of the best value for 3 consecutive steps. The best
-    value is the maximum of the mean reward minus two standard errors (of `groups` groups), to ignore noise around zero.
+    The reward collapses if its mean stays below half of the best value for 3 consecutive steps. The best value is the
+    maximum over steps of a lower confidence bound, mean reward - 2 reward_std / sqrt(groups).
     """
     best, threshold, low = "", 0.0, 0
     for record in records:
@@ -404,7 +403,7 @@ def _fsync(path: Path) -> None:
 
 
 def _differences(known: Any, wanted: Any, path: str = "") -> list[str]:
-    """Describe each difference by its name, the value in the folder, and the requested value."""
+    """Describe each setting in which two fingerprints differ, with both of its values."""
     if isinstance(known, dict) and isinstance(wanted, dict):
         out = []
         for key in sorted({*known, *wanted}):

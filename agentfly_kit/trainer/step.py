@@ -1,4 +1,4 @@
-"""The result of a training step: its record of metrics, and the warnings that follow from it."""
+"""The result of a training step, the record of its metrics, and warnings based on this record."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.run_dir import detect_collapse
 
-# Statistics of the update to record, if finite.
+# Names of the update statistics that are recorded if they are finite.
 _RECORDED_STATS = (
     "loss", "policy_loss", "value_loss", "approx_kl", "clip_fraction", "entropy", "grad_norm", "lr", "updates",
     "explained_variance", "kl_reference", "effective_sample_size", "ratio_max", "sampler_gap", "dropped_groups",
     "advantage_mean", "reward_std",
 )  # fmt: skip
-# Maximum numbers of drop reasons and metrics per record, because a filter might return a new reason per chain.
+# Maximum numbers of drop reasons and metrics per record. A filter might return a different reason for each chain.
 _MAX_REASONS, _MAX_METRICS = 16, 32
 
 
@@ -58,7 +58,7 @@ class TrainStep(Displayable):
 def make_record(
     step: int, version: int, rollout: Rollout, stats: Stats | None, evaluation: Evaluation | None
 ) -> dict[str, float]:
-    """Collect the metrics of an iteration, without statistics of the update that are not finite."""
+    """Collect the metrics of an iteration in a record. Statistics of the update that are not finite are omitted."""
     record: dict[str, float] = {"step": step}
     record |= {k: v for k, v in rollout.summary().items() if k != "seconds"}
     numbers = {"updates": 0} if stats is None else stats.scalars()
@@ -80,7 +80,7 @@ def make_record(
 def warn_about_step(
     record: dict[str, float], rollout: Rollout, earlier: list[dict[str, float]], config: TrainConfig
 ) -> None:
-    """Warn if no chain can succeed, many chains were unscored, or the mean reward collapsed."""
+    """Warn if no chain succeeded in the first five steps, many chains were unscored, or the mean reward collapsed."""
     warn_about_success([*earlier, record])
     if record.get("unscored", 0.0) > 0.05 and config.advantage != "none":
         why = next((str(t.error) for t in rollout.trajectories if t.error), "")

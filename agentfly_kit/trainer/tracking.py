@@ -16,11 +16,11 @@ class Tracker:
         """Start tracking a run, or continue to track it after an interrupt.
 
         Args:
-            run: Folder of the run. `run.id` identifies the run when it continues, and `run.flat_settings()` returns its
-                hyperparameters. `run.records` are those of the completed steps.
+            run: Folder of the run. `run.id` does not change when a run is continued. `run.flat_settings()` returns its
+                hyperparameters. `run.records` contains the records of the completed steps.
 
         Returns:
-            Number of the last step that was already tracked. `step` is then called with each later record.
+            Number of the last step that was already tracked. The method `step` is called with each later record.
         """
         return len(run.records)
 
@@ -52,7 +52,7 @@ class TrackerSet:
             self._trackers.append(tracker)
 
     def begin(self, run: Run) -> None:
-        """Start tracking unless it has been started, and send each tracker the records that it has not received."""
+        """Start the trackers if necessary, and send each tracker the records that it has not received."""
         if self._last is not None:
             return
         self._last = {}
@@ -77,7 +77,7 @@ class TrackerSet:
                 self._remove(tracker, error)
 
     def end(self, outcome: str) -> None:
-        """Stop tracking."""
+        """Call `end` on all trackers if `begin` was called before."""
         started, self._last = self._last is not None, None
         for tracker in list(self._trackers) if started else ():
             try:

@@ -331,10 +331,10 @@ async def test_invalid_calls_name_a_valid_one() -> None:
     chain = played([call("1+1"), "5"]).chain(TASK)
     with pytest.raises(SettingsError, match=r"nothing to run.*await chain\.sample\(\) first"):
         await chain.act()
-    with pytest.raises(SettingsError, match="no action to answer"):
+    with pytest.raises(SettingsError, match="no complete action yet"):
         chain.observe("x")
     await chain.sample()
-    with pytest.raises(SettingsError, match=r"have not run; await chain\.act\(\)"):
+    with pytest.raises(SettingsError, match=r"have not run yet; call chain\.act\(\)"):
         await chain.sample()
     with pytest.raises(SettingsError, match=r"chain\.rewind\(\) first"):
         chain.force("x")
@@ -357,7 +357,7 @@ async def test_error_of_a_stopped_chain_names_the_next_calls() -> None:
     chain = played([call("1+1"), "5"], max_turns=1).chain(TASK)
     await chain.step()
     with pytest.raises(
-        SettingsError, match=r"chain\.sample: the chain was stopped by max_turns; chain\.finish\(\), or"
+        SettingsError, match=r"chain\.sample: the chain was stopped by max_turns; call chain\.finish\(\) or"
     ):
         await chain.sample()
 
@@ -677,7 +677,7 @@ async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellati
         assert pool.snapshot().leased == 1
         assert len(await chain.sample_turns(3)) == 3  # needs no sandbox
         chain.force(put_call("b"))
-        with pytest.raises(SettingsError, match="the last action called tools that have not run"):
+        with pytest.raises(SettingsError, match="the tool calls of the last action have not run yet"):
             await chain.sample_turns(3)
         await chain.close()
 

@@ -297,7 +297,7 @@ async def test_a_text_only_engine_is_evaluated_and_not_trained() -> None:
 @pytest.mark.parametrize(
     ("harness", "message"),
     [
-        (lambda endpiont: "5", r"'endpoint', because it reaches the policy only through it, got \(endpiont\); rename"),
+        (lambda endpiont: "5", r"'endpoint', through which it reaches the policy, got \(endpiont\); rename"),
         (lambda question, base_url: "5", r"got \(question, base_url\); use endpoint.base_url, endpoint.client or"),
         (lambda endpoint, /: "5", "must accept a keyword argument, got a positional-only parameter; name each"),
         (lambda endpoint, *fields: "5", "must accept a keyword argument, got a variadic positional parameter; name"),
@@ -344,9 +344,9 @@ async def test_editing_methods_are_refused() -> None:
     chain = harnessed(solve, ["5"]).chain(TASK)
     assert isinstance(chain, HarnessChain)
     for edit in (lambda: chain.force("5"), lambda: chain.observe("5"), lambda: chain.compact("5")):
-        with pytest.raises(SettingsError, match="written by the harness"):
+        with pytest.raises(SettingsError, match="come from the harness"):
             edit()
-    with pytest.raises(SettingsError, match="written by the harness"):
+    with pytest.raises(SettingsError, match="come from the harness"):
         await chain.sample()
     reply = await chain.reply([{"role": "user", "content": "hi"}])
     assert reply.text == "5"

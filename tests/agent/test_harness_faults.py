@@ -339,5 +339,5 @@ async def test_a_template_that_rewrites_history_starts_a_row_with_the_rendered_h
     for row, given, gave in zip(t.rows, engine.given, engine.gave, strict=True):
         assert row.ids.tolist() == [*given, *gave] and row.ids[row.action_mask].tolist() == list(gave)
         assert given == rewriting.prompt([m for turn in row.turns[:1] for m in turn.messages])
-    with pytest.raises(ChatTemplateError, match="cannot take a user's message"):
+    with pytest.raises(ChatTemplateError, match="does not allow appending a user's message"):
         Chat(with_template(REWRITES)).observation_ids([{"role": "user", "content": "b"}])

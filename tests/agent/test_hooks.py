@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from agents import ForkingBox, agent, call, put_call, put_forking, scripted
+from agents import ForkingBox, Text, agent, call, put_call, put_forking, scripted
 
 import agentfly_kit as af
 from agentfly_kit.agent.chain_editing import Chain
@@ -130,6 +130,41 @@ async def test_forks_do_not_wait_for_sandboxes_of_their_siblings(max_concurrency
         assert summary.get("forks", 0) + summary["forks_refused"] == 4
         assert summary["forks_refused"] >= 1
         assert pool.snapshot().leased == 0
+
+
+class SlowReset(ForkingBox):
+    async def reset(self) -> None:
+        await asyncio.sleep(0.2)
+        await super().reset()
+
+
+@af.tool
+async def put_slowly(text: Text, box: SlowReset) -> str:
+    """Put a text into the box."""
+    return await box.run(text)
+
+
+async def test_fork_waits_for_a_sandbox_that_another_chain_gets_first() -> None:
+    """One of two sandboxes is being reset, and another chain waits for it. The fork gets it after that chain."""
+
+    async with af.Pool(SlowReset, size=2) as pool:
+        lease = await pool.acquire("another")
+        releasing: list[asyncio.Task[None]] = []
+
+        async def hook(chain: af.Chain) -> int:
+            if lease.released:
+                return 0
+            while not pool.snapshot().waiting:
+                await asyncio.sleep(0.001)
+            releasing.append(asyncio.create_task(lease.release()))
+            while not lease.released:
+                await asyncio.sleep(0)
+            return 1
+
+        a = scripted([put_call("x", "put_slowly"), "6"], tools=[put_slowly], pools=[pool], after_observation=hook)
+        rollout = await asyncio.wait_for(a.rollout(TASKS[:2]), 10)
+    assert rollout.summary()["forks"] == 1
+    assert [t.reward for t in rollout] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

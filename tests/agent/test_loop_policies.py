@@ -63,7 +63,7 @@ async def test_a_nudge_applies_in_steps_and_to_an_appended_sample() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"nudge": ""}, "nudge must be a text for the model, or None, got ''"),
+        ({"nudge": ""}, "nudge must be a non-empty string or None, got ''"),
         ({"nudge": 3}, "nudge must be a string or None, got 3"),
         ({"max_nudges": 2}, "max_nudges has an effect only with nudge, got 2"),
         ({"nudge": "x", "max_nudges": 0}, "max_nudges must be an integer of at least 1, got 0"),
@@ -157,7 +157,7 @@ async def test_a_context_without_room_for_a_summary_ends_the_chain() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"instruction": " "}, "instruction must be a text"), ({"tokens": 0}, "tokens must be an integer of at least 1")],
+    [({"instruction": " "}, "must be a non-empty string"), ({"tokens": 0}, "tokens must be an integer of at least 1")],
 )
 def test_invalid_settings_of_a_summary_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):

@@ -142,7 +142,7 @@ def test_numpy_values_are_converted_and_other_types_rejected(tmp_path: Path) -> 
         (b"\xff\xfe\x00", r"r\.jsonl(:1)? (is damaged|cannot be read)"),
         (b"[]\n", "must be a file written by|damaged"),
         (b'{"format": "other"}\n', "must be a file written by Rollout.save"),
-        (b'{"format": "agentfly_kit.rollout", "version": 99}\n', r"newer version \(99 > 2\); upgrade"),
+        (b'{"format": "agentfly_kit.rollout", "version": 99}\n', r"newer version \(99 > 2\); upgrade agentfly_kit"),
     ],
 )
 def test_other_files_are_rejected(tmp_path: Path, content: bytes, says: str) -> None:
@@ -230,7 +230,7 @@ async def test_rescore_rejects_a_reward_that_requires_a_sandbox() -> None:
         return 1.0
 
     rollout = await played(["5"]).rollout(tasks(2))
-    with pytest.raises(SettingsError, match=r"'won' requires a Board, .* are released; .*won\.try_\(trajectory\)"):
+    with pytest.raises(SettingsError, match=r"'won' requires a Board, .* released theirs; .*won\.try_\(trajectory\)"):
         await rollout.rescore([won])
     assert {t.reward for t in rollout} <= {0.0, 1.0}
 

@@ -93,7 +93,7 @@ async def test_views_of_a_trajectory_require_a_single_row() -> None:
 @pytest.mark.parametrize("rows", [(1,), (0, 2), (0, 1, 0), (-1, 0)])
 def test_row_indices_must_be_consecutive(rows: tuple[int, ...]) -> None:
     turns = tuple(Turn("prompt", "task", (1,), row=row) for row in rows)
-    with pytest.raises(AlignmentError, match="count up from 0"):
+    with pytest.raises(AlignmentError, match="must start at 0"):
         _ = Trajectory("x", TASK, "g", 0, turns, "answered").rows
 
 
@@ -144,7 +144,7 @@ async def test_compact_requires_a_prepared_prompt() -> None:
 async def test_compact_rejects_invalid_states() -> None:
     chain = played([call("1+1"), "4"]).chain(TASK)
     await chain.sample()
-    with pytest.raises(SettingsError, match=r"have not run; await chain\.act\(\)"):
+    with pytest.raises(SettingsError, match=r"have not run yet; call chain\.act\(\)"):
         chain.compact("x")
     await chain.act()
     for nothing in ([], [{"role": "user"}]):

@@ -104,7 +104,7 @@ async def test_invalid_filters_are_rejected() -> None:
         return True
 
     with pytest.raises(
-        SettingsError, match=r"filter odd must be a function of one `group`.*its parameters are \['chain'\]"
+        SettingsError, match=r"filter odd must be a function with the single parameter.*its parameters are \['chain'\]"
     ):
         collate(rollout, filters=[odd])
     with pytest.raises(SettingsError, match=r"filter yes must return a reason.* got True for Trajectory"):

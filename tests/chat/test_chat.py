@@ -94,7 +94,7 @@ def test_a_generation_prompt_that_is_no_prefix_is_rejected() -> None:
     assert not report.exact
     assert "tokens would differ from the rendered history" in report.tool_results
     assert report.thinking == "unknown"
-    with pytest.raises(ChatTemplateError, match=r'cannot take tool results by appending: .*history="append"'):
+    with pytest.raises(ChatTemplateError, match=r'does not allow appending tool results: .*history="append"'):
         Chat(with_template(plain)).observation_ids([tool("5")])
     with pytest.raises(ChatTemplateError, match="tokens would differ from the rendered history"):
         Chat(with_template(plain)).prompt([USER], SCHEMAS)  # before a token is sampled

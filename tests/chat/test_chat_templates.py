@@ -129,12 +129,12 @@ def test_the_error_gives_the_reason_and_the_remedy(name: str) -> None:
     """With tools, the error is raised before the first token. With history="append", no error is raised."""
     got = report(name)
     if got.tool_results != "exact":
-        with pytest.raises(ChatTemplateError, match=r'tool results by appending: .*history="append"'):
+        with pytest.raises(ChatTemplateError, match=r'appending tool results: .*history="append"'):
             prompt(name, [USER])
-        with pytest.raises(ChatTemplateError, match=r"tool results by appending"):
+        with pytest.raises(ChatTemplateError, match=r"appending tool results"):
             chat(name).observation_ids([told("21 degrees")])
     if got.user_messages != "exact":
-        with pytest.raises(ChatTemplateError, match=r'a user.s message after an answer by .*history="append"'):
+        with pytest.raises(ChatTemplateError, match=r'appending a user.s message after an answer: .*history="append"'):
             chat(name).observation_ids([USER])
     as_is = chat(name, "append")
     assert prompt(name, [USER], history="append")
@@ -269,7 +269,7 @@ def test_calls_are_read_as_the_template_renders_them(name: str) -> None:
 def test_tools_are_refused_if_no_format_reads_the_calls() -> None:
     """The agent raises before sampling. Without tools, or with format="react", the template can be used."""
     mine = Chat(named("muse_glimmer"))
-    error = r"no format reads tool calls as the chat template of .* renders them \(.*get_weather.*format=\"react\""
+    error = r"no format parses tool calls as the chat template of .* renders them \(.*get_weather.*format=\"react\""
     with pytest.raises(ChatTemplateError, match=error):
         mine.prompt([USER], [TOOL])
     with pytest.raises(ChatTemplateError, match=error):
@@ -282,7 +282,7 @@ def test_tools_are_refused_if_no_format_reads_the_calls() -> None:
 
 @pytest.mark.parametrize("name", NO_RESULTS)
 def test_tools_are_refused_if_results_cannot_be_appended(name: str) -> None:
-    with pytest.raises(ChatTemplateError, match=r'tool results by appending: .*history="append"'):
+    with pytest.raises(ChatTemplateError, match=r'appending tool results: .*history="append"'):
         agents.agent(engine=agents.Played(["5"]), chat=chat(name))
     agents.agent(engine=agents.Played(["5"]), chat=chat(name, "append"))
 
@@ -336,7 +336,7 @@ def test_thinking_that_the_prompt_opens_may_stay_unclosed() -> None:
 def test_additional_stops() -> None:
     mine = Chat(named("qwen2_5"), stop=["</tool_call>"])
     assert mine.token_texts(mine.stop_ids) == ("<|im_end|>", "</tool_call>")
-    with pytest.raises(Exception, match=r"stop must contain strings of one token, got .two words."):
+    with pytest.raises(Exception, match=r"each stop string must be a single token, got .two words."):
         Chat(named("qwen2_5"), stop=["two words"])
 
 

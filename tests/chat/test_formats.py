@@ -59,7 +59,7 @@ def test_a_malformed_call_between_valid_ones() -> None:
         ('{"name": "a", "arguments": true}', '"arguments" is true or false, not an object'),
         ('{"name": "a", "arguments": 3}', '"arguments" is a number, not an object'),
         ('{"name": "a", "parameters": {}}', "has no \"arguments\" (it has 'parameters')"),
-        ('{"name": "a", "arguments": {"x": NaN}}', "NaN is no JSON number"),
+        ('{"name": "a", "arguments": {"x": NaN}}', "NaN is not a JSON number"),
         ('{"name": "a", "arguments": {"x": "\\ud800"}}', "half of a surrogate pair"),
         ('{"name": "a", "arguments": {"x": ' + "9" * 5000 + "}}", "not valid JSON"),
         ('{"name": "a", "arguments": {"x": 1e999}}', "too large for a float"),

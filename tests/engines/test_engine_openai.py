@@ -356,10 +356,10 @@ async def test_given_ids_are_scored(server: Server, engine: Connect) -> None:
     await model.check_teacher(agents.chat(), 8)
     assert await model.score([5, 6, 7]) == (-0.06, -0.07)
     assert server.got[-1][1]["prompt_logprobs"] == 0 and server.got[-1][1]["temperature"] == 1.0
-    with pytest.raises(EngineError, match=r"ids must be 2 to 8 ids to be scored by .*, got 9"):
+    with pytest.raises(EngineError, match=r"ids must have a length of 2 to 8 for .*, got 9"):
         await model.score(range(9))
     serve(server)
-    with pytest.raises(EngineError, match="returned no logprobs of given ids"):
+    with pytest.raises(EngineError, match="returned no logprobs of the given ids"):
         await model.score([5, 6])
 
 
@@ -375,16 +375,18 @@ async def test_a_server_with_another_vocabulary_or_context_is_no_teacher(server:
         assert policy.version == 0
 
     teach(server, 511)
-    await reject("teacher must have a context of at least 512 tokens, as the engine has, got 511")
+    await reject("teacher must have a context of at least the engine's 512 tokens, got 511")
     teach(server, text="other words")
     await reject(r"teacher must have the vocabulary of the policy.*does not decode the")
     server.answer = lambda path, body: (404, {"error": "no such page"}, {})
     await reject("does not decode the")
     warm = agent.replace(sampling=agent.sampling.replace(temperature=0.7))
     await reject(r"must sample at temperature 1, got 0\.7", warm)
-    for other in (agent.engine, agents.shipped()):
-        wrong = other if other is agent.engine else LocalEngine(other)
-        with pytest.raises(SettingsError, match="teacher must be"):
+    for wrong, message in [
+        (agent.engine, "teacher must not be the policy that is trained"),
+        (LocalEngine(agents.shipped()), "teacher must be a Policy, a VLLMEngine, or an OpenAIEngine"),
+    ]:
+        with pytest.raises(SettingsError, match=message):
             train(agent, policy, agents.tasks(2), config, teacher=wrong)
 
 

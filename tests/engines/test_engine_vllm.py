@@ -47,8 +47,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 GAP = 2e-5
 """nats between the engine's logprobs and a full forward with the shipped weights: measured 3e-6 to 6e-6 in float32."""
-NUDGED_GAP = 1e-4
-"""The same after random noise on every weight: up to 4e-5 was measured on a rare token.."""
+UPDATED_GAP = 1e-4
+"""The same after an update of the weights, by training or by random noise on each of them.
+
+A forward pass of the policy in float32 and vLLM's were each measured up to 1.6e-5 away from a forward pass in float64
+after training, and up to 4e-5 from each other on a rare token after noise.
+"""
 
 
 def nudge(policy: Policy, scale: float = 0.02) -> None:
@@ -264,6 +268,41 @@ async def test_alternatives_are_those_of_the_distribution(engine: VLLMEngine, po
 
 @installed
 @pytest.mark.real
+async def test_it_is_the_teacher_of_a_distillation(engine: VLLMEngine, policy: Policy) -> None:
+    student = agents.fresh()
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.mul_(1.01)
+    agent = agents.agent(student)
+    rollout = await agent.rollout(agents.tasks(4), 4)
+    row = (rollout[0].ids.tolist() * 40)[:512]  # as long as the context
+    wanted = policy.forward(torch.tensor([row]), torch.arange(512)[None] > 0, torch.ones(1)).logprob.detach()
+    assert torch.allclose(torch.tensor(await engine.score(row)), wanted.flatten(), atol=GAP)
+    with pytest.raises(EngineError, match="ids must have a length of 2 to 512"):
+        await engine.score([*row, 5])
+
+    config = TrainConfig(steps=2, tasks_per_step=4, group_size=4, advantage="none", teacher_coef=1.0)
+    batch = collate(rollout, grpo)
+    ours, theirs = await distilled(batch, policy, config), await distilled(batch, engine, config)
+    assert float((ours.advantages - batch.advantages)[batch.mask].abs().max()) > 10 * GAP, "the teacher differs"
+    assert torch.allclose(ours.advantages[batch.mask], theirs.advantages[batch.mask], atol=GAP)
+    run = train(agent, student, agents.tasks(8), config, teacher=engine)
+    await run
+    assert len(run.records) == 2 and student.version > 0 and run.fingerprint["teacher"] == repr(policy)
+
+    # vLLM omits logprobs of samples in the same batch as ids to score: an error or an exact result, never another.
+    async with asyncio.TaskGroup() as group:
+        scores = [group.create_task(engine.score(row)) for _ in range(8)]
+        samples = group.create_task(agents.agent(policy, engine=engine).rollout(agents.tasks(16)))
+    assert all(torch.allclose(torch.tensor(s.result()), wanted.flatten(), atol=GAP) for s in scores)
+    errors = [str(t.error) for t in samples.result().trajectories if t.error]
+    assert all("sample and score one after the other" in error for error in errors)
+    kept = [t for t in samples.result().trajectories if not t.error]
+    assert not kept or max(gaps(policy, collate(kept, grpo))) <= GAP
+
+
+@installed
+@pytest.mark.real
 async def test_how_a_turn_ends(engine: VLLMEngine, policy: Policy) -> None:
     prompt = list(policy.chat.prompt(agents.tasks(1)[0].messages))
     cut = await engine.sample(prompt, Sampling(temperature=2.0, max_tokens=2), 0)
@@ -339,7 +378,7 @@ async def test_new_weights_are_in_place_and_nothing_of_the_old_is_used(engine: V
     await engine.update(policy)
     assert engine.version == policy.version
     batch = await batch_of(engine, policy, temperature=0.7)
-    assert max(gaps(policy, batch)) <= NUDGED_GAP
+    assert max(gaps(policy, batch)) <= UPDATED_GAP
     assert set(batch.versions[batch.mask].tolist()) == {policy.version}
     assert not leftovers()
 
@@ -414,7 +453,7 @@ async def test_weights_in_many_chunks_are_those_in_one(
     await engine.update(policy)
     assert await seen(engine, policy) == many
     batch = await batch_of(engine, policy)
-    assert max(gaps(policy, batch)) <= NUDGED_GAP
+    assert max(gaps(policy, batch)) <= UPDATED_GAP
     assert engine.last_transport == "shm (the policy is on cpu, not on a CUDA device)"
     assert repr(engine).endswith(f"version {policy.version}, running, weights sent by shm, not reproducible)")
     assert not leftovers()
@@ -468,7 +507,7 @@ async def test_an_update_that_fails_amid_its_work_leaves_no_wrong_record(
     monkeypatch.undo()
     await engine.update(policy)
     assert engine.version == policy.version and ", running, " in repr(engine)
-    assert max(gaps(policy, await batch_of(engine, policy))) <= NUDGED_GAP
+    assert max(gaps(policy, await batch_of(engine, policy))) <= UPDATED_GAP
     assert not leftovers() and not policy.lock.locked()
 
 
@@ -524,7 +563,7 @@ async def test_an_update_that_is_cancelled_is_none_or_whole(
         await update
     await settles(lambda: not host._transfers)
     assert engine.version == policy.version and len(calls) > 9
-    assert max(gaps(policy, await batch_of(engine, policy))) <= NUDGED_GAP
+    assert max(gaps(policy, await batch_of(engine, policy))) <= UPDATED_GAP
     assert not leftovers() and not policy.lock.locked()
 
 
@@ -538,14 +577,15 @@ async def test_training_through_it_is_exact(engine: VLLMEngine, record_property:
     for step in steps:
         assert step.stats is not None
         record_property(f"gap {step.step}", step.stats.sampler_gap)
-        assert step.stats.sampler_gap <= GAP and step.record["sampler_gap"] == step.stats.sampler_gap
+        allowed = GAP if step is steps[0] else UPDATED_GAP
+        assert step.stats.sampler_gap <= allowed and step.record["sampler_gap"] == step.stats.sampler_gap
         assert step.stats.updates > 0 and step.stats.entropy > 0
     # The rollout of each step was sampled with the weights produced by the previous step.
     versions = [set(t.versions[t.action_mask].tolist()) for s in steps if s.rollout for t in s.rollout.trajectories]
     first, second = set.union(*versions[:128]), set.union(*versions[128:])
     assert first == {0} and second == {steps[0].stats.updates}  # type: ignore[union-attr]
     await engine.update(policy)
-    assert max(gaps(policy, await batch_of(engine, policy))) <= GAP
+    assert max(gaps(policy, await batch_of(engine, policy))) <= UPDATED_GAP
     assert 0 <= (await evaluate(agent, agents.tasks(8))).success <= 1
 
 

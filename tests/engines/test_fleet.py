@@ -308,7 +308,7 @@ async def test_engines_that_share_the_policy_cannot_sample_ahead() -> None:
     policy = agents.fresh()
     agent = agents.agent(policy, engine=Fleet([LocalEngine(policy)]))
     config = TrainConfig(steps=2, tasks_per_step=2, group_size=2, overlap=1)
-    with pytest.raises(SettingsError, match="overlap=1 needs a LocalEngine"):
+    with pytest.raises(SettingsError, match="overlap=1 needs LocalEngine or an engine"):
         await train(agent, policy, agents.tasks(4), config)
 
 
@@ -322,13 +322,13 @@ def test_engines_that_do_not_fit_together_are_refused() -> None:
     other.vocab_size = 7
     for engines, message in (
         ([], "at least one engine, got none"),
-        ([local, Fleet([LocalEngine(policy)])], "not a Fleet, got Fleet"),
-        ([local, "http://gpu1:8000/v1"], "must be engines and not a Fleet, got 'http://gpu1"),
+        ([local, Fleet([LocalEngine(policy)])], "other than a Fleet, got Fleet"),
+        ([local, "http://gpu1:8000/v1"], "must be Engine objects other than a Fleet, got 'http://gpu1"),
         ([local, local], "different engines"),
         ([OpenAIEngine("http://a:1/v1", "m"), OpenAIEngine("http://a:1/v1", "m")], "different engines or servers"),
-        ([OpenAIEngine("http://a:1/v1", "m", tokens="exact"), OpenAIEngine("http://b:1/v1", "m")], "agree in tokens"),
-        ([local, ScriptedEngine(["a"])], "agree in logprobs"),
-        ([server, other], "agree in vocab_size, got"),
+        ([OpenAIEngine("http://a:1/v1", "m", tokens="exact"), OpenAIEngine("http://b:1/v1", "m")], "value of tokens"),
+        ([local, ScriptedEngine(["a"])], "value of logprobs"),
+        ([server, other], "value of vocab_size, got"),
     ):
         with pytest.raises(EngineError, match=message):
             Fleet(engines)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import agents
 import pytest
-from test_engine_vllm import NUDGED_GAP, batch_of, gaps, until
+from test_engine_vllm import UPDATED_GAP, batch_of, gaps, until
 from test_fleet import nudge, states
 
 from agentfly_kit.engines.fleet import Fleet
@@ -82,9 +82,9 @@ async def test_a_server_has_the_logprobs_of_the_policy_after_an_update(
     began = time.perf_counter()
     await fleet.update(policy)
     record_property("seconds", time.perf_counter() - began)
-    assert states(fleet) == ["up"] and 0 <= fleet.members[0].gap <= NUDGED_GAP, fleet.members
+    assert states(fleet) == ["up"] and 0 <= fleet.members[0].gap <= UPDATED_GAP, fleet.members
     batch = await batch_of(fleet, policy)
-    assert gaps(policy, batch)[0] <= NUDGED_GAP and set(batch.versions[batch.mask].tolist()) == {policy.version}
+    assert gaps(policy, batch)[0] <= UPDATED_GAP and set(batch.versions[batch.mask].tolist()) == {policy.version}
     # An interrupted notebook cell signals the kernel's process group.
     assert "running" in repr(server) and server.pid is not None and len(members(server.pid)) >= 2
     assert all(os.getpgid(process) != os.getpgrp() for process in members(server.pid))

@@ -227,7 +227,7 @@ async def test_a_server_that_fails_during_an_update_is_excluded_until_the_next(
         assert "out of memory" in fleet.members[1].reason
     if how != "stays paused":
         assert not bad.paused
-        with pytest.raises(EngineError, match=r"weights of http.* are undefined"):
+        with pytest.raises(EngineError, match=r"weights of the server at http.* are undefined"):
             await fleet.members[1].engine.sample([1], Sampling(), 0)
     bad.got.clear()
     assert not (await agents.agent(policy, engine=fleet).rollout(agents.tasks(6))).failed and not bad.got

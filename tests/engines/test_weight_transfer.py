@@ -108,7 +108,7 @@ def test_whatever_the_chunk_the_same_bytes_come_out(seed: int) -> None:
 
 
 def test_a_chunk_too_small_for_anything_is_refused() -> None:
-    with pytest.raises(ValueError, match="limit=32 must be at least 64 bytes per chunk"):
+    with pytest.raises(ValueError, match="limit must be at least 64 bytes, got 32"):
         layout([], 32)
 
 
@@ -246,7 +246,7 @@ async def test_without_room_it_says_where_it_looked(monkeypatch: pytest.MonkeyPa
     policy = agents.fresh()
     monkeypatch.setattr(buffers, "_SHM_DIR", str(tmp_path / "no"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nothing"))
-    with pytest.raises(EngineError, match=r"no room for 1\.\d MiB of weights in .*/no or .*/nothing: .*; free space"):
+    with pytest.raises(EngineError, match=r"no space for 1\.\d MiB of weights in .*/no or .*/nothing: .*; free space"):
         async with Delivery(policy, "shm", 1 << 26):
             pytest.fail("it was held")
     async with asyncio.timeout(60):

@@ -173,7 +173,7 @@ def test_invalid_settings_are_named() -> None:
         alfworld.tasks(1, "test", size="huge")  # type: ignore[arg-type]
     with pytest.raises(af.errors.SettingsError, match=r"kinds must be one or more of .*, got \('cook',\)"):
         alfworld.tasks(1, "test", kinds=("cook",))
-    with pytest.raises(af.errors.SettingsError, match="has no field 'game'"):
+    with pytest.raises(af.errors.SettingsError, match="field 'game' is missing"):
         alfworld.game_of(af.Task("x", ({"role": "user", "content": "?"},)))
     with pytest.raises(af.errors.SettingsError, match="steps must be an integer of at least 1, got 0"):
         alfworld.ALFWorld(steps=0)

@@ -42,7 +42,7 @@ def test_ties_count_as_wins_and_nan_is_rejected() -> None:
     assert position(0.5, [0.5] * 8) == position(0.5, [0.5] * 8, lower=True) == 1.0
     assert position(0.4, [0.5] * 8) == 0.0
     for score, board in ((math.nan, [0.5]), (0.5, [0.5, math.nan]), (0.5, [])):
-        with pytest.raises(SettingsError, match="a position needs a leaderboard and numbers"):
+        with pytest.raises(SettingsError, match="leaderboard must not be empty and no score may be NaN"):
             position(score, board)
 
 

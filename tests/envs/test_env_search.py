@@ -192,7 +192,7 @@ def test_invalid_corpora_and_questions_are_named(tmp_path: Path) -> None:
     with pytest.raises(af.errors.TaskError, match=r"bad\.jsonl:2: not JSON"):
         Corpus.load(tmp_path / "bad.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n\n{"body": "b"}', encoding="utf-8")
-    with pytest.raises(error, match=r"bad\.jsonl:3: must be a string or an object with 'contents'"):
+    with pytest.raises(error, match=r"bad\.jsonl:3: a document must be a string or an object with 'contents'"):
         Corpus.load(tmp_path / "bad.jsonl")
     with pytest.raises(error, match="the corpus 'yours' is empty"):
         Corpus([])

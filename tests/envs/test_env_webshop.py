@@ -270,7 +270,7 @@ async def test_tasks_of_files_are_solved_by_the_same_expert(folder: Path) -> Non
     other = Task("x", ({"role": "user", "content": "buy"},), {"goal": 99999, "world": 0})
     with pytest.raises(af.errors.SettingsError, match=r"invalid goal 99999: the catalogue .* has goals 0 to 2249"):
         await WebShop().reset(other, 0)
-    with pytest.raises(af.errors.SettingsError, match=r"it has no field 'goal': create tasks with af\.envs\.webshop"):
+    with pytest.raises(af.errors.SettingsError, match=r"field 'goal' is missing: create tasks with af\.envs\.webshop"):
         await WebShop().reset(Task("y", other.messages, {}), 0)
     with pytest.raises(af.errors.SettingsError, match="page_size must be an integer of at least 1, got 0"):
         WebShop(page_size=0)

@@ -87,12 +87,12 @@ async def test_invalid_rewards_are_rejected() -> None:
         return 0.0
 
     for function, words in (
-        (ours, r"ours must have a parameter completions \(TRL\) or completion or state \(verifiers\), got \(final\)"),
-        (environments, "has a parameter environments; pass the class too"),
-        (traced, "traced has a parameter trace, like rewards of verifiers 0.4 and newer"),
+        (ours, r"ours must have a parameter `completions` .TRL., or `completion` or `state` .verifiers., got .final."),
+        (environments, "has a parameter `environments`; pass the class too"),
+        (traced, "traced has a parameter `trace`, like rewards of verifiers 0.4 and newer"),
         (positional, "parameters must accept keyword arguments, got completions"),
-        (af.reward(ours), "function must be a reward function of TRL or verifiers, got <Reward"),
-        (3, "function must be a reward function of TRL or verifiers, got 3"),
+        (af.reward(ours), "function must be a reward function for TRL or the verifiers library, got <Reward"),
+        (3, "function must be a reward function for TRL or the verifiers library, got 3"),
     ):
         with pytest.raises(RewardError, match=words):
             af.trl.reward(function)  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ def test_invalid_environments_of_trl_are_rejected() -> None:
             """Act."""
 
     for given, error, words in (
-        (NoReset, SettingsError, "NoReset must have a method reset, as TRL requires; got act"),
+        (NoReset, SettingsError, "NoReset must have a method `reset`, as TRL requires; got act"),
         (NoTool, SettingsError, "NoTool must have a public method besides reset and get_reward"),
         (NoText, ToolSchemaError, "act: parameter 'text' must have a description"),
         (lambda: Counter(2), SettingsError, "environment_class must be a class, got <function"),
@@ -311,7 +311,7 @@ async def test_environments_without_a_method_are_rejected() -> None:
     t = await played(af.envs.from_env(lambda: NoStep()), ["a"])
     assert t.reward is None and "NoStep must have a method step" in str(t.error)
     t = await played(af.envs.from_env(Odd), ["a"])
-    assert "must return what that of Gymnasium, TextArena or OpenEnv returns, got 1.0" in str(t.tool_calls[0].result)
+    assert "must return a result as in Gymnasium, TextArena or OpenEnv, got 1.0" in str(t.tool_calls[0].result)
 
 
 # --- the packages themselves; install them to run these -------------------------------------------

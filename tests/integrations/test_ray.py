@@ -86,7 +86,7 @@ async def test_a_pickled_fleet_keeps_the_states_of_its_engines() -> None:
 
 
 def test_an_engine_that_runs_in_this_process_is_not_sent(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"a VLLMEngine samples in this process; use serve_vllm\(policy\)"):
+    with pytest.raises(TypeError, match=r"a VLLMEngine cannot be sent to another process; use the engine of"):
         sent(af.VLLMEngine(fresh().save(tmp_path / "policy")))
 
 
@@ -487,7 +487,7 @@ def test_bad_input(cluster: Any, three: tuple[af.Agent, Any]) -> None:
         given.replace(engine=af.LocalEngine(random_policy()), chat=given.chat).rollout(tasks(1), workers=workers)
     with pytest.raises(SettingsError, match="an agent with the same pools"):
         given.replace(pools=[Pool(Box)]).rollout(tasks(1), workers=workers)
-    with pytest.raises(SettingsError, match=r"options must be options of Ray for actors: .*num_cpu"):
+    with pytest.raises(SettingsError, match=r"options must be Ray actor options: .*num_cpu"):
         af.ray.workers(given, 1, num_cpu=1)
     with pytest.raises(SettingsError, match=r"2 workers did not start within 2 s; each needs 64 CPU, .* free"):
         af.ray.workers(scripted(["x"]), 2, timeout=2, num_cpus=64)

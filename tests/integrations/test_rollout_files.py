@@ -130,7 +130,7 @@ def test_tables_in_memory_and_rewards() -> None:
             [{"messages": [{"role": "assistant", "content": "a"}]}],
             "must begin with a message that is not the assistant's",
         ),
-        ([{"traces": [{"nodes": []}]}], "a trace of verifiers is damaged or of another version .KeyError"),
+        ([{"traces": [{"nodes": []}]}], "the verifiers trace is damaged or has an unsupported version .KeyError"),
         ([{"traces": [{"task": {"data": {}}, "nodes": [{"parent": 0}]}]}], "the parent of a node must precede it"),
         ([{"messages": []}], "must begin with"),
         ("missing.jsonl", "no such file or folder"),

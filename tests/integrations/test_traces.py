@@ -254,7 +254,7 @@ async def test_an_error_of_the_tracer_costs_no_chain(fails: str) -> None:
 
 
 def test_bad_settings() -> None:
-    with pytest.raises(SettingsError, match=r"tracer must be a tracer.*got 'jaeger'"):
+    with pytest.raises(SettingsError, match=r"tracer must be an OpenTelemetry tracer.*got 'jaeger'"):
         af.traces.opentelemetry("jaeger")
     with pytest.raises(SettingsError, match=r"watch must be a function of \(rollout\)"):
         played(["x"], watch=lambda: None)

@@ -451,7 +451,7 @@ def test_errors_name_the_argument_the_constraint_and_the_value() -> None:
         losses.ppo(x, x, x, m, clip=-0.1)
     with pytest.raises(SettingsError, match=r"dual_clip must be above 1, or None, got 1.0"):
         losses.ppo(x, x, x, m, dual_clip=1.0)
-    with pytest.raises(SettingsError, match="old_values must be the values from before the update"):
+    with pytest.raises(SettingsError, match="old_values must be given if clip is"):
         losses.value(x, None, x, m, clip=0.5)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match=r"kind must be one of .* got 'k4'"):
         losses.kl(x, x, "k4")  # type: ignore[arg-type]

@@ -138,7 +138,7 @@ def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
     [
         ({"dtype": "float33"}, "dtype must be a floating-point torch dtype, its name, or 'auto', got 'float33'"),
         ({"dtype": torch.int64}, "dtype must be .*, got torch.int64"),
-        ({"device": "gpu"}, "device must be one that torch can use here, got 'gpu': "),
+        ({"device": "gpu"}, "device must be usable by torch on this machine, got 'gpu': "),
         ({"device": "cuda:77"}, "device must be .*, got 'cuda:77': "),
         ({"device": 1.5}, "device must be .*, got 1.5: "),
         ({"value_head": "apart"}, "value_head must be True, False or 'separate', got 'apart'"),
@@ -151,14 +151,14 @@ def test_invalid_arguments_are_rejected_before_loading(options: dict[str, Any], 
 
 def test_a_tokenizer_is_not_a_chat() -> None:
     policy = random_policy(3)
-    with pytest.raises(SettingsError, match=r"model and chat must be a model and an af.Chat\(tokenizer\), got "):
+    with pytest.raises(SettingsError, match=r"model must be a torch.nn.Module and chat an af.Chat, got "):
         Policy(policy.model, policy.chat.tokenizer)  # type: ignore[arg-type]
 
 
 def test_a_tokenizer_in_place_of_a_chat_is_rejected() -> None:
     policy = shipped()
     for model, chat in ((policy.model, policy.chat.tokenizer), ("name", policy.chat)):
-        with pytest.raises(SettingsError, match=r"model and chat must be .*; af\.Policy\.load\(name_or_folder\) makes"):
+        with pytest.raises(SettingsError, match=r"model must be a .*; af\.Policy\.load\(name_or_folder\) creates"):
             Policy(model, chat)
 
 
@@ -175,7 +175,7 @@ def test_a_copy_is_independent() -> None:
 def test_state_of_another_model_is_rejected() -> None:
     with pytest.raises(PolicyError, match=r"state must have the weights .*, whose .*embed_tokens.* has the shape"):
         random_policy(0).load_state(shipped().state())
-    with pytest.raises(PolicyError, match=r"'value_head.bias' is in only one of them"):
+    with pytest.raises(PolicyError, match=r"'value_head.bias' is in the state or the policy, but not in both"):
         random_policy(0).load_state(random_policy(0, value_head=True).state())
 
 

@@ -306,7 +306,7 @@ def test_a_lease_of_a_closed_event_loop_expires():
 
 async def test_recycle():
     pool = Pool(Notes, size=2)
-    with pytest.raises(SettingsError, match=r"number of a Notes of this pool \(none\), got 7"):
+    with pytest.raises(SettingsError, match=r"number of a Notes in this pool \(none\), got 7"):
         pool.recycle(7)
     events: list[PoolEvent] = []
     one, two = await pool.acquire("a"), await pool.acquire("b")

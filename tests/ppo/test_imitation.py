@@ -129,9 +129,9 @@ def test_a_weight_scales_the_loss_of_its_rows(policy: Any) -> None:
 
 def test_each_step_rejects_the_batches_of_the_other(policy: Any) -> None:
     batch = af.collate(shown(policy, "1+2"), imitate=True)
-    with pytest.raises(BatchError, match="use imitation_step for one of collate"):
+    with pytest.raises(BatchError, match="use imitation_step for a batch of collate"):
         af.ppo_step(policy, af.adamw(policy), batch)
-    with pytest.raises(BatchError, match="needs a batch of collate"):
+    with pytest.raises(BatchError, match="batch must be created by collate"):
         af.imitation_step(policy, af.adamw(policy), dataclasses.replace(batch, imitation=False))
     with pytest.raises(SettingsError, match=r"kl_coef has no effect on imitation; leave it at 0\.0, got 0\.1"):
         af.imitation_step(policy, af.adamw(policy), batch, af.PPOConfig(kl_coef=0.1))

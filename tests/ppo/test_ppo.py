@@ -298,7 +298,7 @@ async def test_a_batch_of_another_tokenizer_is_rejected(monkeypatch: pytest.Monk
     assert other.chat.token_texts([first]) == policy.chat.token_texts([first])
     decode = other.chat._token_text
     monkeypatch.setattr(other.chat, "_token_text", lambda token: "<another>" if token == first else decode(token))
-    with pytest.raises(BatchError, match=rf"token id {first} was '.*' when .* but is '<another>' for this policy"):
+    with pytest.raises(BatchError, match=rf"token id {first} had the text '.*' when .* but has '<another>' in this"):
         ppo_step(other, adamw(other), batch)
 
 
@@ -394,7 +394,7 @@ def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monk
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", explode)
     with pytest.raises(
-        TrainingError, match=f"got nan at policy version {at}; the weights are those before this update"
+        TrainingError, match=f"got nan at policy version {at}; the weights are those from before this update"
     ):
         ppo_step(policy, adamw(policy), batch, PPOConfig(minibatch=2))
     assert torch.equal(weights(policy), weights(wanted))

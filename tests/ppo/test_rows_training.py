@@ -114,7 +114,7 @@ def test_rewards_are_at_the_tokens_that_earned_them() -> None:
     )
     assert batch.truncated.tolist() == [False, False]
     assert collate([t.replace(stop="timeout")]).truncated.tolist() == [False, True]
-    with pytest.raises(BatchError, match="turn 0 has a reward of 1, but no turn was sampled up to it"):
+    with pytest.raises(BatchError, match="turn 0 has a reward of 1, but neither it nor any earlier turn was sampled"):
         collate([trajectory(None, plan, turn_rewards={0: 1.0})])
 
 

@@ -142,7 +142,7 @@ async def test_invalid_tests_raise_settings_error():
         for tests, more, words in [
             ([], {}, "at least one test"),
             (["assert add("], {}, "test 1: SyntaxError"),
-            ([("a", 1)], {}, "must be Python text or a pair"),
+            ([("a", 1)], {}, "must be Python code or a pair"),
             (TESTS, {"setup": "import no_such_module"}, "setup failed(.|\n)*no_such_module"),
             (TESTS, {"timeout": 0}, "timeout must be a positive"),
         ]:

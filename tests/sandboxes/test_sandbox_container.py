@@ -311,7 +311,7 @@ async def test_no_engine_no_image_no_python(engine: Podman, monkeypatch: pytest.
         await PythonSandbox(isolation=place(engine, runtime="no-such-runtime")).start()
     with pytest.raises(SandboxError, match="No module named 'no_such_module'"):
         await PythonSandbox(isolation=place(engine), preload=["no_such_module"]).start()
-    with pytest.raises(IsolationError, match="forward its socket"):
+    with pytest.raises(IsolationError, match="forward the engine's socket"):
         await PythonSandbox(isolation=Container(IMAGE, engine="ssh://host")).start()
     monkeypatch.setenv("DOCKER_HOST", engine.url)
     async with PythonSandbox(isolation=Container(IMAGE)) as sandbox:

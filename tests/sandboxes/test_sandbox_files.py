@@ -43,27 +43,27 @@ async def test_read_write_list_grep(level: str):
 REFUSALS: list[tuple[Callable[[FileSandbox], Awaitable[object]], str]] = [
     (lambda s: s.read("nope.py"), "there is no 'nope.py'"),
     (lambda s: s.read("main.py"), "there is no 'main.py'; there is src/main.py"),
-    (lambda s: s.read("src"), "'src' is a folder; list it"),
+    (lambda s: s.read("src"), "'src' is a folder; list it instead"),
     (lambda s: s.read("data.bin"), "'data.bin' is not text (3 bytes)"),
     (lambda s: s.read("src/main.py", 99), "'src/main.py' has 6 lines; there is no line 99"),
-    (lambda s: s.read("src/main.py", 3, 2), "lines 3 to 2: the first line is 1"),
-    (lambda s: s.read("src/main.py/x"), "'main.py' is no folder"),
+    (lambda s: s.read("src/main.py", 3, 2), "the first line must be at least 1 and at most the last line, got 3 and 2"),
+    (lambda s: s.read("src/main.py/x"), "'main.py' is not a folder"),
     (lambda s: s.write("src", "x"), "'src' is a folder"),
-    (lambda s: s.write("src/main.py/x", "x"), "is no folder"),
-    (lambda s: s.list("README.md"), "'README.md' is no folder; read it"),
-    (lambda s: s.list("nope"), "'nope' is not there"),
-    (lambda s: s.grep("("), "'(' is no regular expression"),
+    (lambda s: s.write("src/main.py/x", "x"), "is not a folder"),
+    (lambda s: s.list("README.md"), "'README.md' is not a folder; read it instead"),
+    (lambda s: s.list("nope"), "'nope' does not exist"),
+    (lambda s: s.grep("("), "'(' is not a regular expression"),
     (lambda s: s.undo(), "there is nothing to undo"),
     (lambda s: s.read("a\0b"), "NUL"),
     (lambda s: s.edit("src/main.py", "return 1", "return 2"), "2 times (lines 2, 6); give more of the lines around"),
-    (lambda s: s.edit("src/main.py", "", "x"), "the text to replace is empty"),
+    (lambda s: s.edit("src/main.py", "", "x"), "the text to replace must not be empty"),
     (lambda s: s.edit("src/main.py", "def f", "def f"), "nothing would change"),
     (
         lambda s: s.edit("src/main.py", "def f():\n  return 1", "x"),
-        "With other blanks it is at line 1:\ndef f():\n    r",
+        "With other whitespace it is at line 1:\ndef f():\n    r",
     ),
     (lambda s: s.edit("src/main.py", "def ff():\n", "x"), "The most similar line is 1:\ndef f():"),
-    (lambda s: s.edit("src/main.py", "zzzzzz", "x"), "it must match exactly, blanks too"),
+    (lambda s: s.edit("src/main.py", "zzzzzz", "x"), "even whitespace must match exactly"),
     (lambda s: s.edit("src/main.py", "\n", "x"), "6 times"),
 ]
 
@@ -105,7 +105,7 @@ async def test_edit_and_undo(level: str):
 async def test_a_read_is_never_silently_truncated():
     async with FileSandbox(isolation="none", max_output=1000) as sandbox:
         await sandbox.write("long.txt", "".join(f"line {i}\n" for i in range(1, 1001)))
-        with pytest.raises(ToolError, match="more than the 1000 of one reading; read a part: lines 1 to 123"):
+        with pytest.raises(ToolError, match="more than the maximum of 1000 per call; read a part: lines 1 to 123"):
             await sandbox.read("long.txt")
         assert (await sandbox.read("long.txt", 1, 123)).endswith("line 123\n")
         text = 'é"\\\n' * 200
@@ -143,9 +143,9 @@ async def test_paths_outside_the_folder_are_refused(level: str, tmp_path: Path, 
             with pytest.raises(ToolError):
                 await call
         if kind in ("parent", "link folder", "link of links"):
-            with pytest.raises(ToolError, match="leads out of the folder"):
+            with pytest.raises(ToolError, match="is outside the working folder"):
                 await sandbox.read(path)
-            with pytest.raises(ToolError, match="leads out of the folder"):
+            with pytest.raises(ToolError, match="is outside the working folder"):
                 await sandbox.list(os.path.dirname(path))
         assert secret.read_text() == "the host's"
         assert (await sandbox.run("cd; cat outside.txt")).stdout == "outside\n"
@@ -186,7 +186,7 @@ async def test_devices_and_pipes_are_refused(level: str):
             with pytest.raises(ToolError):
                 await sandbox.read(path)
         assert await sandbox.grep("anything") == ()
-        with pytest.raises(ToolError, match="is no file"):
+        with pytest.raises(ToolError, match="is not a file"):
             await sandbox.write("p", "x")
 
 
@@ -277,7 +277,7 @@ async def test_one_pool_serves_file_and_shell_tools():
         ran = "python -c 'import test_a; test_a.test()'"
         assert "AssertionError" in await call("shell", command=ran)
         assert await call("edit_file", path="test_a.py", old="1 == 3 ", new="") == (
-            "False the text to replace is not in test_a.py; it must match exactly, blanks too."
+            "False the text to replace is not in test_a.py; even whitespace must match exactly."
             " The most similar line is 2:\n    assert 1 + 1 == 3"
         )
         assert "replaced at line 2" in await call("edit_file", path="test_a.py", old="== 3", new="== 2")

@@ -181,13 +181,13 @@ def test_arguments_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (
             {"device": "cpu", "device_map": "auto"},
             SettingsError,
-            "device must be None with device_map, got device='cpu'",
+            "device must be None if device_map is given, got device='cpu'",
         ),
         ({"valuehead": True}, TypeError, "unexpected keyword 'valuehead'; did you mean 'value_head'"),
         ({"nonsense": 1}, PolicyError, "nonsense"),
     ):
         with pytest.raises(error, match=words):
             Policy.load(folder, **given)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="device must be one that torch can use here, got 'mps'"):
+    with pytest.raises(SettingsError, match="device must be usable by torch on this machine, got 'mps'"):
         Policy.load(folder, device="mps")
     assert json.loads((folder / "policy.json").read_text())["format"] == policy.chat.format.name

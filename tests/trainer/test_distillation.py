@@ -92,8 +92,8 @@ async def test_distillation_needs_no_reward_and_moves_the_policy_to_the_teacher(
 @pytest.mark.parametrize(
     ("teacher", "config", "message"),
     [
-        (None, DISTIL, "teacher= and TrainConfig.teacher_coef=. above 0 must be used together"),
-        (fresh, SMALL, "teacher= and TrainConfig.teacher_coef=. above 0 must be used together"),
+        (None, DISTIL, "teacher= requires TrainConfig.teacher_coef=. above 0, and vice versa"),
+        (fresh, SMALL, "teacher= requires TrainConfig.teacher_coef=. above 0, and vice versa"),
         (functools.partial(tiny.policy, "lookup"), DISTIL, "teacher must have the vocabulary of the policy"),
         (lambda: random_policy(0), DISTIL, "teacher must have a context of at least 512 tokens.*got 256"),
     ],
@@ -105,7 +105,7 @@ def test_an_unfit_teacher_is_rejected(teacher: Any, config: TrainConfig, message
 
 def test_a_policy_is_not_its_own_teacher() -> None:
     policy = fresh()
-    with pytest.raises(SettingsError, match="teacher must be another policy"):
+    with pytest.raises(SettingsError, match="teacher must not be the policy that is trained"):
         start(None, policy, DISTIL, teacher=policy)
 
 

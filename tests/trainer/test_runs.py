@@ -48,7 +48,7 @@ def test_settings_and_results_of_all_runs(folder: Path) -> None:
     assert frame.loc["a", "agent.max_turns"] == 8 and frame.loc["a", "reward.exact"] == "01234567"
     assert {name: why.split(str(folder))[-1] for name, why in runs.unreadable.items()} == {
         "damaged": runs.unreadable["damaged"].split(str(folder))[-1],
-        "foreign": "/foreign/run.json is not the file of a run; use an empty or new folder",
+        "foreign": "/foreign/run.json does not describe a training run; use an empty or new folder",
         "plots": "holds no run",
         "torn": runs.unreadable["torn"].split(str(folder))[-1],
     }

@@ -450,8 +450,8 @@ async def test_the_progress_bar_shows_the_steps(capsys: pytest.CaptureFixture[st
         ({"advantage": "none"}, "teacher_coef must be a finite number, and above 0 with advantage='none', got 0"),
         ({"teacher_coef": -1.0}, "teacher_coef must be at least 0, got -1"),
         ({"teacher_coef": float("inf")}, "teacher_coef must be a finite number"),
-        ({"advantage": "gdpo", "truncated": "penalty"}, "gdpo compares separate rewards"),
-        ({"advantage_per": "row", "advantage": "opo"}, "which sees whole chains"),
+        ({"advantage": "gdpo", "truncated": "penalty"}, "advantage='gdpo' needs unmodified rewards"),
+        ({"advantage_per": "row", "advantage": "opo"}, "which requires whole chains"),
         ({"old_logprobs": "newest"}, "old_logprobs must be one of"),
         ({"advantage": "best"}, "advantage must be one of 'grpo'"),
         ({"lr": 0.0}, "lr must be a positive number, got 0.0"),
@@ -460,8 +460,8 @@ async def test_the_progress_bar_shows_the_steps(capsys: pytest.CaptureFixture[st
         ({"refill": -1}, "refill must be at least 0"),
         ({"truncated": "drop"}, "truncated must be one of"),
         ({"advantage_per": "task"}, "advantage_per must be one of 'trajectory', 'row'"),
-        ({"advantage_per": "row", "kl_in": "reward", "kl_coef": 0.1}, "summed over a chain"),
-        ({"advantage_per": "row", "advantage": "reinforce_plus_plus"}, "which sees whole chains"),
+        ({"advantage_per": "row", "kl_in": "reward", "kl_coef": 0.1}, "summed over all rows of a chain"),
+        ({"advantage_per": "row", "advantage": "reinforce_plus_plus"}, "which requires whole chains"),
         ({"gamma": 0.9}, "gamma has an effect only with advantage 'gae' or .*; leave it at 1.0, got 0.9"),
         ({"lam": 0.9, "advantage": "gigpo"}, "lam has an effect only with advantage 'gae'"),
         ({"whiten": False, "advantage": lambda rewards, groups: rewards}, "whiten has an effect only with"),
@@ -495,7 +495,7 @@ async def test_every_estimator_trains_or_is_rejected_before_a_chain_runs(name: s
     function = getattr(advantages, name)
     if name in ("branch_weights", "distillation", "row_credit", "trajectory_level", "whiten"):
         for given in (name, function):
-            with pytest.raises(SettingsError, match=f"got '{name}'; advantage_per='trajectory', the default, is traj"):
+            with pytest.raises(SettingsError, match=f"got '{name}'; trajectory_level is applied by default"):
                 SMALL.replace(advantage=given)
         return
     config = SMALL.replace(advantage=name, steps=1)
@@ -519,7 +519,7 @@ def failing(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (wrong_shape, r"advantage function wrong_shape must return .* for 12 rewards, got the shape \(\)"),
+        (wrong_shape, r"advantage function wrong_shape must return the shape \(12,\) for 12 rewards, .*, got the shape \(\)"),
         (failing, "advantage function failing raised KeyError: 'column'"),
     ],
 )

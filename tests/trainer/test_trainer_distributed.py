@@ -78,7 +78,7 @@ def child(folder: Path) -> None:
         out: dict[str, Any] = {name: await trained(name, folder / name, accelerator) for name in CASES}
         out["resumed"] = await resumed(folder / "resumed", accelerator)
         policy = learner()
-        with pytest.raises(SettingsError, match="several processes need run="):
+        with pytest.raises(SettingsError, match="run must be a folder that all processes can access"):
             train(small(policy), policy, TASKS, CASES["grpo"], accelerator=accelerator)
         broken = small(policy)
         if accelerator.process_index == 1:  # all processes raise

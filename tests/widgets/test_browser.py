@@ -239,6 +239,7 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
     nb.wait_python("view.is_open", False)
 
 
+@pytest.mark.real
 def test_token_view_of_5000_tokens_and_a_lost_kernel(notebook: Any) -> None:
     nb = notebook(
         RECORDS, "ts = [trajectory(i, 8, 3) for i in range(9)]\nview = w.TokenView(ts, signal='entropy')\nview"

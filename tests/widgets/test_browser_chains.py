@@ -126,6 +126,7 @@ BOXES = """(selector) => [...document.querySelectorAll(selector)].map((b) => {
   return [r.left - top.left, r.top - top.top, r.width, r.height].map(Math.round); })"""
 
 
+@pytest.mark.real
 def test_samples_runs_to_the_end_and_a_busy_kernel(notebook: Any) -> None:
     nb = notebook(
         START

@@ -27,7 +27,7 @@ def started(name, **more):
     policy = agents.fresh()
     agent = af.Agent(af.LocalEngine(policy), chat=policy.chat, tools=[agents.calculator], reward=agents.exact,
                      max_turns=2, sampling=af.Sampling(max_tokens=32))
-    config = af.TrainConfig(steps=60, tasks_per_step=2, group_size=2, save_rollouts=True, **more)
+    config = af.TrainConfig(steps=2000, tasks_per_step=2, group_size=2, save_rollouts=True, **more)
     return af.train(agent, policy, agents.tasks(4), config, run=name)
 """
 
@@ -67,7 +67,7 @@ def test_a_run_is_steered_from_its_view(notebook: Any) -> None:
     view.locator(".afk-listbox button").nth(2).click()
     view.get_by_role("button", name="Stop after this step").click()
     nb.finish(60)
-    assert nb.python("3 < len(run.records) < 60")
+    assert 2 < nb.python("len(run.records)") < 2000
     assert nb.python("view.step, len(view.rollout), view._notice") == (2, 4, "")
     assert nb.python("view.opened.trajectories[0].id == view._list['rows'][2][0]")
     browser.expect(child).to_have_count(1)

@@ -428,7 +428,7 @@ async def test_a_trajectory_is_stepped_further_and_comes_out_the_same() -> None:
 async def test_a_trajectory_of_another_agent_or_a_lost_sandbox_is_refused() -> None:
     agent = agents.played(["42"])
     trajectory = (await agent.rollout(agents.tasks()[:1])).trajectories[0]
-    with pytest.raises(SettingsError, match="must begin with the prompt that this agent writes"):
+    with pytest.raises(SettingsError, match="must begin with the prompt of this agent"):
         agent.replace(system="Be brief.").chain(trajectory)
 
     @af.tool

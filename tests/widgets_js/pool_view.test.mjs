@@ -36,7 +36,7 @@ test("what a person can do to a sandbox", () => {
   assert.equal(can(9), "take");
   assert.equal(can(null), "take");
   assert.equal(can(1, { closed: true }), "");
-  assert.equal(can(1, { counts: { ...counts, size: 2 } }), "reset close", "the last sandbox is left to chains");
+  assert.equal(can(1, { counts: { ...counts, size: 2 } }), "reset close", "one sandbox stays available to chains");
   assert.equal(can(4, { recycles: false }), "take reset close give_back");
   assert.equal(can(1, { recycles: false }), "take");
 });

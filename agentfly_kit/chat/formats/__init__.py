@@ -47,7 +47,7 @@ def get(name: str | Format) -> Format:
 
 
 def detect_format(write: Callable[[str, dict[str, Any]], str]) -> Format | None:
-    """Return the only format that parses the calls rendered by `write`, or None if no or several formats do."""
+    """Return the only native format that parses a call rendered by `write`, or None if none or several do."""
     name, arguments = "get_weather", {"city": "Paris, in France"}
     text = write(name, arguments)
     found = []

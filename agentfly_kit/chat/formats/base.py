@@ -1,7 +1,7 @@
 """Base classes of tool-call formats, and shared parsing helpers.
 
-Models write the text that is parsed here, so parsing must take linear time for any text. Quantifiers are therefore
-possessive (`++`) where whitespace or a name may repeat, and no opening tag triggers a search to the end of the text.
+Parsing must take linear time for any text, because models write it. In regular expressions, the quantifiers of
+whitespace and names are therefore possessive (`++`), and no opening tag triggers a search to the end of the text.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Format(ABC):
 
     @abstractmethod
     def render_call(self, call: ToolCall) -> str:
-        """Render a call, for demonstrations. The inverse of `parse`."""
+        """Render a call in this format, for demonstrations. `parse` is the inverse operation."""
 
     def instructions(self, tools: Schemas) -> str:
         """Return the instructions for a model whose chat template does not render tools."""
@@ -119,7 +119,7 @@ class TaggedFormat(Format):
 
 
 def make_call(id: str, name: str, arguments: dict[str, Any], problem: str, shape: str, raw: str) -> ToolCall:
-    """Return a ToolCall. If there is a `problem`, it has no arguments, and its error states the expected `shape`."""
+    """Return a ToolCall. With a `problem`, the call has no arguments, and its error shows the correct `shape`."""
     if problem:
         return ToolCall(id, name, {}, error=f"the tool call {problem}; write {shape}", raw=raw)
     return ToolCall(id, name, arguments, raw=raw)
@@ -162,7 +162,7 @@ def read_json(text: str, start: int) -> tuple[Any, int, str]:
     """Parse the JSON value at `start`. Return (value, end, ""), or (None, start, problem)."""
     while start < len(text) and text[start].isspace():
         start += 1
-    # Parse growing parts of the text, because `json` counts all lines of its input when it creates an error.
+    # Parse increasingly long parts of the text, because each JSONDecodeError counts the lines before its position.
     size = 1024
     while True:
         part, is_rest = text[start : start + size], start + size >= len(text)
@@ -202,7 +202,7 @@ def is_cut(text: str, start: int) -> bool:
 
 
 def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, dict[str, Any], str]:
-    """Return (name, arguments, problem). If the name of a malformed call is readable, it is kept for diagnosis."""
+    """Validate the JSON of a call. Return (name, arguments, problem). A missing or invalid name becomes ""."""
     if not isinstance(body, dict):
         return "", {}, f"is {json_type(body)}, not an object"
     name = body.get("name")
@@ -213,7 +213,7 @@ def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, di
     key = next((key for key in keys if key in body), None)
     if key is None:
         others = [key for key in body if key not in ("name", "id", "type")]
-        # The key is often missing in calls without arguments. If there is any other key, it is taken for a misspelling.
+        # Calls without arguments often omit the key `keys[0]`. Report any other key, which may be a misspelling.
         return name, {}, f'has no "{keys[0]}" (it has {", ".join(map(short_repr, others[:3]))})' if others else ""
     arguments = body[key]
     if not isinstance(arguments, dict):
@@ -248,7 +248,7 @@ def compact_json(value: Any) -> str:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON number")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)

@@ -112,7 +112,7 @@ class QwenXML(TaggedFormat):
 
 @dataclass(frozen=True)
 class GLM4(QwenXML):
-    """Format of GLM-4: `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>`, values as in QwenXML."""
+    """Format of GLM-4: `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>`; values as in QwenXML."""
 
     name = "glm4"
     shape = "<tool_call>name\n<arg_key>key</arg_key>\n<arg_value>value</arg_value>\n</tool_call>"
@@ -137,7 +137,7 @@ class GLM4(QwenXML):
 def _last_match(pattern: re.Pattern[str], text: str) -> int:
     """Return the start of the pattern's last match, or -1 if there is none.
 
-    A search after the last match would scan the rest of the text in vain, which takes quadratic time in a loop.
+    Callers do not search beyond this position, because repeated searches to the end would take quadratic time.
     """
     return max((found.start() for found in pattern.finditer(text)), default=-1)
 
@@ -198,7 +198,7 @@ class Gemma4(TaggedFormat):
 
 
 def _quote_keys(text: str) -> str:
-    """Convert text between the strings of a Gemma call to JSON by quoting keys and replacing Python constants."""
+    """Convert the parts of a Gemma call outside of strings to JSON: quote keys and replace Python constants."""
 
     def word(found: re.Match[str]) -> str:
         if found.group(2):
@@ -245,7 +245,7 @@ class LFM2(TaggedFormat):
         return calls, close + len(closing)
 
     def render_call(self, call: ToolCall) -> str:
-        """Render the call with JSON values, which this format also accepts."""
+        """Render the call in Python syntax, but with JSON values, which `read_calls` also accepts."""
         arguments = ", ".join(f"{key}={compact_json(value)}" for key, value in call.arguments.items())
         return f"<|tool_call_start|>[{call.name}({arguments})]<|tool_call_end|>"
 
@@ -263,7 +263,7 @@ def _json_literal(found: re.Match[str]) -> str:
 
 
 def _read_python_call(text: str, start: int) -> tuple[str, dict[str, Any], str, int]:
-    """Parse a call with JSON values and the comma that follows it. Return (name, arguments, problem, end position)."""
+    """Parse a call with JSON values, and the comma after it. Return (name, arguments, problem, end position)."""
     found = _LFM2_NAME.match(text, start)
     if found is None:
         return "", {}, f"has no name(...) at {short_repr(text[start : start + 40])}", start

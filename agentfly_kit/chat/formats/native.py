@@ -35,7 +35,7 @@ _LLAMA_TAG = "<|python_tag|>"
 
 _MISTRAL = re.compile(r"\[TOOL_CALLS\]")
 _MISTRAL_NAME = re.compile(r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+([A-Za-z0-9]++)\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
-# Any prefix of `name[ARGS]{`, which a truncated call may end with.
+# Matches the part of `name[ARGS]` that remains of a call that was truncated before its arguments.
 _MISTRAL_NAME_PREFIX = re.compile(r"[^\s\[\]{}\"]++(?:\[[A-Z_]*+\]?)?")
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _GPT_OSS_END = re.compile(r"<\|(?:start|end|call|return)\|>")
@@ -62,14 +62,14 @@ class Hermes(Format):
             before, kind = text[at : tag.start()], tag.group()
             at = tag.end()
             if kind == "</think>" and not thought:
-                # The opening tag was part of the prompt, so all text so far is thinking.
+                # `<think>` was part of the prompt, so all text before `</think>` is thinking.
                 thinking, content, calls, thought = [text[: tag.start()]], [], [], True
                 continue
             content.append(before)
             if kind == "<think>":
                 thought = True
                 end = text.find("</think>", at)
-                # Calls inside truncated thinking are not parsed.
+                # Truncated thinking extends to the end of the text, so calls inside it are not parsed.
                 thinking.append(text[at:] if end < 0 else text[at:end])
                 at = len(text) if end < 0 else end + len("</think>")
             elif kind == _OPEN:
@@ -84,7 +84,7 @@ class Hermes(Format):
 
     @staticmethod
     def _read(text: str, start: int, id: str) -> tuple[ToolCall | None, int]:
-        """Parse the call after the tag that ends at `start`. Return the call, or None if unclosed, and its end."""
+        """Parse the call after the tag that ends at `start`. Return it (None if unclosed) and its end position."""
         body, end, problem = read_json(text, start)
         # Search after the JSON, so that a closing tag inside a string argument is ignored.
         close = text.find(_CLOSE, end)
@@ -102,10 +102,10 @@ class Hermes(Format):
 
 @dataclass(frozen=True)
 class Llama3(Format):
-    """Format of Llama 3, in which the whole action is a call: `{"name": ..., "parameters": {...}}`.
+    """Format of Llama 3, in which a call is a JSON object without tags: `{"name": ..., "parameters": {...}}`.
 
-    Several calls follow each other, optionally separated by semicolons. JSON that does not start with "name" or "type"
-    is an answer.
+    An action may contain several calls, optionally separated by semicolons. JSON whose first key is neither "name" nor
+    "type" is an answer.
     """
 
     name = "llama3"
@@ -130,7 +130,7 @@ class Llama3(Format):
             calls.append(call)
             found = _LLAMA_NEXT.match(text, at)
         if not calls and text.lstrip().startswith(_LLAMA_TAG):
-            # The text is marked as a call but is not valid.
+            # The tag `<|python_tag|>` announces a call, but no valid call follows.
             raw = text.lstrip()[len(_LLAMA_TAG) :].strip()
             if not raw or (raw.startswith("{") and is_cut(raw, 0)):
                 return Parsed("", (), thinking, unclosed)
@@ -147,7 +147,7 @@ class Llama3(Format):
 class Mistral(TaggedFormat):
     """Format of Mistral: `[TOOL_CALLS]` and a list of calls, or `[TOOL_CALLS]name[ARGS]{...}` per call in newer models.
 
-    Call ids of nine letters or digits are kept, because the template requires them later.
+    Call ids of nine letters or digits are kept, because the template accepts only such ids.
     """
 
     name = "mistral"
@@ -162,7 +162,7 @@ class Mistral(TaggedFormat):
         following = _MISTRAL.search(text, start)
         segment = text[start : following.start() if following else len(text)].strip()
         if problem:
-            # If no tag follows, the JSON or the name before it may have been truncated.
+            # If this is the last call, its JSON or its name may have been truncated.
             cut = not segment or (segment[0] in "[{" and is_cut(segment, 0))
             if following is None and (cut or (not named and _MISTRAL_NAME_PREFIX.fullmatch(segment))):
                 return None
@@ -198,7 +198,7 @@ class Mistral(TaggedFormat):
         return content, calls, complaint
 
     def render_call(self, call: ToolCall) -> str:
-        """Render a list that contains only this call. The id is included if it is a valid Mistral id."""
+        """Render a list that contains only this call. The id is included if it has nine letters or digits."""
         body: dict[str, Any] = {"name": call.name, "arguments": call.arguments}
         if _MISTRAL_ID.fullmatch(call.id):
             body["id"] = call.id
@@ -207,7 +207,7 @@ class Mistral(TaggedFormat):
 
 @dataclass(frozen=True)
 class GptOss(Format):
-    """Format of gpt-oss: messages `header<|message|>text`.
+    """Format of gpt-oss, in which an action consists of messages of the form `header<|message|>text`.
 
     A header with a recipient marks a tool call. Text in the channel "analysis" is thinking; any other text is content.
     """
@@ -241,5 +241,5 @@ class GptOss(Format):
         return Parsed("\n".join(filter(None, content)), tuple(calls), thoughts, complaint)
 
     def render_call(self, call: ToolCall) -> str:
-        """Render the call like the chat template, but without whitespace in the JSON."""
+        """Render the call as the chat template does, but without whitespace in the JSON."""
         return f" to=functions.{call.name}<|channel|>commentary json<|message|>{compact_json(call.arguments)}<|call|>"

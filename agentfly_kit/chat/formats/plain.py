@@ -76,7 +76,7 @@ class ReAct(Format):
         return Parsed(content.strip(), tuple(calls), thinking, complaint)
 
     def render_call(self, call: ToolCall) -> str:
-        """Render two lines: the name, and the arguments as JSON."""
+        """Render the call as two lines: the name of the tool, and its arguments as JSON."""
         return f"Action: {call.name}\nAction Input: {compact_json(call.arguments)}"
 
     def instructions(self, tools: Schemas) -> str:
@@ -102,7 +102,7 @@ def _is_inside_input(text: str, at: int) -> bool:
 
 
 def _react_call(text: str, action: re.Match[str], id: str, tools: Schemas) -> tuple[ToolCall | None, int]:
-    """Parse the call of an Action line. Return the call, or None if it is incomplete, and its end position."""
+    """Parse the call that starts with a matched `Action:` line. Return it (None if incomplete) and its end position."""
     name, blank = action.group(1).strip(" \t"), _BLANK_LINES.match(text, action.end())
     given = _INPUT.match(text, blank.end()) if blank else None
     at = given.end() if given else action.end()
@@ -154,7 +154,7 @@ class FencedCode(TaggedFormat):
         object.__setattr__(self, "opening", opening)
 
     def read_calls(self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Schemas) -> ReadCalls:
-        # The closing fence must also be at the start of a line.
+        # The closing fence must be on a line of its own, like the opening fence.
         closing = re.compile(rf"^[ \t]*+{opened.group(1)}[ \t]*+$", re.MULTILINE).search(text, opened.end())
         if closing is None:
             return None
@@ -179,17 +179,17 @@ class FencedCode(TaggedFormat):
 
 @dataclass(frozen=True)
 class Tags(TaggedFormat):
-    """Format with a tag for calls, such as `<search>a query</search>`, and the tag `<answer>` for the answer.
+    """Format in which a call is text in a tag, such as `<search>a query</search>`, and the answer is in `<answer>`.
 
-    Text inside the call tag is the only argument of one tool. If it is a JSON object with "name" and "arguments", it
-    calls the tool of that name instead.
+    The text is passed to the tool `tool`. If it is a JSON object with "name" and "arguments", the tool of that name is
+    called instead.
 
     Args:
         name: Name of the format.
-        tag: Tag around calls.
-        tool: Tool that is called with plain text.
-        parameter: Parameter of the tool that receives the text.
-        result_tag: Tag around results.
+        tag: Name of the tag around calls.
+        tool: Name of the tool that is called with plain text.
+        parameter: Name of the parameter that receives the text.
+        result_tag: Name of the tag around results.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Forward pass of the `LocalEngine`, which stores the keys and values of the tokens in a `KVCache`.
 
-In a decode step of a few dozen rows, a small model takes more time in Python than in arithmetic. For small Llama-like
-models, `FusedLlamaDecoder` needs a third of the calls. Other models (those with an adapter or a hook, for instance) are
-run by their own modules. In both cases, a test first compares the result with a plain forward pass.
+A decode step of a small model on a few dozen rows spends more time in Python than in arithmetic. For small Llama-like
+models on a CPU, `FusedLlamaDecoder` makes a third as many function calls. Other models, and models with an adapter or a
+hook, run their own modules. Both forward passes are tested against one without a cache before they are used.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from agentfly_kit.policy.attention import agree, masked_states, shared_keys, uns
 from agentfly_kit.policy.policy import Policy
 
 # A function of (cache, tokens (R, C), positions (R, C), mask (R, 1, C, S), stamp) that returns hidden states (R, C, d),
-# for R rows, C tokens per row and S keys. `stamp` identifies the weights.
+# for R rows, C tokens per row, S keys and hidden size d. `stamp` identifies the weights.
 CachedForward: TypeAlias = Callable[[KVCache, Tensor, Tensor, Tensor, object], Tensor]
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
-# Maximum number of parameters for fusing. Fused weights are a copy, and larger models would hardly benefit.
+# Maximum number of parameters of a fused model. Fusing copies the weights, and larger models would hardly be faster.
 _MAX_PARAMETERS = 1 << 24
 
 
 def cached_forward(policy: Policy) -> CachedForward:
-    """Return a fused forward pass for a policy if supported, else one that runs its modules, or raise EngineError."""
+    """Return a forward pass with a KV cache, fused if possible. Raise EngineError for an unsupported model."""
     trunk = policy.decoder
     if (fused := FusedLlamaDecoder.try_build(trunk)) is not None:
         return fused
@@ -46,7 +46,7 @@ def cached_forward(policy: Policy) -> CachedForward:
 
 
 def _modules_forward(trunk: Any, config: Any = None) -> CachedForward:
-    """Return a forward pass through the modules of a decoder, whose layers have the given config or that of `trunk`."""
+    """Return a forward pass that runs the modules of `trunk`. Its layers read `config`, by default `trunk.config`."""
 
     def forward(cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor, stamp: object) -> Tensor:
         keys = torch.arange(mask.shape[-1], device=mask.device)[None]
@@ -58,7 +58,7 @@ def _modules_forward(trunk: Any, config: Any = None) -> CachedForward:
 
 @torch.inference_mode()
 def _passes_trial(trunk: Any, forward: CachedForward) -> bool:
-    """Return whether two prompt chunks and one more token give the same hidden states as a plain forward pass."""
+    """Return True if `forward` agrees with a forward pass without a cache on two prompt chunks and one more token."""
     rows, width = 2, 13
     device = next(trunk.parameters()).device
     ids = (
@@ -75,11 +75,11 @@ def _passes_trial(trunk: Any, forward: CachedForward) -> bool:
 
 
 class FusedLlamaDecoder:
-    """Fused decoder of a small Llama-like model without attention windows."""
+    """Decoder for small Llama-like float32 models on a CPU. It fuses projections of the same input."""
 
     @classmethod
     def try_build(cls, trunk: Any) -> FusedLlamaDecoder | None:
-        """Return a fused decoder, or None if the model is not supported or its results differ."""
+        """Return a fused decoder, or None if the model is unsupported or a trial run differs from the unfused model."""
         try:
             if not _is_supported(trunk):
                 return None
@@ -130,10 +130,10 @@ class FusedLlamaDecoder:
     def _decode_one_token(self, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Compute the hidden states of one token per row.
 
-        With one query per row, torch's fused attention is slow, because it needs one product per row and head. Two
-        batched products over all rows and heads take about two thirds of the time.
+        With one query per row, torch's fused attention is slow, because it computes a separate product for each row and
+        head. Two batched products over all rows and heads take about two thirds of the time.
 
-        Shapes:  tokens (R,), positions (R,), mask (R, 1, 1, S) -> (R, d).
+        Shapes:  tokens (R rows,), positions (R,), mask (R, 1, 1, S keys) -> (R, d).
         """
         rows, heads, kv, size = len(tokens), self._heads, self._kv, self._size
         share = heads // kv
@@ -165,7 +165,7 @@ class FusedLlamaDecoder:
         return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
 
     def _refresh(self, capacity: int, stamp: object) -> None:
-        """Rebuild the fused weights if they have changed, and extend the rotary tables to `capacity` positions."""
+        """Rebuild the fused weights if they have changed, and extend the rotary embedding to `capacity` positions."""
         key = (stamp, sum(p._version for p in self._parameters))
         if key != self._weights_key:
             self._layers, self._biases = [], []

@@ -1,8 +1,8 @@
 """An engine that samples with the policy's own weights in this process, with continuous batching on one thread.
 
-Each request consists of ids, sampling settings and a seed. It is a row of the running batch from its prefill until its
-last token. The KV cache has one slot per sequence. A session keeps its slot between turns, so that only the new tokens
-are computed; a prefix that another slot holds is copied instead of computed.
+Each request consists of ids, sampling settings and a seed, and occupies a row of the batch from its prefill until its
+last token. The KV cache has one slot per sequence. A chain keeps its slot between turns, so that only new tokens are
+computed. A prefix that another slot already contains is copied.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class LocalEngine(Engine):
     No weights are copied: `update` only checks that it is called with the same policy.
 
     Args:
-        policy: The policy. Its model must give the same hidden states with a KV cache as without one, which is
-            tested; windows of attention layers are applied exactly.
-        slots: Number of sequences in the KV cache, running or between two turns; rounded up to a multiple of 8. If all
-            slots are taken, a new sequence replaces the least recently used idle one, whose chain must then recompute
-            its history.
+        policy: The policy. The engine tests that its model gives the same hidden states with and without a KV cache.
+            Sliding-window attention is supported.
+        slots: Maximum number of sequences in the KV cache, including those of chains between two turns; rounded up to a
+            multiple of 8. If all slots are taken, a new sequence replaces the least recently used idle one. The history
+            of the replaced sequence is recomputed at its next turn.
         alternatives: Number of most probable tokens to record at each position in `Turn.alternatives`; 0 to record
             none. This setting does not affect sampling.
 
@@ -68,14 +68,14 @@ class LocalEngine(Engine):
         self._inbox: deque[Request] = deque()
         self._released: deque[str] = deque()
         self._thread: threading.Thread | None = None
-        # The last thread that exited when idle; it may still be inside torch.
+        # The last thread that exited because it was idle. It may still be executing torch code.
         self._last_thread: threading.Thread | None = None
         self._exiting = False
-        # Accessed only by the engine's thread.
+        # Modified only by the engine's thread.
         self._batch = ContinuousBatch(policy, self.slots, alternatives)
 
     def __reduce__(self) -> Any:
-        # In another process, the engine starts with empty caches and its own copy of the policy.
+        # A pickled engine that is loaded in another process has empty caches and its own copy of the policy.
         return functools.partial(LocalEngine, self.policy, slots=self.slots, alternatives=self.alternatives), ()
 
     # --- capabilities ---
@@ -96,7 +96,7 @@ class LocalEngine(Engine):
 
     @property
     def prefilled(self) -> int:
-        """Number of context tokens computed so far, excluding copied and reused ones."""
+        """Number of context tokens computed so far, excluding those whose keys and values were copied or reused."""
         return self._batch.prefilled
 
     @property
@@ -163,10 +163,10 @@ class LocalEngine(Engine):
             raise
 
     def _flush_submitted(self) -> None:
-        """Move all requests submitted in one event-loop iteration to the inbox together.
+        """Pass all requests that were submitted in the same iteration of the event loop to the engine's thread at once.
 
-        Chains that start together, or reach their next turn in the same decode step, are then prefilled together and
-        stay synchronized.
+        Chains that start together, or whose previous actions ended in the same decode step, are therefore prefilled
+        together.
         """
         if self._submitted:
             with self._wake:
@@ -174,7 +174,7 @@ class LocalEngine(Engine):
                 self._submitted.clear()
                 self._wake.notify()
 
-    # --- the thread ---
+    # --- the engine's thread ---
 
     def _run(self) -> None:
         batch = self._batch
@@ -202,7 +202,7 @@ class LocalEngine(Engine):
                     batch.fail(error)
 
     def _stop_thread(self) -> None:
-        """Stop the thread at interpreter exit; a thread still inside torch at that point would abort the process."""
+        """Stop the engine's thread at interpreter exit; a thread that still runs torch code would abort the process."""
         with self._wake:
             self._exiting = True
             self._wake.notify()

@@ -1,4 +1,4 @@
-"""Continuous batching: prefill of waiting requests and decode steps of running requests, on the calling thread."""
+"""Continuous batching: prefill of waiting requests and decode steps of running requests."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from agentfly_kit.policy.policy import Policy
 
 # Maximum number of tokens per prefill, including padding.
 _PREFILL_TOKENS = 4096
-# Maximum number of tokens per forward pass of a prefill, so that intermediate results fit the processor's cache.
+# Maximum number of tokens per forward pass of a prefill, so that intermediate results fit into the CPU cache.
 _PREFILL_FORWARD_TOKENS = 512
 # Possible widths of a prefill chunk in tokens.
 _CHUNK_WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
-# A prefill starts when more requests wait than run, or when the oldest has waited for this number of decode steps.
+# A prefill starts when more requests wait than run, or when the oldest has waited for more decode steps than this.
 _PREFILL_MAX_WAIT = 12
 
 
 class ContinuousBatch:
-    """Runs the requests of a `LocalEngine`, and delivers each result to the future of its request."""
+    """Scheduler that runs the requests of a `LocalEngine` in one batch and sets the result of each request's future."""
 
     def __init__(self, policy: Policy, slots: int, alternatives: int = 0) -> None:
         self.policy = policy
         self._alternatives = alternatives
         self.waiting: list[Request] = []
-        # Number of context tokens computed so far, excluding copied and reused ones, and of sampled tokens.
+        # Number of context tokens computed so far, excluding those that were copied or reused.
         self.prefilled = 0
         self.sampled = 0
         self._limit = slots
@@ -49,7 +49,7 @@ class ContinuousBatch:
         return SlotTable(self._limit, self.policy.max_length)
 
     def step(self, released: list[str]) -> None:
-        """Prefill waiting requests if due, and sample one token for each running row."""
+        """Release the given sessions, prefill if enough requests wait, and sample one token for each running row."""
         table = self.table
         table.tick += 1
         for session in released:
@@ -61,7 +61,7 @@ class ContinuousBatch:
         if self.waiting:
             for request in self.waiting:
                 request.waited += 1
-            # A prefill of one row costs as much as a decode step of many, so collect several requests first.
+            # Prefilling one row takes as long as a decode step of many rows, so collect several requests first.
             if len(self.waiting) > table.active or self.waiting[0].waited > _PREFILL_MAX_WAIT:
                 self._prefill()
         if table.active:
@@ -78,18 +78,18 @@ class ContinuousBatch:
     # --- prefill ---
 
     def _prefill(self) -> None:
-        """Assign slots to waiting requests, compute their prompts and sample their first tokens."""
+        """Assign slots to waiting requests, prefill their prompts and sample their first tokens."""
         table = self.table
         chosen: list[tuple[Request, int, int]] = []
         duplicates: list[tuple[Request, int, int]] = []
         later: list[Request] = []
         lead: dict[bytes, int] = {}
         width = 0
-        # Hold the lock so that prefixes found in the cache are continued with the weights that computed them.
+        # Hold the lock, so that the weights cannot change between the search for cached prefixes and the prefill.
         with self.policy.lock:
             table.use_weights(self._weights.number())
             for request in self.waiting:
-                # The chains of a group have the same prompt: compute it once and copy its keys and logits.
+                # The chains of a group have the same prompt, so prefill it once and copy its keys and logits.
                 key = request.ids.tobytes()
                 width = max(width, min(len(request.ids) - table.held_history(request), _CHUNK_WIDTHS[-1]))
                 if key not in lead and width * (len(chosen) + 1) > _PREFILL_TOKENS:
@@ -131,14 +131,14 @@ class ContinuousBatch:
                 table.reserve(chosen[i][1], None)
             else:
                 joining.append(chosen[i][1])
-        # Running rows are the leading slots, so new rows are swapped with the idle slots after them.
+        # The running rows occupy the leading slots, so swap new rows with the idle slots after them.
         for slot in sorted(joining):
             table.start(slot)
         requests = {at: chosen[going[at]][0] for at in ended}
         deliver(*((requests[at].future, requests[at].sample(why)) for at, why in ended.items()))
 
     def _prompt_logits(self, chosen: list[tuple[Request, int, int]]) -> tuple[Tensor, int]:
-        """Return the logits after each prompt, (R, V), and the policy version that computed them.
+        """Return the logits after each of R prompts, (R, vocabulary size), and the policy version that computed them.
 
         `chosen` contains tuples of request, slot and number of tokens already in the slot.
         """
@@ -156,7 +156,7 @@ class ContinuousBatch:
             counts = np.array([min(width, len(r.ids) - start) for r, _, start in left])
             for i, (request, _, start) in enumerate(left):
                 tokens[i, : counts[i]] = request.ids[start : start + counts[i]]
-            # Padding is written to the position after the row, where the next token overwrites it before it is read.
+            # Padding is written to the position after a row's last token, and is overwritten by the row's next token.
             ends = starts + counts
             positions = torch.as_tensor(np.minimum(starts[:, None] + np.arange(width), ends[:, None]), device=device)
             slots = torch.as_tensor([slot for _, slot, _ in left], device=device)
@@ -204,7 +204,7 @@ class ContinuousBatch:
         deliver(*((requests[row].future, requests[row].sample(why)) for row, why in ended.items()))
 
     def _forward(self, tokens: Tensor, positions: Tensor, rows: Tensor | int) -> Tensor:
-        """Compute hidden states (R, C, d) of tokens (R, C) at positions (R, C) of slots. Requires the policy's lock."""
+        """Compute hidden states, (R, C, d), of C tokens in each of the R slots `rows`. Requires the policy's lock."""
         self._check_model()
         cache = self.table.cache
         mask = cache.prepare(rows, positions)
@@ -217,7 +217,7 @@ class ContinuousBatch:
             self._model = self.policy.model
 
     def _sample_next(self, requests: Sequence[Request], logits: Tensor, version: int) -> dict[int, str]:
-        """Sample one token for each request and return the stop reasons of those that ended, by index."""
+        """Sample one token for each request. Return the stop reasons of the requests that have ended, by index."""
         device = logits.device
         noise = seeds.uniforms(
             np.array([request.seed for request in requests], dtype=np.uint64),
@@ -267,10 +267,10 @@ class ContinuousBatch:
 
 
 class _WeightMonitor:
-    """Counts changes of the policy's weights.
+    """Counter of changes to a policy's weights.
 
-    Version counters are not enough: loading weights may restore an old `policy.version`, and a fused optimizer stepped
-    by the user leaves torch's counters unchanged. The first elements of each weight are therefore compared as well.
+    `policy.version` and torch's version counters miss some changes: loading weights may restore an old version, and a
+    fused optimizer run by the user changes neither counter. The first elements of each weight are compared as well.
     """
 
     def __init__(self, policy: Policy) -> None:

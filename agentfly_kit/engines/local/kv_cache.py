@@ -1,14 +1,14 @@
-"""KV cache with one slot per sequence. Sequences may be at different positions.
+"""KV cache with one slot per sequence. Sequences may have different lengths.
 
-The first `n` slots can be run as one batch without copying, so the engine keeps its running rows there (`swap`).
+A batch of the leading slots needs no copies, so the engine moves running sequences to these slots with `swap`.
 Attention layers of transformers call `update`, which returns all keys and values; `prepare` returns the causal mask.
 
 Decoding is batch-invariant in float32 on a CPU: the results for a row are bitwise identical for any batch composition.
 A matrix product over four or more rows computes each row independently, attention processes one row at a time, and the
-keys after a row's end have a weight of exactly zero. Measurements found three exceptions: a product over one to three
-rows uses a different kernel, and an elementwise function computes the last elements of a tensor with a different
-formula if their number is not a multiple of the vector width. Batches of a multiple of eight rows avoid both. Thirdly,
-a product sums the keys in blocks of 192, except that 193 to 383 keys are halved; `_padded` avoids these numbers.
+keys after a row's end have a weight of exactly zero. Measurements found three exceptions. A product over one to three
+rows uses a different kernel. An elementwise function uses a different formula for the last elements of a tensor if the
+size is not a multiple of the vector width. Batches of a multiple of eight rows avoid both. Finally, a product sums over
+keys in blocks of 192, but splits 193 to 383 keys into halves; `_padded` avoids these numbers.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# The capacity of a slot and the number of visible tokens in a forward pass are multiples of this.
+# The capacity of a slot and the number of keys in a forward pass are multiples of this number.
 _ALIGNMENT = 16
 # Torch's fused attention processes this number of keys at once.
 _KEY_BLOCK = 512
 
 
 def _padded(tokens: int) -> int:
-    """Return a number of keys, at least `tokens`, for which a sum over keys does not depend on zeros at its end."""
+    """Round up a number of keys such that padding with zeros does not change the rounding of sums over keys."""
     tokens = -(-tokens // _ALIGNMENT) * _ALIGNMENT
     last = tokens % _KEY_BLOCK
     return tokens + 384 - last if 192 < last < 384 else tokens
@@ -39,27 +39,27 @@ class KVCache:
         self.capacity = _padded(capacity)
         self.ids: npt.NDArray[np.int64] = np.zeros((count, self.capacity), dtype=np.int64)
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
-        # Keys and values of each layer, (2, count, heads, capacity, head size), allocated at its first update.
+        # Keys and values of each layer, (2, count, heads, capacity, head size), allocated in its first `update`.
         self._layers: list[Tensor] = []
         self._rows: Tensor | slice = slice(0, 0)
         self._positions: Tensor = torch.zeros(0)
         self._visible = 0
-        # Number of leading tokens of every slot that are initialized, with keys and values or with zeros.
+        # Number of leading positions of each slot whose memory is initialized, with keys and values or with zeros.
         self._initialized = 0
-        # For each number of heads, the indices to write to when a layer's keys are viewed as a list of vectors.
+        # Positions of new vectors in the flattened keys or values of a layer, by the layer's number of heads.
         self._write_index: dict[int, Tensor] = {}
 
     # --- forward pass ---
 
     def prepare(self, rows: Tensor | int, positions: Tensor) -> Tensor:
-        """Select where the next forward pass writes, C tokens in each of R slots, and return its causal mask.
+        """Select the positions of C tokens in each of R slots for the next forward pass, and return the causal mask.
 
         Args:
-            rows: R for the first R slots, or the indices of the slots, (R,). Contiguous indices need no copy.
+            rows: R for the first R slots, or the indices of the slots, (R,). Contiguous slots are used without copying.
             positions: Position of each token in its slot, (R, C).
 
         Returns:
-            The mask, (R, 1, C, S) bool. S covers all positions and is a multiple of 16.
+            The mask, (R, 1, C, S keys) bool. S covers all positions and is a multiple of 16.
         """
         self._visible = min(self.capacity, _padded(int(positions.max()) + 1))
         if self._visible > self._initialized:
@@ -80,9 +80,9 @@ class KVCache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Write (R, heads, C, head size) keys and values of a layer; return all visible ones, (R, heads, S, head size).
+        """Write new keys and values of a layer, and return those of all visible tokens. Called by attention layers.
 
-        This is the interface through which the attention layers of transformers use their cache.
+        Shapes:  key_states, value_states (R rows, heads, C tokens, head size) -> (R, heads, S tokens, head size).
         """
         heads, size = key_states.shape[1], key_states.shape[3]
         while len(self._layers) <= layer_idx:
@@ -99,12 +99,12 @@ class KVCache:
         for held, states in zip(self._layers[layer_idx], (key_states, value_states), strict=True):
             held.view(-1, size).index_copy_(0, self._write_index[heads], states.reshape(-1, size))
             visible = held[:, :, : self._visible]
-            # index_select copies whole rows; indexing by [] copies elements and takes 2.4 times as long.
+            # index_select copies whole rows; indexing with a tensor copies single elements and takes 2.4 times as long.
             found.append(visible[self._rows] if isinstance(self._rows, slice) else visible.index_select(0, self._rows))
         return found[0], found[1]
 
     def get_seq_length(self, *_: object) -> int:
-        """Return 0. Transformers models use the result to number tokens, but the engine passes all positions itself."""
+        """Return 0. Models do not need the length, because the engine passes all positions explicitly."""
         return 0
 
     # --- copying and resizing ---
@@ -112,7 +112,7 @@ class KVCache:
     def longest_prefix(
         self, ids: npt.NDArray[np.int64], preferred: int | None, usable: npt.NDArray[np.bool_]
     ) -> tuple[int, int]:
-        """Return the usable slot with the longest common prefix with `ids`, and its length; ties go to `preferred`."""
+        """Return the usable slot with the longest prefix of `ids` (in a tie, `preferred`), and the prefix length."""
         width = min(len(ids), self.capacity)
         same = self.ids[:, :width] == ids[:width]
         common = np.where(same.all(axis=1), width, same.argmin(axis=1))

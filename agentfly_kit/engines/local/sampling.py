@@ -1,4 +1,4 @@
-"""Sampling of one token per row from logits, as pure functions; the noise is an argument."""
+"""Pure functions that sample one token per row from logits and given random numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass
 class SampledTokens:
-    """Sampled ids, logprobs and entropies, each of shape (B,). `kept_mass` is None if no distribution is truncated.
+    """Sampled ids, logprobs and entropies of B rows, (B,). `kept_mass` is the probability kept by truncation, or None.
 
     `top_ids` and `top_logprobs`, of shape (B, alternatives), contain the most probable tokens in descending order.
     """
@@ -38,13 +38,13 @@ def sample_tokens(
     Logprobs and entropies are those of the distribution after temperature and before truncation. For greedy rows, whose
     distribution is degenerate, they are computed at temperature 1.
 
-    Shapes:  logits (B, V) float32; temperatures, noise (B,), noise in [0, 1) float64; top_p, top_k, min_p (B,) or None.
+    Shapes:  logits (B rows, V ids) float32; temperatures (B,); noise (B,) float64 in [0, 1); top_p, top_k, min_p (B,).
     Units:   nats.
     """
     greedy = temperatures == 0
     scaled = logits.float() / torch.where(greedy, torch.ones_like(temperatures), temperatures).float()[:, None]
     logp = torch.log_softmax(scaled, dim=-1)
-    # softmax, not logp.exp(), because the rounding of elementwise functions depends on the batch (see kv_cache.py).
+    # Use softmax instead of logp.exp(), whose rounding may depend on the batch composition (see kv_cache.py).
     p = torch.softmax(scaled, dim=-1)
     entropies = -(p * logp).sum(-1)
     if not bool(entropies.isfinite().all()):  # logits of -inf give 0 * -inf = NaN
@@ -53,7 +53,7 @@ def sample_tokens(
     if top_p is not None or top_k is not None or min_p is not None:
         weights = truncate(p, top_p=top_p, top_k=top_k, min_p=min_p)
         kept_mass = weights.sum(-1)
-    # float64, because a float32 cumulative sum over a large vocabulary would lose rare tokens.
+    # Use float64; a float32 cumulative sum over a large vocabulary would round rare tokens to probability 0.
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = noise.double()[:, None] * cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
@@ -66,7 +66,7 @@ def sample_tokens(
 
 
 def truncate(p: Tensor, *, top_p: Tensor | None, top_k: Tensor | None, min_p: Tensor | None) -> Tensor:
-    """Set to 0 the probabilities (B, V) removed by top-k, then top-p of the rest, then min-p; not renormalized."""
+    """Return `p`, (B, V), with 0 for tokens excluded by top-k, then top-p of the rest, then min-p. Not renormalized."""
     ordered, order = p.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(p, dtype=torch.bool)
     if top_k is not None:
@@ -75,7 +75,7 @@ def truncate(p: Tensor, *, top_p: Tensor | None, top_k: Tensor | None, min_p: Te
     if top_p is not None:
         left = torch.where(keep, ordered, torch.zeros_like(p))
         left = left / left.sum(-1, keepdim=True)
-        # Compare the mass before each token, so that the token that reaches top_p is kept.
+        # Compare the cumulative probability before each token, so that the token that reaches top_p is kept.
         keep &= ((left.cumsum(-1) - left) < top_p[:, None]) | (top_p[:, None] >= 1)
     if min_p is not None:
         keep &= ordered >= min_p[:, None] * ordered[:, :1]

@@ -16,7 +16,7 @@ from agentfly_kit.types import Sample, Sampling
 
 # Batch sizes are multiples of this, because other sizes use kernels that round differently; see kv_cache.py.
 ROW_MULTIPLE = 8
-# Capacity of a slot in tokens grows in multiples of this, up to the model's context length.
+# The capacity of a slot, in tokens, grows in multiples of this, up to the model's context length.
 _CAPACITY_STEP = 256
 
 
@@ -31,7 +31,7 @@ class Request:
     future: asyncio.Future[Any]
     # Maximum number of tokens to sample.
     limit: int
-    # If positive, return this many entries of the next token's distribution instead of sampling.
+    # If positive, return this many of the most probable next tokens instead of sampling.
     top: int = 0
     started: float = field(default_factory=time.perf_counter)
     # Number of decode steps that the request has waited for its prefill.
@@ -71,7 +71,7 @@ class _Slot:
 
 
 class SlotTable:
-    """Slots of a KV cache. The first `active` run a request each; the others hold the histories of idle sessions."""
+    """Slots of a KV cache. Each of the first `active` runs a request; the others hold histories of idle sessions."""
 
     def __init__(self, limit: int, max_length: int) -> None:
         self.limit = limit
@@ -79,7 +79,7 @@ class SlotTable:
         self.cache = KVCache(0, 0)
         self.active = 0
         self.session_slot: dict[str | None, int] = {}
-        # Number that identifies the current weights, and index of the engine's current step.
+        # Number that identifies the current weights; see `_WeightMonitor`.
         self.weights = -1
         self.tick = 0
         self._slots: list[_Slot] = []
@@ -110,24 +110,24 @@ class SlotTable:
         self.active += 1
 
     def retire(self, row: int) -> None:
-        """Remove a row from the running rows; its slot keeps the history for the session's next turn."""
+        """Make a running row idle. Its slot keeps the history for the session's next turn."""
         self.active -= 1
         self._swap(row, self.active)
         slot = self._slots[self.active]
         slot.request, slot.last_used = None, self.tick
 
     def use_weights(self, number: int) -> None:
-        """Empty idle slots with keys of older weights. Running rows keep their keys until their turn ends."""
+        """Set the number of the current weights, and clear idle slots whose keys were computed with other weights."""
         self.weights = number
         for i in range(self.active, len(self._slots)):
             if self._slots[i].weights != number:
                 self.cache.length[i] = 0
 
     def admit(self, request: Request, waiting: int, *, empty: bool) -> tuple[int, int] | None:
-        """Return a slot and how many of the request's ids the slot already holds; None if all slots are running.
+        """Assign a slot to a request. Return the slot and how many ids it already holds, or None if no slot is idle.
 
-        Slots are allocated together for all `waiting` requests. If `empty`, no common prefix is looked up, because the
-        caller will copy the whole prompt.
+        If every idle slot belongs to a session, slots are first added for all `waiting` requests, up to the limit. If
+        `empty`, no common prefix is looked up, because the caller will copy the whole prompt.
         """
         own = self.session_slot.get(request.session)
         self._grow(len(request.ids) + request.limit + 1, waiting if own is None else 0)
@@ -154,7 +154,7 @@ class SlotTable:
         return own, common
 
     def held_history(self, request: Request) -> int:
-        """Return the number of the session's tokens in its slot, or 0 if the request does not continue them."""
+        """Return how many ids the session's slot holds, or 0 if the request does not begin with these ids."""
         own = self.session_slot.get(request.session)
         if own is None or self._slots[own].weights != self.weights:
             return 0
@@ -163,7 +163,7 @@ class SlotTable:
         return held if same else 0
 
     def _grow(self, capacity: int, waiting: int) -> None:
-        """Enlarge the cache to `capacity` tokens per slot, and add slots for waiting requests if none is free."""
+        """Enlarge the cache to `capacity` tokens per slot, and add slots if every idle slot belongs to a session."""
         held = self.cache.capacity
         if capacity > held:
             # Allocate more than requested, because growing copies the cache and the next prompt may be slightly longer.
@@ -178,7 +178,7 @@ class SlotTable:
         self._slots += [_Slot() for _ in range(self.cache.count - len(self._slots))]
 
     def _claim(self, avoid: int | None) -> int | None:
-        """Return an idle slot: a free one, else the least recently used; None if all are running."""
+        """Return the least recently used idle slot, or None. Prefer slots without a session, and avoid slot `avoid`."""
         idle = [i for i in range(self.active, len(self._slots)) if self._slots[i].request is None]
         candidates = [i for i in idle if self._slots[i].session is None] or idle
         if avoid in candidates and len(candidates) > 1:

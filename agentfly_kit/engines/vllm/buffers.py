@@ -1,8 +1,8 @@
 """Buffers through which another process reads a policy's weights.
 
-A buffer is in host memory (a file in /dev/shm), on a GPU that both processes use (CUDA IPC), or in the sender, from
-which the receiver fetches each chunk over HTTP. The handle of a buffer consists of numbers, strings and bytes, never of
-pickled objects. `open_buffer` and `fetch_chunk` are used by the receiver.
+A buffer is located in host memory (a file in /dev/shm), on a GPU that both processes use (CUDA IPC), or in the memory
+of the sender, from which the receiver fetches each chunk over HTTP. The receiver gets a handle that consists of
+numbers, strings and bytes, but no pickled objects. It calls `open_buffer` and, for HTTP, `fetch_chunk`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
     from agentfly_kit.policy.policy import Policy
 
-# Part of a tensor in the buffer: [name, dtype, shape, offset in the tensor, offset in the buffer, size], in bytes.
+# Part of a tensor in the buffer: [name, dtype, shape, byte offset in tensor, byte offset in buffer, size in bytes].
 TensorSlice = list[Any]
 # Seconds without any data after which a receiver stops waiting for a chunk.
 _FETCH_TIMEOUT = 30.0
 _SHM_DIR = "/dev/shm"
-# Arguments of torch's rebuild_cuda_tensor, bytes and integers, set by the sender; the receiver sets the rest.
+# Arguments of torch's rebuild_cuda_tensor that the sender provides. The receiver provides the other arguments.
 _CUDA_HANDLE_FIELDS = (
     "storage_handle",
     "storage_size_bytes",
@@ -45,7 +45,7 @@ _CUDA_HANDLE_FIELDS = (
 
 
 class SharedMemory:
-    """Buffer in host memory: a mapped file. `close` deletes the file; existing mappings stay valid."""
+    """Buffer in a memory-mapped file. `close` deletes the file; existing mappings stay valid."""
 
     def __init__(self, size: int) -> None:
         """Create a buffer of `size` bytes.
@@ -69,7 +69,7 @@ class SharedMemory:
         except OSError as error:
             self.close()
             raise EngineError(
-                f"no room for {size / 2**20:.1f} MiB of weights in {_SHM_DIR} or {tempfile.gettempdir()}: {error}; "
+                f"no space for {size / 2**20:.1f} MiB of weights in {_SHM_DIR} or {tempfile.gettempdir()}: {error}; "
                 "free space, or set TMPDIR to a folder with enough space"
             ) from error
         self.handle: dict[str, Any] = {"transport": "shm", "path": str(path)}
@@ -105,7 +105,7 @@ class CudaMemory:
         from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
         self.tensor = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
-        # Call this once per delivery, because each call adds a reference that the receiver releases by closing.
+        # Call reduce_tensor once per delivery: each call adds a reference that the receiver releases with the buffer.
         _, arguments = reduce_tensor(self.tensor)
         named = dict(zip(inspect.signature(rebuild_cuda_tensor).parameters, arguments, strict=True))
         self.handle: dict[str, Any] = {
@@ -124,16 +124,16 @@ class CudaMemory:
 
 
 class ServedMemory:
-    """Buffer in host memory that other processes fetch over HTTP, also from other machines.
+    """Buffer in host memory that processes on this or other machines fetch over HTTP.
 
-    The connection is not encrypted, and a secret path is the only protection.
+    The connection is not encrypted. Only clients that know a secret path can read the buffer.
     """
 
     def __init__(self, size: int, addresses: Iterable[tuple[str, int]]) -> None:
-        """Create a buffer of `size` bytes, served at these interfaces and ports; port 0 selects a free one.
+        """Create a buffer of `size` bytes, served at these (interface, port) addresses; port 0 selects a free port.
 
         Raises:
-            OSError: If an address is not one of this machine, or the port is taken.
+            OSError: If an address does not belong to this machine, or the port is in use.
         """
         import http.server
 
@@ -182,7 +182,7 @@ def fetch_chunk(url: str, slices: Iterable[TensorSlice], buffer: torch.Tensor) -
     """Read the bytes of these slices from the `ServedMemory` of another process into a buffer in host memory.
 
     Raises:
-        OSError, http.client.HTTPException: If the other process cannot be reached or refuses.
+        OSError, http.client.HTTPException: If the other process cannot be reached or refuses the request.
     """
     size = max((start + part for *_, start, part in slices), default=0)
     address = urlsplit(url)
@@ -205,13 +205,13 @@ def fetch_chunk(url: str, slices: Iterable[TensorSlice], buffer: torch.Tensor) -
 
 
 def open_buffer(handle: dict[str, Any], device: torch.device | None = None) -> torch.Tensor:
-    """Open the buffer of another process as a uint8 tensor; deleting the tensor closes it.
+    """Open the buffer of another process as a uint8 tensor; deleting the tensor closes the buffer.
 
-    For HTTP the tensor is a buffer of this process, into which `fetch_chunk` reads each chunk.
+    For HTTP, the tensor is a new buffer in this process, into which `fetch_chunk` reads each chunk.
 
     Args:
         handle: Handle of the buffer.
-        device: For a buffer on a GPU, the device of this process with the same UUID.
+        device: The GPU that holds the buffer, as a device of this process; not needed for host memory.
 
     Raises:
         OSError, RuntimeError, ValueError: If the buffer cannot be opened from this process.
@@ -251,7 +251,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def ipc_unavailable_reason(policy: Policy, gpu_uuids: Sequence[str]) -> str:
-    """Return the reason why CUDA IPC to workers on these GPUs (one UUID per worker) is impossible; "" if possible."""
+    """Return why the policy cannot be sent to workers on these GPUs (one per worker) by CUDA IPC, or "" if it can."""
     devices = {tensor.device for tensor in policy.model.state_dict().values()}
     if len(devices) > 1:
         return f"the policy is on {len(devices)} devices, {', '.join(sorted(map(str, devices)))}"

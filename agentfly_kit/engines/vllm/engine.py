@@ -1,7 +1,7 @@
-"""An engine that samples with vLLM: AsyncLLM runs on a separate thread, its core in child processes.
+"""An engine that samples with vLLM. vLLM's AsyncLLM runs on a separate thread, and its engine core in child processes.
 
 Prompts are passed as token ids, and samples are returned as ids with logprobs. The weights of a `Policy` are loaded
-without a restart. vLLM is imported when the engine starts, not before.
+without a restart. vLLM is imported only when the engine starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from agentfly_kit.chat.chat import Chat
-from agentfly_kit.engines.base import Engine
+from agentfly_kit.engines.base import Engine, check_scorer
 from agentfly_kit.engines.vllm.host import Host, load_config
 from agentfly_kit.engines.vllm.weight_transfer import architecture, check_architecture
 from agentfly_kit.engines.vllm.worker import EXTRA_COLUMNS
@@ -27,7 +27,7 @@ from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.types import Sample, Sampling, TurnRequest
 
-# vLLM raises lower temperatures to the minimum, which makes recorded logprobs wrong, and rejects higher ones.
+# vLLM raises temperatures below the minimum, so recorded logprobs would be wrong, and rejects those above the maximum.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
 # Maximum number of tokens that `distribution` returns.
 _MAX_TOP = 256
@@ -40,23 +40,23 @@ class VLLMEngine(Engine):
     garbage-collected, and when this process ends or is killed. Methods may be called from any event loop.
 
     Logprobs are those after temperature and before truncation, entropies are exact, and the probability mass kept by
-    top-p, top-k or min-p is recorded; a modified sampler in vLLM's worker computes them. The engine is not
-    reproducible: rounding depends on the batch composition, and on a CPU vLLM crashes on requests with a seed.
+    top-p, top-k or min-p is recorded. All three are computed by a modified sampler in vLLM's worker. The engine is not
+    reproducible, because rounding depends on the batch composition and vLLM on a CPU crashes on requests with a seed.
 
     Args:
         model: Folder in the transformers layout (as written by `Policy.save`), hub name, or Policy. The weights of a
             Policy are first saved to a temporary folder.
         stop_ids: Ids that end a turn; by default those of the chat template.
-        weights: Transport of the weights in `update`. "ipc" uses CUDA IPC and requires policy and vLLM to be on the
-            same GPU. "shm" uses shared host memory. "auto" uses "ipc" if possible, else "shm";
-            `engine.last_transport` is the one used last. Both need only one buffer, of at most 64 MiB in host
-            memory or 512 MiB on the GPU.
+        weights: Transport of the weights in `update`. "ipc" uses CUDA IPC and requires the policy and vLLM to be on
+            the same GPU. "shm" uses shared host memory. "auto" uses "ipc" if possible, else "shm";
+            `engine.last_transport` is the transport of the last update. The weights pass through a buffer of at most
+            512 MiB for "ipc" and 64 MiB for "shm".
         alternatives: Number of most probable tokens to record at each position in `Turn.alternatives`; 0 to record
             none.
         engine_args: Arguments of vLLM's AsyncEngineArgs. By default, this engine uses the dtype of the checkpoint (vLLM
             would convert float32 to 16 bits), prefix caching and at most 256 concurrent sequences, and disables usage
-            statistics. On a CPU, it also disables compilation, and uses blocks of 32 tokens and a KV cache for 256
-            sequences of full length (at most 4,096 tokens), but of at most 4 GiB.
+            statistics. On a CPU, it also disables compilation, sets the block size to 32 tokens, and allocates a KV
+            cache for 256 sequences of up to 4,096 tokens, but of at most 4 GiB.
     """
 
     tokens = "exact"
@@ -77,7 +77,8 @@ class VLLMEngine(Engine):
         self.alternatives = alternatives
         if weights not in ("auto", "ipc", "shm"):
             raise EngineError(f'weights must be "ipc", "shm" or "auto", got {weights!r}')
-        self._name = repr(model) if isinstance(model, Policy) else repr(str(model))
+        # Policy or path shown in messages and in the record of a run; `model` may be a temporary folder.
+        self.name = repr(model) if isinstance(model, Policy) else repr(str(model))
         if not isinstance(model, Policy) and (Path(model) / "adapter_config.json").exists():
             model = Policy.load(model)
         if isinstance(model, Policy):
@@ -89,7 +90,7 @@ class VLLMEngine(Engine):
         self.model = str(model)
         fixed = {"logprobs_mode", "worker_extension_cls", "generation_config"} & set(engine_args)
         if fixed:
-            raise EngineError(f"{', '.join(sorted(fixed))} cannot be set, because the recorded logprobs depend on it")
+            raise EngineError(f"engine_args must not set {', '.join(sorted(fixed))}, which would change the logprobs")
         self._engine_args = engine_args
         self._config = load_config(self.model)
         self._chat: Chat | None = None
@@ -106,7 +107,7 @@ class VLLMEngine(Engine):
         self.sampled = 0
 
     def __reduce__(self) -> Any:
-        raise TypeError("a VLLMEngine samples in this process; use serve_vllm(policy) and its engine() instead")
+        raise TypeError("a VLLMEngine cannot be sent to another process; use the engine of serve_vllm(policy) instead")
 
     # --- capabilities ---
 
@@ -157,12 +158,12 @@ class VLLMEngine(Engine):
         host = self._host
         state = "closed" if self._closed else "not started" if host is None else host.state
         sent = f", weights sent by {self.last_transport.split()[0]}" if self.last_transport else ""
-        return f"VLLMEngine({self._name}, version {self.version}, {state}{sent}, not reproducible)"
+        return f"VLLMEngine({self.name}, version {self.version}, {state}{sent}, not reproducible)"
 
     # --- start and shutdown ---
 
     async def start(self) -> None:
-        """Start vLLM now instead of at the first sample; takes up to a minute. Also restarts a closed engine.
+        """Start vLLM before the first sample, or restart a closed engine. This takes up to a minute.
 
         Raises:
             EngineError: If vLLM does not start; the message contains the end of its log and possible remedies.
@@ -175,7 +176,7 @@ class VLLMEngine(Engine):
         with self._lock:
             if self._closed:
                 raise EngineError(
-                    f"this VLLMEngine was closed; await engine.start() loads {self._name} with its initial weights"
+                    f"this VLLMEngine was closed; await engine.start() loads {self.name} with its initial weights"
                 )
             if self._host is None:
                 self._version = self._initial_version
@@ -185,7 +186,7 @@ class VLLMEngine(Engine):
         try:
             await host.wait()
         except asyncio.CancelledError:
-            # No caller is waiting for the start any more, so stop vLLM in the background.
+            # If no caller is waiting for the start any more, stop vLLM in the background.
             if host.abandoned:
                 self._drop(host)
                 threading.Thread(
@@ -259,6 +260,7 @@ class VLLMEngine(Engine):
                 "recorded logprobs would be wrong; sample without truncation, or use vLLM 0.32"
             )
         limit = min(sampling.max_tokens, self.max_length - len(ids))
+        extra = EXTRA_COLUMNS + self.alternatives if host.exact else 0
         options = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -270,23 +272,20 @@ class VLLMEngine(Engine):
             "detokenize": bool(sampling.stop),
             "skip_special_tokens": False,
             "max_tokens": limit,
-            "logprobs": EXTRA_COLUMNS + self.alternatives if host.exact else 0,
+            "logprobs": extra,
         }
         if self.alternatives and not host.exact:
             raise EngineError("this version of vLLM cannot record alternatives; use vLLM 0.32, or alternatives=0")
         host.check()
         version = host.version
-        got = await host.generate(f"{next(self._request_numbers)}", list(ids), options)
+        got = (await host.generate(f"{next(self._request_numbers)}", list(ids), options)).outputs[0]
+        _check_columns(got, 1 + extra)
         return self._read(got, sampling, host.exact, version, began)
 
     def _read(self, got: Any, sampling: Sampling, exact: bool, version: int, began: float) -> Sample:
         ids = tuple(got.token_ids)
         flat = got.logprobs
         at = list(flat.start_indices) if flat is not None else []
-        if len(at) != len(ids):
-            raise EngineError(
-                f"vLLM returned {len(ids)} tokens but {len(at)} logprobs; this version of vLLM is not supported"
-            )
         self.sampled += len(ids)
         reason = got.finish_reason
         stop = "string" if reason == "stop" and isinstance(got.stop_reason, str) else reason
@@ -304,13 +303,13 @@ class VLLMEngine(Engine):
         )
 
     def _top(self, flat: Any, start: int) -> tuple[tuple[int, float], ...]:
-        """Return the alternatives of the token whose columns in `flat` start at index `start`."""
+        """Return the recorded alternatives, (id, logprob), at the position whose columns in `flat` begin at `start`."""
         columns = slice(start + 1 + EXTRA_COLUMNS, start + 1 + EXTRA_COLUMNS + self.alternatives)
         return tuple(zip(flat.token_ids[columns], flat.logprobs[columns], strict=True))
 
     @staticmethod
     def _versions(got: Any, count: int, version: int) -> tuple[int, ...]:
-        """Return the policy version of each token; if vLLM reports none, the version at the start of the request."""
+        """Return the policy version of each token. If vLLM reports none, it is the `version` when the request began."""
         out = [version] * count
         for span in getattr(got, "weight_versions", None) or ():
             if span.version.isdigit():
@@ -330,7 +329,7 @@ class VLLMEngine(Engine):
         if sampling.temperature and not _MIN_TEMPERATURE <= sampling.temperature <= _MAX_TEMPERATURE:
             raise EngineError(
                 f"temperature={sampling.temperature} must be between {_MIN_TEMPERATURE} and {_MAX_TEMPERATURE}, "
-                "or 0 for greedy sampling; vLLM supports no others"
+                "or 0 for greedy sampling; vLLM supports no other values"
             )
 
     async def distribution(
@@ -349,30 +348,66 @@ class VLLMEngine(Engine):
             "logprobs": EXTRA_COLUMNS + top,
         }
         host.check()
-        flat = (await host.generate(f"{next(self._request_numbers)}", list(ids), options)).logprobs
+        got = (await host.generate(f"{next(self._request_numbers)}", list(ids), options)).outputs[0]
         first = 1 + EXTRA_COLUMNS
+        _check_columns(got, first + top)
+        flat = got.logprobs
         return list(flat.token_ids[first : first + top]), list(flat.logprobs[first : first + top]), flat.logprobs[1]
+
+    # --- scoring of given tokens, for distillation ---
+
+    async def score(self, ids: Sequence[int]) -> tuple[float, ...]:
+        """Return the logprob of each id after the first, given the ids before it, at temperature 1 in nats.
+
+        Raises:
+            EngineError: If vLLM fails, or the ids exceed its context length.
+        """
+        if not 2 <= len(ids) <= self.max_length:
+            raise EngineError(f"ids must have a length of 2 to {self.max_length} for {self!r}, got {len(ids)}")
+        *before, last = (int(i) for i in ids)
+        self._check(before, Sampling())
+        host = await self._ready()
+        host.check()
+        # vLLM always samples a token, so leave the last id out of the prompt and request its logprob there.
+        options = {"max_tokens": 1, "detokenize": False, "prompt_logprobs": 0, "logprob_token_ids": [last]}
+        got = await host.generate(f"{next(self._request_numbers)}", before, options)
+        _check_columns(got.outputs[0], 2)
+        return (*got.prompt_logprobs.logprobs, got.outputs[0].logprobs.logprobs[1])
+
+    async def check_teacher(self, chat: Chat, length: int) -> None:
+        check_scorer(self.chat, self.max_length, chat, length)
 
     # --- weights ---
 
     async def update(self, policy: Any) -> None:
         """Load the policy's weights into vLLM. Running requests are paused and continue with the new weights.
 
-        The weights are sent in chunks over the transport set by `weights=`, with an adapter merged into them and
-        without the value head. Caches computed with the old weights are discarded. `policy.lock` is held during the
-        transfer. If the call is cancelled before vLLM has received any weights, nothing changes. After that, a
-        cancelled update continues in the background, and `version` changes when the update is complete.
+        The weights are sent in chunks. An adapter is merged into them, and the value head is left out. Caches computed
+        with the old weights are discarded. `policy.lock` is held during the transfer. If the call is cancelled before
+        vLLM has received any weights, nothing changes. If it is cancelled later, the update continues in the
+        background, and `version` changes when the update is complete.
 
         If vLLM fails during an update, its weights are undefined, and the engine does not sample until an update
         succeeds.
 
         Raises:
-            EngineError: If the policy has a different architecture, or `weights="ipc"` is not possible (the engine
-                then keeps its weights), or if vLLM fails.
+            EngineError: If vLLM fails, the policy has a different architecture, or `weights="ipc"` is not possible. In
+                the last two cases, the engine keeps its weights.
         """
-        check_architecture(f"this engine, which serves {self._name},", architecture(self._config), policy)
+        check_architecture(f"this engine, which serves {self.name},", architecture(self._config), policy)
         host = await self._ready()
         await host.load(policy, self._weights)
+
+
+def _check_columns(got: Any, columns: int) -> None:
+    """Raise EngineError unless vLLM returned this number of logprobs for each token of the output."""
+    found = 0 if got.logprobs is None else len(got.logprobs.logprobs)
+    if found != columns * len(got.token_ids):
+        raise EngineError(
+            f"vLLM returned {found} logprobs for {len(got.token_ids)} tokens, expected {columns} per token; this "
+            "version is not supported, or the engine also scored ids meanwhile: sample and score one after the other, "
+            "or use different engines"
+        )
 
 
 def _policy_json(model: str) -> dict[str, Any]:
@@ -382,7 +417,7 @@ def _policy_json(model: str) -> dict[str, Any]:
 
 
 def _kv_bytes(config: Any, tokens: int) -> int:
-    """Return the bytes needed for the keys and values of `tokens` tokens, clamped to 64 MiB to 4 GiB."""
+    """Return the bytes needed for the keys and values of `tokens` tokens, limited to the range from 64 MiB to 4 GiB."""
     heads = int(getattr(config, "num_key_value_heads", 0) or getattr(config, "num_attention_heads", 0) or 8)
     size = int(getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads)
     token = 2 * int(config.num_hidden_layers) * heads * size * 4

@@ -1,4 +1,4 @@
-"""A running vLLM instance: AsyncLLM runs on a thread with its own event loop, its core in child processes."""
+"""A running vLLM instance. AsyncLLM runs on a thread with its own event loop, and its core in child processes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from agentfly_kit.engines.vllm.weight_transfer import CHUNK, BufferNotOpened, De
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 
-# Seconds before vLLM's processes are killed. No data is lost, and the CPU worker would never exit by itself.
+# Seconds after which vLLM's processes are killed at shutdown. The CPU worker would not exit by itself.
 _SHUTDOWN_SECONDS = 1.0
-# Seconds between checks that the core is alive during a call.
+# Seconds between checks that vLLM's core is alive while a call waits for its result.
 _HEALTH_CHECK_SECONDS = 0.5
 _TAIL_LINES = 12
 _ERROR = re.compile(r"\b\w+(Error|Exception)\b: \S")
-# Remedies for errors, by words that occur in the error or the log.
+# Maps words that occur in an error or the log to a remedy.
 _HINTS = {
     "freeze_support": "protect the script with `if __name__ == '__main__':`, because vLLM's processes import it",
     "head size": "use a model with heads of size 32, 64, 80, 96, 112 or 128",
@@ -47,7 +47,7 @@ _starting = threading.Lock()
 class Host:
     """A running vLLM instance: a thread with an event loop that runs AsyncLLM.
 
-    It holds no reference to its `VLLMEngine`, so that the engine can be garbage-collected while the host runs.
+    A host holds no reference to its `VLLMEngine`, so that the engine can be garbage-collected while the host runs.
     """
 
     def __init__(self, settings: dict[str, Any], version: int) -> None:
@@ -86,7 +86,7 @@ class Host:
             return "dead"
         return "weights undefined" if self.update_failure else "running"
 
-    # --- from any event loop ---
+    # --- methods called from any event loop ---
 
     async def wait(self) -> None:
         """Wait until vLLM is running; raise the error if it failed to start."""
@@ -128,7 +128,7 @@ class Host:
             raise self._explain(error) from error
 
     async def generate(self, name: str, ids: list[int], options: dict[str, Any]) -> Any:
-        """Run a request to its end and return its only output."""
+        """Run a request to completion and return the generated output."""
         return await self.call(lambda: self._generate(name, ids, options))
 
     async def load(self, policy: Policy, transport: Literal["auto", "ipc", "shm"]) -> None:
@@ -139,7 +139,7 @@ class Host:
         if self.update_failure:
             raise EngineError(
                 f"the weights are undefined, because an update failed ({self.update_failure}); call await "
-                "engine.update(policy) to send them again, or engine.close() and engine.start() for the initial ones"
+                "engine.update(policy) to send them again, or engine.close() and engine.start() for the initial weights"
             )
 
     def _explain(self, error: Exception) -> EngineError:
@@ -151,7 +151,7 @@ class Host:
             )
         return EngineError(f"vLLM rejected a request or failed: {what}")
 
-    # --- on the host's event loop ---
+    # --- methods that run on the host's event loop ---
 
     async def _generate(self, name: str, ids: list[int], options: dict[str, Any]) -> Any:
         params_type, final = self._sampling_types
@@ -164,7 +164,7 @@ class Host:
             )
         if not outputs:
             raise EngineError("vLLM returned no output for a request")
-        return outputs[-1].outputs[0]
+        return outputs[-1]
 
     async def _load(self, policy: Policy, transport: Literal["auto", "ipc", "shm"]) -> None:
         """Run `_transfer` in a separate task, so that cancelling the caller does not interrupt the transfer."""
@@ -205,7 +205,7 @@ class Host:
             self.last_transport = f"shm ({why})" if why else "shm"
 
     async def _call_core(self, request: Coroutine[Any, Any, Any]) -> Any:
-        """Await a call of vLLM's core, and raise if the core dies; vLLM alone would wait forever."""
+        """Await a call to vLLM's engine core. If the core dies, raise its error instead of waiting forever."""
         task = self._loop.create_task(request)
         try:
             while not task.done():
@@ -223,7 +223,7 @@ class Host:
             answers: list[str | None] = await self._call_core(llm.collective_rpc(method, args=args))
             return answers
 
-        # Write the first chunk before the pause, so that for a small model the pause lasts only as long as loading.
+        # `Delivery` writes the first chunk before vLLM is paused, so that a small model is paused only for loading.
         async with Delivery(policy, transport, self.chunk or CHUNK[transport]) as delivery:
             deliveries.append(delivery)
             try:
@@ -284,11 +284,11 @@ class Host:
             self._llm = AsyncLLM.from_engine_args(args)
         found = await self._call_core(self._llm.collective_rpc("agentfly_prepare", args=(os.getpid(),)))
         self.exact = all(worker["exact"] for worker in found)
-        # With several data-parallel cores, only one of them answers.
+        # If vLLM uses several data-parallel cores, only one replies. The others have the same number of workers.
         self._gpu_uuids = [worker["gpu_uuid"] for worker in found] * args.data_parallel_size
 
     def _check_heads(self) -> None:
-        """Reject head sizes that vLLM's CPU kernels do not support; the core would crash, but only after a minute."""
+        """Raise EngineError if vLLM's CPU kernels do not support the model's head size; vLLM would crash later."""
         from vllm.platforms import current_platform
 
         if not current_platform.is_cpu():
@@ -339,7 +339,7 @@ class Host:
 
 
 def advice(log: Path, error: str = "") -> str:
-    """Return possible remedies for an error of vLLM, and the `tail` of its log."""
+    """Return possible remedies for a vLLM error, followed by the errors and the last lines of the log."""
     shown = tail(log)
     tried = [hint for words, hint in _HINTS.items() if words.lower() in f"{error} {shown}".lower()]
     return f"Try: {'; '.join(tried) or 'see the end of the log'}. {shown}"
@@ -351,7 +351,7 @@ def tail(log: Path) -> str:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    # The cause is far above the end, because each process reports the failure of its child process.
+    # The cause of a failure is often not among the last lines, because each process reports that its child failed.
     named = [line for line in lines[:-_TAIL_LINES] if _ERROR.search(line)]
     shown = [*dict.fromkeys(named[-8:]), *lines[-_TAIL_LINES:]]
     return f"From vLLM's log, {log}:\n" + "\n".join(line[:300] for line in shown)
@@ -361,9 +361,9 @@ def tail(log: Path) -> str:
 def _environment(folder: Path, log: Path) -> Iterator[None]:
     """Prepare the environment that vLLM's processes inherit, and restore it afterwards.
 
-    vLLM itself sets dozens of environment variables, including LD_PRELOAD; these are removed afterwards too. Until
-    then, multiprocessing starts a wrapper script instead of the interpreter. The script redirects output to the log and
-    leaves the notebook's process group, because interrupting a cell signals the whole group and would kill vLLM.
+    The variables that vLLM itself sets, including LD_PRELOAD, are also removed. Within the context, multiprocessing
+    starts child processes with a script. It redirects their output to the log and moves them out of the notebook's
+    process group, because interrupting a cell signals the whole group and would kill vLLM.
     """
     before = dict(os.environ)
     script = folder / "python"
@@ -372,7 +372,7 @@ def _environment(folder: Path, log: Path) -> Iterator[None]:
         f"#!/bin/sh\ncommand -v setsid >/dev/null && exec setsid {python} {to}\nexec {python} {to}\n", encoding="utf-8"
     )
     script.chmod(0o700)
-    # vLLM's log lines in this process would appear in the notebook cell; send them to the log file as well.
+    # Messages that vLLM logs in this process would appear in the notebook cell. Send them to the log file instead.
     words = folder / "logging.json"
     handler = {"class": "logging.FileHandler", "filename": str(log), "formatter": "line"}
     words.write_text(

@@ -21,8 +21,8 @@ from agentfly_kit.policy.policy import Policy
 async def update_servers(policy: Policy, engines: Sequence[OpenAIEngine]) -> list[EngineError | None]:
     """Load the weights of `policy` into the servers of these engines.
 
-    A server that fails does not affect the others. While a server loads, its requests wait; they continue with the new
-    weights.
+    A server that fails does not affect the others. While a server loads weights, its requests wait; they continue with
+    the new weights.
 
     Returns:
         For each engine, None if its server was updated, else the error that left the server with old or undefined
@@ -52,12 +52,12 @@ async def _deliver(policy: Policy, transport: Literal["shm", "http"], servers: l
             await delivery.send(call)
             await _each(servers, lambda server: server.finish(delivery.version))
         finally:
-            # Also after a failure or a cancellation: a paused server would block its other clients.
+            # Resume also after a failure or a cancellation, because a paused server would block its other clients.
             await asyncio.gather(*(server.resume() for server in servers))
 
 
 async def _each(servers: Sequence[_Server], step: Any) -> None:
-    """Run a step for the servers that have not failed, and record failures."""
+    """Run `step` for the servers that have not failed, and set `error` of each server for which it fails."""
 
     async def attempt(server: _Server) -> None:
         try:
@@ -79,7 +79,7 @@ class _Server:
         address = urlsplit(self._root)
         self._host, self._port = address.hostname or "", address.port or 80
         self.transport: Literal["shm", "http"] = "http"
-        # Interface and port at which this process serves the weights, and the host name that the server connects to.
+        # Interface and port on which this process serves the weights, and host name to which the server connects.
         self.listen, self._sender = ("", 0), ""
         if engine.weights in ("auto", "shm"):
             if engine.weights == "shm" or _is_loopback(self._host):
@@ -87,7 +87,7 @@ class _Server:
         elif engine.weights != "http":
             sender = urlsplit(engine.weights)
             self._sender = sender.hostname or ""
-            # A loopback address is the end of a tunnel. Any other may not be that of an interface, so serve at all.
+            # Listen on the loopback interface only for a loopback address; another address may belong to a gateway.
             self.listen = self._sender if _is_loopback(self._sender) else "", sender.port or 0
 
     def _request(self, path: str, body: dict[str, Any] | None = None, retries: int | None = None) -> Awaitable[Any]:
@@ -120,7 +120,7 @@ class _Server:
             handle = {"transport": "http", "size": handle["size"], "url": url}
         body = {"method": "agentfly_receive", "args": [handle, slices, number, last]}
         self._received = True
-        # No retry: if a response was lost, it is unknown whether the chunk was loaded.
+        # Do not retry: after a lost response, it is unknown whether the chunk was loaded.
         answers = (await self._request("/collective_rpc", body, retries=0))["results"]
         if reason := next((answer for answer in answers if answer), None):
             self._received = not all(answers)
@@ -143,7 +143,7 @@ class _Server:
         self._finished = True
 
     async def resume(self) -> None:
-        """Let the server continue, and discard a half-finished update."""
+        """Resume a paused server, and discard an unfinished update."""
         if not self._paused:
             return
         if self._received and not self._finished:
@@ -165,7 +165,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _interface(host: str, port: int) -> str:
-    """Return the address of this machine on the interface that leads to a host. Sends nothing."""
+    """Return the address of the local interface through which `host` is reached. No packets are sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))

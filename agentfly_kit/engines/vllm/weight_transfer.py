@@ -25,22 +25,22 @@ WeightTransport = Literal["ipc", "shm", "http"]
 # A weight's name, a tensor with its dtype and shape, and a function that returns its values, with any adapter merged.
 WeightSource = tuple[str, "torch.Tensor", "Callable[[], torch.Tensor]"]
 
-# Maximum size in bytes of the buffer, which is the only additional memory of a delivery, whatever the model's size. In
-# host memory, small chunks are faster, but each chunk requires a message.
+# Maximum size of the transfer buffer in bytes, for models of any size. Small chunks are copied faster in host memory,
+# but each chunk requires a message.
 CHUNK: dict[WeightTransport, int] = {"shm": 64 << 20, "ipc": 512 << 20, "http": 64 << 20}
-# Settings of a model that must agree before weights are sent.
+# Settings that must be equal in the sending and the receiving model.
 _ARCHITECTURE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
 # Alignment of tensors in the buffer in bytes, so that they can be viewed as any dtype.
 _ALIGN = 64
 
 
 def architecture(config: Any) -> dict[str, Any]:
-    """Return the settings of a transformers config that must agree before weights are sent."""
+    """Return the settings of a transformers config that must be equal for sender and receiver of weights."""
     return {name: getattr(config, name, None) for name in _ARCHITECTURE}
 
 
 def check_architecture(engine: str, served: dict[str, Any], policy: Any) -> None:
-    """Raise EngineError if an engine that serves a model with this `architecture` cannot load the policy's weights."""
+    """Raise EngineError unless `served`, the architecture of an engine's model, equals that of the policy."""
     from agentfly_kit.policy.policy import Policy
 
     if not isinstance(policy, Policy):
@@ -48,12 +48,12 @@ def check_architecture(engine: str, served: dict[str, Any], policy: Any) -> None
     for name, wanted in architecture(policy.model.config).items():
         if served.get(name) != wanted:
             raise EngineError(
-                f"{engine} has {name}={served.get(name)!r}, but the policy has {wanted!r}; weights can be changed, the "
-                "architecture cannot"
+                f"{engine} has {name}={served.get(name)!r}, but the policy has {wanted!r}; weights can be changed, but "
+                "the architecture cannot"
             )
 
 
-# --- contents -------------------------------------------------------------------------------------------
+# --- weights and chunks -------------------------------------------------------------------------------------------
 
 
 def weight_sources(policy: Policy) -> list[WeightSource]:
@@ -93,7 +93,7 @@ def weight_sources(policy: Policy) -> list[WeightSource]:
 
 
 def _adapter_layers(model: Any) -> dict[str, Any] | None:
-    """Return the layers that have an adapter, by path; None if they cannot be merged independently."""
+    """Return the layers that have an adapter, by path, or None if the adapters cannot be merged layer by layer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
@@ -114,7 +114,7 @@ def _adapter_layers(model: Any) -> dict[str, Any] | None:
 
 
 class _MergedLayer:
-    """Callable that returns a weight of one layer with its adapter merged into a copy of the layer."""
+    """Callable that merges the adapter of a layer into a copy of the layer and returns one of the merged weights."""
 
     def __init__(self, layer: Any, name: str) -> None:
         self._layer, self._name = layer, name
@@ -145,7 +145,7 @@ def layout(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> list[list
         The slices of each chunk; a chunk is empty only if there are no tensors.
     """
     if limit < _ALIGN:
-        raise ValueError(f"limit={limit} must be at least {_ALIGN} bytes per chunk")
+        raise ValueError(f"limit must be at least {_ALIGN} bytes, got {limit}")
     chunks: list[list[TensorSlice]] = [[]]
     used = 0
     for name, tensor in tensors:
@@ -168,14 +168,14 @@ def layout(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> list[list
 
 
 def pack(values: dict[str, Callable[[], torch.Tensor]], slices: Iterable[TensorSlice], buffer: torch.Tensor) -> None:
-    """Write the slices into the buffer, a uint8 tensor, and wait for the copies to finish."""
+    """Write slices of the weights `values` into the uint8 tensor `buffer`, and wait for the copies to finish."""
     import torch
 
     for name, _, _, done, start, part in slices:
         if part:
             flat = values[name]().contiguous().view(-1).view(torch.uint8)
             if flat.is_cpu and buffer.is_cpu:
-                # Copy with numpy; torch would start a thread pool for this thread, which takes 20 ms per delivery.
+                # Copy with numpy; torch would start a thread pool, which takes 20 ms per delivery.
                 buffer[start : start + part].numpy()[:] = flat[done : done + part].numpy()
             else:
                 buffer[start : start + part].copy_(flat[done : done + part])
@@ -184,7 +184,7 @@ def pack(values: dict[str, Callable[[], torch.Tensor]], slices: Iterable[TensorS
 
 
 class ChunkReader:
-    """Read chunks in order into new tensors; the sender overwrites the buffer with the next chunk."""
+    """Reader that copies successive chunks into new tensors, because the sender reuses the buffer for each chunk."""
 
     def __init__(self) -> None:
         self._parts: dict[str, tuple[torch.Tensor, int]] = {}
@@ -227,16 +227,16 @@ class ChunkReader:
 
 
 class BufferNotOpened(Exception):
-    """Raised when the receiver cannot open the buffer; its weights have not changed."""
+    """Raised when the sender cannot share the buffer, or a worker cannot open it."""
 
 
 class Delivery:
     """Async context manager that transfers a policy's weights to the workers of an engine.
 
-    It holds `policy.lock` until the last chunk is written, or until exit after an error; exit releases the buffer.
-    `send` passes each chunk to a function `call`. `await call("agentfly_receive", handle, slices, number, last)`
-    returns when the workers no longer need the chunk, with one result per worker: None, or the reason why the worker
-    could not open the buffer.
+    `policy.lock` is held until the last chunk is written or, after an error, until exit. The buffer is released on
+    exit. For each chunk, `send` awaits `call("agentfly_receive", handle, slices, number, last)`. `call` must return
+    only when the workers no longer need the chunk. It must return one result per worker: None, or the reason why the
+    worker could not open the buffer.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class Delivery:
         self._policy = policy
         self._limit = limit
         self._addresses = tuple(addresses)  # for HTTP
-        # With a single thread, the release runs after all other work, even after an error or a cancellation.
+        # With a single thread, the buffer is released after all other work, even after an error or a cancellation.
         self._thread = ThreadPoolExecutor(1, "agentfly-weights")
         self._locked = False
         self._buffer: SharedMemory | CudaMemory | ServedMemory | None = None

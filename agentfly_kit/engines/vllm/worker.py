@@ -1,8 +1,8 @@
-"""Extension of vLLM's worker process: in-place weight updates, exact logprobs and entropies, and no orphan processes.
+"""Extension of vLLM's workers. It updates weights in place, computes exact logprobs, and ends orphaned processes.
 
-vLLM adds `WorkerExtension` to the bases of its worker class and calls the methods by name. The main process does not
-call them, and vLLM is imported only inside functions. Verified with vLLM 0.32 (CPU). `agentfly_prepare` reports which
-features a version of vLLM supports, and the engine disables the others.
+vLLM adds `WorkerExtension` to the base classes of its worker class and calls the methods by name. The main process also
+imports this module, so vLLM is imported only inside functions. Verified with vLLM 0.32 (CPU). `agentfly_prepare`
+reports which features a version of vLLM supports, and the engine disables the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXTRA_COLUMNS = 2
 
 
 class WorkerExtension:
-    """Methods called through `collective_rpc`; `self` is vLLM's worker."""
+    """Methods that are added to vLLM's worker class and called through `collective_rpc`. `self` is the worker."""
 
     model_runner: Any
     vllm_config: Any
@@ -33,13 +33,13 @@ class WorkerExtension:
         """Kill this process when its parent exits, and install the exact sampler.
 
         Returns:
-            "exact": whether the exact sampler could be installed, and "gpu_uuid": the GPU's UUID ("" on a CPU).
+            A dict with "exact", which is True if the sampler was installed, and "gpu_uuid", which is "" on a CPU.
         """
         exit_with(parent_pid, os.getppid(), os.getpid())
         return {"exact": exact_sampler(self.model_runner), "gpu_uuid": gpu_uuid(self.device)}
 
     def agentfly_describe(self) -> dict[str, Any]:
-        """Return the `architecture` of the served model and its dtype."""
+        """Return the `architecture` settings and the dtype of the served model."""
         config = self.vllm_config.model_config
         return architecture(config.hf_config) | {"dtype": str(config.dtype).removeprefix("torch.")}
 
@@ -49,7 +49,7 @@ class WorkerExtension:
         """Load one chunk of new weights, identified by their transformers names.
 
         Args:
-            handle: Handle of the buffer, the same for all chunks of a delivery; with a "url" for HTTP.
+            handle: Handle of the buffer, the same for all chunks of a delivery. For HTTP, it contains a "url".
             slices: Contents of the buffer.
             number: Index of the chunk. 0 starts a new delivery and aborts an unfinished one.
             last: True for the last chunk of the delivery.
@@ -59,8 +59,8 @@ class WorkerExtension:
             the weights have not changed.
 
         Raises:
-            ValueError: If a chunk is out of order, or parameters are missing after the last chunk; the message names
-                them. The weights are then undefined until a delivery has been completed.
+            ValueError: If a chunk is out of order, or if parameters, which the message names, are missing after the
+                last chunk. The weights are then undefined until a delivery has been completed.
         """
         if number == 0:
             self.agentfly_abort()
@@ -92,7 +92,7 @@ class WorkerExtension:
 
 
 class _WeightReceiver:
-    """State of a delivery. A layerwise reload in vLLM starts with the first chunk and ends with the last chunk."""
+    """Receiver of the chunks of one delivery of weights, which vLLM loads in a single layerwise reload."""
 
     def __init__(self, model: Any, config: Any, buffer: Any) -> None:
         self._model, self._config, self.buffer = model, config, buffer
@@ -114,7 +114,7 @@ class _WeightReceiver:
         self._next += 1
         with torch.no_grad(), set_current_vllm_config(self._config):
             if number == 0:
-                # On a CPU, matrices are repacked after loading, so a plain load would have no effect.
+                # On a CPU, vLLM repacks matrices after loading, so weights loaded without this call have no effect.
                 initialize_layerwise_reload(self._model)
             whole = list(self._unpacking.read(slices, self.buffer))
             loaded = self._model.load_weights(iter(whole)) if whole else set()
@@ -152,7 +152,7 @@ class _WeightReceiver:
 
 
 def exit_with(parent_pid: int, *processes: int) -> None:
-    """Kill processes, or process groups (negative numbers), once the parent process has exited."""
+    """Kill `processes` once the process `parent_pid` has exited. A negative number denotes a process group."""
     if not hasattr(os, "pidfd_open"):
         return
 
@@ -172,11 +172,11 @@ def exact_sampler(runner: Any) -> bool:
     """Modify the runner's sampler to report exact logprobs and entropies.
 
     vLLM returns logprobs either before temperature or after truncation, and no entropies. With this sampler, a request
-    with `logprobs=2 + k` gets for each token: the logprob of the sampled token after temperature and before truncation,
-    the entropy of that distribution, the probability mass kept by truncation, and the k highest logprobs.
+    with `logprobs=2 + k` returns for each token its logprob after temperature and before truncation, the entropy of
+    that distribution, the probability mass kept by truncation, and the k highest logprobs.
 
     Returns:
-        False if the sampler is not the known one and was left unchanged.
+        True, or False if the sampler has an unexpected type and was left unchanged.
     """
     try:
         from vllm.v1.outputs import LogprobsTensors

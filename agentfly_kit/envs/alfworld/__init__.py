@@ -1,7 +1,7 @@
 """alfworld: household tasks in a text world, with the vocabulary, commands, six task types and reward of ALFWorld.
 
 `tasks(n, split, size="full")` generates games and needs no other package. `af.load_tasks("alfworld")` returns small
-games, which `af.tiny.policy("alfworld")` learns to win. With the packages listed in official.py, `tasks_in(folder)`
+games that `af.tiny.policy("alfworld")` can learn to win. With the packages listed in official.py, `tasks_in(folder)`
 loads ALFWorld's own games and other TextWorld games for the same agent.
 """
 
@@ -26,13 +26,13 @@ from agentfly_kit.types import Message, Task, ToolResult
 # Default maximum number of commands per game, as in ALFWorld.
 STEPS = 50
 
-# Options used to train the shipped policy on small games. Use `agent(af.tiny.policy("alfworld"), options=BRIEF)` with
-# `af.load_tasks("alfworld")`.
+# Environment options with which the shipped policy was trained on the small games of `af.load_tasks("alfworld")`. Run
+# that policy with `agent(af.tiny.policy("alfworld"), options=BRIEF)`.
 BRIEF: dict[str, Any] = {"steps": 16}
 
 
 class ALFWorld:
-    """Environment for one game.
+    """Environment for one ALFWorld game.
 
     Args:
         steps: maximum number of commands per game.
@@ -117,17 +117,17 @@ class ALFWorld:
 
     @property
     def plan(self) -> list[str]:
-        """Commands that win the game from the current state, computed with full knowledge of the house."""
+        """Commands that win the game from the current state. They may use objects that the agent has not seen yet."""
         if isinstance(self.world, House):
             assert self.game is not None
             return plans.plan(self.world, self.game.goal)
         return self.world.plan
 
     async def reward(self) -> dict[str, float]:
-        """Return 1 if the goal is met, else 0. Additional metrics: steps, invalid, and 1 or 0 for each stage.
+        """Return 1 if the goal is met, else 0. Additional metrics: `steps` and `invalid` (number of invalid commands).
 
-        The stages `found` and `taken` refer to an object of the goal's type. `prepared` means that this object is
-        clean, hot or cool as required, that the lamp is on, or that the first of two objects is in its place.
+        Generated games have further metrics: `found` and `taken` are 1 if an object of the goal's type was seen or
+        held; `prepared` is 1 if it was in the required state, the lamp was on, or one of two objects was in its place.
         """
         score = float(self.won)
         stages = {} if self.game is None else {name: float(was or self.won) for name, was in self.stages.items()}
@@ -142,14 +142,14 @@ class ALFWorld:
 
 
 def game_of(task: Task) -> Game:
-    """Return the game given by a task's fields `game` and `size`. Raise SettingsError or TaskError if invalid."""
+    """Generate the game given by a task's fields `game` and `size`. Invalid fields raise SettingsError or TaskError."""
     if "game" not in task.fields:
-        raise SettingsError("it has no field 'game'; use af.envs.alfworld.tasks(), or tasks_in(folder)")
+        raise SettingsError("field 'game' is missing; create tasks with af.envs.alfworld.tasks() or tasks_in(folder)")
     return games.game(int_field(task, "game"), task.fields.get("size", "full"))
 
 
 def rows(n: int, split: str, seed: int = 0, size: Size = "full", kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
-    """Generate rows {"id", "question", "game", "size", "kind"}. The splits share no game.
+    """Generate tasks as rows {"id", "question", "game", "size", "kind"}. No game is in both splits.
 
     Args:
         n: number of rows.
@@ -176,7 +176,7 @@ def rows(n: int, split: str, seed: int = 0, size: Size = "full", kinds: Sequence
 def tasks_in(folder: str | os.PathLike[str], *, kinds: Sequence[str] | None = None) -> Tasks:
     """Load ALFWorld's own games (`json_2.1.1/...`) or other TextWorld games from a folder.
 
-    A game in a folder named train, valid_seen or valid_unseen belongs to the split of that name. As in the original,
+    A game in a folder named train, valid_seen or valid_unseen belongs to the split of that name. As in ALFWorld,
     games with "movable" or "Sliced" in their path and games marked as unsolvable are skipped. The TextWorld packages
     are needed only when the first chain runs.
 
@@ -203,7 +203,7 @@ def _played(task: Task, messages: Sequence[Message]) -> tuple[Game, House]:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Follow a plan from the current state."""
+    """Choose the next command of a plan that wins the game from the current state."""
     made, house = _played(task, messages)
     plan = plans.plan(house, made.goal)
     return ("act", {"command": plan[0]}) if plan else "Done."

@@ -1,4 +1,4 @@
-"""Generate household games: a house and a goal for each game number. Goal conditions and wording follow ALFWorld."""
+"""Generator of household games. A game's number determines its house and goal. Goals and wording follow ALFWorld."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Literal, TypeAlias, get_args
 from agentfly_kit.envs.alfworld.house import CLEANABLE, COOLABLE, HEATABLE, HOLDS, LAMPS, OPENABLE, WORLD, House, Name
 from agentfly_kit.errors import SettingsError
 
-# Size of the room. A "small" room has four or five receptacles and a few objects, none of them hidden. A "full" room
-# has seven to thirty receptacles, as in ALFWorld, and may hide objects in closed receptacles.
+# Size of a game's room. A "small" room has four or five receptacles and a few objects, none of them hidden. A "full"
+# room has seven to thirty receptacles, as in ALFWorld, and may hide objects in closed receptacles.
 Size: TypeAlias = Literal["small", "full"]
 
 WORDING = {
@@ -24,7 +24,7 @@ WORDING = {
     "pick_two_obj_and_place": ("put two {} in {}", "find two {} and put them in {}"),
 }
 KINDS = tuple(WORDING)
-# Task type -> (command, receptacle, objects that can be treated).
+# Maps a task type to the command that prepares its object, the receptacle needed and the possible object types.
 TREATED = {
     "pick_clean_then_place_in_recep": ("clean", "sinkbasin", CLEANABLE),
     "pick_heat_then_place_in_recep": ("heat", "microwave", HEATABLE),
@@ -55,7 +55,7 @@ class Goal:
         return thing in {"clean": house.clean, "heat": house.hot, "cool": house.cool}[verb]
 
     def placed(self, house: House) -> int:
-        """Return the maximum number of ready objects in any one receptacle of the goal's type."""
+        """Return the largest number of objects in one receptacle of the goal's type that are as the goal requires."""
         inside = [things for place, things in house.inside.items() if place[0] == self.place]
         return max((sum(self.ready(house, thing) for thing in things) for things in inside), default=0)
 
@@ -87,7 +87,7 @@ _LAMP_STANDS = ("desk", "dresser", "shelf", "sidetable")
 
 
 def game(number: int, size: Size = "full") -> Game:
-    """Generate a game by its number, or raise SettingsError for an invalid size. Task types repeat in a cycle."""
+    """Generate the game with a given number, of type `KINDS[number % 6]`. Raise SettingsError for an invalid size."""
     if size not in get_args(Size):
         raise SettingsError(f"size must be {' or '.join(map(repr, get_args(Size)))}, got {size!r}")
     return _game(number, size)
@@ -104,7 +104,7 @@ def _game(number: int, size: Size) -> Game:
 
 
 def _drawn(rng: random.Random, kind: str, size: Size) -> tuple[Goal, House] | None:
-    """Sample a goal and a house, or return None if the sampled room allows no goal of this kind."""
+    """Sample a goal of type `kind` and a house. Return None if the objects do not fit or the goal is already met."""
     rooms = {name.split()[1]: room for name, room in WORLD["rooms"].items() if name.split()[0] == size}
     if kind in TREATED:
         _, at, treated = TREATED[kind]

@@ -1,7 +1,7 @@
 """State and commands of a household world.
 
-Vocabulary, commands and their conditions follow ALFWorld's domain (alfred.pddl and alfred.twl2, MIT); its engine is not
-used. Unlike in ALFWorld, no two receptacles share a location.
+Vocabulary, commands and their conditions follow ALFWorld's domain files, alfred.pddl and alfred.twl2 (MIT licence).
+ALFWorld's engine is not used. Unlike in ALFWorld, no two receptacles share a location.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 
 from agentfly_kit import task_files
 
-# (type, number): ("apple", 1) stands for "apple 1".
+# An object or receptacle as (type, number). For example, ("apple", 1) is the object "apple 1".
 Name = tuple[str, int]
 
 
-# Object types by property, the object types in each receptacle type (ALFWorld's `canContain`), and the receptacles
-# (minimum, maximum count) and objects of each room.
+# World data: which object types have which property, fit into which receptacle type (ALFWorld's `canContain`) and occur
+# in which room; and how many receptacles of each type a room has at least and at most.
 WORLD = task_files.bundled_json("vocabularies", "alfworld.json")
 OPENABLE, HEATABLE, COOLABLE, CLEANABLE, SLICEABLE, KNIVES = (
     frozenset(WORLD["kinds"][name].split())
     for name in ("openable", "heatable", "coolable", "cleanable", "sliceable", "knives")
 )
-# Objects that can be used but not taken.
+# Object types that can be used but not taken.
 LAMPS = ("desklamp", "floorlamp")
-# Receptacle type -> object types that it can contain.
+# Maps a receptacle type to the object types that it can contain.
 HOLDS: dict[str, frozenset[str]] = {place: frozenset(things.split()) for place, things in WORLD["holds"].items()}
 
 # Observation after a command that is unknown or impossible in the current state.
@@ -84,7 +84,7 @@ def listed(names: Iterable[Name]) -> str:
 
 @dataclass
 class House:
-    """State of a house and its agent. `inside` lists the objects in each receptacle, in order."""
+    """State of a house and its agent. `inside` maps each receptacle to its objects in display order."""
 
     inside: dict[Name, list[Name]]
     here: Name | None = None
@@ -101,7 +101,7 @@ class House:
     def copy(self) -> House:
         return copy.deepcopy(self)
 
-    # --- looking
+    # --- observations
 
     def shut(self, place: Name) -> bool:
         return place[0] in OPENABLE and place not in self.opened
@@ -136,10 +136,10 @@ class House:
             return f"This is a {warmth or 'clean'} {sliced}{text(thing)}."
         return f"This is a sliced {text(thing)}." if sliced else f"There's nothing special about {text(thing)}."
 
-    # --- doing
+    # --- commands
 
     def do(self, command: str) -> str:
-        """Execute a command and return the observation, or `NOTHING` if it had no effect. `put` stands for `move`."""
+        """Execute a command and return the observation, or `NOTHING` if it is invalid. `put` is an alias of `move`."""
         command = " ".join(command.lower().split())
         if command == "look":
             if self.here is None:  # as in ALFWorld, only the initial observation lists the room
@@ -194,7 +194,7 @@ class House:
     def _examine(self, name: Name) -> str:
         if name == self.here:
             return self._place(name)
-        # Only the held object can be examined, as in ALFWorld's engine but unlike in its domain file.
+        # Only the held object can be examined. This follows the engine of ALFWorld, not its domain file.
         return self._thing(name) if name == self.held else NOTHING
 
     def _use(self, thing: Name) -> str:

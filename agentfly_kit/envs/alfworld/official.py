@@ -20,7 +20,7 @@ from agentfly_kit.errors import SettingsError
 
 SUFFIXES = (".tw-pddl", ".json", ".z8", ".ulx")
 FETCH = (
-    "to get the original games, type `pip install alfworld` (compiles for minutes) and `alfworld-download`, and pass "
+    "to get the original games, type `pip install alfworld` (takes minutes) and `alfworld-download`, and pass "
     "the folder ~/.cache/alfworld/json_2.1.1"
 )
 # Serializes calls to TextWorld, whose parsers keep module-level state.
@@ -28,7 +28,7 @@ _LOADING = threading.Lock()
 
 
 def rows(folder: str | os.PathLike[str], kinds: Sequence[str] | None) -> list[dict[str, Any]]:
-    """Return rows {"id", "question", "file", "kind"?, "split"?} for all games below a folder."""
+    """Return a row {"id", "question", "file"} for each game below a folder, with "kind" and "split" where known."""
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise SettingsError(f"{str(root)!r} is not a folder; {FETCH}")
@@ -88,13 +88,11 @@ def check(file: Any) -> None:
     if path.suffix == ".tw-pddl":
         _read(path)
         if importlib.util.find_spec("fast_downward") is None:
-            raise SettingsError(
-                f"{path.name} needs ALFWorld's planner; type: pip install alfworld (compiles for minutes)"
-            )
+            raise SettingsError(f"{path.name} needs ALFWorld's planner; type: pip install alfworld (takes minutes)")
 
 
 class Session:
-    """A running game. Methods block and must not be called concurrently."""
+    """A running TextWorld game. Methods block and must not be called concurrently."""
 
     def __init__(self, file: str) -> None:
         check(file)
@@ -114,7 +112,7 @@ class Session:
 
     @property
     def plan(self) -> list[str]:
-        """Commands that TextWorld's own policy would execute from the current state, computed on a copy of the game."""
+        """Commands that win the game from the current state, computed by TextWorld in a copy of the game."""
         with _LOADING:
             env = _start(self.file, policy_commands=True)
             state = env.reset()
@@ -167,7 +165,7 @@ def _demangled() -> Any:
 
 
 def shown(ids: Sequence[str]) -> dict[str, str]:
-    """Map entity ids to ALFWorld's names, such as "apple 2". Sorted ids of a type are numbered from n down to 1."""
+    """Map entity ids to ALFWorld's names, such as "apple 2". The sorted ids of each type get descending numbers."""
     kinds = {}
     for each in ids:
         kind, bar, _ = each.partition("_bar_")

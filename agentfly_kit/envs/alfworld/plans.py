@@ -1,4 +1,4 @@
-"""Planner with full knowledge of the house. It finds commands that reach a goal from any state."""
+"""Planner that finds commands to reach a goal from any state. It uses all objects, including those not yet seen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from agentfly_kit.envs.alfworld.house import HOLDS, OPENABLE, House, Name, text
 
 
 class Walk:
-    """Executes commands in a copy of the house and records them with their observations."""
+    """Sequence of commands executed in a copy of a house, recorded with their observations."""
 
     def __init__(self, house: House) -> None:
         self.house = house.copy()
@@ -41,7 +41,7 @@ class Walk:
         self.do(f"take {text(thing)} from {text(place)}")
 
     def drop(self) -> None:
-        """Put down the held object, preferably here, else in a receptacle that does not need to be opened."""
+        """Put the held object into the current receptacle if possible, else preferably into one that cannot close."""
         held = self.house.held
         assert held is not None
         places = [place for place in self.house.inside if held[0] in HOLDS[place[0]]]
@@ -63,12 +63,12 @@ def plan(house: House, goal: Goal) -> list[str]:
         return []
     everything = [thing for things in house.inside.values() for thing in things]
     things = [thing for thing in ([house.held] if house.held else []) + everything if thing[0] == goal.thing]
-    # Objects that need the fewest commands come first: held, then ready, then in the current receptacle.
+    # Prefer objects that need few commands: the held one, then those in the required state, then those nearby.
     things.sort(key=lambda t: (t != house.held, not goal.ready(house, t), house.where(t) != house.here))
     if goal.kind == "look_at_obj_in_light":
         lamps = [thing for thing in everything if thing[0] == goal.place]
         if not things or not lamps:
-            raise ValueError(f"no {goal.thing} or no {goal.place} in this house")
+            raise ValueError(f"this house has no {goal.thing} or no {goal.place}")
         walk.take(things[0])
         stand = house.where(lamps[0])
         assert stand is not None

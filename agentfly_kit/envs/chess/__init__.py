@@ -1,4 +1,4 @@
-"""chess: puzzles against a defender. Includes mate-in-one and mate-in-two puzzles, and reads Lichess puzzle files.
+"""chess: puzzles against a scripted defender. Mates in one and two moves are included; Lichess puzzles can be loaded.
 
 The rules are implemented here, without python-chess (GPL-3).
 """
@@ -23,7 +23,7 @@ from agentfly_kit.types import Message, Task, ToolResult
 
 
 class Chess:
-    """Environment for one puzzle.
+    """Environment for one chess puzzle.
 
     If the task has the field `mate`, any mate within that number of moves is correct. Otherwise the moves of the
     solution are correct, and so is any move that mates. The other side replies as in the solution as long as the chain
@@ -37,7 +37,7 @@ class Chess:
         if "mate" in fields:
             int_field(task, "mate", 1)
         elif not line:
-            raise TaskError("it is not a puzzle: it must have a field 'solution' or 'mate'")
+            raise TaskError("a chess puzzle must have a field 'solution' or 'mate'")
         if not isinstance(line, list) or not all(isinstance(move, str) for move in line):
             raise TaskError(f"field 'solution' must be a list of moves, got {line!r}")
         walk(Board.from_fen(str(fields.get("fen"))), line)
@@ -136,9 +136,8 @@ def walk(board: Board, moves: Sequence[str]) -> list[Board]:
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Return rows with the fields "fen", "solution" and "mate". Puzzles are generated if seed is not 0 or n exceeds the
-    number of included puzzles.
-    """
+    """Return n puzzles as rows with the fields "fen", "solution" and "mate". If seed is not 0, or if n exceeds the
+    number of included puzzles, the puzzles are generated."""
     if seed == 0 and n <= puzzles.SIZES[split]:
         return shipped_rows("chess", n, split, seed)
     return list(puzzles.made(n, seed=seed, split=split))
@@ -147,9 +146,9 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 def tasks_in(file: str | os.PathLike[str], n: int | None = None) -> Tasks:
     """Load the first n puzzles of a Lichess puzzle file (.csv with columns PuzzleId, FEN, Moves, Rating, Themes).
 
-    In these files the opponent moves first; that move is applied to the position.
+    In these files each puzzle begins with a move of the opponent. The task starts from the position after that move.
 
-    Raises:  TaskError for a missing file; SettingsError for a malformed one, naming the line.
+    Raises:  TaskError if the file is missing; SettingsError, with the line number, if it is malformed.
     """
     path = existing_file(file, "Lichess publishes its puzzles at database.lichess.org (CC0)")
     found: list[dict[str, Any]] = []
@@ -158,7 +157,7 @@ def tasks_in(file: str | os.PathLike[str], n: int | None = None) -> Tasks:
         lacks = {"PuzzleId", "FEN", "Moves"} - set(reader.fieldnames or ())
         if lacks:
             raise SettingsError(
-                f"{path.name} has no column {', '.join(sorted(lacks))}; pass Lichess' puzzle file, decompressed"
+                f"{path.name} has no column {', '.join(sorted(lacks))}; pass the decompressed Lichess puzzle file"
             )
         for number, row in enumerate(reader, 2):
             if n is not None and len(found) == n:
@@ -187,7 +186,7 @@ def _lichess(row: dict[str, str], where: str) -> dict[str, Any]:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Play:
-    """Play the stored solution."""
+    """Play the next move of the task's solution."""
     made = len(tool_outputs(messages))
     line = task.fields["solution"]
     return ("play", {"move": line[2 * made]}) if 2 * made < len(line) else "Done."

@@ -37,9 +37,9 @@ def _rays(square: int, ways: tuple[tuple[int, int], ...], far: int) -> tuple[tup
 
 
 _RAYS = {kind: [_rays(s, ways, 1 if kind in "NK" else 7) for s in range(64)] for kind, ways in _WAYS.items()}
-# The fields of a FEN after the squares: side to move, castling, en passant square, and the two move counters.
+# The fields of a FEN after the piece placement: side to move, castling, en passant square, and the two move counters.
 _FEN = re.compile(r"[wb] (-|K?Q?k?q?) (-|[a-h][36])( [0-9]{1,5} [0-9]{1,5})?")
-# Square of each rook -> the castling right that is lost when the rook leaves that square.
+# Maps the initial square of each rook to the castling right that is lost when the rook moves or is captured there.
 _ROOKS = {0: "Q", 7: "K", 56: "q", 63: "k"}
 
 
@@ -78,10 +78,10 @@ class Board:
     def from_fen(cls, fen: str) -> Board:
         """Parse a FEN.
 
-        Raises:  SettingsError if the FEN is malformed, the king count is wrong, or the side not to move is in check.
+        Raises:  SettingsError if the FEN is malformed or describes an impossible position.
         """
         parts = fen.split()
-        # Ranks with one character per square; "." is an empty square.
+        # Expand the FEN's digits, so that each rank has one character per square and "." is an empty square.
         ranks = re.sub(r"[1-8]", lambda digit: "." * int(digit[0]), parts[0] if parts else "").split("/")
         good = _FEN.fullmatch(" ".join(parts[1:])) is not None
         good = good and len(ranks) == 8 and all(re.fullmatch(r"[.pnbrqkPNBRQK]{8}", rank) for rank in ranks)
@@ -290,7 +290,7 @@ class Board:
         return [move for move in self.legal() if self.push(move).mate]
 
     def defence(self) -> Move | None:
-        """Return the first reply that avoids immediate mate, else the first legal move, or None if there is none."""
+        """Return the first legal move that avoids immediate mate, else the first legal move, else None."""
         replies = sorted(self.legal(), key=str)
         return next((reply for reply in replies if not self.push(reply).mates()), replies[0] if replies else None)
 
@@ -303,6 +303,6 @@ class Board:
                 yield move
 
     def flipped(self) -> Board:
-        """Return the position with colours exchanged. Valid only without castling rights."""
+        """Return the position mirrored vertically, with colours exchanged. Castling rights are not converted."""
         rows = [self.cells[8 * rank : 8 * rank + 8] for rank in range(7, -1, -1)]
         return replace(self, cells=tuple(c.swapcase() for row in rows for c in row), turn=self.other)

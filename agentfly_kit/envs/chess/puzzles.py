@@ -1,4 +1,4 @@
-"""Puzzle generator: mates in one and two with a unique solution, found by exhaustive search of random positions."""
+"""Generator of mate-in-one and mate-in-two puzzles with a unique first move, found by searching random positions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = {"train": 128, "test": 64}
 
 
 def random_position(rng: random.Random) -> Board | None:
-    """Sample a position with few pieces and white to move, or return None if the sampled one is invalid."""
+    """Sample a position with few pieces and white to move. Return None if one of the kings is in check."""
     cells = [""] * 64
     pieces = ["K", "k"]
     pieces += rng.choice(("Q", "QN", "QB", "QR", "RR", "QP", "RRN", "RBN", "QNP", "RRB", "QRB"))
@@ -32,7 +32,7 @@ def random_position(rng: random.Random) -> Board | None:
 
 
 def puzzle(rng: random.Random, mate: int) -> tuple[Board, list[Move]]:
-    """Sample a position in which only one first move mates in `mate` moves. Return the position and its solution."""
+    """Sample a position where exactly one move forces mate in `mate` (1 or 2) moves. Return it with the solution."""
     while True:
         board = random_position(rng)
         if board is None:
@@ -51,7 +51,7 @@ def puzzle(rng: random.Random, mate: int) -> tuple[Board, list[Move]]:
 
 
 def made(n: int, *, seed: int = 0, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Generate n rows {"id", "question", "fen", "solution", "mate"}, alternating mates in one and two.
+    """Generate n puzzles, alternately mates in one and in two, as rows {"id", "question", "fen", "solution", "mate"}.
 
     The puzzles depend on seed and split. Each puzzle takes 0.1 to 1 second to generate.
     """

@@ -8,7 +8,7 @@ and the reward are those of WebShop. The included catalogue is fictional; `Catal
     agent = af.envs.webshop.agent(policy, options={"catalogue": mine})
     tasks = af.envs.webshop.tasks(catalogue=mine)
 
-The reward compares the nouns of titles. `scoring.likely_nouns` finds them approximately; WebShop itself uses spaCy:
+The reward compares nouns in product titles. `scoring.likely_nouns` guesses them. To use spaCy instead, as WebShop does:
 
     tagger = spacy.load("en_core_web_sm")
     options = {"nouns": lambda title: [t.text.lower() for t in tagger(title) if t.pos_ in ("NOUN", "PROPN")]}
@@ -35,7 +35,7 @@ from agentfly_kit.types import Message, Task
 
 __all__ = ["BRIEF", "Catalogue", "Shop", "WebShop", "WebShopText", "agent", "expert", "family", "random_agent", "tasks"]
 
-# Options used to pretrain the shipped policy: `agent(af.tiny.policy("webshop"), options=BRIEF)`.
+# Environment options with which the shipped policy was pretrained: `agent(af.tiny.policy("webshop"), options=BRIEF)`.
 BRIEF: dict[str, Any] = {"brief": True, "page_size": 3}
 
 
@@ -43,10 +43,10 @@ class Shop:
     """Environment for one visit to the shop. The tools are defined in `WebShop` and `WebShopText`.
 
     Args:
-        catalogue: a `Catalogue`, or the folder with WebShop's files; by default the fictional one.
+        catalogue: a `Catalogue`, or the folder with WebShop's files; by default the built-in fictional catalogue.
         nouns: function from a title to its nouns in lower case.
         page_size: number of products per page of results.
-        brief: for small models: omit the instruction and navigation from pages, and select results by number.
+        brief: for small models, omit the instruction and navigation from pages, and select results by number.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Shop:
         text = catalogue.goal(task.fields["goal"])["instruction_text"]
         if text not in str(task.messages[-1]["content"]):
             raise SettingsError(
-                f"it does not match goal {task.fields['goal']} of {catalogue!r}, {text!r}; create tasks and agent with "
-                "the same catalogue: tasks(catalogue=mine), agent(..., options={'catalogue': mine})"
+                f"the task does not match goal {task.fields['goal']} of {catalogue!r}, {text!r}; create tasks and agent"
+                " with the same catalogue: tasks(catalogue=mine), agent(..., options={'catalogue': mine})"
             )
 
     async def reset(self, task: Task, seed: int) -> str | None:
@@ -99,7 +99,7 @@ class Shop:
 
     @property
     def page(self) -> pages.Page:
-        """The current page."""
+        """Current page of the shop."""
         text = self.goal["instruction_text"]
         if self.bought is not None:
             return pages.done(self._product(self.bought), self.options, self.goal, self._score()["reward"])
@@ -137,14 +137,14 @@ class Shop:
     # --- actions ---
 
     def searched(self, keywords: str) -> str:
-        """Search, and return the observation of the tool `search`."""
+        """Search the catalogue. Return the results page as an observation for the tool `search`."""
         if not keywords.strip():
             raise ToolError("give keywords to search for")
         self._search(keywords)
         return self._text
 
     def clicked(self, value: str) -> str:
-        """Click, and return the observation of the tool `click`."""
+        """Click on an element of the page. Return the observation for the tool `click`."""
         before = dict(self.options)
         if not self._click(value):
             if self._brief:
@@ -206,8 +206,8 @@ class Shop:
     async def reward(self) -> dict[str, float]:
         """Return WebShop's reward for the purchase, from 0 to 1; 0 if nothing was bought.
 
-        Additional metrics: `success` (the reward is 1), `found` (the goal's own product was opened), `bought`, and the
-        parts of the reward: fractions of attributes and options, price and type.
+        Additional metrics: `success` (the reward is 1), `found` (the requested product was opened), `bought`, and the
+        parts of the reward: `attributes` and `options` (fractions met), `price` (1 if met) and `type` (a factor).
         """
         got = self._score()
         return got | {
@@ -222,7 +222,7 @@ class Shop:
 
 
 class WebShop(Shop):
-    """The shop with the tools `search` and `click`. Clicking a missing element lists the clickable elements."""
+    """The shop with the tools `search` and `click`. The error for an invalid click lists the clickable elements."""
 
     @tool
     def search(self, keywords: str) -> str:
@@ -279,7 +279,7 @@ def _of_task(task: Task, given: Catalogue | None) -> Catalogue:
     missing = [name for name in ("goal", *(() if given else ("world",))) if name not in task.fields]
     if missing:
         raise SettingsError(
-            f"it has no field {missing[0]!r}: create tasks with af.envs.webshop.tasks(...); for your own "
+            f"field {missing[0]!r} is missing: create tasks with af.envs.webshop.tasks(...); for your own "
             "catalogue, also pass options={'catalogue': yours} to the agent"
         )
     return Catalogue.invented(int_field(task, "world")) if given is None else given
@@ -289,11 +289,11 @@ def _of_task(task: Task, given: Catalogue | None) -> Catalogue:
 
 
 def rows(n: int, split: str, seed: int = 0, catalogue: Catalogue | None = None) -> list[dict[str, Any]]:
-    """Return rows {"id", "question", "world", "goal"} with the instruction and the goal's number.
+    """Return tasks as rows {"id", "question", "world", "goal"}. The question is the instruction; `goal` is a number.
 
-    In the fictional catalogue every fifth product belongs to the test split, and no instruction is in both splits. In
-    WebShop's full set of human goals, goals 0 to 499 form the test split and goals from 1,500 on form the training
-    split, as in the original. In smaller sets, a fifth of the goals form the test split.
+    No instruction is in both splits. In the fictional catalogue, every fifth product belongs to the test split. In
+    catalogues with more than 2,000 goals, the first 500 goals are the test split, and all goals except the first 1,500
+    are the training split, as in WebShop. In smaller catalogues, the first fifth of the goals is the test split.
     """
     of = Catalogue.invented(seed) if catalogue is None else catalogue
     numbers = _split(of, split, invented=catalogue is None)
@@ -331,11 +331,11 @@ def _split(of: Catalogue, split: str, invented: bool) -> list[int]:
     return tests if split == "test" else trains
 
 
-# --- players -------------------------------------------------------------------------------------
+# --- scripted players ----------------------------------------------------------------------------
 
 
 def plan(task: Task, options: Mapping[str, Any]) -> list[Move]:
-    """Return the actions of an expert: search for the title, open the product, choose the options, buy."""
+    """Return the actions of an expert: search for the title, open the product, choose the options, and buy."""
     given = options.get("catalogue")
     catalogue = _of_task(task, None if given is None else _catalogue(given))
     goal = catalogue.goal(task.fields["goal"])
@@ -359,7 +359,7 @@ def plan(task: Task, options: Mapping[str, Any]) -> list[Move]:
 def expert_player(
     task: Task, messages: Sequence[Message], rng: random.Random, options: Mapping[str, Any] | None = None
 ) -> Move:
-    """Buy the goal's own product, following `plan`."""
+    """Take the next action of `plan`, which buys the requested product."""
     return plan(task, options or {})[len(tool_outputs(messages))]
 
 
@@ -389,7 +389,7 @@ agent, random_agent = family.agent, family.random_agent
 
 
 def expert(**settings: Any) -> Agent:
-    """Create an agent that buys the requested product with a scripted player. Takes the same `options` as `agent`."""
+    """Create an agent whose scripted player buys the requested product. Takes the same `options` as `agent`."""
     known = functools.partial(expert_player, options=settings.get("options") or {})
     return dataclasses.replace(family, expert_player=known).expert(**settings)
 
@@ -397,9 +397,9 @@ def expert(**settings: Any) -> Agent:
 def tasks(
     n: int | None = None, split: str | None = None, *, seed: int = 0, catalogue: Catalogue | str | None = None
 ) -> Tasks:
-    """Return n tasks of a split, "train" or "test", or of both by default.
+    """Return n tasks of the split "train" or "test", or n of each by default.
 
-    `catalogue` is your own Catalogue or the folder with its files; by default the fictional one.
+    `catalogue` is your own Catalogue, or the folder with its files. By default, the fictional catalogue is used.
     """
     if catalogue is None:
         return family.tasks(n, split, seed=seed)

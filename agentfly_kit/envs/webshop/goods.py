@@ -1,6 +1,6 @@
 """Generator of a fictional shop: products, attributes and instructions in the format of WebShop's files.
 
-The same number generates the same shop on every machine.
+A shop is generated from a number. The same number gives the same shop on every machine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from agentfly_kit import task_files
 
 _WORDS = task_files.bundled_json("vocabularies", "webshop.json")
 BRANDS = tuple(_WORDS["brands"].split())
-# Option -> its values.
+# Maps the name of a product option, such as its colour, to the possible values.
 VALUES: dict[str, tuple[str, ...]] = {name: tuple(values.split()) for name, values in _WORDS["values"].items()}
 COLORS, SIZES, FLAVORS, _, PACKS = VALUES.values()
 # Number of products of each kind.
@@ -24,7 +24,7 @@ ASKED = 5
 
 @dataclass(frozen=True)
 class Group:
-    """Kinds of products with the same attributes, options and price range (`cost`, in whole dollars)."""
+    """Group of product kinds that share attributes, options and a price range (`cost`, in whole dollars)."""
 
     shelf: str
     kinds: tuple[str, ...]
@@ -61,7 +61,7 @@ Files = tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]
 
 
 def make(world: int = 0) -> Files:
-    """Generate (items, attributes by ASIN, instructions by ASIN) for a shop, in the format of WebShop's three files."""
+    """Generate a shop in the format of WebShop's three files: (items, attributes by ASIN, instructions by ASIN)."""
     rng = random.Random(f"webshop goods {world}")
     items: list[dict[str, Any]] = []
     known: dict[str, Any] = {}

@@ -18,7 +18,7 @@ SUBPAGES = ("Description", "Features", "Reviews")
 
 @dataclass(frozen=True)
 class Page:
-    """A page: its strings in order, and the clickable strings."""
+    """A page of the shop: its strings in order (`parts`), and the strings that can be clicked (`clicks`)."""
 
     parts: tuple[str, ...]
     clicks: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Page:
 
     @property
     def text(self) -> str:
-        """The strings, joined with [SEP]."""
+        """The strings of the page, joined with " [SEP] "."""
         return " [SEP] ".join(self.parts)
 
 
@@ -39,7 +39,7 @@ def search(instruction: str) -> Page:
 
 
 def results(instruction: str, found: Sequence[Product], number: int, total: int) -> Page:
-    """Return page `number` (from 1) of the results. As in WebShop, it always has "Next >", even on the last page."""
+    """Return page `number` (from 1) of the results. As in WebShop, even the last page has a button "Next >"."""
     buttons = (*((PREVIOUS,) if number > 1 else ()), NEXT)
     items = tuple(text for p in found for text in (p.asin, p.title, p.price_text))
     head = ("Instruction:", instruction, BACK, f"Page {number} (Total results: {total})")
@@ -64,7 +64,7 @@ def sub(instruction: str, product: Product, name: str) -> Page:
 
 
 def done(product: Product, options: Mapping[str, str], goal: Mapping[str, Any], reward: float) -> Page:
-    """Return the last page. No model reads its score, because the episode is over."""
+    """Return the page that follows a purchase and shows the score. No model reads it, because the episode is over."""
     none = (part for name in ("attrs", "category", "query", "product category") for part in (name, "None"))
     bought = ("Purchased", "asin", product.asin, "options", json.dumps(dict(options)), *none)
     wanted = {"asin": "asin", "options": "goal_options", "attrs": "attributes", "price upper": "price_upper"}

@@ -1,6 +1,6 @@
-"""WebShop's reward: how well the bought product meets the goal.
+"""WebShop's reward, which measures how well the bought product meets the goal.
 
-    r = r_type * (attributes met + options met + [price <= bound]) / (attributes + options + 1)
+    r = type_factor * (attributes met + options met + [price <= bound]) / (attributes + options + 1)
 
 Source: Yao et al. 2022, WebShop, arXiv 2207.01206, section 3 and its code.
 """
@@ -23,14 +23,14 @@ Nouns: TypeAlias = Callable[[str], Sequence[str]]
 # Threshold of `token_set_ratio` above which two strings match.
 ALIKE = 85
 
-# Colour words that the reward recognizes, in WebShop's order, on which `color_of` depends.
+# Colour words that the reward recognizes. `color_of` depends on their order, which is that of WebShop.
 COLORS = tuple(task_files.bundled_json("vocabularies", "webshop.json")["colors"].split())
 
 
 @dataclass(frozen=True)
 class Score:
     """Reward of a purchase and its parts: the numbers of attributes and options met, whether the price is within the
-    bound, and r_type (`kind`): 1, 0.5, 0.1 or 0.
+    bound, and the type factor (`kind`): 1, 0.5, 0.1 or 0.
     """
 
     reward: float
@@ -41,7 +41,7 @@ class Score:
 
 
 def score(product: Product, goal: Mapping[str, Any], options: Iterable[str], nouns: Nouns) -> Score:
-    """Score the purchase of `product` with the given option values for `goal`.
+    """Score the purchase of `product`, with the chosen option values, against `goal`.
 
     As in WebShop, one chosen option may match several options of the goal.
     """
@@ -60,7 +60,7 @@ def score(product: Product, goal: Mapping[str, Any], options: Iterable[str], nou
 
 
 def _has(product: Product, wanted: str) -> bool:
-    """Return True if a product attribute is similar to `wanted`, or the title, bullets or description contain it."""
+    """Return True if `wanted` is similar to a product attribute or occurs in the title, bullets or description."""
     if any(alike(have, wanted) > ALIKE for have in product.attributes):
         return True
     places = (product.title, " ".join(product.bullets), product.description)
@@ -68,7 +68,8 @@ def _has(product: Product, wanted: str) -> bool:
 
 
 def type_factor(product: Product, goal: Mapping[str, Any], nouns: Nouns) -> float:
-    """Return the factor of a product's type: 0 or 0.1 if the titles share (almost) no nouns, otherwise 0.5 or 1."""
+    """Return a factor for the product's type: 0 if its title contains no noun of the wanted title, 0.1 if it contains
+    less than 10 % of them, 1 if the two products' queries, categories or titles match, and 0.5 otherwise."""
     have, wanted = nouns(product.title), nouns(goal["name"])
     title = len(set(have) & set(wanted)) / len(wanted) if wanted else 0.2
     shelves = (_levels(product.product_category), _levels(goal["product_category"]))
@@ -90,7 +91,8 @@ def color_of(text: str) -> str:
 
 
 def alike(a: str, b: str) -> int:
-    """Return `token_set_ratio` (0 to 100) as in thefuzz: rounded, ignoring case and non-ASCII Latin-1 characters."""
+    """Return the similarity of two strings, from 0 to 100: the `token_set_ratio` of the package thefuzz, which ignores
+    case and non-ASCII Latin-1 characters."""
     from rapidfuzz import fuzz, utils
 
     one, two = (utils.default_process(text.translate(_LATIN)) for text in (a, b))

@@ -43,7 +43,7 @@ _CONNECT_SECONDS = 2.0  # maximum time `snapshot()` waits for the first connecti
 
 
 class RemoteSandbox:
-    """A sandbox of a remote pool. It has the public methods of the sandbox class, all as coroutines."""
+    """A sandbox of a remote pool. All public methods of the server's sandbox class can be called, as coroutines."""
 
     def __init__(
         self, link: _Link, lease: str, sandbox_type: str, methods: frozenset[str], isolation: str | None
@@ -76,11 +76,11 @@ class RemotePool(Displayable, BasePool[S]):
     """A pool served by `serve_pool`, usable in place of a Pool: `Agent(pools=[RemotePool(url, token=token)])`.
 
     The pool connects when its first sandbox is leased. `await pool.close()` releases all leases. If the client process
-    dies instead, the server reclaims its sandboxes when the heartbeats stop.
+    dies without closing the pool, its heartbeats stop, and the server reclaims the sandboxes.
 
     Args:
         sandbox_type: The sandbox class that tools request. The server's pool must hold this class or a subclass of it.
-            Its sandboxes are represented by RemoteSandbox, which has the same methods.
+            Leased sandboxes are RemoteSandbox objects with the methods of the server's class.
         acquire_timeout: Seconds to wait for a lease if the caller passes no timeout.
         patience: Seconds for which unanswered requests are retried before RemotePoolError is raised.
         verify: For https, whether to verify the server's certificate, or the path of the certificates to trust.
@@ -119,13 +119,13 @@ class RemotePool(Displayable, BasePool[S]):
 
     @property
     def isolation(self) -> str | None:
-        """The isolation of the server's sandboxes; None before the first connection."""
+        """The isolation level of the server's sandboxes; None before the first connection."""
         return self._link.snapshot.isolation
 
     def snapshot(self) -> PoolSnapshot:
-        """Return the last known state of the server's pool, including all its clients.
+        """Return the last known state of the server's pool, which includes the leases of all clients.
 
-        The snapshot is at most a third of the server's heartbeat interval old.
+        The snapshot is at most one third of the server's heartbeat interval old.
         """
         if not self._link.connected.is_set() and not self.closed:
             self._link.start()
@@ -164,8 +164,8 @@ class RemotePool(Displayable, BasePool[S]):
     ) -> Lease[S]:
         """Lease a sandbox until `release` is called; see `Pool.acquire` for the arguments.
 
-        Requests of all clients are served in order of arrival; requests that name a `run` alternate with those of other
-        runs.
+        Requests of all clients are served in order of arrival, except that rollouts (see `run`) waiting at the same
+        time take turns.
 
         Raises:  the errors of `Pool.acquire` on the server; RemotePoolError if the server does not respond or rejects
                  this client.
@@ -187,7 +187,7 @@ class RemotePool(Displayable, BasePool[S]):
         """
         name = _lease_key(lease)
         if self._begin_release(lease) and self._link.stop_holding(name) and not self.closed:
-            # Finish even if the caller is cancelled. Otherwise the server would keep the lease until it times out.
+            # Release the lease even if the caller is cancelled; otherwise it would last until the server reclaims it.
             await self._link.run_and_wait(self._link.release(name, reusable), keep=True)
 
     def _on_turn_changed(self, lease: Lease[S]) -> None:
@@ -212,7 +212,7 @@ class RemotePool(Displayable, BasePool[S]):
 
 
 class _Link:
-    """Background thread with an event loop and a connection.
+    """Background thread with an event loop and the connection to a server.
 
     It holds no reference to the pool, so that an unused pool can be garbage-collected.
     """
@@ -363,14 +363,14 @@ class _Link:
                 self.failure = f"{type(error).__name__}: {error}"
                 if time.monotonic() + pause > deadline:
                     raise RemotePoolError(
-                        f"the pool at {self.url} does not respond ({self.failure}; tried for {self.patience:g} s); its "
-                        "leases are lost unless it responds within its heartbeat interval"
+                        f"the pool at {self.url} does not respond ({self.failure}; tried for {self.patience:g} s); the "
+                        "leases end unless it responds within the heartbeat interval"
                     ) from error
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 1.0)
         self.failure = ""
         if response.status_code == 413:
-            raise RemotePoolError(f"the request is too large for the pool at {self.url} (max_body= of the server)")
+            raise RemotePoolError(f"the request is too large for the pool at {self.url} (see max_body= of serve_pool)")
         if response.is_success and isinstance(reply, dict):
             self._update_snapshot(reply)
             return reply
@@ -398,7 +398,7 @@ class _Link:
             raise RemotePoolError(f"the protocol version of {self.url} must be {wire.VERSION}, got {reply['version']}")
         if self.type_name not in reply["is"]:
             raise SettingsError(
-                f"sandbox_type must be the class of the pool at {self.url}, {reply['sandbox_type']}, got {self.name}"
+                f"sandbox_type must be {reply['sandbox_type']}, the class of the pool at {self.url}, got {self.name}"
             )
         self.methods = frozenset(reply["methods"])
         self.heartbeat = float(reply["heartbeat"])
@@ -435,7 +435,7 @@ class _Link:
             self.waiting.discard(request)
 
     async def _abandon(self, request: str) -> None:
-        """Cancel a request on the server. If this fails, the server cancels the request when heartbeats omit it."""
+        """Cancel a request. If this fails, the server cancels it when heartbeats no longer list it."""
         with contextlib.suppress(Exception):
             await self.post("abandon", request=request)
 
@@ -461,9 +461,9 @@ class _Link:
 
     async def call(self, lease: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if lease in self.revoked:
-            raise LeaseRevoked(f"the pool took the {self.name}: {self.revoked[lease]}")
+            raise LeaseRevoked(f"the pool revoked the {self.name}: {self.revoked[lease]}")
         if lease not in self.held:
-            raise RemotePoolError(f"the lease of this sandbox of {self.url} has ended")
+            raise RemotePoolError(f"the lease of this sandbox, from the pool at {self.url}, has ended")
         try:
             reply = await self.post_and_poll(
                 "call",
@@ -483,7 +483,7 @@ class _Link:
     async def _beat(self) -> None:
         """Send a heartbeat with the leases held, process the reply, and sleep until the next heartbeat is due."""
         self._nudge.clear()
-        # If there are listeners, the server holds the heartbeat request open until an event occurs: no sleep is needed.
+        # Time until the next heartbeat. If there are listeners, the server waits that long for an event, then replies.
         rest = self.heartbeat / 4
         try:
             if not self.connected.is_set():
@@ -525,7 +525,7 @@ class _Link:
                 await self._nudge.wait()
 
     async def _interruptible(self, work: Coroutine[Any, Any, R]) -> R | None:
-        """Return the coroutine's result, or None if `wake` was called first."""
+        """Run a coroutine and return its result, or None if `wake` is called first."""
         request = asyncio.ensure_future(work)
         nudge = asyncio.ensure_future(self._nudge.wait())
         try:
@@ -557,7 +557,7 @@ def _ssl_context(verify: bool | str) -> bool | ssl.SSLContext:
 
 
 def _lease_key(lease: Lease[Any]) -> str:
-    """Return the id by which the server knows a lease."""
+    """Return the id that identifies a lease on the server."""
     return str(lease.sandbox._lease)
 
 

@@ -1,8 +1,8 @@
 """HTTP server for a pool: `async with serve_pool(pool) as server: print(server.url, server.token)`.
 
-Requests can be retried safely: every acquire and call carries an id chosen by the client, and a repeated id returns the
-result of the first request. A client that stops sending heartbeats loses its leases. The pool belongs to the caller:
-closing the server ends all leases but keeps the sandboxes.
+Requests can be retried safely: each request for a lease or a call carries an id chosen by the client, and a repeated id
+returns the result of the first request. A client that stops sending heartbeats loses its leases. The pool belongs to
+the caller: closing the server ends all leases but keeps the sandboxes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Call(_Message):
 
 
 class _Beat(_Message):
-    # Ids of the leases that the client holds, mapped to the holder's current turn.
+    # Current turn of the chain that holds each lease, by lease id.
     leases: dict[Name, Any] = {}
     # Ids of pending acquire requests.
     requests: list[Name] = []
@@ -171,7 +171,7 @@ class PoolServer:
         if not _is_loopback(host) and (token is None or tls is None):
             raise SettingsError(
                 f"token and tls=(certificate file, key file) must be given for host={host!r}, because anyone "
-                "who can connect can run code in the sandboxes; or serve on 127.0.0.1 and forward the port (ssh -L)"
+                "who can connect can run code in the sandboxes. Or serve on 127.0.0.1 and forward the port (ssh -L)"
             )
         if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable()):
             raise SettingsError("token must be at least 16 printable characters, such as secrets.token_urlsafe()")
@@ -282,7 +282,7 @@ class PoolServer:
         self._ended.set()
 
     async def forever(self) -> None:
-        """Serve until `close` is called or this coroutine is cancelled. For machines dedicated to serving sandboxes."""
+        """Serve until `close` is called or this coroutine is cancelled. Intended for processes that do nothing else."""
         await self.start()
         try:
             await self._ended.wait()
@@ -307,7 +307,7 @@ class PoolServer:
                 self._check(request.headers.get("Authorization", ""))
                 message = await self._read(request, message_type)
                 reply = await answer(message, self._client(message.client))
-                if message_type is not _Call:  # calls are frequent
+                if message_type is not _Call:  # too frequent to send a snapshot with each
                     reply["snapshot"] = self._snapshot()
                 return web.json_response(reply, status=202 if reply.get("state") == "waiting" else 200)
             except _HTTPError as refused:
@@ -375,7 +375,6 @@ class PoolServer:
 
     async def _describe(self, message: _Message, client: _Client) -> dict[str, Any]:
         sandbox_type = self.pool.sandbox_type
-        # Not inspect.getmembers: it would call properties.
         methods = [
             n
             for n in dir(sandbox_type)
@@ -487,7 +486,7 @@ class PoolServer:
         held = client.ended.get(name)
         if held is None:
             return _HTTPError(404, _lease_is_over(name))
-        return _HTTPError(409, LeaseRevoked(f"the pool took the {held.lease.pool.name}: {held.lease.revoked}"))
+        return _HTTPError(409, LeaseRevoked(f"the pool revoked the {held.lease.pool.name}: {held.lease.revoked}"))
 
     def _sibling(self, client: _Client, name: str) -> Any:
         """Return the client's sandbox with a given lease id, for calls that take a sandbox, such as `fork`."""
@@ -520,7 +519,7 @@ class PoolServer:
             held = client.leases.get(name)
             if held is not None and turn is not None and held.lease.turn != wire.turn(turn):
                 held.lease.turn = wire.turn(turn)
-        # If a response was lost, the client does not know of its lease and will never release it. Release it here.
+        # If the response to a request was lost, the client does not know that it holds the lease. Release the lease.
         for name, held in list(client.leases.items()):
             if name not in message.leases and now - held.since > self.heartbeat:
                 self._return(client, name, True)
@@ -575,7 +574,7 @@ class PoolServer:
             await asyncio.sleep(pause)
             late = loop.time() - began - pause
             if late > pause:
-                # The event loop was blocked, for example by a notebook cell, so heartbeats may be waiting unread.
+                # This loop was blocked, for example by a notebook cell, and read no heartbeats. Extend all deadlines.
                 for client in self._clients.values():
                     client.last_seen += late
                 continue

@@ -1,7 +1,7 @@
 """Serialization between a pool's server and its clients. Values are sent as JSON, exceptions as type and message.
 
-No code is ever transferred: a record is decoded only if its class is a dataclass or named tuple from this package or
-from the module of the pool's sandbox class.
+Unlike with pickle, a message cannot create arbitrary objects. Other than plain data, only dataclasses and named tuples
+are decoded, and only if agentfly_kit.sandboxes, agentfly_kit.pool or the module of the sandbox class defines them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def encode(value: Any, handle: Callable[[Any], str | None] = lambda value: None)
             named = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init)
         else:
             raise TypeError(
-                f"a {type(value).__name__} cannot be sent; use plain data, bytes or a dataclass of the sandbox's module"
+                f"a {type(value).__name__} cannot be sent; use plain data or a dataclass of the sandbox's own module"
             )
         fields = {name: values.encode(each, other) for name, each in named}
         return {"$record": f"{type(value).__module__}:{type(value).__qualname__}", "fields": fields}
@@ -52,7 +52,7 @@ def decode(value: Any, module: str = "", handle: Callable[[str], Any] | None = N
     """Restore a value from the output of `encode`.
 
     Args:
-        module: Another module whose records are accepted, in addition to those of this package.
+        module: Module of the sandbox class. Its dataclasses and named tuples are decoded too.
         handle: Returns the sandbox that has the given lease id.
 
     Raises:  ValueError for data that `encode` does not produce.
@@ -76,12 +76,12 @@ def decode(value: Any, module: str = "", handle: Callable[[str], Any] | None = N
 def _record(name: str, module: str) -> type:
     where, _, path = name.partition(":")
     if not (where.startswith(_OWN) or (module and where == module)):
-        raise ValueError(f"records of {where} are not accepted")
+        raise ValueError(f"objects from {where!r} are not accepted")
     found: Any = sys.modules.get(where) or (importlib.import_module(where) if where.startswith(_OWN) else None)
     for part in path.split("."):
         found = getattr(found, part, None)
     if not (isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields"))):
-        raise ValueError(f"{name} is not a record class")
+        raise ValueError(f"{name} is not a dataclass or named tuple")
     return found
 
 

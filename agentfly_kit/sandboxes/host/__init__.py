@@ -1,1 +1,1 @@
-"""The host's side of sandboxes: processes, isolation, limits and containers."""
+"""The part of sandboxes that runs on the host: processes, isolation, limits and containers."""

@@ -1,4 +1,4 @@
-"""Commands that start a sandbox's zygote at an isolation level, and the host files visible inside the sandbox."""
+"""Commands that start a sandbox at each isolation level, and the host files that are visible inside the sandbox."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _PACKAGE_PATHS = ("purelib", "platlib")
 _SYSTEM_FILES = ["/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
 _NETWORK_FILES = ["/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates"]
 
-# Turns `files`, a list of (name, code) pairs, into the modules of a package and runs `main` of the last one. Afterwards
-# the modules are removed from sys.modules. The empty entry of sys.path is removed as well, so that nothing is imported
-# from the working directory.
+# This program creates a package from `files`, a list of (module name, code) pairs, and calls `main` of the last module.
+# The package is not left in sys.modules. The empty entry of sys.path is removed, so that nothing is imported from the
+# working directory.
 BOOT = """
 sys.path[:] = filter(None, sys.path)
 sys.modules["sandbox"] = type(sys)("sandbox")
@@ -38,8 +38,8 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "sandbox"
     del sys.modules[name]
 module.main()
 """
-# The program is passed as bytecode in an anonymous file, because compiling it takes longer than starting Python and
-# costs memory.
+# The zygote, a process that forks a sandbox's interpreters, gets its code as bytecode in an anonymous file, because
+# compiling the source takes longer than starting Python and costs memory.
 _LOCAL_BOOT = f"""# zygote.py
 import sys, marshal
 with open(int(sys.argv.pop(1)), "rb") as program: files = marshal.loads(program.read())
@@ -47,12 +47,12 @@ with open(int(sys.argv.pop(1)), "rb") as program: files = marshal.loads(program.
 
 
 def run_zygote(program_fd: int, *arguments: str) -> list[str]:
-    """Return the command that runs the zygote from a `program_file`."""
+    """Return the command that runs the zygote. `program_fd` is the descriptor of a file made by `program_file`."""
     return [host_python(), "-s", "-S", "-c", _LOCAL_BOOT, str(program_fd), *arguments]
 
 
 def program_file() -> BinaryIO:
-    """Return the compiled zygote in an anonymous file."""
+    """Return an anonymous file with the compiled program of the zygote, the process that forks interpreters."""
     return anonymous_file(_program())
 
 
@@ -78,12 +78,12 @@ def anonymous_file(content: bytes) -> BinaryIO:
 
 
 def host_python() -> str:
-    """Return the path of the Python binary with symlinks resolved, by which Python locates its standard library."""
+    """Return the path of the Python binary with symlinks resolved. Python finds its standard library by this path."""
     return os.path.realpath(sys.executable)
 
 
 def inside_python(packages: bool = True) -> str:
-    """Return `sys.executable` inside the sandbox: with packages, the Python of the virtual environment."""
+    """Return the path for `sys.executable` in the sandbox. With packages, it may be in a virtual environment."""
     if not packages or not sys.executable:
         return host_python()
     folder, name = os.path.split(sys.executable)
@@ -91,7 +91,7 @@ def inside_python(packages: bool = True) -> str:
 
 
 def python_folders(with_packages: bool = True) -> list[str]:
-    """Return the folders that this Python and its packages need, except those in /usr, which is always visible."""
+    """Return the folders of the running Python and its packages, except those in /usr, which is always visible."""
     places = [sys.base_prefix, os.path.dirname(host_python())]
     if with_packages:
         places += [sys.prefix, *packages()]
@@ -108,7 +108,7 @@ def packages() -> list[str]:
 
 
 def _visible_packages() -> list[str]:
-    """Return package folders below the interpreter's prefix or /usr, which are visible unless mounted over."""
+    """Return the package folders to hide if packages=False: those in /usr or in Python's base folder."""
     bases = (os.path.realpath(sys.base_prefix), "/usr")
     names = [
         sysconfig.get_path(name, vars={"base": base, "platbase": base}) for base in bases for name in _PACKAGE_PATHS
@@ -123,12 +123,12 @@ def _is_within(path: str, folder: str) -> bool:
 
 
 def environment(home: str, path: str = "/usr/local/bin:/usr/bin:/bin") -> dict[str, str]:
-    """Return the complete environment of the code inside. Nothing is inherited from the host."""
+    """Return the complete environment for code in the sandbox. No variable is inherited from the host."""
     return {
         "PATH": path, "HOME": home, "TMPDIR": home, "USER": "sandbox", "LOGNAME": "sandbox", "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",  # makes the order of a set of strings the same in every chain
+        "PYTHONHASHSEED": "0",  # gives a set of strings the same order in every chain
         "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1",
-        # One thread per sandbox: parallelism comes from the pool, and each thread reserves memory that counts as used.
+        # One thread per sandbox: parallelism comes from the pool, and memory limits include what each thread reserves.
         "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
     }  # fmt: skip
 
@@ -136,8 +136,8 @@ def environment(home: str, path: str = "/usr/local/bin:/usr/bin:/bin") -> dict[s
 def inside_path(path: str) -> str:
     """Convert a path of the host's Python to its path inside a strict sandbox.
 
-    A virtual environment below /tmp is mounted elsewhere, because the sandbox has a /tmp of its own. The interpreter
-    keeps its path, by which it locates its standard library.
+    A virtual environment below /tmp is mounted elsewhere, because the sandbox has a /tmp of its own. The folder
+    of the interpreter keeps its path, by which Python finds its standard library.
     """
     python = (os.path.realpath(sys.base_prefix), host_python())
     fixed = any(_is_within(place, path) or _is_within(path, place) for place in python)
@@ -159,7 +159,7 @@ def landlock_version() -> int:
 
 
 def landlock_rules(home: str, limits: Limits, packages: bool = True) -> dict[str, object]:
-    """Return which paths code at the landlock level may open, and how. Landlock denies all others."""
+    """Return which paths sandboxed code may open with isolation="landlock", and how. All others are denied."""
     read = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", *_SYSTEM_FILES, *python_folders(packages)]
     read += ["/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/uptime", "/proc/loadavg", "/proc/version"]
     read += ["/proc/sys/kernel/pid_max", "/sys/devices/system/cpu"]
@@ -175,7 +175,7 @@ def strict_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the bwrap command line, up to the program to run, and the environment in which to start bwrap.
 
-    Code in the sandbox could read bwrap's environment, so it is minimal. Later mounts hide earlier ones.
+    The environment is minimal, because code in the sandbox can read it. Later mounts of the command hide earlier ones.
     """
     command = [shutil.which(program) or program, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
     if limits.network:
@@ -210,5 +210,5 @@ def strict_command(
 
 
 def shm_bytes(limits: Limits) -> int:
-    """Return the size of /dev/shm, which is also bounded by the disk limit."""
+    """Return the size of /dev/shm in bytes: a fixed maximum or, if it is smaller, the disk limit."""
     return (STRICT_SHM_MB if limits.disk_mb is None else min(STRICT_SHM_MB, limits.disk_mb)) * 2**20

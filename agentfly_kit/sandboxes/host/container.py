@@ -1,7 +1,7 @@
 """Sandboxes in containers, with `isolation=Container("python:3.12-slim")` and any container engine with Docker's API.
 
-The zygote (inside/container_relay.py) is the container's first process and communicates over its standard input and
-output (stream.py). When this process dies, the input ends, the container exits, and the engine removes it.
+The zygote (inside/container_relay.py) is the container's first process, with which the host communicates over standard
+input and output (stream.py). If the host process dies, the input ends, the container exits, and the engine removes it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _USER = "65534:65534"
 _API_SECONDS = 60
 _PROCESSORS = {"amd64": "x86_64", "x86_64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
 _RELAY_FILES = (*commands.ZYGOTE_FILES, "frames", "container_relay")
-# The container's program. It reads source files from standard input and compiles them itself, because the container may
-# have another Python version.
+# The program that the container runs. It reads source files from standard input and compiles them in the container,
+# which may have another Python version than the host.
 _BOOT = f"""
 import os, sys
 def read(count):
@@ -94,7 +94,7 @@ class Container(Displayable):
 
     @property
     def not_isolated(self) -> tuple[str, ...]:
-        """Aspects of the host that a container does not isolate."""
+        """Known limits of the isolation, each described in a sentence."""
         return (
             "the kernel is shared unless runtime= selects another; a vulnerability in it is one of the container",
             "the folders of mounts= can be read, and written if mounted ':rw'; files written there are not deleted",
@@ -104,7 +104,7 @@ class Container(Displayable):
 
     @property
     def inner_mounts(self) -> dict[str, str]:
-        """ "ro" or "rw" for each path that is mounted inside the container."""
+        """Mode ("ro" or "rw") of each path that is mounted inside the container."""
         return dict(map(_path_and_mode, self.mounts.values()))
 
     def limit_mechanisms(self, limits: Limits) -> dict[str, str]:
@@ -130,7 +130,7 @@ def _path_and_mode(inner: str) -> tuple[str, str]:
 
 
 def address(engine: str | None) -> str:
-    """Return the address of the container engine. Raises IsolationError if none is given and none is found."""
+    """Return `engine` or, if it is None, the address of the default engine. Raises IsolationError if there is none."""
     if engine or os.environ.get("DOCKER_HOST"):
         return engine or os.environ["DOCKER_HOST"]
     places = ["/var/run/docker.sock", "/run/podman/podman.sock"]
@@ -147,7 +147,7 @@ def address(engine: str | None) -> str:
 
 @functools.cache
 def _version(url: str) -> tuple[str, str]:
-    """Return an engine's API version and architecture, and remove orphaned containers there. Runs once per url."""
+    """Return the API version and architecture of the container engine at `url`, and remove its orphaned containers."""
     with _client(url, "auto") as api:
         info = api.version()
         _remove_orphans(api)
@@ -156,7 +156,7 @@ def _version(url: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _client(url: str, version: str = "") -> Any:
-    """Connect to the engine, translating its exceptions into IsolationError and SandboxError."""
+    """Connect to the container engine. Errors of its API are raised as IsolationError or SandboxError."""
     try:
         import docker
         from docker.errors import APIError, DockerException, ImageNotFound
@@ -167,8 +167,8 @@ def _client(url: str, version: str = "") -> Any:
         ) from error
     if url.startswith("ssh://"):
         raise IsolationError(
-            f"ssh:// addresses are not supported ({url}); forward its socket instead: "
-            "`ssh -L /tmp/engine.sock:/run/docker.sock`"
+            f"ssh:// addresses are not supported ({url}); forward the engine's socket instead: "
+            "`ssh -L /tmp/engine.sock:/run/docker.sock HOST`"
         )
     _check_listening(url)
     api = None
@@ -187,7 +187,7 @@ def _client(url: str, version: str = "") -> Any:
 
 
 def _check_listening(url: str) -> None:
-    """Raise IsolationError if the socket accepts no connections, because Docker's library would then leak a socket."""
+    """Raise IsolationError if the engine accepts no connections. Docker's library would leak a socket in this case."""
     if url.startswith("unix://"):
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(_API_SECONDS)
@@ -198,7 +198,7 @@ def _check_listening(url: str) -> None:
 
 
 def _remove_orphans(api: Any) -> None:
-    """Remove containers whose owner was killed between creating and starting them."""
+    """Remove containers that were created but never started, because their host process was killed."""
     for each in api.containers(all=True, filters={"label": _LABEL}):
         if reaper.is_gone(str((each.get("Labels") or {}).get(_LABEL, ""))):
             with contextlib.suppress(Exception):  # another process may be removing it too
@@ -209,7 +209,7 @@ def _remove_orphans(api: Any) -> None:
 
 
 class ContainerProcess(SandboxProcess):
-    """A running container and the stream to its zygote. Created by `launch`."""
+    """A running container and the stream to its first process. Created by `launch`."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class ContainerProcess(SandboxProcess):
 
     @property
     def alive(self) -> bool:
-        """True if the container is connected and was not destroyed."""
+        """True until the container is destroyed or its connection ends."""
         return not self._destroyed and self.stream is not None and not self.stream.ended
 
     def last_error_line(self) -> str:
@@ -249,12 +249,12 @@ class ContainerProcess(SandboxProcess):
                 pass  # the engine is unreachable or refuses; the container exits anyway, because its input has ended
 
     def stop(self) -> None:
-        """Disconnect. The zygote then exits, and the container engine removes the container."""
+        """Disconnect from the container's first process, which then exits, so that the engine removes the container."""
         if os.getpid() == self.owner_pid:
             self.disconnect()
 
     def kill(self) -> None:
-        """Like `destroy`, but without waiting for the engine."""
+        """Like `destroy`, but remove the container on a background thread."""
         with self._lock:
             if self._destroyed:
                 return
@@ -275,7 +275,7 @@ def _remove_container(api: Any, id: str) -> None:
         except NotFound:
             return
         except APIError:
-            threading.Event().wait(0.02)  # "removal is already in progress", or it is just exiting
+            threading.Event().wait(0.02)  # the container is exiting or already being removed
         else:
             return
 
@@ -283,7 +283,7 @@ def _remove_container(api: Any, id: str) -> None:
 def launch(
     container: Container, limits: Limits, preload: Sequence[str], max_output: int, packages: bool
 ) -> SandboxProcess:
-    """Create and start a container. Takes about 0.1 s; its zygote later sends "ready" on the control socket."""
+    """Create and start a container in about 0.1 s. Its first process later sends "ready" on the control socket."""
     url = address(container.engine)
     handle = ContainerProcess(url)
     try:
@@ -293,7 +293,7 @@ def launch(
             handle.id = api.create_container_from_config(config)["Id"]
             taken = api.inspect_container(handle.id)["HostConfig"].get("Runtime")
             if container.runtime is not None and taken != container.runtime:
-                raise SandboxError(f"the engine at {url} does not use runtime={container.runtime!r}, but {taken!r}")
+                raise SandboxError(f"the engine at {url} ignores runtime={container.runtime!r} and uses {taken!r}")
             attached = api.attach_socket(handle.id, {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
             connection = _raw_socket(attached, url)
             try:
@@ -334,7 +334,7 @@ def _config(api: Any, container: Container, limits: Limits, packages: bool = Tru
         mem_limit=memory, memswap_limit=memory, pids_limit=None if limits.processes is None else limits.processes + 1,
         nano_cpus=None if container.cpus is None else int(container.cpus * 1e9),
         shm_size=commands.shm_bytes(limits),
-        # podman mounts writable /run and /var/tmp without a size limit; these replacements are too small to be used.
+        # podman mounts writable /run and /var/tmp without a size limit; these replacements are too small to hold data.
         tmpfs={_HOME: f"rw,nosuid,nodev,mode=1777{size}", "/run": "size=4k,mode=0755", "/var/tmp": "size=4k,mode=0755"},
         binds=[":".join((outer, *_path_and_mode(inner))) for outer, inner in container.mounts.items()],
         runtime=container.runtime,
@@ -350,10 +350,10 @@ def _config(api: Any, container: Container, limits: Limits, packages: bool = Tru
 
 
 def _raw_socket(attached: Any, url: str) -> socket.socket:
-    """Duplicate the underlying socket; the library's objects close theirs when they are garbage-collected."""
+    """Duplicate the socket of a stream, because Docker's library closes it when the stream is garbage-collected."""
     connection = getattr(attached, "_sock", attached)
     if type(connection) is not socket.socket:
-        raise IsolationError(f"an engine can be used over unix:// or plain tcp:// (through a tunnel), not TLS: {url}")
+        raise IsolationError(f"engine must be a unix:// or tcp:// address without TLS (use a tunnel), got {url}")
     copy = socket.socket(fileno=os.dup(connection.fileno()))
     copy.settimeout(None)
     response = getattr(attached, "_response", None)

@@ -1,4 +1,4 @@
-"""Isolation levels of sandboxes: what each level guarantees, and which are available here."""
+"""Isolation levels of sandboxes, what each level guarantees, and which levels are available on this machine."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def warn_below_strict(level: str) -> None:
 
 
 def unavailable_reason(level: str) -> str:
-    """Return why a level is unavailable and how to fix it; empty if available. Probed once, by starting a process."""
+    """Return why a level is unavailable and how to fix that, or "" if it is available. The result is cached."""
     if level == "strict":
         return strict_unavailable_reason()
     if level == "landlock":
@@ -170,7 +170,7 @@ def unavailable_reason(level: str) -> str:
 
 
 def limit_mechanisms(level: str, limits: Limits, groups: Hierarchy | None) -> dict[str, str]:
-    """Describe how a level enforces each limit; "not limited" for a limit that is not enforced."""
+    """Return, for each limit, how an isolation level enforces it, or "not limited" if it is not enforced."""
     group = f"control group ({groups.version}), all processes together" if groups else None
     strict = level == "strict"
     if group is not None or _is_root() or level == "none":
@@ -197,7 +197,7 @@ def _is_root() -> bool:
 
 @functools.cache
 def hierarchy() -> Hierarchy | None:
-    """Return where this process can create control groups, or None if it cannot. Probed once."""
+    """Return the folders in which this process can create control groups, or None. The result is cached."""
     found = find_hierarchy()
     if found is None:
         return None
@@ -210,7 +210,7 @@ def hierarchy() -> Hierarchy | None:
 
 
 def strict_unavailable_reason() -> str:
-    """Return why "strict" is unavailable and how to fix it; empty if available. Probed once, with the real command."""
+    """Return why "strict" is unavailable and how to fix that, or "" if it is available. The result is cached."""
     if sys.platform != "linux":
         return f"needs Linux namespaces; this is {sys.platform}"
     program = shutil.which("bwrap")
@@ -220,7 +220,7 @@ def strict_unavailable_reason() -> str:
 
 
 def landlock_unavailable_reason() -> str:
-    """Return why "landlock" is unavailable and how to fix it; empty if available. Probed once."""
+    """Return why "landlock" is unavailable and how to fix that, or "" if it is available. The result is cached."""
     if sys.platform != "linux":
         return f"needs Linux's Landlock; this is {sys.platform}"
     if seccomp.program(landlock=6) is None:
@@ -240,7 +240,7 @@ def _probe_landlock(own_user: bool) -> str:
 
 
 def own_user_namespace() -> bool:
-    """Return True if this user's processes can enter a user namespace, in which RLIMIT_NPROC counts no others."""
+    """Return True if a sandbox can have its own user namespace, so that RLIMIT_NPROC counts only its processes."""
     if sys.platform != "linux" or _is_root() or not _kernel_is_at_least(5, 14) or commands.landlock_version() < 1:
         return False
     return not _probe_landlock(own_user=True)
@@ -252,7 +252,7 @@ def _kernel_is_at_least(*wanted: int) -> bool:
 
 
 def _probe(command: list[str], environment: dict[str, str], passed: tuple[int, ...]) -> str:
-    """Run a command that must print 42. Return an empty string, or its error message if it does not."""
+    """Run a command that should print 42. Return "" if it does, otherwise an error message."""
     try:
         done = subprocess.run(
             command, env=environment, pass_fds=passed, capture_output=True, text=True, timeout=_PROBE_SECONDS,
@@ -267,7 +267,7 @@ def _probe(command: list[str], environment: dict[str, str], passed: tuple[int, .
 
 @functools.cache
 def _probe_strict(program: str) -> str:
-    """Try the interpreter at the strict level. Cached per path of bwrap, so that a later installation is noticed."""
+    """Return why the bwrap at `program` cannot run Python, or "" if it can. The result is cached for each path."""
     calls = seccomp.program()
     if calls is None:
         return f"no system-call filter has been written for {platform.machine()}"

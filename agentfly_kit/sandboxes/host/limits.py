@@ -18,7 +18,7 @@ from . import reaper
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Resource limits of one sandbox between two resets. None means no limit.
+    """Resource limits of one sandbox. None means no limit.
 
     Whether a limit applies in total or to each process or file depends on the isolation level and the machine; see
     `PythonSandbox.limit_mechanisms`.
@@ -49,8 +49,8 @@ class Limits:
         """Return the limits of each process, by their names in the module `resource`."""
         found = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": 512}
         if self.memory_mb is not None:
-            # The control group's limit kills the process. This limit is reached first and raises a MemoryError, so that
-            # variables survive.
+            # A process reaches this limit before the control group's memory limit. It then gets a MemoryError and
+            # keeps its variables, whereas the control group's limit would kill it.
             found["RLIMIT_DATA"] = self.memory_mb * _MEBIBYTE
         if self.disk_mb is not None:
             found["RLIMIT_FSIZE"] = self.disk_mb * _MEBIBYTE
@@ -62,7 +62,7 @@ class Limits:
 
 
 _MEBIBYTE = 2**20
-# Allowance for bwrap's own process and the zygote, in addition to the code inside.
+# Allowance for the processes and memory of bwrap and the zygote, in addition to the limits on sandboxed code.
 _OWN_PROCESSES = 2
 _OWN_MEMORY = 24 * _MEBIBYTE
 _numbers = itertools.count(1)
@@ -70,20 +70,20 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """Control group folders. `roots` maps each controller to the folder in which this process can create groups."""
+    """Folders for new control groups. `roots` has one folder per controller, or for v2 only one, with the key ""."""
 
     version: str  # "v1" or "v2"
     roots: Mapping[str, Path]
 
 
 def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarchy | None:
-    """Find where this process can create control groups; None if nowhere. Tests pass texts to use instead of /proc."""
+    """Find the folders for control groups. `mounts` and `own` replace /proc/self/mounts and /proc/self/cgroup."""
     try:
         mounts = Path("/proc/self/mounts").read_text() if mounts is None else mounts
         own = Path("/proc/self/cgroup").read_text() if own is None else own
     except OSError:
         return None
-    paths: dict[str, str] = {}  # controller ("" for v2) -> path of this process below the mount
+    paths: dict[str, str] = {}  # controller ("" for v2) -> path of this process's group below the mount
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
@@ -103,7 +103,7 @@ def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarc
         return Hierarchy("v1", roots)
     if unified is not None:
         here = _own_group(unified, paths.get("", "/"))
-        # A group that contains processes cannot delegate controllers, so usually only a sibling of our own group works.
+        # A group that contains processes cannot delegate controllers, so new groups are usually siblings of our own.
         for root in (here, here.parent):
             if root.is_relative_to(unified) and os.access(root, os.W_OK) and os.access(root / "cgroup.procs", os.W_OK):
                 try:
@@ -116,13 +116,13 @@ def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarc
 
 
 def _own_group(mount: Path, path: str) -> Path:
-    """Return the folder of this process's group, or the mount if `path` is a host path, as in some containers."""
+    """Return a control group's folder: `path` below `mount`, or `mount` if it does not exist, as in some containers."""
     place = mount / path.lstrip("/")
     return place if place.is_dir() else mount
 
 
 class LimitHits(NamedTuple):
-    """Counters of exceeded limits. If `killed` rises but `memory` does not, another group's memory caused the kill."""
+    """Counters of exceeded limits. If only `killed` rises, a parent group or the machine has run out of memory."""
 
     memory: int = 0  # how often the sandbox's own memory limit led to a kill
     killed: int = 0  # processes killed by an out-of-memory killer
@@ -130,7 +130,7 @@ class LimitHits(NamedTuple):
 
 
 class Usage:
-    """Resource counters of a sandbox. Without a control group only the machine's out-of-memory kills are known."""
+    """Resource counters of a sandbox. Without a control group, only the machine's out-of-memory kills are counted."""
 
     killed_is_own = False  # True if `killed` counts processes of this sandbox only
 
@@ -150,7 +150,7 @@ class Group(Usage):
     def __init__(self, version: str, folders: Mapping[str, Path]) -> None:
         self.version = version
         self.folders = folders
-        self._killed = self._own_kills = 0  # cgroup v1: kills so far, and those due to this group's limit
+        self._killed = self._own_kills = 0  # for cgroup v1: all kills, and kills by this group's limit
 
     @classmethod
     def create(cls, hierarchy: Hierarchy, limits: Limits) -> Group:
@@ -172,7 +172,7 @@ class Group(Usage):
             memory = limits.memory_mb * _MEBIBYTE + _OWN_MEMORY
             folder = self.folders["memory" if v1 else ""]
             (folder / ("memory.limit_in_bytes" if v1 else "memory.max")).write_text(str(memory))
-            # Otherwise the group would swap. Kernels without swap accounting do not have these files.
+            # Disable swap for the group. Kernels without swap accounting lack the files written here.
             with contextlib.suppress(OSError):
                 if v1:
                     (folder / "memory.memsw.limit_in_bytes").write_text(str(memory))
@@ -213,7 +213,7 @@ class Group(Usage):
             self._own_kills += int(highest or 0) > int(limit or 0) - _MEBIBYTE
             self._killed = killed
             with contextlib.suppress(OSError):
-                (folder / "memory.max_usage_in_bytes").write_text("0")  # sets it to the current usage
+                (folder / "memory.max_usage_in_bytes").write_text("0")  # resets the recorded peak to the current usage
         return LimitHits(self._own_kills, killed, refused)
 
     def processes(self) -> list[int]:
@@ -221,7 +221,7 @@ class Group(Usage):
         return [int(pid) for pid in (_read(folder / "cgroup.procs") or "").split()]
 
     def kill(self, patience: float = 2.0) -> bool:
-        """Kill every process in the group. Return True if it is empty, False after `patience` seconds."""
+        """Kill every process in the group. Return False if some are still alive after `patience` seconds."""
         deadline = time.monotonic() + patience
         while pids := self.processes():
             for folder in self.folders.values():
@@ -237,7 +237,7 @@ class Group(Usage):
         return True
 
     def remove(self, patience: float = 1.0) -> bool:
-        """Remove the group's empty folders, retrying for `patience` seconds. Return True if they no longer exist."""
+        """Remove the folders of an empty group, retrying for `patience` seconds. Return False if some still exist."""
         deadline = time.monotonic() + patience
         for folder in self.folders.values():
             while folder.exists():
@@ -251,7 +251,7 @@ class Group(Usage):
 
 
 def remove_orphans(hierarchy: Hierarchy) -> None:
-    """Remove the groups whose owner was killed, and kill the processes left in them."""
+    """Remove the control groups left by killed host processes, and kill the processes in them."""
     for root in hierarchy.roots.values():
         for folder in root.glob("agentfly-*"):
             if reaper.is_gone(folder.name.removeprefix("agentfly-").rpartition("-")[0]):

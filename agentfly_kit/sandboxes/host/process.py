@@ -1,4 +1,4 @@
-"""The process of one sandbox, seen from the host: starting it, and ending it without leaving anything behind.
+"""Start the process of a sandbox from the host, and end it without leaving anything behind.
 
 All functions here may block briefly, so they are called on separate threads or at exit, never on an event loop.
 """
@@ -25,7 +25,7 @@ from ..inside import processes
 from . import commands, isolation, reaper, seccomp
 from .limits import Group, Limits, Usage
 
-_EXIT_SECONDS = 0.5  # s: grace period for a zygote to exit before it is killed
+_EXIT_SECONDS = 0.5  # seconds that a zygote has to exit before it is killed
 _PRELUDE = 'for file in $JOIN; do echo 0 > "$file" || exit 97; done; unset JOIN; exec "$@"'
 
 
@@ -34,8 +34,8 @@ container_spawner: concurrent.futures.ThreadPoolExecutor
 
 
 def _make_executors() -> None:
-    # PR_SET_PDEATHSIG takes effect when the parent thread ends, so a sandbox that was started on an event loop's own
-    # executor would end with that loop. Several containers can start concurrently.
+    # PR_SET_PDEATHSIG kills a sandbox when the thread that started it ends, so sandboxes are started on a thread that
+    # outlives all event loops. Containers are started on other threads, several at a time.
     global spawner, container_spawner
     spawner = concurrent.futures.ThreadPoolExecutor(1, "agentfly-spawner")
     container_spawner = concurrent.futures.ThreadPoolExecutor(8, "agentfly-container")
@@ -57,7 +57,7 @@ class SandboxProcess:
         self.usage = Usage()
         self.scratch: str | None = None
         self.errors: BinaryIO | None = None
-        self.data: socket.socket | None = None  # host's ends of the channels to the interpreter
+        self.data: socket.socket | None = None  # this and `pipes`: host's ends of the interpreter's channels
         self.pipes: tuple[int, ...] = ()
         self.dropped = False  # True if this host ended the sandbox deliberately
         self._lock = threading.Lock()
@@ -127,7 +127,7 @@ class SandboxProcess:
 
     @staticmethod
     def _kill(process: subprocess.Popen[bytes]) -> None:
-        """Kill the process and its descendants. Without namespaces, descendants would survive a dead zygote."""
+        """Kill the process and its descendants, which would survive it at isolation levels without namespaces."""
         _signal(process.pid, signal.SIGSTOP)  # a stopped process still adopts orphaned descendants
         for _ in range(100):
             pids = [pid for pid in processes.descendants(process.pid) if not processes.is_dead(pid)]
@@ -147,12 +147,12 @@ def _signal(pid: int, number: int) -> None:
 
 @functools.cache
 def _reap() -> None:
-    """Delete the scratch folders that killed host processes have left. Only the first call has an effect."""
+    """Delete the scratch folders left behind by host processes that were killed. Only the first call has an effect."""
     reaper.reap_folders()
 
 
 def settings_line(limits: Limits, preload: Sequence[str], max_output: int, **more: Any) -> bytes:
-    """Return the first message to a zygote; see `Zygote.handle`."""
+    """Return the first message to a zygote, which contains its settings; see `Zygote.handle`."""
     settings: dict[str, Any] = {
         "op": "settings", "rlimits": limits.rlimits(), "cpu_seconds": limits.cpu_seconds, "max_output": max_output,
         "preload": list(preload), "path": [], "pdeathsig": False, "scratch": None, "landlock": None, "filter": "",
@@ -161,11 +161,11 @@ def settings_line(limits: Limits, preload: Sequence[str], max_output: int, **mor
 
 
 def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, packages: bool) -> SandboxProcess:
-    """Start a zygote on the spawner's thread, without waiting until it is ready. Takes 2 to 20 ms."""
+    """Start a zygote without waiting until it is ready. Takes 2 to 20 ms. Must be called on the thread of `spawner`."""
     _reap()
     handle = SandboxProcess()
     try:
-        with contextlib.ExitStack() as opened:  # files that only the new process keeps
+        with contextlib.ExitStack() as opened:  # closes the files that only the new process needs
             _launch(handle, opened, level, limits, preload, max_output, packages)
     except BaseException as error:
         handle.destroy()
@@ -220,8 +220,8 @@ def _launch(
     )  # fmt: skip
 
     if handle.group is not None and not _lists_children():
-        # A shell enters the group and then execs the sandbox. A preexec_fn would run Python between fork and exec,
-        # where a lock held by another thread could deadlock, and would make fork copy a large host process.
+        # A shell enters the control group and then execs the sandbox. A preexec_fn would run Python between fork and
+        # exec, where a lock held by another thread could deadlock, and would make fork copy a large host process.
         environment = {**environment, "JOIN": " ".join(handle.group.procs_files)}
         command = ["/bin/sh", "-c", _PRELUDE, "sandbox", *command]
     handle.errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -238,7 +238,7 @@ def _launch(
 def _confine(group: Group, process: subprocess.Popen[bytes]) -> None:
     """Move a process that was just started, and its descendants, into its control group.
 
-    The first move after a pause takes 10 to 20 ms, during which bubblewrap and Python can start.
+    A move can take 10 to 20 ms. The process may start others in this time, so its descendants are listed repeatedly.
     """
     for _ in range(100):
         outside = {process.pid, *processes.descendants(process.pid)} - set(group.processes())
@@ -252,12 +252,12 @@ def _confine(group: Group, process: subprocess.Popen[bytes]) -> None:
 
 @functools.cache
 def _lists_children() -> bool:
-    """Return True if the kernel lists the children of a process; otherwise some could escape their limits."""
+    """Return True if the kernel lists the children of a process, which `_confine` needs in order to move them."""
     return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
 def _processes_of_this_user() -> int:
-    """Count the processes of this user, including threads, as RLIMIT_NPROC does."""
+    """Count the processes and threads of this user, as RLIMIT_NPROC does."""
     uid, count = os.getuid(), 0
     for folder in os.scandir("/proc"):
         if folder.name.isdigit():

@@ -1,4 +1,4 @@
-"""Owner tags for resources that can outlive their process (control groups, folders, containers), and their cleanup.
+"""Tags that identify the owner of a control group, folder or container, and cleanup after owners that were killed.
 
 A tag contains the owner's pid and start time, its pid namespace and the boot id of the machine, because a pid alone may
 be reused by another process.
@@ -47,7 +47,7 @@ def owner_tag() -> str:
 
 
 def is_gone(tag: str) -> bool:
-    """Return True if the tagged process has exited; False if the tag is invalid or from another namespace or boot."""
+    """Return True if the tagged process has exited. Invalid tags, and tags of other boots or namespaces, give False."""
     parts = tag.split("-")
     if len(parts) != 4 or not parts[0].isdigit() or not parts[1].isdigit() or parts[1] == "0":
         return False
@@ -69,7 +69,7 @@ def reap_folders(top: str | None = None) -> None:
             owner = entry.name.removeprefix(SCRATCH).rpartition("-")[0]
             if not entry.name.startswith(SCRATCH) or not is_gone(owner):
                 continue
-            # Other users can write here, so delete only real folders of our own, and never follow links.
+            # Other users can write to `top`, so delete only folders that belong to this user, and never follow links.
             with contextlib.suppress(OSError):  # another process may be deleting it too
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISDIR(status.st_mode) and status.st_uid == mine:

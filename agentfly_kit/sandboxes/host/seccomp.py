@@ -1,6 +1,6 @@
 """System-call filters, as hand-written classic BPF programs.
 
-The filters allow calls by default. They deny calls that bypass the confinement by namespaces, file trees and
+The filters allow calls by default. They deny calls that could bypass the restrictions of namespaces, mounts and
 capabilities, and calls whose effects would survive a reset. Without namespaces they also deny what Landlock does not
 cover: sockets, and changes to the modes, owners and times of files.
 """
@@ -13,14 +13,14 @@ import sys
 
 _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NR, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in struct seccomp_data; low halves of the first two arguments
+_NR, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in seccomp_data; _FIRST, _SECOND: low halves of arguments
 
-# name: (x86_64, aarch64), from the kernel's unistd tables; None if the architecture does not have the call.
+# Denied system calls with their numbers on x86_64 and aarch64 (from the kernel's unistd tables), or None if absent.
 _DENIED: dict[str, tuple[int | None, int | None]] = {
-    # access to other processes, especially the zygote
+    # access to other processes, such as the zygote
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "move_pages": (279, 239), "migrate_pages": (256, 238),
-    # effects that a reset could not undo: objects and settings that outlive the process that made them
+    # effects that a reset could not undo, because the objects or settings outlive the process that made them
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
     "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
     "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181), "setpriority": (141, 140),
@@ -41,7 +41,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "iopl": (172, None), "ioperm": (173, None), "sethostname": (170, 161), "setdomainname": (171, 162),
     "fanotify_init": (300, 262),
 }  # fmt: skip
-# Denied with Landlock, which does not restrict changes to the metadata of a user's own files.
+# Also denied if Landlock is used, because it does not cover changes to the metadata of a user's own files.
 _MODES: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
@@ -49,7 +49,7 @@ _MODES: dict[str, tuple[int | None, int | None]] = {
     "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
     "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
 }  # fmt: skip
-_TRUNCATE = {"truncate": (76, 45)}  # by path; covered by Landlock from ABI version 3
+_TRUNCATE = {"truncate": (76, 45)}  # truncation by path, which Landlock covers from ABI version 3
 _SIGNALS: dict[str, tuple[int | None, int | None]] = {  # covered by Landlock from ABI version 6
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
@@ -63,7 +63,7 @@ _CLONE, _CLONE3, _PRLIMIT, _AFFINITY, _SOCKET, _IOCTL = (
     (16, 29),
 )
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag
-# unix, inet, inet6, netlink; vsock is left out because it bypasses the network namespace to reach the host
+# Allowed socket families: unix, inet, inet6, netlink. Not vsock, which reaches the host from any network namespace.
 _FAMILIES = (1, 2, 10, 16)
 _TIOCSTI = 0x5412
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -76,10 +76,10 @@ def _op(code: int, k: int, jt: int = 0, jf: int = 0) -> bytes:
 def program(
     machine: str | None = None, *, landlock: int | None = None, network: bool = True
 ) -> bytes | None:  # fmt: skip
-    """Return the filter for an architecture (None: this machine's), or None if the architecture is not supported.
+    """Return the filter for an architecture, by default that of this machine; None if it is not supported.
 
-    `landlock` is the Landlock ABI version in use, if any. With Landlock, the filter also denies what that version does
-    not cover, and all sockets, except internet and netlink sockets if `network` is True.
+    `landlock` is the Landlock ABI version in use, if any. With Landlock, the filter also denies calls that this version
+    does not cover, and all sockets. If `network` is True, internet and netlink sockets remain allowed.
     """
     machine = machine or platform.machine()
     if machine not in _MACHINES or sys.byteorder != "little":

@@ -1,4 +1,4 @@
-"""The stream between this process and the zygote of a container, and the counters that the zygote reports over it."""
+"""The stream between the host and the zygote of a container, and the counters that the zygote reports."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class ContainerUsage(Usage):
 
 
 class Stream:
-    """Tunnels a zygote's protocol through a connection attached to the container, on a separate thread.
+    """A thread that tunnels a zygote's protocol through a connection to the container's standard input and output.
 
-    Like a local zygote, it receives the interpreters' channels from the other end of `control`.
+    The host sends commands and the channels of each new interpreter over the socket `control`, as to a local zygote.
     """
 
     def __init__(self, connection: socket.socket, control: socket.socket, usage: ContainerUsage) -> None:
@@ -53,7 +53,7 @@ class Stream:
         self._pipes: tuple[int, ...] = ()
         self._commands = b""
         self._received_fds: list[int] = []
-        self._raw = bytearray()  # includes the engine's own headers
+        self._raw = bytearray()  # received bytes, with the container engine's headers
         self._inbox = bytearray()
         self._outgoing: deque[tuple[int, bytes]] = deque()  # (channel, data still to be delivered), in order
 
@@ -102,7 +102,7 @@ class Stream:
     # --- to the container
 
     def _command(self) -> bool:
-        """Forward commands from the host to the zygote. Return False at the end of the socket."""
+        """Forward commands from the host to the zygote. Return False if the host has closed the socket."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self.control, _CHUNK, 16)
         except ConnectionError:
@@ -197,7 +197,7 @@ class Stream:
             except BlockingIOError:
                 return
             except OSError:
-                sent = len(piece)  # its reader has closed it
+                sent = len(piece)  # the reader has closed this channel
             if sent < len(piece):
                 self._outgoing[0] = (channel, piece[sent:])
             else:

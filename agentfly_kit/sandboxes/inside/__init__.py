@@ -1,4 +1,4 @@
 """Programs that run inside a sandbox and import only the standard library. The host sends their source or bytecode.
 
-The host imports only `frames` and `processes`, which both sides use.
+Of these modules, the host imports only `frames`, `processes` and `values`.
 """

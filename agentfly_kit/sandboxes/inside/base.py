@@ -1,8 +1,8 @@
-"""Base of the programs that run in the interpreter of a hosted sandbox. hosted.py sends this file there as text.
+"""First file of the programs that hosted.py sends to the interpreter of a sandbox as source code.
 
-It imports only the standard library. The other files in this folder run after it in the same namespace and add their
-calls to CALLS. A call consists of a name and JSON arguments, and its answer is JSON; long answers are fetched in
-chunks. This file also reads and writes the sandbox's folder in chunks, to seed a sandbox or copy one to another.
+This file imports only the standard library. The other files of a program run after it in the same namespace and add
+their functions to CALLS. A call consists of a function name and JSON arguments, and its answer is JSON; long answers
+are fetched in chunks. Functions of this file write a sandbox's initial files and copy its folder to another sandbox.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ REPLY = ReplyBuffer()
 
 
 def handle(name: str, arguments: str, size: int) -> RawRepr:
-    """Make a call, and return the length of its answer and its first `size` characters."""
+    """Call the function `name` in CALLS. Return the length of its answer and the answer's first `size` characters."""
     linecache.clearcache()  # the interpreter caches the source of every cell, and these contain whole files
     answer: dict[str, Any]
     try:
@@ -105,7 +105,7 @@ def read_chunk(path: str, offset: int, size: int) -> str:
 
 
 def put(entries: list[dict[str, Any]]) -> None:
-    """Create entries as read by `list_home` and `read_chunk`. Later chunks of a file are appended."""
+    """Create files, folders and links in the sandbox's folder. Entries with "more": True append to existing files."""
     os.umask(0o022)
     for entry in entries:
         path = os.path.join(home(), entry["path"])
@@ -129,7 +129,7 @@ def put(entries: list[dict[str, Any]]) -> None:
 
 
 def make_folder(path: str, mode: int) -> None:
-    """Create a folder with the given permissions, or try to give them to an existing one."""
+    """Create a folder with the given permissions. If it exists, try to change its permissions."""
     before = os.umask(0)
     try:
         os.mkdir(path, mode)

@@ -1,7 +1,7 @@
 """The zygote of a container, which communicates with the host over the container's standard input and output.
 
-It runs as the container's first process and extends the zygote of zygote.py: the channels of its interpreters are
-multiplexed as frames (frames.py) over that one stream. host/stream.py is the other end.
+It runs as the container's first process. It extends the zygote of zygote.py by multiplexing the channels of its
+interpreters as frames (frames.py), which host/stream.py sends and receives on the host.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .kernel import PR_SET_NO_NEW_PRIVS, filter_calls, prctl
 from .zygote import Zygote, run
 
 _CHUNK = 65536  # also the capacity of a pipe
-_FULL = 4 * _CHUNK  # limit for unsent bytes; beyond it, printing code blocks
+_FULL = 4 * _CHUNK  # limit for unsent bytes, above which code that prints is blocked
 _USAGE_SECONDS = 0.2
 
 
 class Relay(Zygote):
-    """A zygote that relays between its interpreter and the stream, on one thread that never blocks on the stream."""
+    """A zygote that relays data between its interpreter and the host on one thread, without blocking on the host."""
 
     def __init__(self) -> None:
         super().__init__(_socket.socket(_socket.AF_UNIX))  # never used: messages are sent as frames
@@ -192,7 +192,7 @@ class Relay(Zygote):
 
     def usage(self, always: bool = False) -> None:
         self.usage_read = time.monotonic()
-        # The order is that of LimitHits (host/limits.py). cgroups of version 1 do not report which limit was exceeded.
+        # The counters are ordered as in LimitHits (host/limits.py). cgroup v1 does not report which limit was exceeded.
         killed = cgroup_counter("memory/memory.oom_control", "memory.events", "oom_kill")
         own = killed if os.path.exists("/sys/fs/cgroup/memory") else cgroup_counter("", "memory.events", "oom")
         counts = own, killed, cgroup_counter("pids/pids.events", "pids.events", "max")
@@ -202,7 +202,7 @@ class Relay(Zygote):
 
 
 def cgroup_counter(first: str, second: str, name: str) -> int:
-    """Read a counter of this container's control group from the v1 or the v2 file; 0 if neither is visible."""
+    """Read a counter of this container's control group from the cgroup v1 or v2 file; 0 if neither is visible."""
     for path in (first, second):
         try:
             with open(f"/sys/fs/cgroup/{path}") as file:
@@ -227,7 +227,7 @@ def processor_seconds() -> float | None:
 
 
 def writable(keep: list[str]) -> list[str]:
-    """Return all writable mount points except those in `keep`. Mounts made by the container engine are included."""
+    """Return all writable mount points, including those added by the container engine, except those in `keep`."""
     found = []
     with open("/proc/self/mounts") as mounts:
         for line in mounts:

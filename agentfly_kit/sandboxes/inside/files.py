@@ -1,8 +1,8 @@
 """The part of a FileSandbox that runs inside: read, write, edit and search files within one folder.
 
-This file runs after base.py in the same namespace. No path leaves the folder: a path is first resolved, and then opened
-component by component from the folder's descriptor without following links, so that a concurrent process cannot swap in
-a link between check and use. Error messages are written for the model.
+This file runs after base.py in the same namespace. Only files in the folder are accessible: a path is first resolved,
+and then opened component by component from the folder's descriptor without following links, so that no concurrent
+process can insert a link between check and use. Error messages are shown to the model.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any
 from .base import CALLS, Refused, work_folder, write_new
 
 UNDO_BYTES = 8 * 2**20
-UNDO: deque[tuple[str, bytes | None]] = deque()  # path and previous content; None: the file did not exist
+UNDO: deque[tuple[str, bytes | None]] = deque()  # path and previous content, or None if the file did not exist
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def relative_path(path: str) -> str:
-    """Resolve a path and return it relative to the folder. Raises Refused if it leaves the folder."""
+    """Resolve a path and return it relative to the working folder. Raises Refused if it leaves this folder."""
     root = work_folder()
     if "\0" in path:
-        raise Refused("a path cannot hold the character NUL")
+        raise Refused("a path cannot contain the character NUL")
     try:
         real = os.path.realpath(os.path.join(root, path))
     except OSError as error:
         raise Refused(f"{path!r}: {error.strerror}") from None
     if real != root and not real.startswith(root + "/"):
-        raise Refused(f"{path!r} leads out of the folder; a path is relative to it, such as 'src/main.py'")
+        raise Refused(f"{path!r} is outside the working folder; paths must be relative to it, such as 'src/main.py'")
     return os.path.relpath(real, root)
 
 
@@ -53,7 +53,7 @@ def open_parent(inside: str, make: bool = False) -> int:
         except FileNotFoundError:
             raise Refused(f"there is no {inside!r}") from None
         except OSError as error:
-            raise Refused(f"{inside!r}: {name!r} is no folder ({error.strerror})") from None
+            raise Refused(f"{inside!r}: {name!r} is not a folder ({error.strerror})") from None
         finally:
             os.close(here)
         here = there
@@ -61,7 +61,7 @@ def open_parent(inside: str, make: bool = False) -> int:
 
 
 def read_bytes(path: str) -> tuple[str, bytes]:
-    """Return the path relative to the folder, and the content of the file."""
+    """Read a file. Return its path relative to the working folder, and its content."""
     inside = relative_path(path)
     above = open_parent(inside)
     try:
@@ -77,9 +77,9 @@ def read_bytes(path: str) -> tuple[str, bytes]:
     try:
         mode = os.fstat(file).st_mode
         if stat.S_ISDIR(mode):
-            raise Refused(f"{path!r} is a folder; list it")
+            raise Refused(f"{path!r} is a folder; list it instead")
         if not stat.S_ISREG(mode):
-            raise Refused(f"{path!r} is no file but a device, a pipe or a socket")
+            raise Refused(f"{path!r} is not a file but a device, a pipe or a socket")
         with open(file, "rb", closefd=False) as opened:
             return inside, opened.read()
     finally:
@@ -105,7 +105,7 @@ def read_text(path: str) -> tuple[str, str]:
 
 
 def replace_file(inside: str, data: bytes | None) -> None:
-    """Replace the content of a file atomically; on failure it keeps its old content. None deletes the file."""
+    """Replace the content of a file atomically, or delete the file if `data` is None."""
     above = open_parent(inside, make=data is not None)
     name = inside.rpartition("/")[2]
     new = f".{name[:100]}.{secrets.token_hex(4)}"
@@ -117,7 +117,7 @@ def replace_file(inside: str, data: bytes | None) -> None:
         try:
             status = os.stat(name, dir_fd=above, follow_symlinks=False)
             if not stat.S_ISREG(status.st_mode):
-                raise Refused(f"{inside!r} is {'a folder' if stat.S_ISDIR(status.st_mode) else 'no file'}")
+                raise Refused(f"{inside!r} is {'a folder' if stat.S_ISDIR(status.st_mode) else 'not a file'}")
             mode = stat.S_IMODE(status.st_mode)
         except FileNotFoundError:
             pass
@@ -150,7 +150,7 @@ def read(path: str, start: int, end: int | None, numbers: bool, max_chars: int) 
     _, text = read_text(path)
     lines = text.splitlines(keepends=True)
     if start < 1 or (end is not None and end < start):
-        raise Refused(f"lines {start} to {end}: the first line is 1, and the last is not before the first")
+        raise Refused(f"the first line must be at least 1 and at most the last line, got {start} and {end}")
     if start > max(1, len(lines)):
         raise Refused(f"{path!r} has {len(lines)} lines; there is no line {start}")
     shown = lines[start - 1 : end]
@@ -162,14 +162,14 @@ def read(path: str, start: int, end: int | None, numbers: bool, max_chars: int) 
         fit += size <= max_chars
     if size > max_chars:
         hint = f"read a part: lines {start} to {start + fit - 1}" if fit else "its first line alone is longer"
-        raise Refused(f"{path!r}: {size} characters are more than the {max_chars} of one reading; {hint}")
+        raise Refused(f"{path!r}: got {size} characters, more than the maximum of {max_chars} per call; {hint}")
     return "".join(shown)
 
 
 def write(path: str, text: str) -> str:
     inside = relative_path(path)
     if inside == "." or path.endswith("/"):
-        raise Refused(f"{path!r} is a folder; name a file")
+        raise Refused(f"{path!r} is a folder; give the path of a file")
     try:
         before: bytes | None = read_bytes(path)[1]
     except Refused:
@@ -183,22 +183,22 @@ def write(path: str, text: str) -> str:
 def edit(path: str, old: str, new: str) -> str:
     inside, text = read_text(path)
     if not old:
-        raise Refused("the text to replace is empty; to make or overwrite a file, write it")
+        raise Refused("the text to replace must not be empty; write the file instead to create or overwrite it")
     if old == new:
-        raise Refused("the new text is the old one: nothing would change")
+        raise Refused("the new text must differ from the text to replace, or nothing would change")
     if old not in text and "\r\n" in text and "\r" not in old:
         old, new = old.replace("\n", "\r\n"), new.replace("\n", "\r\n")
     places = [found.start() for found in re.finditer(re.escape(old), text)]
     if not places:
         raise Refused(
-            f"the text to replace is not in {inside}; it must match exactly, blanks too{closest_match(old, text)}"
+            f"the text to replace is not in {inside}; even whitespace must match exactly{closest_match(old, text)}"
         )
     numbers = [text.count("\n", 0, place) + 1 for place in places]
     if len(places) > 1 or text.count(old, places[0] + 1):
         at = ", ".join(map(str, numbers[:10])) + (", ..." if len(numbers) > 10 else "")
         raise Refused(
             f"the text to replace is in {inside} {len(places)} times (lines {at}); "
-            "give more of the lines around it, so that it is there once"
+            "give more of the lines around it, so that it occurs once"
             if len(places) > 1
             else f"the text to replace overlaps itself in {inside}; give more of the lines around it"
         )
@@ -212,14 +212,14 @@ def edit(path: str, old: str, new: str) -> str:
 
 
 def closest_match(old: str, text: str) -> str:
-    """Return a hint: the same text with different whitespace, or else the line most similar to `old`."""
+    """Return a hint about where `old` may be: lines that differ only in whitespace, or else the most similar line."""
     lines = text.splitlines()
     wanted = [line.strip() for line in old.strip("\r\n").splitlines()]
     bare = [line.strip() for line in lines]
     for at in range(len(bare) - len(wanted) + 1):
         if bare[at : at + len(wanted)] == wanted:
             there = "\n".join(lines[at : at + min(len(wanted), 20)])
-            return f". With other blanks it is at line {at + 1}:\n{there}"
+            return f". With other whitespace it is at line {at + 1}:\n{there}"
     key = max(wanted, key=len, default="")
     close = [line for line in bare if key and key in line] or (
         difflib.get_close_matches(key, bare[:20000], 1, 0.6) if len(key) > 3 else []
@@ -231,13 +231,13 @@ def closest_match(old: str, text: str) -> str:
 
 
 def list_folder(path: str, depth: int, max_names: int = 1000) -> dict[str, Any]:
-    """List a folder: {"names": paths, with a trailing slash for folders; "more": number of paths left out}."""
+    """List a folder. Return {"names": paths, with a slash after folders, "more": number of paths left out}."""
     inside = relative_path(path)
     top = os.path.join(work_folder(), inside)
     names: list[str] = []
     more = 0
     if not os.path.isdir(top):
-        raise Refused(f"{path!r} is {'no folder; read it' if os.path.exists(top) else 'not there'}")
+        raise Refused(f"{path!r} {'is not a folder; read it instead' if os.path.exists(top) else 'does not exist'}")
     pending = [("" if inside == "." else inside, depth)]
     while pending:
         here, left = pending.pop()
@@ -260,12 +260,12 @@ def list_folder(path: str, depth: int, max_names: int = 1000) -> dict[str, Any]:
 
 
 def grep(pattern: str, path: str, max_matches: int) -> dict[str, Any]:
-    """Search files: {"found": [path, line number, line] per match; "more": True if there are more matches}."""
+    """Search files. Return {"found": [path, line number, line] per match, "more": True if there are more matches}."""
     try:
         wanted = re.compile(pattern)
     except re.error as error:
         raise Refused(
-            f"{pattern!r} is no regular expression: {error}; put a \\ before a letter that means itself"
+            f"{pattern!r} is not a regular expression: {error}; escape literal special characters with a \\"
         ) from None
     inside = relative_path(path)
     if os.path.isdir(os.path.join(work_folder(), inside)):

@@ -2,8 +2,8 @@
 
 A frame, in either direction, consists of the channel (1 byte), the serial number of the interpreter (4 bytes), the
 length of the data (4 bytes) and the data. CONTROL is one JSON message of the zygote's protocol; DATA is a chunk of an
-interpreter's socket, or its end if empty; OUT and ERR are printed output; USAGE is JSON with the counters of the
-container's control group.
+interpreter's socket, and an empty chunk means that the socket was closed; OUT and ERR are printed output; USAGE is JSON
+with the counters of the container's control group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tests' side of a Grader: it runs the tests, and each use of the submission becomes a request to the other side.
+"""Runs the tests of a Grader. Each use of the submission becomes a request to the submission's interpreter.
 
 This file runs after base.py, values.py and grading_data.py in the same namespace.
 """
@@ -40,12 +40,12 @@ def ask_submission(op: str, on: Any, *args: Any, **named: Any) -> Any:
         name, own, text = str(reply["raised"][0]), str(reply["raised"][1]), str(reply.get("text"))
         kind: Any = getattr(builtins, name, None)
         raised: Exception = SubmissionError(f"{own}: {text}")
-        # A StopIteration would silently end an all() or map() in the test, and an exit must not end the test.
+        # Re-raise built-in exceptions, except exits and StopIteration, which would silently end an all() in the test.
         is_builtin = isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception
         if is_builtin and kind not in (StopIteration, StopAsyncIteration):
             try:
                 raised = kind(text)
-            except TypeError:  # UnicodeDecodeError needs five arguments
+            except TypeError:  # the class needs more arguments, as UnicodeDecodeError does
                 pass
         raised.__notes__ = [f"in the submission: {str(reply.get('where'))[-2000:]}"]
         raise raised
@@ -63,7 +63,7 @@ def keep_proxy(value: Any) -> Any:
         return encode(tuple(value), keep_proxy)
     if isinstance(value, Proxy):
         return {"$object": object.__getattribute__(value, "_reference")}
-    raise TypeError(f"a {type(value).__name__} cannot be handed to the submission: it gets data, and what is its own")
+    raise TypeError(f"arguments must be data or objects of the submission, got a {type(value).__name__}")
 
 
 class Proxy:
@@ -71,7 +71,7 @@ class Proxy:
 
     def __init__(self, reference: Any) -> None:
         if not (isinstance(reference, list) and len(reference) == 2 and isinstance(reference[0], int)):
-            raise ValueError("no object")
+            raise ValueError("not a reference to an object of the submission")
         object.__setattr__(self, "_reference", reference)
 
     def __getattr__(self, name: str) -> Any:
@@ -121,7 +121,7 @@ class Proxy:
 
     def __eq__(self, other: object) -> Any:
         raise TypeError(
-            f"{self!r} must not be compared, because its class decides the result; compare data, such as str(...) of it"
+            f"{self!r} must not be compared, because its own code decides the result; compare data, such as str(...)"
         )
 
     __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__
@@ -138,7 +138,7 @@ class RemoteModule(types.ModuleType):
 
 
 class Tests:
-    """The namespace left by the setup, and the queues to the thread of the running test."""
+    """State of the tests' interpreter: the namespace after the setup, and queues to the thread of the running test."""
 
     name = ""
     names: tuple[str, ...] = ()
@@ -171,7 +171,7 @@ def begin(text: str, setup: bool) -> dict[str, Any]:
         return {"broken": f"{type(error).__name__}: {error}"}
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     space = Tests.space if setup else dict(Tests.space)
-    # Names without another definition come from the submission; built-in names do only if listed in `names`.
+    # Import undefined names from the submission, and also the names in `Tests.names`, which may be built-in names.
     wanted = sorted((used - BUILTINS - space.keys()) | (used & set(Tests.names)))
     Tests.has_asked = False
     Tests.out, Tests.back = queue.SimpleQueue(), queue.SimpleQueue()

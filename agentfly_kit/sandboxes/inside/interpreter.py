@@ -31,7 +31,7 @@ class CpuLimit(BaseException):
 
 
 class Interpreter:
-    """An interpreter with one `__main__` namespace: runs the cells it receives and returns values and errors."""
+    """An interpreter with one `__main__` namespace, which runs the cells it receives and returns values and errors."""
 
     def __init__(
         self, settings: dict[str, Any], restrictions: tuple[dict[str, Any], bytes] | None, data: int, out: int, err: int
@@ -47,7 +47,7 @@ class Interpreter:
         set_oom_score("500")  # when memory runs out, the kernel should kill this process, not the zygote
         if restrictions is not None:
             rules, program = restrictions
-            # A rule for /proc lasts only while the kernel caches the entry; an open descriptor keeps it cached.
+            # The Landlock rule for a /proc file is lost when the kernel's cache drops the file. An open file is kept.
             os.open("/proc/self/cgroup", os.O_PATH | os.O_CLOEXEC)
             restrict({**rules, "paths": [*rules["paths"], *((path, "read") for path in own_limits())]}, program)
             prctl(PR_SET_DUMPABLE, 1)
@@ -106,7 +106,7 @@ class Interpreter:
             try:
                 stream.flush()
             except BaseException:
-                pass  # the code closed or replaced it
+                pass  # the code has closed or replaced the stream
         return reply
 
     def prepare(self) -> None:
@@ -151,7 +151,7 @@ class Interpreter:
 
     def on_cpu_limit(self, number: int, frame: object) -> None:
         if self.running:
-            raise CpuLimit(f"{self.settings['cpu_seconds']} s of processor time used")
+            raise CpuLimit(f"the call used more than {self.settings['cpu_seconds']} s of CPU time")
 
     def describe_error(self, reply: dict[str, Any], error: BaseException) -> None:
         step = error.__traceback__
@@ -196,14 +196,14 @@ def disarm_timers() -> None:
 
 
 def has_room_for_a_stack() -> bool:
-    """Return True if a thread's stack can still be mapped. If not, lack of memory kept a thread from starting."""
+    """Return True if there is enough memory for the stack of a new thread; otherwise no thread can be started."""
     import threading
 
     size = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
     try:
         import mmap
 
-        # Private, like a stack, because RLIMIT_DATA does not count shared memory.
+        # Try to map as much private memory as a stack needs; RLIMIT_DATA does not count shared memory.
         mmap.mmap(-1, size if 0 < size < 2**30 else 8 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, ImportError, MemoryError):
         return False

@@ -1,4 +1,4 @@
-"""System calls with which a sandbox confines itself, through ctypes: capabilities, Landlock, filters, namespaces."""
+"""System calls, through ctypes, that confine a sandbox: capabilities, Landlock, seccomp filters, namespaces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def kernel(name: str, *arguments: Any) -> int:
-    """Call a C function, with integers as 64 bits, and raise OSError if it returns -1."""
+    """Call a function of the C library. Integers are passed as 64 bits. Raises OSError if it returns -1."""
     result: int = getattr(libc, name)(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
     if result < 0:
         number = ctypes.get_errno()
@@ -33,7 +33,7 @@ def kernel(name: str, *arguments: Any) -> int:
 def enter_user_namespace() -> None:
     """Enter a new user namespace in which this user keeps its uid and gid."""
     uid, gid = os.getuid(), os.getgid()
-    kernel("unshare", 0x10000000)  # NEWUSER
+    kernel("unshare", 0x10000000)  # CLONE_NEWUSER
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         write(f"/proc/self/{name}", text)
 
@@ -51,7 +51,7 @@ def drop_capabilities() -> None:
 def filter_calls(program: bytes) -> None:
     """Install a system-call filter for this process and its descendants. Needs PR_SET_NO_NEW_PRIVS."""
     text = ctypes.create_string_buffer(program, len(program))
-    # struct sock_fprog: the number of instructions, and where they are
+    # struct sock_fprog: the number of instructions and their address
     head = (ctypes.c_uint64 * 2)(len(program) // 8, ctypes.addressof(text))
     kernel("prctl", 22, 2, head, 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
@@ -81,7 +81,7 @@ def landlock(rules: dict[str, Any]) -> int:
 
 
 def restrict(rules: dict[str, Any], program: bytes) -> None:
-    """Confine this process and its descendants: Landlock rules, no capabilities, a system-call filter."""
+    """Confine this process and its descendants by Landlock rules, dropped capabilities and a system-call filter."""
     ruleset = landlock(rules)
     drop_capabilities()
     kernel("syscall", 446, ruleset, 0)  # landlock_restrict_self
@@ -97,7 +97,7 @@ _LIMIT_FILES = {
 
 
 def own_limits() -> list[str]:
-    """Return the files with the limits of this process's control group. DuckDB aborts if it cannot read them."""
+    """Return the files that contain a process's control group limits. DuckDB aborts if it cannot read them."""
     found = ["/proc/self/cgroup"]
     with open(found[0]) as file:
         memberships = [line.rstrip("\n").split(":", 2) for line in file]
@@ -118,7 +118,7 @@ def set_oom_score(score: str) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Write to an existing file without a Python stream, which would dirty more pages."""
+    """Write to an existing file without a Python stream, which would need more memory in every sandbox."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.write(descriptor, text.encode())

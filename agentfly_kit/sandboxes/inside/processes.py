@@ -1,4 +1,4 @@
-"""Helpers for both sides of a sandbox: find the descendants of a process, and empty a folder."""
+"""Helpers used on the host and inside sandboxes: find the descendants of a process, and empty a folder."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def descendants(root: int) -> list[int]:
                 found += children
                 unseen += children
         except OSError:
-            continue  # it has ended in the meantime
+            continue  # the process has ended in the meantime
     return found
 
 
 def wipe(folder: str, keep: list[str]) -> None:
     """Delete the content of a folder, whatever its permissions and depth, except the read-only mounts in `keep`."""
-    # Nested folders are moved to the top before they are emptied, so that neither paths nor recursion grow.
+    # Move nested folders up into `folder` before emptying them, so that deep nesting needs no long paths or recursion.
     if os.stat(folder).st_uid == os.getuid():  # mounts of a container belong to root and are writable for all
         os.chmod(folder, 0o700)
     mark, number = os.urandom(8).hex(), 0

@@ -21,10 +21,10 @@ from typing import Any
 from .base import CALLS, Refused, home, work_folder
 from .processes import descendants, is_dead
 
-# Their sum must be below the time between the host's interrupt and its kill (0.5 s).
+# The sum must be less than 0.5 s, the time after which the host kills an interrupted interpreter.
 INTERRUPT_SECONDS, KILL_SECONDS = 0.2, 0.2
-# Options come first, because a function's source may need extglob; `set` comes last, because with errexit a failing
-# line would end the shell. Lines that assign read-only variables are expected to fail.
+# These commands print the shell's state as a script. Options come first, because functions may need extglob; `set`
+# comes last, because errexit would end the shell at the first error, such as assigning a read-only variable.
 DUMP = (
     "{ builtin shopt -p; builtin declare -p; builtin declare -f; builtin alias -p; builtin trap -p; builtin umask -p; "
     "builtin printf 'builtin cd -- %q\\n' \"$PWD\"; builtin set +o; } >"
@@ -32,7 +32,7 @@ DUMP = (
 
 
 def quoted(text: str) -> str:
-    """Quote text for bash without newlines, so that bash does not print a continuation prompt."""
+    """Quote text for bash on a single line, so that bash does not print a continuation prompt."""
     plain = b'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 /.,_-=+:;|&<>(){}[]$"#@%^*~`?!'
     return "$'" + "".join(chr(b) if b in plain else f"\\{b:03o}" for b in text.encode("utf-8", "surrogateescape")) + "'"
 
@@ -59,7 +59,7 @@ class Shell:
         )  # fmt: skip
         for descriptor in (commands, statuses, errors):
             os.close(descriptor)
-        # stderr was discarded until here, because bash complains that there is no terminal.
+        # Before this line, stderr is discarded, because bash complains that there is no terminal.
         self.send(f"exec 2>&{errors} {errors}>&-; set +o history +o histexpand; unset HISTFILE PS1 PS2")
         self.seen = b""
         self.known: set[int] = set()
@@ -71,14 +71,14 @@ class Shell:
             data = data[os.write(self.commands.fileno(), data) :]
 
     def begin(self, command: str) -> None:
-        """Start a command. Commands and exit statuses use descriptors that the command itself does not inherit."""
+        """Start a command, which does not inherit the shell's descriptors for commands and exit statuses."""
         self.known = self.processes()
         self.running = secrets.token_hex(8)
         line = f"eval {quoted(command)} </dev/null {self.status_number}>&-"
         self.send(f"{line}\nbuiltin printf '%s %s\\n' {self.running} \"$?\" >&{self.status_number}")
 
     def status(self, seconds: float | None) -> int | None:
-        """Wait for the command's exit status; None after `seconds`, or if the shell has ended."""
+        """Wait for the command's exit status. Return None after `seconds`, or if the shell ends without a status."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             *lines, self.seen = self.seen.split(b"\n")
@@ -97,16 +97,16 @@ class Shell:
                 self.seen += data
 
     def wait_for_exit(self, deadline: float | None) -> None:
-        """Wait for the exit of a process that can no longer report a status, at most until `deadline`."""
-        # It is exiting, or `exec` has replaced it with a program, which runs to its end. A shell whose descriptors were
-        # closed by the command exits at the end of its input.
+        """Wait until `deadline` for the exit of a shell that can no longer report a status."""
+        # The shell is exiting, was replaced with a program by `exec`, or has lost its descriptors because the command
+        # closed them. In the last case, closing its input makes the shell exit.
         self.commands.close()
         # Popen.wait() would delay an interrupt by 0.25 s.
         while self.process.poll() is None and (deadline is None or time.monotonic() < deadline):
             time.sleep(0.005)
 
     def stop(self) -> int | None:
-        """Interrupt the command. If it does not exit, kill its visible processes. The shell and older jobs survive."""
+        """Interrupt the command. If it keeps running, kill those of its processes that the kernel lists."""
         try:
             os.killpg(self.process.pid, signal.SIGINT)
         except OSError:
@@ -123,11 +123,11 @@ class Shell:
         return status
 
     def processes(self) -> set[int]:
-        """Return the living processes that the shell has started; empty if they are not visible."""
+        """Return the pids of living processes that the shell has started, if the kernel lists them."""
         return {pid for pid in descendants(self.process.pid) if not is_dead(pid)}
 
     def raise_cpu_limit(self, cpu_seconds: float | None) -> None:
-        """Set the CPU limit to `cpu_seconds` above the time used so far, which accumulates over commands."""
+        """Set the shell's CPU limit to the time used by earlier commands plus `cpu_seconds`."""
         if cpu_seconds is None or not hasattr(resource, "prlimit"):
             return
         try:
@@ -158,7 +158,7 @@ class Current:
 def get_shell() -> Shell:
     if Current.shell is None or Current.shell.process.poll() is not None:
         if Current.shell is not None:
-            Current.shell.end()  # a background job of the model has killed it
+            Current.shell.end()  # a background job of the model has killed the shell
         Current.shell = None
         Current.shell = Shell()
     return Current.shell
@@ -167,7 +167,7 @@ def get_shell() -> Shell:
 def run(command: str, cpu_seconds: float | None) -> dict[str, Any]:
     """Run a command. Return {"exit": exit status or None, "ended": True if the shell has exited}."""
     if "\0" in command:
-        raise Refused("a command cannot hold the character NUL")
+        raise Refused("a command cannot contain the character NUL")
     began = False
     status: int | None = None
     try:
@@ -178,7 +178,7 @@ def run(command: str, cpu_seconds: float | None) -> dict[str, Any]:
         status = shell.status(None)
     except Refused:
         raise
-    except BaseException:  # a timeout (KeyboardInterrupt), the CPU limit, or the shell has died
+    except BaseException:  # timeout (KeyboardInterrupt), CPU limit, or death of the shell
         if Current.shell is not None and began and status is None:
             status = Current.shell.stop()
     ended = status is None
@@ -189,7 +189,7 @@ def run(command: str, cpu_seconds: float | None) -> dict[str, Any]:
 
 
 def dump() -> str | None:
-    """Return commands that restore the shell's directory, variables, functions and options; None without a shell."""
+    """Return commands that restore the shell's directory, variables, functions and options; None if it has ended."""
     if Current.shell is None or Current.shell.process.poll() is not None:
         return None
     path = os.path.join(home(), ".agentfly-shell-state")

@@ -22,7 +22,7 @@ PRAGMAS_DENIED = {"temp_store_directory", "data_store_directory", "key", "rekey"
 
 
 class Database:
-    """The open connection and its engine, which is "" while no connection is open."""
+    """The open connection and the name of its database engine, which is "" while no connection is open."""
 
     engine = ""
     connection: Any = None
@@ -77,7 +77,7 @@ def close_database() -> None:
 
 
 def renew() -> None:
-    """Close and delete the database. The next query opens the file that has replaced it, or an empty database."""
+    """Close and delete the database. The next query creates an empty one, unless the host has sent a database file."""
     close_database()
     for end in ("", "-journal", "-wal", "-shm", ".wal"):
         try:
@@ -97,7 +97,7 @@ def statements(script: str) -> list[str]:
 
 
 def interruptible(work: Callable[[], Any]) -> Any:
-    """Run a query on a thread. If the wait is interrupted, stop the query before re-raising the exception."""
+    """Run a query on a thread. If an exception interrupts the wait, stop the query before re-raising it."""
     outcome: list[Any] = []
     done = threading.Event()
 
@@ -113,8 +113,8 @@ def interruptible(work: Callable[[], Any]) -> Any:
         threading.Thread(target=target, daemon=True).start()
         done.wait()
     except BaseException:
-        # Repeatedly, because an interrupt before the query has begun has no effect. Do not return while the query runs,
-        # since it would block the next one; if it does not stop, the host kills this process.
+        # Interrupt repeatedly, because an interrupt has no effect before the query has begun. Do not return while the
+        # query runs, since it would block the next one. If it does not end, the host kills this process.
         while not done.wait(INTERRUPT_SECONDS):
             if Database.connection is not None:
                 Database.connection.interrupt()
@@ -132,7 +132,7 @@ def query(**arguments: Any) -> Any:
 def run_query(
     sql: str, engine: str, memory_mb: int | None, max_rows: int, max_chars: int, max_cell_chars: int
 ) -> dict[str, Any]:
-    """Run all statements and return the rows of the last: up to `max_chars` in total, `max_cell_chars` per value."""
+    """Run all statements. Return the last one's rows, up to `max_chars` in total and `max_cell_chars` per value."""
     open_database(engine, memory_mb)
     connection = Database.connection
     reply: dict[str, Any] = {"columns": [], "types": [], "rows": [], "more": False, "cut": False, "changed": None}

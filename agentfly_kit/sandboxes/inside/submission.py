@@ -1,4 +1,4 @@
-"""The submission's side of a Grader: it loads the submitted code and answers the requests of the tests.
+"""Loads the code submitted to a Grader and answers the requests of the tests.
 
 This file runs after base.py, values.py and grading_data.py in the same namespace.
 """
@@ -21,7 +21,7 @@ from .values import decode, encode
 
 
 class Submission:
-    """The submitted module, and those of its objects to which tests refer by number."""
+    """The submitted module, and the objects to which the tests refer by number."""
 
     name = ""
     text = ""
@@ -87,7 +87,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def answer(question: str) -> str:
-    """Answer one request of the tests, in the submission's process."""
+    """Answer a request that a test has sent to the submission."""
     if not Submission.name:
         raise Refused("nothing was submitted to this interpreter")
     request = json.loads(question)

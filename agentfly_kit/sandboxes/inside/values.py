@@ -1,7 +1,7 @@
 """Encoding of Python values as JSON, for messages between processes that do not trust each other.
 
-A type that JSON lacks becomes an object with one tag, such as {"$date": "2024-01-31"}. Decoding creates values of these
-types only and runs no code of the sender. Used on the host too.
+A value of a type that JSON lacks becomes an object with one key, the tag, such as {"$date": "2024-01-31"}. Decoding
+creates values of known types only and runs no code of the sender. The host uses this module too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-# Tag -> type, and functions that write a value of the type as text and read it. Subclasses precede their base classes.
+# Tag -> (type, function from value to text, function from text to value). Subclasses precede their base classes.
 TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "$datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     "$date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
@@ -25,7 +25,7 @@ COLLECTIONS: dict[str, Any] = {"$tuple": tuple, "$set": set, "$frozenset": froze
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Convert a value to JSON-compatible data. `other` encodes named tuples and all other types, or raises."""
+    """Convert a value to JSON-compatible data. `other` converts named tuples and values of all other types."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -58,7 +58,7 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def decode(value: Any, other: Callable[[dict[str, Any]], Any]) -> Any:
-    """Restore a value from the output of `encode`. `other` decodes objects with any other tag, or raises.
+    """Restore a value from the output of `encode`. `other` restores objects with an unknown tag.
 
     Raises:  ValueError, TypeError or ArithmeticError for data that `encode` does not produce.
     """

@@ -1,8 +1,8 @@
 """The zygote: the first process of a sandbox, which forks its interpreters and never runs untrusted code.
 
 It owns the control socket, forks a fresh interpreter on request, kills all its descendants, and empties the writable
-folders. A reset therefore starts a new process instead of clearing a namespace. host/commands.py starts the zygote as
-`zygote FD`; as `probe JSON`, it applies the restrictions of the landlock level to itself and prints 42.
+folders. A reset therefore starts a new process instead of clearing a namespace. The program is started as `zygote FD`
+with the descriptor of the control socket, or as `probe JSON` to apply Landlock restrictions to itself and print 42.
 
 The control socket carries JSON lines. The host sends the settings once, and then any of these commands: {"op": "fresh",
 "serial", "wipe"} with three file descriptors (data, stdout, stderr); {"op": "interrupt"}; {"op": "kill"}; {"op":
@@ -44,7 +44,7 @@ else:
 
 
 class Zygote:
-    """The process that forks and kills interpreters. `serial` numbers them, so that the host knows which one ended."""
+    """The process that forks and kills interpreters. Their serial numbers tell the host which interpreter has ended."""
 
     def __init__(self, control: _socket.socket) -> None:
         self.control = control
@@ -95,7 +95,7 @@ class Zygote:
         self.orphan = True  # not an exception, which could interrupt a kill or a wipe
 
     def receive(self) -> bool:
-        """Read and handle messages. Return False at the end of the socket."""
+        """Read and handle messages. Return False if the host has closed the socket."""
         try:
             data, extra, _, _ = self.control.recvmsg(65536, _socket.CMSG_SPACE(16 * 4))
         except ConnectionError:
@@ -122,14 +122,14 @@ class Zygote:
             if message.get("own_user"):
                 enter_user_namespace()  # RLIMIT_NPROC then counts only this sandbox
             if message["pdeathsig"]:
-                # Usually the socket ends when the host dies, but a fork of the host may keep it open. The signal is not
-                # SIGKILL, because the zygote must live long enough to kill its descendants.
+                # The death of the host closes the control socket, unless a fork of the host keeps it open. The signal
+                # is not SIGKILL, because the zygote must first kill its descendants.
                 signal.signal(signal.SIGTERM, self.host_died)
                 prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             confine(message)
             program = bytes.fromhex(message["filter"])
             if message["landlock"]:
-                # Each interpreter restricts itself; the zygote stays unrestricted and out of its reach.
+                # Each interpreter restricts itself. The zygote stays unrestricted, and interpreters cannot access it.
                 os.close(landlock(message["landlock"]))  # fails here, at startup, if the kernel rejects the rules
                 self.restrictions = (message["landlock"], program)
             self.send_message(op="ready")
@@ -138,7 +138,7 @@ class Zygote:
             error = None
             try:
                 self.kill_all()
-                set_oom_score("0")  # code that runs as the host's root can have changed it
+                set_oom_score("0")  # undo a change by code that runs as root of the host
                 if message["wipe"]:
                     for folder in self.settings["wipe"]:
                         wipe(folder, self.settings["keep"])
@@ -178,7 +178,7 @@ class Zygote:
             os.close(descriptor)
 
     def reap(self, options: int = os.WNOHANG) -> bool:
-        """Reap exited children. Return True if none remain, alive or dead. With options 0, wait until then."""
+        """Reap exited children. Return True if none are left. With `options=0`, wait until all children have exited."""
         while True:
             try:
                 pid, status = os.waitpid(-1, options)
@@ -203,8 +203,8 @@ class Zygote:
         if not notify:
             self.worker = 0
         if os.getpid() == 1:
-            # As pid 1 of a pid namespace, -1 means all other processes, and the kernel signals them atomically, so that
-            # a fork bomb cannot escape between listing and killing.
+            # In pid 1 of a pid namespace, kill(-1) signals all other processes atomically, so that a fork bomb cannot
+            # escape between listing and killing.
             try:
                 os.kill(-1, signal.SIGKILL)
             except ProcessLookupError:
@@ -237,9 +237,9 @@ def passed_descriptors(extra: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 def confine(settings: dict[str, Any]) -> None:
-    """Set the limits that all processes of the sandbox inherit, and protect the zygote from the code inside."""
+    """Set the limits that all processes of the sandbox inherit, and protect the zygote from sandboxed code."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    # Not dumpable: otherwise code inside, which has the same uid, could open /proc/<zygote>/mem, environ and fd.
+    # If the zygote were dumpable, code inside, which has the same uid, could open /proc/<zygote>/mem, environ and fd.
     prctl(PR_SET_DUMPABLE, 0)
     for name, value in settings["rlimits"].items():
         number = getattr(resource, name, None)
@@ -250,15 +250,15 @@ def confine(settings: dict[str, Any]) -> None:
         try:
             resource.setrlimit(number, (value, value))
         except (ValueError, OSError):
-            pass  # not supported on this system; the host does not report it as enforced
+            pass  # this system lacks the limit, and the host does not report it as enforced
     sys.path += settings["path"]
-    for name in settings["preload"]:  # inherited by every interpreter
+    for name in settings["preload"]:  # every interpreter inherits these modules
         __import__(name)
-    gc.freeze()  # otherwise a collection in a fork would copy pages by writing to them
+    gc.freeze()  # otherwise, garbage collection in a fork would write to pages and thus copy them
 
 
 def probe(settings: dict[str, Any]) -> None:
-    """Apply the restrictions of the landlock level to this process, and print 42 if that succeeds."""
+    """Apply the restrictions of isolation="landlock" to this process, and print 42 if that succeeds."""
     if settings.get("own_user"):
         enter_user_namespace()
     restrict(settings["landlock"], bytes.fromhex(settings["filter"]))
@@ -267,18 +267,18 @@ def probe(settings: dict[str, Any]) -> None:
 
 
 def run(zygote: Zygote) -> None:
-    """Serve until the host disconnects or dies, then kill everything inside and exit."""
+    """Serve requests until the host disconnects or dies, then kill all processes of the sandbox and exit."""
     try:
         zygote.serve()
     except Exception:
         import traceback
 
-        traceback.print_exc()  # for the host, which waits for an answer
+        traceback.print_exc()  # the host reports the last line of stderr
         sys.stderr.flush()
     finally:
         try:
             zygote.kill_all()
-            if zygote.settings.get("scratch"):  # the host does so too, unless it was killed
+            if zygote.settings.get("scratch"):  # the host deletes the folder too, unless it was killed
                 wipe(zygote.settings["scratch"], zygote.settings["keep"])
                 os.rmdir(zygote.settings["scratch"])
         finally:
