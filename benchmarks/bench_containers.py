@@ -56,7 +56,7 @@ async def attached(place: Container, rounds: int) -> dict[str, Any]:
         out[f"{size} chains of 4 calls from nothing, s"] = round(time.perf_counter() - began, 3)
         began = time.perf_counter()
         await asyncio.gather(*(chain() for _ in range(rounds)))
-        out[f"chains of 4 calls a second, pool of {size}"] = round(rounds / (time.perf_counter() - began), 1)
+        out[f"chains of 4 calls per second, pool of {size}"] = round(rounds / (time.perf_counter() - began), 1)
     return out
 
 

@@ -77,7 +77,7 @@ async def level(name: Any, rounds: int, crowd: int) -> dict[str, Any]:
         out[f"{size} chains of 4 calls from nothing, s"] = round(time.perf_counter() - began, 3)
         began = time.perf_counter()
         await asyncio.gather(*(chain() for _ in range(chains)))
-        out[f"chains of 4 calls a second, pool of {size}"] = round(chains / (time.perf_counter() - began), 1)
+        out[f"chains of 4 calls per second, pool of {size}"] = round(chains / (time.perf_counter() - began), 1)
     return out
 
 
@@ -108,7 +108,7 @@ async def crowded(name: str, leases: int, waiters: int, size: int) -> dict[str, 
     return {
         "leases": len(served),
         "served in the order of asking": asked == served,
-        "leases a second": round(leases / seconds, 1),
+        "leases per second": round(leases / seconds, 1),
         "wait, s": {"p50": round(waits[leases // 2], 3), "longest": round(waits[-1], 3)},
     }
 

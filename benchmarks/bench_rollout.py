@@ -119,8 +119,8 @@ async def vllm_figures(rounds: int, batch: int) -> dict[str, Any]:
             tokens = batch * turns * NEW
             best = {name: [min(x) for x in zip(*found[1:], strict=True)] for name, found in spent.items()}
             out[f"{turns} turns"] = {
-                "tokens a cpu second": {name: round(tokens / cpu) for name, (cpu, _) in best.items()},
-                "tokens a second": {name: round(tokens / wall) for name, (_, wall) in best.items()},
+                "tokens per CPU second": {name: round(tokens / cpu) for name, (cpu, _) in best.items()},
+                "tokens per second": {name: round(tokens / wall) for name, (_, wall) in best.items()},
                 "local over vllm, cpu": round(best["vllm"][0] / best["local"][0], 2),
                 "local over vllm, wall": round(best["vllm"][1] / best["local"][1], 2),
             }
@@ -192,7 +192,7 @@ def engine_figures(rounds: int, batch: int) -> dict[str, Any]:
                 speed[name].append(tokens / (time.process_time() - began))
         best = {name: max(values) for name, values in speed.items()}
         out[f"{turns} turns"] = {
-            "tokens a cpu second": {name: round(value) for name, value in best.items()},
+            "tokens per CPU second": {name: round(value) for name, value in best.items()},
             "local over generate": round(best["local"] / best["generate"], 2),
             "local over bare loop": round(best["local"] / best["bare"], 2),
         }
@@ -276,9 +276,9 @@ def chain_figures() -> dict[str, Any]:
         cost = statistics.median(cpu for _, cpu in few) / 64
         return {
             "64 chains, wall over one chain's latencies": round(min(w for w, _ in few) / own, 3),
-            "cpu milliseconds a trajectory at 64": round(1000 * cost, 3),
-            "4,096 chains, cost a trajectory over that at 64": round(many[1] / 4096 / cost, 3),
-            "KB a waiting chain, beside what is returned": round(await waiting(1024) / 1024, 1),
+            "CPU milliseconds per trajectory at 64": round(1000 * cost, 3),
+            "4,096 chains, cost per trajectory over that at 64": round(many[1] / 4096 / cost, 3),
+            "KB per waiting chain, excluding its result": round(await waiting(1024) / 1024, 1),
         }
 
     return asyncio.run(measure())
@@ -325,9 +325,9 @@ def trace_figures(rounds: int) -> dict[str, float]:
         cpu(given)
     pairs = [(cpu(agent), cpu(traced)) for _ in range(rounds)]
     return {
-        "cpu seconds of 64 chains": round(statistics.median(a for a, _ in pairs), 3),
+        "CPU seconds of 64 chains": round(statistics.median(a for a, _ in pairs), 3),
         "with traces over without": round(statistics.median(b / a for a, b in pairs), 3),
-        "spans a chain": round(len(exporter.get_finished_spans()) / (rounds + 1) / 64, 2),
+        "spans per chain": round(len(exporter.get_finished_spans()) / (rounds + 1) / 64, 2),
     }
 
 

@@ -230,7 +230,7 @@ def main() -> None:
         "family": given.family,
         "episodes": 64,
         "iterations": given.steps,
-        "cpu seconds an iteration": {name: round(seconds, 4) for name, seconds in cost.items()},
+        "CPU seconds per iteration": {name: round(seconds, 4) for name, seconds in cost.items()},
         "success of the last quarter": {
             name: round(sum(found[0]["success"][-(given.steps // 4 or 1) :]) / (given.steps // 4 or 1), 3)
             for name, found in runs.items()
