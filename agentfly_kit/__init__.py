@@ -1,16 +1,21 @@
 """agentfly_kit: reinforcement learning of tool-using language-model agents in a notebook.
 
-The import is cheap and has no side effects, because each public name is loaded on first use.
+The import is cheap, because each public name is loaded on first use. Its only side effect is the default of MKL_CBWR.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 __version__ = "0.2.0"
+
+# In MKL's strict mode, the rounding of a row of a matrix product does not depend on the number of rows. `LocalEngine`
+# needs this. MKL reads the variable at its first call in the process.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 _MODULES = {
     "advantages": "advantages",

@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import math
+import os
 import random
 import subprocess
 import sys
@@ -129,7 +130,7 @@ async def test_rows_are_bitwise_equal_beside_rows_of_any_length(
         monkeypatch.setattr(FusedLlamaDecoder, "try_build", lambda trunk: None)
     policy = random_policy(heads=heads, length=1024)
     policy.chat = endless().chat
-    # Kernels sum over 193 to 383 keys, and over as many beyond each 512, in another order than over fewer or more.
+    # Kernels sum over 193 to 511 keys, and over as many beyond each 512, in an order that depends on their number.
     lengths = (60, 110, 150, 185, 200, 250, 300, 340, 370, 390, 450, 600, 700, 760, 850, 930)
     sampling = Sampling(max_tokens=8)
 
@@ -705,6 +706,19 @@ async def test_only_float32_on_a_cpu_is_reproducible() -> None:
     assert not LocalEngine(half).reproducible
     got = await LocalEngine(half).sample(prompt(5), Sampling(max_tokens=4), 0)
     assert all(math.isfinite(x) for x in got.logprobs or (math.nan,))
+
+
+REPORT = "import agentfly_kit as af; print(af.LocalEngine(af.tiny.policy()).reproducible)"
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch does not use MKL")
+@pytest.mark.parametrize(("setting", "says"), [(None, "True"), ("AVX2,STRICT", "True"), ("COMPATIBLE", "False")])
+def test_reproducible_is_measured(setting: str | None, says: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    if setting:
+        environment["MKL_CBWR"] = setting
+    done = subprocess.run([sys.executable, "-c", REPORT], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == says, done.stderr
 
 
 async def test_uninitialized_memory_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from agentfly_kit.engines.local.kv_cache import KVCache
+from agentfly_kit.engines.local.kv_cache import KVCache, aligned, weighted_sum
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.attention import agree, masked_states, shared_keys, unsupported_attention, with_short_windows
 from agentfly_kit.policy.policy import Policy
@@ -139,8 +139,8 @@ class FusedLlamaDecoder:
         share = heads // kv
         x = F.embedding(tokens, self._trunk.embed_tokens.weight)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
-        seen = mask.shape[-1]
-        hidden = torch.where(mask[:, 0, :, None], 0.0, -torch.inf)
+        seen = aligned(int(positions.max()) + 1)
+        hidden = torch.where(mask[:, 0, :, None, :seen], 0.0, -torch.inf)
         hidden = hidden.expand(rows, kv, share, seen).reshape(rows * kv, share, seen)
         for i, (qkv, out, gate_up, down, before, after, scale) in enumerate(self._layers):
             found = F.linear(self._norm(x, before), qkv, self._biases[i]).view(rows, heads + 2 * kv, size)
@@ -151,11 +151,12 @@ class FusedLlamaDecoder:
             torch.addcmul(turned, qk, cos, out=found[:, : heads + kv])
             states = found[:, heads:, None]
             keys, values = (
-                part.reshape(rows * kv, seen, size) for part in cache.update(states[:, :kv], states[:, kv:], i)
+                part[:, :, :seen].reshape(rows * kv, seen, size)
+                for part in cache.update(states[:, :kv], states[:, kv:], i)
             )
             queries = found[:, :heads].reshape(rows * kv, share, size)
             scores = torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=size**-0.5)
-            mixed = torch.bmm(scores.softmax(-1), values)
+            mixed = weighted_sum(scores.softmax(-1), values)
             x = x + F.linear(mixed.view(rows, heads * size), out)
             gate, up = F.linear(self._norm(x, after), gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate).mul_(up), down)

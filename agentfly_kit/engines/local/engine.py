@@ -21,6 +21,7 @@ import torch
 
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.generation import ContinuousBatch
+from agentfly_kit.engines.local.kv_cache import is_batch_invariant
 from agentfly_kit.engines.local.slots import ROW_MULTIPLE, Request
 from agentfly_kit.errors import EngineError, checks_keywords
 from agentfly_kit.policy.forward import single_torch_thread
@@ -82,9 +83,12 @@ class LocalEngine(Engine):
 
     @property
     def reproducible(self) -> bool:  # type: ignore[override]
-        """True for a policy in float32 on a CPU, where decoding is batch-invariant."""
+        """True for a policy in float32 on a CPU on which samples do not depend on the batch composition."""
         parameter = next(iter(self.policy.model.parameters()))
-        return bool(parameter.device.type == "cpu" and parameter.dtype == torch.float32)
+        if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
+            return False
+        with single_torch_thread(self.policy):
+            return is_batch_invariant(torch.get_num_threads())
 
     @property
     def max_length(self) -> int:

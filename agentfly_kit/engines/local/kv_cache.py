@@ -4,31 +4,89 @@ A batch of the leading slots needs no copies, so the engine moves running sequen
 Attention layers of transformers call `update`, which returns all keys and values; `prepare` returns the causal mask.
 
 Decoding is batch-invariant in float32 on a CPU: the results for a row are bitwise identical for any batch composition.
-A matrix product over four or more rows computes each row independently, attention processes one row at a time, and the
-keys after a row's end have a weight of exactly zero. Measurements found three exceptions. A product over one to three
-rows uses a different kernel. An elementwise function uses a different formula for the last elements of a tensor if the
-size is not a multiple of the vector width. Batches of a multiple of eight rows avoid both. Finally, a product sums over
-keys in blocks of 192, but splits 193 to 383 keys into halves; `_padded` avoids these numbers.
+A matrix product computes each row independently, attention processes one row at a time, and the keys after a row's end
+have a weight of exactly zero. Measurements found these exceptions:
+
+- MKL uses different kernels for different numbers of rows, unless MKL_CBWR requests strict reproducibility, which the
+  import of agentfly_kit does. `is_batch_invariant` checks it.
+- An elementwise function uses a different formula for the last elements of a tensor if the size is not a multiple of
+  the vector width. Batches of a multiple of eight rows avoid this.
+- Torch uses its own kernel for products of fewer than 400 multiplications. At least 64 keys avoid this.
+- A product sums over many keys in parts. Up to 192 keys are one part; the parts of more keys depend on their number
+  and on the processor. Torch's fused attention multiplies blocks of 512 keys, so `_padded` avoids a last block of 193
+  to 511 keys. `weighted_sum` multiplies blocks of at most 192 keys.
 """
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-# The capacity of a slot and the number of keys in a forward pass are multiples of this number.
-_ALIGNMENT = 16
 # Torch's fused attention processes this number of keys at once.
-_KEY_BLOCK = 512
+_FUSED_BLOCK = 512
+# Number of keys over which a product sums in one pass on each processor that was measured.
+_KEY_BLOCK = 192
+
+
+def aligned(tokens: int) -> int:
+    """Return the number of keys, at least `tokens`, that a decode step with `weighted_sum` reads."""
+    step = 16 if tokens <= _KEY_BLOCK else 64
+    return max(64, -(-tokens // step) * step)
 
 
 def _padded(tokens: int) -> int:
     """Round up a number of keys such that padding with zeros does not change the rounding of sums over keys."""
-    tokens = -(-tokens // _ALIGNMENT) * _ALIGNMENT
-    last = tokens % _KEY_BLOCK
-    return tokens + 384 - last if 192 < last < 384 else tokens
+    last = aligned(tokens) % _FUSED_BLOCK
+    return aligned(tokens) + (_FUSED_BLOCK - last if last > _KEY_BLOCK else 0)
+
+
+def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """Return `weights @ values`, rounded independently of the number of trailing zeros in the weights.
+
+    Shapes:  weights (B, Q queries, S keys), values (B, S, d) -> (B, Q, d).
+    """
+    total = torch.bmm(weights[..., :_KEY_BLOCK], values[:, :_KEY_BLOCK])
+    for start in range(_KEY_BLOCK, values.shape[1], _KEY_BLOCK):
+        block = slice(start, start + _KEY_BLOCK)
+        total.baddbmm_(weights[..., block], values[:, block])
+    return total
+
+
+@functools.cache
+def is_batch_invariant(threads: int) -> bool:
+    """Return True if the rounding of a row in products and attention does not depend on the other rows.
+
+    It can be False on a processor that was not tested, if MKL_CBWR is set to another value, and if the process
+    multiplied matrices before it imported agentfly_kit.
+
+    Args:
+        threads: Torch's number of threads, on which its choice of kernels depends. The results are cached by it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for width, outputs in ((64, 192), (128, 128), (384, 64)):
+        weight, x = (torch.randn(n, width, generator=generator) for n in (outputs, 256))
+        expected = F.linear(x, weight)
+        if any(not torch.equal(F.linear(x[:rows], weight), expected[:rows]) for rows in (8, 16, 24, 40, 64, 128)):
+            return False
+    for keys in (100, 180, 300, 700):
+        queries, cached = (
+            torch.randn(1, 2, 16, 32, generator=generator),
+            torch.randn(1, 2, 2048, 32, generator=generator),
+        )
+        found = [
+            F.scaled_dot_product_attention(
+                queries, cached[:, :, :size], cached[:, :, :size], attn_mask=(torch.arange(size) < keys).expand(16, -1)
+            )
+            for size in (_padded(keys), 1024, 2048)
+        ]
+        if not torch.equal(found[0], found[1]) or not torch.equal(found[0], found[2]):
+            return False
+    return True
 
 
 class KVCache:
@@ -59,7 +117,7 @@ class KVCache:
             positions: Position of each token in its slot, (R, C).
 
         Returns:
-            The mask, (R, 1, C, S keys) bool. S covers all positions and is a multiple of 16.
+            The mask, (R, 1, C, S keys) bool. S covers all positions, see `_padded`.
         """
         self._visible = min(self.capacity, _padded(int(positions.max()) + 1))
         if self._visible > self._initialized:
