@@ -519,13 +519,15 @@ def failing(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (wrong_shape, r"advantage function wrong_shape must return the shape \(12,\) for 12 rewards, .*, got the shape \(\)"),
-        (failing, "advantage function failing raised KeyError: 'column'"),
+        (wrong_shape, r"function wrong_shape must return the shape \(12,\) for 12 rewards, .*, got the shape \(\)"),
+        (failing, "function failing raised KeyError: 'column'"),
     ],
 )
 async def test_an_estimator_that_fails_loses_no_chains(function: Any, says: str, tmp_path: Path) -> None:
     policy = learner()
-    with pytest.raises(BatchError, match=f"step 1: the {says}.*no step was kept.*step-00001-failed.jsonl") as raised:
+    with pytest.raises(
+        BatchError, match=f"step 1: the advantage {says}.*no step was kept.*step-00001-failed.jsonl"
+    ) as raised:
         await start(tmp_path / "run", policy, SMALL.replace(advantage=function))
     assert len(Rollout.load(tmp_path / "run" / "rollouts" / "step-00001-failed.jsonl")) == 12
     assert "\n" not in str(raised.value)
