@@ -19,6 +19,7 @@ from typing import Any, overload
 from agentfly_kit import task_files
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import TaskError
+from agentfly_kit.seeds import digest
 from agentfly_kit.types import Task, normalize_messages
 
 _QUESTIONS = ("messages", "question", "prompt", "input")
@@ -91,7 +92,7 @@ class Tasks(Displayable, Sequence[Task]):
     def fingerprint(self) -> str:
         """Hash of the ids, contents and splits of all tasks."""
         rows = zip(self._tasks, self._splits, strict=True)
-        return _digest(*(f"{task.id} {split} {_canonical_content(task)}" for task, split in rows))
+        return digest(*(f"{task.id} {split} {_canonical_content(task)}" for task, split in rows), size=6)
 
     def sample(self, n: int, seed: int = 0) -> Tasks:
         """Draw `n` tasks without replacement. The result is deterministic for a given seed.
@@ -248,7 +249,7 @@ def _held_out(tasks: Tasks, share: float) -> Tasks:
     """Assign the tasks with the lowest content hashes to the split "test". Equal tasks stay in the same split."""
     by_content: dict[str, list[int]] = {}
     for i, task in enumerate(tasks):
-        by_content.setdefault(_digest("split", _canonical_content(task)), []).append(i)
+        by_content.setdefault(digest("split", _canonical_content(task), size=6), []).append(i)
     held: set[int] = set()
     want = min(max(1, round(share * len(tasks))), len(tasks) - 1)
     for key in sorted(by_content):
@@ -359,7 +360,7 @@ def _build_task(location: str, row: Any, columns: _Columns) -> tuple[Task, str |
         messages = normalize_messages(messages[:-1], where, TaskError)
     task = Task(location if id is None else str(id), messages, values)
     if id is None:
-        task = replace(task, id=_digest(_canonical_content(task)))
+        task = replace(task, id=digest(_canonical_content(task), size=6))
     return task, split, id is None
 
 
@@ -392,9 +393,14 @@ def _check_disjoint(tasks: Tasks, name: str) -> None:
 def _canonical_content(task: Task) -> str:
     """Serialize the messages and fields of a task, but not its id, to canonical JSON."""
     try:
-        return json.dumps([task.messages, task.fields], sort_keys=True, ensure_ascii=False, default=_to_jsonable)
+        return canonical_json([task.messages, task.fields])
     except TypeError as error:
         raise TaskError(f"task {task.id!r}: its fields cannot be compared with other tasks ({error})") from None
+
+
+def canonical_json(value: Any) -> str:
+    """Serialize a value to JSON text that is the same in every process. Raise TypeError if it has no JSON form."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=_to_jsonable)
 
 
 def _to_jsonable(value: Any) -> Any:
@@ -409,11 +415,3 @@ def _to_jsonable(value: Any) -> Any:
     if callable(dump := getattr(value, "tobytes", None)):  # arrays and images
         return hashlib.blake2b(dump(), digest_size=16).hexdigest()
     raise TypeError(f"values must be strings, numbers, lists, dicts, bytes or arrays, got {type(value).__qualname__}")
-
-
-def _digest(*texts: str) -> str:
-    h = hashlib.blake2b(digest_size=6)
-    for text in texts:
-        data = text.encode("utf-8", "surrogatepass")
-        h.update(f"{len(data)}:".encode() + data)
-    return h.hexdigest()

@@ -6,7 +6,6 @@ import ast
 import asyncio
 import dis
 import functools
-import hashlib
 import inspect
 import linecache
 import re
@@ -23,6 +22,7 @@ from typing import Any
 
 from agentfly_kit._async import threads
 from agentfly_kit._async.pending_call import cancelling
+from agentfly_kit.seeds import digest
 from agentfly_kit.types import Failure
 
 # --- calling -------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def source_of(function: Callable[..., Any]) -> str:
         try:
             _sources[id(code)] = _read_source(plain, code)
         except (OSError, TypeError, SyntaxError, LookupError):
-            _sources[id(code)] = f"<no source; code {_digest(_describe_code(code))}>"
+            _sources[id(code)] = f"<no source; code {digest(_describe_code(code))}>"
         weakref.finalize(code, _sources.pop, id(code)).atexit = False
     return _sources[id(code)]
 
@@ -167,7 +167,7 @@ def fingerprint(function: Callable[..., Any], *more: str) -> str:
     if isinstance(function, functools.partial):
         fixed = (function.args, tuple(sorted(function.keywords.items())))
         more = (*more, str([[_stable_repr(value) for value in values] for values in fixed]))
-    return _digest(source_of(function), *more, *_referenced_values(underlying(function), set()))
+    return digest(source_of(function), *more, *_referenced_values(underlying(function), set()))
 
 
 def underlying(function: Any) -> Any:
@@ -257,14 +257,6 @@ def _stable_repr(value: Any) -> str | None:
 def _describe_code(code: pytypes.CodeType) -> str:
     consts = [_describe_code(c) if isinstance(c, pytypes.CodeType) else str(_stable_repr(c)) for c in code.co_consts]
     return f"{code.co_name} {code.co_code.hex()} {code.co_names} {code.co_varnames} {consts}"
-
-
-def _digest(*texts: str) -> str:
-    h = hashlib.blake2b(digest_size=8)
-    for text in texts:
-        data = text.encode("utf-8", "surrogatepass")
-        h.update(f"{len(data)}:".encode() + data)
-    return h.hexdigest()
 
 
 # --- annotations ---------------------------------------------------------------------------------

@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.policy.policy import Policy
+from agentfly_kit.tasks import canonical_json
 from agentfly_kit.tools import function as functions
-from agentfly_kit.trainer.rollouts import RolloutSampler
+
+if TYPE_CHECKING:
+    from agentfly_kit.trainer.rollouts import RolloutSampler
+
+
+def describe(value: Any) -> str:
+    """Serialize a value to text that is the same in every process.
+
+    A function is represented by its source code, and any other object without a JSON form by the name of its type.
+    """
+    try:
+        return canonical_json(value)
+    except TypeError:
+        pass
+    if isinstance(value, dict):
+        return f"{{{', '.join(sorted(f'{key!r}: {describe(part)}' for key, part in value.items()))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(describe, value))}]"
+    return functions.fingerprint(value) if hasattr(value, "__code__") else type(value).__qualname__
 
 
 def _as_json(value: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import hashlib
 import math
 import numbers
 import warnings
@@ -26,6 +25,7 @@ from agentfly_kit.errors import SettingsError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.distributed import WorkerGroup
+from agentfly_kit.trainer.fingerprint import describe
 from agentfly_kit.types import Task
 
 
@@ -56,12 +56,8 @@ class RolloutSampler:
 
     @functools.cached_property
     def tasks_digest(self) -> str:
-        digest = hashlib.blake2b(digest_size=8)
-        for task in self.tasks:
-            digest.update(
-                repr((task.id, task.messages, sorted(task.fields.items(), key=lambda item: item[0]))).encode()
-            )
-        return digest.hexdigest()
+        """Hash of the ids and contents of all tasks."""
+        return seeds.digest(*(f"{task.id} {describe([task.messages, task.fields])}" for task in self.tasks))
 
     def pause(self) -> None:
         """Pause the running chains and the chains of later rollouts."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from IPython.extensions.autoreload import ModuleReloader
 from test_trainer import learner, leave, small, start
@@ -17,6 +19,10 @@ from test_trainer import learner, leave, small, start
 from agentfly_kit.errors import RunMismatch
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.tools import function as functions
+from agentfly_kit.trainer.config import TrainConfig
+from agentfly_kit.trainer.distributed import WorkerGroup
+from agentfly_kit.trainer.rollouts import RolloutSampler
+from agentfly_kit.types import Task
 
 SOURCE = '''"""Rewards of a user."""
 import agentfly_kit as af
@@ -133,3 +139,34 @@ def test_a_nested_function_that_autoreload_moved_is_found_by_its_name(module: Mo
     code = code.replace(co_name="gone")
     module.plain.__code__ = code
     assert functions.source_of(module.plain).startswith("<no source; code ")
+
+
+# --- tasks ---------------------------------------------------------------------------------------
+
+
+def tasks_digest(**fields: Any) -> str:
+    given = [Task("a", ({"role": "user", "content": "?"},), fields)]
+    none: Any = None
+    return RolloutSampler(none, none, given, TrainConfig(), WorkerGroup(None)).tasks_digest
+
+
+def test_the_digest_of_tasks_is_the_same_in_every_process() -> None:
+    code = "import test_fingerprint; print(test_fingerprint.tasks_digest(names=set('abcdefgh'), made=object()))"
+    found = set()
+    for seed in "12":
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", code]
+        found.add(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert len(found) == 1
+
+
+def test_the_digest_of_tasks_includes_the_content_of_their_fields() -> None:
+    arrays = [np.arange(5000), np.arange(5000)]
+    arrays[1][2500] = 0
+    assert tasks_digest(board=arrays[0]) != tasks_digest(board=arrays[1])
+    assert tasks_digest(board=arrays[0]) == tasks_digest(board=arrays[0].copy())
+    one = tasks_digest(check=lambda text: text == "a")
+    assert one != tasks_digest(check=lambda text: text == "b")
+    walls = {(0, 1): "wall", "size": 3}
+    assert tasks_digest(walls=walls) == tasks_digest(walls=dict(walls)) != tasks_digest(walls={**walls, "size": 4})
+    assert tasks_digest(a=1, b=2) == tasks_digest(b=2, a=1)
