@@ -170,6 +170,34 @@ def fingerprint(function: Callable[..., Any], *more: str) -> str:
     return digest(source_of(function), *more, *_referenced_values(underlying(function), set()))
 
 
+def class_source(cls: type) -> str:
+    """Return the source of the methods of a class and its bases, and of the functions and constants that they use.
+
+    Classes that are not user-defined are represented by their names.
+    """
+    lines: list[str] = []
+    seen: set[int] = set()
+    for base in cls.__mro__:
+        members = sorted(vars(base).items())
+        file = getattr(sys.modules.get(base.__module__), "__file__", None)
+        if base.__module__ != "__main__" and not _is_users(base.__module__, file):
+            members = [(name, value) for name, value in members if name == "_wraps"]  # see `envs.from_env`
+            if base is not cls:
+                continue
+        lines.append(f"class {base.__qualname__}({', '.join(parent.__qualname__ for parent in base.__bases__)})")
+        for name, value in members:
+            for part in value if name == "_wraps" else (value,):
+                for wrapper in ("function", "fget", "func", "__func__"):  # tools, properties, class methods
+                    part = getattr(part, wrapper, part)
+                if isinstance(part, type) and name == "_wraps":
+                    lines.append(class_source(part))
+                elif isinstance(part, pytypes.FunctionType):
+                    lines += [source_of(part), *_referenced_values(part, seen)]
+                elif not name.startswith("__") and (text := _stable_repr(part)) is not None:
+                    lines.append(f"{name} = {text}")
+    return "\n".join(lines)
+
+
 def underlying(function: Any) -> Any:
     """Return the function that a `functools.partial`, a bound method or a decorated function runs."""
     while isinstance(function, functools.partial) or inspect.ismethod(function) or hasattr(function, "__wrapped__"):

@@ -80,8 +80,8 @@ def train(
         policy: Policy to train, from its current weights.
         tasks: Training tasks.
         config: Settings; None uses the defaults of `TrainConfig`.
-        run: Folder of the run. If it contains a run with the same config, tasks, tools, reward and initial policy, that
-            run continues. If that run is complete, its recorded steps are replayed and its final weights are loaded.
+        run: Folder of the run. If it contains a run with the same config, agent, tasks and initial policy, that run
+            continues. If that run is complete, its recorded steps are replayed and its final weights are loaded.
             None creates a temporary folder.
         eval_tasks: Tasks to evaluate every `config.evaluate_every` iterations; this setting must be above 0.
         resume: False discards the contents of the folder and starts from scratch.
