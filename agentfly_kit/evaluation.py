@@ -133,7 +133,7 @@ async def evaluate(
         agent = dataclasses.replace(agent, sampling=sampling)
     found: list[Trajectory] = []
     not_run: dict[str, str] = {}
-    seconds = 0.0
+    seconds, forks_refused = 0.0, 0
     for seed in seeds:
         rollout = await agent.rollout(
             given,
@@ -148,9 +148,9 @@ async def evaluate(
         found.extend(rollout.trajectories)
         not_run.update(rollout.not_run)
         seconds += rollout.seconds
-    return summarise(
-        Rollout.from_trajectories(found, seconds, not_run), samples * len(seeds), greedy=agent.sampling.greedy
-    )
+        forks_refused += rollout.forks_refused
+    rollout = Rollout.from_trajectories(found, seconds, not_run, forks_refused)
+    return summarise(rollout, samples * len(seeds), greedy=agent.sampling.greedy)
 
 
 def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evaluation:

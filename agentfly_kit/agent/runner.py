@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -510,16 +510,18 @@ class RolloutHandle(Handle[Rollout], Displayable):
 def _plan(request: RolloutRequest, group_size: int, share: tuple[int, int]) -> list[tuple[Task, ChainKey]]:
     """Return the task and the key of every chain of this process, in order."""
     purpose, index = request.purpose, request.index
-    seen: dict[str, int] = {}
-    planned = []
-    for number, task in enumerate(request.tasks):
-        count = seen[task.id] = seen.get(task.id, 0) + 1
-        if number % share[1] != share[0]:
-            continue
-        # Each occurrence of a repeated task is a separate group with different seeds.
-        group = f"{purpose}-{index}:{task.id}" + (f"~{count}" if count > 1 else "")
-        planned += [(task, ChainKey(purpose, index, group, chain)) for chain in range(group_size)]
-    return planned
+    groups = list(zip(request.tasks, group_ids(request.tasks, purpose, index), strict=True))[share[0] :: share[1]]
+    return [(task, ChainKey(purpose, index, id, chain)) for task, id in groups for chain in range(group_size)]
+
+
+def group_ids(tasks: Sequence[Task], purpose: str, index: int) -> list[str]:
+    """Return the id of the group of each task. A repeated task has several groups, with different seeds."""
+    seen: Counter[str] = Counter()
+    ids = []
+    for task in tasks:
+        seen[task.id] += 1
+        ids.append(f"{purpose}-{index}:{task.id}" + (f"~{seen[task.id]}" if seen[task.id] > 1 else ""))
+    return ids
 
 
 def _checked_numbers(values: Any, count: int) -> list[float | None]:

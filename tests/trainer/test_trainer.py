@@ -331,6 +331,30 @@ async def test_pause_and_resume(whole: Whole) -> None:
     assert len(held.records) <= 1
 
 
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [(SMALL.replace(evaluate_every=1), {"eval_tasks": TASKS[:2]}), (SMALL.replace(advantage="remax"), {})],
+    ids=["evaluation", "remax"],
+)
+async def test_pause_reaches_every_rollout_of_a_run(config: TrainConfig, more: dict[str, Any]) -> None:
+    policy = learner()
+    started: list[Any] = []
+
+    def watch(rollout: Any) -> None:
+        started.append(rollout)
+        if len(started) == 2:  # the evaluation, or the greedy chains
+            run.pause()
+
+    run = start(None, policy, config.replace(steps=1), agent=small(policy, watch=watch), **more)
+    going = asyncio.create_task(run)
+    while len(started) < 2:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    assert started[1].snapshot().state == "paused" and not going.done()
+    run.resume()
+    await asyncio.wait_for(going, 60)
+
+
 async def test_a_run_has_one_loop() -> None:
     run = start()
     going = asyncio.create_task(run)
