@@ -15,12 +15,12 @@ from typing import Any
 
 from agentfly_kit._display import Displayable
 
-from ..errors import SandboxError, SettingsError, ToolError
+from ..errors import SandboxError, SettingsError, ToolError, check_seconds
 from .host.limits import Limits
 from .hosted import Files, HostedSandbox
 from .result import Limit, SandboxResult
 from .sandbox import Startable
-from .settings import check_seconds, forward_signature
+from .settings import forward_signature
 
 
 @dataclass(frozen=True, slots=True, repr=False)

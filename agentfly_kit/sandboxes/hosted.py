@@ -15,11 +15,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from ..errors import SandboxError, SettingsError, ToolError
+from ..errors import SandboxError, SettingsError, ToolError, check_seconds
 from .host.commands import INSIDE
 from .result import SandboxResult
 from .sandbox import Sandbox
-from .settings import check_seconds
 
 Files = Mapping[str, str | bytes] | str | os.PathLike[str]  # a dict from paths to contents, or a folder
 G = TypeVar("G", bound="HostedSandbox")

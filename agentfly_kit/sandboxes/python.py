@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
-from ..errors import SandboxError
+from ..errors import SandboxError, check_seconds
 from .result import SandboxResult
 from .sandbox import Sandbox
-from .settings import check_seconds
 
 
 class PythonSandbox(Sandbox):
