@@ -27,12 +27,19 @@ _PADDING |= dict.fromkeys(("logprobs", "entropies", *_MASKED_FIELDS), math.nan)
 
 @dataclass(frozen=True, repr=False)
 class Dropped(Displayable):
-    """Record of a trajectory or row that is excluded from the batch, and hence from all loss terms and denominators."""
+    """Record of a trajectory or row that is excluded from the batch, and hence from all loss terms and denominators.
 
-    trajectory: str  # trajectory id
+    Attributes:
+        trajectory: Id of the trajectory.
+        reason: Why it is excluded.
+        row: Index of the excluded row; None if all rows are excluded.
+        filtered: True if a filter excluded it, False if it cannot be trained on.
+    """
+
+    trajectory: str
     reason: str
-    row: int | None = None  # index of the excluded row; None if all rows are excluded
-    filtered: bool = False  # True if a filter excluded it, False if it cannot be trained on
+    row: int | None = None
+    filtered: bool = False
 
 
 def drop_counts(dropped: Iterable[Dropped]) -> dict[str, int]:
