@@ -123,7 +123,7 @@ async def evaluate(
     """
     given = task_list(tasks)
     if not agent.reward and agent.group_reward is None:
-        raise SettingsError("the agent has no reward to evaluate; add one with agent.replace(reward=...)")
+        raise SettingsError("agent must have a reward to evaluate, got none; add one with agent.replace(reward=...)")
     if len(seeds) == 0 or len(set(seeds)) < len(seeds):
         raise SettingsError(f"seeds must contain at least one seed and no duplicates, got {tuple(seeds)}")
     if greedy:

@@ -64,8 +64,8 @@ class Tasks(Displayable, Sequence[Task]):
         if not found:
             have = ", ".join(map(repr, self.splits)) or "none"
             raise TaskError(
-                f"{self.name} has no split {name!r} (its splits: {have}); add a 'split' column to the rows, "
-                "or use tasks_from(rows, test=0.1)"
+                f"{self.name}: the name of a split must be one of {have}, got {name!r}; add a 'split' column to the "
+                "rows, or use tasks_from(rows, test=0.1)"
             )
         return Tasks(found, [name] * len(found), self.name)
 
@@ -182,7 +182,7 @@ def load_tasks(
     ):
         if text not in task_files.bundled_names():
             raise TaskError(
-                f"there is no task set {text!r}; available: {task_files.list_of_bundled()}. To load a file, pass its "
+                f"a task set must be one of {task_files.list_of_bundled()}, got {text!r}. To load a file, pass its "
                 f"path: load_tasks('./{text}.jsonl')"
             )
         path = task_files.bundled_folder() / text
@@ -258,7 +258,8 @@ def _held_out(tasks: Tasks, share: float) -> Tasks:
         held.update(by_content[key])
     if not held or len(held) == len(tasks):
         raise TaskError(
-            f"{len(tasks)} tasks ({len(by_content)} distinct) cannot be split with test={share}; add more tasks"
+            f"test must leave distinct tasks for both splits, got {share} for {len(tasks)} tasks ({len(by_content)} "
+            "distinct); add more tasks"
         )
     return Tasks(tasks, ["test" if i in held else "train" for i in range(len(tasks))], tasks.name)
 

@@ -52,7 +52,7 @@ class Agent(AgentSettings):
             self.check_tasks([task.task])
             if self.harness is not None:
                 raise SettingsError(
-                    "an agent with a harness cannot continue a trajectory; agent.chain(task) starts a new chain"
+                    f"with a harness, task must be a Task, got the trajectory {task.id!r}, which cannot be continued"
                 )
             return Chain.from_trajectory(self, task)
         self.check_tasks(task_list(task))

@@ -201,15 +201,18 @@ class AgentSettings(Displayable):
             values = {name: getattr(self, name) for name in _WITHOUT_HARNESS} | {"tools": tuple(tools) or None}
             for name, value in values.items():
                 if value is not None:
-                    raise SettingsError(f"{name} must not be given with harness, because the harness has its own loop")
+                    raise SettingsError(
+                        f"{name} must not be given with harness, because the harness has its own loop, got "
+                        f"{value!r:.60}"
+                    )
             harness = harness if isinstance(harness, Harness) else Harness(harness)
         pools = (self.pools,) if hasattr(self.pools, "acquire") else tuple(self.pools)
         required = (*tools.sandbox_types, *reward.sandbox_types, *(harness.sandbox_types if harness else ()))
         for sandbox_type in required:
             if not any(issubclass(pool.sandbox_type, sandbox_type) for pool in pools):
                 raise SettingsError(
-                    f"a tool, the reward or the harness requires a {sandbox_type.__name__}, but no pool provides it; "
-                    f"add pools=[af.Pool({sandbox_type.__name__}, size=8)]"
+                    "pools must provide the sandboxes that the tools, the reward or the harness require, got none for "
+                    f"{sandbox_type.__name__}; add pools=[af.Pool({sandbox_type.__name__}, size=8)]"
                 )
         limits = self._concurrency or ConcurrencyLimits(
             self.max_concurrent_requests, self.max_concurrent_tools, self.max_concurrent_rewards

@@ -200,7 +200,7 @@ def join(batches: Sequence[Batch]) -> Batch:
             parts = [p + offset for p, offset in zip(parts, offsets, strict=False)]
         out[name] = torch.cat(parts)
     if len({b.imitation for b in batches}) > 1:
-        raise BatchError("imitation batches cannot be joined with reinforcement-learning batches")
+        raise BatchError("batches must be either all for imitation or all for reinforcement learning, got both")
     return Batch(
         trajectories=tuple(t for b in batches for t in b.trajectories),
         **out,

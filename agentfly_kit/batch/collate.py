@@ -271,7 +271,7 @@ def _unusable_reason(
     sampled = [turn for turn in t.turns if turn.sampled]
     if t.sampling.greedy or (not t.sampling.truncates and any(turn.kept_mass is not None for turn in sampled)):
         raise BatchError(
-            f"trajectory {t.id!r} was sampled greedily (temperature 0) and cannot be trained on; "
+            f"trajectory {t.id!r} must not be sampled greedily for training, got temperature 0; "
             "roll out with temperature > 0 for training"
         )
     if t.sampling.truncates:

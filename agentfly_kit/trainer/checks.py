@@ -31,7 +31,7 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
     if config.advantage == "gdpo" and len([r for r in agent.reward if r.weight and r.per == "trajectory"]) < 2:
         raise SettingsError(f"advantage='gdpo' needs an agent with at least two rewards per chain, got {agent.reward}")
     if not agent.reward and agent.group_reward is None and config.advantage != "none":
-        raise SettingsError("the agent has no reward to learn from; add one with agent.replace(reward=...)")
+        raise SettingsError("agent must have a reward to learn from, got none; add one with agent.replace(reward=...)")
     if agent.sampling.greedy:
         raise SettingsError(
             "temperature must be above 0 in training, because the loss needs tokens drawn from the policy; use "

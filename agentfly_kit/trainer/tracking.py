@@ -69,7 +69,7 @@ class TrackerSet:
                 check_accepts("a tracker", tracker, "record")
                 tracker = _FunctionTracker(tracker)
             if tracker in self._trackers:
-                raise SettingsError(f"{tracker!r} is already a tracker of this run")
+                raise SettingsError(f"trackers must be different objects, got {tracker!r} twice")
             if self._last is not None:
                 raise SettingsError("trackers must be added before the run is awaited")
             self._trackers.append(tracker)

@@ -367,7 +367,7 @@ def test_errors_name_the_argument_the_constraint_and_the_value() -> None:
         adv.gae([[0.0] * 3], [[0.0] * 3], [[1] * 3], turns=[[1, 2, 1]])
     with pytest.raises(SettingsError, match=r"std must be one of 'sample', 'population', None, got 'unbiased'"):
         adv.grpo([0, 1], [0, 0], std="unbiased")  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="turns= requires observations='skip'"):
+    with pytest.raises(SettingsError, match="with turns, observations must be 'skip'"):
         adv.gae([[0.0]], [[0.0]], [[1]], turns=[[0]], observations="step")
     with pytest.raises(ValueError, match=r"rewards\[1\] must be at least 0, got -1.0"):
         adv.maxrl([1, -1], [0, 0])

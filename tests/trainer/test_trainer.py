@@ -573,7 +573,7 @@ def test_invalid_runs_are_rejected_on_construction() -> None:
             train(small(policy), policy, TASKS, SMALL.replace(group_size=1, advantage=name))
     raw = functools.partial(advantages.grpo, singleton="raw")
     train(small(policy), policy, TASKS, SMALL.replace(group_size=1, advantage=raw))
-    with pytest.raises(SettingsError, match="has no reward to learn from"):
+    with pytest.raises(SettingsError, match="agent must have a reward to learn from, got none"):
         train(small(policy, reward=None), policy, TASKS, SMALL)
     with pytest.raises(SettingsError, match="must sample from the policy that is trained"):
         train(small(policy), learner(), TASKS, SMALL)
