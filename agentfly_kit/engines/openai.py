@@ -549,11 +549,11 @@ def _wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _parse_tool_call(call: dict[str, Any], index: int) -> ToolCall:
     """Convert a tool call parsed by the server. If the arguments are not a JSON object, the result has an `error`."""
-    name, said = str(call["function"]["name"]), call["function"].get("arguments")
+    name, given = str(call["function"]["name"]), call["function"].get("arguments")
     key = str(call.get("id") or f"call-{index}")
-    raw = said if isinstance(said, str) else json.dumps(said)
+    raw = given if isinstance(given, str) else json.dumps(given)
     try:
-        arguments = json.loads(said) if isinstance(said, str) and said.strip() else said or {}
+        arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
     except ValueError as error:
         return ToolCall(key, name, {}, error=f"the arguments are not valid JSON ({error})", raw=raw)
     if not isinstance(arguments, dict):
@@ -568,8 +568,8 @@ def _shortened(answer: Any) -> str:
 
 def _error_text(response: Any) -> str:
     try:
-        said = response.json()
-        error = said.get("error", said)
+        answer = response.json()
+        error = answer.get("error", answer)
         return str(error.get("message", error) if isinstance(error, dict) else error)[:300]
     except (ValueError, AttributeError):
         return str(response.text)[:300]

@@ -154,11 +154,11 @@ class PoolState:
         """Event: a request was cancelled or timed out, possibly after it had been granted."""
         waiter = self.waiters.pop(ticket, None)
         if waiter is not None:
-            self._report("gave up", None, waiter.owner)
+            self._report("cancelled", None, waiter.owner)
             return
         for slot in self.slots.values():
             if slot.ticket == ticket:
-                self._report("gave up", slot.id, slot.owner)
+                self._report("cancelled", slot.id, slot.owner)
                 slot.uses -= 1
                 self._move(slot, "idle")  # not used yet, so no reset is needed
 
@@ -219,7 +219,7 @@ class PoolState:
     def recycle(self, slot: Slot, close: bool = False) -> None:
         """Event: a user asked to reset or close a sandbox. If it is leased, it is closed and the lease is revoked."""
         if slot.state == "leased":
-            self._revoke(slot, "ended by hand", f"{'closed' if close else 'reset'} by hand")
+            self._revoke(slot, "recycled", f"{'closed' if close else 'reset'} by hand")
         elif close and slot.state != "closing":
             self._move(slot, "closing", "closed by hand")
         elif slot.state == "idle":

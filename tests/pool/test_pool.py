@@ -213,8 +213,8 @@ async def test_a_cancelled_grant_is_passed_on():
         await held.release()
         held = await asyncio.wait_for(second, 1)
         assert first.cancelled()
-        events = [(event.kind, event.owner) for event in events if event.kind in ("leased", "gave up")]
-        assert events == [("leased", "first"), ("gave up", "first"), ("leased", "second")]
+        events = [(event.kind, event.owner) for event in events if event.kind in ("leased", "cancelled")]
+        assert events == [("leased", "first"), ("cancelled", "first"), ("leased", "second")]
         await held.release()
 
 
@@ -317,7 +317,7 @@ async def test_recycle():
     assert two.revoked == "closed by hand" and pool.snapshot().leased == 0
     async with pool.lease("c") as notes:
         assert notes is not one.sandbox and notes is not two.sandbox and not one.sandbox.alive
-    assert [e.detail for e in events if e.kind == "ended by hand"] == ["reset by hand", "closed by hand"]
+    assert [e.detail for e in events if e.kind == "recycled"] == ["reset by hand", "closed by hand"]
     (box,) = pool.snapshot().sandboxes
     notes.kept.append("x")
     pool.recycle(box.id)
@@ -514,7 +514,7 @@ async def test_an_interrupted_listener_does_not_stop_later_events():
 
     def on_event(event: PoolEvent) -> None:
         heard.append(event.kind)
-        if event.kind == "ended by hand":
+        if event.kind == "recycled":
             raise KeyboardInterrupt
 
     async with Pool(Notes, size=1) as pool:
