@@ -165,6 +165,7 @@ def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evalua
     if not by_task:
         raise SettingsError(f"none of {len(rollout)} chains was scored: {rollout.unscored_reason or 'none ran'}")
     outcomes = list(by_task.values())
+    # Tasks with fewer than k scored chains have no unbiased estimate and are left out.
     at_k: dict[int, list[float]] = {}
     for k in sorted({*(2**i for i in range(samples.bit_length())), samples}):
         at_k[k] = [pass_at_k(len(of_task), sum(of_task), k) for of_task in outcomes if len(of_task) >= k]

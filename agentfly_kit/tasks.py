@@ -170,10 +170,12 @@ def load_tasks(
     columns = _Columns(question, answer, drop_answer)
     text = str(name_or_path)
     path = Path(name_or_path).expanduser()
+    # A local folder has precedence over a dataset of the hub with the same name.
     if isinstance(name_or_path, str) and task_files.is_hub_id(text) and not path.exists():
         return _build_tasks(task_files.hub_rows(text, config, split), text, columns)
     if config is not None:
         raise TaskError(f"config applies only to datasets of the Hugging Face Hub, got {config!r} for {text!r}")
+    # A name without a separator or suffix is never a path, so that a folder cannot hide a bundled set.
     if (
         isinstance(name_or_path, str)
         and "/" not in text
@@ -196,6 +198,7 @@ def load_tasks(
         files = [file for file in path.iterdir() if file.name.endswith(task_files.SUFFIXES)]
         if not files:
             raise TaskError(f"{path} must contain a {task_files.FILES}, got none")
+        # Training tasks first, then by name, so that the order does not depend on the file system.
         files.sort(key=lambda file: (not file.name.startswith("train."), file.name))
         rows = (
             (location, task_files.with_split(row, file.name.rpartition(".")[0]))

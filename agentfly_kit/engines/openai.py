@@ -467,6 +467,7 @@ class OpenAIEngine(Engine):
                     response = await client.request(method, url, json=body)
             except (httpx2.TransportError, TimeoutError) as error:
                 last = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                # The server may have been restarted with other weights.
                 self._disconnected = True
             else:
                 if response.status_code < 300:

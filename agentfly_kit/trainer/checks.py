@@ -15,12 +15,14 @@ from agentfly_kit.types import Task
 def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | None) -> None:
     """Raise an error if the settings of a run do not fit its agent, policy, tasks or processes."""
     agent, policy, config, workers = sampler.agent, sampler.policy, sampler.config, sampler.workers
+    # Parts that the settings need, or that nothing would use.
     if config.advantage == "gae" and policy.value_head is None:
         raise SettingsError("advantage='gae' needs a value head; load the policy with value_head=True")
     if config.evaluate_every and not eval_tasks:
         raise SettingsError(f"evaluate_every={config.evaluate_every} needs eval_tasks=, such as tasks.test")
     if eval_tasks and not config.evaluate_every:
         raise SettingsError(f"eval_tasks ({len(eval_tasks)} tasks) need TrainConfig(evaluate_every=), got 0")
+    # The rewards must allow advantages other than 0.
     if config.group_size == 1 and config.advantage in GROUP_ESTIMATORS and agent.after_observation is None:
         raise SettingsError(
             f"group_size must be at least 2 for advantage={config.advantage!r}, got 1, because the only chain of a "
@@ -32,6 +34,7 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
         raise SettingsError(f"advantage='gdpo' needs an agent with at least two rewards per chain, got {agent.reward}")
     if not agent.reward and agent.group_reward is None and config.advantage != "none":
         raise SettingsError("agent must have a reward to learn from, got none; add one with agent.replace(reward=...)")
+    # The chains must be drawn from the policy that is trained.
     if agent.sampling.greedy:
         raise SettingsError(
             "temperature must be above 0 in training, because the loss needs tokens drawn from the policy; use "
@@ -42,6 +45,7 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
             "the agent's engine must sample from the policy that is trained; use "
             "agent.replace(engine=af.LocalEngine(policy))"
         )
+    # Budgets, folders, refills and servers that several processes cannot share.
     if (remote := sampler.rollout_workers) is not None:
         remote.check(agent)
         if not workers.is_single:

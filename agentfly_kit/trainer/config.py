@@ -169,8 +169,10 @@ class TrainConfig(PPOConfig):
         check_choice("advantage_per", self.advantage_per, AdvantagePer)
         check_choice("attribution", self.attribution, Attribution)
         check_choice("row_credit", self.row_credit, RowCredit)
+        # First the advantage, because the other checks depend on the name of its estimator.
         self._check_advantage()
         self._check_effects()
+        # Ranges of single settings, which the types do not express.
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise SettingsError(f"lr must be a positive number, got {self.lr}")
         if self.lr_end is not None and self.lr < self.lr_end == TrainConfig.lr_end:
@@ -187,6 +189,7 @@ class TrainConfig(PPOConfig):
             )
         if not 0 <= self.row_discount <= 1:
             raise SettingsError(f"row_discount must be from 0 to 1, got {self.row_discount}")
+        # Objects and functions, which would otherwise fail only after the first rollout.
         authors: Any = self.authors
         names = (authors,) if isinstance(authors, str | None) else authors
         if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str | None) for name in names):
@@ -205,6 +208,7 @@ class TrainConfig(PPOConfig):
             )
         for each in filters:
             is_group_filter(each)
+        # Combinations in which a setting would be ignored, or an estimator would get inputs that a run does not have.
         if self.refill and not filters:
             raise SettingsError(f"refill={self.refill} needs filters=, such as [af.filters.equal_rewards]")
         if self.truncated == "bootstrap" and self.advantage != "gae":

@@ -139,6 +139,7 @@ class FusedLlamaDecoder:
         share = heads // kv
         x = F.embedding(tokens, self._trunk.embed_tokens.weight)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
+        # Keys beyond the longest row are masked for all rows, so they are not computed.
         seen = aligned(int(positions.max()) + 1)
         hidden = torch.where(mask[:, 0, :, None, :seen], 0.0, -torch.inf)
         hidden = hidden.expand(rows, kv, share, seen).reshape(rows * kv, share, seen)
@@ -147,6 +148,7 @@ class FusedLlamaDecoder:
             qk = found[:, : heads + kv]
             if len(scale):
                 qk = self._norm(qk, None).mul_(scale)
+            # Rotary embedding of queries and keys in one operation, in place.
             turned = torch.roll(qk, size // 2, -1).mul_(sin)
             torch.addcmul(turned, qk, cos, out=found[:, : heads + kv])
             states = found[:, heads:, None]

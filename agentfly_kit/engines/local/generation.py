@@ -219,6 +219,7 @@ class ContinuousBatch:
     def _sample_next(self, requests: Sequence[Request], logits: Tensor, version: int) -> dict[int, str]:
         """Sample one token for each request. Return the stop reasons of the requests that have ended, by index."""
         device = logits.device
+        # The number of a token depends only on its seed and position, so that other requests do not change it.
         noise = seeds.uniforms(
             np.array([request.seed for request in requests], dtype=np.uint64),
             np.array([len(request.sampled) for request in requests], dtype=np.uint64),
@@ -228,6 +229,7 @@ class ContinuousBatch:
             values = [getattr(request.sampling, name) for request in requests]
             return torch.tensor(values, device=device) if any(value != off for value in values) else None
 
+        # A filter that no request uses is None and costs nothing.
         drawn = sample_tokens(
             logits,
             torch.tensor([float(request.sampling.temperature) for request in requests], device=device),
@@ -240,6 +242,7 @@ class ContinuousBatch:
         if not bool(drawn.logprobs.isfinite().all()):
             raise EngineError("the logits are not finite; the policy's weights have diverged")
         self.sampled += len(requests)
+        # One transfer per tensor, because each waits for the device.
         ids, logprobs, entropies = drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.entropies.tolist()
         kept_mass = drawn.kept_mass.tolist() if drawn.kept_mass is not None else None
         top = drawn.top_ids.tolist(), drawn.top_logprobs.tolist()
@@ -253,6 +256,7 @@ class ContinuousBatch:
                 request.kept_mass.append(kept_mass[i])
             if self._alternatives:
                 request.alternatives.append(tuple(zip(top[0][i], top[1][i], strict=True)))
+            # A stop token that is also the last token within the limit ends the action by itself.
             if ids[i] in self.policy.chat.stop_ids:
                 ended[i] = "stop"
             elif request.sampling.stop and self._has_stop_string(request):
