@@ -180,9 +180,11 @@ class BranchGroup:
         self._running -= 1
         self._decide()
 
-    async def branch(self, chain: Any) -> None:
-        """Wait until all other chains of the group have called this method or ended, then create forks of `chain`."""
-        action = chain.turn
+    async def branch(self, chain: Any, action: Turn) -> None:
+        """Wait until all other chains of the group have called this method or ended, then create forks of `chain`.
+
+        The forks begin before `action`, which follows an observation.
+        """
         if id(action.parent) in self._decided:
             return  # this chain is a fork, and all forks at this turn have already been decided
         first = next(turn for turn in chain.turns if turn.kind == "action")

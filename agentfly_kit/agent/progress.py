@@ -12,7 +12,7 @@ from agentfly_kit import seeds
 from agentfly_kit._async.listeners import Listeners
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.budget import BudgetUsage
-from agentfly_kit.types import Task, Trajectory
+from agentfly_kit.types import Task, Trajectory, Turn
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ class ChainHooks:
     gate: Callable[[], Awaitable[object]] = _open
     # Forks the chain as often as the hook `after_observation` requests; None for a chain outside a rollout.
     spawn: Callable[[Any, int], Awaitable[None]] | None = None
-    # Awaited after each action except the first, before its tool calls run; None in a rollout without `branch`.
-    branch: Callable[[Any], Awaitable[None]] | None = None
+    # Awaited with each action that follows an observation, before its tool calls run; None in a rollout without
+    # `branch`.
+    branch: Callable[[Any, Turn], Awaitable[None]] | None = None
     usages: tuple[BudgetUsage, ...] = ()
     # Name of the rollout. A pool serves the waiting requests of different rollouts in turn.
     run: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import random
 from collections.abc import Sequence
@@ -174,6 +175,34 @@ async def test_executed_calls_relative_to_independent_chains(calls: int, ratio: 
     assert executed_calls(rollout) / (calls * 16 * 30) == pytest.approx(ratio, abs=0.03)
 
 
+async def test_nudged_action_after_a_tool_result_is_a_fork_point() -> None:
+    """Chain 0 forks before its second action, which gets a nudge, and before its third, which follows the nudge."""
+    a = played([call("1"), "let me think", "5"], nudge="Answer.")
+    rollout = await a.rollout(numbered(1), 3, branch=af.Branch(initial=1, base=1.0, weight=0.0))
+    assert [t.id.rpartition("/")[2] for t in rollout] == ["0", "0.1", "0.2"]
+    assert {tuple(turn.author for turn in t.turns) for t in rollout} == {
+        ("task", "policy", "tool", "policy", "nudge", "policy")
+    }
+    first, *forks = rollout
+    shared = [[turn is other for turn, other in zip(t.turns, first.turns, strict=True)].count(True) for t in forks]
+    assert shared == [3, 5]
+
+
+async def test_chains_do_not_fork_after_a_compaction() -> None:
+    room = len(played([]).chain(numbered(1)[0]).ids) + 4 * len(chat().encode(call("1+1"))) + 24
+    a = played(
+        [call("1+1")] * 3 + ["found 2", "5", "5", "5"],
+        max_length=room,
+        on_context_full=af.hooks.summarize("Sum up.", tokens=24),
+        max_turns=9,
+        sampling=af.Sampling(max_tokens=24),
+    )
+    rollout = await a.rollout(numbered(1), 12, branch=af.Branch(initial=1, base=1.0, weight=0.0))
+    assert_trees(rollout, 12)
+    assert max(len(t.rows) for t in rollout) > 1
+    assert rollout.summary()["forks"] >= 3
+
+
 async def test_call_that_several_leaves_share_runs_once() -> None:
     ran: list[str] = []
 
@@ -286,14 +315,16 @@ async def test_pool_used_by_others_refuses_forks_without_waiting() -> None:
         assert [len(group) for group in rollout.groups] == [4, 4]
 
 
-async def test_chain_that_answered_is_not_cut_off_while_it_waits_for_its_group() -> None:
+@pytest.mark.parametrize(("stop", "recorded"), [("stop", "answered"), ("length", "context_full")])
+async def test_chain_that_ended_is_not_cut_off_while_it_waits_for_its_group(stop: Any, recorded: str) -> None:
     class Slow(Coin):
         async def sample(self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None) -> Sample:
             assert request is not None
             if request.turn == 1 and not self.slept:
                 self.slept = True
                 await asyncio.sleep(30)
-            return await super().sample(ids, sampling, seed, request=request)
+            sample = await super().sample(ids, sampling, seed, request=request)
+            return dataclasses.replace(sample, stop=stop) if request.turn == 1 else sample
 
     engine = Slow(calls=1.0, right=(0.5, 0.5))
     engine.slept = False  # type: ignore[attr-defined]
@@ -301,7 +332,7 @@ async def test_chain_that_answered_is_not_cut_off_while_it_waits_for_its_group()
         rollout = await coins(pool, engine=engine, timeout=0.5).rollout(
             numbered(1), 2, branch=af.Branch(initial=2, base=1.0)
         )
-        assert sorted(t.stop for t in rollout) == ["answered", "timeout"]
+        assert sorted(t.stop for t in rollout) == [recorded, "timeout"]
         assert pool.snapshot().leased == 0
 
 
