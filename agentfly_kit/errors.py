@@ -102,6 +102,12 @@ def check_count(name: str, value: Any, minimum: int = 1, *, optional: bool = Fal
         raise SettingsError(f"{name} must be an integer of at least {minimum}{limit}, got {value!r}")
 
 
+def check_positive(name: str, value: float) -> None:
+    """Raise SettingsError unless `value` is a finite number above 0."""
+    if not 0 < value < math.inf:
+        raise SettingsError(f"{name} must be a positive finite number, got {value!r}")
+
+
 def check_accepts(name: str, function: Any, *arguments: str) -> None:
     """Raise SettingsError unless `function` accepts as many positional arguments as there are names in `arguments`."""
     if not callable(function):
