@@ -102,11 +102,11 @@ def check_count(name: str, value: Any, minimum: int = 1, *, optional: bool = Fal
         raise SettingsError(f"{name} must be an integer of at least {minimum}{limit}, got {value!r}")
 
 
-def check_seconds(**given: object) -> None:
-    """Raise SettingsError for an argument that is not a positive, finite number of seconds."""
+def check_positive(what: str, /, **given: object) -> None:
+    """Raise SettingsError for an argument that is not a positive finite `what`, such as "number of seconds"."""
     for name, value in given.items():
         if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise SettingsError(f"{name} must be a positive, finite number of seconds, got {value!r}")
+            raise SettingsError(f"{name} must be a positive finite {what}, got {value!r}")
 
 
 def check_accepts(name: str, function: Any, *arguments: str) -> None:

@@ -12,7 +12,7 @@ from agentfly_kit import seeds
 from agentfly_kit._async.listeners import Listeners
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.budget import BudgetUsage
-from agentfly_kit.types import Task, Trajectory
+from agentfly_kit.types import Task, Trajectory, Turn
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class ChainHooks:
         report: Called with the fields of every progress event; see `RolloutEvent`.
         gate: Awaited before each action and before its tool calls. Blocks while the rollout is paused.
         spawn: Forks the chain as often as the hook `after_observation` requests; None for a chain outside a rollout.
-        branch: Awaited after each action except the first, before its tool calls run; None in a rollout without
-            `branch`.
+        branch: Awaited with each action that follows an observation, before its tool calls run; None in a rollout
+            without `branch`.
         usages: Usage of the budgets that the chain shares with others.
         run: Name of the rollout. A pool serves the waiting requests of different rollouts in turn.
     """
@@ -73,7 +73,7 @@ class ChainHooks:
     report: Report = lambda *_, **__: None
     gate: Callable[[], Awaitable[object]] = _open
     spawn: Callable[[Any, int], Awaitable[None]] | None = None
-    branch: Callable[[Any], Awaitable[None]] | None = None
+    branch: Callable[[Any, Turn], Awaitable[None]] | None = None
     usages: tuple[BudgetUsage, ...] = ()
     run: str = ""
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from agentfly_kit.chat import formats
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.errors import ChatTemplateError, EngineError, SettingsError, check_count, check_seconds
+from agentfly_kit.errors import ChatTemplateError, EngineError, SettingsError, check_count, check_positive
 from agentfly_kit.types import Message, Sample, Sampling, ToolCall, TurnRequest
 
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -94,7 +94,7 @@ class OpenAIEngine(Engine):
             raise EngineError(
                 f"weights must be 'auto', 'shm', 'http' or an address such as 'http://10.0.0.5:7000', got {weights!r}"
             )
-        check_seconds(timeout=timeout)
+        check_positive("number of seconds", timeout=timeout)
         if not isinstance(backoff, int | float) or not 0 <= backoff < math.inf:
             raise SettingsError(f"backoff must be a finite number of seconds of at least 0, got {backoff!r}")
         check_count("retries", retries, 0)

@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 from agentfly_kit._display import Displayable
 
 from .._async.listeners import Listeners
-from ..errors import SettingsError, check_seconds
+from ..errors import SettingsError, check_positive
 from .records import PoolEvent, PoolSnapshot
 
 S = TypeVar("S")
@@ -77,7 +77,7 @@ class BasePool(ABC, Generic[S]):
     def __init__(self, sandbox_type: type[S], acquire_timeout: float) -> None:
         if not isinstance(sandbox_type, type):
             raise SettingsError(f"sandbox_type must be a class such as PythonSandbox, got {sandbox_type!r}")
-        check_seconds(acquire_timeout=acquire_timeout)
+        check_positive("number of seconds", acquire_timeout=acquire_timeout)
         self.sandbox_type = sandbox_type
         self.name = sandbox_type.__name__
         self.acquire_timeout = acquire_timeout

@@ -18,7 +18,7 @@ from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.batch.collate import AdvantagePer, TruncationMode
 from agentfly_kit.batch.filters import Filter, is_group_filter
-from agentfly_kit.errors import SettingsError, check_accepts, check_choice, checks_keywords
+from agentfly_kit.errors import SettingsError, check_accepts, check_choice, check_positive, checks_keywords
 from agentfly_kit.ppo.config import PPOConfig, check_at_least
 from agentfly_kit.trainer.run_dir import KeepPolicies
 from agentfly_kit.types import Task
@@ -173,8 +173,9 @@ class TrainConfig(PPOConfig):
         self._check_advantage()
         self._check_effects()
         # Ranges of single settings, which the types do not express.
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise SettingsError(f"lr must be a positive number, got {self.lr}")
+        check_positive("number", lr=self.lr)
+        if self.lr_end is not None and not 0 <= self.lr_end < math.inf:
+            raise SettingsError(f"lr_end must be a finite number of at least 0, or None, got {self.lr_end}")
         if self.lr_end is not None and self.lr < self.lr_end == TrainConfig.lr_end:
             raise SettingsError(
                 f"lr_end must be set with lr={self.lr:g}, which is below the default lr_end={self.lr_end:g}: the rate "
@@ -213,6 +214,8 @@ class TrainConfig(PPOConfig):
             raise SettingsError(f"refill={self.refill} needs filters=, such as [af.filters.equal_rewards]")
         if self.truncated == "bootstrap" and self.advantage != "gae":
             raise SettingsError(f"truncated='bootstrap' needs the values of advantage='gae', got {self.advantage!r}")
+        if self.truncated == "penalty" and self.advantage == "none":
+            raise SettingsError("truncated='penalty' has no effect with advantage='none'; use 'score' or 'mask'")
         if self.advantage == "gdpo" and (self.truncated == "penalty" or (self.kl_in == "reward" and self.kl_coef > 0)):
             raise SettingsError("advantage='gdpo' needs unmodified rewards; use truncated='score' and kl_in='loss'")
         if self.advantage == "remax" and self.overlap:
@@ -258,12 +261,16 @@ class TrainConfig(PPOConfig):
             "kl_horizon": ("with kl_target", self.kl_target is not None),
             "row_credit": (
                 "with outcome estimators and advantage_per='trajectory'",
-                self.advantage_per == "trajectory" and self.advantage not in (*TURN_ESTIMATORS, *TOKEN_ESTIMATORS),
+                self.advantage_per == "trajectory"
+                and self.advantage not in ("none", *TURN_ESTIMATORS, *TOKEN_ESTIMATORS),
             ),
             "row_discount": ("with row_credit='geometric'", self.row_credit == "geometric"),
             "truncated_penalty": ("with truncated='penalty'", self.truncated == "penalty"),
             "kl_kind": ("with kl_coef above 0", self.kl_coef > 0),
-            "kl_in": ("with kl_coef above 0", self.kl_coef > 0),
+            "kl_in": (
+                "with kl_coef above 0 and advantages other than 'none'",
+                self.kl_coef > 0 and self.advantage != "none",
+            ),
             "kl_weighted": ("with kl_in='loss' and kl_coef above 0", self.kl_coef > 0 and self.kl_in == "loss"),
         }
         for name, estimators in _READ_BY.items():

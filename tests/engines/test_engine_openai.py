@@ -400,9 +400,9 @@ def test_settings_are_checked() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"timeout": 0}, "timeout must be a positive, finite number of seconds, got 0"),
-        ({"timeout": float("nan")}, "timeout must be a positive, finite number of seconds, got nan"),
-        ({"timeout": "60"}, "timeout must be a positive, finite number of seconds, got '60'"),
+        ({"timeout": 0}, "timeout must be a positive finite number of seconds, got 0"),
+        ({"timeout": float("nan")}, "timeout must be a positive finite number of seconds, got nan"),
+        ({"timeout": "60"}, "timeout must be a positive finite number of seconds, got '60'"),
         ({"retries": -1}, "retries must be an integer of at least 0, got -1"),
         ({"retries": 1.5}, "retries must be an integer of at least 0, got 1.5"),
         ({"backoff": -0.5}, "backoff must be a finite number of seconds of at least 0, got -0.5"),

@@ -467,7 +467,7 @@ class Kills:
         (Plain, {"max_use": 3}, r"unexpected keyword argument 'max_use'.*did you mean 'max_uses'\?"),
         (Plain(), {}, "sandbox_type must be a class such as PythonSandbox"),
         (Plain, {"max_uses": 0}, "max_uses must be an integer of at least 1, or None for no limit, got 0"),
-        (Plain, {"max_lease": float("inf")}, "max_lease must be a positive, finite number of seconds, got inf"),
+        (Plain, {"max_lease": float("inf")}, "max_lease must be a positive finite number of seconds, got inf"),
         *(
             (Plain, {name: None}, f"{name} must be .*, got None")
             for name in ("size", "min_idle", "acquire_timeout", "start_timeout", "max_lease")

@@ -53,6 +53,29 @@ async def test_a_batch_of_scripted_actions_has_their_mask_and_weight_one() -> No
         af.collate(rollout, imitate=True, authors="policy")
 
 
+async def test_an_empty_list_of_authors_is_rejected(policy: Any) -> None:
+    given = shown(policy, "1+2")
+    for nobody in ((), [], ""):
+        with pytest.raises(BatchError, match=r"names of authors of actions \('script'\), got "):
+            af.collate(given, imitate=nobody)
+        with pytest.raises(BatchError, match=r"names of authors of actions \('script'\), got "):
+            await af.imitate(policy, given, authors=nobody)
+
+
+async def test_weights_of_turns_are_rejected(policy: Any) -> None:
+    """They have a column per sampled turn, but scripted turns are not sampled."""
+    given = shown(policy, "1+2", "2+3")
+    turns = len(given[0].actions)
+    assert turns > 1
+    with pytest.raises(
+        AlignmentError, match=r"weights \(advantages\) must have the shape \(2,\) \(one per trajectory\) or .*, got"
+    ):
+        af.collate(given, torch.ones(2, turns), imitate=True)
+    shape = af.collate(given, imitate=True).ids.shape
+    batch = af.collate(given, torch.full(shape, 0.5), imitate=True)
+    assert (batch.advantages[batch.mask] == 0.5).all()
+
+
 async def test_forced_tokens_of_one_author_are_imitated_alone(policy: Any) -> None:
     agent = af.Agent(af.LocalEngine(policy), chat=policy.chat, sampling=af.Sampling(max_tokens=4))
     chain = agent.chain(agents.tasks(1)[0])
@@ -139,6 +162,12 @@ def test_each_step_rejects_the_batches_of_the_other(policy: Any) -> None:
     assert split.updates == 3
 
 
+@pytest.mark.parametrize("lr", [0.0, -1.0, math.nan, math.inf])
+def test_invalid_learning_rates_are_rejected(policy: Any, lr: float) -> None:
+    with pytest.raises(SettingsError, match="lr must be a positive finite number"):
+        af.adamw(policy, lr)
+
+
 # --- imitate
 
 
@@ -158,7 +187,8 @@ async def test_imitation_teaches_and_is_reproducible(policy: Any) -> None:
     [
         ({"epochs": 0}, "epochs must be an integer of at least 1, got 0"),
         ({"minibatch": 0}, "minibatch must be an integer of at least 1, got 0"),
-        ({"lr": math.nan}, "lr must be above 0, got nan"),
+        ({"lr": math.nan}, "lr must be a positive finite number, got nan"),
+        ({"lr": math.inf}, "lr must be a positive finite number, got inf"),
     ],
 )
 async def test_invalid_settings_are_rejected(policy: Any, options: dict[str, Any], message: str) -> None:
