@@ -17,7 +17,7 @@ import torch
 from agentfly_kit import seeds
 from agentfly_kit._async.pending_call import run_in_thread
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.agent.remote import GroupWorkers
+from agentfly_kit.agent.remote import GroupWorkers, RolloutRequest
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.batch.filters import drop_reasons
@@ -102,21 +102,24 @@ class RolloutSampler:
             rollout = Rollout((*rollout.groups, *more.groups), rollout.seconds + more.seconds)
         return rollout
 
-    async def _run_rollout(self, agent: Agent, tasks: list[Task], index: int, purpose: str) -> Rollout:
-        """Run the part of a rollout that is assigned to this process."""
-        config, workers = self.config, self.workers
-        self.handle = agent.rollout(
-            tasks,
-            config.group_size,
+    def request(self, tasks: list[Task], index: int, purpose: str) -> RolloutRequest:
+        """Return the request for the part of a rollout that is assigned to this process."""
+        config = self.config
+        return RolloutRequest(
+            tasks=tasks,
+            group_size=config.group_size,
             branch=config.branch,
             max_concurrency=config.max_concurrency,
             budget=config.budget,
             group_budget=config.group_budget,
             index=index,
             purpose=purpose,
-            share=(workers.rank, workers.size),
-            workers=self.rollout_workers,
+            share=(self.workers.rank, self.workers.size),
         )
+
+    async def _run_rollout(self, agent: Agent, tasks: list[Task], index: int, purpose: str) -> Rollout:
+        """Run the part of a rollout that is assigned to this process."""
+        self.handle = RolloutHandle(agent, self.request(tasks, index, purpose), self.rollout_workers)
         if self._paused:
             self.handle.pause()
         try:
