@@ -24,8 +24,8 @@ from agentfly_kit.batch.filters import drop_reasons
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.policy.policy import Policy
+from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.distributed import WorkerGroup
 from agentfly_kit.types import Task
 
 
