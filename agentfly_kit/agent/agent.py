@@ -93,5 +93,7 @@ class Agent(AgentSettings):
             workers: worker processes that run the groups, created by `af.ray.workers`. With None, this process runs
                 them. `max_concurrency` and the limits of the agent apply to each worker.
         """
-        request = RolloutRequest(task_list(tasks), group_size, branch, max_concurrency, group_budget, index, purpose)
-        return RolloutHandle(self, request, budget, share, workers, progress)
+        request = RolloutRequest(
+            task_list(tasks), group_size, branch, max_concurrency, budget, group_budget, index, purpose, share
+        )
+        return RolloutHandle(self, request, workers, progress)

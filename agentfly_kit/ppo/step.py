@@ -24,7 +24,7 @@ from agentfly_kit.errors import TrainingError, check_positive, checks_keywords
 from agentfly_kit.policy.forward import Critic, ForwardOutput, single_torch_thread, warn_if_bfloat16_is_slow
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
-from agentfly_kit.ppo.distributed import DistributedStep
+from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.ppo.inputs import (
     MicroBatch,
     StepInputs,
@@ -87,7 +87,7 @@ def ppo_step(
     started = time.perf_counter()
     check_optimizer(policy, optimizer)
     check_batch(policy, batch, config, reference)
-    ranks = DistributedStep(accelerator)
+    ranks = WorkerGroup(accelerator)
     ranks.check_same_batch(batch)
     loss = config.policy_loss()
     if config.autocast is not None:

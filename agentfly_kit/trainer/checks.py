@@ -28,8 +28,6 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
             f"group_size must be at least 2 for advantage={config.advantage!r}, got 1, because the only chain of a "
             "group would have advantage 0; use 'reinforce_plus_plus' or 'gae' for single chains"
         )
-    if config.branch is not None:
-        config.branch.groups_at_once(agent, config.group_size, config.max_concurrency)
     if config.advantage == "gdpo" and len([r for r in agent.reward if r.weight and r.per == "trajectory"]) < 2:
         raise SettingsError(f"advantage='gdpo' needs an agent with at least two rewards per chain, got {agent.reward}")
     if not agent.reward and agent.group_reward is None and config.advantage != "none":
@@ -46,18 +44,16 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
             "agent.replace(engine=af.LocalEngine(policy))"
         )
     # Budgets, folders, refills and servers that several processes cannot share.
-    if (remote := sampler.rollout_workers) is not None:
-        remote.check(agent)
-        if not workers.is_single:
+    if not workers.is_single:
+        if sampler.rollout_workers is not None:
             raise SettingsError(
                 f"workers must be None with {workers.size} processes, each of which runs its own chains"
             )
-    if config.budget is not None and not (remote is None and workers.is_single):
-        raise SettingsError(
-            f"budget must be None with workers or several processes, got {config.budget}, because each process would "
-            "count only its own chains; use group_budget=, because all chains of a group run in the same process"
-        )
-    if not workers.is_single:
+        if config.budget is not None:
+            raise SettingsError(
+                f"budget must be None with several processes, got {config.budget}, because each would count only its "
+                "own chains; use group_budget=, because all chains of a group run in the same process"
+            )
         if run is None:
             raise SettingsError("run must be a folder that all processes can access, got None")
         if config.refill:
@@ -67,4 +63,5 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
                 f"each of the {workers.size} processes must have its own engine, such as LocalEngine or VLLMEngine, "
                 f"got {agent.engine!r}; otherwise, every process would send its weights to the same servers"
             )
-    agent.check_tasks([*sampler.tasks, *eval_tasks])
+    sampler.request(sampler.tasks, 0, "train").check(agent, sampler.rollout_workers)
+    agent.check_tasks(eval_tasks)

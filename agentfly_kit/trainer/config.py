@@ -18,7 +18,14 @@ from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.batch.collate import AdvantagePer, TruncationMode
 from agentfly_kit.batch.filters import Filter, is_group_filter
-from agentfly_kit.errors import SettingsError, check_accepts, check_choice, check_positive, checks_keywords
+from agentfly_kit.errors import (
+    SettingsError,
+    check_accepts,
+    check_choice,
+    check_instance,
+    check_positive,
+    checks_keywords,
+)
 from agentfly_kit.ppo.config import PPOConfig, check_at_least
 from agentfly_kit.trainer.run_dir import KeepPolicies
 from agentfly_kit.types import Task
@@ -198,10 +205,8 @@ class TrainConfig(PPOConfig):
         if not (self.difficulty is None or isinstance(self.difficulty, str)):
             check_accepts("difficulty", self.difficulty, "task")
         for name in ("budget", "group_budget"):
-            if not isinstance(value := getattr(self, name), Budget | None):
-                raise SettingsError(f"{name} must be an af.Budget, such as af.Budget(tokens=1000), got {value!r}")
-        if not isinstance(self.branch, Branch | None):
-            raise SettingsError(f"branch must be an af.Branch, such as af.Branch(initial=4), got {self.branch!r}")
+            check_instance(name, getattr(self, name), Budget | None, "an af.Budget, such as af.Budget(tokens=1000)")
+        check_instance("branch", self.branch, Branch | None, "an af.Branch, such as af.Branch(initial=4)")
         filters: Any = self.filters
         if not isinstance(filters, list | tuple):
             raise SettingsError(

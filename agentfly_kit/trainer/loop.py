@@ -42,13 +42,13 @@ from agentfly_kit.errors import (
 )
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import adamw, ppo_step_async
+from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trainer import checkpoint
 from agentfly_kit.trainer.batch_builder import BatchBuilder, check_teacher, distilled
 from agentfly_kit.trainer.checkpoint import LoopState
 from agentfly_kit.trainer.checks import check_run
 from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.distributed import WorkerGroup
 from agentfly_kit.trainer.fingerprint import fingerprint
 from agentfly_kit.trainer.rollouts import RolloutSampler
 from agentfly_kit.trainer.run_dir import Run, last_success

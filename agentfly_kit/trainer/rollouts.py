@@ -16,16 +16,16 @@ import torch
 from agentfly_kit import seeds
 from agentfly_kit._async.pending_call import run_in_thread
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.agent.remote import GroupWorkers
+from agentfly_kit.agent.remote import GroupWorkers, RolloutRequest
 from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.agent.runner import RolloutHandle, group_ids
+from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.batch.filters import drop_reasons
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.evaluation import Evaluation, evaluate
 from agentfly_kit.policy.policy import Policy
+from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.distributed import WorkerGroup
 from agentfly_kit.trainer.fingerprint import describe
 from agentfly_kit.types import Task
 
@@ -113,21 +113,24 @@ class RolloutSampler:
             rollout = _joined((rollout, more), rollout.seconds + more.seconds)
         return rollout
 
-    async def _run_rollout(self, agent: Agent, tasks: list[Task], index: int, purpose: str) -> Rollout:
-        """Run the part of a rollout that is assigned to this process."""
-        config, workers = self.config, self.workers
-        self.handle = self._pausable(agent).rollout(
-            tasks,
-            config.group_size,
+    def request(self, tasks: list[Task], index: int, purpose: str) -> RolloutRequest:
+        """Return the request for the part of a rollout that is assigned to this process."""
+        config = self.config
+        return RolloutRequest(
+            tasks=tasks,
+            group_size=config.group_size,
             branch=config.branch,
             max_concurrency=config.max_concurrency,
             budget=config.budget,
             group_budget=config.group_budget,
             index=index,
             purpose=purpose,
-            share=(workers.rank, workers.size),
-            workers=self.rollout_workers,
+            share=(self.workers.rank, self.workers.size),
         )
+
+    async def _run_rollout(self, agent: Agent, tasks: list[Task], index: int, purpose: str) -> Rollout:
+        """Run the part of a rollout that is assigned to this process."""
+        self.handle = RolloutHandle(self._pausable(agent), self.request(tasks, index, purpose), self.rollout_workers)
         try:
             return await self.handle
         finally:
@@ -160,7 +163,7 @@ class RolloutSampler:
         parts = await self.workers.all_gather_or_raise(mine, failed)
         rollout = _joined(parts, max(part.seconds for part in parts))
         # Order the groups by id, because a group whose chains did not run because of a budget is missing.
-        ids = group_ids(self.task_sampler.sample(index), "train", index)
+        ids = self.request(self.task_sampler.sample(index), index, "train").group_ids
         places = {id: place for place, id in enumerate(ids)}
         return dataclasses.replace(rollout, groups=tuple(sorted(rollout.groups, key=lambda group: places[group.id])))
 
