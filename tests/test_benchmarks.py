@@ -1,4 +1,4 @@
-"""The benchmark of a GPU, as far as a CPU can run it."""
+"""Benchmarks: that of a GPU, as far as a CPU can run it, and the one that runs a notebook with several seeds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 from paths import ROOT
@@ -38,3 +39,18 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     assert found["times faster than TRL"] > 0
     if "not measured" not in results["vllm"]:
         assert results["vllm"]["weight transfer"]["transport"].startswith("shm (the policy is on cpu")
+
+
+@pytest.mark.parametrize(("last", "failed"), [("assert SEED < 2", {}), ("assert SEED < 1", {"1": 1})])
+def test_a_notebook_that_fails_with_one_seed_fails(last: str, failed: dict[str, int], tmp_path: Path) -> None:
+    """The exit code is 1 if an assertion fails with any seed; the other seeds are reported nevertheless."""
+    sources = ("SEED = 0", f"results = {{'twice': 2 * SEED}}\n{last}")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    nbformat.write(notebook, tmp_path / "toy.ipynb")
+    script = ROOT / "benchmarks" / "bench_neighbours.py"
+    command = [sys.executable, str(script), str(tmp_path / "toy.ipynb"), "--seeds", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    report = json.loads(done.stdout)
+    assert done.returncode == int(bool(failed)), done.stderr
+    assert {seed: len(cells) for seed, cells in report["failed"].items()} == failed
+    assert report["spread"]["twice"] == {"mean": 1, "min": 0, "max": 2, "runs": 2}

@@ -1,6 +1,8 @@
 """The examples of README.md run as pasted, in a notebook cell and as a script; the site's sources are complete."""
 
+import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -67,6 +69,25 @@ def test_the_moving_picture_is_small() -> None:
 def test_the_page_for_pypi_has_no_relative_link() -> None:
     page = (ROOT / "docs" / "pypi.md").read_text(encoding="utf-8")
     assert not re.search(r"\]\((?!https://)|<img", page)
+
+
+def test_the_site_draws_the_figures_of_notebooks() -> None:
+    """Every saved plotly figure becomes HTML for plotly.js, which each page loads once and from the site."""
+    conf, drawn = runpy.run_path(str(ROOT / "docs" / "conf.py")), 0
+    assert [Path(path).name for path in conf["html_static_path"]] == ["plotly.min.js"]
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        saved = path.read_text(encoding="utf-8")
+        source = [saved]
+        conf["_draw_figures"](None, f"notebooks/{path.stem}", source)
+        bundles = [
+            output.get("data", {}) for cell in json.loads(source[0])["cells"] for output in cell.get("outputs", [])
+        ]
+        html = "".join("".join(data.get("text/html", "")) for data in bundles)
+        assert not any("plotly" in kind for data in bundles for kind in data)
+        assert html.count("Plotly.newPlot(") == saved.count('"application/vnd.plotly.v1+json"')
+        assert html.count('src="../_static/plotly.min.js"') == ("Plotly.newPlot(" in html)
+        drawn += html.count("Plotly.newPlot(")
+    assert drawn >= 10
 
 
 @pytest.mark.real
