@@ -27,7 +27,7 @@ from agents import (
 )
 from agents import tasks as calculator_tasks
 from cancelling import settled, tasks_left
-from test_ppo_more import gradient
+from test_ppo_settings import gradient
 
 import agentfly_kit as af
 from agentfly_kit.batch.turn_data import executed_calls
