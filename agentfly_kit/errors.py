@@ -105,7 +105,7 @@ def check_count(name: str, value: Any, minimum: int = 1, *, optional: bool = Fal
 def check_seconds(**given: object) -> None:
     """Raise SettingsError for an argument that is not a positive, finite number of seconds."""
     for name, value in given.items():
-        if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise SettingsError(f"{name} must be a positive, finite number of seconds, got {value!r}")
 
 
