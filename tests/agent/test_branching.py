@@ -28,7 +28,7 @@ from agents import (
 )
 from agents import tasks as calculator_tasks
 from cancelling import settled, tasks_left
-from test_ppo_more import gradient
+from test_ppo_settings import gradient
 from torch import Tensor
 
 import agentfly_kit as af

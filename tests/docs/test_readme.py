@@ -1,5 +1,6 @@
 """The examples of README.md run as pasted, in a notebook cell and as a script; the site's sources are complete."""
 
+import ast
 import json
 import re
 import runpy
@@ -104,3 +105,25 @@ def test_a_broken_link_fails_the_build_of_the_site(tmp_path: Path) -> None:
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert done.stderr.count("WARNING") == len(links), done.stderr
+
+
+def test_the_files_that_process_a_token_are_short() -> None:
+    """Count the whole files, but of files with a list of functions only these. README.md states the rounded numbers."""
+    section = README.partition("## Read the code")[2].partition("## ")[0]
+    rows = re.findall(r"^\| \[.*?\]\((.*?)\)(?:: `(\w+)`)? \| (.*) \|$", section, re.MULTILINE)
+    assert len(rows) == 6
+    whole = path = 0
+    for file, function, shows in rows:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        lines = len(text.splitlines())
+        whole += lines
+        if function:
+            names = {function, *re.findall(r"`(_\w+)`", shows)}
+            found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name in names]
+            assert len(found) == len(names)
+            lines = sum(node.end_lineno - node.lineno + 1 for node in found if node.end_lineno is not None)
+        path += lines
+    assert path <= 1500
+    stated = re.search(r"about ([\d,]+) lines, of which you can skip (\d+)", section)
+    assert stated is not None
+    assert abs(whole - int(stated[1].replace(",", ""))) <= 50 and abs(whole - path - int(stated[2])) <= 50

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from agents import agent, assert_same_gradient, assert_same_update, fresh, random_policy, tasks
-from test_ppo_more import gradient, judged, made
+from test_ppo_settings import gradient, judged, made
 from torch import Tensor
 
 from agentfly_kit import tiny
