@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import math
 import random
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from agents import (
     Box,
     ForkingBox,
     Played,
+    Text,
     agent,
     calculator,
     call,
@@ -123,6 +125,14 @@ async def test_results_do_not_depend_on_concurrency() -> None:
     assert found[0].trajectories == found[1].trajectories == found[2].trajectories
     assert any(t.id.count(".") == 2 for t in found[0])
     assert found[0].summary()["forks"] == sum("." in t.id for t in found[0])
+
+
+async def test_local_engine_gives_the_same_bits_at_any_concurrency() -> None:
+    a = agent(sampling=af.Sampling(max_tokens=24))
+    branch = af.Branch(initial=4, base=0.9)
+    found = [await a.rollout(calculator_tasks(4), 8, branch=branch, max_concurrency=n, index=0) for n in (8, 16, 128)]
+    assert found[0].summary()["forks"] > 0
+    assert found[0].trajectories == found[1].trajectories == found[2].trajectories
 
 
 async def test_parts_of_a_rollout_have_the_same_trajectories() -> None:
@@ -459,6 +469,55 @@ async def test_cancelled_rollouts_hold_no_lease(count: int) -> None:
             assert (s.leased, s.waiting) == (0, 0), f"after rollout {i}: {pool!r}"
 
 
+class Stuck(Coin):
+    """Engine whose first request for a second action never returns."""
+
+    def __init__(self) -> None:
+        super().__init__(calls=1.0)
+        self.is_stuck = False
+
+    async def sample(self, *args: Any, request: TurnRequest | None = None, **keywords: Any) -> Sample:
+        if request is not None and request.turn == 1 and not self.is_stuck:
+            self.is_stuck = True
+            await asyncio.sleep(600)
+        return await super().sample(*args, request=request, **keywords)
+
+
+@pytest.mark.parametrize("when", ["a chain waits for its group", "forks call tools"])
+def test_interrupted_rollout_holds_no_lease(when: str) -> None:
+    pool = af.Pool(ForkingBox, size=8)
+    branch = af.Branch(initial=2, base=1.0)
+    a = coins(pool, engine=Coin(calls=1.0))
+    wanted = asyncio.run(a.rollout(numbered(2), 4, branch=branch, index=0))
+    calls = 0
+
+    @af.tool(name="put_forking")
+    async def slow(text: Text, box: ForkingBox) -> str:
+        """Put."""
+        nonlocal calls
+        calls += 1
+        if calls > 4:  # the two groups begin with two chains each, which then fork
+            await asyncio.sleep(600)
+        return await box.run(text)
+
+    stuck = a.replace(tools=[slow]) if when == "forks call tools" else coins(pool, engine=Stuck())
+
+    async def main() -> None:
+        run = stuck.rollout(numbered(2), 4, branch=branch)
+        running = asyncio.ensure_future(run)
+        while not (calls > 4 or any(group._waiting for group in run._branching.values())):
+            await asyncio.sleep(0.001)
+        signal.raise_signal(signal.SIGINT)
+        await running
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    s = pool.snapshot()
+    assert (s.leased, s.waiting) == (0, 0)
+    assert asyncio.run(a.rollout(numbered(2), 4, branch=branch, index=0)).trajectories == wanted.trajectories
+    asyncio.run(pool.close())
+
+
 # --- forks at an earlier turn ---
 
 
@@ -518,7 +577,13 @@ def test_agents_that_cannot_branch_are_rejected_before_anything_runs() -> None:
     for branch, group_size, more, message in (
         (af.Branch(9), 8, a, "initial must be at most group_size=8, got 9"),
         (3, 8, a, "branch must be an af.Branch, such as .*, got 3"),
-        (af.Branch(), 8, a, "a group of 8 leaves runs as a whole, so the pool of ForkingBox must be at least 8, got 4"),
+        (
+            af.Branch(),
+            8,
+            a,
+            "a group of 8 leaves runs as a whole, so the pool of ForkingBox must be at least 8, got 4; increase it, or "
+            "set group_size to at most 4",
+        ),
         (af.Branch(), 80, played(["5"]), "so max_concurrency must be at least 80, got 64"),
         (
             af.Branch(),
