@@ -194,7 +194,7 @@ assert says_call["test"].std() < 0.05
 """,
     "27_conagents": """
 assert set(attempts) == {1, 2, 3} and max(n for report in reports for n in report["attempts"]) == 3
-assert results["no calibration"] < results["server only"] < both > results["silent review"] and both > 0.8
+assert results["no calibration"] < results["server only"] < both > results["review without advice"] and both > 0.8
 assert table.reviews["no calibration"] == 0 < table.reviews["both"] < table.reviews["both, automatic"]
 """,
     "30_apt": """
