@@ -106,6 +106,21 @@ async def test_better_models_rank_higher_and_a_replay_gives_the_same_scores(clos
         assert runs[:4] == runs[-4:]
 
 
+async def test_reused_predictions_give_the_same_results_as_running_the_program(closed_later: Any) -> None:
+    seen: list[list[str]] = []
+    competition._KNOWN.clear()
+    first, then = "import baselines; x = 'set by the first'; baselines.mean()", "print(x); baselines.linear()"
+    for reuse in (False, True, True):
+        of = closed_later(Contest(reuse=reuse))
+        await of.reset(task(world=11), 0)
+        seen.append([await run(of, code) for code in (first, first, then)] + [await run(of, "missing()")])
+        assert len(competition._KNOWN) == reuse  # only the first program of a chain, and only if it succeeds
+        await call(of, "restart")
+        assert "NameError" in await run(of, then)  # the reused program is not run again after a restart
+    assert seen[0] == seen[1] == seen[2] and "position" in seen[0][2]
+    competition._KNOWN.clear()
+
+
 async def test_turn_rewards_add_up_to_the_best_position_and_resubmission_earns_nothing(closed_later: Any) -> None:
     of = closed_later(Contest(shaped=True))
     await of.reset(task(), 0)
