@@ -81,6 +81,11 @@ class LanguageModel:
         return cast(torch.device, next(iter(self.model.parameters())).device)
 
     @property
+    def is_float32_on_cpu(self) -> bool:
+        parameter = next(iter(self.model.parameters()))
+        return bool(parameter.device.type == "cpu" and parameter.dtype == torch.float32)
+
+    @property
     def decoder(self) -> Any:
         """The model without its output matrix."""
         decoder = self.model.get_decoder()
