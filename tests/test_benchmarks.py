@@ -27,6 +27,22 @@ def test_without_a_gpu_it_exits_with_one_sentence() -> None:
     assert done.stderr.strip() == ("bench-gpu needs a CUDA device; `--device cpu --tiny` checks the script without one")
 
 
+@pytest.mark.real
+def test_results_are_kept_after_a_part_that_fails_and_printed_as_a_table(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    parts = ("--parts", "local", "update", "--timeout", "0.1")
+    done = run("--device", "cpu", "--tiny", "--repeats", "1", "--out", str(out), *parts)
+    assert done.returncode == 1 and done.stderr.strip().endswith("failed: local, update")
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["results"]["update"]["failed"].startswith("took more than 0 s")
+    assert found["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
+    found["results"]["local"] = {"tokens per second": {"8 chains": 12.5}}
+    out.write_text(json.dumps(found), encoding="utf-8")
+    printed = run("--markdown", str(out)).stdout
+    assert "| local, tokens per second, 8 chains | 12.5 |" in printed
+    assert printed.startswith(f"cpu, {found['date']}, agentfly_kit ")
+
+
 @pytest.mark.soak
 def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     done = run("--device", "cpu", "--tiny", "--repeats", "1", "--out", str(tmp_path / "gpu.json"))

@@ -51,6 +51,8 @@ class Policy(Displayable, LanguageModel):
         _check_value_head(value_head)
         super().__init__(model, None)
         self.chat = chat
+        if next(iter(model.parameters())).dtype == torch.bfloat16:
+            warn_if_bfloat16_is_slow(self.device)
         self.model.eval()  # with dropout, the trained distribution would differ from the sampled one
         if value_head is True:
             self.value_head = ValueHead(self.width).to(self.device)
@@ -144,8 +146,6 @@ class Policy(Displayable, LanguageModel):
                     model = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
         except Exception as error:
             raise PolicyError(f"cannot load a policy from {path!r}: {type(error).__name__}: {error}") from error
-        if model.dtype == torch.bfloat16:
-            warn_if_bfloat16_is_slow(model.device)
         if lora is not None:
             model = _with_lora(model, lora)
         stop = _extra_stop_tokens(model, tokenizer)

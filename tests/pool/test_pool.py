@@ -727,6 +727,8 @@ class StateMachine(RuleBasedStateMachine):
     def tell(self, event: Callable[..., None], *args: Any) -> None:
         self.now += 1.0
         effects = self.state.apply(event, *args, now=self.now)
+        for state in ("starting", "idle", "leased", "resetting", "closing"):
+            assert self.state.count(state) == sum(slot.state == state for slot in self.state.slots.values())
         for slot, state in [(s, "closing") for s in effects.close] + [(s, "resetting") for s in effects.reset]:
             self.effects[slot] = state
         for slot in effects.start:

@@ -243,16 +243,19 @@ def test_a_run_folder_of_version_0_1_is_rejected_and_kept(tmp_path: Path) -> Non
 async def test_memory_threads_and_files_do_not_grow_over_500_iterations() -> None:
     """The kept statistics take a few KB per iteration. Takes two minutes."""
 
-    def resources() -> tuple[float, int, int]:
+    def resources() -> tuple[float, int]:
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, threading.active_count(), len(open_files())
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(open_files())
 
     policy, tasks = tiny.policy("calculator"), load_tasks("calculator")
     config = TrainConfig(steps=500, tasks_per_step=4, group_size=4, minibatch=16, lr=1e-5, lr_end=None)
-    seen = {}
+    seen, threads = {}, []
     async for step in train(calculator.agent(policy), policy, tasks.train, config):
+        threads.append(threading.active_count())
         if step.step in (100, 500):
             seen[step.step] = resources()
-    (mib, _, files), (mib_after, threads, files_after) = seen[100], seen[500]
-    assert mib_after - mib < 8 and files_after == files and threads <= 32
+    (mib, files), (mib_after, files_after) = seen[100], seen[500]
+    assert mib_after - mib < 8 and files_after == files
+    # The number of worker threads varies between iterations, so compare the maxima of 50 iterations.
+    assert max(threads[450:]) <= max(threads[50:100]) + 4
