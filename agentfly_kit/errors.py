@@ -105,7 +105,7 @@ def check_count(name: str, value: Any, minimum: int = 1, *, optional: bool = Fal
 def check_positive(what: str, /, **given: object) -> None:
     """Raise SettingsError for an argument that is not a positive finite `what`, such as "number of seconds"."""
     for name, value in given.items():
-        if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
             raise SettingsError(f"{name} must be a positive finite {what}, got {value!r}")
 
 

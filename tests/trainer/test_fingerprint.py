@@ -25,12 +25,12 @@ from agentfly_kit.chat.chat import Chat
 from agentfly_kit.envs.gym import from_env
 from agentfly_kit.errors import RunMismatch
 from agentfly_kit.pool.pool import Pool
+from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.sandboxes.python import PythonSandbox
 from agentfly_kit.tools import function as functions
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.distributed import WorkerGroup
 from agentfly_kit.trainer.fingerprint import fingerprint
 from agentfly_kit.trainer.rollouts import RolloutSampler
 from agentfly_kit.types import Task

@@ -17,9 +17,9 @@ from test_trainer import learner as fresh_learner
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.errors import EngineError, SettingsError, TrainingError
 from agentfly_kit.policy.policy import Policy
+from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.trainer import loop
 from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.distributed import WorkerGroup
 from agentfly_kit.trainer.loop import train
 from agentfly_kit.trainer.rollouts import RolloutSampler
 from agentfly_kit.trainer.run_dir import Run
