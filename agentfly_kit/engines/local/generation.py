@@ -19,7 +19,7 @@ from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 
 # Maximum numbers of tokens per prefill and per forward pass of a prefill, including padding. On a CPU, intermediate
-# results of a forward pass should fit into the cache; other devices are fastest with large forward passes.
+# results of a forward pass should fit into the cache. The limits of other devices have not been measured.
 _CPU_PREFILL_TOKENS, _CPU_FORWARD_TOKENS = 4096, 512
 _PREFILL_TOKENS, _FORWARD_TOKENS = 32768, 8192
 # Possible widths of a prefill chunk in tokens.
