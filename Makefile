@@ -3,11 +3,11 @@ PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test test-sandboxes test-real test-gpu soak check format docs moving-picture policy \
-	notebooks constraints wheel clean
+.PHONY: help install demo lab test test-sandboxes test-notebooks test-real test-gpu soak check format docs \
+	moving-picture policy notebooks constraints wheel clean
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install:  ## create .venv for the notebooks and tests (does nothing if it is up to date)
 	@scripts/install lab test trackers otel trl containers remote
@@ -39,6 +39,11 @@ test-real: docs  ## run the slow tests: all notebooks, the installed wheel, vLLM
 	@scripts/pytest-some -m real -n 2 --no-loadscope-reorder --durations=20 --durations-min=10 \
 		--ignore $(RAY_TESTS) $(ARGS)
 	@scripts/pytest-some -m real --durations=20 --durations-min=10 $(ARGS) $(RAY_TESTS)
+
+test-notebooks: install  ## run every notebook from top to bottom; `make test-real` includes it
+	@scripts/install envs agents frameworks
+	@$(PY) -m pytest -m 'real or not real' -n 2 --no-loadscope-reorder --durations=20 --durations-min=10 $(ARGS) \
+		tests/notebooks/test_notebooks.py
 
 test-gpu: install  ## run the tests that need a CUDA device; those of vLLM need the extra [vllm]
 	@scripts/pytest-some -m gpu $(ARGS)

@@ -102,6 +102,13 @@ def check_count(name: str, value: Any, minimum: int = 1, *, optional: bool = Fal
         raise SettingsError(f"{name} must be an integer of at least {minimum}{limit}, got {value!r}")
 
 
+def check_positive(what: str, /, **given: object) -> None:
+    """Raise SettingsError for an argument that is not a positive finite `what`, such as "number of seconds"."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
+            raise SettingsError(f"{name} must be a positive finite {what}, got {value!r}")
+
+
 def check_accepts(name: str, function: Any, *arguments: str) -> None:
     """Raise SettingsError unless `function` accepts as many positional arguments as there are names in `arguments`."""
     if not callable(function):

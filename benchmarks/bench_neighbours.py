@@ -5,7 +5,7 @@ The notebook sets `SEED = 0` in its first code cell and defines `results`, a dic
     python benchmarks/bench_neighbours.py notebooks/25_tools_as_weights.ipynb --seeds 5
 
 `failed` lists the first line of each cell that raised, by seed: the margin of an assertion holds if it is empty for all
-seeds. CPU seconds are those of the kernel. The output is JSON.
+seeds. Otherwise the exit code is 1. CPU seconds are those of the kernel. The output is JSON.
 """
 
 import argparse
@@ -68,6 +68,7 @@ def main() -> None:
     failed = {each["seed"]: each["failed"] for each in runs if each["failed"]}
     report = {"notebook": given.notebook.stem, "spread": spread, "failed": failed}
     print(json.dumps(report | {"cpu_seconds": [each["cpu_seconds"] for each in runs]}, indent=1))
+    raise SystemExit(int(bool(failed) or not columns))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ vllm     The same, relative to vLLM's CPU build as `VLLMEngine`, in CPU time of 
          all repeats, which have different prompts, and each engine has a process of its own.
 update   CPU time and peak memory of `ppo_step`, relative to a plain step on the same padded rows (logits at every
          position, cross-entropy of the same tokens, backward, AdamW): all weights, and with LoRA the adapters alone.
+checkpointing   CPU time and peak memory of `ppo_step` with and without gradient checkpointing.
 logits   CPU time and peak memory of a forward and backward pass of 1,536 trained tokens with a vocabulary of 151,936.
          The logits are computed in chunks, and again in the backward pass; relative to the same pass without chunks.
 growth   CPU time and peak memory of `ppo_step` against the number and the length of rows, with the exponent of a
@@ -199,7 +200,14 @@ def peak() -> float:
 
 
 def update_case(
-    architecture: str, size: str, who: str, lora: bool, rows: int, length: int, repeats: int
+    architecture: str,
+    size: str,
+    who: str,
+    lora: bool,
+    rows: int,
+    length: int,
+    repeats: int,
+    checkpointing: bool = False,
 ) -> dict[str, Any]:
     policy = random_policy(architecture, size)
     if lora:
@@ -210,7 +218,7 @@ def update_case(
     weights = [p for p in policy.model.parameters() if p.requires_grad]
     if who == "ppo_step":
         optimizer = af.adamw(policy, 1e-12)
-        config = af.PPOConfig(old_logprobs="engine", max_lag=None)
+        config = af.PPOConfig(old_logprobs="engine", max_lag=None, checkpointing=checkpointing)
         runs = {who: lambda: af.ppo_step(policy, optimizer, batch, config)}
     else:
         optimizer = torch.optim.AdamW(weights, lr=1e-12, fused=True)
@@ -276,10 +284,10 @@ def growth(architecture: str, size: str, repeats: int, long: bool) -> dict[str, 
         found = {}
         for rows, length in cases:
             key = rows if "rows of" in name else length
-            found[key] = in_process(
-                "update", architecture=architecture, size=size, who="ppo_step", lora=False, rows=rows, length=length,
-                repeats=repeats,
-            )  # fmt: skip
+            case = {"architecture": architecture, "size": size, "who": "ppo_step", "lora": False}
+            case |= {"rows": rows, "length": length}
+            found[key] = in_process("update", **case, repeats=repeats)
+            found[key]["MiB"] = in_process("update", EXACT_MEMORY, **case, repeats=1)["MiB"]
         seconds = {key: case["seconds"] for key, case in found.items()}
         memory = {key: case["MiB"] for key, case in found.items()}
         out[name] = {"seconds": seconds, "MiB": memory, "exponents": [exponent(seconds), exponent(memory)]}
@@ -322,7 +330,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["1M", "5M"], choices=[*SIZES, "0.5B"])
     parser.add_argument("--architectures", nargs="+", default=["qwen3", "llama", "gemma3"])
-    parser.add_argument("--parts", nargs="+", default=["sample", "update", "growth"], help="also: vllm, logits")
+    parser.add_argument(
+        "--parts", nargs="+", default=["sample", "update", "growth"], help="also: vllm, logits, checkpointing"
+    )
     parser.add_argument("--chains", nargs="+", type=int, default=[8, 64])
     parser.add_argument("--prompts", nargs="+", type=int, default=[128, 1024], help="lengths of prompts in tokens")
     parser.add_argument("--new", type=int, default=32, help="sampled tokens per chain")
@@ -371,6 +381,12 @@ def main() -> None:
                     )
                     ratios = {key: round(ours[key] / plain[key], 2) for key in ("seconds", "MiB")}
                     found["update, LoRA" if lora else "update"] = {"ppo_step": ours, "plain": plain, "ratios": ratios}
+            if "checkpointing" in given.parts:
+                case = {**at, "who": "ppo_step", "lora": False, "rows": given.rows, "length": 256, "repeats": 1}
+                found["checkpointing"] = {
+                    name: in_process("update", EXACT_MEMORY, **case, checkpointing=on)
+                    for name, on in (("without", False), ("with", True))
+                }
     if "logits" in given.parts:
         cases = [in_process("logits", chunks=chunks, repeats=given.repeats) for chunks in (True, False)]
         ratios = {key: round(cases[0][key] / cases[1][key], 2) for key in cases[0]}

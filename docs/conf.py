@@ -4,8 +4,12 @@ The source folder is the repository, so that links between README.md, docs/ and 
 checkout. A link to a file that is not a page, such as a Python file, becomes a download.
 """
 
+import json
 from pathlib import Path
 from typing import Any
+
+import plotly
+import plotly.io
 
 import agentfly_kit
 
@@ -20,7 +24,6 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 suppress_warnings = [
     "docutils",  # docstrings are Markdown-like plain text, not reStructuredText
-    "mystnb.unknown_mime_type",  # plotly figures also have a picture or text
     "myst.header",  # a notebook may start below a first-level heading
 ]
 autodoc_member_order = "bysource"
@@ -33,9 +36,29 @@ nb_execution_mode = "off"  # notebooks are shown with their saved outputs
 nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json", None)]
 
 html_theme = "furo"
+html_static_path = [str(Path(plotly.__file__).parent / "package_data" / "plotly.min.js")]
 html_title = f"agentfly_kit {version}"
 html_copy_source = False
 html_show_sphinx = False
+
+
+def _draw_figures(app: Any, name: str, source: list[str]) -> None:
+    """Replace saved plotly figures, which only JupyterLab draws, by HTML that draws them with plotly.js."""
+    if not name.startswith("notebooks/"):
+        return
+    notebook, figures = json.loads(source[0]), 0
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", []):
+            if figure := output.get("data", {}).pop("application/vnd.plotly.v1+json", None):
+                output["data"]["text/html"] = plotly.io.to_html(
+                    figure,
+                    config={"responsive": True},
+                    include_plotlyjs=not figures and "../_static/plotly.min.js",  # once per page
+                    full_html=False,
+                    div_id=f"figure-{figures}",
+                )
+                figures += 1
+    source[0] = json.dumps(notebook)
 
 
 def _redirect(app: Any, exception: Exception | None) -> None:
@@ -46,5 +69,6 @@ def _redirect(app: Any, exception: Exception | None) -> None:
 
 
 def setup(app: Any) -> None:
-    """Register the redirection."""
+    """Register the functions above."""
+    app.connect("source-read", _draw_figures)
     app.connect("build-finished", _redirect)

@@ -1,4 +1,4 @@
-"""The benchmark of a GPU, as far as a CPU can run it."""
+"""Benchmarks: that of a GPU, as far as a CPU can run it, and the one that runs a notebook with several seeds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 from paths import ROOT
@@ -26,6 +27,22 @@ def test_without_a_gpu_it_exits_with_one_sentence() -> None:
     assert done.stderr.strip() == ("bench-gpu needs a CUDA device; `--device cpu --tiny` checks the script without one")
 
 
+@pytest.mark.real
+def test_results_are_kept_after_a_part_that_fails_and_printed_as_a_table(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    parts = ("--parts", "local", "update", "--timeout", "0.1")
+    done = run("--device", "cpu", "--tiny", "--repeats", "1", "--out", str(out), *parts)
+    assert done.returncode == 1 and done.stderr.strip().endswith("failed: local, update")
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["results"]["update"]["failed"].startswith("took more than 0 s")
+    assert found["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
+    found["results"]["local"] = {"tokens per second": {"8 chains": 12.5}}
+    out.write_text(json.dumps(found), encoding="utf-8")
+    printed = run("--markdown", str(out)).stdout
+    assert "| local, tokens per second, 8 chains | 12.5 |" in printed
+    assert printed.startswith(f"cpu, {found['date']}, agentfly_kit ")
+
+
 @pytest.mark.soak
 def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     done = run("--device", "cpu", "--tiny", "--repeats", "1", "--out", str(tmp_path / "gpu.json"))
@@ -38,3 +55,18 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     assert found["times faster than TRL"] > 0
     if "not measured" not in results["vllm"]:
         assert results["vllm"]["weight transfer"]["transport"].startswith("shm (the policy is on cpu")
+
+
+@pytest.mark.parametrize(("last", "failed"), [("assert SEED < 2", {}), ("assert SEED < 1", {"1": 1})])
+def test_a_notebook_that_fails_with_one_seed_fails(last: str, failed: dict[str, int], tmp_path: Path) -> None:
+    """The exit code is 1 if an assertion fails with any seed; the other seeds are reported nevertheless."""
+    sources = ("SEED = 0", f"results = {{'twice': 2 * SEED}}\n{last}")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    nbformat.write(notebook, tmp_path / "toy.ipynb")
+    script = ROOT / "benchmarks" / "bench_neighbours.py"
+    command = [sys.executable, str(script), str(tmp_path / "toy.ipynb"), "--seeds", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    report = json.loads(done.stdout)
+    assert done.returncode == int(bool(failed)), done.stderr
+    assert {seed: len(cells) for seed, cells in report["failed"].items()} == failed
+    assert report["spread"]["twice"] == {"mean": 1, "min": 0, "max": 2, "runs": 2}

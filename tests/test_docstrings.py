@@ -12,6 +12,8 @@ import pytest
 
 import agentfly_kit as af
 from agentfly_kit import types
+from agentfly_kit.agent.progress import ChainHooks, ChainKey
+from agentfly_kit.batch.batch import Dropped
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = sorted((ROOT / "agentfly_kit").rglob("*.py")) + sorted((ROOT / "widgets").rglob("*.py"))
@@ -19,6 +21,7 @@ PUBLIC = {name: getattr(af, name) for name in af._WHERE} | {
     name: value for name, value in vars(types).items() if getattr(value, "__module__", "") == types.__name__
 }
 DATACLASSES = {n: v for n, v in PUBLIC.items() if isinstance(v, type) and dataclasses.is_dataclass(v)}
+DATACLASSES |= {cls.__name__: cls for cls in (ChainHooks, ChainKey, Dropped)}  # values of public attributes
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?: .*\n?|\n(?= ))*)", re.MULTILINE)
 
 

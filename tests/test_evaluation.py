@@ -101,7 +101,7 @@ async def test_the_sampling_of_the_agent_can_be_replaced() -> None:
         ({"seeds": (1, 1)}, r"no duplicates, got \(1, 1\)"),
         ({"samples": 0}, "at least 1"),
         ({"tasks": []}, "one task"),
-        ({"agent": played(["5"], reward=None)}, "the agent has no reward to evaluate"),
+        ({"agent": played(["5"], reward=None)}, "agent must have a reward to evaluate, got none"),
         (
             {"agent": played(["5"], reward=lambda final: 1 / 0)},
             r"none of 1 chains was scored: 1 unscored \(reward .*zero",

@@ -1,8 +1,9 @@
-"""The import rule, and the cost of `import agentfly_kit`. The table matches the drawing in docs/architecture.md."""
+"""The import rule, and the cost of `import agentfly_kit`. docs/architecture.md has the same table."""
 
 import ast
 import graphlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,6 +90,13 @@ def test_the_modules_of_agent_import_each_other_in_one_direction() -> None:
 def test_every_package_has_a_layer() -> None:
     unknown = {package_of(name) for name in MODULES if package_of(name)} - set(LAYER)
     assert not unknown, f"give {sorted(unknown)} a layer, here and in docs/architecture.md"
+
+
+def test_the_documentation_has_the_same_layers() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", text, re.MULTILINE)
+    stated = {name: int(number) for number, names in rows for name in re.findall(r"`(\w+)/?`", names) if name in LAYER}
+    assert stated == LAYER
 
 
 def test_every_module_says_what_it_is_and_none_prints() -> None:

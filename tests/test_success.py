@@ -15,9 +15,9 @@ from agents import agent, fresh, played, tasks
 import agentfly_kit as af
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.errors import SettingsError
+from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.rewards import reward
 from agentfly_kit.success import pass_at_k, sign_flip_test, success_interval
-from agentfly_kit.trainer.distributed import WorkerGroup
 from agentfly_kit.trainer.fingerprint import fingerprint
 from agentfly_kit.trainer.rollouts import RolloutSampler
 from agentfly_kit.types import Trajectory

@@ -35,7 +35,7 @@ _TAKE_SECONDS = 30.0
 _HISTORY_SECONDS = 60.0
 _EVENTS = 30
 # Kinds of pool events that are always listed. Other events are listed if they have a reason, such as "used 10 times".
-_LISTED = {"died", "start failed", "expired", "ended by hand", "refused", "gave up", "pool closed"}
+_LISTED = {"died", "start failed", "expired", "recycled", "refused", "cancelled", "pool closed"}
 _REASONED = {"resetting", "closing"}
 _views: weakref.WeakSet[PoolView] = weakref.WeakSet()
 

@@ -87,7 +87,10 @@ def gae(
     """
     check_choice("observations", observations, Observations)
     if turns is not None and (observations == "step" or discount_observations):
-        raise SettingsError("turns= requires observations='skip' and discount_observations=False")
+        raise SettingsError(
+            "with turns, observations must be 'skip' and discount_observations must be False, got "
+            f"{observations!r} and {discount_observations!r}"
+        )
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
     v = tok.align(values, "values")
     r = tok.reward.to(v.dtype)

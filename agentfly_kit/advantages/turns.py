@@ -89,17 +89,16 @@ def branch_weights(turn_ids: Sequence[Sequence[Hashable]], groups: Groups) -> Te
     The weighted mean is unbiased if the number of branches at each turn is fixed before the branches are sampled;
     adding new chains to a group afterwards violates this condition at the root.
 
-    Shapes:  turn_ids: N paths from the first turn to the last, where equal ids within a group denote the same turn;
-             groups (N,) -> (N,) float64.
+    Shapes:  turn_ids: N paths from the first turn to the last, where equal ids within a group denote the same turn. A
+             leaf with an empty path is a separate branch at the root; groups (N,) -> (N,) float64.
     Raises:  ValueError if two leaves of a group have the same path, or a turn has two parents.
     """
     index = group_index(groups, len(turn_ids), torch.device("cpu")).tolist()
     children: dict[Hashable, set[Hashable]] = {}
     parent: dict[Hashable, Hashable] = {}
     ends: set[Hashable] = set()
-    for g, path in zip(index, turn_ids, strict=True):
-        if not path:
-            raise ValueError("turn_ids must hold the ids of all turns of a leaf, got an empty path")
+    paths = [tuple(path) or (object(),) for path in turn_ids]
+    for g, path in zip(index, paths, strict=True):
         if (g, path[-1]) in ends:
             raise ValueError(f"turn_ids must contain each leaf once, but two leaves end in turn {path[-1]!r}")
         ends.add((g, path[-1]))
@@ -109,7 +108,7 @@ def branch_weights(turn_ids: Sequence[Sequence[Hashable]], groups: Groups) -> Te
                     f"turn_ids must give every turn its own id, but turn {turn!r} has two parents in one group"
                 )
             children.setdefault((g, above), set()).add(turn)
-    branches = [[len(children[(g, a)]) for a in (None, *path[:-1])] for g, path in zip(index, turn_ids, strict=True)]
+    branches = [[len(children[(g, a)]) for a in (None, *path[:-1])] for g, path in zip(index, paths, strict=True)]
     return torch.tensor([1 / math.prod(counts) for counts in branches], dtype=torch.float64)
 
 

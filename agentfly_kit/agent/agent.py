@@ -52,7 +52,7 @@ class Agent(AgentSettings):
             self.check_tasks([task.task])
             if self.harness is not None:
                 raise SettingsError(
-                    "an agent with a harness cannot continue a trajectory; agent.chain(task) starts a new chain"
+                    f"with a harness, task must be a Task, got the trajectory {task.id!r}, which cannot be continued"
                 )
             return Chain.from_trajectory(self, task)
         self.check_tasks(task_list(task))
@@ -93,5 +93,7 @@ class Agent(AgentSettings):
             workers: worker processes that run the groups, created by `af.ray.workers`. With None, this process runs
                 them. `max_concurrency` and the limits of the agent apply to each worker.
         """
-        request = RolloutRequest(task_list(tasks), group_size, branch, max_concurrency, group_budget, index, purpose)
-        return RolloutHandle(self, request, budget, share, workers, progress)
+        request = RolloutRequest(
+            task_list(tasks), group_size, branch, max_concurrency, budget, group_budget, index, purpose, share
+        )
+        return RolloutHandle(self, request, workers, progress)

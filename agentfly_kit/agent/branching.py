@@ -127,7 +127,8 @@ class Branch(Displayable):
         name, room = min(limits.items(), key=lambda item: item[1])
         if room < group_size:
             raise SettingsError(
-                f"a group of {group_size} leaves runs as a whole, so {name} must be at least {group_size}, got {room}"
+                f"a group of {group_size} leaves runs as a whole, so {name} must be at least {group_size}, got {room}; "
+                f"increase it, or set group_size to at most {room}"
             )
         return int(room) // group_size
 
@@ -180,10 +181,14 @@ class BranchGroup:
         self._running -= 1
         self._decide()
 
-    async def branch(self, chain: Any) -> None:
-        """Wait until all other chains of the group have called this method or ended, then create forks of `chain`."""
-        action = chain.turn
-        if id(action.parent) in self._decided:
+    async def branch(self, chain: Any, action: Turn) -> None:
+        """Wait until all other chains of the group have called this method or ended, then create forks of `chain`.
+
+        The forks begin before `action`, which follows an observation.
+        """
+        observation = action.parent
+        assert observation is not None
+        if id(observation) in self._decided:
             return  # this chain is a fork, and all forks at this turn have already been decided
         first = next(turn for turn in chain.turns if turn.kind == "action")
         probability = self._branch.probability(action, first, len(chain.agent.chat.tokenizer))
@@ -192,14 +197,14 @@ class BranchGroup:
             is_forking = seeds.derive(chain.trajectory_seed, "branch", chain.actions) < probability * 2**63
         else:
             is_forking = probability > self._branch.threshold
-        self._decided[id(action.parent)] = action.parent
+        self._decided[id(observation)] = observation
         future = asyncio.get_running_loop().create_future()
         self._waiting[chain.key] = _Waiting(is_forking, future)
         self._decide()
         made = 0
         try:
             for _ in range(await future):
-                if await self._fork(chain, action.parent):
+                if await self._fork(chain, observation):
                     made += 1
                     self._running += 1
         finally:  # needed if the time limit of the chain is reached

@@ -122,7 +122,7 @@ class Chain(BaseChain):
             self._end("error", Failure.from_exception("chain", error))
         except Exception as error:
             if limit.expired():
-                if self.stop != "answered":  # otherwise, the limit was reached while the chain waited for its group
+                if self.stop is None:  # otherwise, the limit was reached while the ended chain waited for its group
                     self._end(stop)
             else:  # for example, a TimeoutError of a server, which is not the chain's time limit
                 where = "engine" if isinstance(error, EngineError) else "chain"
@@ -137,11 +137,11 @@ class Chain(BaseChain):
             await call_hook(agent.before_turn, self)
         # Do not sample if `before_turn` has ended the chain or forced an action.
         if self.stop is None and not self.pending_calls:
-            await (sample or self.sample)()
-            above = self.turn.parent
-            # A chain can fork before every action except its first.
-            if self.hooks.branch is not None and self.turn.kind == "action" and above is not self.turns[0]:
-                await self.hooks.branch(self)
+            action = await (sample or self.sample)()
+            # Not `self.turn`, because a nudge may already follow the action.
+            follows_observation = action.parent is not None and action.parent.kind == "observation"
+            if self.hooks.branch is not None and action.kind == "action" and follows_observation:
+                await self.hooks.branch(self, action)
             if self._compacting_can_help():
                 await call_hook(agent.on_context_full, self)
         if self.stop is None and self.pending_calls:

@@ -39,7 +39,7 @@ def plain_messages(messages: Any, call_ids: Mapping[str, tuple[str, str]]) -> tu
                 f"messages: message {i} must have the role system, user, assistant or tool, got {role!r}"
             )
         if given.get("function_call"):
-            raise SettingsError(f"messages: message {i} has 'function_call', which is not supported; use 'tool_calls'")
+            raise SettingsError(f"messages: message {i} must use 'tool_calls' for its calls, got 'function_call'")
         if not isinstance(given.get("tool_calls") or [], list | tuple):
             raise SettingsError(
                 f"messages: 'tool_calls' of message {i} must be a list, got {given['tool_calls']!r:.80}"

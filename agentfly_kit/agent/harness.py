@@ -239,7 +239,7 @@ class HarnessChain(Chain):
     ) -> Turn:
         if self.actions >= self.agent.max_turns:
             return self._end("max_turns")
-        row = self._place(messages, tools)
+        row = self._continue_row(messages, tools)
         self._schemas, self.author = tools, author
         self._session = f"{self._base_session}/{row.index}"
         digest = hashlib.blake2b(json.dumps([self.ids, messages if not self.ids else 0]).encode(), digest_size=16)
@@ -251,7 +251,7 @@ class HarnessChain(Chain):
             row.segments.append(Segment((message_key(turn.messages[0]),), len(self.ids), True))
         return turn
 
-    def _place(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> ConversationRow:
+    def _continue_row(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> ConversationRow:
         """Append the new messages to the row that they continue, or start a new row. Return the row."""
         match = find_match(self._rows, messages, tools)
         if match is None:

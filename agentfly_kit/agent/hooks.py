@@ -72,14 +72,14 @@ def summarize(
 
     async def on_context_full(chain: Any) -> None:
         chat, limit = chain.agent.chat, chain.agent.engine.max_length
-        said = "\n".join(m.get("content") or "" for turn in chain.turn.row_path[1:] for m in turn.messages)
+        text = "\n".join(m.get("content") or "" for turn in chain.turn.row_path[1:] for m in turn.messages)
         prompt = len(
             chat.prompt([*chain.turns[0].messages, {"role": "user", "content": instruction}], chain.agent.tools.schemas)
         )
         room = limit - tokens - prompt - 8  # a few tokens for the separators
         if chain.turn.row + 2 >= rows or room < 1:
             return
-        kept = chat.text(chat.encode(said)[-room:])
+        kept = chat.text(chat.encode(text)[-room:])
         chain.compact([*chain.turns[0].messages, {"role": "user", "content": f"{kept}\n\n{instruction}"}])
         if chain.stop is not None:
             return

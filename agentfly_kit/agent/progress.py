@@ -12,12 +12,20 @@ from agentfly_kit import seeds
 from agentfly_kit._async.listeners import Listeners
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.budget import BudgetUsage
-from agentfly_kit.types import Task, Trajectory
+from agentfly_kit.types import Task, Trajectory, Turn
 
 
 @dataclass(frozen=True)
 class ChainKey:
-    """Identity of a chain within a run, from which the seeds of the chain are derived."""
+    """Identity of a chain within a run, from which the seeds of the chain are derived.
+
+    Attributes:
+        purpose: What the rollout is used for, such as "train" or "evaluate"; "chain" for an interactive chain.
+        rollout: Index of the rollout.
+        group: Id of the group.
+        chain: Index of the chain in the group.
+        fork: Numbers of the successive forks that led to the chain, such as ".1.2"; "" if it is not a fork.
+    """
 
     purpose: str = "chain"
     rollout: int = 0
@@ -50,18 +58,23 @@ async def _open() -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChainHooks:
-    """Callbacks and budgets through which a rollout controls a chain. The defaults are for interactive chains."""
+    """Callbacks and budgets through which a rollout controls a chain. The defaults are for interactive chains.
 
-    # Called with the fields of every progress event; see `RolloutEvent`.
+    Attributes:
+        report: Called with the fields of every progress event; see `RolloutEvent`.
+        gate: Awaited before each action and before its tool calls. Blocks while the rollout is paused.
+        spawn: Forks the chain as often as the hook `after_observation` requests; None for a chain outside a rollout.
+        branch: Awaited with each action that follows an observation, before its tool calls run; None in a rollout
+            without `branch`.
+        usages: Usage of the budgets that the chain shares with others.
+        run: Name of the rollout. A pool serves the waiting requests of different rollouts in turn.
+    """
+
     report: Report = lambda *_, **__: None
-    # Awaited before each action and before its tool calls. Blocks while the rollout is paused.
     gate: Callable[[], Awaitable[object]] = _open
-    # Forks the chain as often as the hook `after_observation` requests; None for a chain outside a rollout.
     spawn: Callable[[Any, int], Awaitable[None]] | None = None
-    # Awaited after each action except the first, before its tool calls run; None in a rollout without `branch`.
-    branch: Callable[[Any], Awaitable[None]] | None = None
+    branch: Callable[[Any, Turn], Awaitable[None]] | None = None
     usages: tuple[BudgetUsage, ...] = ()
-    # Name of the rollout. A pool serves the waiting requests of different rollouts in turn.
     run: str = ""
 
 

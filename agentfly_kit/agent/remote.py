@@ -2,45 +2,62 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.progress import ChainKey, RolloutEvent
+from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.types import Task, Trajectory
+from agentfly_kit.errors import SettingsError, check_count, check_instance
+from agentfly_kit.types import Task
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """Arguments of `Agent.rollout`, with which another process can run any group of the rollout.
-
-    `numbers` are the indices of the tasks to run, which differ between the processes of distributed training.
-    """
+    """Arguments of `Agent.rollout`, with which another process can run any group of the rollout."""
 
     tasks: Sequence[Task]
     group_size: int
     branch: Branch | None
     max_concurrency: int
+    budget: Budget | None
     group_budget: Budget | None
     index: int
     purpose: str
-    numbers: Sequence[int] = ()
+    share: tuple[int, int]
 
-    def handle(self, agent: Any, number: int) -> Any:
-        """Return a `RolloutHandle` for the group of task `number`. Seeds are the same as in the whole rollout."""
-        return agent.rollout(
-            self.tasks,
-            self.group_size,
-            branch=self.branch,
-            max_concurrency=self.max_concurrency,
-            group_budget=self.group_budget,
-            index=self.index,
-            purpose=self.purpose,
-            share=(number, len(self.tasks)),
-        )
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Indices of the tasks to run, which differ between the processes of distributed training."""
+        return range(self.share[0], len(self.tasks), self.share[1])
+
+    def for_task(self, number: int) -> RolloutRequest:
+        """Return the request for the group of one task, with the ids and seeds of the whole rollout."""
+        return dataclasses.replace(self, share=(number, len(self.tasks)))
+
+    @property
+    def group_ids(self) -> list[str]:
+        """Id of the group of each task. A repeated task has several groups, with different seeds."""
+        seen: dict[str, int] = {}
+        ids = []
+        for task in self.tasks:
+            count = seen[task.id] = seen.get(task.id, 0) + 1
+            ids.append(f"{self.purpose}-{self.index}:{task.id}" + (f"~{count}" if count > 1 else ""))
+        return ids
+
+    def plan(self) -> list[tuple[Task, ChainKey]]:
+        """Return the task and the key of every chain to run, in order. With `branch`, these are the initial chains."""
+        size = self.group_size if self.branch is None else self.branch.num_initial(self.group_size)
+        ids = self.group_ids
+        return [
+            (self.tasks[number], ChainKey(self.purpose, self.index, ids[number], chain))
+            for number in self.numbers
+            for chain in range(size)
+        ]
 
     def groups_at_once(self, agent: AgentSettings) -> int:
         """Return how many groups may run concurrently in one process."""
@@ -49,6 +66,40 @@ class RolloutRequest:
         slots = getattr(agent.engine, "slots", self.max_concurrency)
         return max(1, int(min(slots, self.max_concurrency)) // self.group_size)
 
+    def check(self, agent: AgentSettings, workers: GroupWorkers | None) -> None:
+        """Raise an error if the arguments are invalid, or if the agent or the workers cannot run this rollout."""
+        check_count("group_size", self.group_size)
+        check_count("max_concurrency", self.max_concurrency)
+        check_count("index", self.index, 0)
+        check_instance("purpose", self.purpose, str, "a string")
+        share = self.share
+        if not (isinstance(share, tuple) and len(share) == 2 and 0 <= share[0] < share[1]):
+            raise SettingsError(f"share must be (i, n) with 0 <= i < n, got {share!r}")
+        for name in ("budget", "group_budget"):
+            limit = getattr(self, name)
+            check_instance(name, limit, Budget | None, "an af.Budget, such as af.Budget(tokens=1000)")
+            if limit is not None and limit.tokens is not None and not agent.exact:
+                raise SettingsError(
+                    f"{name}={limit} must not limit tokens, because a text-only engine returns no token ids"
+                )
+            if limit is not None and limit.tool_calls is not None and agent.harness is not None:
+                raise SettingsError(f"{name}={limit} must not limit tool_calls: the harness runs its own tools")
+        if workers is not None:
+            check_instance("workers", workers, GroupWorkers, "made by af.ray.workers(agent, n)")
+            if self.budget is not None:
+                raise SettingsError(
+                    "budget must be None with workers, because each worker counts only its own chains, got "
+                    f"{self.budget}; use group_budget=, because all chains of a group run in one worker"
+                )
+            workers.check(agent)
+        check_instance("branch", self.branch, Branch | None, "an af.Branch, such as af.Branch(initial=4)")
+        self.groups_at_once(agent)
+        agent.check_tasks(self.tasks)
+        if agent.exact:
+            # Render the first prompt here, so that a template that rejects every task raises an error. If it rejects
+            # only a later task, the error is recorded in the trajectories of that task.
+            agent.chat.prompt(agent.opening(self.tasks[0]), agent.tools.schemas)
+
 
 @dataclass(frozen=True)
 class GroupResult:
@@ -56,19 +107,13 @@ class GroupResult:
 
     Attributes:
         keys: Key of every chain, including forks, in order.
-        finished: Trajectories of the finished chains.
-        not_run: Stop reasons of the chains that a budget prevented from starting, by chain id.
-        forks_refused: Number of forks that could not be made.
+        rollout: The chains.
         events: Events of the chains, with times relative to the start of the group.
-        seconds: Duration of the group.
     """
 
     keys: Sequence[ChainKey]
-    finished: Sequence[Trajectory]
-    not_run: dict[str, str]
-    forks_refused: int
+    rollout: Rollout
     events: Sequence[RolloutEvent]
-    seconds: float
 
 
 GroupResults = AsyncGenerator[tuple[int, GroupResult], None]

@@ -216,7 +216,7 @@ class Rollout(Displayable):
         mine, theirs = self._by_chain(), other._by_chain()
         both = [key for key in mine if key in theirs]
         if not both:
-            raise SettingsError("the rollouts have no task in common; roll out the same tasks with both agents")
+            raise SettingsError("other must be a rollout of some of the same tasks, got no task in common")
         return RolloutDiff(tuple((mine[key], theirs[key]) for key in both))
 
     def _by_chain(self) -> dict[tuple[str, int, str], Trajectory]:

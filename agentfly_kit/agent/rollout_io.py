@@ -20,10 +20,20 @@ from agentfly_kit.types import Failure, Sampling, Task, ToolCall, ToolResult, Tr
 _FORMAT = "agentfly_kit.rollout"
 # Highest format version. Version 2 is written if a trajectory has several rows, and otherwise version 1.
 _VERSION = 2
+# Records in a file, and the fields of each that are not written or that `_trajectory_to_json` adds.
+_LEFT_OUT: dict[type, tuple[str, ...]] = {
+    Trajectory: ("task", "sampling"),
+    Turn: ("parent", "token_texts"),
+    ToolCall: ("rerunner",),
+    ToolResult: (),
+    Failure: ("host",),
+}
 
 
 def _json_fallback(value: Any) -> Any:
-    """Convert NumPy scalars and arrays to numbers and lists. Raise TypeError for any other type."""
+    """Convert records, NumPy scalars and arrays. Raise TypeError for any other type."""
+    if type(value) in _LEFT_OUT:
+        return _record_to_json(value)
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"got a {type(value).__name__}, which JSON cannot represent")
@@ -48,43 +58,24 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
     return tuple((f.name, f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(kind))
 
 
-def _non_default_fields(record: Any, leave: Sequence[str] = ()) -> dict[str, Any]:
+def _record_to_json(record: Any) -> dict[str, Any]:
+    """Return the fields of a record that differ from their defaults. `json.dumps` converts the records in them."""
     kind: Any = type(record)
-    values = ((name, getattr(record, name), default) for name, default in _defaults(kind) if name not in leave)
+    values = (
+        (name, getattr(record, name), default) for name, default in _defaults(kind) if name not in _LEFT_OUT[kind]
+    )
     # Types are compared too, because 0 == False.
-    return {name: value for name, value, default in values if type(value) is not type(default) or value != default}
-
-
-def _failure_to_json(failure: Failure) -> dict[str, str]:
-    return {"where": failure.where, "type": failure.type, "message": failure.message, "traceback": failure.traceback}
-
-
-def _call_to_json(call: ToolCall) -> dict[str, Any]:
-    out = {"id": call.id, "name": call.name, "arguments": call.arguments} | _non_default_fields(call, ("rerunner",))
-    if call.result is not None:
-        out["result"] = {"observation": call.result.observation} | _non_default_fields(call.result)
-        if call.result.error is not None:
-            out["result"]["error"] = _failure_to_json(call.result.error)
-    return out
-
-
-def _turn_to_json(turn: Turn) -> dict[str, Any]:
-    out = _non_default_fields(turn, ("parent", "token_texts", "tool_calls"))
-    out = {"place" if name == "label" else name: value for name, value in out.items()}
-    if turn.ids is not None and turn.token_texts is None:
-        out["pieces"] = None  # otherwise, `read` would use the texts of the same ids in other turns
-    if turn.tool_calls:
-        out["tool_calls"] = [_call_to_json(call) for call in turn.tool_calls]
+    out = {name: value for name, value, default in values if type(value) is not type(default) or value != default}
+    if kind is Turn:
+        out = {"place" if name == "label" else name: value for name, value in out.items()}
+        if record.ids is not None and record.token_texts is None:
+            out["pieces"] = None  # otherwise, `read` would use the texts of the same ids in other turns
     return out
 
 
 def _trajectory_to_json(t: Trajectory) -> dict[str, Any]:
-    out = _non_default_fields(t, ("task", "turns", "sampling", "error", "chain", "seed"))
-    out |= {"task": vars(t.task), "chain": t.chain, "seed": t.seed, "sampling": vars(t.sampling)}
-    out["turns"] = [_turn_to_json(turn) for turn in t.turns]
-    if t.error is not None:
-        out["error"] = _failure_to_json(t.error)
-    return out
+    # Write all settings of `sampling`, because the defaults may change.
+    return _record_to_json(t) | {"task": vars(t.task), "chain": t.chain, "seed": t.seed, "sampling": vars(t.sampling)}
 
 
 def _call_from_json(data: dict[str, Any]) -> ToolCall:

@@ -16,8 +16,8 @@ from agentfly_kit._async.gc_pause import relaxed_gc
 from agentfly_kit._async.interrupts import keep_interruptible
 from agentfly_kit._async.pending_call import Handle, cancelling, wait_all, warn_or_log
 from agentfly_kit._display import Displayable, explain_interrupt
-from agentfly_kit.agent.branching import Branch, BranchGroup
-from agentfly_kit.agent.budget import Budget, BudgetUsage
+from agentfly_kit.agent.branching import BranchGroup
+from agentfly_kit.agent.budget import BudgetUsage
 from agentfly_kit.agent.chain import call_hook
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.agent.harness import create_chain
@@ -25,7 +25,7 @@ from agentfly_kit.agent.progress import ChainHooks, ChainKey, Progress, RolloutE
 from agentfly_kit.agent.remote import GroupResult, GroupWorkers, RolloutRequest
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.errors import NotAwaited, PoolTimeout, RewardError, SettingsError, check_count, check_instance
+from agentfly_kit.errors import NotAwaited, PoolTimeout, RewardError
 from agentfly_kit.success import record_success
 from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory, Turn
 
@@ -45,76 +45,27 @@ class RolloutHandle(Handle[Rollout], Displayable):
     """
 
     def __init__(
-        self,
-        agent: AgentSettings,
-        request: RolloutRequest,
-        budget: Budget | None,
-        share: tuple[int, int],
-        workers: GroupWorkers | None,
-        progress: bool,
+        self, agent: AgentSettings, request: RolloutRequest, workers: GroupWorkers | None = None, progress: bool = False
     ) -> None:
-        given, group_size, branch = request.tasks, request.group_size, request.branch
-        max_concurrency, group_budget = request.max_concurrency, request.group_budget
-        check_count("group_size", group_size)
-        check_count("max_concurrency", max_concurrency)
-        check_count("index", request.index, 0)
-        check_instance("purpose", request.purpose, str, "a string")
-        if not (isinstance(share, tuple) and len(share) == 2 and 0 <= share[0] < share[1]):
-            raise SettingsError(f"share must be (i, n) with 0 <= i < n, got {share!r}")
-        for name, limit in (("budget", budget), ("group_budget", group_budget)):
-            if limit is not None and not isinstance(limit, Budget):
-                raise SettingsError(
-                    f"{name} must be an af.Budget(tokens=, turns=, tool_calls=, seconds=), got {limit!r}"
-                )
-            if limit is not None and limit.tokens is not None and not agent.exact:
-                raise SettingsError(
-                    f"{name}={limit} must not limit tokens, because a text-only engine returns no token ids"
-                )
-            if limit is not None and limit.tool_calls is not None and agent.harness is not None:
-                raise SettingsError(f"{name}={limit} must not limit tool_calls: the harness runs its own tools")
-        if not isinstance(branch, Branch | None):
-            raise SettingsError(f"branch must be an af.Branch, such as af.Branch(initial=4), got {branch!r}")
-        if workers is not None:
-            if not isinstance(workers, GroupWorkers):
-                raise SettingsError(f"workers must be made by af.ray.workers(agent, n), got {workers!r}")
-            if budget is not None:
-                raise SettingsError(
-                    f"budget must be None with workers, because each worker counts only its own chains, got {budget}; "
-                    "use group_budget=, because all chains of a group run in one worker"
-                )
-            workers.check(agent)
-        # Number of further groups that may begin now.
-        self._num_free = 0 if branch is None else branch.groups_at_once(agent, group_size, max_concurrency)
-        agent.check_tasks(given)
-        if agent.exact:
-            # Render the first prompt here, so that a template that rejects every task raises an error. If it rejects
-            # only a later task, the error is recorded in the trajectories of that task.
-            agent.chat.prompt(agent.opening(given[0]), agent.tools.schemas)
+        request.check(agent, workers)
         self.agent = agent
-        self.group_size = group_size
-        self.branch = branch
-        self.max_concurrency = max_concurrency
-        self._tasks = len(given)
+        self._request = request
+        self._remote = workers  # None if this process runs the groups
         self._shows_bar = progress
         self._bar: Any = None
         self._name = f"rollout {next(_rollouts)}"
-        size = group_size if branch is None else branch.num_initial(group_size)
-        self._planned = _plan(request, size, share)
-        # The workers, or None if this process runs the groups, and the request that is sent to the workers.
-        self._remote = workers
-        self._request = dataclasses.replace(request, numbers=range(share[0], len(given), share[1]))
+        self._planned = request.plan()
         self._progress = Progress()
         for task, key in self._planned:
             self._progress.add(key, task)
-        self._run_usage = None if budget is None else BudgetUsage(budget, "run")
-        self._group_ids = {key.group for _, key in self._planned}
-        self._group_usages = (
-            {} if group_budget is None else {g: BudgetUsage(group_budget, "group") for g in self._group_ids}
-        )
+        self._run_usage = None if request.budget is None else BudgetUsage(request.budget, "run")
+        limit = request.group_budget
+        self._group_usages = {} if limit is None else {k.group: BudgetUsage(limit, "group") for _, k in self._planned}
         # Task and key of each chain that has not started, and the chain itself if it is a fork.
         self._queue: deque[tuple[Task, ChainKey, Chain | None]] = deque()
         # With `branch`, the task and first key of each group that has not begun, and the other groups by id.
-        self._unbegun = deque([(t, key) for t, key in self._planned if key.chain == 0] if branch else [])
+        self._unbegun = deque([(t, key) for t, key in self._planned if key.chain == 0] if request.branch else [])
+        self._num_free = request.groups_at_once(agent)  # number of further groups that may begin now
         self._branching: dict[str, BranchGroup] = {}
         self._forks_refused = 0
         # `_running` holds the chains in progress, and `_forking` those that are waiting for sandboxes for their forks.
@@ -134,7 +85,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
 
     @property
     def total(self) -> int:
-        return len(self._planned) if self.branch is None else len(self._group_ids) * self.group_size
+        request = self._request
+        return len(self._planned) if request.branch is None else len(request.numbers) * request.group_size
 
     @property
     def partial(self) -> Rollout:
@@ -177,7 +129,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
             self._task.cancel()
 
     def __repr__(self) -> str:
-        what = f"rollout of {self._tasks} tasks x {self.group_size}"
+        what = f"rollout of {len(self._request.tasks)} tasks x {self._request.group_size}"
         if self._task is None:
             return f"<{what} has not run: write `await` before it>"
         missing = f", {len(self._not_run)} not run" if self._not_run else ""
@@ -261,7 +213,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
     # --- running ---
 
     async def _run(self) -> Rollout:
-        with relaxed_gc(min(self.max_concurrency, self.total)):
+        with relaxed_gc(min(self._request.max_concurrency, self.total)):
             await self._run_chains()
         if self.agent.group_reward is not None and self._remote is None:  # remote workers have already added it
             async with asyncio.TaskGroup() as comparing:
@@ -272,7 +224,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
     async def _run_chains(self) -> None:
         if self._remote is not None:
             self._unbegun.clear()
-        elif self.branch is None:
+        elif self._request.branch is None:
             self._queue.extend((task, key, None) for task, key in self._planned)
         if self._run_usage is not None:
             self._run_usage.start()
@@ -315,8 +267,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
         """Start another asyncio task if chains are queued and the limits on concurrency allow it."""
         # If more chains ran than the engine has slots, they would evict each other's KV cache, which is slower and
         # changes the last bits of the logprobs.
-        slots = getattr(self.agent.engine, "slots", self.max_concurrency)
-        if self._queue and self._running_workers < min(self.max_concurrency, slots):
+        slots = getattr(self.agent.engine, "slots", self._request.max_concurrency)
+        if self._queue and self._running_workers < min(self._request.max_concurrency, slots):
             self._running_workers += 1
             name = f"agentfly-chain-{len(self._workers)}"
             self._workers.append(asyncio.create_task(self._work(), name=name))
@@ -426,23 +378,23 @@ class RolloutHandle(Handle[Rollout], Displayable):
     def _begin_groups(self) -> None:
         """Begin as many groups as can run all of their chains concurrently, which `BranchGroup` requires."""
         while self._unbegun and self._num_free:
-            assert self.branch is not None
+            assert self._request.branch is not None
             self._num_free -= 1
             task, first = self._unbegun.popleft()
             group = BranchGroup(
-                self.branch,
-                self.group_size,
+                self._request.branch,
+                self._request.group_size,
                 functools.partial(self._begin_chain, task, first),
                 self._fork_in_group,
                 self._end_group,
             )
             self._branching[first.group] = group
-            group.begin(self.branch.num_initial(self.group_size))
+            group.begin(self._request.branch.num_initial(self._request.group_size))
 
     def _begin_chain(self, task: Task, first: ChainKey, index: int) -> None:
-        assert self.branch is not None
+        assert self._request.branch is not None
         key = dataclasses.replace(first, chain=index)
-        if index < self.branch.num_initial(self.group_size):  # initial chains are already listed
+        if index < self._request.branch.num_initial(self._request.group_size):  # initial chains are already listed
             self._queue.append((task, key, None))
             self._add_worker()
         else:
@@ -475,14 +427,14 @@ class RolloutHandle(Handle[Rollout], Displayable):
         self._planned[places[0] : places[-1] + 1] = [(task, key) for key in result.keys]
         for key in result.keys:
             self._progress.add(key, task)
-        began = self._progress.seconds - result.seconds
+        began = self._progress.seconds - result.rollout.seconds
         for e in result.events:
             self._progress.report(
                 e.trajectory, e.kind, e.phase, e.state, e.turn, e.detail, e.call, e.result, began + e.time
             )
-        self._not_run |= result.not_run
-        self._forks_refused += result.forks_refused
-        for trajectory in result.finished:
+        self._not_run |= result.rollout.not_run
+        self._forks_refused += result.rollout.forks_refused
+        for trajectory in result.rollout:
             self._finished(trajectory.replace(task=task))
         if self._bar is not None:
             self._bar.update(len(result.keys))
@@ -505,21 +457,6 @@ class RolloutHandle(Handle[Rollout], Displayable):
                 total = None if own is None else own + number
                 t = t.replace(reward=total, metrics={**t.metrics, "group_reward": number})
                 self._done[t.id] = record_success(t, self.agent.success)
-
-
-def _plan(request: RolloutRequest, group_size: int, share: tuple[int, int]) -> list[tuple[Task, ChainKey]]:
-    """Return the task and the key of every chain of this process, in order."""
-    purpose, index = request.purpose, request.index
-    seen: dict[str, int] = {}
-    planned = []
-    for number, task in enumerate(request.tasks):
-        count = seen[task.id] = seen.get(task.id, 0) + 1
-        if number % share[1] != share[0]:
-            continue
-        # Each occurrence of a repeated task is a separate group with different seeds.
-        group = f"{purpose}-{index}:{task.id}" + (f"~{count}" if count > 1 else "")
-        planned += [(task, ChainKey(purpose, index, group, chain)) for chain in range(group_size)]
-    return planned
 
 
 def _checked_numbers(values: Any, count: int) -> list[float | None]:

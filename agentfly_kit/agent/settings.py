@@ -188,10 +188,12 @@ class AgentSettings(Displayable):
             raise SettingsError(f"nudge must be a non-empty string or None, got {self.nudge!r}")
         if self.nudge is None and self.max_nudges != 1:
             raise SettingsError(f"max_nudges has an effect only with nudge, got {self.max_nudges}")
+        # Functions are checked here, because a wrong signature would otherwise fail in the first chain that calls them.
         for name, parameters in _HOOKS.items():
             if (hook := getattr(self, name)) is not None:
                 check_accepts(name, hook, *parameters)
         check_success_rule(self.success)
+        # Convert arguments of several forms. A text-only engine parses tool calls itself, so the template need not.
         tools = self.tools if isinstance(self.tools, ToolSet) else ToolSet(self.tools)
         if tools.names and self.exact:
             self.chat.require_tools()
@@ -201,16 +203,21 @@ class AgentSettings(Displayable):
             values = {name: getattr(self, name) for name in _WITHOUT_HARNESS} | {"tools": tuple(tools) or None}
             for name, value in values.items():
                 if value is not None:
-                    raise SettingsError(f"{name} must not be given with harness, because the harness has its own loop")
+                    raise SettingsError(
+                        f"{name} must not be given with harness, because the harness has its own loop, got "
+                        f"{value!r:.60}"
+                    )
             harness = harness if isinstance(harness, Harness) else Harness(harness)
+        # A chain leases a sandbox at the first use, so a missing pool would be noticed late.
         pools = (self.pools,) if hasattr(self.pools, "acquire") else tuple(self.pools)
         required = (*tools.sandbox_types, *reward.sandbox_types, *(harness.sandbox_types if harness else ()))
         for sandbox_type in required:
             if not any(issubclass(pool.sandbox_type, sandbox_type) for pool in pools):
                 raise SettingsError(
-                    f"a tool, the reward or the harness requires a {sandbox_type.__name__}, but no pool provides it; "
-                    f"add pools=[af.Pool({sandbox_type.__name__}, size=8)]"
+                    "pools must provide the sandboxes that the tools, the reward or the harness require, got none for "
+                    f"{sandbox_type.__name__}; add pools=[af.Pool({sandbox_type.__name__}, size=8)]"
                 )
+        # A copy made by dataclasses.replace shares the limits of the original.
         limits = self._concurrency or ConcurrencyLimits(
             self.max_concurrent_requests, self.max_concurrent_tools, self.max_concurrent_rewards
         )

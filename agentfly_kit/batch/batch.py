@@ -27,12 +27,19 @@ _PADDING |= dict.fromkeys(("logprobs", "entropies", *_MASKED_FIELDS), math.nan)
 
 @dataclass(frozen=True, repr=False)
 class Dropped(Displayable):
-    """Record of a trajectory or row that is excluded from the batch, and hence from all loss terms and denominators."""
+    """Record of a trajectory or row that is excluded from the batch, and hence from all loss terms and denominators.
 
-    trajectory: str  # trajectory id
+    Attributes:
+        trajectory: Id of the trajectory.
+        reason: Why it is excluded.
+        row: Index of the excluded row; None if all rows are excluded.
+        filtered: True if a filter excluded it, False if it cannot be trained on.
+    """
+
+    trajectory: str
     reason: str
-    row: int | None = None  # index of the excluded row; None if all rows are excluded
-    filtered: bool = False  # True if a filter excluded it, False if it cannot be trained on
+    row: int | None = None
+    filtered: bool = False
 
 
 def drop_counts(dropped: Iterable[Dropped]) -> dict[str, int]:
@@ -193,7 +200,7 @@ def join(batches: Sequence[Batch]) -> Batch:
             parts = [p + offset for p, offset in zip(parts, offsets, strict=False)]
         out[name] = torch.cat(parts)
     if len({b.imitation for b in batches}) > 1:
-        raise BatchError("imitation batches cannot be joined with reinforcement-learning batches")
+        raise BatchError("batches must be either all for imitation or all for reinforcement learning, got both")
     return Batch(
         trajectories=tuple(t for b in batches for t in b.trajectories),
         **out,

@@ -68,9 +68,10 @@ def collate(
         authors: Authors whose sampled tokens are trained on. None trains on all sampled tokens. Turn rewards earned by
             other authors are ignored.
         imitate: Authors whose actions are imitated, whether sampled or not; True means all authors. The mask is then 1
-            at the tokens of these actions, and `advantages` are weights of at least 0, by default 1. Trajectories
-            without a reward are included unless an error ended them; those of weight 0 are dropped. For rejection
-            sampling, pass advantages=lambda r, g: (r > 0).float(). Train on the batch with `imitation_step`.
+            at the tokens of these actions, and `advantages` are weights of at least 0, by default 1. They may not have
+            the shape (N, K), because imitated turns need not be sampled. Trajectories without a reward are included
+            unless an error ended them; those of weight 0 are dropped. For rejection sampling, pass
+            advantages=lambda r, g: (r > 0).float(). Train on the batch with `imitation_step`.
         truncated: How to treat trajectories that a limit cut off. "score" trains on them. "mask" excludes their rows
             after the advantages have been computed. "penalty" first subtracts `penalty` from their reward. "bootstrap"
             is the same as "score"; use it with estimators that receive the value of the state at the cut, such as
@@ -94,7 +95,8 @@ def collate(
     """
     check_choice("truncated", truncated, TruncationMode)
     check_choice("per", per, AdvantagePer)
-    if imitate and authors is not None:
+    imitates = imitate if isinstance(imitate, bool) else imitate is not None
+    if imitates and authors is not None:
         raise SettingsError(f"authors must be None with imitate={imitate!r}, which names the authors to imitate")
     if isinstance(advantages, str):
         raise SettingsError(
@@ -112,7 +114,8 @@ def collate(
 
     # The estimator receives one reward per unit. A unit is a trajectory or, with per="row", a row with tokens to train
     # on; a trajectory without such tokens is one unit.
-    names = _author_names(None if imitate is True else imitate or authors, given, bool(imitate))
+    wanted = authors if imitate is False else None if imitate is True else imitate
+    names = _author_names(wanted, given, imitates)
     rows: list[_TrainedRow] = []
     dropped: list[Dropped] = []
     units: list[Trajectory] = []
@@ -122,8 +125,8 @@ def collate(
             raise BatchError(
                 f"trajectory {t.id!r} must have token ids to be trained on, but its engine returned text only"
             )
-        masks = [row.written_by(*names) if imitate else row.sampled_by(*names) for row in t.rows]
-        if imitate:
+        masks = [row.written_by(*names) if imitates else row.sampled_by(*names) for row in t.rows]
+        if imitates:
             reason = filtered.get(t.id) or _not_imitable_reason(t, masks, truncated)
         else:
             reason = _unusable_reason(t, names, truncated, allow_truncated_sampling)
@@ -164,7 +167,7 @@ def collate(
     versions[~mask] = -1
     logprobs[~mask] = entropies[~mask] = np.nan
     kept_mass = np.where(mask, np.nan_to_num(kept_mass, nan=1.0), np.nan)
-    if not imitate and (np.isnan(logprobs[mask]).any() or mask[:, 0].any()):
+    if not imitates and (np.isnan(logprobs[mask]).any() or mask[:, 0].any()):
         raise AlignmentError("a sampled token must have a logprob and follow another token; the record is damaged")
 
     groups: dict[str, int] = {}
@@ -183,23 +186,23 @@ def collate(
         groups=torch.tensor([groups[r.trajectory.group] for r in rows]),
         trajectory_index=torch.tensor([r.trajectory_index for r in rows]),
         row_index=torch.tensor([r.row.index for r in rows]),
-        temperatures=torch.tensor([1.0 if imitate else r.trajectory.sampling.temperature for r in rows]),
+        temperatures=torch.tensor([1.0 if imitates else r.trajectory.sampling.temperature for r in rows]),
         versions=torch.from_numpy(versions),
         lengths=lengths,
         truncated=torch.tensor([r.trajectory.truncated and r.is_last for r in rows]),
         kept_mass=torch.from_numpy(kept_mass)
-        if not imitate and any(r.trajectory.sampling.truncates for r in rows)
+        if not imitates and any(r.trajectory.sampling.truncates for r in rows)
         else None,
         dropped=tuple(dropped),
-        imitation=bool(imitate),
+        imitation=imitates,
     )
     if advantages is None:
-        return batch.replace(advantages=torch.ones(shape)) if imitate else batch
+        return batch.replace(advantages=torch.ones(shape)) if imitates else batch
     if callable(advantages):
         advantages = advantages(_rewards(units), torch.tensor([groups[t.group] for t in units]))
     values = torch.as_tensor(advantages, dtype=torch.float32)
     batch = batch.replace(advantages=_advantages_per_token(batch, values, [r.unit for r in rows], len(units), per))
-    return _without_zero_weights(batch) if imitate else batch
+    return _without_zero_weights(batch) if imitates else batch
 
 
 def _without_zero_weights(batch: Batch) -> Batch:
@@ -271,7 +274,7 @@ def _unusable_reason(
     sampled = [turn for turn in t.turns if turn.sampled]
     if t.sampling.greedy or (not t.sampling.truncates and any(turn.kept_mass is not None for turn in sampled)):
         raise BatchError(
-            f"trajectory {t.id!r} was sampled greedily (temperature 0) and cannot be trained on; "
+            f"trajectory {t.id!r} must not be sampled greedily for training, got temperature 0; "
             "roll out with temperature > 0 for training"
         )
     if t.sampling.truncates:
@@ -312,13 +315,15 @@ def _advantages_per_token(batch: Batch, values: Tensor, units: list[int], num_un
     """Expand advantages per trajectory, row or turn to tokens, (B, T). `units` maps rows to indices into `values`."""
     if values.shape == batch.ids.shape:
         return values
-    if values.ndim == 2 and len(values) == num_units and per == "trajectory":
+    if values.ndim == 2 and len(values) == num_units and per == "trajectory" and not batch.imitation:
         return _turn_advantages_per_token(batch, values, units)
     if tuple(values.shape) != (num_units,):
+        # Imitated turns need not be sampled.
+        per_turn = f", ({num_units}, K) (one per sampled turn, only with per='trajectory')"
         raise AlignmentError(
-            f"advantages must have the shape ({num_units},) (one per {per}), ({num_units}, K) (one per sampled turn, "
-            f"only with per='trajectory') or {tuple(batch.ids.shape)} (one per token of the kept rows), "
-            f"got {tuple(values.shape)}"
+            f"{'weights (advantages)' if batch.imitation else 'advantages'} must have the shape ({num_units},) (one "
+            f"per {per}){'' if batch.imitation else per_turn} or {tuple(batch.ids.shape)} (one per token of the kept "
+            f"rows), got {tuple(values.shape)}"
         )
     return values[units, None].expand(batch.ids.shape)
 

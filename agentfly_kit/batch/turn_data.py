@@ -10,7 +10,9 @@ from typing import Any
 
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import AlignmentError, BatchError
-from agentfly_kit.types import Trajectory, Turn
+from agentfly_kit.types import Trajectory
+
+_turn_content = operator.attrgetter("kind", "author", "ids", "sampled", "logprobs", "seed")
 
 
 @dataclass(frozen=True, repr=False)
@@ -115,23 +117,13 @@ def _rewards_by_turn(t: Trajectory, sampled: tuple[int, ...], outcome: float | N
 
 
 def _turn_ids(trajectories: list[Trajectory], sampled: list[tuple[int, ...]]) -> tuple[tuple[Hashable, ...], ...]:
-    """Assign an id to each sampled turn, derived from the first trajectory that contains the turn.
+    """Assign an id to each sampled turn.
 
     The last turn of a trajectory is never shared: a fork that happens to sample the same turns is a separate leaf.
     """
     out: list[tuple[Hashable, ...]] = []
-    forks: dict[tuple[str, int], list[int]] = {}
-    for n, (t, at) in enumerate(zip(trajectories, sampled, strict=True)):
-        ids: list[Hashable] = [(n, i) for i in at]
-        longest = 0
-        for other in forks.setdefault((t.group, t.chain), []):
-            turns = _num_common_turns(trajectories[other], t)
-            shared = min(sum(i < turns for i in at), len(at) - 1, len(sampled[other]) - 1)
-            if shared > longest:
-                longest = shared
-                ids[:shared] = out[other][:shared]
-        forks[t.group, t.chain].append(n)
-        out.append(tuple(ids))
+    for n, (numbers, at) in enumerate(zip(_number_turns(trajectories), sampled, strict=True)):
+        out.append((*(numbers[i] for i in at[:-1]), ("leaf", n)) if at else ())
     return tuple(out)
 
 
@@ -141,30 +133,28 @@ def executed_calls(rollout: Any) -> int:
     Args:
         rollout: A rollout, a trajectory, or an iterable of trajectories.
     """
-    total = 0
-    # Number all distinct sequences of leading turns. The key of a sequence consists of the number of the sequence
-    # without its last turn, and the content of that turn.
-    numbers: dict[Hashable, int] = {}
-    for t in as_trajectories(rollout):
-        beginning: Hashable = (t.group, t.chain)
+    trajectories = as_trajectories(rollout)
+    calls: dict[int, int] = {}  # number of calls in each distinct turn
+    for t, numbers in zip(trajectories, _number_turns(trajectories), strict=True):
+        for number, turn in zip(numbers, t.turns, strict=True):
+            calls.setdefault(number, len(turn.tool_calls) if turn.kind == "observation" else 0)
+    return sum(calls.values())
+
+
+def _number_turns(trajectories: Iterable[Trajectory]) -> list[list[int]]:
+    """Number the turns of all trajectories. Forks of a chain share the numbers of the leading turns that are equal.
+
+    Turns are equal if they are the same object or, for example after loading a file, have equal content and seeds.
+    """
+    # The key of a turn consists of the number of the turn before it, or the chain for the first turn, and its content.
+    known: dict[Hashable, int] = {}
+    numbered = []
+    for t in trajectories:
+        before: Hashable = (t.group, t.chain)
+        numbers = []
         for turn in t.turns:
             content = id(turn) if turn.sampled and turn.seed is None else _turn_content(turn)
-            known = len(numbers)
-            beginning = numbers.setdefault((beginning, content), known)
-            if beginning == known and turn.kind == "observation":
-                total += len(turn.tool_calls)
-    return total
-
-
-def _num_common_turns(a: Trajectory, b: Trajectory) -> int:
-    """Return the number of leading turns that the two trajectories have in common."""
-    pairs = enumerate(zip(a.turns, b.turns, strict=False))
-    return next((i for i, (x, y) in pairs if not _is_same_turn(x, y)), min(len(a.turns), len(b.turns)))
-
-
-_turn_content = operator.attrgetter("kind", "author", "ids", "sampled", "logprobs", "seed")
-
-
-def _is_same_turn(a: Turn, b: Turn) -> bool:
-    """Return True if both are the same object or, for example after loading a file, have equal content and seeds."""
-    return a is b or (_turn_content(a) == _turn_content(b) and (not a.sampled or a.seed is not None))
+            before = known.setdefault((before, content), len(known))
+            numbers.append(before)
+        numbered.append(numbers)
+    return numbered

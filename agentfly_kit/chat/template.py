@@ -186,6 +186,7 @@ class Template:
         self, messages: Sequence[Message], tools: Schemas, *, after_action: bool, answers: bool
     ) -> None:
         """Raise ChatTemplateError if a message is dropped, repeated or moved; answers are exempt unless `answers`."""
+        # Replace contents and arguments by markers, so that a rendering can be searched and its result cached.
         ids: dict[Any, str] = {}
         marked: list[Message] = []
         for i, message in enumerate(messages):
@@ -203,6 +204,7 @@ class Template:
         key = f"{after_action} {answers} {marked} {[tool.get('function', tool).get('name') for tool in tools]}"
         if key in self._visible:
             return
+        # Each marker must occur once, after the previous one.
         render = self.text_after_action if after_action else functools.partial(self.render, generate=True)
         text = render(marked, tools)
         last = -1

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from agentfly_kit.chat import formats
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.errors import ChatTemplateError, EngineError, SettingsError
+from agentfly_kit.errors import ChatTemplateError, EngineError, SettingsError, check_count, check_positive
 from agentfly_kit.types import Message, Sample, Sampling, ToolCall, TurnRequest
 
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -63,6 +63,9 @@ class OpenAIEngine(Engine):
             is a loopback address and "http" otherwise. The weights are not encrypted. For "http", the server
             connects to the address from which this machine reaches the server; if it must use another address, pass
             that address instead, such as "http://10.0.0.5:7000".
+
+    Raises:
+        EngineError, SettingsError: If a setting is invalid.
     """
 
     reproducible = False
@@ -91,6 +94,11 @@ class OpenAIEngine(Engine):
             raise EngineError(
                 f"weights must be 'auto', 'shm', 'http' or an address such as 'http://10.0.0.5:7000', got {weights!r}"
             )
+        check_positive("number of seconds", timeout=timeout)
+        if not isinstance(backoff, int | float) or not 0 <= backoff < math.inf:
+            raise SettingsError(f"backoff must be a finite number of seconds of at least 0, got {backoff!r}")
+        check_count("retries", retries, 0)
+        check_count("max_length", max_length, optional=True)
         self.base_url = base_url.rstrip("/")
         self.model = model
         self.stop_ids = tuple(stop_ids or ())
@@ -459,6 +467,7 @@ class OpenAIEngine(Engine):
                     response = await client.request(method, url, json=body)
             except (httpx2.TransportError, TimeoutError) as error:
                 last = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                # The server may have been restarted with other weights.
                 self._disconnected = True
             else:
                 if response.status_code < 300:
@@ -541,11 +550,11 @@ def _wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _parse_tool_call(call: dict[str, Any], index: int) -> ToolCall:
     """Convert a tool call parsed by the server. If the arguments are not a JSON object, the result has an `error`."""
-    name, said = str(call["function"]["name"]), call["function"].get("arguments")
+    name, given = str(call["function"]["name"]), call["function"].get("arguments")
     key = str(call.get("id") or f"call-{index}")
-    raw = said if isinstance(said, str) else json.dumps(said)
+    raw = given if isinstance(given, str) else json.dumps(given)
     try:
-        arguments = json.loads(said) if isinstance(said, str) and said.strip() else said or {}
+        arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
     except ValueError as error:
         return ToolCall(key, name, {}, error=f"the arguments are not valid JSON ({error})", raw=raw)
     if not isinstance(arguments, dict):
@@ -560,8 +569,8 @@ def _shortened(answer: Any) -> str:
 
 def _error_text(response: Any) -> str:
     try:
-        said = response.json()
-        error = said.get("error", said)
+        answer = response.json()
+        error = answer.get("error", answer)
         return str(error.get("message", error) if isinstance(error, dict) else error)[:300]
     except (ValueError, AttributeError):
         return str(response.text)[:300]

@@ -131,6 +131,8 @@ def from_env(
 
     actions = action  # `action` is also the name of the tool's parameter
     Wrapped.__name__ = Wrapped.__qualname__ = getattr(make, "__name__", "Environment").strip("<>")
+    # The source of these objects identifies the class in the fingerprint of a run.
+    Wrapped._wraps = (make, show, tuple(action.items()) if isinstance(action, Mapping) else action)  # type: ignore[attr-defined]
     return Wrapped
 
 

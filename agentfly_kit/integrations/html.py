@@ -323,26 +323,18 @@ def rollout_handle(handle: RolloutHandle) -> str:
 
 def tool(tool: Tool[..., Any]) -> str:
     """Return the HTML of a tool, listing its visible and hidden parameters."""
+    from agentfly_kit.tools.schema import type_name
+
     parameters = tool.schema["function"]["parameters"]
     properties, required = parameters.get("properties", {}), parameters.get("required", [])
     rows = [
-        (name, Code(_type_name(schema)), name in required, schema.get("description", ""))
+        (name, Code(type_name(schema)), name in required, schema.get("description", ""))
         for name, schema in properties.items()
     ]
     arguments = table(("argument", "type", "required", "description"), rows) if rows else ""
     sources = {name: injected.source for name, injected in tool._hidden.items()}
     hidden = definition_table("hidden from the model", sources) if sources else ""
     return heading(f"Tool {tool.name}{tool._arguments.signature}") + _paragraph(tool.description) + arguments + hidden
-
-
-def _type_name(schema: dict[str, Any]) -> str:
-    """Return a short name of a JSON schema's type, such as "array of integer"."""
-    if "enum" in schema:
-        return " | ".join(map(repr, schema["enum"]))
-    if "anyOf" in schema:
-        return " | ".join(_type_name(each) for each in schema["anyOf"])
-    name = schema.get("type", schema.get("$ref", "any").rsplit("/", 1)[-1])
-    return f"{name} of {_type_name(schema['items'])}" if name == "array" and schema.get("items") else str(name)
 
 
 def _paragraph(text: str) -> str:

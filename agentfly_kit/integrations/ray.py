@@ -18,6 +18,8 @@ from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.progress import RolloutEvent
 from agentfly_kit.agent.remote import Gate, GroupResult, GroupResults, RolloutRequest
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import EngineError, SettingsError, check_count
@@ -125,12 +127,12 @@ class _GroupRunner:
                     policy.load_state(description.weights)
                     policy.version = description.version
                 self._prepared = rollout
-        handle = self._request.handle(self._running, number)
+        assert self._running is not None
+        handle = RolloutHandle(self._running, self._request.for_task(number))
         events: list[RolloutEvent] = []
         handle.subscribe(events.append)
         done = await handle
-        keys = [key for _, key in handle._planned]
-        return GroupResult(keys, done.trajectories, done.not_run, done.forks_refused, events, done.seconds)
+        return GroupResult([key for _, key in handle._planned], done, events)
 
     async def close(self) -> None:
         """Close the sandboxes of this process."""
@@ -299,7 +301,7 @@ class Workers(Displayable):
                             waiting.put_nowait((number, retries + 1))
                         else:
                             failure = Failure("worker", type(error).__name__, f"{error} (worker started on {node})")
-                            results.put_nowait((number, _failed_group(self._agent, request, number, failure)))
+                            results.put_nowait((number, _failed_group(request, number, failure)))
                         if not await _is_reachable(actor, self._sent):
                             return
 
@@ -366,12 +368,12 @@ def _resources(amounts: dict[str, Any]) -> str:
     return " and ".join(f"{value:g} {name}" for name, value in shown.items() if value) or "no CPU"
 
 
-def _failed_group(agent: Any, request: RolloutRequest, number: int, failure: Failure) -> GroupResult:
+def _failed_group(request: RolloutRequest, number: int, failure: Failure) -> GroupResult:
     """Return the result of a group whose workers died: unscored chains with stop reason "error"."""
-    planned = request.handle(agent, number)._planned
+    planned = request.for_task(number).plan()
     chains = [Trajectory(key.id, task, key.group, key.chain, (), "error", error=failure) for task, key in planned]
     events = []
     for chain in chains:
         events.append(RolloutEvent(0, "chain", "start", chain.id, chain.task.id, 0, "waiting", 0.0))
         events.append(RolloutEvent(0, "chain", "end", chain.id, chain.task.id, 0, "failed", 0.0, "error", "", chain))
-    return GroupResult([key for _, key in planned], chains, {}, 0, events, 0.0)
+    return GroupResult([key for _, key in planned], Rollout.from_trajectories(chains), events)

@@ -131,21 +131,21 @@ def _records(row: Any, location: str) -> Iterator[_Record]:
         if "advantage" in names:
             between = names[names.index("completion") + 1 : names.index("advantage")]
             reward = tuple(name for name in between if _is_number(columns[name]))
-        prompt, said = columns.pop("prompt"), columns.pop("completion")
+        prompt, completion = columns.pop("prompt"), columns.pop("completion")
     elif "input" in columns and "output" in columns:
-        prompt, said = columns.pop("input"), columns.pop("output")
+        prompt, completion = columns.pop("input"), columns.pop("output")
         columns["answer"] = columns.pop("gts", None)
     elif isinstance(columns.get("messages"), list):
         messages = columns.pop("messages")
         first = next((i for i, message in enumerate(messages) if _get(message, "role") == "assistant"), len(messages))
-        prompt, said = messages[:first], messages[first:]
+        prompt, completion = messages[:first], messages[first:]
     else:
         raise TaskError(
             f"{location}: a row must have the columns 'prompt' and 'completion' (TRL, verifiers), 'input' and 'output' "
             f"(verl), 'messages' or 'traces' (verifiers), got {', '.join(columns) or 'none'}"
         )
     nodes = [_Node(message, False) for message in _as_messages(prompt, "user", location)]
-    nodes += [_Node(m, m["role"] == "assistant") for m in _as_messages(said or [], "assistant", location)]
+    nodes += [_Node(m, m["role"] == "assistant") for m in _as_messages(completion or [], "assistant", location)]
     task = next((str(columns[name]) for name in ("example_id", "id") if columns.get(name) is not None), "")
     yield _Record([nodes], columns, task, reward, {}, {})
 

@@ -62,6 +62,7 @@ def aggregate(
     m = as_bool_mask(mask, per_token)
     row_sum, tokens = masked(per_token, m, "per_token").sum(1), m.sum(1)
 
+    # The default is a mean over rows. Each mode changes the numerator, the divisor, or both.
     divisor = (tokens > 0).sum() if empty_rows == "exclude" else torch.tensor(len(m))
     numerator = row_sum.sum()
     if how == "token_mean":
@@ -69,6 +70,7 @@ def aggregate(
     elif how == "seq_mean_token_mean":
         numerator = (row_sum / tokens.clamp(min=1)).sum()
     elif how == "trajectory_mean":
+        # Each token is divided by the tokens of its trajectory, which may have several rows.
         ids = trajectory_index.cpu() if isinstance(trajectory_index, Tensor) else trajectory_index
         trajectories, inverse = np.unique(np.asarray(ids), return_inverse=True)
         index = torch.from_numpy(inverse).to(m.device)

@@ -81,6 +81,11 @@ class LanguageModel:
         return cast(torch.device, next(iter(self.model.parameters())).device)
 
     @property
+    def is_float32_on_cpu(self) -> bool:
+        parameter = next(iter(self.model.parameters()))
+        return bool(parameter.device.type == "cpu" and parameter.dtype == torch.float32)
+
+    @property
     def decoder(self) -> Any:
         """The model without its output matrix."""
         decoder = self.model.get_decoder()
@@ -403,14 +408,20 @@ class LanguageModel:
         return [rows[torch.tensor([row for i in part.tolist() for row in trees[i].rows])] for part in parts]
 
     def _build_trees(self, ids: Tensor, mask: Tensor, max_tokens: int) -> list[PrefixTree]:
+        return build_prefix_trees(
+            ids, _context_lengths(mask), scale=self._keys_as_costly_as_weights, max_tokens=max_tokens
+        )
+
+    @cached_property
+    def _keys_as_costly_as_weights(self) -> float:
+        """Number of keys for which attention costs as much as the rest of the model; see `build_prefix_trees`."""
         config = self.decoder.config
         config = (getattr(config, "per_layer_config", None) or [config])[0]
         # Operations per token: 2 per weight, plus 4 x (heads x head size) per layer and attended key.
         heads = config.num_attention_heads
         inner = heads * (getattr(config, "head_dim", None) or self.width // heads)
         weights = max(1, self.size - self.vocab_size * self.width)
-        scale = 2 * weights / (4 * self.layers * inner) / _MASKED_ATTENTION_COST
-        return build_prefix_trees(ids, _context_lengths(mask), scale=scale, max_tokens=max_tokens)
+        return float(2 * weights / (4 * self.layers * inner) / _MASKED_ATTENTION_COST)
 
     @cached_property
     def _sharing_obstacle(self) -> str:

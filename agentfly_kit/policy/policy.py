@@ -51,6 +51,8 @@ class Policy(Displayable, LanguageModel):
         _check_value_head(value_head)
         super().__init__(model, None)
         self.chat = chat
+        if next(iter(model.parameters())).dtype == torch.bfloat16:
+            warn_if_bfloat16_is_slow(self.device)
         self.model.eval()  # with dropout, the trained distribution would differ from the sampled one
         if value_head is True:
             self.value_head = ValueHead(self.width).to(self.device)
@@ -144,8 +146,6 @@ class Policy(Displayable, LanguageModel):
                     model = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
         except Exception as error:
             raise PolicyError(f"cannot load a policy from {path!r}: {type(error).__name__}: {error}") from error
-        if model.dtype == torch.bfloat16:
-            warn_if_bfloat16_is_slow(model.device)
         if lora is not None:
             model = _with_lora(model, lora)
         stop = _extra_stop_tokens(model, tokenizer)
@@ -316,7 +316,7 @@ def _policy_folder(path: str | Path) -> Path:
     if (folder / "run.json").exists():
         found = [folder / name for name in ("checkpoint", "checkpoint.before") if (folder / name / "done").exists()]
         if not found:
-            raise PolicyError(f"{folder} is a training run without a checkpoint; choose another folder")
+            raise PolicyError(f"folder must hold a policy or a run with a checkpoint, got the run {folder} without one")
         folder = found[0]
     if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
         have = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "no files"

@@ -11,7 +11,6 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,29 +33,28 @@ def build_prefix_trees(ids: Tensor, lengths: list[int], *, scale: float, max_tok
     A tree of W tokens costs W + W² / scale, and a single row, whose mask is causal, W + W² / (2 scale). `scale` is the
     number of keys for which attention costs as much as the rest of the model.
     """
-    array = ids.cpu().numpy()
-    texts = [array[i, :n] for i, n in enumerate(lengths)]
+    count = np.array(lengths)
+    columns = np.arange(ids.shape[1])
+    # Padding with 0 sorts a row before the rows that continue it.
+    padded = np.where(columns < count[:, None], ids.cpu().numpy() + 1, 0)
+    texts = [row.tobytes() for row in padded.astype(">i8")]  # big-endian bytes sort like ids
+    order = sorted(range(len(texts)), key=texts.__getitem__)
+    # After sorting, a row has its longest common prefix with the previous row.
+    differs = padded[order[1:]] != padded[order[:-1]]
+    common_lengths = np.where(differs.any(1), differs.argmax(1), np.minimum(count[order[1:]], count[order[:-1]]))
     max_tokens = min(max_tokens, _MAX_TREE_TOKENS)
     trees: list[PrefixTree] = []
-    # After sorting, a row has its longest common prefix with the previous row. Big-endian bytes sort like ids.
-    for i in sorted(range(len(lengths)), key=lambda i: texts[i].astype(">i8").tobytes()):
+    for i, common in zip(order, [0, *common_lengths.tolist()], strict=True):
         n = lengths[i]
-        if trees:
+        if common:
             tree = trees[-1]
-            common = _common_prefix(texts[tree.rows[-1]], texts[i])
             width = tree.width + n - common
             quadratic = width**2 - tree.width**2 / (2 if len(tree.rows) == 1 else 1) - n**2 / 2
-            if common and width <= max_tokens and quadratic / scale <= common:
+            if width <= max_tokens and quadratic / scale <= common:
                 trees[-1] = PrefixTree((*tree.rows, i), (*tree.shared, common), width)
                 continue
         trees.append(PrefixTree((i,), (0,), n))
     return trees
-
-
-def _common_prefix(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
-    n = min(len(a), len(b))
-    other = np.flatnonzero(a[:n] != b[:n])
-    return int(other[0]) if len(other) else n
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 from agentfly_kit._display import Displayable
 
 from .._async.listeners import Listeners
-from ..errors import SettingsError
+from ..errors import SettingsError, check_positive
 from .records import PoolEvent, PoolSnapshot
 
 S = TypeVar("S")
@@ -24,12 +24,6 @@ _numbers = itertools.count(1)
 def pools() -> list[Any]:
     """Return all open pools, including remote pools, oldest first."""
     return sorted((pool for pool in _POOLS if not pool.closed), key=lambda pool: pool.number)
-
-
-def check_seconds(name: str, value: Any) -> None:
-    """Raise SettingsError if an argument is not a positive, finite number of seconds."""
-    if not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise SettingsError(f"{name} must be a positive, finite number of seconds, got {value!r}")
 
 
 class Lease(Displayable, Generic[S]):
@@ -83,7 +77,7 @@ class BasePool(ABC, Generic[S]):
     def __init__(self, sandbox_type: type[S], acquire_timeout: float) -> None:
         if not isinstance(sandbox_type, type):
             raise SettingsError(f"sandbox_type must be a class such as PythonSandbox, got {sandbox_type!r}")
-        check_seconds("acquire_timeout", acquire_timeout)
+        check_positive("number of seconds", acquire_timeout=acquire_timeout)
         self.sandbox_type = sandbox_type
         self.name = sandbox_type.__name__
         self.acquire_timeout = acquire_timeout

@@ -201,7 +201,7 @@ class PoolCore(BasePool[S]):
             ):
                 failure = "its health check failed"
         except NotImplementedError:
-            failure = "this kind is not reset but replaced"
+            failure = f"a {self.name} is replaced instead of reset"
         except Exception as error:
             failure = f"its reset failed: {type(error).__name__}: {error}"
         if failure:

@@ -6,6 +6,7 @@ episode, which begins by resetting the environment for the task.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -26,8 +27,11 @@ def is_environment(sandbox_type: type) -> bool:
 def _reset_parameters(sandbox_type: type) -> list[inspect.Parameter]:
     """Return the parameters of `reset` after `self`, or [] if `reset` is not defined or has no signature."""
     method = getattr(sandbox_type, "reset", None)
-    if not callable(method):
-        return []
+    return _parameters_after_self(method) if callable(method) else []
+
+
+@functools.lru_cache(maxsize=32)
+def _parameters_after_self(method: Any) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(method).parameters.values())[1:]
     except (TypeError, ValueError):

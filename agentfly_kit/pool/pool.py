@@ -12,8 +12,8 @@ from typing import Any, TypeVar, cast
 
 from .._async.interrupts import keep_interruptible
 from .._display import Displayable
-from ..errors import PoolTimeout, SettingsError, check_count, suggest_keyword
-from .base import Lease, check_seconds
+from ..errors import PoolTimeout, SettingsError, check_count, check_positive, suggest_keyword
+from .base import Lease
 from .calls import is_alive
 from .core import PoolCore
 from .records import PoolSnapshot, SandboxInfo
@@ -72,8 +72,7 @@ class Pool(Displayable, PoolCore[S]):
         if not isinstance(min_idle, int) or not 0 <= min_idle <= size:
             raise SettingsError(f"min_idle must be between 0 and size={size}, got {min_idle}")
         check_count("max_uses", max_uses, optional=True)
-        check_seconds("start_timeout", start_timeout)
-        check_seconds("max_lease", max_lease)
+        check_positive("number of seconds", start_timeout=start_timeout, max_lease=max_lease)
         state = PoolState(
             size, min_idle, alive=lambda slot: is_alive(slot.sandbox), max_uses=max_uses, max_lease=max_lease
         )

@@ -9,8 +9,8 @@ from agentfly_kit._display import Displayable
 
 SlotState = Literal["starting", "idle", "leased", "resetting", "closing"]
 Change = Literal[
-    "waiting", "gave up", "refused", "starting", "start failed", "idle", "leased", "turn", "resetting",
-    "expired", "ended by hand", "died", "closing", "closed", "pool closed",
+    "waiting", "cancelled", "refused", "starting", "start failed", "idle", "leased", "turn", "resetting",
+    "expired", "recycled", "died", "closing", "closed", "pool closed",
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from ..errors import PoolTimeout
 from .records import Change, PoolEvent, SlotState
@@ -82,6 +82,8 @@ class PoolState:
         self.size = size
         self.min_idle = min_idle
         self.slots: dict[int, Slot] = {}
+        # The slots in each state, in the order in which they entered it, so that events need not visit all slots.
+        self._in_state: dict[SlotState, dict[int, Slot]] = {state: {} for state in get_args(SlotState)}
         self.waiters: dict[Any, Waiter] = {}  # ticket (any hashable object) -> waiter, in order of arrival
         self.closed = False
         self.failures = 0
@@ -99,12 +101,12 @@ class PoolState:
 
     def count(self, *states: SlotState) -> int:
         """Return the number of slots in any of these states."""
-        return sum(slot.state in states for slot in self.slots.values())
+        return sum(len(self._in_state[state]) for state in states)
 
     def next_expiry(self) -> float:
         """Return the time at which the oldest lease expires, or infinity if there are no leases."""
-        leased = (slot.since for slot in self.slots.values() if slot.state == "leased")
-        return min(leased, default=float("inf")) + self._max_lease
+        oldest = next(iter(self._in_state["leased"].values()), None)
+        return float("inf") if oldest is None else oldest.since + self._max_lease
 
     def order(self) -> Iterator[Any]:
         """Yield the tickets (ids) of waiting requests in the order in which they will be served."""
@@ -154,11 +156,11 @@ class PoolState:
         """Event: a request was cancelled or timed out, possibly after it had been granted."""
         waiter = self.waiters.pop(ticket, None)
         if waiter is not None:
-            self._report("gave up", None, waiter.owner)
+            self._report("cancelled", None, waiter.owner)
             return
         for slot in self.slots.values():
             if slot.ticket == ticket:
-                self._report("gave up", slot.id, slot.owner)
+                self._report("cancelled", slot.id, slot.owner)
                 slot.uses -= 1
                 self._move(slot, "idle")  # not used yet, so no reset is needed
 
@@ -204,6 +206,7 @@ class PoolState:
     def removed(self, slot: Slot) -> None:
         """Event: a sandbox was closed or killed and no longer exists."""
         if self.slots.pop(slot.id, None) is not None:
+            del self._in_state[slot.state][slot.id]
             if slot.state != "closing":
                 self.dead += 1
                 self._report("died", slot.id, slot.owner, "ended without an event loop")
@@ -219,7 +222,7 @@ class PoolState:
     def recycle(self, slot: Slot, close: bool = False) -> None:
         """Event: a user asked to reset or close a sandbox. If it is leased, it is closed and the lease is revoked."""
         if slot.state == "leased":
-            self._revoke(slot, "ended by hand", f"{'closed' if close else 'reset'} by hand")
+            self._revoke(slot, "recycled", f"{'closed' if close else 'reset'} by hand")
         elif close and slot.state != "closing":
             self._move(slot, "closing", "closed by hand")
         elif slot.state == "idle":
@@ -248,6 +251,8 @@ class PoolState:
         owner = slot.owner
         if state != "leased":
             slot.owner = slot.ticket = slot.turn = None
+        del self._in_state[slot.state][slot.id]
+        self._in_state[state][slot.id] = slot
         slot.state, slot.since = state, self._now
         self._report(state, slot.id, owner, reason)
         if state == "resetting":
@@ -262,9 +267,9 @@ class PoolState:
         self._move(slot, "closing")
 
     def _revoke_expired(self) -> None:
-        for slot in self.slots.values():
-            if slot.state == "leased" and self._now >= slot.since + self._max_lease:
-                self._revoke(slot, "expired", f"held for {self._now - slot.since:.0f} s, longer than max_lease=")
+        while self.next_expiry() <= self._now:
+            slot = next(iter(self._in_state["leased"].values()))
+            self._revoke(slot, "expired", f"held for {self._now - slot.since:.0f} s, longer than max_lease=")
 
     def _refuse_all(self, error: BaseException | None) -> None:
         for ticket, waiter in self.waiters.items():
@@ -274,9 +279,9 @@ class PoolState:
 
     def _grant(self) -> None:
         """Lease idle sandboxes to waiting requests, starting with the most recently used sandbox."""
-        for slot in sorted((s for s in self.slots.values() if s.state == "idle"), key=lambda s: s.since, reverse=True):
-            if not self.waiters:
-                return
+        idle = self._in_state["idle"]
+        while self.waiters and idle:
+            slot = next(reversed(idle.values()))
             if not self._alive(slot):
                 self.died(slot, "found dead when it was to be lent")
                 continue
@@ -308,6 +313,6 @@ class PoolState:
         for _ in range(wanted):
             slot = Slot(self._next_slot, "starting", since=self._now)
             self._next_slot += 1
-            self.slots[slot.id] = slot
+            self.slots[slot.id] = self._in_state["starting"][slot.id] = slot
             self._effects.start.append(slot)
             self._report("starting", slot.id)

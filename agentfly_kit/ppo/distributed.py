@@ -1,32 +1,81 @@
-"""Data parallelism within a PPO step: rows are distributed by token count; gradients and statistics are summed."""
+"""Communication between the processes of a training run.
+
+Data parallelism within a PPO step: rows are distributed by token count; gradients and statistics are summed.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from agentfly_kit._async.pending_call import run_in_thread
 from agentfly_kit.batch.batch import Batch, join
-from agentfly_kit.errors import BatchError
+from agentfly_kit.errors import BatchError, TrainingError
 from agentfly_kit.ppo.stats import RunningStats
+
+T = TypeVar("T")
 
 
 def gather(batch: Batch, accelerator: Any) -> Batch:
     """Concatenate the batches of all processes of an accelerate.Accelerator in order of rank, for `ppo_step`."""
-    if accelerator.num_processes == 1:
-        return batch
-    parts: list[Any] = [None] * accelerator.num_processes
-    torch.distributed.all_gather_object(parts, batch)
-    return join(parts)
+    return batch if accelerator.num_processes == 1 else join(_all_gather(batch, accelerator.num_processes))
 
 
-class DistributedStep:
-    """Communication between the processes that share a training step. A single process exchanges nothing."""
+def _all_gather(value: T, size: int) -> list[T]:
+    parts: list[Any] = [None] * size
+    torch.distributed.all_gather_object(parts, value)
+    return parts
+
+
+class WorkerGroup:
+    """Processes of a training run, given by its Accelerator, if any. All must call the methods in the same order.
+
+    A single process exchanges nothing.
+    """
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
-        self.is_single = accelerator is None or accelerator.num_processes == 1
+        self.size = 1 if accelerator is None else int(accelerator.num_processes)
+        self.rank = 0 if accelerator is None else int(accelerator.process_index)
+        self.is_single = self.size == 1
+        self.is_main = self.rank == 0
+
+    # --- the training loop ---
+
+    async def all_gather(self, value: T) -> list[T]:
+        """Collect a value from every process, in order of rank."""
+        if self.is_single:
+            return [value]
+        return await run_in_thread(_all_gather, value, self.size)
+
+    async def all_gather_or_raise(self, value: T | None, error: Exception | None = None) -> list[T]:
+        """Collect a value from every process, in order of rank. If any process passes an error, all processes raise."""
+        failed = await self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, message in enumerate(failed):
+            if message is not None:
+                raise TrainingError(f"process {rank} of {self.size} failed: {message}")
+        parts: list[Any] = await self.all_gather(value)
+        return parts
+
+    async def run_on_main(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a function in a thread of the main process. All processes return the result, or raise if it fails."""
+        if self.is_single:
+            return await run_in_thread(function, *args)
+        value: T | None = None
+        error: Exception | None = None
+        if self.is_main:
+            try:
+                value = await run_in_thread(function, *args)
+            except Exception as raised:
+                error = raised
+        return (await self.all_gather_or_raise(value, error))[0]
+
+    # --- a PPO step ---
 
     def check_same_batch(self, batch: Batch) -> None:
         """Check that every process passed the same batch, by comparing row counts and sums of ids and advantages."""
@@ -44,12 +93,12 @@ class DistributedStep:
         """Return this process's rows. Each row, longest first, goes to the process with the fewest tokens so far."""
         if self.is_single:
             return rows
-        loads = [0] * self.accelerator.num_processes
+        loads = [0] * self.size
         mine: list[int] = []
         for i in torch.argsort(batch.lengths[rows], descending=True, stable=True).tolist():
             to = loads.index(min(loads))
             loads[to] += int(batch.lengths[rows[i]])
-            if to == self.accelerator.process_index:
+            if to == self.rank:
                 mine.append(i)
         return rows[mine]
 

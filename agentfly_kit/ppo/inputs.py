@@ -135,8 +135,8 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
     advantages = batch.advantages[batch.mask]
     if bool(torch.isnan(advantages).any()):
         raise BatchError(
-            "the batch has no advantages (NaN at sampled tokens); use collate(rollout, advantages=af.advantages.grpo) "
-            "or batch.replace(advantages=...)"
+            "batch must have advantages at all sampled tokens, got NaN; use "
+            "collate(rollout, advantages=af.advantages.grpo) or batch.replace(advantages=...)"
         )
     if bool(torch.isinf(advantages).any()):
         raise BatchError("advantages must be finite; check the rewards and values that they were computed from")
@@ -164,8 +164,8 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
     newest = int(batch.versions.max())
     if newest > policy.version:
         raise BatchError(
-            f"the batch was sampled at policy version {newest}, but this policy is at version {policy.version}; the "
-            "batch was sampled from another policy"
+            f"batch must be sampled at version {policy.version} of this policy or before, got version {newest}; it was "
+            "sampled from another policy"
         )
     oldest = int(batch.versions[batch.mask].min()) if bool(batch.mask.any()) else policy.version
     if config.max_lag is not None and policy.version - oldest > config.max_lag:

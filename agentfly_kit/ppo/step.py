@@ -20,11 +20,11 @@ from torch import Tensor
 from agentfly_kit import losses
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch, drop_counts
-from agentfly_kit.errors import TrainingError, checks_keywords
+from agentfly_kit.errors import TrainingError, check_positive, checks_keywords
 from agentfly_kit.policy.forward import Critic, ForwardOutput, single_torch_thread, warn_if_bfloat16_is_slow
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
-from agentfly_kit.ppo.distributed import DistributedStep
+from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.ppo.inputs import (
     MicroBatch,
     StepInputs,
@@ -87,7 +87,7 @@ def ppo_step(
     started = time.perf_counter()
     check_optimizer(policy, optimizer)
     check_batch(policy, batch, config, reference)
-    ranks = DistributedStep(accelerator)
+    ranks = WorkerGroup(accelerator)
     ranks.check_same_batch(batch)
     loss = config.policy_loss()
     if config.autocast is not None:
@@ -320,8 +320,12 @@ def adamw(
         betas: Decay rates of Adam's moments.
         weight_decay: Weight decay.
 
+    Raises:
+        SettingsError: If `lr` is not a positive finite number.
+
     Source:  The default betas and the factor ten were chosen by measurements on the calculator task; see docs/log.md.
     """
+    check_positive("number", lr=lr)
     groups: list[dict[str, Any]] = [{"params": [p for p in policy.model.parameters() if p.requires_grad], "lr": lr}]
     head = policy.value_head
     if isinstance(head, Critic):

@@ -15,12 +15,12 @@ from typing import Any
 
 from agentfly_kit._display import Displayable
 
-from ..errors import SandboxError, SettingsError, ToolError
+from ..errors import SandboxError, SettingsError, ToolError, check_positive
 from .host.limits import Limits
 from .hosted import Files, HostedSandbox
 from .result import Limit, SandboxResult
 from .sandbox import Startable
-from .settings import check_seconds, forward_signature
+from .settings import forward_signature
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -265,7 +265,7 @@ def _check(source: str, cases: Sequence[object], timeout: float, total: float) -
         pair = isinstance(case, tuple | list) and len(case) == 2 and all(isinstance(each, str) for each in case)
         if not isinstance(case, str) and not pair:
             raise SettingsError(f"test {number} must be Python code or a pair (stdin, stdout), got {case!r}")
-    check_seconds(timeout=timeout, total=total)
+    check_positive("number of seconds", timeout=timeout, total=total)
 
 
 class InvalidTest(Exception):

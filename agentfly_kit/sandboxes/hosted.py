@@ -15,11 +15,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from ..errors import SandboxError, SettingsError, ToolError
+from ..errors import SandboxError, SettingsError, ToolError, check_positive
 from .host.commands import INSIDE
 from .result import SandboxResult
 from .sandbox import Sandbox
-from .settings import check_seconds
 
 Files = Mapping[str, str | bytes] | str | os.PathLike[str]  # a dict from paths to contents, or a folder
 G = TypeVar("G", bound="HostedSandbox")
@@ -58,7 +57,7 @@ class HostedSandbox(Sandbox):
 
     async def _call(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any]]:
         """Call the program's function `name`. Return the result, and {"answer": return value} or, on failure, {}."""
-        check_seconds(timeout=timeout)
+        check_positive("number of seconds", timeout=timeout)
         async with self._exclusive():
             return await self._send(name, timeout, **given)
 

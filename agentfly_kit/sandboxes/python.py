@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
-from ..errors import SandboxError
+from ..errors import SandboxError, check_positive
 from .result import SandboxResult
 from .sandbox import Sandbox
-from .settings import check_seconds
 
 
 class PythonSandbox(Sandbox):
@@ -49,7 +48,7 @@ class PythonSandbox(Sandbox):
                  out-of-memory killer has killed it before or during this call. Its variables are then lost, and
                  `start()` starts it again. Failures of the code itself are never raised.
         """
-        check_seconds(timeout=timeout)
+        check_positive("number of seconds", timeout=timeout)
         async with self._exclusive():
             earlier = self._history
             self._history = (*earlier, (code, timeout, None))  # remains so if this call is cancelled

@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ..errors import SettingsError
-
 K = TypeVar("K")
 
 
@@ -31,10 +29,3 @@ def forward_signature(sandbox_type: type, *, omit: Sequence[str] = (), **default
         return cls
 
     return decorate
-
-
-def check_seconds(**given: float) -> None:
-    """Raise SettingsError for an argument that is not a positive, finite number of seconds."""
-    for name, value in given.items():
-        if not 0 < value < float("inf"):
-            raise SettingsError(f"{name} must be a positive number of seconds, got {value!r}")

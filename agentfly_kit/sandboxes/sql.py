@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import SandboxError, SettingsError, ToolError, check_count
+from ..errors import SandboxError, SettingsError, ToolError, check_count, check_positive
 from .hosted import COPY_SECONDS, HostedSandbox, file_chunks
 from .inside.values import decode
 from .result import SandboxResult
-from .settings import check_seconds, forward_signature
+from .settings import forward_signature
 
 _MAX_CELL_WIDTH = 60  # characters of a cell in `SQLResult.text`
 
@@ -128,7 +128,7 @@ class SQLSandbox(HostedSandbox):
 
         Raises:  SandboxError if the sandbox is closed or cannot be restarted. Failures of the query are not raised.
         """
-        check_seconds(timeout=timeout)
+        check_positive("number of seconds", timeout=timeout)
         async with self._exclusive():
             return await self._run(sql, timeout)
 

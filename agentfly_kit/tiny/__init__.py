@@ -210,7 +210,7 @@ def learner(
         seed: seed of the weights and of the random number generator.
 
     Raises:
-        SettingsError: if a count is below 1.
+        SettingsError: if a count is below 1, or `lr` is not a positive finite number.
         BatchError: if a conversation has no message of the assistant.
     """
     check_count("steps", steps)

@@ -190,6 +190,7 @@ class Context(Displayable):
             PoolTimeout: if no sandbox becomes free in time. With queue=False, also if the fork would have to wait until
                 another chain releases one.
         """
+        # Check all sandboxes and copy the state first, so that nothing must be released if the chain cannot fork.
         for sandbox_type, sandbox in self.held.items():
             if not callable(getattr(sandbox, "fork", None)):
                 raise SandboxError(
@@ -214,6 +215,7 @@ class Context(Displayable):
             ) from error
         twin.fields._own = copy.deepcopy(self.fields._own)
         twin.reset_results = dict(self.reset_results)
+        # Only the leases of the fork itself must not wait.
         if not queue:
             twin._acquire_options = {"queue": False}
         try:

@@ -6,7 +6,6 @@ import ast
 import asyncio
 import dis
 import functools
-import hashlib
 import inspect
 import linecache
 import re
@@ -23,6 +22,7 @@ from typing import Any
 
 from agentfly_kit._async import threads
 from agentfly_kit._async.pending_call import cancelling
+from agentfly_kit.seeds import digest
 from agentfly_kit.types import Failure
 
 # --- calling -------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def source_of(function: Callable[..., Any]) -> str:
         try:
             _sources[id(code)] = _read_source(plain, code)
         except (OSError, TypeError, SyntaxError, LookupError):
-            _sources[id(code)] = f"<no source; code {_digest(_describe_code(code))}>"
+            _sources[id(code)] = f"<no source; code {digest(_describe_code(code))}>"
         weakref.finalize(code, _sources.pop, id(code)).atexit = False
     return _sources[id(code)]
 
@@ -167,7 +167,35 @@ def fingerprint(function: Callable[..., Any], *more: str) -> str:
     if isinstance(function, functools.partial):
         fixed = (function.args, tuple(sorted(function.keywords.items())))
         more = (*more, str([[_stable_repr(value) for value in values] for values in fixed]))
-    return _digest(source_of(function), *more, *_referenced_values(underlying(function), set()))
+    return digest(source_of(function), *more, *_referenced_values(underlying(function), set()))
+
+
+def class_source(cls: type) -> str:
+    """Return the source of the methods of a class and its bases, and of the functions and constants that they use.
+
+    Classes that are not user-defined are represented by their names.
+    """
+    lines: list[str] = []
+    seen: set[int] = set()
+    for base in cls.__mro__:
+        members = sorted(vars(base).items())
+        file = getattr(sys.modules.get(base.__module__), "__file__", None)
+        if base.__module__ != "__main__" and not _is_users(base.__module__, file):
+            members = [(name, value) for name, value in members if name == "_wraps"]  # see `envs.from_env`
+            if base is not cls:
+                continue
+        lines.append(f"class {base.__qualname__}({', '.join(parent.__qualname__ for parent in base.__bases__)})")
+        for name, value in members:
+            for part in value if name == "_wraps" else (value,):
+                for wrapper in ("function", "fget", "func", "__func__"):  # tools, properties, class methods
+                    part = getattr(part, wrapper, part)
+                if isinstance(part, type) and name == "_wraps":
+                    lines.append(class_source(part))
+                elif isinstance(part, pytypes.FunctionType):
+                    lines += [source_of(part), *_referenced_values(part, seen)]
+                elif not name.startswith("__") and (text := _stable_repr(part)) is not None:
+                    lines.append(f"{name} = {text}")
+    return "\n".join(lines)
 
 
 def underlying(function: Any) -> Any:
@@ -257,14 +285,6 @@ def _stable_repr(value: Any) -> str | None:
 def _describe_code(code: pytypes.CodeType) -> str:
     consts = [_describe_code(c) if isinstance(c, pytypes.CodeType) else str(_stable_repr(c)) for c in code.co_consts]
     return f"{code.co_name} {code.co_code.hex()} {code.co_names} {code.co_varnames} {consts}"
-
-
-def _digest(*texts: str) -> str:
-    h = hashlib.blake2b(digest_size=8)
-    for text in texts:
-        data = text.encode("utf-8", "surrogatepass")
-        h.update(f"{len(data)}:".encode() + data)
-    return h.hexdigest()
 
 
 # --- annotations ---------------------------------------------------------------------------------

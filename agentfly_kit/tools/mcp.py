@@ -142,10 +142,10 @@ class _Session:
                     await self._stop.wait()
             except Exception as error:
                 errors.seek(0)
-                said = " ".join(errors.read()[-500:].split())
+                output = " ".join(errors.read()[-500:].split())
                 if not ready.done():
                     inner = _innermost(error)
-                    what = f"{type(inner).__name__}: {inner}" + (f"; it wrote: {said}" if said else "")
+                    what = f"{type(inner).__name__}: {inner}" + (f"; it wrote: {output}" if output else "")
                     ready.set_exception(SandboxError(f"the MCP server {self._label} could not be used ({what})"))
             finally:
                 self._client = None

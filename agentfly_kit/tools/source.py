@@ -57,6 +57,7 @@ def parse_source(source: str, timeout: float = 10.0) -> Written:
         raise ToolSchemaError(f"line {error.lineno}: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise ToolSchemaError(f"source must be Python code, got {type(error).__name__}: {error}") from None
+    # Other statements would run when the sandbox defines the function, outside of any call.
     for node in body:
         if not isinstance(node, ast.FunctionDef):
             raise _error(
@@ -69,6 +70,7 @@ def parse_source(source: str, timeout: float = 10.0) -> Written:
     assert isinstance(function, ast.FunctionDef)
     if function.decorator_list:
         raise _error(function.decorator_list[0], "the function must not have decorators")
+    # The calls of a model have named arguments.
     signature = function.args
     for special in (*signature.posonlyargs, signature.vararg, signature.kwarg):
         if special is not None:
@@ -76,6 +78,7 @@ def parse_source(source: str, timeout: float = 10.0) -> Written:
     description, documented = parse_docstring(ast.get_docstring(function), function.name)
     if not description:
         raise _error(function, "the function must have a docstring")
+    # Defaults belong to the last positional parameters.
     positional = [REQUIRED] * (len(signature.args) - len(signature.defaults)) + list(signature.defaults)
     defaults = [*positional, *(REQUIRED if node is None else node for node in signature.kw_defaults)]
     parameters = [

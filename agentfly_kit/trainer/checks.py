@@ -15,23 +15,24 @@ from agentfly_kit.types import Task
 def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | None) -> None:
     """Raise an error if the settings of a run do not fit its agent, policy, tasks or processes."""
     agent, policy, config, workers = sampler.agent, sampler.policy, sampler.config, sampler.workers
+    # Parts that the settings need, or that nothing would use.
     if config.advantage == "gae" and policy.value_head is None:
         raise SettingsError("advantage='gae' needs a value head; load the policy with value_head=True")
     if config.evaluate_every and not eval_tasks:
         raise SettingsError(f"evaluate_every={config.evaluate_every} needs eval_tasks=, such as tasks.test")
     if eval_tasks and not config.evaluate_every:
         raise SettingsError(f"eval_tasks ({len(eval_tasks)} tasks) need TrainConfig(evaluate_every=), got 0")
+    # The rewards must allow advantages other than 0.
     if config.group_size == 1 and config.advantage in GROUP_ESTIMATORS and agent.after_observation is None:
         raise SettingsError(
             f"group_size must be at least 2 for advantage={config.advantage!r}, got 1, because the only chain of a "
             "group would have advantage 0; use 'reinforce_plus_plus' or 'gae' for single chains"
         )
-    if config.branch is not None:
-        config.branch.groups_at_once(agent, config.group_size, config.max_concurrency)
     if config.advantage == "gdpo" and len([r for r in agent.reward if r.weight and r.per == "trajectory"]) < 2:
         raise SettingsError(f"advantage='gdpo' needs an agent with at least two rewards per chain, got {agent.reward}")
     if not agent.reward and agent.group_reward is None and config.advantage != "none":
-        raise SettingsError("the agent has no reward to learn from; add one with agent.replace(reward=...)")
+        raise SettingsError("agent must have a reward to learn from, got none; add one with agent.replace(reward=...)")
+    # The chains must be drawn from the policy that is trained.
     if agent.sampling.greedy:
         raise SettingsError(
             "temperature must be above 0 in training, because the loss needs tokens drawn from the policy; use "
@@ -42,18 +43,17 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
             "the agent's engine must sample from the policy that is trained; use "
             "agent.replace(engine=af.LocalEngine(policy))"
         )
-    if (remote := sampler.rollout_workers) is not None:
-        remote.check(agent)
-        if not workers.is_single:
+    # Budgets, folders, refills and servers that several processes cannot share.
+    if not workers.is_single:
+        if sampler.rollout_workers is not None:
             raise SettingsError(
                 f"workers must be None with {workers.size} processes, each of which runs its own chains"
             )
-    if config.budget is not None and not (remote is None and workers.is_single):
-        raise SettingsError(
-            f"budget must be None with workers or several processes, got {config.budget}, because each process would "
-            "count only its own chains; use group_budget=, because all chains of a group run in the same process"
-        )
-    if not workers.is_single:
+        if config.budget is not None:
+            raise SettingsError(
+                f"budget must be None with several processes, got {config.budget}, because each would count only its "
+                "own chains; use group_budget=, because all chains of a group run in the same process"
+            )
         if run is None:
             raise SettingsError("run must be a folder that all processes can access, got None")
         if config.refill:
@@ -63,4 +63,5 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
                 f"each of the {workers.size} processes must have its own engine, such as LocalEngine or VLLMEngine, "
                 f"got {agent.engine!r}; otherwise, every process would send its weights to the same servers"
             )
-    agent.check_tasks([*sampler.tasks, *eval_tasks])
+    sampler.request(sampler.tasks, 0, "train").check(agent, sampler.rollout_workers)
+    agent.check_tasks(eval_tasks)

@@ -18,7 +18,14 @@ from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.batch.collate import AdvantagePer, TruncationMode
 from agentfly_kit.batch.filters import Filter, is_group_filter
-from agentfly_kit.errors import SettingsError, check_accepts, check_choice, checks_keywords
+from agentfly_kit.errors import (
+    SettingsError,
+    check_accepts,
+    check_choice,
+    check_instance,
+    check_positive,
+    checks_keywords,
+)
 from agentfly_kit.ppo.config import PPOConfig, check_at_least
 from agentfly_kit.trainer.run_dir import KeepPolicies
 from agentfly_kit.types import Task
@@ -169,10 +176,13 @@ class TrainConfig(PPOConfig):
         check_choice("advantage_per", self.advantage_per, AdvantagePer)
         check_choice("attribution", self.attribution, Attribution)
         check_choice("row_credit", self.row_credit, RowCredit)
+        # First the advantage, because the other checks depend on the name of its estimator.
         self._check_advantage()
         self._check_effects()
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise SettingsError(f"lr must be a positive number, got {self.lr}")
+        # Ranges of single settings, which the types do not express.
+        check_positive("number", lr=self.lr)
+        if self.lr_end is not None and not 0 <= self.lr_end < math.inf:
+            raise SettingsError(f"lr_end must be a finite number of at least 0, or None, got {self.lr_end}")
         if self.lr_end is not None and self.lr < self.lr_end == TrainConfig.lr_end:
             raise SettingsError(
                 f"lr_end must be set with lr={self.lr:g}, which is below the default lr_end={self.lr_end:g}: the rate "
@@ -187,6 +197,7 @@ class TrainConfig(PPOConfig):
             )
         if not 0 <= self.row_discount <= 1:
             raise SettingsError(f"row_discount must be from 0 to 1, got {self.row_discount}")
+        # Objects and functions, which would otherwise fail only after the first rollout.
         authors: Any = self.authors
         names = (authors,) if isinstance(authors, str | None) else authors
         if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str | None) for name in names):
@@ -194,10 +205,8 @@ class TrainConfig(PPOConfig):
         if not (self.difficulty is None or isinstance(self.difficulty, str)):
             check_accepts("difficulty", self.difficulty, "task")
         for name in ("budget", "group_budget"):
-            if not isinstance(value := getattr(self, name), Budget | None):
-                raise SettingsError(f"{name} must be an af.Budget, such as af.Budget(tokens=1000), got {value!r}")
-        if not isinstance(self.branch, Branch | None):
-            raise SettingsError(f"branch must be an af.Branch, such as af.Branch(initial=4), got {self.branch!r}")
+            check_instance(name, getattr(self, name), Budget | None, "an af.Budget, such as af.Budget(tokens=1000)")
+        check_instance("branch", self.branch, Branch | None, "an af.Branch, such as af.Branch(initial=4)")
         filters: Any = self.filters
         if not isinstance(filters, list | tuple):
             raise SettingsError(
@@ -205,10 +214,13 @@ class TrainConfig(PPOConfig):
             )
         for each in filters:
             is_group_filter(each)
+        # Combinations in which a setting would be ignored, or an estimator would get inputs that a run does not have.
         if self.refill and not filters:
             raise SettingsError(f"refill={self.refill} needs filters=, such as [af.filters.equal_rewards]")
         if self.truncated == "bootstrap" and self.advantage != "gae":
             raise SettingsError(f"truncated='bootstrap' needs the values of advantage='gae', got {self.advantage!r}")
+        if self.truncated == "penalty" and self.advantage == "none":
+            raise SettingsError("truncated='penalty' has no effect with advantage='none'; use 'score' or 'mask'")
         if self.advantage == "gdpo" and (self.truncated == "penalty" or (self.kl_in == "reward" and self.kl_coef > 0)):
             raise SettingsError("advantage='gdpo' needs unmodified rewards; use truncated='score' and kl_in='loss'")
         if self.advantage == "remax" and self.overlap:
@@ -254,12 +266,16 @@ class TrainConfig(PPOConfig):
             "kl_horizon": ("with kl_target", self.kl_target is not None),
             "row_credit": (
                 "with outcome estimators and advantage_per='trajectory'",
-                self.advantage_per == "trajectory" and self.advantage not in (*TURN_ESTIMATORS, *TOKEN_ESTIMATORS),
+                self.advantage_per == "trajectory"
+                and self.advantage not in ("none", *TURN_ESTIMATORS, *TOKEN_ESTIMATORS),
             ),
             "row_discount": ("with row_credit='geometric'", self.row_credit == "geometric"),
             "truncated_penalty": ("with truncated='penalty'", self.truncated == "penalty"),
             "kl_kind": ("with kl_coef above 0", self.kl_coef > 0),
-            "kl_in": ("with kl_coef above 0", self.kl_coef > 0),
+            "kl_in": (
+                "with kl_coef above 0 and advantages other than 'none'",
+                self.kl_coef > 0 and self.advantage != "none",
+            ),
             "kl_weighted": ("with kl_in='loss' and kl_coef above 0", self.kl_coef > 0 and self.kl_in == "loss"),
         }
         for name, estimators in _READ_BY.items():

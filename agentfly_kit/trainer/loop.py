@@ -40,21 +40,20 @@ from agentfly_kit.errors import (
     check_instance,
     checks_keywords,
 )
-from agentfly_kit.evaluation import evaluate
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import adamw, ppo_step_async
+from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trainer import checkpoint
 from agentfly_kit.trainer.batch_builder import BatchBuilder, check_teacher, distilled
 from agentfly_kit.trainer.checkpoint import LoopState
 from agentfly_kit.trainer.checks import check_run
 from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.distributed import WorkerGroup
 from agentfly_kit.trainer.fingerprint import fingerprint
 from agentfly_kit.trainer.rollouts import RolloutSampler
 from agentfly_kit.trainer.run_dir import Run, last_success
 from agentfly_kit.trainer.step import TrainStep, make_record, warn_about_step
-from agentfly_kit.trainer.tracking import Tracker, TrackerSet
+from agentfly_kit.trainer.tracking import TrackerSet
 from agentfly_kit.types import Task
 
 
@@ -80,8 +79,8 @@ def train(
         policy: Policy to train, from its current weights.
         tasks: Training tasks.
         config: Settings; None uses the defaults of `TrainConfig`.
-        run: Folder of the run. If it contains a run with the same config, tasks, tools, reward and initial policy, that
-            run continues. If that run is complete, its recorded steps are replayed and its final weights are loaded.
+        run: Folder of the run. If it contains a run with the same config, agent, tasks and initial policy, that run
+            continues. If that run is complete, its recorded steps are replayed and its final weights are loaded.
             None creates a temporary folder.
         eval_tasks: Tasks to evaluate every `config.evaluate_every` iterations; this setting must be above 0.
         resume: False discards the contents of the folder and starts from scratch.
@@ -125,7 +124,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         run: Folder of the run.
         records: Records of the steps so far.
         total: Total number of steps of the run.
-        rollout: Rollout in progress, for live views; None between rollouts.
+        rollout: Training rollout in progress, for live views; None between rollouts.
         stopping: True if the run stops after the current iteration.
         state: "not started", "running", "paused", "stopping", "done", "stopped", "interrupted" or "failed".
         error: Exception that ended the run, or None.
@@ -231,14 +230,16 @@ class TrainRun(Handle["TrainRun"], Displayable):
         """Register a callback that receives the record of each new step. Returns a function that removes it."""
         return self.run.subscribe(callback)
 
-    def track(self, *trackers: Tracker) -> TrainRun:
+    def track(self, *trackers: Any) -> TrainRun:
         """Copy the records to other tools, such as `af.trackers.TensorBoard()`, and return this run.
+
+        A tracker is an object with the methods of `af.trackers.Tracker`, or a function that is called with each record.
 
         No record is sent twice, even if the run continues after an interrupt. If a tracker raises, a warning is issued
         and the run continues without it. With several processes, only the main process sends records.
 
         Raises:
-            SettingsError: If a tracker is not a Tracker or was already added.
+            SettingsError: If a tracker is neither, or was already added.
         """
         if self._workers.is_main:
             self._trackers.add(trackers)
@@ -428,13 +429,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
 
         evaluation = None
         if config.evaluate_every and ((index + 1) % config.evaluate_every == 0 or index + 1 == self.total):
-            await self.agent.engine.update(self.policy)  # evaluate the updated weights
-            evaluation = await evaluate(
-                self.agent,
-                self.eval_tasks,
-                max_concurrency=config.max_concurrency,
-                workers=self._sampler.rollout_workers,
-            )
+            evaluation = await self._sampler.evaluate(self.eval_tasks)
 
         kl_coef = self._state.kl_coef
         record = make_record(index + 1, self.policy.version, rollout, stats, evaluation)

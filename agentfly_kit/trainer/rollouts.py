@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import hashlib
 import math
 import numbers
 import warnings
@@ -17,15 +16,17 @@ import torch
 from agentfly_kit import seeds
 from agentfly_kit._async.pending_call import run_in_thread
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.agent.remote import GroupWorkers
+from agentfly_kit.agent.remote import GroupWorkers, RolloutRequest
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.batch.filters import drop_reasons
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import SettingsError
+from agentfly_kit.evaluation import Evaluation, evaluate
 from agentfly_kit.policy.policy import Policy
+from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.distributed import WorkerGroup
+from agentfly_kit.trainer.fingerprint import describe
 from agentfly_kit.types import Task
 
 
@@ -33,7 +34,7 @@ class RolloutSampler:
     """Samples the chains of each iteration of a run.
 
     Attributes:
-        handle: Rollout in progress; None between rollouts.
+        handle: Training rollout in progress; None between rollouts.
         rollout_workers: Processes that run the groups of rollouts and evaluations, or None for this process.
     """
 
@@ -53,27 +54,37 @@ class RolloutSampler:
         # Agent whose engine has a copy of the weights that does not change during an update.
         self._prefetch_agent: Agent | None = None
         self._paused = False
+        # The rollout that was started last, which may be an evaluation or consist of greedy chains.
+        self._latest: RolloutHandle | None = None
 
     @functools.cached_property
     def tasks_digest(self) -> str:
-        digest = hashlib.blake2b(digest_size=8)
-        for task in self.tasks:
-            digest.update(
-                repr((task.id, task.messages, sorted(task.fields.items(), key=lambda item: item[0]))).encode()
-            )
-        return digest.hexdigest()
+        """Hash of the ids and contents of all tasks."""
+        return seeds.digest(*(f"{task.id} {describe([task.messages, task.fields])}" for task in self.tasks))
 
     def pause(self) -> None:
-        """Pause the running chains and the chains of later rollouts."""
+        """Pause the running chains and the chains of later rollouts, including evaluations."""
         self._paused = True
-        if self.handle is not None:
-            self.handle.pause()
+        if self._latest is not None:
+            self._latest.pause()
 
     def resume(self) -> None:
         """Resume the chains after `pause`."""
         self._paused = False
-        if self.handle is not None:
-            self.handle.resume()
+        if self._latest is not None:
+            self._latest.resume()
+
+    def _pausable(self, agent: Agent, **changes: Any) -> Agent:
+        """Return a copy of an agent whose rollouts are paused and resumed with the run."""
+
+        def watch(rollout: RolloutHandle) -> None:
+            self._latest = rollout
+            if self._paused:
+                rollout.pause()
+            if agent.watch is not None:
+                agent.watch(rollout)
+
+        return dataclasses.replace(agent, watch=watch, **changes)
 
     async def sample(self, index: int) -> Rollout:
         """Sample the chains of an iteration with the current weights."""
@@ -82,7 +93,7 @@ class RolloutSampler:
             await self.agent.engine.update(self.policy)
             return await self._sample(index, self.agent)
 
-        return await self._gather(sample())
+        return await self._gather(index, sample())
 
     async def _sample(self, index: int, agent: Agent) -> Rollout:
         """Sample the chains that this process runs in an iteration, and replace filtered groups (`config.refill`)."""
@@ -99,26 +110,27 @@ class RolloutSampler:
             if not others:
                 break
             more = await self._run_rollout(agent, others, index, f"refill{again}")
-            rollout = Rollout((*rollout.groups, *more.groups), rollout.seconds + more.seconds)
+            rollout = _joined((rollout, more), rollout.seconds + more.seconds)
         return rollout
 
-    async def _run_rollout(self, agent: Agent, tasks: list[Task], index: int, purpose: str) -> Rollout:
-        """Run the part of a rollout that is assigned to this process."""
-        config, workers = self.config, self.workers
-        self.handle = agent.rollout(
-            tasks,
-            config.group_size,
+    def request(self, tasks: list[Task], index: int, purpose: str) -> RolloutRequest:
+        """Return the request for the part of a rollout that is assigned to this process."""
+        config = self.config
+        return RolloutRequest(
+            tasks=tasks,
+            group_size=config.group_size,
             branch=config.branch,
             max_concurrency=config.max_concurrency,
             budget=config.budget,
             group_budget=config.group_budget,
             index=index,
             purpose=purpose,
-            share=(workers.rank, workers.size),
-            workers=self.rollout_workers,
+            share=(self.workers.rank, self.workers.size),
         )
-        if self._paused:
-            self.handle.pause()
+
+    async def _run_rollout(self, agent: Agent, tasks: list[Task], index: int, purpose: str) -> Rollout:
+        """Run the part of a rollout that is assigned to this process."""
+        self.handle = RolloutHandle(self._pausable(agent), self.request(tasks, index, purpose), self.rollout_workers)
         try:
             return await self.handle
         finally:
@@ -126,15 +138,21 @@ class RolloutSampler:
 
     async def greedy_rewards(self, rollout: Rollout) -> dict[str, float]:
         """Sample a greedy chain for each task of a rollout. Return the rewards by task id; NaN for unscored chains."""
-        agent = dataclasses.replace(self.agent, sampling=self.agent.sampling.replace(temperature=0.0))
+        agent = self._pausable(self.agent, sampling=self.agent.sampling.replace(temperature=0.0))
         greedy = await agent.rollout(
             rollout.tasks, max_concurrency=self.config.max_concurrency, workers=self.rollout_workers
         )
         firsts = [group.trajectories[0] for group in greedy.groups]
         return {t.task.id: math.nan if t.reward is None else t.reward for t in firsts}
 
-    async def _gather(self, sampling: Awaitable[Rollout]) -> Rollout:
-        """Collect the chains of all processes, in task order. If any process fails, all processes raise."""
+    async def evaluate(self, tasks: list[Task]) -> Evaluation:
+        """Evaluate the current weights."""
+        await self.agent.engine.update(self.policy)
+        limit, workers = self.config.max_concurrency, self.rollout_workers
+        return await evaluate(self._pausable(self.agent), tasks, max_concurrency=limit, workers=workers)
+
+    async def _gather(self, index: int, sampling: Awaitable[Rollout]) -> Rollout:
+        """Collect the chains of an iteration from all processes, in task order. If any process fails, all raise."""
         if self.workers.is_single:
             return await sampling
         mine, failed = None, None
@@ -143,10 +161,11 @@ class RolloutSampler:
         except Exception as error:
             failed = error
         parts = await self.workers.all_gather_or_raise(mine, failed)
-        size = self.workers.size
-        count = sum(len(part.groups) for part in parts)
-        groups = tuple(parts[i % size].groups[i // size] for i in range(count))
-        return Rollout(groups, max(part.seconds for part in parts))
+        rollout = _joined(parts, max(part.seconds for part in parts))
+        # Order the groups by id, because a group whose chains did not run because of a budget is missing.
+        ids = self.request(self.task_sampler.sample(index), index, "train").group_ids
+        places = {id: place for place, id in enumerate(ids)}
+        return dataclasses.replace(rollout, groups=tuple(sorted(rollout.groups, key=lambda group: places[group.id])))
 
     async def start_prefetch(self, index: int) -> asyncio.Task[Rollout] | None:
         """Start sampling the chains of an iteration with the current weights. Later updates do not affect them.
@@ -174,7 +193,7 @@ class RolloutSampler:
     async def finish_prefetch(self, index: int, prefetched: asyncio.Task[Rollout]) -> Rollout | None:
         """Wait for the prefetched chains. If prefetching failed, warn and return None."""
         try:
-            return await self._gather(prefetched)
+            return await self._gather(index, prefetched)
         except Exception as error:  # keep the completed step
             warnings.warn(
                 f"the chains of step {index + 1}, sampled ahead, failed ({type(error).__name__}: {error}); they are "
@@ -213,6 +232,16 @@ class TaskSampler:
         generator = torch.Generator().manual_seed(seeds.derive(self._seed, "refill", index, attempt))
         order = torch.randperm(len(left), generator=generator)[:count].tolist()
         return [self._tasks[left[i]] for i in order]
+
+
+def _joined(parts: Sequence[Rollout], seconds: float) -> Rollout:
+    """Return a rollout with the groups of all parts."""
+    return Rollout(
+        tuple(group for part in parts for group in part.groups),
+        seconds,
+        {id: stop for part in parts for id, stop in part.not_run.items()},
+        sum(part.forks_refused for part in parts),
+    )
 
 
 def _difficulties(tasks: Sequence[Task], difficulty: str | Callable[[Task], float] | None) -> list[float]:

@@ -63,6 +63,7 @@ class Run(Displayable):
         """
         file = self.path / "run.json"
         wanted = json.loads(dump_json(fingerprint, "the run's fingerprint"))
+        # Never write into a folder with other files, even with resume=False.
         if not file.exists():
             if self.path.exists() and (not self.path.is_dir() or set(self.path.iterdir()) - self._unfinished_claims()):
                 raise RunError(f"{self.path} must be an empty or new folder, but it holds something other than a run")
@@ -73,6 +74,7 @@ class Run(Displayable):
             if not resume:
                 return False
             raise RunError(f"{file} is damaged ({error}); use another folder, or resume=False to start over") from error
+        # The file is read also with resume=False, because a newer format must not be overwritten.
         version = about.get("version", 0)
         if not resume:
             return False

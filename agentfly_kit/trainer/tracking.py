@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, check_accepts
 from agentfly_kit.trainer.run_dir import Run
 
 
 class Tracker:
-    """Base class of trackers; see `TrainRun.track`. The methods are called in the event loop and should be fast."""
+    """Base class of trackers; see `TrainRun.track`. Any object with these methods is a tracker, too.
 
-    def begin(self, run: Run) -> int:
+    The methods are called in the event loop and should be fast.
+    """
+
+    def begin(self, run: Run) -> int | None:
         """Start tracking a run, or continue to track it after an interrupt.
 
         Args:
@@ -20,7 +25,8 @@ class Tracker:
                 hyperparameters. `run.records` contains the records of the completed steps.
 
         Returns:
-            Number of the last step that was already tracked. The method `step` is called with each later record.
+            Number of the last step that was already tracked; None is the number of completed steps. The method `step`
+            is called with each later record.
         """
         return len(run.records)
 
@@ -31,22 +37,39 @@ class Tracker:
         """Stop tracking. `outcome` is "done", "stopped", "interrupted" or "failed"."""
 
 
+@dataclass(frozen=True)
+class _FunctionTracker(Tracker):
+    """Tracker that calls a function with each record."""
+
+    function: Callable[[dict[str, float]], object]
+
+    def step(self, record: dict[str, float]) -> None:
+        self.function(record)
+
+    def __repr__(self) -> str:
+        return repr(self.function)
+
+
 class TrackerSet:
     """Trackers of one run. A tracker that raises is removed with a warning, so that the run is not interrupted."""
 
     def __init__(self) -> None:
-        self._trackers: list[Tracker] = []
+        self._trackers: list[Any] = []  # instances of Tracker, or objects with the same methods
         self._last: dict[int, int] | None = None  # last tracked step by id(tracker); None unless the run is in progress
 
-    def add(self, trackers: Iterable[Tracker]) -> None:
+    def add(self, trackers: Iterable[Any]) -> None:
         for tracker in trackers:
-            if not isinstance(tracker, Tracker):
+            complete = all(callable(getattr(tracker, method, None)) for method in ("begin", "step", "end"))
+            if isinstance(tracker, type) or not (complete or callable(tracker)):
                 raise SettingsError(
-                    f"a tracker must be an instance of a subclass of af.trackers.Tracker, got {tracker!r}; for a "
-                    "function of the record use run.subscribe(function)"
+                    "a tracker must be a function of a record, or an object with the methods begin, step and end such "
+                    f"as af.trackers.TensorBoard(), got {tracker!r}"
                 )
+            if not complete:
+                check_accepts("a tracker", tracker, "record")
+                tracker = _FunctionTracker(tracker)
             if tracker in self._trackers:
-                raise SettingsError(f"{tracker!r} is already a tracker of this run")
+                raise SettingsError(f"trackers must be different objects, got {tracker!r} twice")
             if self._last is not None:
                 raise SettingsError("trackers must be added before the run is awaited")
             self._trackers.append(tracker)
@@ -58,7 +81,8 @@ class TrackerSet:
         self._last = {}
         for tracker in list(self._trackers):
             try:
-                self._last[id(tracker)] = tracker.begin(run)
+                last = tracker.begin(run)
+                self._last[id(tracker)] = len(run.records) if last is None else int(last)
             except Exception as error:
                 self._remove(tracker, error)
         for record in run.records:
@@ -85,6 +109,6 @@ class TrackerSet:
             except Exception as error:
                 self._remove(tracker, error)
 
-    def _remove(self, tracker: Tracker, error: Exception) -> None:
+    def _remove(self, tracker: Any, error: Exception) -> None:
         self._trackers.remove(tracker)
         warnings.warn(f"{tracker!r} raised {type(error).__name__}: {error}; the run continues without it", stacklevel=3)

@@ -193,10 +193,11 @@ TREE = [["r", "a"], ["r", "b", "c"], ["r", "b", "d"], ["x"]]
 def test_golden_branch_weights() -> None:
     close(adv.branch_weights(TREE, [0] * 4), [1 / 4, 1 / 8, 1 / 8, 1 / 2])
     close(adv.branch_weights([["r", "a"], ["r", "a"]], [0, 1]), [1.0, 1.0])
+    # Each leaf without turns is a branch of its own at the root.
+    close(adv.branch_weights([["r", "a"], ["r", "b"], [], []], [0, 0, 0, 0]), [1 / 6, 1 / 6, 1 / 3, 1 / 3])
     for leaves, text in (
         ([["r"], ["r"]], "two leaves end in"),
         ([["r", "a"], ["x", "a", "b"]], "two parents"),
-        ([[]], "empty"),
     ):
         with pytest.raises(ValueError, match=text):
             adv.branch_weights(leaves, [0] * len(leaves))
@@ -226,6 +227,13 @@ def test_golden_inverse_branching_without_a_leaf_and_with_a_std() -> None:
         got = adv.arpo(r, [0] * 4, turn_ids=TREE, attribution="inverse_branching", std=std)  # type: ignore[arg-type]
         want = [4 * y * (x - 0.375) / math.sqrt(variance / grain) for x, y in zip(r, w, strict=True)]
         close(got[:, 0], want, 1e-5)
+
+
+@pytest.mark.parametrize("attribution", ["soft", "hard", "inverse_branching"])
+def test_arpo_with_leaves_without_turns(attribution: Any) -> None:
+    got = adv.arpo([1, nan, 0, nan], [0] * 4, turn_ids=[["a"], [], ["b"], []], attribution=attribution, std=None)
+    close(got, [[0.5], [0], [-0.5], [0]])
+    assert adv.arpo([nan, nan], [0, 0], turn_ids=[[], []], attribution=attribution).shape == (2, 0)
 
 
 def test_without_forks_arpo_is_grpo() -> None:
@@ -367,7 +375,7 @@ def test_errors_name_the_argument_the_constraint_and_the_value() -> None:
         adv.gae([[0.0] * 3], [[0.0] * 3], [[1] * 3], turns=[[1, 2, 1]])
     with pytest.raises(SettingsError, match=r"std must be one of 'sample', 'population', None, got 'unbiased'"):
         adv.grpo([0, 1], [0, 0], std="unbiased")  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="turns= requires observations='skip'"):
+    with pytest.raises(SettingsError, match="with turns, observations must be 'skip'"):
         adv.gae([[0.0]], [[0.0]], [[1]], turns=[[0]], observations="step")
     with pytest.raises(ValueError, match=r"rewards\[1\] must be at least 0, got -1.0"):
         adv.maxrl([1, -1], [0, 0])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import random
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from agents import (
     Box,
     ForkingBox,
     Played,
+    Text,
     agent,
     calculator,
     call,
@@ -27,7 +30,8 @@ from agents import (
 )
 from agents import tasks as calculator_tasks
 from cancelling import settled, tasks_left
-from test_ppo_more import gradient
+from test_ppo_settings import gradient
+from torch import Tensor
 
 import agentfly_kit as af
 from agentfly_kit.batch.turn_data import executed_calls
@@ -86,10 +90,11 @@ def assert_trees(rollout: af.Rollout, size: int) -> None:
                 assert t.turns[len(shared)].seed != parent.turns[len(shared)].seed
 
 
-async def test_every_group_has_all_leaves_for_random_settings() -> None:
+@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.soak)])
+async def test_every_group_has_all_leaves_for_random_settings(count: int) -> None:
     rng = random.Random(0)
     async with af.Pool(ForkingBox, size=64) as pool:
-        for _ in range(60):
+        for _ in range(count):
             size = rng.randint(1, 12)
             branch = af.Branch(
                 initial=rng.choice([None, rng.randint(1, size)]),
@@ -120,6 +125,14 @@ async def test_results_do_not_depend_on_concurrency() -> None:
     assert found[0].trajectories == found[1].trajectories == found[2].trajectories
     assert any(t.id.count(".") == 2 for t in found[0])
     assert found[0].summary()["forks"] == sum("." in t.id for t in found[0])
+
+
+async def test_local_engine_gives_the_same_bits_at_any_concurrency() -> None:
+    a = agent(sampling=af.Sampling(max_tokens=24))
+    branch = af.Branch(initial=4, base=0.9)
+    found = [await a.rollout(calculator_tasks(4), 8, branch=branch, max_concurrency=n, index=0) for n in (8, 16, 128)]
+    assert found[0].summary()["forks"] > 0
+    assert found[0].trajectories == found[1].trajectories == found[2].trajectories
 
 
 async def test_parts_of_a_rollout_have_the_same_trajectories() -> None:
@@ -164,7 +177,12 @@ async def test_share_of_forks_is_the_mean_probability() -> None:
             assert above == any(other.id == f"{t.id}.1" for other in rollout)
 
 
-@pytest.mark.parametrize(("calls", "ratio"), [(1, 0.75), (3, 0.74)])
+soak = pytest.mark.soak
+
+
+@pytest.mark.parametrize(
+    ("calls", "ratio"), [(1, 0.75), (3, 0.74), pytest.param(2, 0.64, marks=soak), pytest.param(5, 0.85, marks=soak)]
+)
 async def test_executed_calls_relative_to_independent_chains(calls: int, ratio: float) -> None:
     """Each chain makes a fixed number of calls. With one call and fork probability P, 1 - P/2 of the calls run, because
     added chains cannot fork."""
@@ -172,6 +190,34 @@ async def test_executed_calls_relative_to_independent_chains(calls: int, ratio: 
     a = agent(engine=engine, chat=chat(), tools=[calculator], max_turns=8)
     rollout = await a.rollout(numbered(30), 16, branch=af.Branch(initial=8, weight=0.0))
     assert executed_calls(rollout) / (calls * 16 * 30) == pytest.approx(ratio, abs=0.03)
+
+
+async def test_nudged_action_after_a_tool_result_is_a_fork_point() -> None:
+    """Chain 0 forks before its second action, which gets a nudge, and before its third, which follows the nudge."""
+    a = played([call("1"), "let me think", "5"], nudge="Answer.")
+    rollout = await a.rollout(numbered(1), 3, branch=af.Branch(initial=1, base=1.0, weight=0.0))
+    assert [t.id.rpartition("/")[2] for t in rollout] == ["0", "0.1", "0.2"]
+    assert {tuple(turn.author for turn in t.turns) for t in rollout} == {
+        ("task", "policy", "tool", "policy", "nudge", "policy")
+    }
+    first, *forks = rollout
+    shared = [[turn is other for turn, other in zip(t.turns, first.turns, strict=True)].count(True) for t in forks]
+    assert shared == [3, 5]
+
+
+async def test_chains_do_not_fork_after_a_compaction() -> None:
+    room = len(played([]).chain(numbered(1)[0]).ids) + 4 * len(chat().encode(call("1+1"))) + 24
+    a = played(
+        [call("1+1")] * 3 + ["found 2", "5", "5", "5"],
+        max_length=room,
+        on_context_full=af.hooks.summarize("Sum up.", tokens=24),
+        max_turns=9,
+        sampling=af.Sampling(max_tokens=24),
+    )
+    rollout = await a.rollout(numbered(1), 12, branch=af.Branch(initial=1, base=1.0, weight=0.0))
+    assert_trees(rollout, 12)
+    assert max(len(t.rows) for t in rollout) > 1
+    assert rollout.summary()["forks"] >= 3
 
 
 async def test_call_that_several_leaves_share_runs_once() -> None:
@@ -208,6 +254,33 @@ async def test_saved_rollout_has_the_same_summary(tmp_path: Any) -> None:
 # --- training ---
 
 
+def double_model() -> torch.nn.Module:
+    """Return a small random GPT-2, all of whose operations are in float64. Qwen3 normalizes in float32."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=len(chat().tokenizer), n_positions=256, n_embd=32, n_layer=2, n_head=2, initializer_range=0.25
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(config).double().eval()
+
+
+def logprobs(model: torch.nn.Module, ids: Tensor, attention: Tensor | None = None) -> Tensor:
+    """Return log p(ids[:, t] | ids[:, :t]) by one plain forward pass, (B, T), with 0 at the first position."""
+    attention = torch.ones_like(ids) if attention is None else attention.long()
+    logp = torch.log_softmax(model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1], -1)
+    return torch.nn.functional.pad(logp.gather(-1, ids[:, 1:, None])[..., 0], (1, 0))
+
+
+def gradient_of(model: torch.nn.Module, loss: Tensor) -> Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)])
+
+
+def relative_distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / a.norm())
+
+
 async def test_attributions_of_branching_chains() -> None:
     """Soft and hard credit give the same gradient with a token mean and other gradients with a sequence mean."""
     policy = fresh()
@@ -222,13 +295,78 @@ async def test_attributions_of_branching_chains() -> None:
 
     soft, hard, unbiased = (batch(each) for each in ("soft", "hard", "inverse_branching"))
     torch.testing.assert_close(soft.advantages, af.collate(rollout, af.advantages.grpo).advantages, equal_nan=True)
-    for how, same in (("token_mean", True), ("seq_mean_token_mean", False)):
-        first, second = (gradient(policy, each, aggregate=how)[0] for each in (soft, hard))
-        difference = float((first - second).norm() / first.norm())
-        assert (difference < 1e-5) == same, (how, difference)
-        assert difference < 0.5
-    third = gradient(policy, unbiased, aggregate="token_mean")[0]
-    assert float((third - gradient(policy, soft, aggregate="token_mean")[0]).norm()) > 0.01 * float(third.norm())
+    first, second, third = (gradient(policy, each, aggregate="token_mean")[0] for each in (soft, hard, unbiased))
+    assert relative_distance(first, second) < 1e-5
+    assert relative_distance(third, first) > 0.01
+
+
+def test_gradient_of_two_leaves_is_the_sum_of_a_shared_and_their_own_parts() -> None:
+    """ARPO, equation 19: J = 1/G sum_i |l|/|o_i| (J_i^{<l} - J_i^{>l}) + J_i^{>l}, without the KL penalty.
+
+    J_i^{<l} and J_i^{>l} are means over the |l| shared tokens of leaf i and over its other tokens.
+    """
+    shared, own, a = 9, (7, 12), (1.2, -0.4)
+    rng = torch.Generator().manual_seed(0)
+    prompt, prefix, *tails = (torch.randint(7, 390, (1, n), generator=rng) for n in (5, shared, *own))
+    model, width = double_model(), 5 + shared + max(own)
+    rows = [torch.cat([prompt, prefix, tail], 1) for tail in tails]
+    ids = torch.cat([torch.nn.functional.pad(row, (0, width - row.shape[1])) for row in rows])
+    mask = torch.tensor([[5 <= t < row.shape[1] for t in range(width)] for row in rows])
+    logp = logprobs(model, ids, torch.arange(width) < torch.tensor([[row.shape[1]] for row in rows]))
+    old = logp.detach() + 0.1 * torch.sin(ids)  # ratios from 0.9 to 1.1
+    objective = -af.losses.ppo(logp, old, torch.tensor(a, dtype=torch.float64), mask)
+    wanted = gradient_of(model, af.losses.aggregate(objective, mask, "seq_mean_token_mean"))
+
+    # The shared tokens are computed once, in a row of their own, and each leaf in an unpadded row.
+    def ratios(row: Tensor, start: int) -> Tensor:
+        now = logprobs(model, row)[0, start:]
+        return torch.exp(now - now.detach() - 0.1 * torch.sin(row[0, start:]))
+
+    got = torch.zeros_like(wanted)
+    below_l = ratios(torch.cat([prompt, prefix], 1), 5).mean()
+    for row, n, advantage in zip(rows, own, a, strict=True):
+        before = gradient_of(model, below_l * advantage)
+        after = gradient_of(model, ratios(row, 5 + shared).mean() * advantage)
+        got += (shared / (shared + n) * (before - after) + after) / 2
+    assert relative_distance(wanted, got) < 1e-12
+
+    # With a token mean, the shared tokens can be trained once, with twice the mean advantage.
+    wanted = gradient_of(model, af.losses.aggregate(objective, mask, "token_mean"))
+    got = gradient_of(model, below_l * shared * sum(a))
+    for row, advantage in zip(rows, a, strict=True):
+        got += gradient_of(model, ratios(row, 5 + shared).sum() * advantage)
+    assert relative_distance(wanted, got / int(mask.sum())) < 1e-12
+
+
+def test_hard_attribution_differs_from_soft_where_a_ratio_is_clipped() -> None:
+    ratio, one = torch.tensor([[1.5]]).log(), torch.ones(1, 1)
+    soft = [-float(af.losses.ppo(ratio, 0 * one, a * one, one == 1)) for a in (1.2, -0.4)]
+    assert sum(soft) / 2 == pytest.approx(0.42)
+    assert -float(af.losses.ppo(ratio, 0 * one, 0.4 * one, one == 1)) == pytest.approx(0.48)
+
+
+async def test_hard_attribution_equals_soft_in_float64() -> None:
+    """Inside the clip range, the gradients are equal with a token mean, and 2 % apart with a sequence mean."""
+    async with af.Pool(ForkingBox, size=8) as pool:
+        rollout = await coins(pool, engine=Coin(calls=0.6)).rollout(numbered(6), 8, branch=af.Branch(initial=2, base=1))
+    assert rollout.summary()["forks"] >= 8
+    batch = af.collate(af.Rollout.from_trajectories(t.replace(reward=0.0) for t in rollout))
+    rewards = torch.tensor([float(i % 2) for i in range(len(rollout))], dtype=torch.float64)
+    turn_ids = af.turn_data(rollout).turn_ids
+    model, mask = double_model(), batch.mask
+    logp = logprobs(model, batch.ids, batch.attention)
+    old = logp.detach() + 0.1 * torch.sin(batch.ids)  # ratios from 0.9 to 1.1
+    for how, wanted, tolerance in (("token_mean", 0.0, 1e-7), ("seq_mean_token_mean", 0.023, 0.005)):
+        found = []
+        for attribution in ("soft", "hard"):
+            per_turn = af.advantages.arpo(rewards, batch.groups, turn_ids=turn_ids, attribution=attribution)  # type: ignore[arg-type]
+            advantages = torch.zeros(mask.shape, dtype=torch.float64)  # those of a batch are float32
+            for i, row in enumerate(batch.rows):
+                sampled = torch.as_tensor(row.turn_index - 1) // 2  # a prompt, then actions and observations in turn
+                advantages[i, : len(row)] = per_turn[i, sampled.clamp(min=0)]
+            loss = af.losses.aggregate(af.losses.ppo(logp, old, advantages, mask), mask, how)  # type: ignore[arg-type]
+            found.append(gradient_of(model, loss))
+        assert relative_distance(*found) == pytest.approx(wanted, abs=tolerance)
 
 
 async def test_training_with_branching(tmp_path: Any) -> None:
@@ -286,14 +424,16 @@ async def test_pool_used_by_others_refuses_forks_without_waiting() -> None:
         assert [len(group) for group in rollout.groups] == [4, 4]
 
 
-async def test_chain_that_answered_is_not_cut_off_while_it_waits_for_its_group() -> None:
+@pytest.mark.parametrize(("stop", "recorded"), [("stop", "answered"), ("length", "context_full")])
+async def test_chain_that_ended_is_not_cut_off_while_it_waits_for_its_group(stop: Any, recorded: str) -> None:
     class Slow(Coin):
         async def sample(self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None) -> Sample:
             assert request is not None
             if request.turn == 1 and not self.slept:
                 self.slept = True
                 await asyncio.sleep(30)
-            return await super().sample(ids, sampling, seed, request=request)
+            sample = await super().sample(ids, sampling, seed, request=request)
+            return dataclasses.replace(sample, stop=stop) if request.turn == 1 else sample
 
     engine = Slow(calls=1.0, right=(0.5, 0.5))
     engine.slept = False  # type: ignore[attr-defined]
@@ -301,7 +441,7 @@ async def test_chain_that_answered_is_not_cut_off_while_it_waits_for_its_group()
         rollout = await coins(pool, engine=engine, timeout=0.5).rollout(
             numbered(1), 2, branch=af.Branch(initial=2, base=1.0)
         )
-        assert sorted(t.stop for t in rollout) == ["answered", "timeout"]
+        assert sorted(t.stop for t in rollout) == [recorded, "timeout"]
         assert pool.snapshot().leased == 0
 
 
@@ -327,6 +467,55 @@ async def test_cancelled_rollouts_hold_no_lease(count: int) -> None:
             assert await settled(lambda: not tasks_left()), tasks_left()
             s = pool.snapshot()
             assert (s.leased, s.waiting) == (0, 0), f"after rollout {i}: {pool!r}"
+
+
+class Stuck(Coin):
+    """Engine whose first request for a second action never returns."""
+
+    def __init__(self) -> None:
+        super().__init__(calls=1.0)
+        self.is_stuck = False
+
+    async def sample(self, *args: Any, request: TurnRequest | None = None, **keywords: Any) -> Sample:
+        if request is not None and request.turn == 1 and not self.is_stuck:
+            self.is_stuck = True
+            await asyncio.sleep(600)
+        return await super().sample(*args, request=request, **keywords)
+
+
+@pytest.mark.parametrize("when", ["a chain waits for its group", "forks call tools"])
+def test_interrupted_rollout_holds_no_lease(when: str) -> None:
+    pool = af.Pool(ForkingBox, size=8)
+    branch = af.Branch(initial=2, base=1.0)
+    a = coins(pool, engine=Coin(calls=1.0))
+    wanted = asyncio.run(a.rollout(numbered(2), 4, branch=branch, index=0))
+    calls = 0
+
+    @af.tool(name="put_forking")
+    async def slow(text: Text, box: ForkingBox) -> str:
+        """Put."""
+        nonlocal calls
+        calls += 1
+        if calls > 4:  # the two groups begin with two chains each, which then fork
+            await asyncio.sleep(600)
+        return await box.run(text)
+
+    stuck = a.replace(tools=[slow]) if when == "forks call tools" else coins(pool, engine=Stuck())
+
+    async def main() -> None:
+        run = stuck.rollout(numbered(2), 4, branch=branch)
+        running = asyncio.ensure_future(run)
+        while not (calls > 4 or any(group._waiting for group in run._branching.values())):
+            await asyncio.sleep(0.001)
+        signal.raise_signal(signal.SIGINT)
+        await running
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    s = pool.snapshot()
+    assert (s.leased, s.waiting) == (0, 0)
+    assert asyncio.run(a.rollout(numbered(2), 4, branch=branch, index=0)).trajectories == wanted.trajectories
+    asyncio.run(pool.close())
 
 
 # --- forks at an earlier turn ---
@@ -388,7 +577,13 @@ def test_agents_that_cannot_branch_are_rejected_before_anything_runs() -> None:
     for branch, group_size, more, message in (
         (af.Branch(9), 8, a, "initial must be at most group_size=8, got 9"),
         (3, 8, a, "branch must be an af.Branch, such as .*, got 3"),
-        (af.Branch(), 8, a, "a group of 8 leaves runs as a whole, so the pool of ForkingBox must be at least 8, got 4"),
+        (
+            af.Branch(),
+            8,
+            a,
+            "a group of 8 leaves runs as a whole, so the pool of ForkingBox must be at least 8, got 4; increase it, or "
+            "set group_size to at most 4",
+        ),
         (af.Branch(), 80, played(["5"]), "so max_concurrency must be at least 80, got 64"),
         (
             af.Branch(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import random
 import threading
@@ -21,7 +20,7 @@ from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.harness import HarnessChain
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.endpoint.endpoint import Endpoint
-from agentfly_kit.endpoint.reply import ChainEnded, RequestError
+from agentfly_kit.endpoint.reply import ChainEnded
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.engines.scripted import ScriptedEngine
 from agentfly_kit.errors import BatchError, SettingsError, TaskError
@@ -353,97 +352,7 @@ async def test_editing_methods_are_refused() -> None:
     assert (await chain.finish()).stop == "cancelled"
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"messages": []}, "must be a non-empty list"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "prompts hold text only"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "must have the role"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "last message must not be the assistant's"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
-        ({"top_logprobs": 3}, "'top_logprobs' is not supported"),
-        ({"n": 99}, "from 1 to 16"),
-        ({"functions": [1]}, "'functions' is not supported"),
-        ({"max_tokens": -1}, "'max_tokens' must be an integer of at least 1"),
-        ({"tools": [{"type": "function"}]}, "tools: entry 0"),
-        ({"stop": [""]}, "'stop' must be"),
-        ({"model": 7}, "'model' must be a string"),
-    ],
-)
-async def test_bad_requests_are_rejected_by_name_and_the_chain_goes_on(body: dict[str, Any], message: str) -> None:
-    seen: list[str] = []
-
-    async def trying(endpoint: Endpoint) -> str:
-        given = {"messages": [{"role": "user", "content": "a"}], **body}
-        answer = await endpoint.handle("POST", "/v1/chat/completions", json.dumps(given).encode())
-        assert answer.status == 400, answer
-        seen.append(json.loads(answer.body)["error"]["message"])
-        await endpoint.chat([{"role": "user", "content": "a"}])
-        return "5"
-
-    t = await run_one(trying, ["x"])
-    assert message in seen[0] and (t.stop, len(t.actions)) == ("answered", 1), seen
-
-
-async def test_an_answer_after_the_end_is_refused() -> None:
-    kept: list[Endpoint] = []
-
-    async def keeping(endpoint: Endpoint) -> str:
-        kept.append(endpoint)
-        return "5"
-
-    await run_one(keeping, ["x"])
-    with pytest.raises(RequestError, match="has ended"):
-        await kept[0].chat([{"role": "user", "content": "a"}])
-    with pytest.raises(SettingsError, match="closed"):
-        _ = kept[0].base_url
-
-
-# --- over HTTP, and records -------------------------------------------------------------------------
-
-
-async def test_http_serves_the_chain_of_each_key_on_loopback_and_stops_with_the_last() -> None:
-    import aiohttp
-
-    statuses: dict[str, int] = {}
-    urls: set[str] = set()
-
-    async def over_http(endpoint: Endpoint, answer: str) -> str:
-        urls.add(endpoint.base_url.rsplit("/", 2)[0])
-        body = {"model": "policy", "messages": [{"role": "user", "content": "a"}], "stream": True}
-        async with aiohttp.ClientSession() as client:
-            async with client.post(f"{endpoint.base_url}/chat/completions", json=body) as got:
-                events = (await got.text()).split("\n\n")
-                statuses["stream"] = got.status
-            root = endpoint.base_url.rsplit("/", 2)[0]
-            bearer = {"Authorization": f"Bearer {endpoint.api_key}"}
-            for name, url, headers in (
-                ("models", f"{root}/v1/models", bearer),
-                ("stranger", f"{root}/{'0' * 32}/v1/models", {}),
-                ("no key", f"{root}/v1/models", {}),
-            ):
-                async with client.get(url, headers=headers) as got:
-                    statuses[name] = got.status
-            async with client.post(f"{endpoint.base_url}/chat/completions", data=io.BytesIO(b"x" * 40_000_000)) as got:
-                statuses["huge"] = got.status
-        assert events[-2] == "data: [DONE]"
-        deltas = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events[:-2]]
-        return str(deltas[0]["content"]) + answer[:0]
-
-    before = asyncio.all_tasks()
-    rollout = await harnessed(over_http, ["5"]).rollout([TASK], 4)
-    assert [t.reward for t in rollout] == [1.0] * 4, [t.error for t in rollout]
-    assert statuses == {"stream": 200, "models": 200, "stranger": 404, "no key": 404, "huge": 413}
-    assert all(url.startswith("http://127.0.0.1:") for url in urls)
-    for _ in range(100):  # aiohttp first reads the rest of the large bodies
-        if asyncio.all_tasks() == before:
-            break
-        await asyncio.sleep(0.1)
-    assert asyncio.all_tasks() == before
-    for url in urls:
-        _, _, port = url.rpartition(":")
-        with pytest.raises(OSError, match=r"refused|Connect call failed"):
-            await asyncio.open_connection("127.0.0.1", int(port))
+# --- threads and clients ---------------------------------------------------------------------------
 
 
 async def test_a_sync_harness_runs_in_a_thread_and_does_not_block_other_chains() -> None:

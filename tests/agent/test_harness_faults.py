@@ -21,7 +21,7 @@ from cancelling import settled, tasks_left
 from kernels import interrupted, kernel, run_cell, start_cell
 from test_chat import with_template
 from test_harness import TASK, harnessed, solve
-from test_rows import REWRITES
+from test_trajectory_rows import REWRITES
 
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.rollout import Rollout

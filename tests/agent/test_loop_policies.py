@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from agents import Played, agent, calculator, call, chat, played, shipped, tasks
+from agents import Played, agent, calculator, call, chat, exact, played, shipped, tasks
 
 import agentfly_kit as af
 from agentfly_kit.agent.chain_editing import Chain
@@ -118,6 +118,33 @@ async def test_a_window_makes_each_step_a_row() -> None:
     assert "\n6<" in chat().text(none.rows[3].ids.tolist())
     with pytest.raises(SettingsError, match="steps must be an integer of at least 0, got -1"):
         af.hooks.sliding_window(-1)
+
+
+# --- penalties
+
+
+async def test_a_penalty_for_invalid_calls_is_a_reward_with_a_negative_weight() -> None:
+    """The recipe of docs/conventions.md. A call that is valid but whose tool fails costs nothing."""
+    names = ("calculator", "failing")
+
+    @af.reward(weight=-0.25)
+    def invalid_calls(trajectory: Any) -> float:
+        return sum(call.error is not None or call.name not in names for call in trajectory.tool_calls)
+
+    @af.tool
+    def failing(expression: str) -> str:
+        """Fail.
+
+        Args:
+            expression: anything.
+        """
+        raise af.ToolError("no")
+
+    script = [call("1+1", "unknown"), "<tool_call>{oops</tool_call>", call("1", "failing"), call("1+1"), "2"]
+    a = played(script, tools=[calculator, failing], reward=[exact, invalid_calls], max_turns=9)
+    t = await one(a)
+    assert (t.reward, t.metrics["exact"], t.metrics["invalid_calls"]) == (0.5, 1.0, 2.0)
+    assert (await one(played(script[2:], tools=[calculator, failing], reward=a.reward, max_turns=9))).reward == 1.0
 
 
 # --- summaries

@@ -1,6 +1,9 @@
 """The examples of README.md run as pasted, in a notebook cell and as a script; the site's sources are complete."""
 
+import ast
+import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -69,6 +72,25 @@ def test_the_page_for_pypi_has_no_relative_link() -> None:
     assert not re.search(r"\]\((?!https://)|<img", page)
 
 
+def test_the_site_draws_the_figures_of_notebooks() -> None:
+    """Every saved plotly figure becomes HTML for plotly.js, which each page loads once and from the site."""
+    conf, drawn = runpy.run_path(str(ROOT / "docs" / "conf.py")), 0
+    assert [Path(path).name for path in conf["html_static_path"]] == ["plotly.min.js"]
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        saved = path.read_text(encoding="utf-8")
+        source = [saved]
+        conf["_draw_figures"](None, f"notebooks/{path.stem}", source)
+        bundles = [
+            output.get("data", {}) for cell in json.loads(source[0])["cells"] for output in cell.get("outputs", [])
+        ]
+        html = "".join("".join(data.get("text/html", "")) for data in bundles)
+        assert not any("plotly" in kind for data in bundles for kind in data)
+        assert html.count("Plotly.newPlot(") == saved.count('"application/vnd.plotly.v1+json"')
+        assert html.count('src="../_static/plotly.min.js"') == ("Plotly.newPlot(" in html)
+        drawn += html.count("Plotly.newPlot(")
+    assert drawn >= 10
+
+
 @pytest.mark.real
 def test_a_broken_link_fails_the_build_of_the_site(tmp_path: Path) -> None:
     """A copy of the site with links to a missing page and to a missing heading does not build."""
@@ -83,3 +105,25 @@ def test_a_broken_link_fails_the_build_of_the_site(tmp_path: Path) -> None:
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert done.stderr.count("WARNING") == len(links), done.stderr
+
+
+def test_the_files_that_process_a_token_are_short() -> None:
+    """Count the whole files, but of files with a list of functions only these. README.md states the rounded numbers."""
+    section = README.partition("## Read the code")[2].partition("## ")[0]
+    rows = re.findall(r"^\| \[.*?\]\((.*?)\)(?:: `(\w+)`)? \| (.*) \|$", section, re.MULTILINE)
+    assert len(rows) == 6
+    whole = path = 0
+    for file, function, shows in rows:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        lines = len(text.splitlines())
+        whole += lines
+        if function:
+            names = {function, *re.findall(r"`(_\w+)`", shows)}
+            found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name in names]
+            assert len(found) == len(names)
+            lines = sum(node.end_lineno - node.lineno + 1 for node in found if node.end_lineno is not None)
+        path += lines
+    assert path <= 1500
+    stated = re.search(r"about ([\d,]+) lines, of which you can skip (\d+)", section)
+    assert stated is not None
+    assert abs(whole - int(stated[1].replace(",", ""))) <= 50 and abs(whole - path - int(stated[2])) <= 50

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from agentfly_kit.engines.local import decoder as module
 from agentfly_kit.engines.local.decoder import FusedLlamaDecoder, _modules_forward
-from agentfly_kit.engines.local.kv_cache import KVCache
+from agentfly_kit.engines.local.kv_cache import KVCache, aligned
 from agentfly_kit.policy.attention import masked_states, shared_keys, unsupported_attention
 
 
@@ -75,9 +75,9 @@ def both(made: Any, decoder: FusedLlamaDecoder, stamp: object = 0) -> tuple[torc
         cache = KVCache(8, 48)
         for start, stop in ((0, 5), (5, 12), (12, 13), (13, 14), (14, 15), (15, 16), (16, 17), (17, 40), (40, 41)):
             positions = torch.arange(start, stop)[None].expand(8, -1)
-            mask = cache.prepare(torch.arange(8) if stop - start > 1 else 8, positions)
+            rows = torch.arange(8) if stop - start > 1 else 8
             run = decoder if which else _modules_forward(made.get_decoder())
-            outs[which].append(run(cache, ids[:, start:stop], positions, mask, stamp))
+            outs[which].append(run(cache, rows, ids[:, start:stop], positions, stamp))
     return torch.cat(outs[0], 1), torch.cat(outs[1], 1)
 
 
@@ -107,12 +107,12 @@ def test_attention_does_not_repeat_the_keys_of_grouped_heads(family: str) -> Non
         cache, parts = KVCache(8, 48), []
         for start, stop in ((0, 17), (17, 40), (40, 41), (41, 42)):
             positions = torch.arange(start, stop)[None].expand(8, -1)
-            mask = cache.prepare(8, positions)
             with RecordKeys():
-                parts.append(forward(cache, ids[:, start:stop], positions, mask))
+                parts.append(forward(cache, 8, ids[:, start:stop], positions))
         return torch.cat(parts, 1)
 
-    def repeating(cache: KVCache, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def repeating(cache: KVCache, rows: int, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        mask = cache.prepare(rows, positions)
         keys = torch.arange(mask.shape[-1])[None]
         return masked_states(trunk, tokens, positions, mask, keys, cache).last_hidden_state
 
@@ -166,13 +166,12 @@ def test_decode_steps_do_not_depend_on_the_other_rows(heads: int) -> None:
         cache, order = KVCache(count, capacity), torch.tensor(rows)
         context = torch.arange(64)[None].expand(count, -1)
         with torch.no_grad():
-            decoder(cache, ids[order, :64], context, cache.prepare(torch.arange(count), context), 0)
+            decoder(cache, torch.arange(count), ids[order, :64], context, 0)
         far = torch.full((count, 1), capacity - 8)  # one long row makes all rows attend over as many keys
         far[:-1] = at[order][:-1, None]
         for positions in (at[order][:, None], far):
-            mask = cache.prepare(count, positions)
             with torch.no_grad():
-                out = decoder(cache, ids[order, 64:65], positions, mask, 0)
+                out = decoder(cache, count, ids[order, 64:65], positions, 0)
             found = torch.full((24, out.shape[-1]), torch.nan)
             found[order[:-1]] = out[:-1, 0]
             seen.append(found)
@@ -180,6 +179,31 @@ def test_decode_steps_do_not_depend_on_the_other_rows(heads: int) -> None:
         both = ~(seen[0].isnan().any(1) | other.isnan().any(1))
         assert int(both.sum()) >= 7
         assert torch.equal(seen[0][both], other[both])
+
+
+def test_only_prefills_in_float32_on_a_cpu_pad_the_keys_to_whole_blocks() -> None:
+    made = model("qwen3", max_position_embeddings=1024)
+    decoder = fused(made)
+    assert decoder is not None
+    cache, ids = KVCache(8, 300), torch.ones(8, 200, dtype=torch.int64)
+    read: list[int] = []
+    update = cache.update
+
+    def recorded(*given: Any, **options: Any) -> Any:
+        found = update(*given, **options)
+        read.append(found[0].shape[2])
+        return found
+
+    cache.update = recorded  # type: ignore[method-assign]
+    with torch.inference_mode():
+        for start, stop in ((0, 190), (190, 191), (191, 193), (193, 194)):
+            positions = torch.arange(start, stop)[None].expand(8, -1)
+            forward = decoder if start else _modules_forward(made.get_decoder())
+            forward(cache, 8, ids[:, start:stop], positions, 0)
+    assert read[::3] == [192, 192, 512, 256]
+    half = KVCache(8, 768, aligned)
+    assert half.capacity == 768
+    assert half.prepare(8, torch.full((8, 3), 700)).shape[-1] == 704
 
 
 @pytest.mark.parametrize("shapes", ["alike", "two kinds of layers"])

@@ -397,6 +397,24 @@ def test_settings_are_checked() -> None:
         OpenAIEngine("http://localhost:8000/v1", "tiny", tokens="maybe")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"timeout": 0}, "timeout must be a positive finite number of seconds, got 0"),
+        ({"timeout": float("nan")}, "timeout must be a positive finite number of seconds, got nan"),
+        ({"timeout": "60"}, "timeout must be a positive finite number of seconds, got '60'"),
+        ({"retries": -1}, "retries must be an integer of at least 0, got -1"),
+        ({"retries": 1.5}, "retries must be an integer of at least 0, got 1.5"),
+        ({"backoff": -0.5}, "backoff must be a finite number of seconds of at least 0, got -0.5"),
+        ({"max_length": 0}, "max_length must be an integer of at least 1, or None for no limit, got 0"),
+    ],
+)
+def test_limits_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        OpenAIEngine("http://127.0.0.1:8000/v1", "tiny", **settings)
+    OpenAIEngine("http://127.0.0.1:8000/v1", "tiny", retries=0, backoff=0)
+
+
 async def test_it_waits_as_long_as_the_server_asks(server: Server, engine: Connect) -> None:
     server.answer = lambda path, body: chat("42") if len(server.got) > 1 else (429, {}, {"Retry-After": "0.3"})
     model = engine()

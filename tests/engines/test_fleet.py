@@ -5,6 +5,7 @@ The engines run in this process; fleets of vLLM servers are tested in test_fleet
 
 import asyncio
 import collections
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -332,8 +333,9 @@ def test_engines_that_do_not_fit_together_are_refused() -> None:
     ):
         with pytest.raises(EngineError, match=message):
             Fleet(engines)  # type: ignore[arg-type]
-    with pytest.raises(EngineError, match="tolerance must be above 0, got 0"):
-        Fleet([local], tolerance=0)
+    for tolerance in (0, math.nan, "0.05"):
+        with pytest.raises(EngineError, match=f"tolerance must be above 0, or None for the default, got {tolerance!r}"):
+            Fleet([local], tolerance=tolerance)  # type: ignore[arg-type]
 
 
 async def test_engines_without_logprobs_are_not_compared() -> None:

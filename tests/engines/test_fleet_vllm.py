@@ -21,7 +21,7 @@ from test_fleet import nudge, states
 
 from agentfly_kit.engines.fleet import Fleet
 from agentfly_kit.engines.serving import VLLMServer, serve_vllm
-from agentfly_kit.errors import EngineError
+from agentfly_kit.errors import EngineError, SettingsError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.types import Sampling
 
@@ -62,6 +62,8 @@ def members(group: int) -> list[int]:
 def test_wrong_settings_are_refused_before_anything_starts() -> None:
     with pytest.raises(EngineError, match="port must be an integer from 0 to 65535, got 70000"):
         serve_vllm(agents.shipped(), port=70000)
+    with pytest.raises(SettingsError, match="environment must be a dict of environment variables, or None, got 'A=1'"):
+        serve_vllm(agents.shipped(), environment="A=1")  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="logprobs_mode"):
         serve_vllm(agents.shipped(), logprobs_mode="raw_logprobs")
     with pytest.raises(EngineError, match="no model found"):

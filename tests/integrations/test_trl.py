@@ -14,7 +14,7 @@ import pytest
 import torch
 from recipes.base import RESPONSE_TEMPLATE
 from recipes.calculator import Expression, Recipe
-from test_ppo_more import Kept, trajectories
+from test_ppo_settings import Kept, trajectories
 
 from agentfly_kit import advantages, tiny
 from agentfly_kit import trl as bridge

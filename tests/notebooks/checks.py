@@ -175,7 +175,7 @@ assert rollout.summary()["executed"] < sum(len(t.tool_calls) for t in rollout)
 assert apply(two, "remove", "gap") == one and len(two) == 2 and hash(apply(two, "remove", "gap")) == hash(one)
 assert (await two["gap"].try_(a=7, b=30)).observation == "23"
 assert longer.proposed.tolist() == [0.5, 0.4, 0.4, 0.6] and len(trace) == 3
-assert sorted(learned.names) == sorted(NAMES) and rescued is not None and EMPTY == af.ToolSet()
+assert sorted(learned.names) == sorted(NAMES) and unchanged == learned and EMPTY == af.ToolSet()
 assert not os.path.exists("made") and results["reader, test"] > 0.7
 """,
     "29_tptu": """
@@ -194,7 +194,7 @@ assert says_call["test"].std() < 0.05
 """,
     "27_conagents": """
 assert set(attempts) == {1, 2, 3} and max(n for report in reports for n in report["attempts"]) == 3
-assert results["no calibration"] < results["server only"] < both > results["silent review"] and both > 0.8
+assert results["no calibration"] < results["server only"] < both > results["review without advice"] and both > 0.8
 assert table.reviews["no calibration"] == 0 < table.reviews["both"] < table.reviews["both, automatic"]
 """,
     "30_apt": """

@@ -213,8 +213,8 @@ async def test_a_cancelled_grant_is_passed_on():
         await held.release()
         held = await asyncio.wait_for(second, 1)
         assert first.cancelled()
-        events = [(event.kind, event.owner) for event in events if event.kind in ("leased", "gave up")]
-        assert events == [("leased", "first"), ("gave up", "first"), ("leased", "second")]
+        events = [(event.kind, event.owner) for event in events if event.kind in ("leased", "cancelled")]
+        assert events == [("leased", "first"), ("cancelled", "first"), ("leased", "second")]
         await held.release()
 
 
@@ -317,7 +317,7 @@ async def test_recycle():
     assert two.revoked == "closed by hand" and pool.snapshot().leased == 0
     async with pool.lease("c") as notes:
         assert notes is not one.sandbox and notes is not two.sandbox and not one.sandbox.alive
-    assert [e.detail for e in events if e.kind == "ended by hand"] == ["reset by hand", "closed by hand"]
+    assert [e.detail for e in events if e.kind == "recycled"] == ["reset by hand", "closed by hand"]
     (box,) = pool.snapshot().sandboxes
     notes.kept.append("x")
     pool.recycle(box.id)
@@ -467,7 +467,7 @@ class Kills:
         (Plain, {"max_use": 3}, r"unexpected keyword argument 'max_use'.*did you mean 'max_uses'\?"),
         (Plain(), {}, "sandbox_type must be a class such as PythonSandbox"),
         (Plain, {"max_uses": 0}, "max_uses must be an integer of at least 1, or None for no limit, got 0"),
-        (Plain, {"max_lease": float("inf")}, "max_lease must be a positive, finite number of seconds, got inf"),
+        (Plain, {"max_lease": float("inf")}, "max_lease must be a positive finite number of seconds, got inf"),
         *(
             (Plain, {name: None}, f"{name} must be .*, got None")
             for name in ("size", "min_idle", "acquire_timeout", "start_timeout", "max_lease")
@@ -514,7 +514,7 @@ async def test_an_interrupted_listener_does_not_stop_later_events():
 
     def on_event(event: PoolEvent) -> None:
         heard.append(event.kind)
-        if event.kind == "ended by hand":
+        if event.kind == "recycled":
             raise KeyboardInterrupt
 
     async with Pool(Notes, size=1) as pool:
@@ -727,6 +727,8 @@ class StateMachine(RuleBasedStateMachine):
     def tell(self, event: Callable[..., None], *args: Any) -> None:
         self.now += 1.0
         effects = self.state.apply(event, *args, now=self.now)
+        for state in ("starting", "idle", "leased", "resetting", "closing"):
+            assert self.state.count(state) == sum(slot.state == state for slot in self.state.slots.values())
         for slot, state in [(s, "closing") for s in effects.close] + [(s, "resetting") for s in effects.reset]:
             self.effects[slot] = state
         for slot in effects.start:

@@ -53,6 +53,29 @@ async def test_a_batch_of_scripted_actions_has_their_mask_and_weight_one() -> No
         af.collate(rollout, imitate=True, authors="policy")
 
 
+async def test_an_empty_list_of_authors_is_rejected(policy: Any) -> None:
+    given = shown(policy, "1+2")
+    for nobody in ((), [], ""):
+        with pytest.raises(BatchError, match=r"names of authors of actions \('script'\), got "):
+            af.collate(given, imitate=nobody)
+        with pytest.raises(BatchError, match=r"names of authors of actions \('script'\), got "):
+            await af.imitate(policy, given, authors=nobody)
+
+
+async def test_weights_of_turns_are_rejected(policy: Any) -> None:
+    """They have a column per sampled turn, but scripted turns are not sampled."""
+    given = shown(policy, "1+2", "2+3")
+    turns = len(given[0].actions)
+    assert turns > 1
+    with pytest.raises(
+        AlignmentError, match=r"weights \(advantages\) must have the shape \(2,\) \(one per trajectory\) or .*, got"
+    ):
+        af.collate(given, torch.ones(2, turns), imitate=True)
+    shape = af.collate(given, imitate=True).ids.shape
+    batch = af.collate(given, torch.full(shape, 0.5), imitate=True)
+    assert (batch.advantages[batch.mask] == 0.5).all()
+
+
 async def test_forced_tokens_of_one_author_are_imitated_alone(policy: Any) -> None:
     agent = af.Agent(af.LocalEngine(policy), chat=policy.chat, sampling=af.Sampling(max_tokens=4))
     chain = agent.chain(agents.tasks(1)[0])
@@ -111,6 +134,18 @@ def test_only_masked_tokens_are_targets_and_shared_prefixes_change_nothing(polic
     assert float((gradients(ours) - expected).norm() / expected.norm()) < 1e-5
 
 
+def test_the_loss_has_no_gradient_at_observations(policy: Any) -> None:
+    """d loss / d logprob is exactly 0 at tokens with mask 0, and -weight / number of tokens at the others."""
+    batch = af.collate(shown(policy, "1+2", "2*(3+4)"), [2.0, 0.5], imitate=True)
+    logprobs = torch.randn(batch.ids.shape, dtype=torch.float64, requires_grad=True)
+    per_token = af.losses.reinforce(logprobs, None, batch.advantages, batch.mask)
+    af.losses.aggregate(per_token, batch.mask).backward()
+    assert logprobs.grad is not None
+    assert (logprobs.grad[~batch.mask] == 0).all()
+    expected = -batch.advantages[batch.mask].double() / int(batch.mask.sum())
+    torch.testing.assert_close(logprobs.grad[batch.mask], expected, rtol=1e-12, atol=0)
+
+
 def test_a_weight_scales_the_loss_of_its_rows(policy: Any) -> None:
     one, two = shown(policy, "1+2", "2*(3+4)")
     parts = []
@@ -120,10 +155,9 @@ def test_a_weight_scales_the_loss_of_its_rows(policy: Any) -> None:
         stats = af.imitation_step(copy, optimizer(copy), batch)
         assert (stats.updates, copy.version) == (1, policy.version + 1) and math.isnan(stats.entropy)
         parts.append(stats.loss)
-        logprobs = policy.score(batch, {"logprob"})["logprob"]
-        assert parts[-1] == pytest.approx(
-            -float((logprobs * batch.advantages)[batch.mask].sum() / batch.mask.sum()), abs=1e-5
-        )
+        logprobs = policy.score(batch, {"logprob"})["logprob"].double()
+        expected = -float((logprobs * batch.advantages)[batch.mask].sum() / batch.mask.sum())
+        assert parts[-1] == pytest.approx(expected, rel=1e-6)
     assert parts[0] != pytest.approx(parts[1])
 
 
@@ -137,6 +171,12 @@ def test_each_step_rejects_the_batches_of_the_other(policy: Any) -> None:
         af.imitation_step(policy, af.adamw(policy), batch, af.PPOConfig(kl_coef=0.1))
     split = af.imitation_step(policy, af.adamw(policy), batch, af.PPOConfig(epochs=3, micro_tokens=20))
     assert split.updates == 3
+
+
+@pytest.mark.parametrize("lr", [0.0, -1.0, math.nan, math.inf])
+def test_invalid_learning_rates_are_rejected(policy: Any, lr: float) -> None:
+    with pytest.raises(SettingsError, match="lr must be a positive finite number"):
+        af.adamw(policy, lr)
 
 
 # --- imitate
@@ -158,7 +198,8 @@ async def test_imitation_teaches_and_is_reproducible(policy: Any) -> None:
     [
         ({"epochs": 0}, "epochs must be an integer of at least 1, got 0"),
         ({"minibatch": 0}, "minibatch must be an integer of at least 1, got 0"),
-        ({"lr": math.nan}, "lr must be above 0, got nan"),
+        ({"lr": math.nan}, "lr must be a positive finite number, got nan"),
+        ({"lr": math.inf}, "lr must be a positive finite number, got inf"),
     ],
 )
 async def test_invalid_settings_are_rejected(policy: Any, options: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from agents import agent, assert_same_gradient, assert_same_update, fresh, random_policy, tasks
-from test_ppo_more import gradient, judged, made
+from test_ppo_settings import gradient, judged, made
 from torch import Tensor
 
 from agentfly_kit import tiny
@@ -268,7 +268,7 @@ def test_old_logprobs_of_the_engine_are_used_only_if_they_agree() -> None:
     stale.version = 1
     stats = ppo_step(stale, adamw(stale, 1e-9), exact, detail=True)
     assert stats.approx_kl == pytest.approx(0, abs=1e-6)
-    with pytest.raises(BatchError, match="sampled at policy version 2, but this policy is at version 0"):
+    with pytest.raises(BatchError, match="batch must be sampled at version 0 of this policy or before, got version 2"):
         ppo_step(policy, adamw(policy), batch_of(stale))
 
 
@@ -338,7 +338,7 @@ def test_a_stale_batch_is_rejected_unless_allowed() -> None:
 def test_invalid_batches_are_rejected() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
-    with pytest.raises(BatchError, match="has no advantages"):
+    with pytest.raises(BatchError, match="batch must have advantages"):
         ppo_step(policy, adamw(policy), collate(batch.trajectories))
     with pytest.raises(BatchError, match="advantages must be finite"):
         ppo_step(policy, adamw(policy), batch.replace(advantages=torch.full_like(batch.advantages, math.inf)))

@@ -10,7 +10,7 @@ import agents
 import pytest
 import torch
 from processes import run_two
-from test_ppo_more import Kept, judged, made
+from test_ppo_settings import Kept, judged, made
 
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import BatchError

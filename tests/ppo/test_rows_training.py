@@ -12,7 +12,7 @@ import agents
 import pytest
 import torch
 from agents import trajectory
-from test_ppo_more import gradient, plain
+from test_ppo_settings import gradient, plain
 from torch import Tensor
 
 from agentfly_kit import advantages, losses

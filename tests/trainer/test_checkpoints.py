@@ -163,7 +163,7 @@ async def test_damaged_files_of_a_checkpoint(tmp_path: Path) -> None:
         Policy.load(folder)
     for name in ("checkpoint", "checkpoint.before"):
         shutil.rmtree(tmp_path / "run" / name)
-    with pytest.raises(PolicyError, match="is a training run without a checkpoint"):
+    with pytest.raises(PolicyError, match=r"got the run .* without one"):
         Policy.load(tmp_path / "run")
 
 

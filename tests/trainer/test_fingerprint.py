@@ -1,22 +1,39 @@
-"""The fingerprint of a run follows the code that its functions run, also when autoreload patches them in place."""
+"""The fingerprint of a run: code of functions and classes (also after an autoreload), tasks, chat and pools."""
 
 from __future__ import annotations
 
+import copy
 import importlib
+import itertools
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from IPython.extensions.autoreload import ModuleReloader
-from test_trainer import learner, leave, small, start
+from test_trainer import TASKS, learner, leave, small, start
 
+from agentfly_kit.agent.agent import Agent
+from agentfly_kit.chat import formats
+from agentfly_kit.chat.chat import Chat
+from agentfly_kit.envs.gym import from_env
 from agentfly_kit.errors import RunMismatch
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.rewards import RewardSet
+from agentfly_kit.sandboxes.python import PythonSandbox
 from agentfly_kit.tools import function as functions
+from agentfly_kit.tools.tool import tool
+from agentfly_kit.trainer.config import TrainConfig
+from agentfly_kit.trainer.fingerprint import fingerprint
+from agentfly_kit.trainer.rollouts import RolloutSampler
+from agentfly_kit.types import Task
 
 SOURCE = '''"""Rewards of a user."""
 import agentfly_kit as af
@@ -133,3 +150,128 @@ def test_a_nested_function_that_autoreload_moved_is_found_by_its_name(module: Mo
     code = code.replace(co_name="gone")
     module.plain.__code__ = code
     assert functions.source_of(module.plain).startswith("<no source; code ")
+
+
+# --- tasks ---------------------------------------------------------------------------------------
+
+
+def tasks_digest(**fields: Any) -> str:
+    given = [Task("a", ({"role": "user", "content": "?"},), fields)]
+    none: Any = None
+    return RolloutSampler(none, none, given, TrainConfig(), WorkerGroup(None)).tasks_digest
+
+
+def test_the_digest_of_tasks_is_the_same_in_every_process() -> None:
+    code = "import test_fingerprint; print(test_fingerprint.tasks_digest(names=set('abcdefgh'), made=object()))"
+    found = set()
+    for seed in "12":
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", code]
+        found.add(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert len(found) == 1
+
+
+def test_the_digest_of_tasks_includes_the_content_of_their_fields() -> None:
+    arrays = [np.arange(5000), np.arange(5000)]
+    arrays[1][2500] = 0
+    assert tasks_digest(board=arrays[0]) != tasks_digest(board=arrays[1])
+    assert tasks_digest(board=arrays[0]) == tasks_digest(board=arrays[0].copy())
+    one = tasks_digest(check=lambda text: text == "a")
+    assert one != tasks_digest(check=lambda text: text == "b")
+    walls = {(0, 1): "wall", "size": 3}
+    assert tasks_digest(walls=walls) == tasks_digest(walls=dict(walls)) != tasks_digest(walls={**walls, "size": 4})
+    assert tasks_digest(a=1, b=2) == tasks_digest(b=2, a=1)
+
+
+# --- chat and pools ------------------------------------------------------------------------------
+
+
+def settings(agent: Agent) -> dict[str, Any]:
+    sampler = RolloutSampler(agent, agent.engine.policy, TASKS, TrainConfig(), WorkerGroup(None))  # type: ignore[attr-defined]
+    found: dict[str, Any] = json.loads(json.dumps(fingerprint(sampler, "start")))
+    return found
+
+
+class Shouting(formats.Hermes):
+    def observation(self, name: str, text: str) -> str:
+        return text.upper()
+
+
+def test_the_fingerprint_includes_the_chat() -> None:
+    policy = learner()
+    agent = small(policy)
+    tokenizer = policy.chat.tokenizer
+    other = copy.deepcopy(tokenizer)
+    other.chat_template += "{# another template #}"
+    chats = [
+        Chat(tokenizer),
+        Chat(tokenizer, options={"enable_thinking": False}),
+        Chat(tokenizer, format="react"),
+        Chat(tokenizer, format=Shouting()),
+        Chat(tokenizer, format=formats.Tags("act", "act", "act", "query", "result")),
+        Chat(tokenizer, format=formats.Tags("act", "act", "act", "query", "results")),
+        Chat(tokenizer, stop=[policy.chat.token_texts([5])[0]]),
+        Chat(tokenizer, history="append"),
+        Chat(other),
+    ]
+    found = [settings(agent.replace(chat=chat))["agent"]["chat"] for chat in chats]
+    assert all(one != two for one, two in itertools.combinations(found, 2))
+    assert settings(agent.replace(chat=Chat(tokenizer)))["agent"]["chat"] == found[0]
+    assert "return text.upper()" in found[3]["format"]["class"]["source"]
+
+
+def counter(step: int) -> type:
+    def increase(number: int) -> int:
+        return number + step
+
+    class Counter:
+        limit = 3
+        number = 0
+
+        def __init__(self, start: int = 0) -> None:
+            self.start = start
+
+        def reset(self, task: Task) -> None:
+            self.number = self.start
+
+        @tool(describe="optional")
+        def count(self) -> int:
+            self.number = increase(self.number)
+            return self.number
+
+    return Counter
+
+
+def test_the_fingerprint_includes_sandbox_classes_and_their_options() -> None:
+    agent = small(learner())
+    one, two = counter(1), counter(2)
+    limited = counter(1)
+    limited.limit = 4  # type: ignore[attr-defined]
+
+    def found(*pools: Any) -> dict[str, Any]:
+        pools_of_run: dict[str, Any] = settings(agent.replace(pools=pools))["pools"]
+        return pools_of_run
+
+    base = found(Pool(one))
+    assert base == found(Pool(counter(1), size=2, min_idle=1, max_uses=3, start_timeout=5)), "sizes change no chain"
+    changed = [base, *(found(Pool(c)) for c in (two, limited)), found(Pool(one, start=1)), found(Pool(one, start=2))]
+    changed += [found(), found(Pool(PythonSandbox)), found(Pool(PythonSandbox, memory_mb=64))]
+    changed += [found(Pool(from_env(make))) for make in (Up, Down)]
+    assert all(one != two for one, two in itertools.combinations(changed, 2))
+    assert "self.number = increase(self.number)" in base["Counter"]["class"]["source"]
+
+
+class Up:
+    def reset(self) -> Any:
+        return "0", {}
+
+    def step(self, action: str) -> Any:
+        return "1", 1.0, True, False, {}
+
+
+class Down(Up):
+    def step(self, action: str) -> Any:
+        return "-1", -1.0, True, False, {}
+
+
+Down.__name__ = Down.__qualname__ = "Up"

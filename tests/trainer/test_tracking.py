@@ -80,13 +80,47 @@ def test_a_tracker_that_raises_is_removed(method: str, calls: int) -> None:
     assert len(run.records) == 3
 
 
+def test_functions_and_objects_with_the_methods_of_a_tracker_are_trackers() -> None:
+    class Other:
+        """Tracker of another package, which is no subclass of Tracker."""
+
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+
+        def begin(self, run: af.Run) -> None:
+            self.calls.append(run.id)
+
+        def step(self, record: dict[str, float]) -> None:
+            self.calls.append(record["step"])
+
+        def end(self, outcome: str) -> None:
+            self.calls.append(outcome)
+
+    class Callable:
+        def __init__(self) -> None:
+            self.steps: list[float] = []
+
+        def __call__(self, record: dict[str, float]) -> None:
+            self.steps.append(record["step"])
+
+    other, called = Other(), Callable()
+    records: list[dict[str, float]] = []
+    run = start(config=CONFIG).track(records.append, other, called)
+    with pytest.raises(SettingsError, match=r"trackers must be different objects, got .* twice"):
+        run.track(called)
+    asyncio.run(run._wait())
+    assert [record["step"] for record in records] == called.steps == [1, 2, 3]
+    assert other.calls == [run.run.id, 1, 2, 3, "done"]
+
+
 def test_bad_trackers() -> None:
     run, log = start(config=CONFIG), Log()
-    with pytest.raises(SettingsError, match=r"subclass of af\.trackers\.Tracker, got <built-in.*run\.subscribe"):
-        run.track(print)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="already a tracker"):
+    for wrong in (Log, "wandb", None, lambda: None):
+        with pytest.raises(SettingsError, match=r"a tracker must be a function of .*, got"):
+            run.track(wrong)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match=r"trackers must be different objects, got .* twice"):
         run.track(log, log)
-    with pytest.raises(SettingsError, match="already a tracker"):
+    with pytest.raises(SettingsError, match=r"trackers must be different objects, got .* twice"):
         run.track(log)
 
     async def late() -> None:

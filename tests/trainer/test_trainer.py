@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -331,6 +332,30 @@ async def test_pause_and_resume(whole: Whole) -> None:
     assert len(held.records) <= 1
 
 
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [(SMALL.replace(evaluate_every=1), {"eval_tasks": TASKS[:2]}), (SMALL.replace(advantage="remax"), {})],
+    ids=["evaluation", "remax"],
+)
+async def test_pause_reaches_every_rollout_of_a_run(config: TrainConfig, more: dict[str, Any]) -> None:
+    policy = learner()
+    started: list[Any] = []
+
+    def watch(rollout: Any) -> None:
+        started.append(rollout)
+        if len(started) == 2:  # the evaluation, or the greedy chains
+            run.pause()
+
+    run = start(None, policy, config.replace(steps=1), agent=small(policy, watch=watch), **more)
+    going = asyncio.create_task(run)
+    while len(started) < 2:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    assert started[1].snapshot().state == "paused" and not going.done()
+    run.resume()
+    await asyncio.wait_for(going, 60)
+
+
 async def test_a_run_has_one_loop() -> None:
     run = start()
     going = asyncio.create_task(run)
@@ -449,13 +474,19 @@ async def test_the_progress_bar_shows_the_steps(capsys: pytest.CaptureFixture[st
         ({"overlap": 1, "advantage": "remax"}, "overlap must be 0 for advantage='remax'"),
         ({"advantage": "none"}, "teacher_coef must be a finite number, and above 0 with advantage='none', got 0"),
         ({"teacher_coef": -1.0}, "teacher_coef must be at least 0, got -1"),
-        ({"teacher_coef": float("inf")}, "teacher_coef must be a finite number"),
+        ({"teacher_coef": math.inf}, "teacher_coef must be a finite number"),
         ({"advantage": "gdpo", "truncated": "penalty"}, "advantage='gdpo' needs unmodified rewards"),
         ({"advantage_per": "row", "advantage": "opo"}, "which requires whole chains"),
         ({"old_logprobs": "newest"}, "old_logprobs must be one of"),
         ({"advantage": "best"}, "advantage must be one of 'grpo'"),
-        ({"lr": 0.0}, "lr must be a positive number, got 0.0"),
-        ({"lr": float("nan")}, "lr must be a number, got nan"),
+        ({"lr": 0.0}, "lr must be a positive finite number, got 0.0"),
+        ({"lr": math.inf}, "lr must be a positive finite number, got inf"),
+        ({"lr_end": math.inf}, "lr_end must be a finite number of at least 0, or None, got inf"),
+        ({"lr_end": -1e-5}, "lr_end must be a finite number of at least 0, or None, got -1e-05"),
+        ({"advantage": "none", "teacher_coef": 1.0, "row_credit": "last"}, "row_credit has an effect only with"),
+        ({"advantage": "none", "teacher_coef": 1.0, "truncated": "penalty"}, "truncated='penalty' has no effect with"),
+        ({"advantage": "none", "teacher_coef": 1.0, "kl_coef": 0.1, "kl_in": "reward"}, "kl_in has an effect only"),
+        ({"lr": math.nan}, "lr must be a number, got nan"),
         ({"refill": 2}, "refill=2 needs filters="),
         ({"refill": -1}, "refill must be at least 0"),
         ({"truncated": "drop"}, "truncated must be one of"),
@@ -549,7 +580,7 @@ def test_invalid_runs_are_rejected_on_construction() -> None:
             train(small(policy), policy, TASKS, SMALL.replace(group_size=1, advantage=name))
     raw = functools.partial(advantages.grpo, singleton="raw")
     train(small(policy), policy, TASKS, SMALL.replace(group_size=1, advantage=raw))
-    with pytest.raises(SettingsError, match="has no reward to learn from"):
+    with pytest.raises(SettingsError, match="agent must have a reward to learn from, got none"):
         train(small(policy, reward=None), policy, TASKS, SMALL)
     with pytest.raises(SettingsError, match="must sample from the policy that is trained"):
         train(small(policy), learner(), TASKS, SMALL)

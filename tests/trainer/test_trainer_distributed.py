@@ -14,11 +14,14 @@ from processes import run_two
 from test_trainer import SMALL, TASKS, digits, numbers, small
 from test_trainer import learner as fresh_learner
 
+from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.errors import EngineError, SettingsError, TrainingError
 from agentfly_kit.policy.policy import Policy
+from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.trainer import loop
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.loop import train
+from agentfly_kit.trainer.rollouts import RolloutSampler
 from agentfly_kit.trainer.run_dir import Run
 
 pytest.importorskip("accelerate")
@@ -127,6 +130,38 @@ def test_shares_of_a_rollout_have_the_same_ids_as_the_whole() -> None:
     parts = [[key.id for _, key in a.rollout(tasks, 2, share=(i, 2))._planned] for i in range(2)]
     assert sorted(parts[0] + parts[1]) == sorted(whole)
     assert len(parts[0]) == 4 and any("~2" in name for name in parts[0])
+
+
+async def test_gathered_rollouts_are_in_task_order_even_if_a_group_did_not_run() -> None:
+    """A group without finished chains, such as after a `group_budget`, is absent from the rollout of its process."""
+    policy = learner()
+    config = TrainConfig(steps=1, tasks_per_step=6, group_size=2)
+    sampler = RolloutSampler(small(policy), policy, TASKS[:3], config, WorkerGroup(None))
+    tasks = sampler.task_sampler.sample(0)  # each task twice
+    whole = await sampler.sample(0)
+    parts = [await sampler.agent.rollout(tasks, 2, purpose="train", share=(i, 2)) for i in range(2)]
+
+    class Two:
+        is_single, size = False, 2
+
+        async def all_gather_or_raise(self, mine: Rollout, error: Exception | None) -> list[Rollout]:
+            assert error is None
+            return parts
+
+    sampler.workers = Two()  # type: ignore[assignment]
+
+    async def gathered() -> Rollout:
+        return await sampler._gather(0, asyncio.sleep(0, parts[0]))
+
+    assert [t.id for t in await gathered()] == [t.id for t in whole]
+    for missing, rank in ((0, 0), (2, 0), (1, 1), (5, 1)):
+        before = parts[rank]
+        kept = tuple(g for g in before.groups if g.id != whole.groups[missing].id)
+        parts[rank] = Rollout(kept, before.seconds, {f"{whole.groups[missing].id}/0": "group_seconds"}, 1)
+        rollout = await gathered()
+        assert [g.id for g in rollout.groups] == [g.id for i, g in enumerate(whole.groups) if i != missing]
+        assert list(rollout.not_run.values()) == ["group_seconds"] and rollout.forks_refused == 1
+        parts[rank] = before
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_trainer import SMALL, learner, numbers, start
 
+from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.types import Group
 
 
@@ -58,3 +60,19 @@ async def test_refills_depend_only_on_the_iteration(tmp_path: Path) -> None:
     again = await start(tmp_path / "parts", learner(), REFILL)
     assert numbers(again) == numbers(first)
     assert again.policy.fingerprint() == first.policy.fingerprint()
+
+
+async def test_joined_rollouts_keep_the_chains_that_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start(None, learner(), REFILL)
+    sampler = run._sampler
+    sample, purposes = sampler._run_rollout, []
+
+    async def limited(agent: Any, tasks: Any, index: int, purpose: str) -> Rollout:
+        purposes.append(purpose)
+        found = await sample(agent, tasks, index, purpose)
+        return dataclasses.replace(found, not_run={f"{purpose}-0:x/0": "group_turns"}, forks_refused=1)
+
+    monkeypatch.setattr(sampler, "_run_rollout", limited)
+    rollout = await sampler.sample(0)
+    assert len(purposes) > 1
+    assert rollout.forks_refused == len(purposes) == len(rollout.not_run)

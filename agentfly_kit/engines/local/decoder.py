@@ -19,9 +19,9 @@ from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.attention import agree, masked_states, shared_keys, unsupported_attention, with_short_windows
 from agentfly_kit.policy.policy import Policy
 
-# A function of (cache, tokens (R, C), positions (R, C), mask (R, 1, C, S), stamp) that returns hidden states (R, C, d),
-# for R rows, C tokens per row, S keys and hidden size d. `stamp` identifies the weights.
-CachedForward: TypeAlias = Callable[[KVCache, Tensor, Tensor, Tensor, object], Tensor]
+# A function of (cache, rows, tokens (R, C), positions (R, C), stamp) that returns hidden states (R, C, d), for R rows,
+# C tokens per row and hidden size d. `rows` is as in `KVCache.prepare`, and `stamp` identifies the weights.
+CachedForward: TypeAlias = Callable[[KVCache, Tensor | int, Tensor, Tensor, object], Tensor]
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
 # Maximum number of parameters of a fused model. Fusing copies the weights, and larger models would hardly be faster.
@@ -48,7 +48,8 @@ def cached_forward(policy: Policy) -> CachedForward:
 def _modules_forward(trunk: Any, config: Any = None) -> CachedForward:
     """Return a forward pass that runs the modules of `trunk`. Its layers read `config`, by default `trunk.config`."""
 
-    def forward(cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor, stamp: object) -> Tensor:
+    def forward(cache: KVCache, rows: Tensor | int, tokens: Tensor, positions: Tensor, stamp: object) -> Tensor:
+        mask = cache.prepare(rows, positions)
         keys = torch.arange(mask.shape[-1], device=mask.device)[None]
         with shared_keys(config or trunk.config):
             return cast(Tensor, masked_states(trunk, tokens, positions, mask, keys, cache).last_hidden_state)
@@ -69,8 +70,8 @@ def _passes_trial(trunk: Any, forward: CachedForward) -> bool:
     parts = []
     for start, stop in ((0, 7), (7, 12), (12, 13)):
         positions = torch.arange(start, stop, device=device)[None].expand(rows, -1)
-        mask = cache.prepare(torch.arange(rows, device=device) if stop - start > 1 else rows, positions)
-        parts.append(forward(cache, ids[:, start:stop], positions, mask, "trial"))
+        slots = torch.arange(rows, device=device) if stop - start > 1 else rows
+        parts.append(forward(cache, slots, ids[:, start:stop], positions, "trial"))
     return agree(expected, torch.cat(parts, 1))
 
 
@@ -102,16 +103,18 @@ class FusedLlamaDecoder:
         self._biases: list[Tensor | None] = []
         self._cos = self._sin = torch.zeros(0)
 
-    def __call__(self, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor, stamp: object) -> Tensor:
+    def __call__(self, cache: KVCache, rows: Tensor | int, tokens: Tensor, positions: Tensor, stamp: object) -> Tensor:
         """Compute hidden states; see `CachedForward`. The fused weights are rebuilt if `stamp` has changed."""
         self._refresh(int(cache.capacity), stamp)
         if tokens.shape[1] == 1:
+            mask = cache.prepare(rows, positions, aligned)
             return self._decode_one_token(cache, tokens[:, 0], positions[:, 0], mask)[:, None]
-        (rows, width), heads, kv, size = tokens.shape, self._heads, self._kv, self._size
+        mask = cache.prepare(rows, positions)
+        (count, width), heads, kv, size = tokens.shape, self._heads, self._kv, self._size
         x = F.embedding(tokens, self._trunk.embed_tokens.weight)
         cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
         for i, (qkv, out, gate_up, down, before, after, scale) in enumerate(self._layers):
-            found = F.linear(self._norm(x, before), qkv, self._biases[i]).view(rows, width, heads + 2 * kv, size)
+            found = F.linear(self._norm(x, before), qkv, self._biases[i]).view(count, width, heads + 2 * kv, size)
             qk = found[:, :, : heads + kv]
             if len(scale):
                 qk = self._norm(qk, None) * scale
@@ -122,7 +125,7 @@ class FusedLlamaDecoder:
             seen = F.scaled_dot_product_attention(
                 qk[:, :, :heads].transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=heads != kv
             )
-            x = x + F.linear(seen.transpose(1, 2).reshape(rows, width, heads * size), out)
+            x = x + F.linear(seen.transpose(1, 2).reshape(count, width, heads * size), out)
             gate, up = F.linear(self._norm(x, after), gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate).mul_(up), down)
         return self._norm(x, self._trunk.norm.weight)
@@ -139,20 +142,20 @@ class FusedLlamaDecoder:
         share = heads // kv
         x = F.embedding(tokens, self._trunk.embed_tokens.weight)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
-        seen = aligned(int(positions.max()) + 1)
-        hidden = torch.where(mask[:, 0, :, None, :seen], 0.0, -torch.inf)
+        seen = mask.shape[-1]
+        hidden = torch.where(mask[:, 0, :, None], 0.0, -torch.inf)
         hidden = hidden.expand(rows, kv, share, seen).reshape(rows * kv, share, seen)
         for i, (qkv, out, gate_up, down, before, after, scale) in enumerate(self._layers):
             found = F.linear(self._norm(x, before), qkv, self._biases[i]).view(rows, heads + 2 * kv, size)
             qk = found[:, : heads + kv]
             if len(scale):
                 qk = self._norm(qk, None).mul_(scale)
+            # Rotary embedding of queries and keys in one operation, in place.
             turned = torch.roll(qk, size // 2, -1).mul_(sin)
             torch.addcmul(turned, qk, cos, out=found[:, : heads + kv])
             states = found[:, heads:, None]
             keys, values = (
-                part[:, :, :seen].reshape(rows * kv, seen, size)
-                for part in cache.update(states[:, :kv], states[:, kv:], i)
+                part.reshape(rows * kv, seen, size) for part in cache.update(states[:, :kv], states[:, kv:], i)
             )
             queries = found[:, :heads].reshape(rows * kv, share, size)
             scores = torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=size**-0.5)

@@ -84,8 +84,7 @@ class LocalEngine(Engine):
     @property
     def reproducible(self) -> bool:  # type: ignore[override]
         """True for a policy in float32 on a CPU on which samples do not depend on the batch composition."""
-        parameter = next(iter(self.policy.model.parameters()))
-        if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
+        if not self.policy.is_float32_on_cpu:
             return False
         with single_torch_thread(self.policy):
             return is_batch_invariant(torch.get_num_threads())

@@ -12,15 +12,16 @@ from torch import Tensor
 from agentfly_kit import seeds
 from agentfly_kit._async.delivery import deliver
 from agentfly_kit.engines.local.decoder import CachedForward, cached_forward
+from agentfly_kit.engines.local.kv_cache import aligned, padded
 from agentfly_kit.engines.local.sampling import sample_tokens
 from agentfly_kit.engines.local.slots import ROW_MULTIPLE, Request, SlotTable
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 
-# Maximum number of tokens per prefill, including padding.
-_PREFILL_TOKENS = 4096
-# Maximum number of tokens per forward pass of a prefill, so that intermediate results fit into the CPU cache.
-_PREFILL_FORWARD_TOKENS = 512
+# Maximum numbers of tokens per prefill and per forward pass of a prefill, including padding. On a CPU, intermediate
+# results of a forward pass should fit into the cache. The limits of other devices have not been measured.
+_CPU_PREFILL_TOKENS, _CPU_FORWARD_TOKENS = 4096, 512
+_PREFILL_TOKENS, _FORWARD_TOKENS = 32768, 8192
 # Possible widths of a prefill chunk in tokens.
 _CHUNK_WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
 # A prefill starts when more requests wait than run, or when the oldest has waited for more decode steps than this.
@@ -46,7 +47,9 @@ class ContinuousBatch:
             self._check_model()
 
     def _empty_table(self) -> SlotTable:
-        return SlotTable(self._limit, self.policy.max_length)
+        # Padding makes results batch-invariant, which the library ensures in float32 on a CPU only.
+        round_up = padded if self.policy.is_float32_on_cpu else aligned
+        return SlotTable(self._limit, self.policy.max_length, round_up)
 
     def step(self, released: list[str]) -> None:
         """Release the given sessions, prefill if enough requests wait, and sample one token for each running row."""
@@ -85,6 +88,7 @@ class ContinuousBatch:
         later: list[Request] = []
         lead: dict[bytes, int] = {}
         width = 0
+        limit = _CPU_PREFILL_TOKENS if self.policy.device.type == "cpu" else _PREFILL_TOKENS
         # Hold the lock, so that the weights cannot change between the search for cached prefixes and the prefill.
         with self.policy.lock:
             table.use_weights(self._weights.number())
@@ -92,7 +96,7 @@ class ContinuousBatch:
                 # The chains of a group have the same prompt, so prefill it once and copy its keys and logits.
                 key = request.ids.tobytes()
                 width = max(width, min(len(request.ids) - table.held_history(request), _CHUNK_WIDTHS[-1]))
-                if key not in lead and width * (len(chosen) + 1) > _PREFILL_TOKENS:
+                if key not in lead and width * (len(chosen) + 1) > limit:
                     later.append(request)
                     continue
                 try:
@@ -161,7 +165,8 @@ class ContinuousBatch:
             positions = torch.as_tensor(np.minimum(starts[:, None] + np.arange(width), ends[:, None]), device=device)
             slots = torch.as_tensor([slot for _, slot, _ in left], device=device)
             given = torch.as_tensor(tokens, device=device)
-            few = max(ROW_MULTIPLE, _PREFILL_FORWARD_TOKENS // width // ROW_MULTIPLE * ROW_MULTIPLE)
+            limit = _CPU_FORWARD_TOKENS if device.type == "cpu" else _FORWARD_TOKENS
+            few = max(ROW_MULTIPLE, limit // width // ROW_MULTIPLE * ROW_MULTIPLE)
             pieces = zip(given.split(few), positions.split(few), slots.split(few), strict=True)
             hidden = torch.cat([self._forward(*piece) for piece in pieces])
             self.prefilled += int(counts.sum())
@@ -206,9 +211,8 @@ class ContinuousBatch:
     def _forward(self, tokens: Tensor, positions: Tensor, rows: Tensor | int) -> Tensor:
         """Compute hidden states, (R, C, d), of C tokens in each of the R slots `rows`. Requires the policy's lock."""
         self._check_model()
-        cache = self.table.cache
-        mask = cache.prepare(rows, positions)
-        return self._cached_forward(cache, tokens, positions, mask, (self._weights.last, self.policy.version))
+        stamp = (self._weights.last, self.policy.version)
+        return self._cached_forward(self.table.cache, rows, tokens, positions, stamp)
 
     def _check_model(self) -> None:
         """Select the forward pass if the model is new or was replaced, for example by adding an adapter."""
@@ -219,6 +223,7 @@ class ContinuousBatch:
     def _sample_next(self, requests: Sequence[Request], logits: Tensor, version: int) -> dict[int, str]:
         """Sample one token for each request. Return the stop reasons of the requests that have ended, by index."""
         device = logits.device
+        # The number of a token depends only on its seed and position, so that other requests do not change it.
         noise = seeds.uniforms(
             np.array([request.seed for request in requests], dtype=np.uint64),
             np.array([len(request.sampled) for request in requests], dtype=np.uint64),
@@ -228,6 +233,7 @@ class ContinuousBatch:
             values = [getattr(request.sampling, name) for request in requests]
             return torch.tensor(values, device=device) if any(value != off for value in values) else None
 
+        # A filter that no request uses is None and costs nothing.
         drawn = sample_tokens(
             logits,
             torch.tensor([float(request.sampling.temperature) for request in requests], device=device),
@@ -240,6 +246,7 @@ class ContinuousBatch:
         if not bool(drawn.logprobs.isfinite().all()):
             raise EngineError("the logits are not finite; the policy's weights have diverged")
         self.sampled += len(requests)
+        # One transfer per tensor, because each waits for the device.
         ids, logprobs, entropies = drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.entropies.tolist()
         kept_mass = drawn.kept_mass.tolist() if drawn.kept_mass is not None else None
         top = drawn.top_ids.tolist(), drawn.top_logprobs.tolist()
@@ -253,6 +260,7 @@ class ContinuousBatch:
                 request.kept_mass.append(kept_mass[i])
             if self._alternatives:
                 request.alternatives.append(tuple(zip(top[0][i], top[1][i], strict=True)))
+            # A stop token that is also the last token within the limit ends the action by itself.
             if ids[i] in self.policy.chat.stop_ids:
                 ended[i] = "stop"
             elif request.sampling.stop and self._has_stop_string(request):

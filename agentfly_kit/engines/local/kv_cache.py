@@ -13,13 +13,14 @@ have a weight of exactly zero. Measurements found these exceptions:
   the vector width. Batches of a multiple of eight rows avoid this.
 - Torch uses its own kernel for products of fewer than 400 multiplications. At least 64 keys avoid this.
 - A product sums over many keys in parts. Up to 192 keys are one part; the parts of more keys depend on their number
-  and on the processor. Torch's fused attention multiplies blocks of 512 keys, so `_padded` avoids a last block of 193
-  to 511 keys. `weighted_sum` multiplies blocks of at most 192 keys.
+  and on the processor. Torch's fused attention multiplies blocks of 512 keys, so `padded` avoids a last block of 193
+  to 511 keys. `weighted_sum` multiplies blocks of at most 192 keys, so it needs `aligned` keys only.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +35,13 @@ _KEY_BLOCK = 192
 
 
 def aligned(tokens: int) -> int:
-    """Return the number of keys, at least `tokens`, that a decode step with `weighted_sum` reads."""
+    """Round up a number of keys such that attention with `weighted_sum` does not depend on the rounding."""
     step = 16 if tokens <= _KEY_BLOCK else 64
     return max(64, -(-tokens // step) * step)
 
 
-def _padded(tokens: int) -> int:
-    """Round up a number of keys such that padding with zeros does not change the rounding of sums over keys."""
+def padded(tokens: int) -> int:
+    """Round up a number of keys such that torch's fused attention does not depend on the rounding, on a CPU."""
     last = aligned(tokens) % _FUSED_BLOCK
     return aligned(tokens) + (_FUSED_BLOCK - last if last > _KEY_BLOCK else 0)
 
@@ -82,19 +83,50 @@ def is_batch_invariant(threads: int) -> bool:
             F.scaled_dot_product_attention(
                 queries, cached[:, :, :size], cached[:, :, :size], attn_mask=(torch.arange(size) < keys).expand(16, -1)
             )
-            for size in (_padded(keys), 1024, 2048)
+            for size in (padded(keys), 1024, 2048)
         ]
         if not torch.equal(found[0], found[1]) or not torch.equal(found[0], found[2]):
             return False
-    return True
+        if not _decode_attention_is_invariant(queries[0], cached[0], keys):
+            return False
+    # Normalizations must not depend on the number of rows.
+    x = torch.randn(64, 192, generator=generator)
+    return all(
+        torch.equal(function(x[:rows]), function(x)[:rows])
+        for function in (functools.partial(F.rms_norm, normalized_shape=(192,)), functools.partial(F.softmax, dim=-1))
+        for rows in (8, 16, 24, 40)
+    )
+
+
+def _decode_attention_is_invariant(queries: Tensor, cached: Tensor, keys: int) -> bool:
+    """Return True if attention with `weighted_sum` over `keys` keys depends neither on other rows nor on further keys.
+
+    Shapes:  queries (R rows, Q queries, d), cached (R, S keys, d).
+    """
+
+    def attention(rows: int, size: int) -> Tensor:
+        hidden = torch.where(torch.arange(size) < keys, 0.0, -torch.inf).expand(rows, queries.shape[1], -1)
+        scores = torch.baddbmm(hidden, queries[:rows], cached[:rows, :size].transpose(1, 2), alpha=0.2)
+        return weighted_sum(scores.softmax(-1), cached[:rows, :size])
+
+    expected = attention(len(queries), cached.shape[1])
+    return all(
+        torch.equal(attention(rows, aligned(keys + more)), expected[:rows])
+        for rows in range(1, len(queries) + 1)
+        for more in (0, 64, 400)
+    )
 
 
 class KVCache:
-    """Keys and values of many sequences; slot i holds those of the tokens `ids[i, :length[i]]`."""
+    """Keys and values of many sequences; slot i holds those of the tokens `ids[i, :length[i]]`.
 
-    def __init__(self, count: int, capacity: int) -> None:
+    Attention reads `round_up(n)` keys if the longest sequence has n tokens: `padded` or `aligned`.
+    """
+
+    def __init__(self, count: int, capacity: int, round_up: Callable[[int], int] = padded) -> None:
         self.count = count
-        self.capacity = _padded(capacity)
+        self._round_up = round_up
+        self.capacity = round_up(capacity)
         self.ids: npt.NDArray[np.int64] = np.zeros((count, self.capacity), dtype=np.int64)
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
         # Keys and values of each layer, (2, count, heads, capacity, head size), allocated in its first `update`.
@@ -109,17 +141,18 @@ class KVCache:
 
     # --- forward pass ---
 
-    def prepare(self, rows: Tensor | int, positions: Tensor) -> Tensor:
+    def prepare(self, rows: Tensor | int, positions: Tensor, round_up: Callable[[int], int] | None = None) -> Tensor:
         """Select the positions of C tokens in each of R slots for the next forward pass, and return the causal mask.
 
         Args:
             rows: R for the first R slots, or the indices of the slots, (R,). Contiguous slots are used without copying.
             positions: Position of each token in its slot, (R, C).
+            round_up: As in the constructor, for this forward pass only.
 
         Returns:
-            The mask, (R, 1, C, S keys) bool. S covers all positions, see `_padded`.
+            The mask, (R, 1, C, S keys) bool. S covers all positions.
         """
-        self._visible = min(self.capacity, _padded(int(positions.max()) + 1))
+        self._visible = min(self.capacity, (round_up or self._round_up)(int(positions.max()) + 1))
         if self._visible > self._initialized:
             for held in self._layers:
                 # Uninitialized memory may contain NaN, which masking does not remove.
@@ -199,7 +232,7 @@ class KVCache:
 
     def grow(self, count: int, capacity: int) -> None:
         """Enlarge the cache to at least `count` slots of `capacity` tokens, keeping its contents."""
-        capacity = max(self.capacity, _padded(capacity))
+        capacity = max(self.capacity, self._round_up(capacity))
         count = max(self.count, count)
         if (count, capacity) == (self.count, self.capacity):
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,12 +72,15 @@ class _Slot:
 
 
 class SlotTable:
-    """Slots of a KV cache. Each of the first `active` runs a request; the others hold histories of idle sessions."""
+    """Slots of a KV cache. Each of the first `active` runs a request; the others hold histories of idle sessions.
 
-    def __init__(self, limit: int, max_length: int) -> None:
+    `round_up` is that of the `KVCache`.
+    """
+
+    def __init__(self, limit: int, max_length: int, round_up: Callable[[int], int]) -> None:
         self.limit = limit
         self.max_length = max_length
-        self.cache = KVCache(0, 0)
+        self.cache = KVCache(0, 0, round_up)
         self.active = 0
         self.session_slot: dict[str | None, int] = {}
         # Number that identifies the current weights; see `_WeightMonitor`.

@@ -446,6 +446,7 @@ class PoolServer:
             raise self._lease_over_error(client, message.lease)
         if message.turn is not None:
             held.lease.turn = wire.turn(message.turn)
+        # A repeated request gets the result of the call that the first one started.
         call = held.calls.get(message.request)
         if call is None:
             method = message.method
@@ -467,6 +468,7 @@ class PoolServer:
                 except Exception as error:
                     raise _HTTPError(409, error) from None
             call = held.calls[message.request] = self._spawn(_perform(held.lease.sandbox, method, args, kwargs))
+            # Forget the oldest results. Calls that still run are kept.
             while len(held.calls) > _KEPT_CALLS:
                 oldest = next((name for name, each in held.calls.items() if each.done()), None)
                 if oldest is None:
@@ -476,6 +478,7 @@ class PoolServer:
         client.last_seen = asyncio.get_running_loop().time()
         if not done:
             return {"state": "waiting"}
+        # The result of a sandbox that was closed meanwhile is not reliable.
         self._collect_revoked(client)
         if message.lease in client.ended:
             raise self._lease_over_error(client, message.lease)

@@ -291,9 +291,11 @@ def launch(
         with _client(url, version) as api:
             config = _config(api, container, limits, packages)
             handle.id = api.create_container_from_config(config)["Id"]
+            # An engine that does not know the runtime may silently use its default, which isolates less.
             taken = api.inspect_container(handle.id)["HostConfig"].get("Runtime")
             if container.runtime is not None and taken != container.runtime:
                 raise SandboxError(f"the engine at {url} ignores runtime={container.runtime!r} and uses {taken!r}")
+            # Attach before the start, because output written earlier would be lost.
             attached = api.attach_socket(handle.id, {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
             connection = _raw_socket(attached, url)
             try:

@@ -233,6 +233,10 @@ def test_a_cpu_that_emulates_bfloat16_warns_once_before_the_step(
     Policy.load(policy.save(tmp_path), dtype="bfloat16")
     texts = [str(w.message) for w in recwarn if "bfloat16" in str(w.message)]
     assert len(texts) == emulated
+    forward.warn_if_bfloat16_is_slow.cache_clear()
+    Policy(policy.model.to(torch.bfloat16), policy.chat)
+    texts = [str(w.message) for w in recwarn if "bfloat16" in str(w.message)]
+    assert len(texts) == 2 * emulated
     assert all("no instructions for bfloat16" in text and "autocast=None" in text for text in texts)
     forward.warn_if_bfloat16_is_slow.cache_clear()
 
