@@ -142,7 +142,7 @@ async def test_gathered_rollouts_are_in_task_order_even_if_a_group_did_not_run()
     parts = [await sampler.agent.rollout(tasks, 2, purpose="train", share=(i, 2)) for i in range(2)]
 
     class Two:
-        is_single, size = False, 2
+        is_single, size, rank = False, 2, 0
 
         async def all_gather_or_raise(self, mine: Rollout, error: Exception | None) -> list[Rollout]:
             assert error is None
