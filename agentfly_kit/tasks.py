@@ -64,7 +64,7 @@ class Tasks(Displayable, Sequence[Task]):
         if not found:
             have = ", ".join(map(repr, self.splits)) or "none"
             raise TaskError(
-                f"{self.name}: the name of a split must be one of {have}, got {name!r}; add a 'split' column to the "
+                f"{self.name} must have the split {name!r}, got the splits {have}; add a 'split' column to the "
                 "rows, or use tasks_from(rows, test=0.1)"
             )
         return Tasks(found, [name] * len(found), self.name)

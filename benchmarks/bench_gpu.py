@@ -4,9 +4,9 @@
     make bench-gpu ARGS="--device cpu --tiny"    # checks the script on a CPU; its figures mean nothing
     make bench-gpu ARGS="--markdown gpu.json"    # prints the results of a run as a table
 
-A comparison needs a version of vLLM that both sides support: this package 0.26 to 0.32, TRL 1.16 0.22 to 0.31, so
-`pip install 'vllm>=0.26,<0.32'`. Hub names are not downloaded (HF_HUB_OFFLINE=1): download `--model` before, or set
-HF_HUB_OFFLINE=0.
+A comparison needs a version of vLLM that both sides support. This package supports 0.26 to 0.32, and TRL 1.16
+supports 0.22 to 0.31, so run `pip install 'vllm>=0.26,<0.32'`. Hub names are not downloaded (HF_HUB_OFFLINE=1):
+download `--model` before, or set HF_HUB_OFFLINE=0.
 
 local    Sampled tokens per second of `LocalEngine`; the chains of a group of eight have the same prompt.
 vllm     The same requests with `VLLMEngine`, and the time of `update`, which sends the weights over CUDA IPC.

@@ -5,7 +5,8 @@ The notebook sets `SEED = 0` in its first code cell and defines `results`, a dic
     python benchmarks/bench_neighbours.py notebooks/25_tools_as_weights.ipynb --seeds 5
 
 `failed` lists the first line of each cell that raised, by seed: the margin of an assertion holds if it is empty for all
-seeds. Otherwise the exit code is 1. CPU seconds are those of the kernel. The output is JSON.
+seeds. Otherwise, or if no seed has `results`, the exit code is 1. CPU seconds are those of the kernel. The output is
+JSON.
 """
 
 import argparse

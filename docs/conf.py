@@ -53,7 +53,7 @@ def _draw_figures(app: Any, name: str, source: list[str]) -> None:
                 output["data"]["text/html"] = plotly.io.to_html(
                     figure,
                     config={"responsive": True},
-                    include_plotlyjs=not figures and "../_static/plotly.min.js",  # once per page
+                    include_plotlyjs="../_static/plotly.min.js" if figures == 0 else False,  # once per page
                     full_html=False,
                     div_id=f"figure-{figures}",
                 )

@@ -362,7 +362,7 @@ def test_the_split_column() -> None:
         tasks_from(rows, test=0.1)
     alone = tasks_from(ROWS)
     assert alone.train == alone
-    with pytest.raises(TaskError, match=r"the name of a split must be one of none, got 'test'"):
+    with pytest.raises(TaskError, match=r"must have the split 'test', got the splits none"):
         alone.test  # noqa: B018
     for share in (0, 1, -0.1, True):
         with pytest.raises(TaskError, match="between 0 and 1"):

@@ -18,7 +18,10 @@ from agentfly_kit.types import Task
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """Arguments of `Agent.rollout`, with which another process can run any group of the rollout."""
+    """Arguments of `Agent.rollout`. With them, another process can run any group of the rollout.
+
+    `share` is (i, n): the request includes the tasks i, i + n, i + 2n and so on.
+    """
 
     tasks: Sequence[Task]
     group_size: int
@@ -93,7 +96,8 @@ class RolloutRequest:
                 )
             workers.check(agent)
         check_instance("branch", self.branch, Branch | None, "an af.Branch, such as af.Branch(initial=4)")
-        self.groups_at_once(agent)
+        if self.branch is not None:
+            self.branch.groups_at_once(agent, self.group_size, self.max_concurrency)  # checks the agent
         agent.check_tasks(self.tasks)
         if agent.exact:
             # Render the first prompt here, so that a template that rejects every task raises an error. If it rejects

@@ -193,7 +193,8 @@ class AgentSettings(Displayable):
             if (hook := getattr(self, name)) is not None:
                 check_accepts(name, hook, *parameters)
         check_success_rule(self.success)
-        # Convert arguments of several forms. A text-only engine parses tool calls itself, so the template need not.
+        # Convert arguments of several forms. The server of a text-only engine parses tool calls, so the template need
+        # not support them.
         tools = self.tools if isinstance(self.tools, ToolSet) else ToolSet(self.tools)
         if tools.names and self.exact:
             self.chat.require_tools()

@@ -87,7 +87,7 @@ class Fleet(Engine):
         if len(set(names)) < len(names) or len(set(map(id, found))) < len(found):
             raise EngineError(f"engines must be different engines or servers, got {', '.join(names)}")
         if tolerance is not None and not (isinstance(tolerance, int | float) and 0 < tolerance < math.inf):
-            raise EngineError(f"tolerance must be above 0, or None for the default, got {tolerance!r}")
+            raise EngineError(f"tolerance must be a finite number above 0, or None for the default, got {tolerance!r}")
         for name in ("tokens", "logprobs", "entropies", "author", "vocab_size"):
             values = {str(value) for engine in found if (value := getattr(engine, name)) is not None}
             if len(values) > 1:

@@ -223,7 +223,8 @@ class Contest(SandboxEnvironment):
             final reward is 0. This does not change the total reward. Submitting the same file again earns nothing.
         seconds: time limit for one program.
         reuse: if the first program of a chain succeeded before as the first program of another chain of the same
-            competition, reuse its predictions instead of running it again. The programs must be deterministic.
+            competition, reuse its predictions instead of running it again. The programs must be
+            deterministic, and all environments of the process that reuse predictions must have the same settings.
         **sandbox: settings of `PythonSandbox`.
     """
 
@@ -332,8 +333,11 @@ class Contest(SandboxEnvironment):
         if not self._written:
             await self._write_files()
         if self._skipped is not None:
-            await self._collect(self._skipped)
-            self._skipped = None
+            skipped, self._skipped = self._skipped, None
+            try:
+                await self._collect(skipped)
+            except ToolError as error:
+                raise SandboxError(f"the program whose predictions were reused fails when it runs: {error}") from None
         predictions = read_submission(await self._collect(code), range(len(self._contest.test)))
         if key is not None and len(_KNOWN) < _MAX_KNOWN:
             _KNOWN[key] = predictions

@@ -316,7 +316,7 @@ def _policy_folder(path: str | Path) -> Path:
     if (folder / "run.json").exists():
         found = [folder / name for name in ("checkpoint", "checkpoint.before") if (folder / name / "done").exists()]
         if not found:
-            raise PolicyError(f"folder must hold a policy or a run with a checkpoint, got the run {folder} without one")
+            raise PolicyError(f"path must be a policy or a run with a checkpoint, got the run {folder} without one")
         folder = found[0]
     if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
         have = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "no files"

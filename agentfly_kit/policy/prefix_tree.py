@@ -33,6 +33,8 @@ def build_prefix_trees(ids: Tensor, lengths: list[int], *, scale: float, max_tok
     A tree of W tokens costs W + W² / scale, and a single row, whose mask is causal, W + W² / (2 scale). `scale` is the
     number of keys for which attention costs as much as the rest of the model.
     """
+    if not lengths:
+        return []
     count = np.array(lengths)
     columns = np.arange(ids.shape[1])
     # Padding with 0 sorts a row before the rows that continue it.
@@ -41,7 +43,7 @@ def build_prefix_trees(ids: Tensor, lengths: list[int], *, scale: float, max_tok
     order = sorted(range(len(texts)), key=texts.__getitem__)
     # After sorting, a row has its longest common prefix with the previous row.
     differs = padded[order[1:]] != padded[order[:-1]]
-    common_lengths = np.where(differs.any(1), differs.argmax(1), np.minimum(count[order[1:]], count[order[:-1]]))
+    common_lengths = np.where(differs.any(1), differs.argmax(1), count[order[1:]])
     max_tokens = min(max_tokens, _MAX_TREE_TOKENS)
     trees: list[PrefixTree] = []
     for i, common in zip(order, [0, *common_lengths.tolist()], strict=True):

@@ -164,8 +164,8 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
     newest = int(batch.versions.max())
     if newest > policy.version:
         raise BatchError(
-            f"batch must be sampled at version {policy.version} of this policy or before, got version {newest}; it was "
-            "sampled from another policy"
+            f"batch must have been sampled at version {policy.version} of this policy or before, got version "
+            f"{newest}; it was sampled from another policy"
         )
     oldest = int(batch.versions[batch.mask].min()) if bool(batch.mask.any()) else policy.version
     if config.max_lag is not None and policy.version - oldest > config.max_lag:

@@ -15,7 +15,7 @@ from agentfly_kit.types import Task
 def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | None) -> None:
     """Raise an error if the settings of a run do not fit its agent, policy, tasks or processes."""
     agent, policy, config, workers = sampler.agent, sampler.policy, sampler.config, sampler.workers
-    # Parts that the settings need, or that nothing would use.
+    # Settings that need a part which is missing, and parts that no setting uses.
     if config.advantage == "gae" and policy.value_head is None:
         raise SettingsError("advantage='gae' needs a value head; load the policy with value_head=True")
     if config.evaluate_every and not eval_tasks:

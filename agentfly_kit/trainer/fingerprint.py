@@ -96,11 +96,11 @@ def fingerprint(sampler: RolloutSampler, start: str, teacher: Policy | Engine | 
         "reward": {r.name: {"source": r.source, "fingerprint": r.fingerprint} for r in agent.reward},
         # Sizes and time limits of the pools are omitted, because chains that wait longer are the same chains.
         "pools": {
-            pool.sandbox_type.__name__: {
+            f"{i} {pool.sandbox_type.__name__}": {
                 "class": _class(pool.sandbox_type),
                 "options": _options(getattr(pool, "options", {})),
             }
-            for pool in agent.pools
+            for i, pool in enumerate(agent.pools)
         },
         "tasks": {"count": len(sampler.tasks), "digest": sampler.tasks_digest},
         "policy": start,

@@ -25,8 +25,8 @@ class Tracker:
                 hyperparameters. `run.records` contains the records of the completed steps.
 
         Returns:
-            Number of the last step that was already tracked; None is the number of completed steps. The method `step`
-            is called with each later record.
+            Number of the last step that was already tracked; None stands for the number of completed steps. The
+            method `step` is called with each later record.
         """
         return len(run.records)
 

@@ -268,7 +268,7 @@ def test_old_logprobs_of_the_engine_are_used_only_if_they_agree() -> None:
     stale.version = 1
     stats = ppo_step(stale, adamw(stale, 1e-9), exact, detail=True)
     assert stats.approx_kl == pytest.approx(0, abs=1e-6)
-    with pytest.raises(BatchError, match="batch must be sampled at version 0 of this policy or before, got version 2"):
+    with pytest.raises(BatchError, match=r"batch must have been sampled at version 0 .*, got version 2"):
         ppo_step(policy, adamw(policy), batch_of(stale))
 
 

@@ -258,7 +258,7 @@ def test_the_fingerprint_includes_sandbox_classes_and_their_options() -> None:
     changed += [found(), found(Pool(PythonSandbox)), found(Pool(PythonSandbox, memory_mb=64))]
     changed += [found(Pool(from_env(make))) for make in (Up, Down)]
     assert all(one != two for one, two in itertools.combinations(changed, 2))
-    assert "self.number = increase(self.number)" in base["Counter"]["class"]["source"]
+    assert "self.number = increase(self.number)" in base["0 Counter"]["class"]["source"]
 
 
 class Up:

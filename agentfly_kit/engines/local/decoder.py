@@ -150,7 +150,7 @@ class FusedLlamaDecoder:
             qk = found[:, : heads + kv]
             if len(scale):
                 qk = self._norm(qk, None).mul_(scale)
-            # Rotary embedding of queries and keys in one operation, in place.
+            # Apply the rotary embedding to queries and keys together, in place.
             turned = torch.roll(qk, size // 2, -1).mul_(sin)
             torch.addcmul(turned, qk, cos, out=found[:, : heads + kv])
             states = found[:, heads:, None]

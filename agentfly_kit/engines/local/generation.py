@@ -223,7 +223,7 @@ class ContinuousBatch:
     def _sample_next(self, requests: Sequence[Request], logits: Tensor, version: int) -> dict[int, str]:
         """Sample one token for each request. Return the stop reasons of the requests that have ended, by index."""
         device = logits.device
-        # The number of a token depends only on its seed and position, so that other requests do not change it.
+        # The random number of a token depends only on its seed and position, so other requests do not change it.
         noise = seeds.uniforms(
             np.array([request.seed for request in requests], dtype=np.uint64),
             np.array([len(request.sampled) for request in requests], dtype=np.uint64),
@@ -260,7 +260,7 @@ class ContinuousBatch:
                 request.kept_mass.append(kept_mass[i])
             if self._alternatives:
                 request.alternatives.append(tuple(zip(top[0][i], top[1][i], strict=True)))
-            # A stop token that is also the last token within the limit ends the action by itself.
+            # A stop token counts as a stop, not as a truncation, even if it is the last token within the limit.
             if ids[i] in self.policy.chat.stop_ids:
                 ended[i] = "stop"
             elif request.sampling.stop and self._has_stop_string(request):

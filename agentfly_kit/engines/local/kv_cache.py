@@ -35,13 +35,13 @@ _KEY_BLOCK = 192
 
 
 def aligned(tokens: int) -> int:
-    """Round up a number of keys such that attention with `weighted_sum` does not depend on the rounding."""
+    """Round up a number of keys such that the result of `weighted_sum` does not depend on the additional keys."""
     step = 16 if tokens <= _KEY_BLOCK else 64
     return max(64, -(-tokens // step) * step)
 
 
 def padded(tokens: int) -> int:
-    """Round up a number of keys such that torch's fused attention does not depend on the rounding, on a CPU."""
+    """Round up a number of keys such that torch's fused attention on a CPU does not depend on the additional keys."""
     last = aligned(tokens) % _FUSED_BLOCK
     return aligned(tokens) + (_FUSED_BLOCK - last if last > _KEY_BLOCK else 0)
 
@@ -60,7 +60,7 @@ def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
 
 @functools.cache
 def is_batch_invariant(threads: int) -> bool:
-    """Return True if the rounding of a row in products and attention does not depend on the other rows.
+    """Return True if the rounding of a row in products, attention and normalizations does not depend on the other rows.
 
     It can be False on a processor that was not tested, if MKL_CBWR is set to another value, and if the process
     multiplied matrices before it imported agentfly_kit.
@@ -120,7 +120,7 @@ def _decode_attention_is_invariant(queries: Tensor, cached: Tensor, keys: int) -
 class KVCache:
     """Keys and values of many sequences; slot i holds those of the tokens `ids[i, :length[i]]`.
 
-    Attention reads `round_up(n)` keys if the longest sequence has n tokens: `padded` or `aligned`.
+    If the longest sequence has n tokens, attention reads `round_up(n)` keys. `round_up` is `padded` or `aligned`.
     """
 
     def __init__(self, count: int, capacity: int, round_up: Callable[[int], int] = padded) -> None:

@@ -74,7 +74,7 @@ class _Slot:
 class SlotTable:
     """Slots of a KV cache. Each of the first `active` runs a request; the others hold histories of idle sessions.
 
-    `round_up` is that of the `KVCache`.
+    `round_up` is passed to `KVCache`.
     """
 
     def __init__(self, limit: int, max_length: int, round_up: Callable[[int], int]) -> None:
