@@ -41,13 +41,15 @@ def title(source: str) -> str:
 
 
 def static(notebook: Any) -> None:
-    """Remove loading messages, and the widget version of outputs that also have a text/html version."""
+    """Remove loading messages, addresses of objects, and the widget version of outputs with a text/html version."""
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         if "outputs" in cell:
             cell.outputs = [o for o in cell.outputs if not LOADING.fullmatch(o.get("text", "-"))]
         for output in cell.get("outputs", []):
             data = output.get("data", {})
+            if "text/plain" in data:
+                data["text/plain"] = re.sub(" at 0x[0-9a-f]+", "", data["text/plain"])
             if "text/html" in data:
                 data.pop(WIDGET, None)
                 output.get("metadata", {}).pop("agentfly_kit", None)  # id of the removed widget
