@@ -65,14 +65,18 @@ class RolloutSampler:
     def pause(self) -> None:
         """Pause the running chains and the chains of later rollouts, including evaluations."""
         self._paused = True
-        if self._latest is not None:
-            self._latest.pause()
+        for rollout in self._current():
+            rollout.pause()
 
     def resume(self) -> None:
         """Resume the chains after `pause`."""
         self._paused = False
-        if self._latest is not None:
-            self._latest.resume()
+        for rollout in self._current():
+            rollout.resume()
+
+    def _current(self) -> list[RolloutHandle]:
+        """Return the rollouts that may be running: with `overlap`, an evaluation runs beside chains sampled ahead."""
+        return [rollout for rollout in (self.handle, self._latest) if rollout is not None]
 
     def _pausable(self, agent: Agent, **changes: Any) -> Agent:
         """Return a copy of an agent whose rollouts are paused and resumed with the run."""

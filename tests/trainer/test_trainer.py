@@ -22,10 +22,12 @@ from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import BatchError, EngineError, RunError, RunMismatch, SettingsError, TaskError, TrainingError
 from agentfly_kit.policy.policy import Policy
+from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.rewards import reward
 from agentfly_kit.trainer import loop
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.loop import TrainRun, train
+from agentfly_kit.trainer.rollouts import RolloutSampler
 from agentfly_kit.trainer.run_dir import Run
 from agentfly_kit.types import Sampling
 
@@ -354,6 +356,21 @@ async def test_pause_reaches_every_rollout_of_a_run(config: TrainConfig, more: d
     assert started[1].snapshot().state == "paused" and not going.done()
     run.resume()
     await asyncio.wait_for(going, 60)
+
+
+async def test_pause_reaches_chains_sampled_ahead_beside_an_evaluation() -> None:
+    policy = learner()
+    sampler = RolloutSampler(small(policy), policy, TASKS, SMALL, WorkerGroup(None))
+    agent = sampler._pausable(sampler.agent)
+    sampler.handle = ahead = agent.rollout(TASKS, 2)
+    running = [asyncio.ensure_future(ahead)]
+    await asyncio.sleep(0)
+    running.append(asyncio.ensure_future(agent.rollout(TASKS[:2], purpose="evaluate")))
+    await asyncio.sleep(0)
+    sampler.pause()
+    assert ahead.snapshot().state == "paused" and not any(each.done() for each in running)
+    sampler.resume()
+    await asyncio.wait_for(asyncio.gather(*running), 60)
 
 
 async def test_a_run_has_one_loop() -> None:
