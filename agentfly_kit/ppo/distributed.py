@@ -5,6 +5,7 @@ Data parallelism within a PPO step: rows are distributed by token count; gradien
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -101,6 +102,14 @@ class WorkerGroup:
             if to == self.rank:
                 mine.append(i)
         return rows[mine]
+
+    def largest(self, value: float) -> float:
+        """Return the largest of the values of all processes, ignoring NaN; NaN if all are."""
+        if self.is_single:
+            return value
+        every = self.accelerator.gather(torch.tensor([value], dtype=torch.float64, device=self.accelerator.device))
+        known = every[~every.isnan()]
+        return float(known.max()) if len(known) else math.nan
 
     def sum_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Sum the gradients over all processes, in a single reduction."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from agentfly_kit.ppo.config import PPOConfig
 
 # Largest difference, in nats, between logprobs of policy and sampler at which old_logprobs="auto" trusts the sampler.
 _EXACT_GAP = 1e-4
-# Maximum number of rows in which the logprobs of sampler and policy are compared before the first update.
-_PROBE_ROWS = 8
 # Maximum number of tokens whose recorded texts are compared with those of the policy's tokenizer.
 _PROBE_TOKENS = 64
 
@@ -57,16 +54,47 @@ class StepInputs:
     importance_weights: Tensor | None  # those of `PPOConfig.correction`
     sampler_gap: float  # largest difference between logprobs of sampler and policy, in nats; NaN if not compared
     effective_sample_size: float  # of the importance weights, as a fraction; NaN without a correction
+    # Whether old_logprobs="auto" uses the sampler's logprobs until the forward passes of the first update confirm them.
+    is_provisional: bool = False
 
     @classmethod
     def prepare(cls, policy: Policy, batch: Batch, config: PPOConfig, reference: Policy | None) -> StepInputs:
         """Compute old logprobs, importance weights and, if a reference policy is given, its logprobs."""
-        old_logprobs, gap = _old_logprobs(policy, batch, config)
         ref_logprobs = batch.ref_logprobs
         if ref_logprobs is None and reference is not None:
             ref_logprobs = score(reference, batch, "logprob", config)
-        weights, sample_size = _importance_weights(batch, old_logprobs, config)
-        return cls(batch, old_logprobs, ref_logprobs, weights, gap, sample_size)
+        weights, sample_size = _importance_weights(batch, batch.logprobs, config)
+        inputs = cls(batch, batch.logprobs, ref_logprobs, weights, math.nan, sample_size)
+        is_current = bool((batch.versions[batch.mask] == policy.version).all())
+        if config.old_logprobs == "engine":
+            return inputs
+        if config.old_logprobs == "auto" and is_current:
+            return replace(inputs, is_provisional=True)
+        return inputs.recompute(policy, config)
+
+    def recompute(self, policy: Policy, config: PPOConfig) -> StepInputs:
+        """Return a copy with the policy's logprobs as old logprobs. The policy must not have been updated."""
+        scored = score(policy, self.batch, "logprob", config)
+        mask = self.batch.mask
+        gap = float((scored[mask] - self.batch.logprobs[mask]).abs().max())
+        weights, sample_size = _importance_weights(self.batch, scored, config)
+        return replace(
+            self,
+            old_logprobs=scored,
+            importance_weights=weights,
+            sampler_gap=gap,
+            effective_sample_size=sample_size,
+            is_provisional=False,
+        )
+
+    def confirm(self, policy: Policy, config: PPOConfig, gap: float) -> StepInputs:
+        """Record the largest difference found between the logprobs of sampler and policy, or recompute if it is large.
+
+        They are also recomputed if `gap` is NaN, which means that no token was compared.
+        """
+        if not gap <= _EXACT_GAP:
+            return self.recompute(policy, config)
+        return replace(self, sampler_gap=max(gap, self.sampler_gap) if self.sampler_gap >= 0 else gap)
 
     def select(self, rows: Tensor, token_weight: Tensor, device: torch.device) -> MicroBatch:
         """Return the given rows as a micro-batch on `device`, without columns that are padding in all rows."""
@@ -233,37 +261,6 @@ def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> 
             "batch.replace(ref_logprobs=reference.score(batch, {'logprob'})['logprob'])"
         )
     return batch.token_rewards - coef * losses.kl(batch.logprobs, batch.ref_logprobs, kind, batch.mask)
-
-
-def _old_logprobs(policy: Policy, batch: Batch, config: PPOConfig) -> tuple[Tensor, float]:
-    """Return old logprobs, (B, T), for the probability ratio, and the largest difference between policy and sampler."""
-
-    def largest_gap(rows: Tensor, scored: Tensor) -> float:
-        mask = batch.mask[rows]
-        return float((scored[mask] - batch.logprobs[rows][mask]).abs().max())
-
-    if config.old_logprobs == "engine":
-        return batch.logprobs, math.nan
-    if config.old_logprobs == "auto" and bool((batch.versions[batch.mask] == policy.version).all()):
-        rows = _probe_rows(batch)
-        names = ("ids", "mask", "temperatures", "lengths")  # what `Policy.score` reads
-        probe = SimpleNamespace(**{name: getattr(batch, name)[rows] for name in names})
-        gap = largest_gap(rows, score(policy, probe, "logprob", config))
-        if gap <= _EXACT_GAP:
-            return batch.logprobs, gap
-    scored = score(policy, batch, "logprob", config)
-    return scored, largest_gap(torch.arange(len(batch)), scored)
-
-
-def _probe_rows(batch: Batch) -> Tensor:
-    """Return up to `_PROBE_ROWS` rows with sampled tokens: the longest, and others at regular intervals."""
-    rows = batch.mask.any(1).nonzero()[:, 0]
-    if len(rows) <= _PROBE_ROWS:
-        return rows
-    probed = rows[torch.linspace(0, len(rows) - 1, _PROBE_ROWS).long()]
-    probed[0] = rows[batch.lengths[rows].argmax()]  # differences grow with the length of the context
-    distinct: Tensor = probed.unique()
-    return distinct
 
 
 def _importance_weights(batch: Batch, old_logprobs: Tensor, config: PPOConfig) -> tuple[Tensor | None, float]:

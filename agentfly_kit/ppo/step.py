@@ -100,8 +100,10 @@ def ppo_step(
     phases = PhaseTimer()
 
     with single_torch_thread(policy):
-        # Compute the old and reference logprobs and the importance weights before the first update.
+        # Compute the reference logprobs, the importance weights and, unless those of the sampler are used, the old
+        # logprobs before the first update.
         inputs = StepInputs.prepare(policy, batch, config, reference if config.kl_coef > 0 or detail else None)
+        is_provisional = inputs.is_provisional
         entropy_before = score(policy, batch, "entropy", config) if detail else None
         phases.lap("old")
 
@@ -136,11 +138,25 @@ def ppo_step(
                         out = policy.forward(
                             micro.ids, micro.mask, micro.temperatures, entropy=needs_entropy, value=has_values
                         )
+                    phases.lap("forward")
+                    # The policy has not changed yet, so its logprobs must be those of the sampler.
+                    if updates == 0 and inputs.is_provisional:
+                        gap = float((out.logprob.detach() - micro.old_logprobs).abs().max())
+                        inputs = inputs.confirm(policy, config, gap)
+                        if not inputs.is_provisional:
+                            micro = inputs.select(picked, weights, policy.device)
+                            phases.lap("old")
                     objective, stats = _objective(out, micro, loss, config)
                     phases.lap("forward")
                     objective.backward()  # gradients accumulate over the micro-batches
                     sums.add(stats)
                     phases.lap("backward")
+                # All processes must use the same old logprobs, including those without rows in the first minibatch.
+                if updates == 0 and is_provisional:
+                    gap = ranks.largest(inputs.sampler_gap)
+                    if inputs.is_provisional and bool(live.any()):
+                        inputs = inputs.confirm(policy, config, gap)
+                    phases.lap("old")
                 # If one process is cancelled, all are, so that their weights stay equal.
                 if not ranks.is_single:
                     ranks.sum_gradients(optimizer)

@@ -8,6 +8,7 @@ import math
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from agents import agent, assert_same_gradient, assert_same_update, fresh, random_policy, tasks
@@ -21,7 +22,7 @@ from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import AlignmentError, BatchError, TrainingError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import PPOConfig, adamw, ppo_step, ppo_step_async, step
-from agentfly_kit.ppo.inputs import _probe_rows
+from agentfly_kit.ppo.inputs import minibatches
 
 
 def batch_of(policy: Policy, *, stale: float = 0.0, values: bool = False) -> Batch:
@@ -302,23 +303,50 @@ async def test_a_batch_of_another_tokenizer_is_rejected(monkeypatch: pytest.Monk
         ppo_step(other, adamw(other), batch)
 
 
-def test_the_probe_compares_eight_rows_and_recomputation_all_rows() -> None:
-    """A row that was recorded incorrectly is found only if it is probed. The longest row is always probed."""
+@pytest.mark.parametrize("minibatch", [None, 4])
+@pytest.mark.parametrize("wrong", [0.01, 5e-5])
+def test_a_row_with_wrong_logprobs_is_found_in_the_first_minibatch(wrong: float, minibatch: int | None) -> None:
+    """The sampler's logprobs are used as long as no trained row of the first minibatch has others."""
     policy = random_policy(0)
     batch = join([batch_of(policy) for _ in range(3)])
-    assert len(batch) > 8
-    assert int(batch.lengths.argmax()) in _probe_rows(batch)
+    first = minibatches(batch, minibatch, torch.Generator().manual_seed(0))[0].tolist()
+    config = PPOConfig(minibatch=minibatch, micro_tokens=32)
+    assert len(policy.micro_batches(batch, torch.tensor(first), 32)) > 1
     for row in range(0, len(batch), 3):
-        wrong = batch.logprobs.clone()
-        wrong[row] -= 0.01
-        given = dataclasses.replace(batch, logprobs=wrong)
+        logprobs = batch.logprobs.clone()
+        logprobs[row] -= wrong
+        given = dataclasses.replace(batch, logprobs=logprobs)
         twin = policy.copy()
-        stats = ppo_step(twin, adamw(twin, 1e-9), given)
-        probed = row in set(_probe_rows(batch).tolist())
-        assert stats.sampler_gap == pytest.approx(0.01 if probed else 0, abs=1e-4)
+        stats = ppo_step(twin, adamw(twin, 1e-9), given, config, detail=True)
+        assert stats.detail is not None
+        if row not in first:
+            assert stats.sampler_gap < 1e-5 and not np.nanmax(abs(stats.detail["sampler_gap"]))
+        else:
+            assert stats.sampler_gap == pytest.approx(wrong, abs=1e-5)
+            assert np.nanmax(abs(stats.detail["sampler_gap"])) == pytest.approx(0.01 if wrong > 1e-4 else 0, abs=1e-4)
         twin = policy.copy()
-        stats = ppo_step(twin, adamw(twin, 1e-9), given, PPOConfig(old_logprobs="recompute"))
-        assert stats.sampler_gap == pytest.approx(0.01, abs=1e-4)
+        stats = ppo_step(twin, adamw(twin, 1e-9), given, config.replace(old_logprobs="recompute"))
+        assert stats.sampler_gap == pytest.approx(wrong, abs=1e-5)
+
+
+def test_old_logprobs_are_recomputed_before_the_first_update_changes_the_policy() -> None:
+    """The result is that of old_logprobs="recompute", also if the first minibatch has no row with a gradient."""
+    policy = random_policy(0)
+    batch = join([batch_of(policy, stale=0.3) for _ in range(3)])
+    first = minibatches(batch, 12, torch.Generator().manual_seed(0))[0]
+    half = batch.advantages.clone()
+    half[first] = 0.0
+    for advantages in (batch.advantages, half):
+        found = []
+        for old in ("auto", "recompute"):
+            twin = policy.copy()
+            config = PPOConfig(minibatch=12, epochs=2, old_logprobs=old)
+            stats = ppo_step(twin, adamw(twin, 1e-3), batch.replace(advantages=advantages), config)
+            found.append((weights(twin), stats))
+        torch.testing.assert_close(found[0][0], found[1][0], atol=1e-6, rtol=0)
+        assert found[0][1] == found[1][1]
+    none = ppo_step(policy, adamw(policy), batch.replace(advantages=torch.zeros_like(half)))
+    assert math.isnan(none.sampler_gap), "nothing was trained, so nothing was compared"
 
 
 def test_a_stale_batch_is_rejected_unless_allowed() -> None:
