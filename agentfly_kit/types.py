@@ -476,6 +476,9 @@ class Turn(Displayable):
     alternatives: tuple[Alternatives, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        # Count the actions here, because chains read the number many times per turn.
+        before = 0 if self.parent is None else self.parent.actions
+        object.__setattr__(self, "_actions", before + self.completes_action)
         if self.ids is None:
             if self.sampled:
                 raise AlignmentError("a sampled turn must have ids, got ids=None")
@@ -516,7 +519,8 @@ class Turn(Displayable):
     @property
     def actions(self) -> int:
         """Number of actions up to and including this turn."""
-        return sum(turn.completes_action for turn in self.path)
+        count: int = self.__dict__["_actions"]
+        return count
 
     def __repr__(self) -> str:
         text = shorten(self.text, 60)

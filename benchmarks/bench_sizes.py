@@ -11,7 +11,7 @@ vllm     The same, relative to vLLM's CPU build as `VLLMEngine`, in CPU time of 
          all repeats, which have different prompts, and each engine has a process of its own.
 update   CPU time and peak memory of `ppo_step`, relative to a plain step on the same padded rows (logits at every
          position, cross-entropy of the same tokens, backward, AdamW): all weights, and with LoRA the adapters alone.
-checkpointing   CPU time and peak memory of `ppo_step` with and without gradient checkpointing.
+checkpointing   CPU time and peak memory of `ppo_step` with and without gradient checkpointing, of all weights and LoRA.
 logits   CPU time and peak memory of a forward and backward pass of 1,536 trained tokens with a vocabulary of 151,936.
          The logits are computed in chunks, and again in the backward pass; relative to the same pass without chunks.
 growth   CPU time and peak memory of `ppo_step` against the number and the length of rows, with the exponent of a
@@ -259,7 +259,14 @@ EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65
 
 def in_process(case: str, environment: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
     """Run a case in a process of its own, because its peak memory cannot be reset."""
-    command = [sys.executable, __file__, "--case", json.dumps([case, arguments])]
+    command = [
+        sys.executable,
+        __file__,
+        "--case",
+        json.dumps([case, arguments]),
+        "--threads",
+        str(torch.get_num_threads()),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | (environment or {}))
     if done.returncode:
         raise SystemExit(f"{case} {arguments} failed:\n{done.stderr[-3000:]}")
@@ -338,12 +345,13 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32, help="sampled tokens per chain")
     parser.add_argument("--rows", type=int, default=32, help="rows of 256 tokens in an update")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads; vLLM always uses one per core")
     parser.add_argument("--long", action="store_true", help="512 rows, and rows of 8,192 tokens")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--plot", type=Path, default=None, help="write the growth to this SVG")
     parser.add_argument("--case", default=None, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(given.threads)
     if given.case is not None:
         name, arguments = json.loads(given.case)
         print(json.dumps(CASES[name](**arguments)))
@@ -382,11 +390,12 @@ def main() -> None:
                     ratios = {key: round(ours[key] / plain[key], 2) for key in ("seconds", "MiB")}
                     found["update, LoRA" if lora else "update"] = {"ppo_step": ours, "plain": plain, "ratios": ratios}
             if "checkpointing" in given.parts:
-                case = {**at, "who": "ppo_step", "lora": False, "rows": given.rows, "length": 256, "repeats": 1}
-                found["checkpointing"] = {
-                    name: in_process("update", EXACT_MEMORY, **case, checkpointing=on)
-                    for name, on in (("without", False), ("with", True))
-                }
+                for lora in (False, True):
+                    case = {**at, "who": "ppo_step", "lora": lora, "rows": given.rows, "length": 256, "repeats": 1}
+                    found["checkpointing, LoRA" if lora else "checkpointing"] = {
+                        name: in_process("update", EXACT_MEMORY, **case, checkpointing=on)
+                        for name, on in (("without", False), ("with", True))
+                    }
     if "logits" in given.parts:
         cases = [in_process("logits", chunks=chunks, repeats=given.repeats) for chunks in (True, False)]
         ratios = {key: round(cases[0][key] / cases[1][key], 2) for key in cases[0]}

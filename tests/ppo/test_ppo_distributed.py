@@ -50,7 +50,7 @@ def run(accelerator: Any = None) -> dict[str, Any]:
         )
         numbers = {n: getattr(stats, n) for n in NUMBERS} | {"updates": stats.updates, "stopped": stats.stopped_early}
         out[name] = {"gradients": torch.stack(kept.seen), "numbers": numbers}
-    # The sampler's logprobs are wrong in one row only, so only one process finds the difference, in the first minibatch.
+    # The sampler's logprobs are wrong in one row only, so only one process finds the difference.
     policy = agents.random_policy(3)
     batch = made(policy, 8, noise=0.0)
     logprobs = batch.logprobs.clone()
