@@ -116,8 +116,9 @@ class Context(Displayable):
         if pool not in self._leases:
             self._leases[pool] = asyncio.ensure_future(self._acquire(pool))
         acquiring = self._leases[pool]
-        # `await acquiring` would cancel the shared lease for all tool calls when one of these calls is cancelled.
-        await asyncio.wait([acquiring])
+        if not acquiring.done():
+            # `await acquiring` would cancel the shared lease for all tool calls when one of these calls is cancelled.
+            await asyncio.wait([acquiring])
         if acquiring.cancelled():
             raise SandboxError(f"the chain {self.trajectory_id!r} ended while it waited for a {sandbox_type.__name__}")
         if acquiring.exception() is not None and self._leases.get(pool) is acquiring:
