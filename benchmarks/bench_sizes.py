@@ -278,7 +278,7 @@ def in_process(case: str, environment: dict[str, str] | None = None, **arguments
 def exponent(points: dict[int, float]) -> float:
     """Return the exponent of the power law through the last two points."""
     (x0, y0), (x1, y1) = list(points.items())[-2:]
-    return round(math.log(y1 / y0) / math.log(x1 / x0), 2)
+    return round(math.log(y1 / y0) / math.log(x1 / x0), 2) + 0.0  # turns -0.0 into 0.0
 
 
 def growth(architecture: str, size: str, repeats: int, long: bool) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def plot(found: dict[str, Any]) -> str:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at.values())
             panels.append(
                 f'<g transform="translate({30 + 360 * column},{50 + 290 * line})">'
-                f'<text y="-24">{unit} against {name}, exponent {case["exponents"][line]}</text>'
+                f'<text y="-24">{unit} against {name}, exponent {case["exponents"][line]:.2f}</text>'
                 f'<path d="M0,0V210H320" class="axis"/><path d="M0,210L210,0" class="linear"/>'
                 f'<polyline points="{path}"/>{marks}</g>'
             )

@@ -139,7 +139,7 @@ def ppo_step(
                             micro.ids, micro.mask, micro.temperatures, entropy=needs_entropy, value=has_values
                         )
                     phases.lap("forward")
-                    # The policy has not changed yet, so its logprobs must be those of the sampler.
+                    # The policy has not changed yet, so its logprobs should equal those of the sampler.
                     if updates == 0 and inputs.is_provisional:
                         gap = float((out.logprob.detach() - micro.old_logprobs).abs().max())
                         inputs = inputs.confirm(policy, config, gap)
