@@ -11,7 +11,8 @@ vllm     The same, relative to vLLM's CPU build as `VLLMEngine`, in CPU time of 
          all repeats, which have different prompts, and each engine has a process of its own.
 update   CPU time and peak memory of `ppo_step`, relative to a plain step on the same padded rows (logits at every
          position, cross-entropy of the same tokens, backward, AdamW): all weights, and with LoRA the adapters alone.
-checkpointing   CPU time and peak memory of `ppo_step` with and without gradient checkpointing, of all weights and LoRA.
+checkpointing   CPU time and peak memory of `ppo_step` with and without gradient checkpointing, for all weights and for
+         LoRA. Both are measured in one process, which returns freed tensors to the system.
 logits   CPU time and peak memory of a forward and backward pass of 1,536 trained tokens with a vocabulary of 151,936.
          The logits are computed in chunks, and again in the backward pass; relative to the same pass without chunks.
 growth   CPU time and peak memory of `ppo_step` against the number and the length of rows, with the exponent of a
@@ -345,7 +346,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32, help="sampled tokens per chain")
     parser.add_argument("--rows", type=int, default=32, help="rows of 256 tokens in an update")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="torch's threads; vLLM always uses one per core")
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads, from 5M parameters on")
     parser.add_argument("--long", action="store_true", help="512 rows, and rows of 8,192 tokens")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--plot", type=Path, default=None, help="write the growth to this SVG")

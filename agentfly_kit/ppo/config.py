@@ -75,10 +75,11 @@ class PPOConfig(Displayable):
         target_kl: Limit of the approximate KL between the old and the new policy, in nats per token: once an update
             exceeds it, the step ends before the next minibatch. None sets no limit.
         old_logprobs: Logprobs in the denominator of the probability ratio. "engine" uses those of the sampler,
-            "recompute" those of the policy before the first update. "auto" recomputes them unless the current policy
-            version sampled all tokens. In that case it uses those of the sampler, compares them with the policy's in
-            the forward passes of the first update, which costs nothing, and recomputes all of them once a difference
-            (`stats.sampler_gap`) exceeds 1e-4.
+            "recompute" those of the policy before the first update. "auto" uses those of the sampler if the current
+            policy version sampled all tokens, and otherwise recomputes them. It compares the sampler's logprobs with
+            the policy's in the forward passes of the first update. If a difference (`stats.sampler_gap`) exceeds 1e-4,
+            or if all rows of the first minibatch are skipped, it recomputes the old logprobs of the whole batch and
+            starts that update again.
         correction: Importance weights p_old / p_sampler of the tokens: "token", "sequence", or a dict of options of
             `af.losses.importance_weights`, such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. None applies no
             correction. Tokens sampled under top-p, top-k or min-p require a correction; their p_sampler is the

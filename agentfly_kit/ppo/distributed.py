@@ -104,7 +104,7 @@ class WorkerGroup:
         return rows[mine]
 
     def largest(self, value: float) -> float:
-        """Return the largest of the values of all processes, ignoring NaN; NaN if all are."""
+        """Return the largest value of all processes, ignoring NaN, or NaN if all values are NaN."""
         if self.is_single:
             return value
         every = self.accelerator.gather(torch.tensor([value], dtype=torch.float64, device=self.accelerator.device))

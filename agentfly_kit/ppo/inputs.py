@@ -18,7 +18,7 @@ from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PPOConfig
 
 # Largest difference, in nats, between logprobs of policy and sampler at which old_logprobs="auto" trusts the sampler.
-_EXACT_GAP = 1e-4
+EXACT_GAP = 1e-4
 # Maximum number of tokens whose recorded texts are compared with those of the policy's tokenizer.
 _PROBE_TOKENS = 64
 
@@ -54,7 +54,7 @@ class StepInputs:
     importance_weights: Tensor | None  # those of `PPOConfig.correction`
     sampler_gap: float  # largest difference between logprobs of sampler and policy, in nats; NaN if not compared
     effective_sample_size: float  # of the importance weights, as a fraction; NaN without a correction
-    # Whether old_logprobs="auto" uses the sampler's logprobs until the forward passes of the first update confirm them.
+    # Whether `old_logprobs` are the sampler's and must be compared with the policy's in the first update.
     is_provisional: bool = False
 
     @classmethod
@@ -63,38 +63,23 @@ class StepInputs:
         ref_logprobs = batch.ref_logprobs
         if ref_logprobs is None and reference is not None:
             ref_logprobs = score(reference, batch, "logprob", config)
-        weights, sample_size = _importance_weights(batch, batch.logprobs, config)
-        inputs = cls(batch, batch.logprobs, ref_logprobs, weights, math.nan, sample_size)
+        inputs = cls(batch, batch.logprobs, ref_logprobs, None, math.nan, math.nan)
         is_current = bool((batch.versions[batch.mask] == policy.version).all())
-        if config.old_logprobs == "engine":
-            return inputs
-        if config.old_logprobs == "auto" and is_current:
-            return replace(inputs, is_provisional=True)
-        return inputs.recompute(policy, config)
+        if config.old_logprobs == "recompute" or (config.old_logprobs == "auto" and not is_current):
+            return inputs.recompute(policy, config)
+        return replace(inputs._with_weights(config), is_provisional=config.old_logprobs == "auto")
 
     def recompute(self, policy: Policy, config: PPOConfig) -> StepInputs:
         """Return a copy with the policy's logprobs as old logprobs. The policy must not have been updated."""
         scored = score(policy, self.batch, "logprob", config)
         mask = self.batch.mask
         gap = float((scored[mask] - self.batch.logprobs[mask]).abs().max())
-        weights, sample_size = _importance_weights(self.batch, scored, config)
-        return replace(
-            self,
-            old_logprobs=scored,
-            importance_weights=weights,
-            sampler_gap=gap,
-            effective_sample_size=sample_size,
-            is_provisional=False,
-        )
+        found = replace(self, old_logprobs=scored, sampler_gap=gap, is_provisional=False)
+        return found._with_weights(config)
 
-    def confirm(self, policy: Policy, config: PPOConfig, gap: float) -> StepInputs:
-        """Record the largest difference found between the logprobs of sampler and policy, or recompute if it is large.
-
-        They are also recomputed if `gap` is NaN, which means that no token was compared.
-        """
-        if not gap <= _EXACT_GAP:
-            return self.recompute(policy, config)
-        return replace(self, sampler_gap=max(gap, self.sampler_gap) if self.sampler_gap >= 0 else gap)
+    def _with_weights(self, config: PPOConfig) -> StepInputs:
+        weights, sample_size = _importance_weights(self.batch, self.old_logprobs, config)
+        return replace(self, importance_weights=weights, effective_sample_size=sample_size)
 
     def select(self, rows: Tensor, token_weight: Tensor, device: torch.device) -> MicroBatch:
         """Return the given rows as a micro-batch on `device`, without columns that are padding in all rows."""

@@ -38,8 +38,9 @@ class Stats(Displayable):
         ratio_max: 1 + the largest |ratio - 1|, where `ratio` is the probability ratio of a token.
         effective_sample_size: Effective sample size with the weights of `correction=`, as a fraction of tokens or rows.
         sampler_gap: Largest difference between the logprobs of sampling engine and policy before the first update: over
-            all rows if they were recomputed, else over the trained rows of the first minibatch. NaN with
-            old_logprobs="engine", and with "auto" if no row is trained.
+            all rows if the old logprobs were recomputed, otherwise over the rows of the first minibatch that are not
+            skipped. NaN with old_logprobs="engine", and with "auto" if the current version sampled all tokens and all
+            rows are skipped.
         reward_mean: Mean reward of the trajectories in the batch.
         reward_std: Standard deviation of the rewards of the trajectories in the batch.
         advantage_mean: Mean advantage of the action tokens.

@@ -12,6 +12,8 @@ import functools
 import math
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
 from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.ppo.inputs import (
+    EXACT_GAP,
     MicroBatch,
     StepInputs,
     check_batch,
@@ -100,10 +103,9 @@ def ppo_step(
     phases = PhaseTimer()
 
     with single_torch_thread(policy):
-        # Compute the reference logprobs, the importance weights and, unless those of the sampler are used, the old
-        # logprobs before the first update.
+        # Compute the reference logprobs and the importance weights, and also the old logprobs if the sampler's are not
+        # used.
         inputs = StepInputs.prepare(policy, batch, config, reference if config.kl_coef > 0 or detail else None)
-        is_provisional = inputs.is_provisional
         entropy_before = score(policy, batch, "entropy", config) if detail else None
         phases.lap("old")
 
@@ -118,6 +120,22 @@ def ppo_step(
         entropies_known = not bool(torch.isnan(batch.entropies[batch.mask]).any())
         needs_entropy = config.entropy_coef > 0 or not (entropies_known or batch.imitation)
 
+        def check_cancelled() -> None:
+            # Several processes are cancelled together, at the end of a minibatch.
+            if ranks.is_single and cancel is not None and cancel.is_set():
+                raise _cancelled(optimizer)
+
+        accumulate = functools.partial(
+            _accumulate_gradients,
+            policy,
+            config=config,
+            loss=loss,
+            phases=phases,
+            entropy=needs_entropy,
+            value=has_values,
+            check_cancelled=check_cancelled,
+        )
+
         # Make one optimizer update per minibatch. Collect statistics in `totals` for the whole step and in `last_epoch`
         # for the last epoch, from which the KL and the clip fraction are computed.
         totals, last_epoch = RunningStats(), RunningStats()
@@ -127,36 +145,19 @@ def ppo_step(
             for rows in epoch:
                 # Compute token weights over the whole minibatch, so that its loss is the sum of the micro-batch losses.
                 weights = token_weights(batch, rows, config)
-                optimizer.zero_grad(set_to_none=True)
-                sums = RunningStats()
                 local = ranks.local_rows(batch, rows[live[rows]])
-                for picked in policy.micro_batches(batch, local, config.micro_tokens):
-                    if ranks.is_single and cancel is not None and cancel.is_set():
-                        raise _cancelled(optimizer)
-                    micro = inputs.select(picked, weights, policy.device)
-                    with precision(policy, config), policy.checkpointing(config.checkpointing):
-                        out = policy.forward(
-                            micro.ids, micro.mask, micro.temperatures, entropy=needs_entropy, value=has_values
-                        )
-                    phases.lap("forward")
-                    # The policy has not changed yet, so its logprobs should equal those of the sampler.
-                    if updates == 0 and inputs.is_provisional:
-                        gap = float((out.logprob.detach() - micro.old_logprobs).abs().max())
-                        inputs = inputs.confirm(policy, config, gap)
-                        if not inputs.is_provisional:
-                            micro = inputs.select(picked, weights, policy.device)
-                            phases.lap("old")
-                    objective, stats = _objective(out, micro, loss, config)
-                    phases.lap("forward")
-                    objective.backward()  # gradients accumulate over the micro-batches
-                    sums.add(stats)
-                    phases.lap("backward")
-                # All processes must use the same old logprobs, including those without rows in the first minibatch.
-                if updates == 0 and is_provisional:
-                    gap = ranks.largest(inputs.sampler_gap)
-                    if inputs.is_provisional and bool(live.any()):
-                        inputs = inputs.confirm(policy, config, gap)
-                    phases.lap("old")
+                optimizer.zero_grad(set_to_none=True)
+                sums, gap = accumulate(inputs, local, weights)
+                if inputs.is_provisional:  # in the first minibatch
+                    # All processes use the same old logprobs. If no process had a row to compare, `gap` is NaN.
+                    gap = ranks.largest(gap)
+                    if gap <= EXACT_GAP or not bool(live.any()):
+                        inputs = replace(inputs, sampler_gap=gap, is_provisional=False)
+                    else:
+                        inputs = inputs.recompute(policy, config)
+                        phases.lap("old")
+                        optimizer.zero_grad(set_to_none=True)
+                        sums, _ = accumulate(inputs, local, weights)
                 # If one process is cancelled, all are, so that their weights stay equal.
                 if not ranks.is_single:
                     ranks.sum_gradients(optimizer)
@@ -210,6 +211,46 @@ def ppo_step(
         detail=after,
         batch=batch if detail else None,
     )
+
+
+def _accumulate_gradients(
+    policy: Policy,
+    inputs: StepInputs,
+    rows: Tensor,
+    weights: Tensor,
+    *,
+    config: PPOConfig,
+    loss: PolicyLoss,
+    phases: PhaseTimer,
+    entropy: bool,
+    value: bool,
+    check_cancelled: Callable[[], None],
+) -> tuple[RunningStats, float]:
+    """Add the gradients of the given rows to those of the policy's parameters, in micro-batches.
+
+    Returns:
+        The statistics, and the largest difference between old logprobs and the policy's if the former are provisional.
+        If the difference exceeds `EXACT_GAP`, it is infinite, and the remaining rows are not computed. It is NaN if
+        nothing was compared.
+    """
+    sums, gap = RunningStats(), math.nan
+    for picked in policy.micro_batches(inputs.batch, rows, config.micro_tokens):
+        check_cancelled()
+        micro = inputs.select(picked, weights, policy.device)
+        with precision(policy, config), policy.checkpointing(config.checkpointing):
+            out = policy.forward(micro.ids, micro.mask, micro.temperatures, entropy=entropy, value=value)
+        if inputs.is_provisional:
+            found = float((out.logprob.detach() - micro.old_logprobs).abs().max())
+            if not found <= EXACT_GAP:
+                phases.lap("old")
+                return sums, math.inf
+            gap = max(found, gap)  # `found` if `gap` is NaN
+        objective, stats = _objective(out, micro, loss, config)
+        phases.lap("forward")
+        objective.backward()
+        sums.add(stats)
+        phases.lap("backward")
+    return sums, gap
 
 
 def _objective(

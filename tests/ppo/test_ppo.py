@@ -306,7 +306,7 @@ async def test_a_batch_of_another_tokenizer_is_rejected(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("minibatch", [None, 4])
 @pytest.mark.parametrize("wrong", [0.01, 5e-5])
 def test_a_row_with_wrong_logprobs_is_found_in_the_first_minibatch(wrong: float, minibatch: int | None) -> None:
-    """The sampler's logprobs are used as long as no trained row of the first minibatch has others."""
+    """The sampler's logprobs are used unless a row of the first minibatch differs by more than 1e-4."""
     policy = random_policy(0)
     batch = join([batch_of(policy) for _ in range(3)])
     first = minibatches(batch, minibatch, torch.Generator().manual_seed(0))[0].tolist()
@@ -329,24 +329,45 @@ def test_a_row_with_wrong_logprobs_is_found_in_the_first_minibatch(wrong: float,
         assert stats.sampler_gap == pytest.approx(wrong, abs=1e-5)
 
 
-def test_old_logprobs_are_recomputed_before_the_first_update_changes_the_policy() -> None:
-    """The result is that of old_logprobs="recompute", also if the first minibatch has no row with a gradient."""
+@pytest.mark.parametrize("correction", [None, "token", "sequence"])
+def test_a_difference_in_any_micro_batch_gives_the_result_of_recomputation(correction: Any) -> None:
+    """Micro-batches that were computed before the difference was found are computed again."""
+    policy = random_policy(0)
+    batch = join([batch_of(policy) for _ in range(3)])
+    smaller = torch.where(batch.mask, batch.logprobs - 9e-5, batch.logprobs)  # not large enough to be found
+    last = policy.micro_batches(batch, None, 32)[-1]
+    for wrong in ([], last.tolist(), list(range(len(batch)))):
+        logprobs = smaller.clone()
+        logprobs[wrong] -= 0.3
+        given = batch.replace(logprobs=logprobs)
+        found = []
+        for old in ("recompute", "auto"):
+            twin = policy.copy()
+            config = PPOConfig(epochs=2, micro_tokens=32, old_logprobs=old, correction=correction)
+            stats = ppo_step(twin, adamw(twin, 1e-3), given, config)
+            found.append((weights(twin), dataclasses.replace(stats, detail=None)))
+        if wrong:
+            assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+        else:
+            assert not torch.equal(found[0][0], found[1][0])
+            assert found[1][1].sampler_gap == pytest.approx(9e-5, abs=1e-5)
+
+
+def test_old_logprobs_are_recomputed_if_the_first_minibatch_is_skipped() -> None:
     policy = random_policy(0)
     batch = join([batch_of(policy, stale=0.3) for _ in range(3)])
     first = minibatches(batch, 12, torch.Generator().manual_seed(0))[0]
     half = batch.advantages.clone()
     half[first] = 0.0
-    for advantages in (batch.advantages, half):
-        found = []
-        for old in ("auto", "recompute"):
-            twin = policy.copy()
-            config = PPOConfig(minibatch=12, epochs=2, old_logprobs=old)
-            stats = ppo_step(twin, adamw(twin, 1e-3), batch.replace(advantages=advantages), config)
-            found.append((weights(twin), stats))
-        torch.testing.assert_close(found[0][0], found[1][0], atol=1e-6, rtol=0)
-        assert found[0][1] == found[1][1]
-    none = ppo_step(policy, adamw(policy), batch.replace(advantages=torch.zeros_like(half)))
-    assert math.isnan(none.sampler_gap), "nothing was trained, so nothing was compared"
+    found = []
+    for old in ("auto", "recompute"):
+        twin = policy.copy()
+        config = PPOConfig(minibatch=12, epochs=2, old_logprobs=old)
+        stats = ppo_step(twin, adamw(twin, 1e-3), batch.replace(advantages=half), config)
+        found.append((weights(twin), stats))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    nothing = ppo_step(policy, adamw(policy), batch.replace(advantages=torch.zeros_like(half)))
+    assert math.isnan(nothing.sampler_gap), "all rows are skipped, so nothing was compared"
 
 
 def test_a_stale_batch_is_rejected_unless_allowed() -> None:
