@@ -50,16 +50,18 @@ def run(accelerator: Any = None) -> dict[str, Any]:
         )
         numbers = {n: getattr(stats, n) for n in NUMBERS} | {"updates": stats.updates, "stopped": stats.stopped_early}
         out[name] = {"gradients": torch.stack(kept.seen), "numbers": numbers}
-    # The sampler's logprobs are wrong in one row only, so only one process finds the difference.
-    policy = agents.random_policy(3)
-    batch = made(policy, 8, noise=0.0)
-    logprobs = batch.logprobs.clone()
-    logprobs[int(batch.mask.sum(1).argmax())] -= 0.01
-    given = batch.replace(logprobs=logprobs, advantages=torch.where(batch.mask, 1.0, torch.nan))
-    config = PPOConfig(epochs=2, max_grad_norm=None)
-    kept = Kept(policy)
-    stats = ppo_step(policy, kept, given, config, accelerator=accelerator)
-    out["one wrong row"] = {"gradients": torch.stack(kept.seen), "sampler_gap": stats.sampler_gap}
+    # Only one process finds that the sampler's logprobs are wrong: in one row, or in the one row of the minibatch.
+    batch = made(agents.random_policy(3), 8, noise=0.0)
+    longest = int(batch.mask.sum(1).argmax())
+    for name, rows, minibatch in (("one wrong row", [longest], None), ("one row per minibatch", slice(None), 1)):
+        policy = agents.random_policy(3)
+        logprobs = batch.logprobs.clone()
+        logprobs[rows] -= 0.01
+        given = batch.replace(logprobs=logprobs, advantages=torch.where(batch.mask, 1.0, torch.nan))
+        config = PPOConfig(epochs=2, minibatch=minibatch, max_grad_norm=None)
+        kept = Kept(policy)
+        stats = ppo_step(policy, kept, given, config, accelerator=accelerator)
+        out[name] = {"gradients": torch.stack(kept.seen), "sampler_gap": stats.sampler_gap}
     policy, batch = prepared()
     ppo_step(policy, adamw(policy, 1e-3), batch, PPOConfig(minibatch=4), accelerator=accelerator)
     out["weights"] = torch.cat([p.detach().flatten() for p in policy.parameters()])
@@ -94,10 +96,11 @@ def test_two_processes_compute_the_step_of_one(tmp_path: Path) -> None:
             got, wanted = rank[name], alone[name]
             agents.assert_same_gradient(got["gradients"], wanted["gradients"], name)
             assert got["numbers"] == pytest.approx(wanted["numbers"], rel=1e-5, abs=1e-6, nan_ok=True), name
-    for rank in ranks:
-        got, wanted = rank["one wrong row"], alone["one wrong row"]
-        agents.assert_same_gradient(got["gradients"], wanted["gradients"], "one wrong row")
-        assert got["sampler_gap"] == pytest.approx(wanted["sampler_gap"], abs=1e-6) == pytest.approx(0.01, abs=1e-4)
+    for name in ("one wrong row", "one row per minibatch"):
+        for rank in ranks:
+            got, wanted = rank[name], alone[name]
+            agents.assert_same_gradient(got["gradients"], wanted["gradients"], name)
+            assert got["sampler_gap"] == pytest.approx(wanted["sampler_gap"], abs=1e-6) == pytest.approx(0.01, abs=1e-4)
     assert torch.equal(ranks[0]["weights"], ranks[1]["weights"])
     # Adam divides by the size of the gradient, so the sign of its step is arbitrary where the gradient is about 0.
     away = (ranks[0]["weights"] - alone["weights"]).abs()
