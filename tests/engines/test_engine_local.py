@@ -30,7 +30,6 @@ from agentfly_kit.engines.local import slots as slot_table
 from agentfly_kit.engines.local.decoder import FusedLlamaDecoder
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.engines.local.generation import ContinuousBatch
-from agentfly_kit.engines.local.kv_cache import is_batch_invariant
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.types import Sample, Sampling, Task, TurnRequest
@@ -700,8 +699,12 @@ def test_the_interpreter_can_exit_while_an_idle_thread_exits() -> None:
     assert done.returncode == 7, done.stderr
 
 
-async def test_only_float32_on_a_cpu_is_reproducible() -> None:
-    assert LocalEngine(endless()).reproducible is is_batch_invariant(1)
+async def test_only_float32_on_a_cpu_is_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LocalEngine(endless())
+    assert engine.reproducible
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "is_batch_invariant", lambda threads: False)
+        assert not engine.reproducible
     half = random_policy(2)
     half.model.to(torch.bfloat16)
     assert not LocalEngine(half).reproducible
