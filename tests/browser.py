@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import waiting
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 FLAGS = [
@@ -64,7 +65,7 @@ def expect(locator: Any) -> Any:
     """Return Playwright's assertions about a locator. They wait until they hold, because the kernel answers late."""
     from playwright.sync_api import expect as assertions
 
-    assertions.set_options(timeout=40_000)
+    assertions.set_options(timeout=1000 * waiting.GUARD)
     return assertions(locator)
 
 
@@ -102,7 +103,7 @@ class Lab:
         self.playwright: Any = None
         self.browser: Any = None
         try:
-            self._wait()
+            waiting.blocking_until(self._responds)
         except BaseException:
             self.close()
             raise
@@ -120,17 +121,13 @@ class Lab:
                 end()
         self.browser = self.playwright = None
 
-    def _wait(self, seconds: float = 60) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            if self.server.poll() is not None:
-                break
-            try:
-                with urllib.request.urlopen(f"{self.url}/api/status", timeout=2):
-                    return
-            except OSError:
-                time.sleep(0.1)
-        raise RuntimeError(f"JupyterLab did not start:\n{(self.folder / 'server.log').read_text()[-3000:]}")
+    def _responds(self) -> bool:
+        assert self.server.poll() is None, (self.folder / "server.log").read_text()[-3000:]
+        try:
+            with urllib.request.urlopen(f"{self.url}/api/status", timeout=waiting.GUARD):
+                return True
+        except OSError:
+            return False
 
     def open(
         self,
@@ -199,15 +196,15 @@ class Notebook:
         self.path = path
         self.context = lab.browser.new_context(viewport={"width": width, "height": height})
         self.page = self.context.new_page()
-        self.page.set_default_timeout(40_000)
+        self.page.set_default_timeout(1000 * waiting.GUARD)
         self.errors: list[str] = []
         self.late = 0  # number of models for which anywidget timed out
         self.page.on("console", lambda m: self.errors.append(f"console: {m.text}") if m.type == "error" else None)
         self.page.on("pageerror", self._raised)
         where = {"lab": f"lab/workspaces/{path.stem}/tree", "notebook7": "notebooks"}[app]
         self.page.goto(f"{lab.url}/{where}/{path.name}")
-        self.page.wait_for_function("() => window.jupyterapp?.restored", timeout=60_000)
-        self.page.wait_for_function("() => window.jupyterapp.shell.currentWidget?.context", timeout=60_000)
+        self.page.wait_for_function("() => window.jupyterapp?.restored")
+        self.page.wait_for_function("() => window.jupyterapp.shell.currentWidget?.context")
         self.page.evaluate(
             f"""async () => {{ await window.jupyterapp.restored; {self._PANEL}
             await panel.context.ready; await panel.sessionContext.ready;
@@ -237,11 +234,11 @@ class Notebook:
         if wait:
             self.finish()
 
-    def finish(self, seconds: float = 60) -> None:
-        until, quiet = time.monotonic() + seconds, None
+    def finish(self) -> None:
+        until, quiet = time.monotonic() + waiting.GUARD, None
         while not self.page.evaluate("() => window.ran"):
             now = time.monotonic()
-            assert now < until, f"not run to its end in {seconds} s: {self._where()}; {self.errors}"
+            assert now < until, f"not run to its end in {waiting.GUARD:g} s: {self._where()}; {self.errors}"
             status, _, _, _, *states = self._where()
             quiet = (quiet or now) if status == "idle" else None
             counts = [count for count, state in states if state is not None]  # of the code cells
@@ -282,24 +279,29 @@ class Notebook:
 
     def python(self, expression: str, code: str = "") -> Any:
         """Evaluate an expression in the kernel. Its value must be a literal (numbers, strings, lists of them)."""
-        reply = self.page.evaluate(
-            f"""async ([code, expression]) => {{ {self._PANEL}
-            const future = panel.sessionContext.session.kernel.requestExecute(
-              {{ code, user_expressions: {{ value: expression }}, store_history: false, silent: false }});
-            const late = new Promise((_, reject) => setTimeout(() => reject(`no reply: ${{expression}}`), 120000));
-            return (await Promise.race([future.done, late])).content; }}""",
-            [code, expression],
-        )
+        import zmq
+        from jupyter_client.session import Session
+
+        # A connection of its own, because JupyterLab misses replies on a busy machine.
+        number = self.page.evaluate(f"() => {{ {self._PANEL} return panel.sessionContext.session.kernel.id; }}")
+        kernel = json.loads((self.lab.folder / "runtime" / f"kernel-{number}.json").read_text())
+        session = Session(key=kernel["key"].encode(), signature_scheme=kernel["signature_scheme"])
+        with zmq.Context.instance().socket(zmq.DEALER) as shell:
+            shell.connect(f"{kernel['transport']}://{kernel['ip']}:{kernel['shell_port']}")
+            request = {"code": code, "user_expressions": {"value": expression}, "store_history": False, "silent": False}
+            session.send(shell, "execute_request", request | {"allow_stdin": False})
+            assert shell.poll(1000 * waiting.GUARD), f"no reply: {expression}"
+            reply = session.recv(shell, 0)[1]["content"]
         value = reply.get("user_expressions", {}).get("value")
         if reply["status"] != "ok" or value is None or value["status"] != "ok":
             raise AssertionError(f"in the kernel: {value or reply}")
         return ast.literal_eval(value["data"]["text/plain"])
 
-    def wait_python(self, expression: str, wanted: Any, seconds: float = 40) -> None:
+    def wait_python(self, expression: str, wanted: Any) -> None:
         """Wait until an expression in the kernel has the wanted value."""
-        until = time.monotonic() + seconds
+        end = time.monotonic() + waiting.GUARD
         while (got := self.python(expression)) != wanted:
-            assert time.monotonic() < until, f"{expression} is {got!r}, wanted {wanted!r}"
+            assert time.monotonic() < end, f"{expression} is {got!r}, wanted {wanted!r}"
             self.page.wait_for_timeout(50)
 
     def theme(self, name: str) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Generator
 from typing import Any
 
 import browser
+import failures
 import hypothesis
 import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
@@ -30,6 +31,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # No deadline, because test machines are shared. Examples are the same everywhere unless TEST_SEED is set.
 hypothesis.settings.register_profile("kit", deadline=None, derandomize="TEST_SEED" not in os.environ)
 hypothesis.settings.load_profile("kit")
+
+
+pytest_configure = failures.pytest_configure
 
 
 @pytest.fixture(scope="session")
@@ -67,11 +71,11 @@ class _ByFile(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)  # pytest -p no:xdist has no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
-    return _ByFile(config, log) if config.option.markexpr == "real" else None
+    return _ByFile(config, log) if config.option.markexpr.startswith("real") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.option.markexpr == "real":
+    if config.option.markexpr.startswith("real"):
         order = {name: i for i, name in enumerate(LONGEST)}
         items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     else:

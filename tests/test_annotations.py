@@ -19,7 +19,7 @@ def test_annotations_of_helpers_exist() -> None:
     assert (ROOT / "agentfly_kit" / "py.typed").is_file()
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_annotated_helpers_pass_mypy() -> None:
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(HELPERS)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)

@@ -19,7 +19,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=900)
 
 
-@pytest.mark.real
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device")
 def test_without_a_gpu_it_exits_with_one_sentence() -> None:
     done = run()
@@ -27,7 +27,7 @@ def test_without_a_gpu_it_exits_with_one_sentence() -> None:
     assert done.stderr.strip() == ("bench-gpu needs a CUDA device; `--device cpu --tiny` checks the script without one")
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_results_are_kept_after_a_part_that_fails_and_printed_as_a_table(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     parts = ("--parts", "local", "update", "--timeout", "0.1")

@@ -210,7 +210,7 @@ async def test_planted_faults_are_named_first(fault: str) -> None:
     assert not any("`" in f.remedy for f in found), "tables and views show plain text"
 
 
-@pytest.mark.real
+@pytest.mark.long
 async def test_planted_faults_of_other_families() -> None:
     cases = [case for case in BENCH.CASES if case[0] in ("lookup", "search")]
     first = [diagnose(*await BENCH.planted(family, fault))[0].name for family, fault, _ in cases]

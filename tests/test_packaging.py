@@ -112,7 +112,7 @@ def test_the_shipped_things_work_from_an_empty_folder(installed: Path, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_the_quickstart_runs_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     """Run the notebook with the wheel and no other file of the repository."""
     import nbformat

@@ -160,14 +160,14 @@ def test_pictures_for_the_gallery(notebook: Any) -> None:
     nb = notebook(SETUP, *SHOTS.values(), OBJECTS, size=SIZES[""])
     nb.without_sidebar()
     nb.run(wait=False)
-    nb.finish(300)
+    nb.finish()
     page = nb.page
     MADE.mkdir(parents=True, exist_ok=True)
     OTHERS.mkdir(parents=True, exist_ok=True)
     for old in MADE.glob("*.png"):
         old.unlink()
     page.wait_for_function("(n) => document.querySelectorAll('.afk').length >= n", arg=len(SHOTS))
-    nb.wait_python("working.done()", True, 120)
+    nb.wait_python("working.done()", True)
     page.locator(".afk-poolview .afk-tile").nth(1).click()
     page.locator(".afk-tokenview .afk-tokens").first.focus()
     page.keyboard.press("n")  # show the values of one token

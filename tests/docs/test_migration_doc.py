@@ -44,7 +44,7 @@ async def test_every_snippet_of_ours_runs(capsys: pytest.CaptureFixture[str]) ->
     assert len(names["rollout"]) == 16
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_the_snippets_of_verifiers_score_a_rollout(tmp_path: Path) -> None:
     packages.install(tmp_path, VERIFIERS)
     packages.run(tmp_path, "import asyncio, test_migration_doc as t; asyncio.run(t.score_with_verifiers())")
@@ -95,7 +95,7 @@ ART += "h2 hpack hyperframe"
 TINKER = "tinker==0.38.0 tinker-cookbook==0.6.1 tml-renderers chz pyqwest"
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_the_snippet_of_art_runs_as_a_harness(tmp_path: Path) -> None:
     packages.install(tmp_path, ART)
     (source,) = (source for _, kind, source in SNIPPETS if kind == "art")
@@ -104,7 +104,7 @@ def test_the_snippet_of_art_runs_as_a_harness(tmp_path: Path) -> None:
     assert printed.splitlines()[-1] == f"{[[1.0] * 8, [0.0] * 8]} 16"
 
 
-@pytest.mark.real
+@pytest.mark.long
 async def test_the_snippet_of_tinker_is_an_environment_of_tinker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

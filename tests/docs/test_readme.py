@@ -91,7 +91,7 @@ def test_the_site_draws_the_figures_of_notebooks() -> None:
     assert drawn >= 10
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_a_broken_link_fails_the_build_of_the_site(tmp_path: Path) -> None:
     """A copy of the site with links to a missing page and to a missing heading does not build."""
     pytest.importorskip("sphinx")

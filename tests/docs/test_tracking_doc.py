@@ -37,7 +37,7 @@ def train(folder: Path, tracker: Any, steps: int) -> list[dict[str, float]]:
     return [af.trackers.prefixed(r) for r in af.Run(folder).records]
 
 
-@pytest.mark.real
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -54,7 +54,7 @@ def test_mlflow_continues_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert tracker.client.get_run(tracker.id).data.params["steps"] == "3"
 
 
-@pytest.mark.real
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_wandb_receives_the_steps_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ def test_a_saved_tour_shows_its_pictures(lab: browser.Lab, trusted: bool) -> Non
     assert [error for error in nb.errors if "Could not restore the debugger state" not in error] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trusted", [True, False], ids=["trusted", "untrusted"])
 def test_every_saved_tutorial_shows_what_it_put_out(lab: browser.Lab, trusted: bool) -> None:
     """Open the notebooks one after another in one page, and shut down each kernel before the checks."""
@@ -113,7 +114,11 @@ def test_every_saved_tutorial_shows_what_it_put_out(lab: browser.Lab, trusted: b
     assert [error for error in nb.errors if "Could not restore the debugger state" not in error] == []
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.long] * (i % 8 > 0)) for i, path in enumerate(NOTEBOOKS)],
+    ids=by_name,
+)
 def test_the_page_of_a_tutorial_is_whole_without_a_network(lab: browser.Lab, path: Path, tmp_path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     page_file = tmp_path / f"{path.stem}.html"

@@ -10,7 +10,7 @@ import pytest
 from paths import ROOT
 
 WHY_NOT = browser.missing()
-pytestmark = [pytest.mark.real, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 
 # Presses a random button of the view 20 times per second. Every second press is Take or Release.
 PRESS = """() => { let seed = 7; window.pressed = {};
@@ -38,7 +38,7 @@ def test_the_sandbox_tutorial_survives_every_button(notebook: Any) -> None:
     nb = notebook(*[cell.source for cell in saved.cells if cell.cell_type == "code"])
     nb.page.evaluate(PRESS)
     nb.run(wait=False)
-    nb.finish(180)
+    nb.finish()
     pressed = nb.page.evaluate("() => window.pressed")
     print(pressed, nb.python("repr(rollout)"))
     assert pressed["Take"] > 5 and pressed["Release"] > 2 and pressed["Close"] + pressed["Reset"] > 2

@@ -5,20 +5,22 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+import waiting
 from checks import CHECKS
 from paths import ROOT
+from smaller import SMALLER
 
+from agentfly_kit import __main__ as command_line
 from agentfly_kit import _demo
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FIRST = {ROOT / "notebooks" / "01_quickstart.ipynb"}  # run by `make test`; `make test-real` runs all notebooks
+FIRST = ROOT / "notebooks" / "01_quickstart.ipynb"  # run by `make test`; `make test-real` runs all notebooks
 # The notebooks of docs/neighbours.md; each compares the figures of a paper with its own under the same heading.
 RELATED = [path.stem for path in NOTEBOOKS if path.stem[:2] in ("17", "20", *map(str, range(22, 31)))]
 COMPARISON = "What the authors report, and what we measure"
@@ -126,27 +128,40 @@ def test_notebooks_on_related_systems_have_the_same_parts(name: str) -> None:
     assert any({PLOTLY, "image/svg+xml"} & output.get("data", {}).keys() for output in outputs), "a figure"
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=[] if path in FIRST else [pytest.mark.real]) for path in NOTEBOOKS], ids=by_name
-)
-def test_runs_top_to_bottom(path: Path, tmp_path: Path) -> None:
-    """Run nbval in an empty folder. Cells that raise fail, and so do changed outputs under NBVAL_CHECK_OUTPUT.
+def nbval(notebook: Any, path: Path) -> None:
+    """Run a notebook in the folder of a path. Cells that raise fail, and changed outputs under NBVAL_CHECK_OUTPUT."""
+    nbformat.write(notebook, path)
+    options = ("--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=600", "-p", "no:cacheprovider", "--color=no")
+    command = [sys.executable, "-m", "pytest", "-q", *options, path.name]
+    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
-    Folded answers run after their exercises, and the assertions of `CHECKS` at the end.
-    """
-    notebook = with_answers(nbformat.read(path, as_version=4))
+
+def with_checks(notebook: Any, path: Path) -> Any:
     if path.stem in CHECKS:
         notebook.cells.append(nbformat.v4.new_code_cell(CHECKS[path.stem]))
-    nbformat.write(notebook, tmp_path / path.name)
-    nbval = ("--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=600", "-p", "no:cacheprovider", "--color=no")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *nbval, path.name],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return notebook
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[pytest.mark.real] * (path != FIRST)) for path in NOTEBOOKS], ids=by_name
+)
+def test_runs_top_to_bottom(path: Path, tmp_path: Path) -> None:
+    """Run a notebook with the settings of `SMALLER`, and the assertions of `CHECKS` at the end."""
+    notebook = nbformat.read(path, as_version=4)
+    for old, new in SMALLER.get(path.stem, {}).items():
+        changed = [cell for cell in notebook.cells if cell.cell_type == "code" and old in cell.source]
+        assert changed, f"not in {path.name}: {old}"
+        for cell in changed:
+            cell.source = cell.source.replace(old, new)
+    nbval(with_checks(notebook, path), tmp_path / path.name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
+def test_runs_top_to_bottom_as_saved(path: Path, tmp_path: Path) -> None:
+    """Run a notebook with its own settings and the answers to its exercises."""
+    nbval(with_checks(with_answers(nbformat.read(path, as_version=4)), path), tmp_path / path.name)
 
 
 # ---- `agentfly-kit demo`, with notebooks of a few lines
@@ -203,25 +218,27 @@ def write(path: Path, *sources: str) -> Path:
     return path
 
 
-def demo(notebook: Path, out: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "agentfly_kit", "demo", str(notebook), "--out", str(out)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    """Return a function that runs `agentfly-kit demo` and returns the exit code and what it wrote to both streams."""
+
+    def run(notebook: Path, out: Path = tmp_path / "out") -> tuple[int, str, str]:
+        code = command_line.main(["demo", str(notebook), "--out", str(out)])
+        return code, *capsys.readouterr()
+
+    return run
 
 
 def gone(pid: int) -> bool:
-    """Return True if the process exits within some seconds. A zombie counts as exited."""
-    for _ in range(100):
-        try:
-            os.kill(pid, 0)
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (ProcessLookupError, FileNotFoundError):
-            return True
-        time.sleep(0.1)
-    return False
+    """Return True if a process has exited. A zombie counts as exited."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return True
 
 
-def test_demo_shows_progress_and_leaves_a_whole_page(tmp_path: Path) -> None:
+def test_demo_shows_progress_and_leaves_a_whole_page(demo: Any, tmp_path: Path) -> None:
     notebook = write(
         tmp_path / "07_toy.ipynb",
         "# Train a little\n"
@@ -237,11 +254,11 @@ def test_demo_shows_progress_and_leaves_a_whole_page(tmp_path: Path) -> None:
         "'success: 0.24 -> 0.95'",
     )
     for _ in range(2):  # the second run overwrites the output of the first
-        done = demo(notebook, tmp_path / "out")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[-1] == "success: 0.24 -> 0.95"
-        assert "Train a little" in done.stdout
-        assert "step   3   reward 0.500   success 0.625" in done.stdout
+        code, output, errors = demo(notebook)
+        assert code == 0, errors
+        assert output.splitlines()[-1] == "success: 0.24 -> 0.95"
+        assert "Train a little" in output
+        assert "step   3   reward 0.500   success 0.625" in output
     html = (tmp_path / "out" / "toy.html").read_text(encoding="utf-8")
     assert "<b>still</b>" in html
     assert "jp-CodeCell" in html
@@ -252,7 +269,11 @@ def test_demo_shows_progress_and_leaves_a_whole_page(tmp_path: Path) -> None:
     ] * 2
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.long] * (i % 8 > 0)) for i, path in enumerate(NOTEBOOKS)],
+    ids=by_name,
+)
 def test_a_page_of_what_is_committed_asks_for_nothing(path: Path) -> None:
     notebook: Any = nbformat.read(path, as_version=4)
     _demo.static(notebook)
@@ -270,27 +291,25 @@ def test_the_scan_finds_what_nbconvert_puts_in() -> None:
     assert [found for found in requests(html) if "require" in found]
 
 
-def test_demo_shows_the_cell_that_failed(tmp_path: Path) -> None:
-    done = demo(
-        write(tmp_path / "bad.ipynb", "x = 1", "def f():\n    raise ValueError('the reason')\nf()"), tmp_path / "out"
-    )
-    assert done.returncode == 1
-    assert "raise ValueError('the reason')" in done.stderr
-    assert "ValueError: the reason" in done.stderr
-    assert "\x1b" not in done.stderr
+def test_demo_shows_the_cell_that_failed(demo: Any, tmp_path: Path) -> None:
+    code, _, errors = demo(write(tmp_path / "bad.ipynb", "x = 1", "def f():\n    raise ValueError('the reason')\nf()"))
+    assert code == 1
+    assert "raise ValueError('the reason')" in errors
+    assert "ValueError: the reason" in errors
+    assert "\x1b" not in errors
 
 
-def test_demo_without_a_measurement_fails(tmp_path: Path) -> None:
-    done = demo(write(tmp_path / "mute.ipynb", "print('success: soon')"), tmp_path / "out")
-    assert done.returncode == 1
-    assert "none printed a line `success:" in done.stderr
+def test_demo_without_a_measurement_fails(demo: Any, tmp_path: Path) -> None:
+    code, _, errors = demo(write(tmp_path / "mute.ipynb", "print('success: soon')"))
+    assert code == 1
+    assert "none printed a line `success:" in errors
 
 
-def test_demo_spares_a_folder_with_other_things(tmp_path: Path) -> None:
+def test_demo_spares_a_folder_with_other_things(demo: Any, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    done = demo(write(tmp_path / "toy.ipynb", "1"), tmp_path)
-    assert done.returncode == 1
-    assert "contains other files" in done.stderr
+    code, _, errors = demo(write(tmp_path / "toy.ipynb", "1"), tmp_path)
+    assert code == 1
+    assert "contains other files" in errors
     assert (tmp_path / "thesis.txt").exists()
 
 
@@ -298,20 +317,17 @@ def test_demo_spares_a_folder_with_other_things(tmp_path: Path) -> None:
 def test_interrupting_the_demo_leaves_no_kernel(number: signal.Signals, tmp_path: Path) -> None:
     notebook = write(
         tmp_path / "slow.ipynb",
-        "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(300)",
+        "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(3600)",
     )
     command = [sys.executable, "-m", "agentfly_kit", "demo", str(notebook), "--out", str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pid_file = tmp_path / "out" / "pid"
     try:
-        pid_file, end = tmp_path / "out" / "pid", time.monotonic() + 60
-        while not (pid_file.exists() and pid_file.read_text()):
-            assert time.monotonic() < end
-            assert process.poll() is None
-            time.sleep(0.1)
+        waiting.blocking_until(lambda: process.poll() is not None or (pid_file.exists() and pid_file.read_text()))
         process.send_signal(number)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=waiting.GUARD)
     finally:
         process.kill()
-    assert process.returncode == 130
+    assert process.returncode == 130, output
     assert "Traceback" not in output
-    assert gone(int(pid_file.read_text()))
+    waiting.blocking_until(lambda: gone(int(pid_file.read_text())))

@@ -47,7 +47,7 @@ def test_an_interrupted_training_cell_goes_on_when_it_is_run_again(lab: browser.
             time.sleep(0.1)
         page.command("notebook:interrupt-kernel")
         with pytest.raises(AssertionError, match=r"CancelledError|KeyboardInterrupt"):
-            page.finish(60)
+            page.finish()
         done = len(steps(file))
         assert 4 <= done < 24
         # No training continues after the interrupt.
@@ -61,7 +61,7 @@ def test_an_interrupted_training_cell_goes_on_when_it_is_run_again(lab: browser.
             """() => { window.ran = false; const app = window.jupyterapp;
             app.commands.execute('notebook:run-cell').then(() => { window.ran = true; }); }"""
         )
-        page.finish(240)
+        page.finish()
         assert steps(file) == list(range(1, 25))
         assert page.python("[s.replayed for s in steps].count(True)") == done
         assert page.python("steps[-1].success > 0.8")
@@ -73,7 +73,7 @@ def test_an_interrupted_training_cell_goes_on_when_it_is_run_again(lab: browser.
             """() => { window.ran = false; const app = window.jupyterapp;
             app.commands.execute('notebook:run-cell').then(() => { window.ran = true; }); }"""
         )
-        page.finish(60)
+        page.finish()
         assert page.python("all(s.replayed for s in steps)"), time.monotonic() - began
     finally:
         page.close()
