@@ -18,8 +18,12 @@ def table(*rows: Row) -> pytest.MarkDecorator:
 
 async def check(call: Callable[[], Any], error: type[BaseException], text: str) -> None:
     """Assert that a call, or the awaitable that it returns, raises an error with a text."""
-    with pytest.raises(error) as caught:
+
+    async def awaited() -> None:
         result = call()
         if inspect.isawaitable(result):
             await result
+
+    with pytest.raises(error) as caught:
+        await awaited()
     assert text in str(caught.value)

@@ -1,4 +1,4 @@
-"""Files about failed tests for `.ci/run`: one for each, as soon as it fails, so that a run that is stopped has them too."""
+"""Files about failed tests for `.ci/run`: one for each, written as soon as it fails, in case that the run is stopped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Failures:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the plugin if the environment names a folder; with pytest-xdist, in the process that gets all reports."""
+    """Register the plugin if the environment names a folder; with pytest-xdist, in the main process."""
     folder = os.environ.get("AGENTFLY_TEST_FAILURES")
     if folder and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Failures(Path(folder)))

@@ -37,7 +37,7 @@ def project(tmp_path: Path) -> Path:
 
 def run(project: Path, *targets: str) -> tuple[int, list[str]]:
     """Run `.ci/run` with a Makefile in which all targets without a recipe do nothing."""
-    names = "install install-docs check docs test install-real test-real".split()
+    names = ("install", "install-docs", "check", "docs", "test", "install-real", "test-real")
     (project / "Makefile").write_text(f"{' '.join(names)}:\n" + "".join(f"{target}\n" for target in targets))
     environment = {**os.environ, "PATH": f"{project / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(TESTS)}
     command = ["bash", str(project / ".ci" / "run")]

@@ -1,6 +1,6 @@
 """Waiting for a state. Tests wait with these functions instead of sleeping for a fixed time before they assert.
 
-How fast a machine is must not decide whether a test passes: `GUARD` only ends a test that would never end, and says where.
+The speed of the machine must not decide whether a test passes: `GUARD` only ends a test that would never end.
 """
 
 from __future__ import annotations

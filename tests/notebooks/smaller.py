@@ -1,4 +1,4 @@
-"""Smaller settings of notebooks for `make test-real`, which runs each of them once: text of a code cell -> its substitute.
+"""Smaller settings of notebooks for `make test-real`, which runs each of them once: text of a cell -> its substitute.
 
 What the notebooks and `CHECKS` assert must hold with them too. `make test-all` runs the notebooks as they are.
 """
