@@ -1,4 +1,4 @@
-"""Files about failed tests for `.ci/run`: one for each, written as soon as it fails, in case that the run is stopped."""
+"""Files about failed tests for `.ci/run`, one for each, written as soon as it fails in case that the run is stopped."""
 
 from __future__ import annotations
 

@@ -5,10 +5,12 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import forked_kernel
 import nbformat
 import pytest
 import waiting
@@ -128,12 +130,12 @@ def test_notebooks_on_related_systems_have_the_same_parts(name: str) -> None:
     assert any({PLOTLY, "image/svg+xml"} & output.get("data", {}).keys() for output in outputs), "a figure"
 
 
-def nbval(notebook: Any, path: Path) -> None:
+def nbval(notebook: Any, path: Path, kernel: str, environment: dict[str, str] | None = None) -> None:
     """Run a notebook in the folder of a path. Cells that raise fail, and changed outputs under NBVAL_CHECK_OUTPUT."""
     nbformat.write(notebook, path)
-    options = ("--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=600", "-p", "no:cacheprovider", "--color=no")
-    command = [sys.executable, "-m", "pytest", "-q", *options, path.name]
-    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, timeout=1800)
+    options = ("--nbval-lax", kernel, "--nbval-cell-timeout=1800", "--color=no")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, path.name]
+    done = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
@@ -143,10 +145,16 @@ def with_checks(notebook: Any, path: Path) -> Any:
     return notebook
 
 
+@pytest.fixture(scope="session")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with forked_kernel.server(tmp_path_factory.mktemp("forked")) as environment:
+        yield environment
+
+
 @pytest.mark.parametrize(
     "path", [pytest.param(path, marks=[pytest.mark.real] * (path != FIRST)) for path in NOTEBOOKS], ids=by_name
 )
-def test_runs_top_to_bottom(path: Path, tmp_path: Path) -> None:
+def test_runs_top_to_bottom(path: Path, tmp_path: Path, forked: dict[str, str]) -> None:
     """Run a notebook with the settings of `SMALLER`, and the assertions of `CHECKS` at the end."""
     notebook = nbformat.read(path, as_version=4)
     for old, new in SMALLER.get(path.stem, {}).items():
@@ -154,14 +162,15 @@ def test_runs_top_to_bottom(path: Path, tmp_path: Path) -> None:
         assert changed, f"not in {path.name}: {old}"
         for cell in changed:
             cell.source = cell.source.replace(old, new)
-    nbval(with_checks(notebook, path), tmp_path / path.name)
+    nbval(with_checks(notebook, path), tmp_path / path.name, "--nbval-kernel-name=forked", forked)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
 def test_runs_top_to_bottom_as_saved(path: Path, tmp_path: Path) -> None:
     """Run a notebook with its own settings and the answers to its exercises."""
-    nbval(with_checks(with_answers(nbformat.read(path, as_version=4)), path), tmp_path / path.name)
+    notebook = with_answers(nbformat.read(path, as_version=4))
+    nbval(with_checks(notebook, path), tmp_path / path.name, "--nbval-current-env")
 
 
 # ---- `agentfly-kit demo`, with notebooks of a few lines
