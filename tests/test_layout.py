@@ -200,3 +200,10 @@ def test_the_stub_names_what_is_there() -> None:
     code = "import agentfly_kit as af, json; print(json.dumps({'names': dir(af)}))"
     there = {name for name in run(code)["names"] if not name.startswith("_")}
     assert {name for name in named if not name.startswith("_")} == there
+
+
+def test_contributing_names_the_tests_that_ci_does_not_run() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## What CI does not run")[2]
+    named = set(re.findall(r"`(\w+\.py)`", section.partition("\n## ")[0]))
+    marked = {path.name for path in (ROOT / "tests").rglob("*.py") if "pytest.mark.long" in path.read_text("utf-8")}
+    assert named == marked
