@@ -412,7 +412,7 @@ def test_train_view_is_live_during_an_await(notebook: Any) -> None:
 
 def test_the_static_form_survives_an_untrusted_notebook(notebook: Any) -> None:
     """Open an untrusted notebook without kernel state, from whose outputs the widget-view type has been removed."""
-    from test_widgets import FakeRun, trajectory
+    from views import FakeRun, trajectory
 
     from agentfly_kit import widgets as w
 

@@ -19,7 +19,7 @@ START = (
     + f"\nimport sys\nsys.path[:0] = {[str(TESTS), str(Path(__file__).parent)]!r}\nimport agents\nimport agentfly_kit as af\n"
     + """
 from dataclasses import replace
-from test_widgets import NASTY
+from views import NASTY
 BOMB = "<script>window.hacked = 1</script><img src=x onerror='window.hacked=2'><svg onload='window.hacked=3'>"
 NASTY = tuple(x for x in NASTY if len(x) < 100) + (BOMB, "javascript:alert(1)", "</textarea></pre></style>" + BOMB)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import agents
 import pytest
-from test_widgets import NASTY, Page
+from views import NASTY, Page
 
 import agentfly_kit as af
 from agentfly_kit.integrations import html as _html
