@@ -191,7 +191,7 @@ for line in sys.stdin:
 """
 """Train in a forked process for each line of standard input, because imports take seconds.
 
-The process kills itself after the number of function calls in the line, so that the moment does not depend on its speed.
+The process kills itself after the number of function calls in the line, so the moment does not depend on its speed.
 """
 
 
