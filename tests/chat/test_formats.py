@@ -174,11 +174,9 @@ def fuzz(name: str, count: int, seed: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_ten_thousand_random_texts(name: str) -> None:
-    called, failed, unclosed = fuzz(name, 10_000, seed=0)
-    assert called > 300, (called, failed, unclosed)
-    assert failed > 5, (called, failed, unclosed)
-    assert unclosed > 50, (called, failed, unclosed)
+def test_random_texts(name: str) -> None:
+    called, failed, unclosed = fuzz(name, 3_000, seed=0)
+    assert called > 90 and failed > 1 and unclosed > 15, (called, failed, unclosed)
 
 
 # Text before, repeated text, and text after, with which a pattern or loop may take quadratic time.
@@ -211,7 +209,10 @@ AROUND += [('{"name":"a"}', "x"), ("[TOOL_CALLS]a", "x"), ("Action: a", "Final A
 
 @pytest.mark.parametrize("name", ALL)
 def test_parsing_takes_linear_time(name: str) -> None:
-    """Parsing a text of twice the length takes about twice the time; in quadratic time it would take four times."""
+    """A text of four times the length takes about four times as long; in quadratic time it would take 16 times.
+
+    The limit is 10, and the test fails only if every one of several measurements of CPU time is above it.
+    """
 
     def seconds(text: str) -> float:
         began = time.process_time()
@@ -219,8 +220,8 @@ def test_parsing_takes_linear_time(name: str) -> None:
         return time.process_time() - began
 
     for (before, after), piece in itertools.product(AROUND, REPEATED):
-        once, twice = (before + piece * (n // len(piece)) + after for n in (30_000, 60_000))
-        ratios = ((first := seconds(once)) < 0.0025 or seconds(twice) < 3 * first for _ in range(5))
+        once, more = (before + piece * (n // len(piece)) + after for n in (10_000, 40_000))
+        ratios = ((first := seconds(once)) < 0.0015 or seconds(more) < 10 * first for _ in range(20))
         assert any(ratios), (before, piece, after)
 
 
