@@ -98,12 +98,9 @@ def test_a_template_that_changes_history_is_rejected(condition: str) -> None:
 
 def test_check() -> None:
     report = check(tiny.tokenizer())
-    assert report.exact
-    assert report.tools
-    assert report.stop == "<|im_end|>"
-    assert report.generation_prompt == "<|im_start|>assistant\n"
+    assert (report.exact, report.tools, report.thinking) == (True, True, "kept")
+    assert (report.stop, report.generation_prompt) == ("<|im_end|>", "<|im_start|>assistant\n")
     assert report.boundary == "<|im_end|>\n<|im_start|>tool\n<tool_response>"
-    assert report.thinking == "kept"
     assert "im_end" in report._repr_html_()
     assert chat_module.check(chat()) == report
 

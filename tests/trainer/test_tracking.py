@@ -80,16 +80,12 @@ def test_a_tracker_that_raises_is_removed(method: str, calls: int) -> None:
 
 
 def test_functions_and_objects_with_the_methods_of_a_tracker_are_trackers() -> None:
-    class Other:
-        """Tracker of another package, which is no subclass of Tracker."""
-
-        __init__, _log, begin, step, end = Log.__init__, Log._log, Log.begin, Log.step, Log.end
-
     class Callable(list[float]):
         def __call__(self, record: dict[str, float]) -> None:
             self.append(record["step"])
 
-    other, called = Other(), Callable()
+    # A tracker of another package is no subclass of Tracker.
+    other, called = type("Other", (), dict(vars(Log)))(), Callable()
     records: list[dict[str, float]] = []
     run = start(config=CONFIG).track(records.append, other, called)
     asyncio.run(run._wait())

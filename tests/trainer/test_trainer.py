@@ -428,12 +428,6 @@ async def test_evaluation_does_not_change_training(whole: Whole) -> None:
     assert policy.fingerprint() == whole[0]
 
 
-async def test_rollouts_can_be_saved(tmp_path: Path) -> None:
-    run = start(tmp_path / "run", config=SMALL.replace(steps=2, save_rollouts=True))
-    seen = [step async for step in run]
-    assert Run(tmp_path / "run").rollout(2) == seen[1].rollout
-
-
 def test_each_pass_contains_every_task_once() -> None:
     run = start(config=SMALL.replace(tasks_per_step=5))
     sampled = [t.id for i in range(12) for t in run._sampler.task_sampler.sample(i)]

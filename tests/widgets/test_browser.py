@@ -239,7 +239,7 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
 
 
 @pytest.mark.real
-def test_token_view_of_5000_tokens_and_a_lost_kernel(notebook: Any) -> None:
+def test_token_view_of_5000_tokens(notebook: Any) -> None:
     nb = notebook(
         RECORDS, "ts = [trajectory(i, 8, 3) for i in range(9)]\nview = w.TokenView(ts, signal='entropy')\nview"
     )
@@ -258,11 +258,6 @@ def test_token_view_of_5000_tokens_and_a_lost_kernel(notebook: Any) -> None:
     page.wait_for_function(CURSOR, arg=nb.python("len(ts[0].ids)") - 1)
     page.get_by_label("Signal", exact=True).select_option("logprob")
     nb.wait_python("view.signal", "logprob")
-    nb.command("kernelmenu:restart", {})
-    page.locator(".jp-Dialog .jp-mod-accept").click()
-    page.wait_for_selector(".afk-stale", state="visible")
-    browser.expect(page.locator(".afk-stale")).to_contain_text("kernel restarted", use_inner_text=True)
-    assert page.locator(".afk-lines .afk-tok").count() > 1000
 
 
 # --- live ----------------------------------------------------------------------------------------

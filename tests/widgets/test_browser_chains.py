@@ -234,26 +234,6 @@ view = w.ChainStepper(agent, task)""",
     assert nb.python("view._notice") == ""
 
 
-@pytest.mark.real
-def test_a_stepper_shown_twice_and_after_a_restart(notebook: Any) -> None:
-    nb = notebook(
-        START + "chain = agents.scripted(['42']).chain(agents.tasks()[0])\nview = w.ChainStepper(chain)\nview", "view"
-    )
-    nb.run()
-    page = nb.page
-    views = page.locator(".afk-stepper")
-    views.nth(1).wait_for()
-    page.get_by_text("does not support distribution()").first.wait_for()
-    views.nth(0).get_by_role("button", name="Sample", exact=True).click()
-    for i in (0, 1):
-        views.nth(i).get_by_text("stopped: answered").wait_for()
-    nb.command("kernelmenu:restart", {})
-    page.locator(".jp-Dialog .jp-mod-accept").click()
-    page.locator(".afk-stale").first.wait_for()
-    browser.expect(page.locator(".afk-stale").first).to_contain_text("kernel restarted", use_inner_text=True)
-    views.nth(0).get_by_role("button", name="Undo").click()  # has no effect and raises no error
-
-
 # --- trajectories ----------------------------------------------------------------------------------
 
 

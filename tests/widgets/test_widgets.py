@@ -6,7 +6,6 @@ import ast
 import asyncio
 import gc
 import json
-import math
 import random
 import re
 import shutil
@@ -20,12 +19,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import agents
-import numpy as np
 import pytest
-from agentfly_kit.widgets._base import Throttle, number, pack
+from agentfly_kit.widgets._base import Throttle, number
 from agentfly_kit.widgets._saved import WIDGET_MIME, is_headless
 from paths import TESTS
-from views import Box, FakeRun, click, press, put, show, trajectory, unpack
+from views import Box, FakeRun, click, press, put, show, trajectory
 from waiting import GUARD, until
 
 from agentfly_kit import widgets as w
@@ -35,13 +33,6 @@ JS = TESTS / "widgets_js"
 
 
 # --- shared --------------------------------------------------------------------------------------
-
-
-def test_missing_is_a_bit_and_not_a_number() -> None:
-    packed = pack([0.0, math.nan, -1.5, math.inf])
-    assert np.isfinite(np.frombuffer(packed["values"], "<f4")[:3]).all()
-    np.testing.assert_array_equal(unpack(packed), np.float32([0, np.nan, -1.5, np.inf]))
-    assert pack([]) == {"values": b"", "present": b""}
 
 
 def test_a_rule_of_a_widget_says_nothing_of_another() -> None:
