@@ -547,7 +547,7 @@ def test_every_estimator_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("estimator", EVERY)
 @given(rows())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_inserted_observations_do_not_change_advantages(estimator: Estimator, rows: Rows) -> None:
     plain, spread = estimator(rows.plain, rows.groups), estimator(rows.spread, rows.groups)
     assert bool((spread[rows.spread["mask"] == 0] == 0).all())

@@ -180,7 +180,7 @@ def test_random_conversations_grow_as_they_are_rendered(name: str) -> None:
     def text() -> str:
         return "x" + "".join(rng.choices(words, k=rng.randrange(8)))
 
-    for _ in range(6):
+    for _ in range(3):
         messages: list[Message] = [{"role": "user", "content": text()}]
         if mine.template.takes_system() and rng.random() < 0.5:
             messages.insert(0, {"role": "system", "content": text()})

@@ -247,13 +247,13 @@ def back(fmt: formats.Format, call: ToolCall, tools: list[dict[str, Any]] | None
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "react", "gpt_oss"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(names, st.dictionaries(st.text() | tag_soup, json_values | tag_soup, max_size=4))
 def test_json_formats_parse_rendered_calls(name: str, tool: str, arguments: dict[str, Any]) -> None:
     back(formats.get(name), ToolCall("call-0", tool, arguments))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(names, st.dictionaries(names, json_values, max_size=4))
 def test_qwen3_coder_parses_rendered_calls(tool: str, arguments: dict[str, Any]) -> None:
     """Strings can be any text with a schema, and any text that is not JSON without one, but must not contain tags."""
@@ -269,14 +269,14 @@ def test_qwen3_coder_parses_rendered_calls(tool: str, arguments: dict[str, Any])
         back(fmt, ToolCall("call-0", tool, arguments))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.text() | st.lists(st.sampled_from(["```", "````", "\n", "x", " ", "</think>"])).map("".join))
 def test_code_parses_rendered_calls(code: str) -> None:
     back(formats.get("code"), ToolCall("call-0", "python", {"code": code}))
 
 
 @pytest.mark.parametrize(("name", "tool", "parameter"), [("search", "search", "query"), ("action", "act", "action")])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.text(min_size=1) | st.sampled_from(["</search>", "</action>", "<answer>x", "{", " a ", "</think>"]))
 def test_tags_parse_rendered_calls(name: str, tool: str, parameter: str, text: str) -> None:
     back(formats.get(name), ToolCall("call-0", tool, {parameter: text}))
@@ -429,7 +429,7 @@ def test_qwen3_coder() -> None:
         assert words in str(call.error), body
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(names, st.dictionaries(names, json_values, max_size=4))
 def test_markup_formats_parse_rendered_calls(tool: str, arguments: dict[str, Any]) -> None:
     """Strings can be any text for GLM-4 with a schema, for LFM2, and for Gemma 4 with bare keys."""

@@ -283,7 +283,7 @@ def turns(mask: Tensor) -> Tensor:
 def test_compaction_changes_no_advantage(name: str) -> None:
     """Cutting a trajectory into rows changes no action's advantage."""
     several = 0
-    for seed in range(40):
+    for seed in range(20):
         rng = random.Random(seed)
         ((r, v, m), one), ((rr, vv, mm), ids) = cut_up(rng)
         several += len(ids) > len(one)
@@ -291,7 +291,7 @@ def test_compaction_changes_no_advantage(name: str) -> None:
         got = by_trajectory(ESTIMATORS[name](rr, vv, mm, ids), mm, ids)
         for a, b in zip(wanted, got, strict=True):
             assert a == pytest.approx(b, abs=1e-9), f"{name}, seed {seed}"
-    assert several > 10
+    assert several > 5
 
 
 def test_a_compaction_adds_no_step() -> None:

@@ -297,6 +297,8 @@ async def test_functions_as_settings_have_stable_fingerprints(tmp_path: Path) ->
     start(tmp_path / "run", learner(), config(None))
     with pytest.raises(RunMismatch, match=r"config\.advantage"):
         start(tmp_path / "run", learner(), config("sample"))
+    alone = functools.partial(advantages.grpo, singleton="raw")
+    start(config=SMALL.replace(group_size=1, advantage=alone))  # a group of one has an advantage
 
 
 async def test_runs_without_a_folder_are_independent() -> None:

@@ -21,13 +21,11 @@ from agentfly_kit.types import Turn
 
 
 def test_what_cannot_be_seen_is_made_visible() -> None:
-    assert visible(" the\n") == "·the⏎"
-    assert visible("") == "∅"
-    assert visible("\u200b\u202e") == "‹U+200B›‹U+202E›"
-    assert visible("\ud800") == "‹U+D800›"
-    assert visible("·") == "‹U+00B7›"
-    assert visible("\u0301") == "◌\u0301"
-    assert visible("e\u0301") == "e\u0301"
+    wanted = {
+        " the\n": "·the⏎", "": "∅", "\u200b\u202e": "‹U+200B›‹U+202E›", "\ud800": "‹U+D800›", "·": "‹U+00B7›",
+        "\u0301": "◌\u0301", "e\u0301": "e\u0301",
+    }  # fmt: skip
+    assert {text: visible(text) for text in wanted} == wanted
     assert visible("x" * 500).startswith("x" * 120 + "… (500 characters)")
     shown = [visible(text) for text in NASTY]
     assert len(set(shown)) == len(set(NASTY))

@@ -29,12 +29,12 @@ def half() -> float:
 
 def started(path: Path | None, steps: int = 4, **more: Any) -> Any:
     policy = agents.fresh()
-    agent = agents.agent(policy, max_turns=2, sampling=af.Sampling(max_tokens=16))
+    agent = agents.agent(policy, max_turns=2, sampling=af.Sampling(max_tokens=8))
     tasks = agents.tasks(6)
     if "evaluate_every" in more:
         more["eval_tasks"] = tasks[:2]
     eval_tasks = more.pop("eval_tasks", None)
-    config = af.TrainConfig(steps=steps, tasks_per_step=2, group_size=4, **more)
+    config = af.TrainConfig(steps=steps, tasks_per_step=2, group_size=2, **more)
     return af.train(agent, policy, tasks, config, run=path, eval_tasks=eval_tasks)
 
 
