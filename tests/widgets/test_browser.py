@@ -386,6 +386,7 @@ def test_train_view_is_live_during_an_await(notebook: Any) -> None:
     # A click reaches Python while the cell awaits.
     page.locator(".afk-chart svg").first.click(position={"x": 60, "y": 40})
     page.wait_for_selector("text=view.step")
+    page.wait_for_selector(".afk-trainview [aria-valuenow='24']")
     page.wait_for_function("() => new Set(window.seen).size >= 2")
     page.get_by_role("button", name="Clear").click()
     nb.finish()
