@@ -14,7 +14,7 @@ from test_trainer import SMALL, TASKS, learner, small
 from agentfly_kit import advantages, filters
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.collate import collate
-from agentfly_kit.errors import BatchError, EmptyBatch, SettingsError, ToolError
+from agentfly_kit.errors import ToolError
 from agentfly_kit.ppo import PPOConfig, adamw, ppo_step
 from agentfly_kit.rewards import reward
 from agentfly_kit.tools.tool import tool
@@ -92,33 +92,6 @@ async def test_overlong_by_tokens_and_a_filter_of_ones_own() -> None:
     # The reason is that of the first filter that returns one.
     both = filters.drop_reasons(rollout, [tool_errors, filters.overlong(1)])
     assert both == {one.id: "tool errors", two.id: "overlong"}
-
-
-async def test_invalid_filters_are_rejected() -> None:
-    rollout = await rolled([[0.0, 1.0]])
-
-    def odd(chain: Any) -> None:
-        return None
-
-    def yes(trajectory: Any) -> Any:
-        return True
-
-    with pytest.raises(
-        SettingsError, match=r"filter odd must be a function with the single parameter.*its parameters are \['chain'\]"
-    ):
-        collate(rollout, filters=[odd])
-    with pytest.raises(SettingsError, match=r"filter yes must return a reason.* got True for Trajectory"):
-        collate(rollout, filters=[yes])
-    with pytest.raises(SettingsError, match="filter odd"):
-        SMALL.replace(filters=[odd])
-    with pytest.raises(SettingsError, match="filters must be a list of functions"):
-        SMALL.replace(filters=filters.equal_rewards)
-    with pytest.raises(SettingsError, match="tokens must be at least 1"):
-        filters.overlong(0)
-    with pytest.raises(EmptyBatch, match="none of 2 trajectories can be trained on: overlong") as caught:
-        collate(rollout, filters=[filters.overlong(1)])
-    assert isinstance(caught.value, BatchError)
-    assert len(caught.value.dropped) == 2
 
 
 # --- in training ---------------------------------------------------------------------------------

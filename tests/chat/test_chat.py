@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from agentfly_kit import chat as chat_module
 from agentfly_kit import tiny
 from agentfly_kit.chat.chat import Chat, check
-from agentfly_kit.errors import ChatTemplateError, SettingsError
+from agentfly_kit.errors import ChatTemplateError
 from agentfly_kit.types import Message, Task
 
 USER: Message = {"role": "user", "content": "What is 2+3?"}
@@ -51,21 +51,6 @@ def test_token_texts_has_one_text_per_id() -> None:
 
 
 # --- templates that are rejected ---
-
-
-def test_no_template() -> None:
-    with pytest.raises(ChatTemplateError, match=r"has no chat template; set tokenizer.chat_template"):
-        Chat(with_template(None))
-
-
-def test_the_error_of_a_template_is_quoted() -> None:
-    template = QWEN_LIKE.replace(
-        "{%- for message in (messages",
-        "{%- if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif -%}\n"
-        "{%- for message in (messages",
-    )
-    with pytest.raises(ChatTemplateError, match=r"roles \(system, user\): no system here; remove the unsupported role"):
-        Chat(with_template(template)).prompt([{"role": "system", "content": "x"}, USER])
 
 
 def test_a_template_that_drops_history_is_rejected() -> None:
@@ -111,24 +96,11 @@ def test_a_template_that_changes_history_is_rejected(condition: str) -> None:
         Chat(tokenizer).observation_ids([USER])
 
 
-def test_no_stop_token() -> None:
-    tokenizer = with_template(
-        "{%- for m in messages -%}{{- m.role + ': ' + m.content + '\\n' -}}{%- endfor -%}"
-        "{{- 'assistant: ' if add_generation_prompt -}}"
-    )
-    tokenizer.eos_token = None
-    with pytest.raises(ChatTemplateError, match="defines an end-of-turn token; set"):
-        Chat(tokenizer)
-
-
 def test_check() -> None:
     report = check(tiny.tokenizer())
-    assert report.exact
-    assert report.tools
-    assert report.stop == "<|im_end|>"
-    assert report.generation_prompt == "<|im_start|>assistant\n"
+    assert (report.exact, report.tools, report.thinking) == (True, True, "kept")
+    assert (report.stop, report.generation_prompt) == ("<|im_end|>", "<|im_start|>assistant\n")
     assert report.boundary == "<|im_end|>\n<|im_start|>tool\n<tool_response>"
-    assert report.thinking == "kept"
     assert "im_end" in report._repr_html_()
     assert chat_module.check(chat()) == report
 
@@ -191,8 +163,6 @@ def test_an_action_ends_once() -> None:
     other = mine.tokenizer.pad_token_id
     assert mine.observation_ids([USER], after=(*said, other)) == whole
     assert mine.observation_ids([USER], after=()) == whole
-    with pytest.raises(SettingsError, match="observation must have at least one message"):
-        mine.observation_ids([])
 
 
 def test_an_end_of_turn_of_two_tokens_is_not_repeated() -> None:
@@ -203,13 +173,6 @@ def test_an_end_of_turn_of_two_tokens_is_not_repeated() -> None:
     assert mine.token_texts(whole[:2]) == ("<|pad|>", "<|im_end|>")
     assert mine.observation_ids([USER], after=(*mine.encode("5"), *whole[:2])) == whole[2:]
     assert mine.observation_ids([USER], after=(*mine.encode("5"), *whole[:1])) == whole[1:]
-
-
-def test_unknown_settings_are_rejected() -> None:
-    with pytest.raises(SettingsError, match=r'history must be "exact", "append" or "rerender", got \'render\''):
-        Chat(tiny.tokenizer(), history="render")  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match=r"format must be one of action, code, gemma4, .* got 'hermez'"):
-        Chat(tiny.tokenizer(), format="hermez")
 
 
 def test_format_is_given_or_detected() -> None:
@@ -292,17 +255,6 @@ def test_a_tokenizer_that_inserts_a_space_before_the_first_word() -> None:
     whole = mine.render([USER, {"role": "assistant", "content": "5"}, USER], generate=True)
     said = mine.encode("</s>5")[1:]
     assert (*mine.prompt([USER]), *said, *mine.observation_ids([USER]))[:20] == mine.encode(whole)[:20]
-
-
-def test_half_a_surrogate_pair_is_rejected() -> None:
-    half = "so \ud800 what"
-    for ask in (
-        lambda: played(["x"]).rollout([Task("t", ({"role": "user", "content": half},), {"answer": "x"})]),
-        lambda: played(["x"], system=half).rollout([TASK]),
-        lambda: played(["x"]).chain(TASK).force(half),
-    ):
-        with pytest.raises(SettingsError, match=r"half of a surrogate pair, near .*\\ud800"):
-            ask()
 
 
 async def test_one_task_with_half_a_surrogate_pair_fails_alone() -> None:

@@ -12,8 +12,8 @@ from chat_templates import NAMES, named
 
 from agentfly_kit.chat import formats
 from agentfly_kit.chat.chat import Chat, ChatReport, check
-from agentfly_kit.errors import ChatTemplateError, SettingsError, TaskError
-from agentfly_kit.types import Message, Task
+from agentfly_kit.errors import ChatTemplateError
+from agentfly_kit.types import Message
 
 pytestmark = pytest.mark.skipif(not NAMES, reason="TRL, which contains the templates, is not installed")
 
@@ -180,7 +180,7 @@ def test_random_conversations_grow_as_they_are_rendered(name: str) -> None:
     def text() -> str:
         return "x" + "".join(rng.choices(words, k=rng.randrange(8)))
 
-    for _ in range(6):
+    for _ in range(3):
         messages: list[Message] = [{"role": "user", "content": text()}]
         if mine.template.takes_system() and rng.random() < 0.5:
             messages.insert(0, {"role": "system", "content": text()})
@@ -336,8 +336,6 @@ def test_thinking_that_the_prompt_opens_may_stay_unclosed() -> None:
 def test_additional_stops() -> None:
     mine = Chat(named("qwen2_5"), stop=["</tool_call>"])
     assert mine.token_texts(mine.stop_ids) == ("<|im_end|>", "</tool_call>")
-    with pytest.raises(Exception, match=r"each stop string must be a single token, got .two words."):
-        Chat(named("qwen2_5"), stop=["two words"])
 
 
 @pytest.mark.parametrize(
@@ -403,45 +401,9 @@ def test_empty_content_is_an_empty_turn(name: str) -> None:
     assert SEEN in mine.text(mine.observation_ids([{**told(""), "content": PARTS}]))
 
 
-@pytest.mark.parametrize(
-    ("content", "error"),
-    [
-        (None, r"message 0 \(role 'user'\): 'content' must be a string or a list of text parts, got None"),
-        ([], r"'content' must be a string or a list of text parts, got \[\]"),
-        ({"text": "x"}, "'content' must be a string or a list of text parts"),
-        (["x"], "each part of 'content' must be .* got 'x'; prompts hold text only"),
-        ([{"type": "image"}], "each part of 'content' must be .* got {'type': 'image'}"),
-        ([{"type": "text", "text": "x", "image_url": "y"}], "each part of 'content' must be"),
-        ([{"type": "audio", "text": "x"}], "each part of 'content' must be"),
-        ([{"type": "text", "text": 5}], "each part of 'content' must be"),
-    ],
-)
-def test_content_that_is_not_text_is_rejected(content: Any, error: str) -> None:
-    message = {"role": "user", "content": content}
-    for name in ("qwen2_5", "qwen2_5_vl"):
-        with pytest.raises(SettingsError, match=error):
-            chat(name).prompt([message])
-        with pytest.raises(SettingsError, match=error):
-            chat(name).observation_ids([message])
-    with pytest.raises(TaskError, match=f"task 'a': .*{error}"):
-        Task("a", (message,))
-
-
-def test_messages_that_end_with_the_answer_are_rejected() -> None:
+def test_messages_that_end_with_the_answer_can_be_rendered() -> None:
     answered = [USER, {"role": "assistant", "content": SEEN}]
-    with pytest.raises(TaskError, match=r"task 'a': the last message must not be the assistant's.*drop_answer=True"):
-        Task("a", tuple(answered))
-    with pytest.raises(SettingsError, match="prompt: the last message must not be the assistant's"):
-        chat("qwen2_5").prompt(answered)
     assert chat("qwen2_5").render(answered, generate=False).count(SEEN) == 1
-
-
-@pytest.mark.parametrize(
-    "call", ["get_weather", {"name": "x"}, *({"function": {"name": "x", "arguments": a}} for a in (None, "x", "[]"))]
-)
-def test_malformed_calls_in_messages_are_rejected(call: Any) -> None:
-    with pytest.raises(TaskError, match=r"message 1 \(role 'assistant'\): each of 'tool_calls' must be"):
-        Task("a", (USER, {"role": "assistant", "tool_calls": [call]}, USER))
 
 
 def test_rerendered_history_may_lose_text_beside_a_call_but_no_call() -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from agents import agent, call, chat, played, scripted, tasks
 
 from agentfly_kit import tiny
 from agentfly_kit.chat.chat import Chat
-from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Task, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
@@ -97,9 +95,3 @@ def test_incomplete_utf8() -> None:
     said = Turn("forced", "person", ids, messages=({"role": "assistant", "content": chat().text([half])},), parent=turn)
     trajectory = Trajectory("x", TASK, "g", 0, (turn, said), "answered")
     assert chat().drift(trajectory).cause == "other"
-
-
-async def test_a_row_without_ids_is_rejected() -> None:
-    turn = Turn("prompt", "task", None, text="hello", messages=TASK.messages)
-    with pytest.raises(SettingsError, match="no token ids"):
-        chat().drift(Trajectory("x", TASK, "g", 0, (turn,), "answered"))

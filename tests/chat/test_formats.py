@@ -174,11 +174,9 @@ def fuzz(name: str, count: int, seed: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_ten_thousand_random_texts(name: str) -> None:
-    called, failed, unclosed = fuzz(name, 10_000, seed=0)
-    assert called > 300, (called, failed, unclosed)
-    assert failed > 5, (called, failed, unclosed)
-    assert unclosed > 50, (called, failed, unclosed)
+def test_random_texts(name: str) -> None:
+    called, failed, unclosed = fuzz(name, 3_000, seed=0)
+    assert called > 90 and failed > 1 and unclosed > 15, (called, failed, unclosed)
 
 
 # Text before, repeated text, and text after, with which a pattern or loop may take quadratic time.
@@ -211,7 +209,10 @@ AROUND += [('{"name":"a"}', "x"), ("[TOOL_CALLS]a", "x"), ("Action: a", "Final A
 
 @pytest.mark.parametrize("name", ALL)
 def test_parsing_takes_linear_time(name: str) -> None:
-    """Parsing a text of twice the length takes about twice the time; in quadratic time it would take four times."""
+    """A text of four times the length takes about four times as long; in quadratic time it would take 16 times.
+
+    The limit is 10, and the test fails only if every one of several measurements of CPU time is above it.
+    """
 
     def seconds(text: str) -> float:
         began = time.process_time()
@@ -219,8 +220,8 @@ def test_parsing_takes_linear_time(name: str) -> None:
         return time.process_time() - began
 
     for (before, after), piece in itertools.product(AROUND, REPEATED):
-        once, twice = (before + piece * (n // len(piece)) + after for n in (30_000, 60_000))
-        ratios = ((first := seconds(once)) < 0.0025 or seconds(twice) < 3 * first for _ in range(5))
+        once, more = (before + piece * (n // len(piece)) + after for n in (10_000, 40_000))
+        ratios = ((first := seconds(once)) < 0.0015 or seconds(more) < 10 * first for _ in range(20))
         assert any(ratios), (before, piece, after)
 
 
@@ -246,13 +247,13 @@ def back(fmt: formats.Format, call: ToolCall, tools: list[dict[str, Any]] | None
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "react", "gpt_oss"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(names, st.dictionaries(st.text() | tag_soup, json_values | tag_soup, max_size=4))
 def test_json_formats_parse_rendered_calls(name: str, tool: str, arguments: dict[str, Any]) -> None:
     back(formats.get(name), ToolCall("call-0", tool, arguments))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(names, st.dictionaries(names, json_values, max_size=4))
 def test_qwen3_coder_parses_rendered_calls(tool: str, arguments: dict[str, Any]) -> None:
     """Strings can be any text with a schema, and any text that is not JSON without one, but must not contain tags."""
@@ -268,14 +269,14 @@ def test_qwen3_coder_parses_rendered_calls(tool: str, arguments: dict[str, Any])
         back(fmt, ToolCall("call-0", tool, arguments))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.text() | st.lists(st.sampled_from(["```", "````", "\n", "x", " ", "</think>"])).map("".join))
 def test_code_parses_rendered_calls(code: str) -> None:
     back(formats.get("code"), ToolCall("call-0", "python", {"code": code}))
 
 
 @pytest.mark.parametrize(("name", "tool", "parameter"), [("search", "search", "query"), ("action", "act", "action")])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.text(min_size=1) | st.sampled_from(["</search>", "</action>", "<answer>x", "{", " a ", "</think>"]))
 def test_tags_parse_rendered_calls(name: str, tool: str, parameter: str, text: str) -> None:
     back(formats.get(name), ToolCall("call-0", tool, {parameter: text}))
@@ -428,7 +429,7 @@ def test_qwen3_coder() -> None:
         assert words in str(call.error), body
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(names, st.dictionaries(names, json_values, max_size=4))
 def test_markup_formats_parse_rendered_calls(tool: str, arguments: dict[str, Any]) -> None:
     """Strings can be any text for GLM-4 with a schema, for LFM2, and for Gemma 4 with bare keys."""

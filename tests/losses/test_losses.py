@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from agentfly_kit import losses
-from agentfly_kit.errors import AlignmentError, SettingsError
 
 nan, inf = math.nan, math.inf
 Rows = list[list[float]]
@@ -53,8 +52,6 @@ def test_golden_adaptive_kl_coef() -> None:
     assert losses.adaptive_kl_coef(0.1, 1.0, target=0.05, steps=1000) == pytest.approx(0.1 * 1.02)
     assert losses.adaptive_kl_coef(0.1, 0.0, target=0.05, steps=1000) == pytest.approx(0.1 * 0.98)
     assert losses.adaptive_kl_coef(0.1, 0.055, target=0.05, steps=1000) == pytest.approx(0.1 * 1.01)
-    with pytest.raises(SettingsError, match="target and horizon must be above 0"):
-        losses.adaptive_kl_coef(0.1, 0.1, target=0.0, steps=1)
 
 
 # --- the slow loops -------------------------------------------------------------------------------
@@ -387,8 +384,6 @@ def test_golden_importance_weights() -> None:
     close(losses.importance_weights(lp, sampler, m, level="sequence", cap=1.8, beyond="mask"), [[1.5] * 3, [0, 0, 0]])
     close(losses.effective_sample_size(sequence, m, level="sequence"), 3.3**2 / (2 * (1.5**2 + 1.8**2)))
     close(losses.effective_sample_size(sequence, m), 8.1**2 / (5 * (3 * 1.5**2 + 2 * 1.8**2)))
-    with pytest.raises(SettingsError, match=r"0 <= floor <= cap, got 3 and 2.0"):
-        losses.importance_weights(lp, sampler, m, floor=3)
 
 
 def test_importance_weights_stay_finite_and_carry_no_gradient() -> None:
@@ -424,34 +419,3 @@ def test_only_k2_and_k3_plus_have_the_gradient_of_the_kl() -> None:
             close(got, want, 1e-12)
         if kind != "k2":
             close((p * per_token).sum().detach(), exact.detach(), 1e-12)  # the value is unbiased
-
-
-# --- inputs ----------------------------------------------------------------------------------------
-
-
-def test_errors_name_the_argument_the_constraint_and_the_value() -> None:
-    x, m = torch.zeros(2, 3), torch.ones(2, 3)
-    with pytest.raises(SettingsError, match=r"how must be one of 'token_mean', .* got 'mean'"):
-        losses.aggregate(x, m, "mean")  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="denominator must be given if and only if how='fixed', got None"):
-        losses.aggregate(x, m, "fixed")
-    with pytest.raises(SettingsError, match="got 3 with 'token_mean'"):
-        losses.aggregate(x, m, "token_mean", denominator=3)
-    with pytest.raises(SettingsError, match="trajectory_index must be given"):
-        losses.aggregate(x, m, "trajectory_mean")
-    with pytest.raises(AlignmentError, match=r"trajectory_index must have the shape \(2,\), got \(3,\)"):
-        losses.aggregate(x, m, "trajectory_mean", trajectory_index=[1, 2, 3])
-    with pytest.raises(AlignmentError, match=r"mask must have the shape \(2, 3\), got \(2, 2\)"):
-        losses.ppo(x, x, x, m[:, :2])
-    with pytest.raises(AlignmentError, match=r"advantages must have the shape \(2, 3\), got \(3,\)"):
-        losses.ppo(x, x, torch.zeros(3), m)
-    with pytest.raises(AlignmentError, match=r"old_logprobs must have the shape \(2, 3\)"):
-        losses.ppo(x, x[:, :2], x, m)
-    with pytest.raises(SettingsError, match=r"clip must be at least 0, got -0.1"):
-        losses.ppo(x, x, x, m, clip=-0.1)
-    with pytest.raises(SettingsError, match=r"dual_clip must be above 1, or None, got 1.0"):
-        losses.ppo(x, x, x, m, dual_clip=1.0)
-    with pytest.raises(SettingsError, match="old_values must be given if clip is"):
-        losses.value(x, None, x, m, clip=0.5)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match=r"kind must be one of .* got 'k4'"):
-        losses.kl(x, x, "k4")  # type: ignore[arg-type]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from agents import fresh, random_policy, reference_logprobs, shipped
+from agents import fresh, random_policy, reference_logprobs
+from waiting import blocking_until
 
-from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
+from agentfly_kit.errors import PolicyError
 from agentfly_kit.policy import forward
 from agentfly_kit.policy.forward import single_torch_thread
 from agentfly_kit.policy.policy import Policy
@@ -69,22 +69,6 @@ def test_padding_is_determined_by_length() -> None:
     assert got == pytest.approx(reference_logprobs(policy, batch.ids[0].tolist(), at)[0], abs=1e-5)
 
 
-def test_a_mask_at_position_0_is_rejected() -> None:
-    batch = rows()
-    batch.mask[1, 0] = True
-    with pytest.raises(AlignmentError, match="position 0"):
-        random_policy(0).score(batch, {"logprob"})
-
-
-def test_invalid_score_names_are_rejected() -> None:
-    with pytest.raises(SettingsError, match="must be a non-empty subset of"):
-        random_policy(0).score(rows(), {"logits"})  # type: ignore[arg-type]
-    with pytest.raises(PolicyError, match="load the policy with value_head=True"):
-        random_policy(0).score(rows(), {"value"})
-    with pytest.raises(KeyError, match="entropy"):
-        _ = random_policy(0).score(rows(), {"logprob"})["entropy"]
-
-
 def test_micro_batches_contain_every_row_once() -> None:
     lengths = torch.tensor([5, 100, 7, 7, 64, 1])
     for tokens in (1, 14, 64, 1000):
@@ -125,41 +109,10 @@ def test_missing_files_are_named(tmp_path: Path, missing: str, says: str) -> Non
 
 
 def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match=r"must be a folder written by Policy.save or a hub name"):
-        Policy.load(tmp_path / "none")
     folder = random_policy(3).save(tmp_path / "p")
     (folder / "model.safetensors").write_bytes(b"not this")
     with pytest.raises(PolicyError, match="cannot load a policy from"):
         Policy.load(folder)
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"dtype": "float33"}, "dtype must be a floating-point torch dtype, its name, or 'auto', got 'float33'"),
-        ({"dtype": torch.int64}, "dtype must be .*, got torch.int64"),
-        ({"device": "gpu"}, "device must be usable by torch on this machine, got 'gpu': "),
-        ({"device": "cuda:77"}, "device must be .*, got 'cuda:77': "),
-        ({"device": 1.5}, "device must be .*, got 1.5: "),
-        ({"value_head": "apart"}, "value_head must be True, False or 'separate', got 'apart'"),
-    ],
-)
-def test_invalid_arguments_are_rejected_before_loading(options: dict[str, Any], error: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=error):
-        Policy.load(tmp_path / "none", **options)
-
-
-def test_a_tokenizer_is_not_a_chat() -> None:
-    policy = random_policy(3)
-    with pytest.raises(SettingsError, match=r"model must be a torch.nn.Module and chat an af.Chat, got "):
-        Policy(policy.model, policy.chat.tokenizer)  # type: ignore[arg-type]
-
-
-def test_a_tokenizer_in_place_of_a_chat_is_rejected() -> None:
-    policy = shipped()
-    for model, chat in ((policy.model, policy.chat.tokenizer), ("name", policy.chat)):
-        with pytest.raises(SettingsError, match=r"model must be a .*; af\.Policy\.load\(name_or_folder\) creates"):
-            Policy(model, chat)
 
 
 def test_a_copy_is_independent() -> None:
@@ -172,19 +125,9 @@ def test_a_copy_is_independent() -> None:
     assert " at 0x" not in repr(policy)
 
 
-def test_state_of_another_model_is_rejected() -> None:
-    with pytest.raises(PolicyError, match=r"state must have the weights .*, whose .*embed_tokens.* has the shape"):
-        random_policy(0).load_state(shipped().state())
-    with pytest.raises(PolicyError, match=r"'value_head.bias' is in the state or the policy, but not in both"):
-        random_policy(0).load_state(random_policy(0, value_head=True).state())
-
-
 def test_the_last_user_restores_the_number_of_threads() -> None:
     """An engine's thread and an update use the policy during overlapping periods."""
-    for _ in range(200):  # an engine's thread exits after two idle seconds
-        if not forward._thread_limit.users:
-            break
-        time.sleep(0.05)
+    blocking_until(lambda: not forward._thread_limit.users)  # an engine's thread exits after two idle seconds
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -217,9 +160,3 @@ def test_hidden_states_of_any_layer_are_those_of_the_model(sharing: bool) -> Non
     plain = policy.score(batch, {"hidden", "logprob"})
     assert plain["logprob"][batch.mask].equal(got["logprob"][batch.mask])  # the same bits
     assert plain["hidden"].equal(got["hidden"][..., -1, :])
-
-
-@pytest.mark.parametrize("layers", [(), (3,), (-4,), (0.5,)])
-def test_layers_that_do_not_exist_are_rejected(layers: Any) -> None:
-    with pytest.raises(SettingsError, match="layers must be a non-empty list of layers from -3 to 2"):
-        fresh().score(rows(), {"hidden"}, layers=layers)

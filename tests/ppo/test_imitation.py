@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -13,7 +12,7 @@ from recipes.calculator import Expression, Recipe
 
 import agentfly_kit as af
 from agentfly_kit import tiny
-from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, SettingsError
+from agentfly_kit.errors import AlignmentError
 from agentfly_kit.types import Trajectory
 
 
@@ -47,19 +46,6 @@ async def test_a_batch_of_scripted_actions_has_their_mask_and_weight_one() -> No
     assert (batch.advantages[batch.mask] == 1).all()
     assert torch.isnan(batch.logprobs).all()
     assert batch.mask.equal(af.collate(rollout, imitate="script").mask)
-    with pytest.raises(BatchError, match=r"names of authors of actions \('script'\), got 'expert'"):
-        af.collate(rollout, imitate="expert")
-    with pytest.raises(SettingsError, match="authors must be None with imitate=True"):
-        af.collate(rollout, imitate=True, authors="policy")
-
-
-async def test_an_empty_list_of_authors_is_rejected(policy: Any) -> None:
-    given = shown(policy, "1+2")
-    for nobody in ((), [], ""):
-        with pytest.raises(BatchError, match=r"names of authors of actions \('script'\), got "):
-            af.collate(given, imitate=nobody)
-        with pytest.raises(BatchError, match=r"names of authors of actions \('script'\), got "):
-            await af.imitate(policy, given, authors=nobody)
 
 
 async def test_weights_of_turns_are_rejected(policy: Any) -> None:
@@ -94,14 +80,6 @@ def test_rejection_sampling_keeps_the_rows_of_positive_weight(policy: Any) -> No
     batch = af.collate(given, lambda rewards, groups: (rewards > 0).float(), imitate=True)
     assert [t.id for t in batch.trajectories] == ["t1"]
     assert [(d.trajectory, d.reason) for d in batch.dropped] == [("t0", "weight 0"), ("t2", "weight 0")]
-    with pytest.raises(EmptyBatch, match="weights must be above 0 for at least one trajectory"):
-        af.collate(given, [0.0] * 3, imitate=True)
-
-
-@pytest.mark.parametrize("weight", [math.nan, -1.0, math.inf])
-def test_invalid_weights_are_rejected(policy: Any, weight: float) -> None:
-    with pytest.raises(AlignmentError, match=r"weights \(advantages\) must be finite numbers of at least 0"):
-        af.collate(shown(policy, "1+2", "2+3"), [1.0, weight], imitate=True)
 
 
 async def test_a_chain_that_failed_on_the_host_is_not_imitated(policy: Any) -> None:
@@ -109,13 +87,6 @@ async def test_a_chain_that_failed_on_the_host_is_not_imitated(policy: Any) -> N
     batch = af.collate([good, bad.replace(id="bad", stop="error")], imitate=True)
     assert len(batch) == 1
     assert batch.dropped[0].reason == "unscored (error)"
-
-
-def test_text_without_token_ids_is_rejected(policy: Any) -> None:
-    (t,) = shown(policy, "1+2")
-    turns = tuple(dataclasses.replace(turn, ids=None) for turn in t.turns)
-    with pytest.raises(BatchError, match="must have token ids"):
-        af.collate(t.replace(turns=turns), imitate=True)
 
 
 # --- the step
@@ -161,22 +132,10 @@ def test_a_weight_scales_the_loss_of_its_rows(policy: Any) -> None:
     assert parts[0] != pytest.approx(parts[1])
 
 
-def test_each_step_rejects_the_batches_of_the_other(policy: Any) -> None:
+def test_micro_batches_and_epochs(policy: Any) -> None:
     batch = af.collate(shown(policy, "1+2"), imitate=True)
-    with pytest.raises(BatchError, match="use imitation_step for a batch of collate"):
-        af.ppo_step(policy, af.adamw(policy), batch)
-    with pytest.raises(BatchError, match="batch must be created by collate"):
-        af.imitation_step(policy, af.adamw(policy), dataclasses.replace(batch, imitation=False))
-    with pytest.raises(SettingsError, match=r"kl_coef has no effect on imitation; leave it at 0\.0, got 0\.1"):
-        af.imitation_step(policy, af.adamw(policy), batch, af.PPOConfig(kl_coef=0.1))
     split = af.imitation_step(policy, af.adamw(policy), batch, af.PPOConfig(epochs=3, micro_tokens=20))
     assert split.updates == 3
-
-
-@pytest.mark.parametrize("lr", [0.0, -1.0, math.nan, math.inf])
-def test_invalid_learning_rates_are_rejected(policy: Any, lr: float) -> None:
-    with pytest.raises(SettingsError, match="lr must be a positive finite number"):
-        af.adamw(policy, lr)
 
 
 # --- imitate
@@ -191,17 +150,3 @@ async def test_imitation_teaches_and_is_reproducible(policy: Any) -> None:
     assert stats[-1].loss < 0.5 * stats[0].loss
     assert [s.loss for s in stats] == [s.loss for s in again]
     assert stats[-1].lr < stats[1].lr <= 3e-3
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"epochs": 0}, "epochs must be an integer of at least 1, got 0"),
-        ({"minibatch": 0}, "minibatch must be an integer of at least 1, got 0"),
-        ({"lr": math.nan}, "lr must be a positive finite number, got nan"),
-        ({"lr": math.inf}, "lr must be a positive finite number, got inf"),
-    ],
-)
-async def test_invalid_settings_are_rejected(policy: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        await af.imitate(policy, shown(policy, "1+2"), **options)

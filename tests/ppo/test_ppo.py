@@ -14,12 +14,13 @@ import torch
 from agents import agent, assert_same_gradient, assert_same_update, fresh, random_policy, tasks
 from test_ppo_settings import gradient, judged, made
 from torch import Tensor
+from waiting import GUARD, until
 
 from agentfly_kit import tiny
 from agentfly_kit.batch.batch import Batch, join
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.chat.chat import Chat
-from agentfly_kit.errors import AlignmentError, BatchError, TrainingError
+from agentfly_kit.errors import BatchError, TrainingError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import PPOConfig, adamw, ppo_step, ppo_step_async, step
 from agentfly_kit.ppo.inputs import minibatches
@@ -384,33 +385,6 @@ def test_a_stale_batch_is_rejected_unless_allowed() -> None:
     assert ppo_step(policy, adamw(policy, 1e-9), batch, PPOConfig(max_lag=None, correction="token")).updates == 1
 
 
-def test_invalid_batches_are_rejected() -> None:
-    policy = random_policy(0)
-    batch = batch_of(policy)
-    with pytest.raises(BatchError, match="batch must have advantages"):
-        ppo_step(policy, adamw(policy), collate(batch.trajectories))
-    with pytest.raises(BatchError, match="advantages must be finite"):
-        ppo_step(policy, adamw(policy), batch.replace(advantages=torch.full_like(batch.advantages, math.inf)))
-    for name, value, says in (
-        ("mask", batch.mask.float() * 0.5, r"mask must be a bool tensor, got torch\.float32"),
-        ("mask", batch.mask.long(), r"mask must be a bool tensor, got torch\.int64"),
-        ("mask", torch.ones_like(batch.mask), r"mask must be False (on padding|at position 0)"),
-        ("logprobs", torch.full_like(batch.logprobs, math.nan), "logprobs must be finite where the mask is 1"),
-        ("logprobs", batch.logprobs.abs() + 1, "logprobs must not be above 0"),
-        ("logprobs", batch.logprobs[:, :-1], "logprobs must have the shape"),
-        ("temperatures", batch.temperatures[:-1], r"temperatures must have the shape \(8,\), got \(7,\)"),
-        ("temperatures", batch.temperatures * 0, r"temperatures must be above 0; the first violation is at \[0\]"),
-        ("versions", batch.versions[:-1], "versions must have the shape"),
-        ("rewards", batch.rewards + math.inf, "rewards must be finite"),
-        ("ids", batch.ids - 500, "ids must not be negative"),
-    ):
-        with pytest.raises(AlignmentError, match=says):
-            ppo_step(policy, adamw(policy), batch.replace(**{name: value}))
-    batch.ids[0, 0] = 400
-    with pytest.raises(BatchError, match=r"token ids must be below 400, .* got 400"):
-        ppo_step(policy, adamw(policy), batch)
-
-
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = random_policy(0)
@@ -451,7 +425,7 @@ def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monk
     assert bool(torch.isfinite(weights(policy)).all())
 
 
-async def test_repeated_cancellation_leaves_the_weights_of_an_update() -> None:
+async def test_repeated_cancellation_leaves_the_weights_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
     boundaries = {0: policy.fingerprint()}
@@ -463,21 +437,30 @@ async def test_repeated_cancellation_leaves_the_weights_of_an_update() -> None:
         boundaries[p.version] = p.fingerprint()
         return norm
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "clip_and_step", noting)
-        ppo_step(twin, adamw(twin), batch, PPOConfig(minibatch=1, epochs=20))
-    going = asyncio.create_task(ppo_step_async(policy, adamw(policy), batch, PPOConfig(minibatch=1, epochs=20)))
-    while policy.version < 3:
-        await asyncio.sleep(0)
+    third, cancelled = threading.Event(), threading.Event()
+
+    def held(p: Policy, *args: Any) -> float:
+        norm = real(p, *args)
+        if p.version == 3:
+            third.set()
+            cancelled.wait(GUARD)
+        return norm
+
+    config = PPOConfig(minibatch=1)
+    monkeypatch.setattr(step, "clip_and_step", noting)
+    ppo_step(twin, adamw(twin), batch, config)
+    monkeypatch.setattr(step, "clip_and_step", held)
+    going = asyncio.create_task(ppo_step_async(policy, adamw(policy), batch, config))
+    await until(third.is_set)
     for _ in range(5):
         going.cancel()
         await asyncio.sleep(0)
+    cancelled.set()
     await asyncio.wait([going])
     assert going.cancelled()
-    version = policy.version
-    assert policy.fingerprint() == boundaries[version]
+    assert policy.fingerprint() == boundaries[3]
     await asyncio.sleep(0.05)
-    assert policy.version == version < 160, "no update after the cancellation"
+    assert policy.version == 3 < twin.version, "no update after the cancellation"
 
 
 def test_a_set_cancel_event_prevents_the_first_update() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -22,7 +23,7 @@ from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import PPOConfig, adamw, ppo_step, shaped_rewards
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.loop import train
-from agentfly_kit.types import Sampling, Task, Trajectory, Turn
+from agentfly_kit.types import Sampling, Task, Trajectory
 
 LOSSES = ("ppo", "reinforce", "gspo", "gmpo", "sapo", "cispo", "dppo")
 
@@ -115,42 +116,6 @@ def test_clip_options_reach_the_loss() -> None:
     got, _ = gradient(policy, batch, loss="gspo", clip=0.1, clip_high=0.3)
     wanted = plain(policy, batch, functools.partial(losses.gspo, clip=0.1, clip_high=0.3), "token_mean")
     agents.assert_same_gradient(got, wanted)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"minibatch": 0}, "minibatch must be at least 1, got 0"),
-        ({"old_logprobs": "new"}, "old_logprobs must be one of .*, got 'new'"),
-        ({"kl_coef": 0.1}, "needs reference="),
-        ({"kl_coef": -0.1}, "kl_coef must be at least 0"),
-        ({"entropy_coef": -0.1}, "entropy_coef must be at least 0"),
-        ({"aggregate": "mean"}, "mean"),
-        ({"aggregate": "fixed"}, "denominator"),
-        ({"clip": -1.0}, "clip"),
-        ({"correction": {"roof": 2.0}}, "roof"),
-        ({"correction": "row"}, "level"),
-        ({"autocast": "float16"}, "autocast must be one of 'bfloat16', None"),
-        ({"loss": "best"}, "loss must be one of 'ppo'.* got 'best'"),
-        ({"loss": "sapo", "clip": 0.2}, "takes no clip, got clip=0.2"),
-        ({"loss": "cispo", "dual_clip": 3.0}, "takes no dual_clip"),
-        ({"loss": losses.ppo, "clip": 0.2}, "functools.partial"),
-        ({"loss": functools.partial(losses.kl_cov, share=0.2)}, "loss must not be kl_cov"),
-        (
-            {"loss": lambda logp, adv, mask: adv},
-            r"loss must be a function of \(logprobs, old_logprobs,",
-        ),
-        ({"loss": lambda logp, old, adv, mask: logp.detach()}, "loss must be differentiable"),
-        ({"loss": lambda logp, old, adv, mask: logp.mean()}, r"one loss per token, without a mean .*, got \(\)"),
-    ],
-)
-def test_invalid_settings_are_rejected(options: dict[str, Any], says: str) -> None:
-    policy = agents.random_policy(3)
-    batch, before = made(policy), policy.fingerprint()
-    with pytest.raises(SettingsError, match=says):
-        ppo_step(policy, adamw(policy), batch, PPOConfig(**options))
-    assert (policy.fingerprint(), policy.version) == (before, 0)
 
 
 def test_clip_fraction_counts_tokens_without_gradient() -> None:
@@ -261,28 +226,9 @@ def test_checkpointing_and_autocast_leave_the_model_as_it_was() -> None:
 # --- KL ------------------------------------------------------------------------------------------
 
 
-def test_arguments_of_another_type_are_named() -> None:
-    policy = agents.random_policy()
-    batch = made(policy)
-    for name, arguments in {
-        "policy": (policy.model, None, batch),
-        "optimizer": (policy, None, batch),
-        "batch": (policy, Kept(policy), trajectories(policy, 2)),
-        "config": (policy, Kept(policy), batch, {"epochs": 2}),
-    }.items():
-        with pytest.raises(SettingsError, match=f"^{name} must be an? "):
-            ppo_step(*arguments)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="optimizer must update parameters of this policy"):
-        ppo_step(policy.copy(), adamw(policy), batch)
-    with pytest.raises(SettingsError, match="one number per trajectory, got 'grpo'"):
-        collate(trajectories(policy, 2), "grpo")  # type: ignore[arg-type]
-
-
 def test_shaped_rewards_match_their_formula() -> None:
     policy, reference = agents.random_policy(1), agents.random_policy(2)
     batch = made(policy, 4, noise=0.0)
-    with pytest.raises(BatchError, match="ref_logprobs"):
-        shaped_rewards(batch, 0.1)
     ref = reference.score(batch, {"logprob"})["logprob"]
     shaped = shaped_rewards(batch.replace(ref_logprobs=ref), 0.1)
     for i in range(len(batch)):
@@ -353,12 +299,7 @@ def test_truncated_sampling_needs_a_correction() -> None:
     _, stats = gradient(policy, batch, correction="token", detail=True)
     # The engine's logprobs equal the policy's, so the weight is the kept mass.
     torch.testing.assert_close(torch.tensor(stats.detail["weight"])[batch.mask], batch.kept_mass[batch.mask])
-    lost = [
-        t.replace(
-            turns=tuple(Turn(u.kind, u.author, u.ids, u.sampled, u.logprobs, versions=u.versions) for u in t.turns)
-        )
-        for t in cut
-    ]
+    lost = [t.replace(turns=tuple(dataclasses.replace(turn, kept_mass=None) for turn in t.turns)) for t in cut]
     with pytest.raises(BatchError, match="did not record"):
         collate(lost, advantages.grpo, allow_truncated_sampling=True)
 
@@ -375,8 +316,6 @@ def test_truncated_chains_can_be_penalized() -> None:
     torch.testing.assert_close(batch.rewards, plain_batch.rewards - 2.0 * batch.truncated)
     wanted = advantages.grpo(batch.rewards, [0] * 8)
     torch.testing.assert_close(torch.stack([batch.advantages[i][batch.mask[i]][0] for i in range(8)]), wanted)
-    with pytest.raises(SettingsError, match="'penalty'"):
-        collate(group, truncated="fine")  # type: ignore[arg-type]
 
 
 def test_bootstrap_values_follow_the_last_token() -> None:
@@ -463,14 +402,6 @@ async def test_an_engine_samples_with_the_adapter(saved: Any) -> None:
     assert float((scored - batch.logprobs)[batch.mask].abs().max()) < 1e-4
 
 
-def test_invalid_lora_settings_are_rejected(saved: Any) -> None:
-    pytest.importorskip("peft")
-    with pytest.raises(SettingsError, match="rank"):
-        Policy.load(saved, lora=0)
-    with pytest.raises(SettingsError, match="lora_dropout"):
-        Policy.load(saved, lora={"r": 4, "lora_dropout": 0.1})
-
-
 def test_a_critic_is_saved_in_its_own_file(tmp_path: Any) -> None:
     policy = Policy(agents.shipped().copy().model, agents.chat(), value_head="separate")
     batch = judged(policy, made(policy))
@@ -481,8 +412,6 @@ def test_a_critic_is_saved_in_its_own_file(tmp_path: Any) -> None:
     assert "separate critic" in repr(again)
     with pytest.raises(PolicyError, match="shared trunk"):
         Policy.load(folder, value_head=True)
-    with pytest.raises(SettingsError, match="'separate'"):
-        Policy(policy.model, agents.chat(), value_head="apart")  # type: ignore[arg-type]
     assert Policy.load(folder).value_head is None
 
 
@@ -534,8 +463,6 @@ async def test_truncated_chains_bootstrap_from_the_value() -> None:
     without = advantages.gae(rewards, values, batch.mask, lam=0.95)[0]
     differs = (wanted - without).abs().amax(1) > 1e-4
     assert torch.equal(differs, batch.truncated)
-    with pytest.raises(SettingsError, match="advantage='gae'"):
-        TrainConfig(truncated="bootstrap")
 
 
 async def test_the_kl_coefficient_adapts_and_is_restored(tmp_path: Any) -> None:
@@ -553,8 +480,6 @@ async def test_the_kl_coefficient_adapts_and_is_restored(tmp_path: Any) -> None:
     agent, policy = learner()
     again = await train(agent, policy, agents.tasks(4), config, run=tmp_path / "b")
     assert [r["kl_coef"] for r in again.records] == [coef for coef, _ in seen]
-    with pytest.raises(SettingsError, match="kl_target"):
-        TrainConfig(kl_target=0.1)
 
 
 async def test_top_p_can_be_trained_on_with_a_correction() -> None:

@@ -2,7 +2,6 @@
 
 import random
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from recipes.calculator import Expression, Recipe, expression, tasks
 
 import agentfly_kit as af
-from agentfly_kit import chat, tiny
+from agentfly_kit import tiny
 from agentfly_kit.envs import calculator, family
 from agentfly_kit.tiny import demonstration
 
@@ -58,14 +57,6 @@ def test_a_shortened_expression_is_an_expression() -> None:
 
 
 # --- tokenizer and template
-
-
-def test_the_template_promises_what_exact_tokens_need(policy: Any) -> None:
-    report = chat.check(policy.chat.tokenizer)
-    assert report.exact
-    assert report.tools
-    assert report.stop == "<|im_end|>"
-    assert report.thinking == "kept"
 
 
 def test_digits_and_operators_are_single_tokens(policy: Any) -> None:
@@ -144,10 +135,8 @@ def test_every_habit_is_a_conversation(policy: Any, writer: Recipe) -> None:
 # --- the policy
 
 
-def test_the_policy_is_small_fresh_and_quick(policy: Any) -> None:
-    began = time.process_time()
+def test_the_policy_is_small_and_fresh(policy: Any) -> None:
     other = tiny.policy("calculator", value_head=True)
-    assert time.process_time() - began < 2.0
     assert other.value_head is not None
     assert policy.value_head is None
     assert other.version == 0
@@ -158,13 +147,6 @@ def test_the_policy_is_small_fresh_and_quick(policy: Any) -> None:
     config = policy.model.config
     assert (config.head_dim, config.max_position_embeddings, config.dtype) == (32, 512, torch.float32)
     assert config.eos_token_id == policy.chat.tokenizer.eos_token_id
-
-
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(af.errors.SettingsError, match=r"name must be one of 'calculator', .*, got 'maze'"):
-        tiny.policy("maze")
-    with pytest.raises(af.errors.SettingsError, match="'maze'"):
-        recipes.build("maze")
 
 
 # --- building
@@ -211,8 +193,6 @@ def test_a_learner_imitates_conversations() -> None:
     batch = af.collate(held, imitate=True)
     assert float(first.score(batch, {"logprob"})["logprob"][batch.mask].mean()) > -0.7
     assert first.version == 0
-    with pytest.raises(af.errors.SettingsError, match="steps must be an integer of at least 1, got 0"):
-        tiny.learner(words, demonstrate, steps=0)
 
 
 @pytest.mark.soak

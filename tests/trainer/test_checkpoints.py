@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 import torch
 from test_trainer import SMALL, TASKS, learner, leave, start
 
-from agentfly_kit.errors import PolicyError, RunError, SettingsError
+from agentfly_kit.errors import PolicyError, RunError
 from agentfly_kit.policy.policy import Policy
+from agentfly_kit.trainer import loop
 from agentfly_kit.trainer.loop import TrainRun
 from agentfly_kit.trainer.run_dir import Run
 
@@ -22,8 +24,6 @@ EVALUATED = SMALL.replace(evaluate_every=1)
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainRun, list[str]]:
     """Return a run that keeps all policies, and the fingerprints of its weights, by step."""
-    import asyncio
-
     policy, seen = learner(), [learner().fingerprint()]
     run = start(tmp_path_factory.mktemp("runs") / "all", policy, SMALL.replace(keep="all"))
 
@@ -66,16 +66,12 @@ def test_the_policy_of_each_step(trained: tuple[TrainRun, list[str]]) -> None:
         folder.policy(9)
     with pytest.raises(RunError, match="best=True needs a run with evaluations"):
         folder.policy(best=True)
-    with pytest.raises(RunError, match="step must be None with best=True, got 2"):
-        folder.policy(2, best=True)
     assert not list((run.path / "policies").rglob("state.pt")), "no state of the optimizer"
     with pytest.raises(RunError, match="must contain a checkpoint, got policies of steps none"):
         Run(run.path / "rollouts").policy()
 
 
 async def test_the_best_policy_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from agentfly_kit.trainer import loop
-
     policy, seen = learner(), [""]
     success = iter([0.25, 0.75, 0.5, 0.75])
     real = loop.make_record
@@ -167,27 +163,11 @@ async def test_damaged_files_of_a_checkpoint(tmp_path: Path) -> None:
         Policy.load(tmp_path / "run")
 
 
-def test_arguments_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_transformers(tmp_path: Path) -> None:
     folder = learner().save(tmp_path / "p")
     policy = Policy.load(folder, attn_implementation="eager", device_map="cpu")
     assert policy.model.config._attn_implementation == "eager"
     assert policy.fingerprint() == learner().fingerprint()
-    for given, error, words in (
-        (
-            {"torch_dtype": "float32"},
-            SettingsError,
-            "torch_dtype must be passed as dtype=, the argument of Policy.load",
-        ),
-        (
-            {"device": "cpu", "device_map": "auto"},
-            SettingsError,
-            "device must be None if device_map is given, got device='cpu'",
-        ),
-        ({"valuehead": True}, TypeError, "unexpected keyword 'valuehead'; did you mean 'value_head'"),
-        ({"nonsense": 1}, PolicyError, "nonsense"),
-    ):
-        with pytest.raises(error, match=words):
-            Policy.load(folder, **given)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="device must be usable by torch on this machine, got 'mps'"):
-        Policy.load(folder, device="mps")
+    with pytest.raises(PolicyError, match="nonsense"):
+        Policy.load(folder, nonsense=1)  # type: ignore[arg-type]
     assert json.loads((folder / "policy.json").read_text())["format"] == policy.chat.format.name

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
-import pytest
 import torch
 from agents import assert_same_gradient, fresh, random_policy
 from test_trainer import SMALL, TASKS, digits, short, small, start
@@ -14,10 +12,8 @@ from test_trainer import SMALL, TASKS, digits, short, small, start
 from agentfly_kit import advantages, tiny
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.batch.collate import collate
-from agentfly_kit.errors import SettingsError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.trainer.batch_builder import BatchBuilder, distilled
-from agentfly_kit.trainer.config import TrainConfig
 
 DISTIL = SMALL.replace(advantage="none", teacher_coef=1.0, steps=1)
 
@@ -87,26 +83,6 @@ async def test_distillation_needs_no_reward_and_moves_the_policy_to_the_teacher(
         gaps.append(float((batch.logprobs - scored)[batch.mask].mean()))
     assert gaps[-1] < gaps[0]
     assert run.fingerprint["teacher"] == teacher.fingerprint()
-
-
-@pytest.mark.parametrize(
-    ("teacher", "config", "message"),
-    [
-        (None, DISTIL, "teacher= requires TrainConfig.teacher_coef=. above 0, and vice versa"),
-        (fresh, SMALL, "teacher= requires TrainConfig.teacher_coef=. above 0, and vice versa"),
-        (functools.partial(tiny.policy, "lookup"), DISTIL, "teacher must have the vocabulary of the policy"),
-        (lambda: random_policy(0), DISTIL, "teacher must have a context of at least 512 tokens.*got 256"),
-    ],
-)
-def test_an_unfit_teacher_is_rejected(teacher: Any, config: TrainConfig, message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        start(None, fresh(), config, teacher=teacher and teacher())
-
-
-def test_a_policy_is_not_its_own_teacher() -> None:
-    policy = fresh()
-    with pytest.raises(SettingsError, match="teacher must not be the policy that is trained"):
-        start(None, policy, DISTIL, teacher=policy)
 
 
 # --- inputs of estimators

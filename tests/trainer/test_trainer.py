@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import math
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from agents import agent, exact, fresh, scripted, tasks
+from agents import agent, exact, fresh, tasks
+from waiting import GUARD, until
 
 from agentfly_kit import advantages
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.engines.local.engine import LocalEngine
-from agentfly_kit.errors import BatchError, EngineError, RunError, RunMismatch, SettingsError, TaskError, TrainingError
+from agentfly_kit.errors import BatchError, RunError, RunMismatch, SettingsError, TrainingError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.rewards import reward
@@ -33,6 +33,8 @@ from agentfly_kit.types import Sampling
 
 SMALL = TrainConfig(steps=4, tasks_per_step=3, group_size=4, minibatch=6, lr=1e-3)
 TASKS = tasks(12)
+# Functions of `advantages` that cannot be the setting `advantage`.
+NO_ESTIMATORS = {"branch_weights", "distillation", "row_credit", "trajectory_level", "whiten"}
 
 
 @reward
@@ -166,29 +168,27 @@ async def test_a_run_cancelled_within_a_step_continues_to_the_same_bits(
     run = start(tmp_path / "run", policy, config, **more)
     going = asyncio.create_task(run)
 
-    if when == "persist":
-        real = TrainRun._persist
+    persisting, cancelled, real = threading.Event(), threading.Event(), TrainRun._persist
 
-        def slow(self: TrainRun, *given: Any) -> Any:
-            time.sleep(0.05)
-            out = real(self, *given)
-            time.sleep(0.05)
-            return out
+    def held(self: TrainRun, *given: Any) -> Any:
+        if when == "persist" and policy.version >= 8:
+            persisting.set()
+            cancelled.wait(GUARD)
+        return real(self, *given)
 
-        monkeypatch.setattr(TrainRun, "_persist", slow)
+    monkeypatch.setattr(TrainRun, "_persist", held)
     reached = {
         "rollout": lambda: len(Run(tmp_path / "run").records) >= 1 and run.rollout is not None,
         "first update": lambda: policy.version >= 1,
         "update": lambda: policy.version >= 5,  # 4 updates per step
-        "persist": lambda: policy.version >= 8,
+        "persist": persisting.is_set,
         "evaluate": lambda: policy.version == 8 and run.rollout is None,
     }[when]
     while not going.done() and not reached():
         await asyncio.sleep(0)
-    if when == "persist":
-        await asyncio.sleep(0.03)
     assert not going.done(), "too late to be cancelled"
     going.cancel()
+    cancelled.set()
     await asyncio.wait([going])
     assert going.cancelled()
     assert not [t for t in asyncio.all_tasks() if "agentfly" in t.get_name()]
@@ -297,6 +297,8 @@ async def test_functions_as_settings_have_stable_fingerprints(tmp_path: Path) ->
     start(tmp_path / "run", learner(), config(None))
     with pytest.raises(RunMismatch, match=r"config\.advantage"):
         start(tmp_path / "run", learner(), config("sample"))
+    alone = functools.partial(advantages.grpo, singleton="raw")
+    start(config=SMALL.replace(group_size=1, advantage=alone))  # a group of one has an advantage
 
 
 async def test_runs_without_a_folder_are_independent() -> None:
@@ -327,10 +329,11 @@ async def test_pause_and_resume(whole: Whole) -> None:
     held = start()
     held.pause()
     waiting = asyncio.create_task(held)
-    await asyncio.sleep(0.2)
+    await until(lambda: held.state == "paused")
+    await asyncio.sleep(0.1)
     assert held.records == []
     held.stop()
-    await asyncio.wait_for(waiting, 60)
+    await waiting
     assert len(held.records) <= 1
 
 
@@ -350,12 +353,11 @@ async def test_pause_reaches_every_rollout_of_a_run(config: TrainConfig, more: d
 
     run = start(None, policy, config.replace(steps=1), agent=small(policy, watch=watch), **more)
     going = asyncio.create_task(run)
-    while len(started) < 2:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.2)
+    await until(lambda: len(started) == 2 and started[1].snapshot().state == "paused")
+    await asyncio.sleep(0.1)
     assert started[1].snapshot().state == "paused" and not going.done()
     run.resume()
-    await asyncio.wait_for(going, 60)
+    await going
 
 
 async def test_pause_reaches_chains_sampled_ahead_beside_an_evaluation() -> None:
@@ -370,13 +372,13 @@ async def test_pause_reaches_chains_sampled_ahead_beside_an_evaluation() -> None
     sampler.pause()
     assert ahead.snapshot().state == "paused" and not any(each.done() for each in running)
     sampler.resume()
-    await asyncio.wait_for(asyncio.gather(*running), 60)
+    await asyncio.gather(*running)
 
 
 async def test_a_run_has_one_loop() -> None:
     run = start()
     going = asyncio.create_task(run)
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0)
     with pytest.raises(SettingsError, match="already being awaited elsewhere"):
         await run
     going.cancel()
@@ -428,12 +430,6 @@ async def test_evaluation_does_not_change_training(whole: Whole) -> None:
     assert policy.fingerprint() == whole[0]
 
 
-async def test_rollouts_can_be_saved(tmp_path: Path) -> None:
-    run = start(tmp_path / "run", config=SMALL.replace(steps=2, save_rollouts=True))
-    seen = [step async for step in run]
-    assert Run(tmp_path / "run").rollout(2) == seen[1].rollout
-
-
 def test_each_pass_contains_every_task_once() -> None:
     run = start(config=SMALL.replace(tasks_per_step=5))
     sampled = [t.id for i in range(12) for t in run._sampler.task_sampler.sample(i)]
@@ -452,19 +448,6 @@ def test_a_pass_goes_from_easy_to_hard_and_shuffles_within_a_level() -> None:
     assert len({tuple(one) for one in passes}) > 1
 
 
-@pytest.mark.parametrize(
-    ("difficulty", "says"),
-    [
-        ("masks", r"got 'masks', which task .* lacks \(its fields: answer\)"),
-        (lambda task: None, "difficulty must be a finite number, got None"),
-        ("answer", "difficulty must be a finite number, got '"),
-    ],
-)
-def test_an_invalid_difficulty_is_rejected(difficulty: Any, says: str) -> None:
-    with pytest.raises(SettingsError, match=says):
-        start(config=SMALL.replace(difficulty=difficulty))
-
-
 async def test_the_progress_bar_shows_the_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = start(tmp_path / "run", progress=True)
     async for step in run:
@@ -481,79 +464,13 @@ async def test_the_progress_bar_shows_the_steps(capsys: pytest.CaptureFixture[st
 # --- errors ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"budget": 9}, r"budget must be an af\.Budget"),
-        ({"max_kl": 0.0}, "max_kl must be above 0"),
-        ({"overlap": 2}, "overlap must be one of 0, 1, got 2"),
-        ({"overlap": 1, "advantage": "remax"}, "overlap must be 0 for advantage='remax'"),
-        ({"advantage": "none"}, "teacher_coef must be a finite number, and above 0 with advantage='none', got 0"),
-        ({"teacher_coef": -1.0}, "teacher_coef must be at least 0, got -1"),
-        ({"teacher_coef": math.inf}, "teacher_coef must be a finite number"),
-        ({"advantage": "gdpo", "truncated": "penalty"}, "advantage='gdpo' needs unmodified rewards"),
-        ({"advantage_per": "row", "advantage": "opo"}, "which requires whole chains"),
-        ({"old_logprobs": "newest"}, "old_logprobs must be one of"),
-        ({"advantage": "best"}, "advantage must be one of 'grpo'"),
-        ({"lr": 0.0}, "lr must be a positive finite number, got 0.0"),
-        ({"lr": math.inf}, "lr must be a positive finite number, got inf"),
-        ({"lr_end": math.inf}, "lr_end must be a finite number of at least 0, or None, got inf"),
-        ({"lr_end": -1e-5}, "lr_end must be a finite number of at least 0, or None, got -1e-05"),
-        ({"advantage": "none", "teacher_coef": 1.0, "row_credit": "last"}, "row_credit has an effect only with"),
-        ({"advantage": "none", "teacher_coef": 1.0, "truncated": "penalty"}, "truncated='penalty' has no effect with"),
-        ({"advantage": "none", "teacher_coef": 1.0, "kl_coef": 0.1, "kl_in": "reward"}, "kl_in has an effect only"),
-        ({"lr": math.nan}, "lr must be a number, got nan"),
-        ({"refill": 2}, "refill=2 needs filters="),
-        ({"refill": -1}, "refill must be at least 0"),
-        ({"truncated": "drop"}, "truncated must be one of"),
-        ({"advantage_per": "task"}, "advantage_per must be one of 'trajectory', 'row'"),
-        ({"advantage_per": "row", "kl_in": "reward", "kl_coef": 0.1}, "summed over all rows of a chain"),
-        ({"advantage_per": "row", "advantage": "reinforce_plus_plus"}, "which requires whole chains"),
-        ({"gamma": 0.9}, "gamma has an effect only with advantage 'gae' or .*; leave it at 1.0, got 0.9"),
-        ({"lam": 0.9, "advantage": "gigpo"}, "lam has an effect only with advantage 'gae'"),
-        ({"whiten": False, "advantage": lambda rewards, groups: rewards}, "whiten has an effect only with"),
-        ({"value_coef": 0.1}, "value_coef has an effect only with advantage 'gae'"),
-        ({"row_credit": "first"}, "row_credit must be one of 'broadcast', 'last', 'uniform', 'geometric'"),
-        ({"row_credit": "last", "advantage": "gigpo"}, "row_credit has an effect only with outcome estimators"),
-        ({"row_discount": 0.5}, "row_discount has an effect only with row_credit='geometric'"),
-        ({"row_discount": 1.5, "row_credit": "geometric"}, "row_discount must be from 0 to 1, got 1.5"),
-        ({"kl_horizon": 10}, "kl_horizon has an effect only with kl_target"),
-        ({"truncated_penalty": 1.0}, "truncated_penalty has an effect only with truncated='penalty'"),
-        ({"kl_kind": "k2"}, "kl_kind has an effect only with kl_coef above 0"),
-        ({"kl_weighted": True, "kl_coef": 0.1, "kl_in": "reward"}, "kl_weighted has an effect only with kl_in='loss'"),
-        (
-            {"lr": 1e-6},
-            "lr_end must be set with lr=1e-06, which is below the default lr_end=3e-05: the rate would rise",
-        ),
-        (
-            {"advantage": lambda rewards: rewards},
-            r"advantage must be a function of \(rewards, groups\), got .*too many",
-        ),
-        ({"advantage": functools.partial(advantages.gae, gamma=0.9)}, "one of 'grpo'.* got 'gae'"),
-    ],
-)
-def test_invalid_settings_are_rejected_on_construction(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(SettingsError, match=says):
-        SMALL.replace(**options)
-
-
-@pytest.mark.parametrize("name", advantages.__all__)
-async def test_every_estimator_trains_or_is_rejected_before_a_chain_runs(name: str) -> None:
-    function = getattr(advantages, name)
-    if name in ("branch_weights", "distillation", "row_credit", "trajectory_level", "whiten"):
-        for given in (name, function):
-            with pytest.raises(SettingsError, match=f"got '{name}'; trajectory_level is applied by default"):
-                SMALL.replace(advantage=given)
-        return
+@pytest.mark.parametrize("name", sorted({*advantages.__all__} - NO_ESTIMATORS))
+async def test_every_estimator_trains(name: str) -> None:
     config = SMALL.replace(advantage=name, steps=1)
-    assert SMALL.replace(advantage=function, steps=1) == config
-    policy, rewards = learner(value_head=name == "gae"), [digits]
-    if name == "gdpo":
-        with pytest.raises(SettingsError, match="advantage='gdpo' needs an agent with at least two rewards per chain"):
-            start(None, policy, config)
-        rewards = [digits, short]
-    assert len((await start(None, policy, config, reward=rewards)).records) == 1
+    assert SMALL.replace(advantage=getattr(advantages, name), steps=1) == config
+    rewards = [digits, short] if name == "gdpo" else [digits]
+    run = await start(None, learner(value_head=name == "gae"), config, reward=rewards)
+    assert len(run.records) == 1
 
 
 def wrong_shape(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -580,36 +497,6 @@ async def test_an_estimator_that_fails_loses_no_chains(function: Any, says: str,
     assert len(Rollout.load(tmp_path / "run" / "rollouts" / "step-00001-failed.jsonl")) == 12
     assert "\n" not in str(raised.value)
     assert policy.version == 0
-
-
-def test_invalid_runs_are_rejected_on_construction() -> None:
-    policy = learner()
-    with pytest.raises(TaskError, match="at least one task"):
-        train(small(policy), policy, [], SMALL)
-    with pytest.raises(SettingsError, match="value_head=True"):
-        train(small(policy), policy, TASKS, SMALL.replace(advantage="gae"))
-    with pytest.raises(SettingsError, match="needs eval_tasks="):
-        train(small(policy), policy, TASKS, SMALL.replace(evaluate_every=1))
-    with pytest.raises(SettingsError, match=r"eval_tasks \(12 tasks\) need TrainConfig\(evaluate_every=\)"):
-        train(small(policy), policy, TASKS, SMALL, eval_tasks=TASKS)
-    for name in ("grpo", "gigpo", "reinforce_plus_plus_baseline"):
-        with pytest.raises(SettingsError, match=f"group_size must be at least 2 for advantage='{name}'"):
-            train(small(policy), policy, TASKS, SMALL.replace(group_size=1, advantage=name))
-    raw = functools.partial(advantages.grpo, singleton="raw")
-    train(small(policy), policy, TASKS, SMALL.replace(group_size=1, advantage=raw))
-    with pytest.raises(SettingsError, match="agent must have a reward to learn from, got none"):
-        train(small(policy, reward=None), policy, TASKS, SMALL)
-    with pytest.raises(SettingsError, match="must sample from the policy that is trained"):
-        train(small(policy), learner(), TASKS, SMALL)
-    with pytest.raises(SettingsError, match="temperature"):
-        train(small(policy, sampling=Sampling(temperature=0)), policy, TASKS, SMALL)
-
-
-async def test_a_scripted_agent_cannot_be_trained(tmp_path: Path) -> None:
-    policy = learner()
-    a = scripted(["5"])
-    with pytest.raises(EngineError, match="has no weights to update; train with LocalEngine"):
-        await train(a, policy, TASKS, SMALL)
 
 
 async def test_the_reason_is_reported_if_no_chain_was_scored() -> None:
@@ -648,20 +535,3 @@ def _same_number_of_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     assert torch.get_num_threads() == before
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "given"),
-    [
-        ("agent", {"agent": "agent"}, "'agent'"),
-        ("policy", {"policy": None}, "None"),
-        ("config", {"config": {"steps": 1}}, r"\{'steps': 1\}"),
-        ("run", {"run": 3}, "3"),
-        ("workers", {"workers": 3}, "3"),
-    ],
-)
-def test_arguments_of_another_type_are_named(name: str, arguments: dict[str, Any], given: str) -> None:
-    policy = fresh()
-    valid: Any = {"agent": agent(policy), "policy": policy, "tasks": tasks(2), "config": SMALL}
-    with pytest.raises(SettingsError, match=f"^{name} must be .*, got {given}$"):
-        train(**(valid | arguments))

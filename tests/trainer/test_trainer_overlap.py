@@ -12,6 +12,7 @@ import dice
 import pytest
 import torch
 from test_trainer import SMALL, Whole, learner, leave, numbers, start, uninterrupted
+from waiting import until
 
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import TrainingError
@@ -68,10 +69,7 @@ async def test_chains_are_sampled_during_the_update(monkeypatch: pytest.MonkeyPa
         return 0 if run._sampler._prefetch_agent is None else run._sampler._prefetch_agent.engine.sampled  # type: ignore[attr-defined]
 
     async def held(*given: Any, **options: Any) -> Any:
-        for _ in range(1000):
-            if sampled():
-                break
-            await asyncio.sleep(0.01)
+        await until(sampled)
         seen.append(sampled())
         return await real(*given, **options)
 

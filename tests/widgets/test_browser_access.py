@@ -50,6 +50,13 @@ CELLS = {
 AXE = Path(str(__import__("axe_playwright_python").__path__[0])) / "axe.min.js"
 
 
+# Whether no transition between two themes is in progress.
+STILL = "() => !document.getAnimations().some((x) => x instanceof CSSTransition)"
+# Whether live updates have added or removed no element since the last call.
+SETTLED = """() => { const [before, now] = [window.before, document.querySelectorAll('.afk *').length];
+  window.before = now; return before === now; }"""
+
+
 def complaints(page: Any) -> list[str]:
     """Return the violations that axe-core finds in our elements: WCAG 2.2 A and AA, and best practices."""
     found = page.evaluate(
@@ -67,7 +74,7 @@ def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
     if width < 1000:
         nb.without_sidebar()
     nb.run(wait=False)
-    nb.finish(300)
+    nb.finish()
     page = nb.page
     page.wait_for_function("(n) => document.querySelectorAll('.afk').length >= n", arg=len(CELLS) + 1)
     page.wait_for_selector(".afk-below .afk-stepper .afk-turn2")
@@ -76,7 +83,7 @@ def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
     said: dict[str, list[str]] = {}
     for theme in ("Light", "Dark"):
         nb.theme(theme)
-        page.wait_for_timeout(300)
+        page.wait_for_function(STILL)
         said[theme] = complaints(page)
     assert not any(said.values()), json.dumps(said, indent=1)
 
@@ -92,10 +99,10 @@ def test_everything_is_reached_by_tab_and_left_again(notebook: Any) -> None:
     )
     nb = notebook(RECORDS + "\n" + TOOL, VIEWS, *each, *chains)
     nb.run(wait=False)
-    nb.finish(300)
+    nb.finish()
     page = nb.page
     page.wait_for_function("() => document.querySelectorAll('.afk').length >= 8")
-    page.wait_for_timeout(1500)  # wait until live updates have settled
+    page.wait_for_function(SETTLED, polling=1000)
     kinds = {view.get_attribute("class").split()[1] for view in page.locator(".afk").all()}
     assert len(kinds) == 8, kinds
     for view in page.locator(".afk").all():

@@ -3,6 +3,7 @@
 # ruff: noqa: E501  (cells of a notebook)
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ START = (
     + f"\nimport sys\nsys.path[:0] = {[str(TESTS), str(Path(__file__).parent)]!r}\nimport agents\nimport agentfly_kit as af\n"
     + """
 from dataclasses import replace
-from test_widgets import NASTY
+from views import NASTY
 BOMB = "<script>window.hacked = 1</script><img src=x onerror='window.hacked=2'><svg onload='window.hacked=3'>"
 NASTY = tuple(x for x in NASTY if len(x) < 100) + (BOMB, "javascript:alert(1)", "</textarea></pre></style>" + BOMB)
 
@@ -133,22 +134,21 @@ def press_everything(page: Any, root: str = ".afk") -> int:
 def test_what_a_model_or_a_tool_wrote_is_never_run(notebook: Any) -> None:
     nb = notebook(START, NASTY, *SHOWN, size=(1280, 1600))
     nb.run(wait=False)
-    nb.finish(180)
+    nb.finish()
     page = nb.page
     page.wait_for_function("(n) => document.querySelectorAll('.jp-OutputArea-output .afk').length >= n", arg=len(SHOWN))
     page.wait_for_timeout(1000)
     assert page.evaluate(INSIDE) == [None, []]
     page.evaluate("() => document.querySelectorAll('.afk-tokens').forEach((x) => x.scrollTo(0, x.scrollHeight))")
     page.get_by_text("This engine gave text only").first.wait_for()  # rows are drawn when scrolled near
-    words = page.locator(".jp-Notebook").inner_text()
-    assert words.count("<script>window.hacked = 1</script>") > 20
-    assert "no action" in words
-    assert "share their first 0 tokens" in words
+    page.wait_for_function(
+        "() => document.querySelector('.jp-Notebook').innerText.split('<script>window.hacked = 1</script>').length > 21"
+    )
+    for text in ("no action", "share their first 0 tokens"):
+        page.get_by_text(text).first.wait_for()
     # An advantage of NaN counts as missing: it is neither 0 nor drawn.
     lost = page.locator(".afk-tokenview").nth(1)
-    assert (
-        "no token has a finite advantage" in lost.inner_text() or "missing" in lost.locator(".afk-legend").inner_text()
-    )
+    browser.expect(lost).to_contain_text(re.compile("no token has a finite advantage|missing"), use_inner_text=True)
     browser.expect(lost.locator(".afk-high, .afk-low")).to_have_count(0)
     assert press_everything(page) > 100
     page.wait_for_timeout(1500)
@@ -189,7 +189,7 @@ def test_opened_twice_closed_amid_updates_and_after_a_restart(notebook: Any) -> 
         size=(1280, 1600),
     )
     nb.run(wait=False)
-    nb.finish(120)
+    nb.finish()
     page = nb.page
     page.wait_for_function("() => document.querySelectorAll('.afk').length === 16")
     nb.wait_python("[len(v._pages) for v in all]", [2] * 8)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import html
+import re
 import subprocess
 import sys
 import textwrap
+import time
 from typing import Any
 
 import browser
 import nbformat
 import pytest
 from paths import ROOT
+from waiting import GUARD
 
 from agentfly_kit import widgets as w
 
@@ -76,6 +80,20 @@ def _save(nb: Any) -> Any:
     return nbformat.read(nb.path, as_version=4)
 
 
+def _saved_when(nb: Any, texts: dict[str, str]) -> dict[str, str]:
+    """Save until the pictures contain these texts, because pictures are updated at most every two seconds."""
+    end = time.monotonic() + GUARD
+    while True:
+        pictures = _pictures(_save(nb))
+        lacking = [
+            name for name, text in texts.items() if text not in html.unescape(re.sub("<[^>]+>", "", pictures[name]))
+        ]
+        if not lacking:
+            return pictures
+        assert time.monotonic() < end, lacking
+        nb.page.wait_for_timeout(200)
+
+
 def _pictures(saved: Any) -> dict[str, str]:
     """Return the HTML of the views in a notebook, by class. Fail if an output also has the live form."""
     found = {}
@@ -127,14 +145,13 @@ def test_views_are_shown_by_their_pictures_after_the_notebook_was_closed(noteboo
     page = nb.page
     cells = page.locator(".jp-Notebook .jp-CodeCell")
     heights: dict[str, float] = {}
-    page.wait_for_timeout(2_500)  # pictures are updated at most every two seconds
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     for name, (number, headline) in HEADLINES.items():
         live = cells.nth(number).locator(".afk")
         live.get_by_text(headline).first.wait_for()
         live.screenshot(path=SCREENSHOTS / f"saved-{name}-live.png")
         heights[name] = live.bounding_box()["height"]
-    assert sorted(_pictures(_save(nb))) == sorted(HEADLINES)
+    assert sorted(_saved_when(nb, {name: text for name, (_, text) in HEADLINES.items()})) == sorted(HEADLINES)
     assert page.locator(".afk").count() == len(HEADLINES), "saving changed the open page"
     nb.shut_down()
     for app, folder in (("lab", f"lab/workspaces/{nb.path.stem}/tree"), ("notebook7", "notebooks")):
@@ -225,7 +242,7 @@ def test_a_kernel_that_dies_during_updates_leaves_the_last_pictures(notebook: An
     page = nb.page
     page.get_by_text("This view cannot be shown here").wait_for()
     page.locator(".afk").get_by_text("1 leased").first.wait_for()
-    page.wait_for_timeout(2_500)  # pictures are updated at most every two seconds
+    _saved_when(nb, {"PoolView": "1 leased"})
     page.evaluate(
         f"""() => {{ {nb._PANEL} panel.sessionContext.session.kernel.requestExecute(
           {{ code: "for _ in range(300): view.send_state()\\nos.kill(os.getpid(), 9)" }}).done.catch(() => {{}}); }}"""
@@ -271,6 +288,7 @@ def test_outputs_and_widget_state_of_another_version_show_their_pictures(lab: br
     nbformat.write(saved, path)
     lab.trust(path)
     nb = browser.Notebook(lab, path, 1280, 700)
+    nb.page.get_by_text("picture of nbclient").wait_for()
     nb.page.wait_for_timeout(2_500)  # the models of the saved state are restored
     shown = nb.page.locator(".jp-RenderedHTMLCommon.jp-OutputArea-output").all_inner_texts()
     assert shown == ["picture of 0.1", "picture of nbclient"]
@@ -294,8 +312,8 @@ def test_a_notebook_executed_without_a_page_shows_finished_pictures(lab: browser
     for name, text in FINISHED.items():
         assert text in pictures[name], name
     _nbconvert("--to", "html", path)
-    html = path.with_suffix(".html").read_text(encoding="utf-8")
-    assert all(text in html for text in FINISHED.values())
+    page = path.with_suffix(".html").read_text(encoding="utf-8")
+    assert all(text in page for text in FINISHED.values())
 
     # JupyterLab prefers the live form in trusted notebooks only.
     lab.trust(path)
@@ -310,4 +328,4 @@ def test_a_notebook_executed_without_a_page_shows_finished_pictures(lab: browser
 
 def _nbconvert(*arguments: Any) -> None:
     command = [sys.executable, "-m", "nbconvert", *map(str, arguments)]
-    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    subprocess.run(command, check=True, capture_output=True, timeout=GUARD)

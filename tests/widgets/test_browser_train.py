@@ -27,7 +27,7 @@ def started(name, **more):
     policy = agents.fresh()
     agent = af.Agent(af.LocalEngine(policy), chat=policy.chat, tools=[agents.calculator], reward=agents.exact,
                      max_turns=2, sampling=af.Sampling(max_tokens=32))
-    config = af.TrainConfig(steps=2000, tasks_per_step=2, group_size=2, save_rollouts=True, **more)
+    config = af.TrainConfig(steps=20_000, tasks_per_step=2, group_size=2, save_rollouts=True, **more)
     return af.train(agent, policy, agents.tasks(4), config, run=name)
 """
 
@@ -43,16 +43,16 @@ def test_a_run_is_steered_from_its_view(notebook: Any) -> None:
     nb.run(wait=False)
     page = nb.page
     view = page.locator(".afk-trainview")
-    view.wait_for(timeout=60_000)
-    page.wait_for_function("() => document.querySelectorAll('.afk-trainview .afk-line').length > 20", timeout=60_000)
+    page.wait_for_function("() => document.querySelectorAll('.afk-trainview .afk-line').length > 20")
     assert not page.evaluate("() => window.ran")
     view.get_by_role("button", name="Pause").click()
     view.get_by_role("button", name="Resume").wait_for()
-    page.wait_for_timeout(700)
     key = view.locator(".afk-chartkey")
+    at_pause = key.inner_text()  # "mine 7 steps other 3 steps"
+    page.wait_for_timeout(1000)
     before = key.inner_text()
-    page.wait_for_timeout(700)
-    browser.expect(key).to_have_text(before, use_inner_text=True)  # "mine 7 steps other 3 steps"
+    # At most the step that was in progress ends during a pause.
+    assert int(before.split()[1]) <= int(at_pause.split()[1]) + 1
     view.get_by_role("button", name="Resume").click()
     page.wait_for_function("(text) => document.querySelector('.afk-chartkey').innerText !== text", arg=before)
     # Open a step of the active run and its tokens while the cell awaits.
@@ -66,8 +66,8 @@ def test_a_run_is_steered_from_its_view(notebook: Any) -> None:
     browser.expect(child).to_have_count(1)
     view.locator(".afk-listbox button").nth(2).click()
     view.get_by_role("button", name="Stop after this step").click()
-    nb.finish(60)
-    assert 2 < nb.python("len(run.records)") < 2000
+    nb.finish()
+    assert 2 < nb.python("len(run.records)") < 20_000
     assert nb.python("view.step, len(view.rollout), view._notice") == (2, 4, "")
     assert nb.python("view.opened.trajectories[0].id == view._list['rows'][2][0]")
     browser.expect(child).to_have_count(1)
@@ -101,9 +101,7 @@ def test_an_interrupted_run_continues_and_a_killed_kernel_is_noticed(notebook: A
     nb.run(wait=False)
     view = page.locator(".afk-trainview")
     state = view.locator(".afk-state")
-    page.wait_for_function(
-        "() => Number(document.querySelector('.afk-trainview [aria-valuenow]')?.ariaValueNow) > 2", timeout=90_000
-    )
+    page.wait_for_function("() => Number(document.querySelector('.afk-trainview [aria-valuenow]')?.ariaValueNow) > 2")
     browser.expect(state).to_have_text("running", use_inner_text=True)
     shoot("running")
     nb.command("notebook:interrupt-kernel")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import browser
 import pytest
+from waiting import GUARD, blocking_until
 
 WHY_NOT = browser.missing() or (None if importlib.util.find_spec("marimo") else "no marimo: pip install marimo")
 
@@ -66,6 +66,14 @@ def _(rollout, w):
 """
 
 
+def responds(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=GUARD):
+            return True
+    except OSError:
+        return False
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
     notebook = tmp_path / "notebook.py"
@@ -77,18 +85,12 @@ def server(tmp_path: Path) -> Iterator[str]:
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path)
         try:
-            until = time.monotonic() + 60
-            while True:
-                assert process.poll() is None and time.monotonic() < until, log.read_text()
-                try:
-                    with urllib.request.urlopen(f"{url}/health", timeout=2):
-                        break
-                except OSError:
-                    time.sleep(0.2)
+            blocking_until(lambda: responds(url) or process.poll() is not None)
+            assert process.poll() is None, log.read_text()
             yield url
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(GUARD)
     assert "Traceback" not in log.read_text(), log.read_text()
 
 
@@ -100,7 +102,7 @@ def test_views_open_other_views_and_async_cells_run(server: str) -> None:
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser.CHROMIUM, headless=True, args=browser.FLAGS)
         page = chromium.new_page(viewport={"width": 1280, "height": 2000})
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(1000 * GUARD)
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(server)

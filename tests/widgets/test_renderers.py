@@ -20,7 +20,7 @@ from typing import Any
 import agents
 import bleach  # installed with nbconvert
 import pytest
-from test_widgets import FakeRun, trajectory
+from views import Box, FakeRun, trajectory
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
@@ -65,11 +65,6 @@ def on_github(page: str) -> str:
     """Return what GitHub keeps of a page, as text."""
     kept = bleach.clean(page, tags=ELEMENTS, attributes=ATTRIBUTES, protocols=["http", "https"], strip=True)
     return "\n".join(Text(kept).lines)
-
-
-class Box:
-    async def reset(self) -> None:
-        pass
 
 
 def scripted() -> Any:

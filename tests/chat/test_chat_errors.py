@@ -1,0 +1,101 @@
+"""Templates, settings and messages that a chat rejects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import agents
+import errors
+import pytest
+from agents import played
+from test_chat import QWEN_LIKE, TASK, USER, with_template
+
+from agentfly_kit import tiny
+from agentfly_kit.chat.chat import Chat
+from agentfly_kit.errors import ChatTemplateError, SettingsError, TaskError
+from agentfly_kit.types import Task, Trajectory, Turn
+
+HALF = "so \ud800 what"
+NO_SYSTEM = QWEN_LIKE.replace(
+    "{%- for message in (messages",
+    "{%- if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif -%}\n"
+    "{%- for message in (messages",
+)
+ANSWERED = (USER, {"role": "assistant", "content": "5"})
+CALL = {"function": {"name": "x", "arguments": "[]"}}
+
+
+def no_stop_token() -> Chat:
+    tokenizer = with_template(
+        "{%- for m in messages -%}{{- m.role + ': ' + m.content + '\\n' -}}{%- endfor -%}"
+        "{{- 'assistant: ' if add_generation_prompt -}}"
+    )
+    tokenizer.eos_token = None
+    return Chat(tokenizer)
+
+
+def drift_of_text() -> Any:
+    turn = Turn("prompt", "task", None, text="hello", messages=TASK.messages)
+    return agents.chat().drift(Trajectory("x", TASK, "g", 0, (turn,), "answered"))
+
+
+def user(content: Any) -> Any:
+    return {"role": "user", "content": content}
+
+
+def called(*calls: Any) -> Task:
+    return Task("a", (USER, {"role": "assistant", "tool_calls": list(calls)}, USER))
+
+
+MALFORMED = "message 1 (role 'assistant'): each of 'tool_calls' must be"
+
+
+@errors.table(
+    (lambda: Chat(with_template(None)), ChatTemplateError, "has no chat template; set tokenizer.chat_template"),
+    (no_stop_token, ChatTemplateError, "defines an end-of-turn token; set"),
+    (
+        lambda: Chat(with_template(NO_SYSTEM)).prompt([{"role": "system", "content": "x"}, USER]),
+        ChatTemplateError,
+        "roles (system, user): no system here; remove the unsupported role",
+    ),
+    (lambda: Chat(tiny.tokenizer(), history="render"), SettingsError, '"append" or "rerender", got \'render\''),
+    (lambda: Chat(tiny.tokenizer(), format="hermez"), SettingsError, "got 'hermez'"),
+    (lambda: Chat(tiny.tokenizer(), stop=["two words"]), Exception, "each stop string must be a single token, got "),
+    (lambda: agents.chat().observation_ids([]), SettingsError, "observation must have at least one message"),
+    (
+        lambda: played(["x"], reward=None).rollout([Task("t", (user(HALF),))]),
+        SettingsError,
+        "half of a surrogate pair, near ",
+    ),
+    (lambda: played(["x"], system=HALF).rollout([TASK]), SettingsError, "half of a surrogate pair, near "),
+    (lambda: played(["x"]).chain(TASK).force(HALF), SettingsError, "half of a surrogate pair, near "),
+    (drift_of_text, SettingsError, "no token ids"),
+    (lambda: Task("a", ANSWERED), TaskError, "task 'a': the last message must not be the assistant's"),
+    (lambda: agents.chat().prompt(ANSWERED), SettingsError, "prompt: the last message must not be the assistant's"),
+    (lambda: called("get_weather"), TaskError, MALFORMED),
+    (lambda: called({"name": "x"}), TaskError, MALFORMED),
+    (lambda: called(CALL), TaskError, MALFORMED),
+    (lambda: called({"function": {"name": "x", "arguments": None}}), TaskError, MALFORMED),
+    (lambda: called({"function": {"name": "x", "arguments": "x"}}), TaskError, MALFORMED),
+)
+async def test_errors(call: Any, error: Any, text: str) -> None:
+    await errors.check(call, error, text)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "message 0 (role 'user'): 'content' must be a string or a list of text parts, got None"),
+        ([], "'content' must be a string or a list of text parts, got []"),
+        ({"text": "x"}, "'content' must be a string or a list of text parts"),
+        (["x"], "got 'x'; prompts hold text only"),
+        ([{"type": "image"}], "got {'type': 'image'}"),
+        ([{"type": "text", "text": "x", "image_url": "y"}], "each part of 'content' must be"),
+        ([{"type": "audio", "text": "x"}], "each part of 'content' must be"),
+        ([{"type": "text", "text": 5}], "each part of 'content' must be"),
+    ],
+)
+async def test_content_that_is_not_text(content: Any, text: str) -> None:
+    await errors.check(lambda: agents.chat().prompt([user(content)]), SettingsError, text)
+    await errors.check(lambda: agents.chat().observation_ids([user(content)]), SettingsError, text)
+    await errors.check(lambda: Task("a", (user(content),)), TaskError, text)
