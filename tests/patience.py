@@ -41,10 +41,15 @@ def _running(sandbox: Any) -> list[Call]:
     return [watch for watch in sandbox._watches if isinstance(watch, Call)]
 
 
+def printed(sandbox: Any) -> bool:
+    """Return True if the running call of a sandbox has printed."""
+    return any(call.printed[0] for call in _running(sandbox))
+
+
 async def begun(sandbox: Any, code: str) -> asyncio.Task[Any]:
     """Start a call of `run`, and wait until it has printed."""
     task = asyncio.create_task(sandbox.run(code))
-    await until(lambda: task.done() or any(call.printed[0] for call in _running(sandbox)))
+    await until(lambda: task.done() or printed(sandbox))
     return task
 
 
