@@ -15,6 +15,7 @@ from typing import Any
 import agents
 import pytest
 from http_server import Server, Slow
+from waiting import GUARD, until
 
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.batch.collate import collate
@@ -58,7 +59,7 @@ async def engine(server: Server) -> AsyncIterator[Connect]:
     async with contextlib.AsyncExitStack() as stack:
 
         def connect(**settings: Any) -> OpenAIEngine:
-            made = OpenAIEngine(server.url, "tiny", **({"backoff": 0.01, "timeout": 5.0} | settings))
+            made = OpenAIEngine(server.url, "tiny", **({"backoff": 0.01, "timeout": GUARD} | settings))
             stack.push_async_callback(made.close)
             return made
 
@@ -162,13 +163,15 @@ async def test_a_fault_that_passes_is_tried_again(server: Server, engine: Connec
         if fault == "cut":
             raise EOFError
         if fault == "slow":
-            raise Slow(2.0)
+            raise Slow(GUARD)
         return fault, {"error": {"message": "busy"}}, {"Retry-After": "0"}
 
     server.answer = say
-    model = engine(timeout=0.2 if fault == "slow" else 5.0)
+    # The timeout applies to the third attempt too, which a slow machine may need to repeat.
+    model = engine(timeout=0.2, retries=50) if fault == "slow" else engine()
     trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
-    assert trajectory.final == "42" and trajectory.error is None and len(server.got) == 3
+    assert trajectory.final == "42" and trajectory.error is None
+    assert len(server.got) == 3 or (fault == "slow" and len(server.got) > 3)
 
 
 async def test_a_fault_that_stays_ends_that_chain_alone(server: Server, engine: Connect) -> None:
@@ -216,11 +219,11 @@ async def test_an_answer_that_is_none_is_an_error_of_the_engine(server: Server, 
 
 
 async def test_a_server_that_is_not_there_is_named() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    model = OpenAIEngine(f"http://127.0.0.1:{port}/v1", "tiny", retries=1, backoff=0.01)
-    trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
+    with socket.socket() as deaf:  # nobody else can listen at its port
+        deaf.bind(("127.0.0.1", 0))
+        port = deaf.getsockname()[1]
+        model = OpenAIEngine(f"http://127.0.0.1:{port}/v1", "tiny", retries=1, backoff=0.01)
+        trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
     assert trajectory.error is not None and f"127.0.0.1:{port}" in trajectory.error.message
     assert "check that the server is running" in trajectory.error.message
     await model.close()
@@ -228,17 +231,16 @@ async def test_a_server_that_is_not_there_is_named() -> None:
 
 async def test_cancelling_a_sample_closes_its_connection(server: Server, engine: Connect) -> None:
     def say(path: str, body: dict[str, Any]) -> Any:
-        raise Slow(20.0)
+        raise Slow(GUARD)
 
     server.answer = say
-    model = engine(timeout=30.0)
+    model = engine()
     waiting = asyncio.ensure_future(make(model).chain(agents.tasks(1)[0]).sample())
-    while not server.got:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.got)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert await asyncio.to_thread(server.closed.wait, 5.0)
+    assert await asyncio.to_thread(server.closed.wait, GUARD)
 
 
 def test_one_engine_serves_several_event_loops(server: Server) -> None:
@@ -388,31 +390,6 @@ async def test_a_server_with_another_vocabulary_or_context_is_no_teacher(server:
     ]:
         with pytest.raises(SettingsError, match=message):
             train(agent, policy, agents.tasks(2), config, teacher=wrong)
-
-
-def test_settings_are_checked() -> None:
-    with pytest.raises(EngineError, match="address"):
-        OpenAIEngine("localhost:8000", "tiny")
-    with pytest.raises(EngineError, match="'exact' or 'none'"):
-        OpenAIEngine("http://localhost:8000/v1", "tiny", tokens="maybe")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"timeout": 0}, "timeout must be a positive finite number of seconds, got 0"),
-        ({"timeout": float("nan")}, "timeout must be a positive finite number of seconds, got nan"),
-        ({"timeout": "60"}, "timeout must be a positive finite number of seconds, got '60'"),
-        ({"retries": -1}, "retries must be an integer of at least 0, got -1"),
-        ({"retries": 1.5}, "retries must be an integer of at least 0, got 1.5"),
-        ({"backoff": -0.5}, "backoff must be a finite number of seconds of at least 0, got -0.5"),
-        ({"max_length": 0}, "max_length must be an integer of at least 1, or None for no limit, got 0"),
-    ],
-)
-def test_limits_are_checked(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        OpenAIEngine("http://127.0.0.1:8000/v1", "tiny", **settings)
-    OpenAIEngine("http://127.0.0.1:8000/v1", "tiny", retries=0, backoff=0)
 
 
 async def test_it_waits_as_long_as_the_server_asks(server: Server, engine: Connect) -> None:

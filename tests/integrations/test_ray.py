@@ -22,6 +22,7 @@ from test_engine_vllm import gaps
 from test_fleet import nudge, states
 from test_server_updates import PolicyServer
 from test_trainer import SMALL, learner, numbers, small
+from waiting import GUARD, blocking_until
 
 import agentfly_kit as af
 from agentfly_kit.advantages import grpo
@@ -416,7 +417,7 @@ def test_a_closure_of_a_notebook_travels(cluster: Any) -> None:
             environment = os.environ | {"RAY_ADDRESS": cluster.address}
             command = [sys.executable, "-c", code]
             done = await asyncio.to_thread(
-                subprocess.run, command, env=environment, capture_output=True, text=True, timeout=300
+                subprocess.run, command, env=environment, capture_output=True, text=True, timeout=GUARD
             )
             same(await running, await given.rollout(tasks(4), 4))
             return done
@@ -444,10 +445,7 @@ def test_close_leaves_no_process(cluster: Any) -> None:
     assert all(Path(f"/proc/{pid}").exists() for pid in pids)
     workers.close()
     workers.close()
-    deadline = time.monotonic() + 60
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not any(alive(pid) for pid in pids)
+    blocking_until(lambda: not any(alive(pid) for pid in pids))
     with pytest.raises(SettingsError, match="these workers are closed"):
         scripted(["x"]).rollout(tasks(1), workers=workers)
     assert repr(workers) == "Workers(closed)"
