@@ -59,9 +59,7 @@ def endless() -> Policy:
 
 
 def check(policy: Policy, ids: list[int], got: Sample, temperature: float = 1.0) -> None:
-    assert got.ids is not None
-    assert got.logprobs is not None
-    assert got.entropies is not None
+    assert got.ids is not None and got.logprobs is not None and got.entropies is not None
     whole = [*ids, *got.ids]
     logprobs, entropies = reference_logprobs(policy, whole, range(len(ids), len(whole)), temperature)
     assert got.logprobs == pytest.approx(logprobs, abs=CLOSE)
@@ -189,8 +187,7 @@ async def test_truncation_keeps_the_documented_tokens(options: dict[str, Any], t
     engine = LocalEngine(policy)
     s = Sampling(temperature=temperature, max_tokens=12, **options)
     got = await engine.sample(prompt(9), s, 11)
-    assert got.ids is not None
-    assert got.kept_mass is not None
+    assert got.ids is not None and got.kept_mass is not None
     check(policy, prompt(9), got, temperature)  # logprobs refer to the distribution before truncation
     ids = prompt(9)
     for token, kept in zip(got.ids, got.kept_mass, strict=True):

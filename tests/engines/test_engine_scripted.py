@@ -35,8 +35,7 @@ async def test_a_script_that_is_too_short_raises() -> None:
     t = (await scripted([call("1+1")]).rollout([TASK])).trajectories[0]
     assert t.stop == "error"
     assert t.reward is None
-    assert t.error is not None
-    assert "the script has 1 turns, but turn 2 was requested" in t.error.message
+    assert t.error is not None and "the script has 1 turns, but turn 2 was requested" in t.error.message
 
 
 @pytest.mark.parametrize(("script", "shown"), [(["a", "b"], "2 turns"), (lambda t, n: "", "a function")])

@@ -16,8 +16,7 @@ from agentfly_kit.envs.alfworld import official
 from agentfly_kit.envs.chess.board import Board
 from agentfly_kit.envs.competition import position, read_submission
 from agentfly_kit.envs.judging import Judge, Rubric
-from agentfly_kit.envs.retrieval import Corpus
-from agentfly_kit.envs.search import Search
+from agentfly_kit.envs.search import Corpus, Search
 from agentfly_kit.errors import SettingsError, TaskError, ToolError
 from agentfly_kit.types import Task
 

@@ -525,8 +525,7 @@ async def test_a_killed_client_loses_its_leases_and_a_killed_server_is_named():
         far = subprocess.Popen(  # noqa: ASYNC220
             [sys.executable, "-c", CLIENT, url, TOKEN], stdout=subprocess.PIPE, text=True
         )
-        assert far.stdout is not None
-        assert (await asyncio.to_thread(far.stdout.readline)) == "ready\n"
+        assert far.stdout is not None and (await asyncio.to_thread(far.stdout.readline)) == "ready\n"
         pool = RemotePool(url, token=TOKEN, patience=0.5)
         s = await pool.refresh()
         assert (s.leased, s.waiting) == (2, 1)

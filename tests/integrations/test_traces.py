@@ -120,8 +120,7 @@ async def test_content_is_recorded_only_on_request() -> None:
     assert sampled[0]["parts"][0]["content"] == trajectory.final and sampled[0]["finish_reason"] == "stop"
     for span, made in zip(named(spans, "execute_tool"), trajectory.tool_calls, strict=True):
         assert json.loads(span.attributes["gen_ai.tool.call.arguments"]) == made.arguments
-        assert made.result is not None
-        assert span.attributes["gen_ai.tool.call.result"] == made.result.observation
+        assert made.result is not None and span.attributes["gen_ai.tool.call.result"] == made.result.observation
 
 
 async def test_evaluations_and_training_runs_are_traced(recorder: Recorder) -> None:

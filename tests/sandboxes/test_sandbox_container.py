@@ -323,8 +323,7 @@ asyncio.run(main())
 def test_a_kernel_that_is_killed_leaves_nothing(engine: Podman):
     kernel = subprocess.Popen([sys.executable, "-c", KERNEL, IMAGE, engine.url], stdout=subprocess.PIPE)
     try:
-        assert kernel.stdout is not None
-        assert kernel.stdout.readline() == b"ready\n"
+        assert kernel.stdout is not None and kernel.stdout.readline() == b"ready\n"
         assert len(engine.names()) == 2
     finally:
         kernel.kill()

@@ -120,8 +120,7 @@ async def test_value_output_and_error(level: str):
         )
         result = await sandbox.run("if True print(1)")
         assert result.error_type == "SyntaxError"
-        assert result.error is not None
-        assert "zygote" not in result.error
+        assert result.error is not None and "zygote" not in result.error
         assert (await sandbox.run("")).ok
         assert (await sandbox.run("'é\\ud800'")).value is not None
 
@@ -351,8 +350,7 @@ async def test_a_daemon_ends_with_its_lease(level: str):
         after = len(below(sandbox.pid or 0))
         assert after < inside
         if level == "none":
-            assert result.value is not None
-            assert not runs(int(result.value))
+            assert result.value is not None and not runs(int(result.value))
 
 
 async def test_fork_by_replay(level: str):
@@ -481,8 +479,7 @@ def test_no_process_outlives_its_host_process(level: str, end: str):
         [sys.executable, "-W", "ignore", "-c", SCRIPT, level, end],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdin is not None
+    assert process.stdout is not None and process.stdin is not None
     with process:
         roots = [int(pid) for pid in process.stdout.readline().split()]
         assert len(roots) == 2
