@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,24 +104,16 @@ def test_workers_need_a_connection() -> None:
 
 
 def start_cluster() -> Any:
-    """Start three nodes and connect to them. Ray gives its own agent 15 s, too little on a busy machine, so retry."""
+    """Start three nodes and connect to them."""
     from ray.cluster_utils import Cluster
 
     settings = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False}
-    for attempt in range(4):
-        cluster = Cluster()
-        try:
-            for _ in range(3):
-                cluster.add_node(**settings)
-            ray.init(address=cluster.address, log_to_driver=False)
-            return cluster
-        except Exception:
-            ray.shutdown()
-            cluster.shutdown()
-            if attempt == 3:
-                raise
-            time.sleep(10)
-    raise AssertionError("unreachable")
+    cluster = Cluster()
+    for _ in range(3):
+        cluster.add_node(wait=False, **settings)  # would wait for 30 s only
+    cluster.wait_for_nodes(GUARD)
+    ray.init(address=cluster.address, log_to_driver=False)
+    return cluster
 
 
 @pytest.fixture(scope="session")
@@ -133,7 +124,10 @@ def cluster() -> Iterator[Any]:
     modules = [str(folder) for folder in (here, here.parent, here.parent / "trainer", here.parent / "engines")]
     os.environ |= {
         "PYTHONPATH": os.pathsep.join(modules), "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_agent_register_timeout_ms": "120000", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Time limits for the start of Ray's own processes.
+        "RAY_agent_register_timeout_ms": f"{GUARD * 1000:.0f}", "RAY_worker_register_timeout_seconds": f"{GUARD:.0f}",
+        "RAY_gcs_server_port_wait_time_s": f"{GUARD:.0f}",
     }  # fmt: skip
     (Path(folder) / "ray").mkdir()
     cluster = start_cluster()
