@@ -18,6 +18,7 @@ import agents
 import pytest
 import torch
 from cancelling import Whom, cancel_at, settled, some, tasks_left
+from test_fleet import nudge
 from waiting import blocking_until, until
 
 from agentfly_kit import tiny
@@ -52,15 +53,6 @@ UPDATED_GAP = 1e-4
 A forward pass of the policy in float32 and vLLM's were each measured up to 1.6e-5 away from a forward pass in float64
 after training, and up to 4e-5 from each other on a rare token after noise.
 """
-
-
-def nudge(policy: Policy, scale: float = 0.02) -> None:
-    """Change the weights of every tensor and increment the version."""
-    generator = torch.Generator().manual_seed(policy.version)
-    with torch.no_grad():
-        for tensor in policy.model.parameters():
-            tensor.add_(scale * torch.randn(tensor.shape, generator=generator))
-    policy.version += 1
 
 
 def processes() -> list[int]:

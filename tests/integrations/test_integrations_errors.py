@@ -102,7 +102,7 @@ def call(**fields: Any) -> Any:
     ),
     (lambda: af.trl.environment(NoText), ToolSchemaError, "act: parameter 'text' must have a description"),
     (lambda: af.trl.environment(lambda: Counter(2)), SettingsError, "environment_class must be a class, got <function"),
-    (lambda: af.envs.from_env(NoReset), SettingsError, "NoReset must have a method step, as environments of Gymnasium"),
+    (lambda: af.envs.from_env(NoTool), SettingsError, "NoTool must have a method step, as environments of Gymnasium"),
     (lambda: af.envs.from_env("a"), SettingsError, "a class or a function that returns an environment, got 'a'"),
     (lambda: af.traces.opentelemetry("jaeger"), SettingsError, "tracer must be an OpenTelemetry tracer"),
     (lambda: played(["x"], watch=lambda: None), SettingsError, "watch must be a function of (rollout)"),

@@ -348,7 +348,7 @@ def test_one_loop_after_another_and_a_cell_that_computes():
 
 
 async def test_a_wrong_token_is_refused_and_told_nothing(server: PoolServer):
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(timeout=GUARD) as http:
         for given in (None, "Bearer", f"Bearer {TOKEN}x", TOKEN):
             headers = {} if given is None else {"Authorization": given}
             for path in ("/v2/pool", "/v2/acquire", "/v2/beat"):
@@ -468,7 +468,8 @@ async def test_lost_answers_lease_nothing_twice_and_run_nothing_twice(server: Po
 
 
 async def test_what_a_client_never_heard_of_goes_back(pool: Pool[Notes]):
-    async with serve_pool(pool, token=TOKEN, heartbeat=0.3) as server, httpx2.AsyncClient() as http:
+    # The server looks for lost clients at a fifth of this interval, and waits on if it was itself late by as much.
+    async with serve_pool(pool, token=TOKEN, heartbeat=2.0) as server, httpx2.AsyncClient(timeout=GUARD) as http:
         headers = {"Authorization": f"Bearer {TOKEN}"}
 
         async def post(path: str, **body: Any) -> Any:
