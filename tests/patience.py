@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +23,21 @@ _CALLS: tuple[Any, ...] = (
 """The last parameter of these is a time limit."""
 
 
+@pytest.fixture(autouse=True)
+def raised_limits() -> Iterator[pytest.MonkeyPatch]:
+    """Raise the limits for every test of a folder whose conftest.py imports this fixture."""
+    with pytest.MonkeyPatch.context() as patch:
+        raise_limits(patch)
+        yield patch
+
+
+@pytest.fixture
+def never_killed(raised_limits: pytest.MonkeyPatch) -> None:
+    """Give interrupted code as long as it needs to end, instead of killing it after half a second."""
+    for name in ("call", "sandbox"):
+        raised_limits.setattr(f"agentfly_kit.sandboxes.{name}.GRACE_SECONDS", GUARD)
+
+
 def raise_limits(patch: pytest.MonkeyPatch) -> None:
     """Raise the default time limits of calls, and those of starts, resets and removals."""
     for name in _INTERNAL:
@@ -29,12 +45,6 @@ def raise_limits(patch: pytest.MonkeyPatch) -> None:
     for call in _CALLS:
         patch.setattr(call, "__defaults__", (*call.__defaults__[:-1], GUARD))
     patch.setattr(Grader.grade, "__kwdefaults__", {**Grader.grade.__kwdefaults__, "timeout": GUARD, "total": GUARD})
-
-
-def never_kill(patch: pytest.MonkeyPatch) -> None:
-    """Give interrupted code as long as it needs to end, instead of killing it after half a second."""
-    for name in ("call", "sandbox"):
-        patch.setattr(f"agentfly_kit.sandboxes.{name}.GRACE_SECONDS", GUARD)
 
 
 def _running(sandbox: Any) -> list[Call]:

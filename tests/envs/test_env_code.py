@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import patience
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -90,8 +89,7 @@ def python(source: str) -> str:
     return f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': source}})}</tool_call>"
 
 
-async def test_limits_of_the_interpreter_are_observations(monkeypatch: pytest.MonkeyPatch) -> None:
-    patience.never_kill(monkeypatch)
+async def test_limits_of_the_interpreter_are_observations(never_killed: None) -> None:
     endless = af.ScriptedEngine([python("while True: pass"), GOOD])
     agent = code.agent(endless, chat=family.small_chat(), size=1, options={"seconds": 0.1}, max_turns=8)
     (t,) = (await agent.rollout([task()])).trajectories

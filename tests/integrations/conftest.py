@@ -1,13 +1,3 @@
 """Time limits of sandboxes that a slow machine does not reach."""
 
-from collections.abc import Iterator
-
-import patience
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def raised_limits() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patience.raise_limits(patch)
-        yield
+from patience import raised_limits  # noqa: F401  (a fixture)
