@@ -506,11 +506,6 @@ async def test_the_context_limits_a_turn() -> None:
     assert len(last.ids or ()) == 1
 
 
-async def test_update_rejects_another_policy() -> None:
-    engine = LocalEngine(endless())
-    await engine.update(endless())
-
-
 # --- cancelling and failing ----------------------------------------------------------------------
 
 

@@ -705,16 +705,6 @@ async def test_a_lease_that_is_too_old_ends_from_afar_and_counts_no_more():
                 await lease.release()
 
 
-async def test_a_lease_that_the_server_ended_is_not_alive(server: PoolServer):
-    async with client(server) as far:
-        lease = await far.acquire()
-        server._return(server._clients[far._link.client], lease.sandbox._lease, True)  # type: ignore[attr-defined]
-        await until(lambda: not lease.sandbox.alive)
-        with pytest.raises(RemotePoolError, match="has ended"):
-            await lease.sandbox.run("x")
-        await lease.release()
-
-
 # --- manual leases -------------------------------------------------------------------------------
 
 

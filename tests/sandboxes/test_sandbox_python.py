@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import warnings
 from collections.abc import AsyncIterator, Iterator
@@ -326,31 +325,6 @@ async def test_a_reset_hides_the_previous_chain(level: str):
             if level == "strict":
                 assert (await again.run(code)).value == "[]"
         assert pool.snapshot().sandboxes[0].uses == 2
-
-
-async def test_a_daemon_ends_with_its_lease(level: str):
-    """The code starts a child process that leaves its session and its parent."""
-    async with Pool(PythonSandbox, size=1, isolation=level) as pool:
-        async with pool.lease() as sandbox:
-            code = """
-            import os, time
-            r, w = os.pipe()
-            if os.fork() == 0:
-                os.setsid()
-                if os.fork() == 0:
-                    os.write(w, str(os.getpid()).encode())
-                    os.close(1); os.close(2)
-                    time.sleep(1000)  # longer than the call may take
-                os._exit(0)
-            int(os.read(r, 20))
-            """
-            result = await sandbox.run(textwrap.dedent(code))
-            assert result.ok, result
-            inside = len(below(sandbox.pid or 0))
-        after = len(below(sandbox.pid or 0))
-        assert after < inside
-        if level == "none":
-            assert result.value is not None and not runs(int(result.value))
 
 
 async def test_fork_by_replay(level: str):
