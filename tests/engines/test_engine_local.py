@@ -652,7 +652,7 @@ asyncio.run(go())
 
 def test_the_interpreter_can_exit_during_a_forward_pass() -> None:
     script = SCRIPT.format(tests=[str(TESTS), str(Path(__file__).parent)])
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=GUARD)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=2 * GUARD)
     assert done.returncode == 7, done.stderr
 
 
