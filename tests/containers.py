@@ -11,9 +11,10 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import time
 from collections.abc import Iterable
 from pathlib import Path
+
+from waiting import GUARD, blocking_until
 
 IMAGE = "agentfly-test:latest"
 PODMAN = "apt-get install --no-install-recommends podman runc"
@@ -40,9 +41,8 @@ def build_image(tar: Path) -> None:
     ask = "import sysconfig as s; print(s.get_path('stdlib')); print(s.get_config_var('EXT_SUFFIX'))"
     standard = sysconfig.get_path("stdlib")
     if python != os.path.realpath(sys.executable):
-        standard = subprocess.run([python, "-S", "-c", ask], capture_output=True, text=True, check=True).stdout.split()[
-            0
-        ]
+        said = subprocess.run([python, "-S", "-c", ask], capture_output=True, text=True, check=True).stdout
+        standard = said.split()[0]
     modules = [str(path) for path in Path(standard, "lib-dynload").glob("*.so")]
     programs = [path for name in ("sh", "bash", "sleep", "yes", "cat", "id") if (path := shutil.which(name))]
     out = {
@@ -98,20 +98,20 @@ class Podman:
             ["podman", "system", "service", "--time=0", self.url],
             env=self.environment, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, start_new_session=True,
         )  # fmt: skip
-        end = time.monotonic() + 30
-        while not (folder / "podman.sock").exists():
-            if self.process.poll() is not None or time.monotonic() > end:
-                said = (folder / "service.log").read_text()
-                self.stop()
-                raise RuntimeError(f"podman's service did not start: {said}")
-            time.sleep(0.02)
+        blocking_until(lambda: (folder / "podman.sock").exists() or self.process.poll() is not None)
+        if self.process.poll() is not None:
+            said = (folder / "service.log").read_text()
+            self.stop()
+            raise RuntimeError(f"podman's service did not start: {said}")
         build_image(folder / "image.tar")
         self.podman("import", str(folder / "image.tar"), IMAGE)
         (folder / "image.tar").unlink()
 
     def podman(self, *arguments: str) -> str:
         """Run a podman command on the same store and return its output."""
-        done = subprocess.run(["podman", *arguments], env=self.environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            ["podman", *arguments], env=self.environment, capture_output=True, text=True, timeout=GUARD
+        )
         if done.returncode:
             raise RuntimeError(f"podman {arguments}: {done.stderr}")
         return done.stdout
@@ -125,6 +125,6 @@ class Podman:
             for name in self.names():
                 self.podman("rm", "--force", "--time", "0", name)
             os.killpg(self.process.pid, signal.SIGTERM)
-            self.process.wait(20)
+            self.process.wait(GUARD)
         self.log.close()
         subprocess.run(["umount", "-R", self.folder / "graph" / "overlay"], capture_output=True, check=False)

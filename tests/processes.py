@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from waiting import GUARD
 
 
 def running(command: str) -> set[int]:
@@ -57,7 +58,7 @@ def run_two(program: Path, folder: Path) -> list[dict[str, Any]]:
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=200)[0] for process in processes]
+        outputs = [process.communicate(timeout=GUARD)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

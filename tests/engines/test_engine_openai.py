@@ -15,6 +15,7 @@ from typing import Any
 import agents
 import pytest
 from http_server import Server, Slow
+from waiting import GUARD, until
 
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.batch.collate import collate
@@ -25,7 +26,7 @@ from agentfly_kit.errors import BatchError, ChatTemplateError, EngineError, Sett
 from agentfly_kit.evaluation import evaluate
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.loop import train
-from agentfly_kit.types import Sampling
+from agentfly_kit.types import Sampling, Trajectory
 
 Connect = Callable[..., OpenAIEngine]
 
@@ -52,13 +53,19 @@ def make(engine: OpenAIEngine, **settings: Any) -> Agent:
     return agents.agent(engine=engine, **(settings if "chat" in settings else {"chat": engine.chat, **settings}))
 
 
+async def first(engine: OpenAIEngine) -> Trajectory:
+    """Return the trajectory of the first task."""
+    (trajectory,) = (await make(engine).rollout(agents.tasks(1))).trajectories
+    return trajectory
+
+
 @pytest.fixture
 async def engine(server: Server) -> AsyncIterator[Connect]:
     """Return a function that connects an engine to the server; the engines are closed after the test."""
     async with contextlib.AsyncExitStack() as stack:
 
         def connect(**settings: Any) -> OpenAIEngine:
-            made = OpenAIEngine(server.url, "tiny", **({"backoff": 0.01, "timeout": 5.0} | settings))
+            made = OpenAIEngine(server.url, "tiny", **({"backoff": 0.01, "timeout": GUARD} | settings))
             stack.push_async_callback(made.close)
             return made
 
@@ -109,8 +116,7 @@ async def test_a_judge_asks_a_server_and_reads_what_it_says(server: Server, engi
 
 async def test_calls_that_are_written_in_the_text_are_read_there(server: Server, engine: Connect) -> None:
     server.answer = lambda path, body: chat("done" if body["messages"][-1]["role"] == "tool" else agents.call("2+3"))
-    model = engine()
-    trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
+    trajectory = await first(engine())
     assert trajectory.tool_calls[0].result is not None and trajectory.tool_calls[0].result.observation == "5"
     assert trajectory.final == "done"
 
@@ -119,8 +125,7 @@ async def test_arguments_that_nobody_can_read_are_told_to_the_model(server: Serv
     server.answer = lambda path, body: (
         chat("sorry") if len(server.got) > 1 else chat("", ("calculator", '{"expression": '))
     )
-    model = engine()
-    trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
+    trajectory = await first(engine())
     assert trajectory.final == "sorry"
     assert "not valid JSON" in server.got[1][1]["messages"][-1]["content"]
     # No call was declared, so the result cannot be a tool message.
@@ -146,7 +151,7 @@ async def test_text_can_be_evaluated_and_is_refused_for_training(server: Server,
 async def test_a_cut_text_ends_the_chain_as_a_turn_that_was_cut(server: Server, engine: Connect) -> None:
     server.answer = lambda path, body: chat("and so on and", finish="length")
     model = engine()
-    assert (await make(model).rollout(agents.tasks(1))).trajectories[0].stop == "turn_tokens"
+    assert (await first(model)).stop == "turn_tokens"
 
 
 # --- a server that fails -------------------------------------------------------------------------
@@ -162,13 +167,14 @@ async def test_a_fault_that_passes_is_tried_again(server: Server, engine: Connec
         if fault == "cut":
             raise EOFError
         if fault == "slow":
-            raise Slow(2.0)
+            raise Slow(GUARD)
         return fault, {"error": {"message": "busy"}}, {"Retry-After": "0"}
 
     server.answer = say
-    model = engine(timeout=0.2 if fault == "slow" else 5.0)
-    trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
-    assert trajectory.final == "42" and trajectory.error is None and len(server.got) == 3
+    # The timeout applies to the third attempt too, which a slow machine may need to repeat.
+    trajectory = await first(engine(timeout=0.2, retries=50) if fault == "slow" else engine())
+    assert trajectory.final == "42" and trajectory.error is None
+    assert len(server.got) == 3 or (fault == "slow" and len(server.got) > 3)
 
 
 async def test_a_fault_that_stays_ends_that_chain_alone(server: Server, engine: Connect) -> None:
@@ -189,7 +195,7 @@ async def test_a_fault_that_stays_ends_that_chain_alone(server: Server, engine: 
 async def test_a_refusal_is_not_tried_again(server: Server, engine: Connect) -> None:
     server.answer = lambda path, body: (401, {"error": {"message": "wrong key"}}, {})
     model = engine()
-    trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
+    trajectory = await first(model)
     assert trajectory.error is not None and "401 wrong key" in trajectory.error.message and len(server.got) == 1
     with pytest.raises(EngineError, match="wrong key"):
         await model.probe()
@@ -200,27 +206,25 @@ async def test_a_server_that_knows_no_tools_says_so(server: Server, engine: Conn
     server.answer = lambda path, body: (
         chat("42") if body.get("tool_choice") == "none" else (400, {"error": {"message": words}}, {})
     )
-    model = engine()
-    trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
+    trajectory = await first(engine())
     assert trajectory.error is not None and "extra_body={'tool_choice': 'none'}" in trajectory.error.message
     other = engine(extra_body={"tool_choice": "none"})
-    assert (await make(other).rollout(agents.tasks(1))).trajectories[0].final == "42"
+    assert (await first(other)).final == "42"
 
 
 @pytest.mark.parametrize("said", [b"<html>", {"choices": []}, {"choices": [{"message": None}]}, [1]])
 async def test_an_answer_that_is_none_is_an_error_of_the_engine(server: Server, engine: Connect, said: Any) -> None:
     server.answer = lambda path, body: (200, said, {})
-    model = engine()
-    trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
+    trajectory = await first(engine())
     assert trajectory.error is not None and trajectory.error.type == "EngineError"
 
 
 async def test_a_server_that_is_not_there_is_named() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    model = OpenAIEngine(f"http://127.0.0.1:{port}/v1", "tiny", retries=1, backoff=0.01)
-    trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
+    with socket.socket() as deaf:  # nobody else can listen at its port
+        deaf.bind(("127.0.0.1", 0))
+        port = deaf.getsockname()[1]
+        model = OpenAIEngine(f"http://127.0.0.1:{port}/v1", "tiny", retries=1, backoff=0.01)
+        trajectory = await first(model)
     assert trajectory.error is not None and f"127.0.0.1:{port}" in trajectory.error.message
     assert "check that the server is running" in trajectory.error.message
     await model.close()
@@ -228,24 +232,23 @@ async def test_a_server_that_is_not_there_is_named() -> None:
 
 async def test_cancelling_a_sample_closes_its_connection(server: Server, engine: Connect) -> None:
     def say(path: str, body: dict[str, Any]) -> Any:
-        raise Slow(20.0)
+        raise Slow(GUARD)
 
     server.answer = say
-    model = engine(timeout=30.0)
+    model = engine()
     waiting = asyncio.ensure_future(make(model).chain(agents.tasks(1)[0]).sample())
-    while not server.got:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.got)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert await asyncio.to_thread(server.closed.wait, 5.0)
+    assert await asyncio.to_thread(server.closed.wait, GUARD)
 
 
 def test_one_engine_serves_several_event_loops(server: Server) -> None:
     model = OpenAIEngine(server.url, "tiny")
 
     async def once() -> str | None:
-        final = (await make(model).rollout(agents.tasks(1))).trajectories[0].final
+        final = (await first(model)).final
         await model.close()
         return final
 
@@ -388,31 +391,6 @@ async def test_a_server_with_another_vocabulary_or_context_is_no_teacher(server:
     ]:
         with pytest.raises(SettingsError, match=message):
             train(agent, policy, agents.tasks(2), config, teacher=wrong)
-
-
-def test_settings_are_checked() -> None:
-    with pytest.raises(EngineError, match="address"):
-        OpenAIEngine("localhost:8000", "tiny")
-    with pytest.raises(EngineError, match="'exact' or 'none'"):
-        OpenAIEngine("http://localhost:8000/v1", "tiny", tokens="maybe")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"timeout": 0}, "timeout must be a positive finite number of seconds, got 0"),
-        ({"timeout": float("nan")}, "timeout must be a positive finite number of seconds, got nan"),
-        ({"timeout": "60"}, "timeout must be a positive finite number of seconds, got '60'"),
-        ({"retries": -1}, "retries must be an integer of at least 0, got -1"),
-        ({"retries": 1.5}, "retries must be an integer of at least 0, got 1.5"),
-        ({"backoff": -0.5}, "backoff must be a finite number of seconds of at least 0, got -0.5"),
-        ({"max_length": 0}, "max_length must be an integer of at least 1, or None for no limit, got 0"),
-    ],
-)
-def test_limits_are_checked(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        OpenAIEngine("http://127.0.0.1:8000/v1", "tiny", **settings)
-    OpenAIEngine("http://127.0.0.1:8000/v1", "tiny", retries=0, backoff=0)
 
 
 async def test_it_waits_as_long_as_the_server_asks(server: Server, engine: Connect) -> None:

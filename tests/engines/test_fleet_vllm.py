@@ -16,8 +16,9 @@ from pathlib import Path
 
 import agents
 import pytest
-from test_engine_vllm import UPDATED_GAP, batch_of, gaps, until
+from test_engine_vllm import UPDATED_GAP, batch_of, gaps
 from test_fleet import nudge, states
+from waiting import blocking_until
 
 from agentfly_kit.engines.fleet import Fleet
 from agentfly_kit.engines.serving import VLLMServer, serve_vllm
@@ -45,7 +46,8 @@ def server(policy: Policy) -> Iterator[VLLMServer]:
     assert group is not None
     yield server
     asyncio.run(server.close())
-    assert "not running" in repr(server) and until(lambda: not members(group))
+    assert "not running" in repr(server)
+    blocking_until(lambda: not members(group))
 
 
 def members(group: int) -> list[int]:
@@ -120,7 +122,7 @@ def test_a_killed_notebook_leaves_no_server(tmp_path: Path) -> None:
         group = int(line.split()[1])
         assert len(members(group)) >= 2
         notebook.kill()
-    assert until(lambda: not members(group))
+    blocking_until(lambda: not members(group))
 
 
 @installed

@@ -14,6 +14,7 @@ from typing import Any
 import agents
 import pytest
 import torch
+from waiting import until
 
 from agentfly_kit.engines.vllm import buffers
 from agentfly_kit.engines.vllm.buffers import (
@@ -105,23 +106,6 @@ def test_whatever_the_chunk_the_same_bytes_come_out(seed: int) -> None:
     assert all(same(got[name], tensor) for name, tensor in tensors.items())
     names = [name for chunk in chunks for name, *_ in chunk]
     assert {name for name in names if names.count(name) > 1} <= {n for n, t in tensors.items() if t.nbytes > limit}
-
-
-def test_a_chunk_too_small_for_anything_is_refused() -> None:
-    with pytest.raises(ValueError, match="limit must be at least 64 bytes, got 32"):
-        layout([], 32)
-
-
-def test_pieces_out_of_order_are_refused() -> None:
-    buffer = torch.zeros(64, dtype=torch.uint8)
-    for slices in (
-        [["a", "float32", [32], 64, 0, 64]],  # the first half is missing
-        [["a", "float32", [32], 0, 0, 64], ["a", "float32", [32], 0, 0, 64]],
-        [["a", "float32", [4], 0, 60, 16]],  # exceeds the buffer
-        [["a", "float32", [4], 0, 0, 32]],  # exceeds the tensor
-    ):
-        with pytest.raises(ValueError, match="the next slice covers"):
-            list(ChunkReader().read(slices, buffer))
 
 
 def test_weights_leave_merged_once_and_without_the_value_head() -> None:
@@ -249,25 +233,19 @@ async def test_without_room_it_says_where_it_looked(monkeypatch: pytest.MonkeyPa
     with pytest.raises(EngineError, match=r"no space for 1\.\d MiB of weights in .*/no or .*/nothing: .*; free space"):
         async with Delivery(policy, "shm", 1 << 26):
             pytest.fail("it was held")
-    async with asyncio.timeout(60):
-        while policy.lock.locked():
-            await asyncio.sleep(0.01)
+    await until(lambda: not policy.lock.locked())
 
 
 async def test_cancelled_while_it_waits_for_the_policy_it_takes_no_lock_with_it() -> None:
     policy = agents.fresh()
     with policy.lock:
         task = asyncio.ensure_future(Delivery(policy, "shm", 4096).__aenter__())
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # for it to reach the lock; cancelling it earlier is easier
         assert not task.done()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    async with asyncio.timeout(60):
-        while policy.lock.locked():
-            await asyncio.sleep(0.01)
-    assert policy.lock.acquire(timeout=60)
-    policy.lock.release()
+    await until(lambda: not policy.lock.locked())
 
 
 def test_why_not_over_cuda_ipc() -> None:
@@ -276,8 +254,6 @@ def test_why_not_over_cuda_ipc() -> None:
     other = agents.fresh()
     other.model.register_buffer("elsewhere", torch.empty(1, device="meta"))
     assert ipc_unavailable_reason(other, ["GPU-1"]) == "the policy is on 2 devices, cpu, meta"
-    with pytest.raises(ValueError, match="is on GPU GPU-1, but this process uses no GPU"):
-        open_buffer({"transport": "ipc", "gpu_uuid": "GPU-1"}, torch.device("cpu"))
 
 
 def test_torch_rebuilds_cuda_memory_from_what_is_sent() -> None:

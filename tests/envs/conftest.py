@@ -1,10 +1,23 @@
-"""Environments that are closed after a test."""
+"""Environments that are closed after a test, and time limits that a slow machine does not reach."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from patience import never_killed, raised_limits  # noqa: F401  (fixtures)
+from waiting import GUARD
+
+from agentfly_kit.envs import code, competition, repo, sql
+
+GRADES = (code.Code.__init__, competition.Contest.__init__, repo.Repo.__init__, repo.grade, sql.SQL.__init__)
+
+
+@pytest.fixture(autouse=True)
+def more_seconds(raised_limits: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Raise the time limits that environments have for a program or a test."""
+    for call in GRADES:
+        raised_limits.setitem(call.__kwdefaults__, "seconds", GUARD)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -168,15 +168,7 @@ async def test_admissible_commands_are_listed() -> None:
     assert all("\n\nAdmissible: " in c.result.observation for c in t.tool_calls[:-1])
 
 
-def test_invalid_settings_are_named() -> None:
-    with pytest.raises(af.errors.SettingsError, match="size must be 'small' or 'full', got 'huge'"):
-        alfworld.tasks(1, "test", size="huge")  # type: ignore[arg-type]
-    with pytest.raises(af.errors.SettingsError, match=r"kinds must be one or more of .*, got \('cook',\)"):
-        alfworld.tasks(1, "test", kinds=("cook",))
-    with pytest.raises(af.errors.SettingsError, match="field 'game' is missing"):
-        alfworld.game_of(af.Task("x", ({"role": "user", "content": "?"},)))
-    with pytest.raises(af.errors.SettingsError, match="steps must be an integer of at least 1, got 0"):
-        alfworld.ALFWorld(steps=0)
+def test_tasks_of_one_kind() -> None:
     only = alfworld.tasks(5, "train", kinds=("pick_two_obj_and_place",))
     assert {task.fields["kind"] for task in only} == {"pick_two_obj_and_place"}
 
@@ -213,8 +205,6 @@ def test_a_folder_of_alfworlds_games_becomes_tasks(tmp_path: Path) -> None:
 
 
 def test_invalid_folders_and_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(af.errors.SettingsError, match=r"is not a folder; .*alfworld-download"):
-        alfworld.tasks_in(tmp_path / "nowhere")
     with pytest.raises(af.errors.SettingsError, match=r"no games \(.*alfworld-download"):
         alfworld.tasks_in(tmp_path)
     (tmp_path / "game.tw-pddl").write_text("{", encoding="utf-8")
@@ -223,8 +213,6 @@ def test_invalid_folders_and_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "game.tw-pddl").write_text('{"grammar": ""}', encoding="utf-8")
     with pytest.raises(af.errors.SettingsError, match="it has no pddl_domain, pddl_problem"):
         alfworld.tasks_in(tmp_path)
-    with pytest.raises(af.errors.SettingsError, match=r"the game '.*' does not exist"):
-        official.Session(str(tmp_path / "other.tw-pddl"))
 
 
 def test_entities_have_the_names_that_alfworld_shows() -> None:

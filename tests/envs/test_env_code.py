@@ -84,24 +84,24 @@ async def test_the_last_code_block_of_the_answer_is_a_submission() -> None:
     assert rewards == [1, 1, 1, 0, 0, 0, 0, 0, 1]
 
 
-async def test_limits_of_the_interpreter_are_observations() -> None:
-    turns = ["while True: pass", "import os; os._exit(3)", "print('x' * 10**7)", "1 / 0", "2 + 2"]
+def python(source: str) -> str:
+    """Return a tool call that runs Python."""
+    return f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': source}})}</tool_call>"
 
-    def script(task: Task, turn: int) -> str:
-        return (
-            f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': turns[turn]}})}</tool_call>"
-            if turn < 5
-            else GOOD
-        )
 
-    agent = code.agent(
-        af.ScriptedEngine(script), chat=family.small_chat(), size=1, options={"seconds": 2.0}, max_turns=8
-    )
+async def test_limits_of_the_interpreter_are_observations(never_killed: None) -> None:
+    endless = af.ScriptedEngine([python("while True: pass"), GOOD])
+    agent = code.agent(endless, chat=family.small_chat(), size=1, options={"seconds": 0.1}, max_turns=8)
+    (t,) = (await agent.rollout([task()])).trajectories
+    assert "KeyboardInterrupt" in t.tool_calls[0].result.observation
+    turns = ["import os; os._exit(3)", "print('x' * 10**7)", "1 / 0", "2 + 2"]
+
+    engine = af.ScriptedEngine([*map(python, turns), GOOD])
+    agent = code.agent(engine, chat=family.small_chat(), size=1, max_turns=8)
     (t,) = (await agent.rollout([task()])).trajectories
     shown = [c.result.observation for c in t.tool_calls if c.result is not None]
-    assert "KeyboardInterrupt" in shown[0] and "restarted" in shown[1] and "cut" in shown[2]
-    assert "ZeroDivisionError" in shown[3] and shown[4] == "4"
-    assert (t.reward, t.metrics["runs"]) == (1, 5)
+    assert "restarted" in shown[0] and "cut" in shown[1] and "ZeroDivisionError" in shown[2] and shown[3] == "4"
+    assert (t.reward, t.metrics["runs"]) == (1, 4)
 
 
 async def test_a_fork_replays_the_calls_or_is_refused() -> None:
@@ -120,11 +120,6 @@ async def test_a_fork_replays_the_calls_or_is_refused() -> None:
     await chain.finish()
 
 
-def test_invalid_settings_are_named() -> None:
-    with pytest.raises(SettingsError, match="seconds must be a positive finite number, got 0"):
-        code.Code(seconds=0)
-
-
 # ---- its tasks
 
 
@@ -135,10 +130,6 @@ async def test_shipped_problems_are_solved_by_their_code_and_by_no_constant() ->
     assert expert.success == 1, [(t.task.id, t.error) for t in expert.rollout if not t.success]
     luck = await af.evaluate(code.random_agent(size=4), tasks)
     assert luck.success == 0
-    with pytest.raises(SettingsError, match="n must be at most 8, the number of test tasks, got 9"):
-        code.tasks(9, "test", kind="problems")
-    with pytest.raises(SettingsError, match=r"kind must be .* got 'katas'"):
-        code.tasks(kind="katas")  # type: ignore[arg-type]
 
 
 MBPP = {
@@ -176,8 +167,6 @@ async def test_mbpps_files_load_and_are_solved(tmp_path: Path) -> None:
 
 
 def test_invalid_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"no such file; pass the path of MBPP's mbpp\.jsonl"):
-        code.load(tmp_path / "mbpp.jsonl")
     bad = tmp_path / "bad.jsonl"
     for row, words in [
         ({"text": "?", "code": "x"}, r'bad\.jsonl:1: a row must have "text" or "prompt", .*it has text, code'),

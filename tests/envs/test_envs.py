@@ -214,8 +214,6 @@ def test_classes_that_are_not_environments_are_rejected() -> None:
         guesser(["x"], Nothing)
     with pytest.raises(af.errors.SettingsError, match="Silent has no tool"):
         guesser(["x"], Silent)
-    with pytest.raises(af.errors.SettingsError, match="the environment must be a class"):
-        af.envs.tools(Guess())  # type: ignore[arg-type]
 
 
 def test_the_fingerprint_of_a_reward_depends_on_its_source() -> None:

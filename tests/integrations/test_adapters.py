@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,10 @@ import agents
 import packages
 import pytest
 from paths import TESTS
+from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit.errors import RewardError, SettingsError, TaskError, ToolSchemaError
+from agentfly_kit.errors import RewardError, TaskError
 from agentfly_kit.types import Task, Trajectory
 
 
@@ -73,30 +73,7 @@ async def test_rewards_of_verifiers() -> None:
     assert (await chain(af.trl.reward(everything), Task("a", SUM.messages, {"extra": 3}))).reward == 3.0
 
 
-async def test_invalid_rewards_are_rejected() -> None:
-    def ours(final: str) -> float:
-        return 0.0
-
-    def environments(environments: Any, **kwargs: Any) -> Any:
-        return []
-
-    def positional(completions: Any, /) -> Any:
-        return []
-
-    async def traced(trace: Any) -> float:
-        return 0.0
-
-    for function, words in (
-        (ours, r"ours must have a parameter `completions` .TRL., or `completion` or `state` .verifiers., got .final."),
-        (environments, "has a parameter `environments`; pass the class too"),
-        (traced, "traced has a parameter `trace`, like rewards of verifiers 0.4 and newer"),
-        (positional, "parameters must accept keyword arguments, got completions"),
-        (af.reward(ours), "function must be a reward function for TRL or the verifiers library, got <Reward"),
-        (3, "function must be a reward function for TRL or the verifiers library, got 3"),
-    ):
-        with pytest.raises(RewardError, match=words):
-            af.trl.reward(function)  # type: ignore[arg-type]
-
+async def test_fields_and_results_of_rewards_are_checked() -> None:
     def gold(completions: Any, gold: Any) -> Any:
         return [1.0, 2.0]
 
@@ -190,30 +167,6 @@ async def test_environments_of_trl() -> None:
         await agent.rollout(COUNT)
 
 
-def test_invalid_environments_of_trl_are_rejected() -> None:
-    class NoReset:
-        def act(self) -> None: ...
-
-    class NoTool:
-        def reset(self) -> None: ...
-
-        def get_reward(self) -> float:
-            return 0.0
-
-    class NoText(NoTool):
-        def act(self, text: str) -> None:
-            """Act."""
-
-    for given, error, words in (
-        (NoReset, SettingsError, "NoReset must have a method `reset`, as TRL requires; got act"),
-        (NoTool, SettingsError, "NoTool must have a public method besides reset and get_reward"),
-        (NoText, ToolSchemaError, "act: parameter 'text' must have a description"),
-        (lambda: Counter(2), SettingsError, "environment_class must be a class, got <function"),
-    ):
-        with pytest.raises(error, match=words):
-            af.trl.environment(given)  # type: ignore[arg-type]
-
-
 # --- environments with reset and step ------------------------------------------------------------
 
 
@@ -304,10 +257,6 @@ async def test_environments_without_a_method_are_rejected() -> None:
         def step(self, action: str) -> float:
             return 1.0
 
-    with pytest.raises(SettingsError, match="NoStep must have a method step, as environments of Gymnasium"):
-        af.envs.from_env(NoStep)
-    with pytest.raises(SettingsError, match="make must be a class or a function that returns an environment, got 'a'"):
-        af.envs.from_env("a")  # type: ignore[arg-type]
     t = await played(af.envs.from_env(lambda: NoStep()), ["a"])
     assert t.reward is None and "NoStep must have a method step" in str(t.error)
     t = await played(af.envs.from_env(Odd), ["a"])
@@ -358,8 +307,7 @@ async def test_openenv() -> None:
     server = uvicorn.Server(uvicorn.Config(create_fastapi_app(Parrot, Say, Heard), port=0, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not server.started:
-        await asyncio.sleep(0.05)
+    await until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     environment = af.envs.from_env(
         lambda: GenericEnvClient(base_url=f"http://127.0.0.1:{port}"),
@@ -370,7 +318,7 @@ async def test_openenv() -> None:
         t = await played(environment, ["hello", "end"])
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(GUARD)
     assert observations(t) == ["HELLO", "END"]
     assert "seed 3" in str(t.messages)
     assert (t.metrics["total"], t.stop) == (1.0, "env_done")

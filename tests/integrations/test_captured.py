@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from agents import agent, tasks
 
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.collate import collate
-from agentfly_kit.errors import AlignmentError
 from agentfly_kit.integrations.captured import captured, from_tokens
 from agentfly_kit.types import Task
 
@@ -35,21 +33,6 @@ def test_interleaved_conversations_keep_their_rows() -> None:
     assert [row.action_mask.tolist() for row in t.rows] == [[False, True, False, True], [False, True, True]]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ({"prompt_ids": [1], "ids": [2]}, "must have 'prompt_ids', 'ids' and 'logprobs'"),
-        ({"prompt_ids": [1], "ids": [2], "logprobs": [-1.0], "text": "a"}, "got ids, logprobs, prompt_ids, text"),
-        ({"prompt_ids": [1], "ids": [2], "logprobs": []}, "one entry per id"),
-    ],
-)
-def test_malformed_calls_are_rejected(call: dict[str, Any], message: str) -> None:
-    with pytest.raises(AlignmentError, match=message):
-        captured([call], task=TASK)
-    with pytest.raises(AlignmentError, match="at least one call"):
-        captured([], task=TASK)
-
-
 async def test_arrays_of_a_rollout_give_the_same_batch() -> None:
     rollout = await agent().rollout(tasks(4), 4)
     again = Rollout.from_trajectories(
@@ -60,9 +43,3 @@ async def test_arrays_of_a_rollout_give_the_same_batch() -> None:
     first, second = (collate(list(r), values) for r in (rollout, again))
     for name in ("ids", "mask", "advantages"):
         np.testing.assert_array_equal(np.asarray(getattr(first, name)), np.asarray(getattr(second, name)), name)
-
-
-@pytest.mark.parametrize("mask", [[1, 1, 0], [0, 0, 0], [0, 1]])
-def test_arrays_must_agree(mask: list[int]) -> None:
-    with pytest.raises(AlignmentError, match="mask"):
-        from_tokens([1, 2, 3], mask, [0.0, -1.0, 0.0], task=TASK)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from test_engine_vllm import gaps
 from test_fleet import nudge, states
 from test_server_updates import PolicyServer
 from test_trainer import SMALL, learner, numbers, small
+from waiting import GUARD, blocking_until
 
 import agentfly_kit as af
 from agentfly_kit.advantages import grpo
@@ -104,24 +104,16 @@ def test_workers_need_a_connection() -> None:
 
 
 def start_cluster() -> Any:
-    """Start three nodes and connect to them. Ray gives its own agent 15 s, too little on a busy machine, so retry."""
+    """Start three nodes and connect to them."""
     from ray.cluster_utils import Cluster
 
     settings = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False}
-    for attempt in range(4):
-        cluster = Cluster()
-        try:
-            for _ in range(3):
-                cluster.add_node(**settings)
-            ray.init(address=cluster.address, log_to_driver=False)
-            return cluster
-        except Exception:
-            ray.shutdown()
-            cluster.shutdown()
-            if attempt == 3:
-                raise
-            time.sleep(10)
-    raise AssertionError("unreachable")
+    cluster = Cluster()
+    for _ in range(3):
+        cluster.add_node(wait=False, **settings)  # would wait for 30 s only
+    cluster.wait_for_nodes(GUARD)
+    ray.init(address=cluster.address, log_to_driver=False)
+    return cluster
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +124,10 @@ def cluster() -> Iterator[Any]:
     modules = [str(folder) for folder in (here, here.parent, here.parent / "trainer", here.parent / "engines")]
     os.environ |= {
         "PYTHONPATH": os.pathsep.join(modules), "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_agent_register_timeout_ms": "120000", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Time limits for the start of Ray's own processes.
+        "RAY_agent_register_timeout_ms": f"{GUARD * 1000:.0f}", "RAY_worker_register_timeout_seconds": f"{GUARD:.0f}",
+        "RAY_gcs_server_port_wait_time_s": f"{GUARD:.0f}",
     }  # fmt: skip
     (Path(folder) / "ray").mkdir()
     cluster = start_cluster()
@@ -416,7 +411,7 @@ def test_a_closure_of_a_notebook_travels(cluster: Any) -> None:
             environment = os.environ | {"RAY_ADDRESS": cluster.address}
             command = [sys.executable, "-c", code]
             done = await asyncio.to_thread(
-                subprocess.run, command, env=environment, capture_output=True, text=True, timeout=300
+                subprocess.run, command, env=environment, capture_output=True, text=True, timeout=GUARD
             )
             same(await running, await given.rollout(tasks(4), 4))
             return done
@@ -444,10 +439,7 @@ def test_close_leaves_no_process(cluster: Any) -> None:
     assert all(Path(f"/proc/{pid}").exists() for pid in pids)
     workers.close()
     workers.close()
-    deadline = time.monotonic() + 60
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not any(alive(pid) for pid in pids)
+    blocking_until(lambda: not any(alive(pid) for pid in pids))
     with pytest.raises(SettingsError, match="these workers are closed"):
         scripted(["x"]).rollout(tasks(1), workers=workers)
     assert repr(workers) == "Workers(closed)"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -116,27 +115,3 @@ def test_tables_in_memory_and_rewards() -> None:
     assert [t.reward for t in af.read_rollouts(table, reward="short")] == [0.5, 0.5, None]
     with pytest.raises(TaskError, match=r"rows, row 0: the reward column 'prize' must be a number; .* exact, short"):
         af.read_rollouts(table, reward="prize")
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "at least one row"),
-        ([1], "row 0: a row must be an object, got 1"),
-        ([{"question": "a"}], r"row 0: a row must have the columns .* got question"),
-        ([{"prompt": 3, "completion": "a"}], "must be a string or a list of messages, got 3"),
-        ([{"prompt": "a", "completion": [{"content": "a"}]}], "must be a string or a list of messages"),
-        (
-            [{"messages": [{"role": "assistant", "content": "a"}]}],
-            "must begin with a message that is not the assistant's",
-        ),
-        ([{"traces": [{"nodes": []}]}], "the verifiers trace is damaged or has an unsupported version .KeyError"),
-        ([{"traces": [{"task": {"data": {}}, "nodes": [{"parent": 0}]}]}], "the parent of a node must precede it"),
-        ([{"messages": []}], "must begin with"),
-        ("missing.jsonl", "no such file or folder"),
-        (".", r"must contain .parquet or .jsonl files, got none"),
-    ],
-)
-def test_other_files_are_rejected_with_their_location(rows: Any, message: str) -> None:
-    with pytest.raises(TaskError, match=message):
-        af.read_rollouts(rows)

@@ -11,7 +11,9 @@ import textwrap
 import pytest
 from agents import chat
 from levels import few
+from patience import printed, time_out
 from test_sandbox_python import nothing_left  # noqa: F401  (nothing_left is a fixture)
+from waiting import GUARD, until
 
 import agentfly_kit as af
 from agentfly_kit.errors import SandboxError, SettingsError
@@ -120,7 +122,7 @@ async def test_run_executes_a_whole_program():
         result = await grader.run("print(input()[::-1])", "abc")
         assert (result.stdout, result.ok) == ("cba\n", True)
         assert "EOFError" in ((await grader.run("input()")).error or "")
-        result = await grader.run("while True: pass", timeout=0.3)
+        result = await grader.run("while True: pass", timeout=0.1)
         assert result.timed_out and not result.ok
         assert (await grader.grade(ADD, TESTS)).passed == 2
 
@@ -193,6 +195,10 @@ CHEATS = {
     "def add(a, b): return Yes()",
 }
 
+# These end or flood every call, so that the form of the test does not matter.
+ENDS = ("exit when called", "sys.exit", "an exception that ends loops", "patched answers", "an exit handler")
+ENDS += ("deep", "long", "no text", "floods", "an interrupt")
+
 
 async def test_cheating_submissions_pass_no_test():
     tests = [
@@ -206,29 +212,48 @@ async def test_cheating_submissions_pass_no_test():
     ]
     async with af.Grader() as grader:
         for name, cheat in CHEATS.items():
-            grade = await grader.grade(cheat, tests, timeout=2.0)
-            assert passed(grade) == [False] * len(tests), (name, grade.verdicts)
+            chosen = tests[:2] if name in ENDS else tests
+            grade = await grader.grade(cheat, chosen, timeout=2.0)
+            assert passed(grade) == [False] * len(chosen), (name, grade.verdicts)
         assert (await grader.grade(ADD, tests)).ok
 
 
-async def test_time_and_memory_limits_apply():
-    for source, limit in [
-        ("def add(a, b):\n    while True: pass", "time"),
-        ("import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ndef add(a, b): time.sleep(100)", "time"),
-        ("def add(a, b): return len(bytearray(2**30))", "memory"),
-        (
-            "import __main__\n_real = __main__._agentfly['handle']\n"
-            "def _stall(self, *a):\n    import time\n    time.sleep(100)\n"
-            "__main__._agentfly['ReplyBuffer'].chunk = _stall\ndef add(a, b): return 3",
-            "time",
-        ),
-    ]:
-        began = asyncio.get_running_loop().time()
-        grade = await graded(source, "assert add(1, 2) == 3", "assert True", timeout=0.5)
-        assert passed(grade) == [False, "_stall" not in source], (source, grade.verdicts)
-        assert grade.verdicts[0].limit == limit, (source, grade.verdicts)
-        assert asyncio.get_running_loop().time() - began < 60
-    many = await graded("def add(a, b):\n    while True: pass", *["assert add(1, 2) == 3"] * 50, timeout=0.5, total=1.0)
+STALL = """
+import __main__, time
+def _stall(self, *a):
+    print("begun", flush=True)
+    time.sleep(1000)
+__main__._agentfly['ReplyBuffer'].chunk = _stall
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "def add(a, b):\n    print('begun', flush=True)\n    time.sleep(1000)",
+        "def add(a, b):\n    print('begun', flush=True)\n    while True: pass",
+        STALL,
+    ],
+    ids=["ignores interrupts", "endless", "does not answer"],
+)
+async def test_a_time_limit_applies_to_one_test(source: str):
+    async with af.Grader() as grader:
+        stalls = source == STALL
+        task = asyncio.create_task(
+            grader.grade(source, ["assert add(1, 2) == 3", *([] if stalls else ["assert True"])])
+        )
+        await until(lambda: printed(grader._work))
+        time_out(grader._work)
+        grade = await task
+        assert passed(grade) == [False, *([] if stalls else [True])]
+        assert grade.verdicts[0].limit == "time"
+
+
+async def test_memory_limit_and_time_limit_of_all_tests():
+    grade = await graded("def add(a, b): return len(bytearray(2**30))", "assert add(1, 2) == 3", "assert True")
+    assert (passed(grade), grade.verdicts[0].limit) == ([False, True], "memory")
+    many = await graded("def add(a, b):\n    while True: pass", *["assert add(1, 2) == 3"] * 50, timeout=0.3, total=0.5)
     assert passed(many) == [False] * 50 and "all tests" in (many.verdicts[-1].error or "")
 
 
@@ -284,17 +309,15 @@ async def test_tests_cannot_be_read(level: str):
         control = await grader.grade(
             SPY + "\nleft = 'the answer' + ' is 84'\nheld = [left]",
             ["assert add(1, 2) != 'nothing found'"],
-            timeout=60.0,
         )
         assert control.ok, ("it finds what is there to be found", control.verdicts)
         grade = await grader.grade(
             SPY,
             [f"expected = {SECRET!r}\ngot = add(1, 2)\nassert got == 'nothing found' and expected, got"],
             setup=f"answer = {SECRET!r}",
-            timeout=60.0,
         )
         assert grade.ok, grade.verdicts
-        program = await grader.grade(SPY + "\nprint(add(1, 2))", [("", SECRET), ("", "nothing found")], timeout=60.0)
+        program = await grader.grade(SPY + "\nprint(add(1, 2))", [("", SECRET), ("", "nothing found")])
         assert passed(program) == [False, True]
 
 
@@ -327,8 +350,8 @@ async def test_a_reward_uses_a_grader_besides_the_chains_sandbox(nothing_left: N
     pools = [af.Pool(af.PythonSandbox, size=2), af.Pool(af.Grader, size=2)]
     engine = af.ScriptedEngine([spoil, ADD])
     agent = af.Agent(engine, chat=chat(), tools=[af.toolbox.python], reward=solved, pools=pools, max_turns=4)
-    rollout = await agent.rollout([task], group_size=6)
-    assert [trajectory.reward for trajectory in rollout.trajectories] == [2 / 3] * 6
+    rollout = await agent.rollout([task], group_size=3)
+    assert [trajectory.reward for trajectory in rollout.trajectories] == [2 / 3] * 3
     assert repr(pools[1]).startswith("<Pool Grader 0 leased, ")
     for pool in pools:
         await pool.close()
@@ -337,8 +360,9 @@ async def test_a_reward_uses_a_grader_besides_the_chains_sandbox(nothing_left: N
 async def test_close_cancel_and_kill(nothing_left: None):  # noqa: F811
     pool = af.Pool(af.Grader, size=1)
     lease = await pool.acquire()
-    loop = asyncio.ensure_future(lease.sandbox.grade("def add(a, b):\n    while True: pass", TESTS, timeout=100))
-    await asyncio.sleep(0.3)
+    endless = "def add(a, b):\n    print('begun', flush=True)\n    while True: pass"
+    loop = asyncio.ensure_future(lease.sandbox.grade(endless, TESTS))
+    await until(lambda: printed(lease.sandbox._work))
     with pytest.raises(SettingsError, match="already grading"):
         await lease.sandbox.grade(ADD, TESTS)
     loop.cancel()
@@ -410,12 +434,13 @@ async def test_grading_on_a_remote_pool_is_hidden_from_the_policy(level: str):
                 final or "",
                 [f"expected = {SECRET!r}\ngot = add(1, 2)\nassert got == 'nothing found' and expected, got"],
                 setup=f"answer = {SECRET!r}",
-                timeout=60.0,
+                timeout=GUARD,
+                total=GUARD,
             )
             assert isinstance(grade, Grade) and grade.error is None, grade
             after = await looked(sandbox)
             rounds.append(after[len(before) :])
-            await sandbox.run(f"open('note', 'w').write({SECRET!r})")
+            await sandbox.run(f"open('note', 'w').write({SECRET!r})", GUARD)
             rounds.append((await looked(sandbox))[len(after) :])
             return grade.share
 
@@ -423,7 +448,7 @@ async def test_grading_on_a_remote_pool_is_hidden_from_the_policy(level: str):
             """Return what the background process has written, after two more rounds."""
             texts: list[str] = []
             while len(texts) < 2 or len(texts[-1]) < len(texts[0]) + 2:
-                texts.append((await sandbox.run("open('rounds').read()")).value or "")
+                texts.append((await sandbox.run("open('rounds').read()", GUARD)).value or "")
                 await asyncio.sleep(0.02)
             return texts[-1].strip("'")
 
@@ -443,11 +468,12 @@ async def test_grading_on_a_remote_pool_is_hidden_from_the_policy(level: str):
             assert "x" in rounds[1]
 
             async with graders.lease("me") as grader:
-                grade = await grader.grade(ADD, [*TESTS, ("1", "")], setup="import os\nleft = os.getpid()")
+                patient = {"timeout": GUARD, "total": GUARD}
+                grade = await grader.grade(ADD, [*TESTS, ("1", "")], setup="import os\nleft = os.getpid()", **patient)
                 assert passed(grade) == [True, True, False, True] and "assert add(1, 2) == 4" in grade.verdicts[2].error
                 given = {"data.txt": "5"}
                 five = "def add(a, b): return int(open('data.txt').read())"
-                assert (await grader.grade(five, ["assert add(1, 2) == 5"], files=given)).ok
+                assert (await grader.grade(five, ["assert add(1, 2) == 5"], files=given, **patient)).ok
                 with pytest.raises(SettingsError, match="in a remote call"):
                     await grader.grade(five, ["assert add(1, 2) == 5"], files="/etc")
     finally:

@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from unittest import mock
@@ -26,6 +25,7 @@ import pytest
 import pytest_asyncio
 from levels import MARKS
 from test_sandbox_python import below
+from waiting import GUARD, until
 
 from agentfly_kit.errors import SandboxError
 from agentfly_kit.pool.pool import Pool
@@ -61,7 +61,7 @@ def attempt(call, *arguments):
 """
 
 
-async def attack(sandbox: PythonSandbox, code: str, timeout: float = 10.0) -> SandboxResult:
+async def attack(sandbox: PythonSandbox, code: str, timeout: float = GUARD) -> SandboxResult:
     """Run code, which may call `attempt`, and check that the sandbox is still usable."""
     result = await sandbox.run(ATTEMPT + textwrap.dedent(code), timeout=timeout)
     assert (await sandbox.run("6 * 7")).value == "42"
@@ -197,15 +197,15 @@ async def test_sockets_of_the_host(sandbox: PythonSandbox, level: str):
             abstract.listen()
             code = f"""
             import socket
-            def connect(family, address):
+            def connect(family, address, seconds={GUARD}):
                 with socket.socket(family) as s:
-                    s.settimeout(1)
+                    s.settimeout(seconds)
                     s.connect(address)
             [
                 attempt(connect, socket.AF_INET, ('127.0.0.1', {tcp.getsockname()[1]})),
                 attempt(connect, socket.AF_UNIX, {path!r}),
                 attempt(connect, socket.AF_UNIX, '\\0agentfly-test-{os.getpid()}'),
-                attempt(connect, socket.AF_INET, ('192.0.2.1', 80)),
+                attempt(connect, socket.AF_INET, ('192.0.2.1', 80), 1),
                 attempt(connect, 40, (2, 80)),
             ]
             """
@@ -246,9 +246,7 @@ async def test_the_loopback_of_the_sandbox(sandbox: PythonSandbox, level: str):
 @every_level
 async def test_network_access_if_requested(level: str):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        code = (
-            f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), timeout=2).fileno() > 0"
-        )
+        code = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]})).fileno() > 0"
         async with PythonSandbox(isolation=level, network=True) as sandbox:
             assert (await attack(sandbox, code)).value == "True"
             if level == "landlock":
@@ -273,9 +271,8 @@ async def test_signals_to_the_host(sandbox: PythonSandbox, level: str):
         assert (await attack(sandbox, code)).value == "[]"
         if level == "strict":  # at landlock, -1 would address all processes of the machine
             await sandbox.run("import os, signal\nos.kill(-1, signal.SIGUSR1)")
-        await asyncio.sleep(0.05)
-        assert got == []
         assert (await sandbox.run("1")).value == "1"
+        assert got == []  # a signal would have been pending since before the answers
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -329,15 +326,13 @@ async def test_fork_bomb(sandbox: PythonSandbox):
     born = 0
     while True:
         if os.fork() == 0:
-            time.sleep(30)
+            time.sleep(1000)
             os._exit(0)
         born += 1
     """
     need_process_limit(sandbox)
-    result = await attack(sandbox, code, timeout=10)
-    assert result.limit == "processes"
-    assert result.error_type == "BlockingIOError"
-    assert not result.died
+    result = await attack(sandbox, code)
+    assert (result.limit, result.error_type, result.died) == ("processes", "BlockingIOError", False)
     born = int((await sandbox.run("born")).value or -1)
     assert 8 <= born <= 16
     # Every child forks too, and none stops when a fork is refused.
@@ -349,12 +344,10 @@ async def test_fork_bomb(sandbox: PythonSandbox):
         except OSError:
             pass
     """
-    began = time.monotonic()
     result = await attack(sandbox, code, timeout=1)
     assert result.limit in ("time", "processes")
-    assert time.monotonic() - began < 6
     await sandbox.reset()
-    assert len(below(sandbox.pid or 0)) <= 2
+    await until(lambda: len(below(sandbox.pid or 0)) <= 2)
 
 
 @every_level
@@ -362,7 +355,7 @@ async def test_threads_are_counted(sandbox: PythonSandbox):
     code = """
     import threading, time
     threading.stack_size(2 ** 16)
-    threads = [threading.Thread(target=time.sleep, args=(30,), daemon=True) for _ in range(100)]
+    threads = [threading.Thread(target=time.sleep, args=(1000,), daemon=True) for _ in range(100)]
     for thread in threads:
         thread.start()
     """
@@ -391,12 +384,15 @@ async def test_memory_bomb(sandbox: PythonSandbox):
     code = """
     import os, time
     x = None
+    reading, writing = os.pipe()
     for _ in range(6):
         if os.fork() == 0:
             x = b'x' * (48 * 2 ** 20)
-            time.sleep(30)
+            os.close(writing)
+            time.sleep(1000)
             os._exit(0)
-    time.sleep(2)
+    os.close(writing)
+    os.read(reading, 1)  # until every child has its memory or has been killed
     """
     for _ in range(2):  # the second kill must be recognized too
         assert (await attack(sandbox, code)).limit == "memory"
@@ -452,7 +448,7 @@ async def test_endless_empty_files(level: str):
     settings = {"isolation": level, "memory_mb": 48, "processes": 16, "disk_mb": 8}
     async with Pool(PythonSandbox, size=1, **settings) as pool:
         async with pool.lease() as sandbox:
-            result = await sandbox.run(textwrap.dedent(code), timeout=100.0)
+            result = await sandbox.run(textwrap.dedent(code), timeout=GUARD)
             expected = "memory" if isolation.hierarchy() else None
             assert result.limit == expected or (expected is None and not result.ok), result
         async with pool.lease() as sandbox:
@@ -478,18 +474,16 @@ async def test_the_interpreters_files_cannot_be_deleted(sandbox: PythonSandbox, 
 
 @every_level
 async def test_endless_loops_in_python_and_in_c(sandbox: PythonSandbox):
-    result = await attack(sandbox, "while True: pass", timeout=0.3)
-    assert (result.timed_out, result.died) == (True, False)
-    result = await attack(sandbox, "import ctypes\nctypes.CDLL(None).pause()", timeout=0.3)
-    assert result.timed_out
+    for code in ("while True: pass", "import ctypes\nctypes.CDLL(None).pause()"):
+        assert (await attack(sandbox, code, timeout=0.1)).timed_out
     endless = "import collections, itertools\ncollections.deque(itertools.repeat(0), maxlen=0)"
-    result = await attack(sandbox, endless, timeout=0.3)  # C code that does not check for signals
-    assert (result.timed_out, result.died) == (True, True)
+    result = await attack(sandbox, endless, timeout=0.1)  # C code that does not check for signals
+    assert (result.timed_out, result.limit) == (True, "time")
 
 
 @every_level
 async def test_endless_output(sandbox: PythonSandbox):
-    result = await attack(sandbox, "import os\nos.system('yes')", timeout=10)
+    result = await attack(sandbox, "import os\nos.system('yes')")
     assert (result.limit, result.truncated, len(result.stdout)) == ("output", True, sandbox.max_output)
     code = "import subprocess, sys\nprint('before', flush=True)\nsubprocess.Popen(['yes'], stdout=sys.stdout)\n'here'"
     result = await attack(sandbox, code)
@@ -509,13 +503,13 @@ async def test_forged_replies(sandbox: PythonSandbox):
         "s.send(json.dumps({'id': 10 ** 9, 'value': 'early'}).encode() + b'\\n')",
         's.send(b\'{"id": [], "error": {}, "value": 7, "limit": "nonsense"}\\n\')',
     ):
-        result = await sandbox.run(find + lie, timeout=3)
+        result = await sandbox.run(find + lie)
         assert isinstance(result, SandboxResult), lie
         assert (await sandbox.run("6 * 7")).value == "42", lie
     # With a known call id, which is random otherwise.
     lie = {"id": 77, "value": 7, "error": ["no text"], "type": None, "truncated": 3, "limit": "nonsense"}
     with mock.patch("agentfly_kit.sandboxes.sandbox.secrets.randbits", return_value=77):
-        result = await sandbox.run(f"{find}s.send(json.dumps({lie!r}).encode() + b'\\n')", timeout=3)
+        result = await sandbox.run(f"{find}s.send(json.dumps({lie!r}).encode() + b'\\n')")
     assert (result.value, result.error, result.limit) == (None, None, None)
     await sandbox.reset()
     assert (await sandbox.run("6 * 7")).value == "42"
@@ -653,18 +647,21 @@ import asyncio, os, sys
 sys.path.insert(0, sys.argv[1])
 from agentfly_kit.errors import SandboxError
 from agentfly_kit.sandboxes import PythonSandbox
+from agentfly_kit.sandboxes import sandbox as limits
 from agentfly_kit.sandboxes.host import isolation
+limits.CONTROL_SECONDS = 300  # and no call has a shorter limit, since the machine may be slow
+PythonSandbox.run.__defaults__ = (300,)
 async def main():
     async with PythonSandbox(isolation=sys.argv[2], processes=12, memory_mb=96) as sandbox:
         print(sandbox.limit_mechanisms["processes"], sandbox.limit_mechanisms["memory_mb"], sep="|")
-        code = "import os, time\\nborn = 0\\nwhile True:\\n    if os.fork() == 0: time.sleep(30)\\n    born += 1"
-        result = await sandbox.run(code, timeout=10)
+        code = "import os, time\\nborn = 0\\nwhile True:\\n    if os.fork() == 0: time.sleep(1000)\\n    born += 1"
+        result = await sandbox.run(code)
         print(result.limit, (await sandbox.run("born")).value, sep="|")
         print((await sandbox.run("x = bytearray(200 * 2 ** 20)")).limit)
         look = "import os\\ntry: seen = open('/etc/passwd')\\nexcept OSError: seen = None\\nos.getuid(), seen"
         print((await sandbox.run(look)).value)
         pid = sandbox.pid
-        crowd = "import os, time\\nfor _ in range(40):\\n    if os.fork() == 0: time.sleep(30)"
+        crowd = "import os, time\\nfor _ in range(40):\\n    if os.fork() == 0: time.sleep(1000)"
         fork = "import os\\nchild = os.fork()\\nif not child: os._exit(0)\\nos.waitpid(child, 0)[1]"
         async with PythonSandbox(isolation=sys.argv[2], processes=64) as other:
             await other.run(crowd)
@@ -697,7 +694,7 @@ def test_without_root_and_without_control_groups(level: str, tmp_path: Path):
         done = subprocess.run(
             ["/usr/bin/python3", "-c", USER, str(package), level],
             user=12345, group=12345, extra_groups=[], cwd="/", env={"PATH": "/usr/bin:/bin"},
-            capture_output=True, text=True, timeout=60,
+            capture_output=True, text=True, timeout=GUARD,
         )  # fmt: skip
     finally:
         shutil.rmtree(package)
@@ -728,7 +725,7 @@ def test_the_filter_is_valid_for_both_machines():
 
 
 FORGE = """
-import json, os, stat, threading, time
+import json, os, stat, threading
 
 def is_socket(fd):
     try:
@@ -738,14 +735,17 @@ def is_socket(fd):
 
 sockets = [fd for fd in range(256) if is_socket(fd)]
 
+called = threading.Event()
+
 def forge():
-    time.sleep(0.2)
+    called.wait()
     reply = {"value": "'forged'", "error": None, "type": None, "truncated": False, "limit": None}
     for number in range(200):
         for fd in sockets:
             os.write(fd, json.dumps({"id": number, **reply}).encode() + bytes([10]))
 
-threading.Thread(target=forge, daemon=True).start()
+forger = threading.Thread(target=forge, daemon=True)
+forger.start()
 len(sockets)
 """
 
@@ -754,5 +754,5 @@ len(sockets)
 async def test_a_background_thread_cannot_forge_the_next_reply(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
         assert (await sandbox.run(FORGE)).value not in (None, "0")
-        result = await sandbox.run("time.sleep(0.6)\n'true'")
+        result = await sandbox.run("called.set()\nforger.join()\n'true'")
         assert result.value == "'true'"

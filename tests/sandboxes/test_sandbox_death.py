@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from levels import few
-from test_sandbox_python import nothing_left  # noqa: F401  (nothing_left is a fixture)
+from patience import begun, time_out
+from test_sandbox_python import IGNORES_INTERRUPTS, below, nothing_left, runs  # noqa: F401  (nothing_left is a fixture)
+from waiting import GUARD, blocking_until, until
 
 from agentfly_kit.errors import SandboxError
 from agentfly_kit.sandboxes import FileSandbox, PythonSandbox, ShellSandbox, SQLSandbox
 from agentfly_kit.sandboxes.host import isolation, limits
 from agentfly_kit.sandboxes.host.limits import Hierarchy
-
-IGNORES_INTERRUPTS = "while True:\n    try:\n        import time; time.sleep(9)\n    except BaseException: pass"
 
 
 @pytest.fixture(params=few("strict", "none"))
@@ -26,29 +26,30 @@ def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def block_the_loop() -> None:
-    time.sleep(0.2)
+WAITS_FOR_A_SIGNAL = "import os, signal\nsignal.signal(signal.SIGUSR1, lambda *_: os._exit(0))\n5"
 
 
 @pytest.mark.parametrize("blocked", ["during the call", "between the calls", "not at all"])
 async def test_an_interpreter_that_ends_after_its_answer_is_reported_by_the_next_call(level: str, blocked: str):
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("open('kept', 'w').close()")
-        call = asyncio.ensure_future(
-            sandbox.run("import os, threading\nthreading.Timer(0.03, os._exit, (0,)).start()\n5")
-        )
+        (interpreter,) = [pid for pid in below(sandbox.pid or 0) if not below(pid)]
+        call = asyncio.ensure_future(sandbox.run(WAITS_FOR_A_SIGNAL))
         if blocked == "during the call":
+            await until(lambda: sandbox._watches)
+            assert sandbox._replies is not None
             await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            block_the_loop()
-        assert (await call).value == "5"
-        if blocked == "between the calls":
-            block_the_loop()
+            assert select.select([sandbox._replies.socket], [], [], GUARD)[0]
         else:
-            await asyncio.sleep(0.2)
-        result = await sandbox.run("6 * 7", timeout=2)
+            assert (await call).value == "5"
+        os.kill(interpreter, signal.SIGUSR1)
+        if blocked == "not at all":
+            await until(lambda: not runs(interpreter))
+        else:
+            blocking_until(lambda: not runs(interpreter))
+        assert (await call).value == "5"
+        result = await sandbox.run("6 * 7")
         assert (result.error, result.died, result.limit) == ("the interpreter exited with status 0", True, None)
-        assert result.seconds < 1
         assert (await sandbox.run("import os; os.listdir()")).value == "['kept']"
 
 
@@ -57,19 +58,19 @@ async def test_an_interpreter_that_ends_after_its_answer_is_reported_by_the_next
 async def test_timers_end_with_their_call(level: str, timer: str, handler: str):
     name = {"ITIMER_REAL": "SIGALRM", "ITIMER_VIRTUAL": "SIGVTALRM", "ITIMER_PROF": "SIGPROF"}[timer]
     async with PythonSandbox(isolation=level) as sandbox:
-        for interval in (0.0001, 0.001, 0.02):
+        for interval in (0.0001, 0.02):
             handled = f"signal.signal(signal.{name}, {handler.replace('SIG', 'signal.SIG')})"
             await sandbox.run(f"import signal\n{handled}\nsignal.setitimer(signal.{timer}, {interval}, {interval})")
-            for _ in range(3):
+            for _ in range(2):
                 result = await sandbox.run("sum(range(10 ** 6))")
                 assert (result.value, result.error) == ("499999500000", None)
 
 
-async def test_a_blocked_or_ignored_interrupt_stops_the_next_call_all_the_same():
+async def test_a_blocked_or_ignored_interrupt_stops_the_next_call_all_the_same(never_killed: None):
     async with PythonSandbox(isolation="none") as sandbox:
         await sandbox.run("import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))")
         await sandbox.run("signal.signal(signal.SIGINT, signal.SIG_IGN)\nx = 1")
-        result = await sandbox.run("while True: pass", timeout=0.2)
+        result = await sandbox.run("while True: pass", timeout=0.1)
         assert (result.timed_out, result.died) == (True, False)
         assert (await sandbox.run("x")).value == "1"
 
@@ -82,7 +83,9 @@ async def test_files_that_are_lost_with_the_sandbox_are_reported(level: str, mon
         command = sandbox._command
         monkeypatch.setattr(sandbox, "_command", lambda op, *more: op == "kill" or command(op, *more))
         monkeypatch.setattr("agentfly_kit.sandboxes.call.CONTROL_SECONDS", 0.1)
-        result = await sandbox.run(IGNORES_INTERRUPTS, timeout=0.1)
+        call = await begun(sandbox, IGNORES_INTERRUPTS)
+        time_out(sandbox)
+        result = await call
         monkeypatch.undo()
         assert (result.limit, result.died, result.files_lost) == ("time", True, True)
         assert result.text.endswith("[the sandbox was restarted: variables and files are lost]")
@@ -147,16 +150,18 @@ async def test_without_control_groups_the_machines_counter_decides(machine_kills
 ENDED = "the sandbox was ended by its own code"
 
 
-@pytest.mark.parametrize("delay", ["", "sleep 0.1; "])
-async def test_without_isolation_code_that_kills_its_sandbox_is_scored(delay: str):
+@pytest.mark.parametrize("later", [False, True])
+async def test_without_isolation_code_that_kills_its_sandbox_is_scored(later: bool, tmp_path: Path):
     """If the chain were unscored, a policy could escape a bad reward by killing its zygote, during or between calls."""
     async with PythonSandbox(isolation="none") as sandbox:
         await sandbox.run("import os, subprocess\nopen('lost', 'w').close()")
-        kill = f"subprocess.Popen(['sh', '-c', f'{delay}kill -9 {{os.getppid()}}'])"
-        result = await sandbox.run(f"{kill}\n" + ("" if delay else "import time; time.sleep(5)"))
-        if delay:
+        wait = f"until [ -e {tmp_path}/go ]; do sleep 0.01; done; " if later else ""
+        kill = f"subprocess.Popen(['sh', '-c', f'{wait}kill -9 {{os.getppid()}}'])"
+        result = await sandbox.run(f"{kill}\n" + ("" if later else "import time; time.sleep(1000)"))
+        if later:
             assert result.ok
-            await asyncio.sleep(0.4)
+            (tmp_path / "go").touch()
+            await until(lambda: not sandbox.alive)
             result = await sandbox.run("os.listdir()")
         assert (result.error, result.died, result.files_lost) == (ENDED, True, True)
         assert (await sandbox.run("import os; os.listdir()")).value == "[]"
@@ -174,8 +179,7 @@ async def test_every_kind_of_sandbox_reports_its_lost_files():
         for sandbox in (shell, sql, files):
             assert sandbox.pid is not None
             os.kill(sandbox.pid, signal.SIGKILL)
-            while sandbox.alive:
-                await asyncio.sleep(0.001)
+        await until(lambda: not (shell.alive or sql.alive or files.alive))
         assert (await shell.run("echo $A")).text.endswith("the shell's variables and all files are lost]")
         assert "restored to its initial state" in (await sql.run("SELECT * FROM t")).text
         assert (await sql.run("SELECT * FROM t")).rows == ()

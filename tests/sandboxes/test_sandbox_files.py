@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from test_sandbox_python import nothing_left  # noqa: F401  (nothing_left is a fixture)
+from waiting import until
 
 from agentfly_kit import toolbox
-from agentfly_kit.errors import SandboxError, SettingsError, ToolError
+from agentfly_kit.errors import SandboxError, ToolError
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.sandboxes import FileSandbox, ShellSandbox
 from agentfly_kit.tools.context import Context
@@ -113,7 +114,7 @@ async def test_a_read_is_never_silently_truncated():
         assert await sandbox.read("odd.txt") == text, (
             "an answer longer than one line of the interpreter comes in pieces"
         )
-        await sandbox.run("for i in $(seq 1200); do : > f$i; done", timeout=30)
+        await sandbox.run("for i in $(seq 1200); do : > f$i; done")
         names = await sandbox.list()
         assert (len(names), names[-1]) == (1001, "... and 202 more")
 
@@ -143,10 +144,9 @@ async def test_paths_outside_the_folder_are_refused(level: str, tmp_path: Path, 
             with pytest.raises(ToolError):
                 await call
         if kind in ("parent", "link folder", "link of links"):
-            with pytest.raises(ToolError, match="is outside the working folder"):
-                await sandbox.read(path)
-            with pytest.raises(ToolError, match="is outside the working folder"):
-                await sandbox.list(os.path.dirname(path))
+            for refused in (sandbox.read(path), sandbox.list(os.path.dirname(path))):
+                with pytest.raises(ToolError, match="is outside the working folder"):
+                    await refused
         assert secret.read_text() == "the host's"
         assert (await sandbox.run("cd; cat outside.txt")).stdout == "outside\n"
         if kind != "folder replaced":
@@ -169,14 +169,14 @@ async def test_a_concurrently_swapped_link_is_not_followed():
             "echo outside > ../x; (while true; do mv d e; ln -s .. d; rm d; mv e d; done) >/dev/null 2>&1 &"
         )
         refused = 0
-        for i in range(150):
+        for i in range(100):
             try:
                 await sandbox.write("d/x", f"inside {i}")
                 assert "outside" not in await sandbox.read("d/x")
             except ToolError:
                 refused += 1
         assert (await sandbox.run("cat ../x")).stdout == "outside\n"
-        assert refused < 150
+        assert refused < 100
 
 
 async def test_devices_and_pipes_are_refused(level: str):
@@ -198,10 +198,10 @@ async def test_a_full_disk_keeps_the_old_file():
         assert await sandbox.list() == ("a",), "no half a file is left either"
 
 
-async def test_grep_has_a_time_limit():
+async def test_grep_has_a_time_limit(never_killed: None):
     async with FileSandbox(isolation="none", files={"a": "a" * 40 + "b"}) as sandbox:
-        with pytest.raises(ToolError, match=r"grep took more than 0\.3 s and was stopped"):
-            await asyncio.wait_for(sandbox._request("grep", 0.3, pattern="(a+)+$", path=".", max_matches=1), 20)
+        with pytest.raises(ToolError, match=r"grep took more than 0\.1 s and was stopped"):
+            await sandbox._request("grep", 0.1, pattern="(a+)+$", path=".", max_matches=1)
         assert await sandbox.read("a") == "a" * 40 + "b"
 
 
@@ -230,28 +230,12 @@ async def test_initial_files_from_a_folder(level: str, tmp_path: Path):
     assert (tmp_path / "run.sh").read_text() == "#!/bin/sh\necho ran\n"
 
 
-@pytest.mark.parametrize("path", ["", "/abs", "../out", "a/../../b", "a/", "a\0"])
-def test_paths_of_initial_files_stay_in_the_folder(path: str):
-    with pytest.raises(SettingsError, match="must have paths within"):
-        FileSandbox(files={path: "x"})
-
-
-def test_invalid_initial_files():
-    with pytest.raises(SettingsError, match="must be str or bytes, got int"):
-        FileSandbox(files={"a": 1})  # type: ignore[dict-item]
-    with pytest.raises(SettingsError, match="must be an existing folder"):
-        FileSandbox(files="/nowhere/at/all")
-
-
 async def test_files_survive_the_interpreter_only(level: str):
     async with FileSandbox(isolation=level, files=SEED) as sandbox:
         await sandbox.run("kill -9 $PPID; sleep 1")
         assert await sandbox.read("README.md") == "# Title\n"
         os.kill(sandbox.pid or 0, 9)
-        for _ in range(200):
-            if not sandbox.alive:
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: not sandbox.alive)
         error, text = (ToolError, "ended by its own code") if level == "none" else (SandboxError, "ended from outside")
         with pytest.raises(error, match=text):
             await sandbox.read("README.md")
@@ -305,16 +289,12 @@ async def test_a_fork_has_files_shell_and_nothing_in_common(level: str):
         assert await two.list() == ("README.md", "data.bin", "src/", "src/main.py")
 
 
-async def test_a_call_after_a_cancelled_one(level: str):
+async def test_a_call_after_a_cancelled_one(level: str, never_killed: None):
     async with FileSandbox(isolation=level, files=SEED) as sandbox:
-        for i in range(20):
+        for i in range(0, 20, 2):
             writing = asyncio.create_task(sandbox.write("a.txt", f"{i} " * 20_000))
             await asyncio.sleep(i / 4000)
             writing.cancel()
-            try:
-                await writing
-            except asyncio.CancelledError:
-                pass
+            await asyncio.wait([writing])
             assert await sandbox.read("README.md") == "# Title\n"
-        extra = set(await sandbox.list()) - {"README.md", "data.bin", "src/", "src/main.py", "a.txt"}
-        assert not extra
+        assert set(await sandbox.list()) <= {"README.md", "data.bin", "src/", "src/main.py", "a.txt"}

@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import gc
 import os
+import select
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
-import time
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,9 +18,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from levels import LANDLOCK, STRICT, few
+from patience import begun, time_out
 from processes import running
+from waiting import GUARD, blocking_until, until
 
-from agentfly_kit.errors import IsolationError, IsolationWarning, SandboxError, SettingsError
+from agentfly_kit.errors import IsolationError, IsolationWarning, SandboxError
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.sandboxes import PythonSandbox, sandbox_report
 from agentfly_kit.sandboxes.host import commands, isolation, limits
@@ -62,6 +63,14 @@ def groups(pid: int) -> list[Path]:
     return [folder for root in roots for folder in root.glob(f"agentfly-{pid}-*")]
 
 
+def no_groups(pid: int) -> bool:
+    """Remove the control groups of a process that has ended, as the next process does. Return True if none is left."""
+    hierarchy = isolation.hierarchy()
+    if hierarchy is not None:
+        limits.remove_orphans(hierarchy)
+    return not groups(pid)
+
+
 def scratch(pid: int) -> set[Path]:
     return set(Path(os.environ.get("TMPDIR", "/tmp")).glob(f"agentfly-sandbox-{pid}-*"))
 
@@ -72,14 +81,9 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     before = files(), scratch(os.getpid())
     yield
     gc.collect()
-    deadline = time.monotonic() + 5
-    while zygotes() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not zygotes(), "a process was left"
-    assert not groups(os.getpid()), "a control group was left"
-    assert scratch(os.getpid()) <= before[1], "a folder was left"
+    blocking_until(lambda: not zygotes() and not groups(os.getpid()) and scratch(os.getpid()) <= before[1])
     if "a_kernel_that" not in request.node.name:  # zmq keeps some files open in this process
-        assert files() <= before[0], "a file descriptor was left"
+        blocking_until(lambda: files() <= before[0])
 
 
 async def _warm_up() -> None:
@@ -115,8 +119,7 @@ async def test_value_output_and_error(level: str):
         )
         result = await sandbox.run("if True print(1)")
         assert result.error_type == "SyntaxError"
-        assert result.error is not None
-        assert "zygote" not in result.error
+        assert result.error is not None and "zygote" not in result.error
         assert (await sandbox.run("")).ok
         assert (await sandbox.run("'é\\ud800'")).value is not None
 
@@ -150,9 +153,8 @@ async def test_truncated_output(level: str):
         assert result.ok
         assert result.text.endswith("[output cut off]")
         assert not (await sandbox.run("print('a' * 500)")).truncated
-        result = await sandbox.run("while True: print('x' * 100)", timeout=5)
+        result = await sandbox.run("while True: print('x' * 100)")
         assert result.limit == "output"
-        assert result.seconds < 3
 
 
 async def test_a_closed_stdout_is_reopened(sandbox: PythonSandbox):
@@ -169,38 +171,42 @@ async def test_a_forked_child_does_not_answer(sandbox: PythonSandbox):
 
 async def test_a_large_cell_and_concurrent_calls(sandbox: PythonSandbox):
     text = "é" * 2_000_000
-    assert (await sandbox.run(f"s = '{text}'\nlen(s)", timeout=20)).value == "2000000"
+    assert (await sandbox.run(f"s = '{text}'\nlen(s)")).value == "2000000"
     results = await asyncio.gather(*(sandbox.run(f"x = {i}\nx") for i in range(20)))
     assert [result.value for result in results] == [str(i) for i in range(20)]
 
 
 # --- timeouts and exits ---------------------------------------------------------------------------
 
+IGNORES_INTERRUPTS = """
+import signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print('begun', flush=True)
+while True:
+    time.sleep(9)
+"""
 
-async def test_a_timeout_keeps_the_variables(sandbox: PythonSandbox):
+
+async def test_a_timeout_keeps_the_variables(sandbox: PythonSandbox, never_killed: None):
     await sandbox.run("x = 5")
-    result = await sandbox.run("print('begun')\nx = 6\nwhile True: pass", timeout=0.2)
+    result = await sandbox.run("while True: pass", timeout=0.1)
+    assert result.timed_out and result.seconds >= 0.1
+    call = await begun(sandbox, "x = 6\nprint('begun', flush=True)\nwhile True: pass")
+    time_out(sandbox)
+    result = await call
     assert (result.timed_out, result.died, result.limit) == (True, False, "time")
-    assert result.stdout == "begun\n"
-    assert result.error_type == "KeyboardInterrupt"
-    assert 0.2 <= result.seconds < 0.7
+    assert (result.stdout, result.error_type) == ("begun\n", "KeyboardInterrupt")
     assert (await sandbox.run("x")).value == "6"
 
 
 async def test_code_that_ignores_the_interrupt_is_killed(sandbox: PythonSandbox):
     await sandbox.run("open('kept.txt', 'w').write('file')\nx = 5")
-    code = """
-    import time
-    print('begun', flush=True)
-    while True:
-        try: time.sleep(9)
-        except BaseException: pass
-    """
-    code = textwrap.dedent(code)
-    result = await sandbox.run(code, timeout=0.2)
+    call = await begun(sandbox, IGNORES_INTERRUPTS)
+    time_out(sandbox)
+    result = await call
     assert (result.timed_out, result.died, result.limit) == (True, True, "time")
     assert result.stdout == "begun\n"
-    assert "killed: it ran for more than 0.2 s" in (result.error or "")
+    assert f"killed: it ran for more than {GUARD:g} s" in (result.error or "")
     assert (await sandbox.run("x")).error_type == "NameError"
     assert (await sandbox.run("open('kept.txt').read()")).value == "'file'"
 
@@ -216,7 +222,7 @@ async def test_code_that_ignores_the_interrupt_is_killed(sandbox: PythonSandbox)
 )
 async def test_death_is_reported_and_the_next_call_works(level: str, code: str, error: str):
     async with PythonSandbox(isolation=level, memory_mb=128) as sandbox:
-        result = await sandbox.run(code, timeout=10)
+        result = await sandbox.run(code)
         assert (result.died, result.timed_out, result.ok) == (True, False, False)
         assert error in (result.error or "")
         assert sandbox.alive
@@ -236,12 +242,11 @@ async def test_a_sandbox_killed_from_outside_raises(level: str):
     could have killed the sandbox."""
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("x = 1")
-        call = asyncio.ensure_future(sandbox.run("while True: pass", timeout=20))
-        await asyncio.sleep(0.1)
+        call = await begun(sandbox, "print('begun', flush=True)\nwhile True: pass")
         assert sandbox.pid is not None
         os.kill(sandbox.pid, signal.SIGKILL)
         with pytest.raises(SandboxError, match="ended from outside, and the variables"):
-            await asyncio.wait_for(call, 5)
+            await call
         assert not sandbox.alive
         with pytest.raises(SandboxError, match="ended from outside"):
             await sandbox.run("x")
@@ -249,18 +254,16 @@ async def test_a_sandbox_killed_from_outside_raises(level: str):
         assert (await sandbox.run("x")).error_type == "NameError"
         await sandbox.reset()
         os.kill(sandbox.pid, signal.SIGKILL)
-        while sandbox.alive:
-            await asyncio.sleep(0.001)
+        await until(lambda: not sandbox.alive)
         assert (await sandbox.run("1 + 1")).value == "2"
 
 
 async def test_close_during_a_call(level: str):
     sandbox = PythonSandbox(isolation=level)
     await sandbox.start()
-    call = asyncio.ensure_future(sandbox.run("while True: pass", timeout=20))
-    await asyncio.sleep(0.05)
+    call = await begun(sandbox, "print('begun', flush=True)\nwhile True: pass")
     await sandbox.close()
-    result = await asyncio.wait_for(call, 1)
+    result = await call
     assert (result.died, result.error) == (True, "the sandbox was closed")
     with pytest.raises(SandboxError, match="is closed"):
         await sandbox.run("1")
@@ -287,12 +290,11 @@ async def test_all_processes_are_in_the_control_group(sandbox: PythonSandbox):
     assert set(sandbox._handle.group.processes()) == everything
 
 
-async def test_cpu_limit(level: str):
+async def test_cpu_limit(level: str, never_killed: None):
     async with PythonSandbox(isolation=level, cpu_seconds=0.3) as sandbox:
         await sandbox.run("x = 1")
-        result = await sandbox.run("while True: pass", timeout=20)
+        result = await sandbox.run("while True: pass")
         assert (result.limit, result.timed_out) == ("cpu", False)
-        assert result.seconds < 10
         assert (await sandbox.run("x")).value == "1"
 
 
@@ -325,33 +327,6 @@ async def test_a_reset_hides_the_previous_chain(level: str):
         assert pool.snapshot().sandboxes[0].uses == 2
 
 
-async def test_a_daemon_ends_with_its_lease(level: str):
-    """The code starts a child process that leaves its session and its parent."""
-    async with Pool(PythonSandbox, size=1, isolation=level) as pool:
-        async with pool.lease() as sandbox:
-            code = """
-            import os, time
-            r, w = os.pipe()
-            if os.fork() == 0:
-                os.setsid()
-                if os.fork() == 0:
-                    os.write(w, str(os.getpid()).encode())
-                    os.close(1); os.close(2)
-                    time.sleep(60)
-                os._exit(0)
-            int(os.read(r, 20))
-            """
-            result = await sandbox.run(textwrap.dedent(code))
-            assert result.ok, result
-            assert result.seconds < 2
-            inside = len(below(sandbox.pid or 0))
-        after = len(below(sandbox.pid or 0))
-        assert after < inside
-        if level == "none":
-            assert result.value is not None
-            assert not runs(int(result.value))
-
-
 async def test_fork_by_replay(level: str):
     async with Pool(PythonSandbox, size=3, isolation=level) as pool, pool.lease() as parent, pool.lease() as child:
         await parent.run("x = [1]\nopen('f', 'w').write('hello')")
@@ -379,9 +354,8 @@ async def test_sets_of_strings_have_the_same_order_in_all_sandboxes(level: str):
 
 async def test_preload(level: str):
     async with PythonSandbox(isolation=level, preload=["decimal"]) as sandbox:
-        assert (
-            await sandbox.run("import sys\n'decimal' in sys.modules, 'fractions' in sys.modules")
-        ).value == "(True, False)"
+        code = "import sys\n'decimal' in sys.modules, 'fractions' in sys.modules"
+        assert (await sandbox.run(code)).value == "(True, False)"
     broken = PythonSandbox(isolation=level, preload=["no_such_module"])
     with pytest.raises(SandboxError, match="No module named 'no_such_module'"):
         await broken.start()
@@ -393,9 +367,9 @@ async def test_packages(level: str):
     code = "import importlib.util, os\n[importlib.util.find_spec(name) is not None for name in ('numpy', 'json')]"
     async with PythonSandbox(isolation=level) as sandbox:
         assert (await sandbox.run(code)).value == "[True, True]"
-        assert (await sandbox.run("import numpy\nint(numpy.arange(4).sum())", timeout=20)).value == "6"
+        assert (await sandbox.run("import numpy\nint(numpy.arange(4).sum())")).value == "6"
         code_in_child = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}]).returncode"
-        assert (await sandbox.run(code_in_child, timeout=20)).value == "0"
+        assert (await sandbox.run(code_in_child)).value == "0"
         if level != "none":
             place = site if level == "landlock" else commands.inside_path(site)
             write = await sandbox.run(f"open({place!r} + '/mark', 'w')")
@@ -411,10 +385,10 @@ async def test_packages(level: str):
 # --- cancellation, event loops, process exit ------------------------------------------------------
 
 
-async def test_a_sandbox_is_usable_after_cancelled_calls(sandbox: PythonSandbox):
+async def test_a_sandbox_is_usable_after_cancelled_calls(sandbox: PythonSandbox, never_killed: None):
     await sandbox.run("x = 1")
-    for code in ("while True: pass", "import time; time.sleep(9)", "print('y' * 100000)\nwhile True: pass", "1"):
-        call = asyncio.ensure_future(sandbox.run(code, timeout=9))
+    for code in ("while True: pass", "import time; time.sleep(999)", "print('y' * 100000)\nwhile True: pass", "1"):
+        call = asyncio.ensure_future(sandbox.run(code))
         await asyncio.sleep(0.02)
         call.cancel()
         await asyncio.wait([call])
@@ -428,14 +402,15 @@ def test_a_sandbox_outlives_the_thread_that_started_it(level: str):
     thread = threading.Thread(target=lambda: asyncio.run(sandbox.start()))
     thread.start()
     thread.join()
-    time.sleep(0.05)
-    assert sandbox.alive
+    # The kernel sends the signal before it removes the thread, and a killed process answers no later call.
+    blocking_until(lambda: not Path(f"/proc/self/task/{thread.native_id}").exists())
+    pid = sandbox.pid
 
-    async def use() -> str | None:
+    async def use() -> tuple[str | None, int | None]:
         async with sandbox:
-            return (await sandbox.run("6 * 7")).value
+            return (await sandbox.run("6 * 7")).value, sandbox.pid
 
-    assert asyncio.run(use()) == "42"
+    assert asyncio.run(use()) == ("42", pid)
 
 
 def test_successive_event_loops(level: str):
@@ -446,10 +421,7 @@ def test_successive_event_loops(level: str):
         async with pool.lease() as sandbox:
             return (await sandbox.run("import os\nos.getpid() * 0 + 1")).value
 
-    values = []
-    for _ in range(3):
-        values.append(asyncio.run(use()))
-    assert values == ["1", "1", "1"]
+    assert [asyncio.run(use()) for _ in range(3)] == ["1", "1", "1"]
     assert pool.snapshot().dead == 0
     pool = None
     assert not zygotes()
@@ -462,8 +434,8 @@ from agentfly_kit.sandboxes import PythonSandbox
 pool = Pool(PythonSandbox, size=2, min_idle=2, isolation=sys.argv[1])
 async def main():
     lease = await pool.acquire()
-    await lease.sandbox.run("import subprocess; p = subprocess.Popen(['sleep', '300'])")
-    call = asyncio.ensure_future(lease.sandbox.run("while True: pass", timeout=100))
+    await lease.sandbox.run("import subprocess; p = subprocess.Popen(['sleep', '1000'])", 300)
+    call = asyncio.ensure_future(lease.sandbox.run("while True: pass", timeout=1000))
     while pool.snapshot().starting:
         await asyncio.sleep(0.01)
     print(" ".join(str(s.pid) for s in (slot.sandbox for slot in pool._state.slots.values())), flush=True)
@@ -481,8 +453,7 @@ def test_no_process_outlives_its_host_process(level: str, end: str):
         [sys.executable, "-W", "ignore", "-c", SCRIPT, level, end],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdin is not None
+    assert process.stdout is not None and process.stdin is not None
     with process:
         roots = [int(pid) for pid in process.stdout.readline().split()]
         assert len(roots) == 2
@@ -492,15 +463,9 @@ def test_no_process_outlives_its_host_process(level: str, end: str):
         process.stdin.close()
         if end == "interrupt":
             process.send_signal(signal.SIGINT)
-        process.wait(10)
-    deadline = time.monotonic() + 3
-    while time.monotonic() < deadline and any(runs(pid) for pid in everything):
-        time.sleep(0.01)
-    assert not [pid for pid in everything if runs(pid)]
-    hierarchy = isolation.hierarchy()
-    if hierarchy is not None:
-        limits.remove_orphans(hierarchy)  # as the next process does
-    assert not groups(process.pid)
+        process.wait(GUARD)
+    blocking_until(lambda: not any(runs(pid) for pid in everything))
+    blocking_until(lambda: no_groups(process.pid))
     assert not scratch(process.pid)
 
 
@@ -520,10 +485,6 @@ async def test_a_fork_of_the_host_process_does_not_own_its_sandboxes(sandbox: Py
 
 
 def test_levels_are_never_lowered_silently(monkeypatch: pytest.MonkeyPatch):
-    names = "'strict', 'landlock', 'none'"
-    with pytest.raises(SettingsError, match=f"isolation must be one of {names}, None .* got 'docker'"):
-        PythonSandbox(isolation="docker")
-
     async def named(level: str, why: str) -> None:
         async with Pool(PythonSandbox, isolation=level) as pool:
             with pytest.raises(IsolationError, match=f"isolation='{level}' is not available: {why}"):
@@ -561,14 +522,6 @@ def test_root_without_control_groups_cannot_use_strict_with_a_process_limit(monk
     assert isolation.limit_mechanisms("strict", Limits(), None)["processes"] == "not limited"
 
 
-@pytest.mark.parametrize(
-    "setting", [{"memory_mb": 1}, {"processes": 0}, {"cpu_seconds": float("nan")}, {"disk_mb": -1}, {"max_output": 3}]
-)
-def test_invalid_settings(setting: dict[str, float]):
-    with pytest.raises(SettingsError, match=f"{next(iter(setting))} must be (at least|a number)"):
-        PythonSandbox(**setting)  # type: ignore[arg-type]
-
-
 def test_control_groups_version_2(tmp_path: Path):
     """The cgroup files are in a temporary folder, because a machine has only one of the two versions."""
     mount = tmp_path / "unified"
@@ -601,8 +554,7 @@ def test_control_groups_version_1(tmp_path: Path):
         (tmp_path / controllers / "docker").mkdir(parents=True)
         text += f"cgroup {tmp_path / controllers} cgroup rw,relatime,{controllers} 0 0\n"
     found = find_hierarchy(text, "4:memory:/docker\n8:pids:/gone\n2:cpu,cpuacct:/docker\n")
-    assert found is not None
-    assert found.version == "v1"
+    assert found is not None and found.version == "v1"
     assert dict(found.roots) == {
         "memory": tmp_path / "memory/docker", "pids": tmp_path / "pids", "cpuacct": tmp_path / "cpu,cpuacct/docker",
     }  # fmt: skip
@@ -612,20 +564,24 @@ def test_control_groups_version_1(tmp_path: Path):
 
 
 @pytest.mark.parametrize("how", ["cancelled", "timed out"])
-async def test_a_late_interrupt_does_not_reach_the_next_call(how: str) -> None:
+async def test_a_late_interrupt_does_not_reach_the_next_call(how: str, never_killed: None) -> None:
     """The zygote delivers the interrupt after the call has answered and the next one has begun."""
     async with PythonSandbox(isolation="none") as sandbox:
-        await sandbox.run("import time")
-        assert sandbox.pid is not None
+        gate = eval((await sandbox.run("import os, time\nos.mkfifo('gate')\nos.path.abspath('gate')")).value or "")
+        assert sandbox.pid is not None and sandbox._replies is not None
+        answers = sandbox._replies.socket
+        first = await begun(sandbox, "print('begun', flush=True)\nopen('gate').read()")
         os.kill(sandbox.pid, signal.SIGSTOP)
-        first = asyncio.create_task(sandbox.run("time.sleep(0.3)", timeout=0.1 if how == "timed out" else 5.0))
-        await asyncio.sleep(0.1)
         if how == "cancelled":
             first.cancel()
-        await asyncio.wait([first])
-        await asyncio.sleep(0.4)  # the call has answered, and its interrupt is pending
+        else:
+            time_out(sandbox)
+        await asyncio.sleep(0)
+        await asyncio.to_thread(Path(gate).write_text, "")
+        await until(lambda: first.done() and (how == "timed out" or select.select([answers], [], [], 0)[0]))
+        # The first call has answered, and its interrupt is pending.
         following = asyncio.create_task(sandbox.run("for _ in range(40): time.sleep(0.02)\n'whole'"))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # for the second call to begin, if the sandbox lets it
         os.kill(sandbox.pid, signal.SIGCONT)
         result = await following
         assert (result.value, result.error) == ("'whole'", None)

@@ -1,0 +1,81 @@
+"""Invalid settings and arguments of task families. Files with errors are in the tests of each family."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import errors
+from test_envs import Guess
+
+import agentfly_kit as af
+from agentfly_kit.envs import alfworld, chess, code, kendall, mutation, repo, scienceworld, webshop
+from agentfly_kit.envs.alfworld import official
+from agentfly_kit.envs.chess.board import Board
+from agentfly_kit.envs.competition import position, read_submission
+from agentfly_kit.envs.judging import Judge, Rubric
+from agentfly_kit.envs.search import Corpus, Search
+from agentfly_kit.errors import SettingsError, TaskError, ToolError
+from agentfly_kit.types import Task
+
+BARE = Task("x", ({"role": "user", "content": "?"},))
+POSITIONS = (
+    "", "8/8/8/8/8/8/8/8 w - - 0 1", "4k3/8/8/8/8/8/8/4K3", "4k3/8/8/8/8/8/8/4K3 x - - 0 1",
+    "4k3/9/8/8/8/8/8/4K3 w - - 0 1", "4k3/8/8/8/8/8/4R3/4K3 w - - 0 1", "P3k3/8/8/8/8/8/8/4K3 w - - 0 1",
+    "4k3/8/8/8/8/8/8/4K3 w QK - 0 1", "4k3/8/8/8/8/8/8/4K3 w - e5 0 1", "kk6/8/8/8/8/8/8/4K3 w - - 0 1",
+)  # fmt: skip
+RUBRICS: tuple[Any, ...] = (
+    [], {}, [{"name": "x"}], 7, {"a b": "x"}, [{"name": "a", "what": "x", "weight": 0}],
+    [{"name": "a", "what": "x"}] * 2,
+)  # fmt: skip
+LEADERBOARDS: tuple[Any, ...] = ((math.nan, [0.5]), (0.5, [0.5, math.nan]), (0.5, []))
+SUBMISSIONS = (
+    ("", "the first line of submission.csv must be 'id,y', got ''"), ("id,y", "must have 2 rows, got 0"),
+    ("y,id\n0,1\n1,1", "the first line of submission.csv"), ("id,y\n0,1\n1,2\n2,3", "must have 2 rows, got 3"),
+    ("id,y\n0,1\n1,NaN", "row 1 of submission.csv must be '1,' and a number, got '1,NaN'"),
+    ("id,y\n0,inf\n1,1", "row 0 of"), ("id,y\n0,x\n1,1", "row 0 of"), ("id,y\n1,1\n0,1", "row 0 of"),
+    ("id,y\n0\n1", "row 0 of"), ("id,y\n0," + "9" * 10_000 + "\n1,1", "row 0 of"),
+)  # fmt: skip
+
+
+@errors.table(
+    (lambda: alfworld.tasks(1, "test", size="huge"), SettingsError, "size must be 'small' or 'full', got 'huge'"),
+    (lambda: alfworld.tasks(1, "test", kinds=("cook",)), SettingsError, "kinds must be one or more of "),
+    (lambda: alfworld.game_of(BARE), SettingsError, "field 'game' is missing"),
+    (lambda: alfworld.ALFWorld(steps=0), SettingsError, "steps must be an integer of at least 1, got 0"),
+    (lambda: alfworld.tasks_in("nowhere"), SettingsError, "is not a folder; "),
+    (lambda: official.Session("other.tw-pddl"), SettingsError, "the game 'other.tw-pddl' does not exist"),
+    *((lambda fen=fen: Board.from_fen(fen), SettingsError, "is not a valid position") for fen in POSITIONS),
+    (lambda: chess.tasks_in("nowhere.csv"), TaskError, "no such file; Lichess publishes"),
+    (lambda: code.Code(seconds=0), SettingsError, "seconds must be a positive finite number, got 0"),
+    (lambda: code.tasks(9, "test", kind="problems"), SettingsError, "n must be at most 8, the number of test tasks"),
+    (lambda: code.tasks(kind="katas"), SettingsError, "got 'katas'"),
+    (lambda: code.load("mbpp.jsonl"), TaskError, "no such file; pass the path of MBPP's mbpp.jsonl"),
+    *(
+        (lambda given=given: position(*given), SettingsError, "must not be empty and no score may be NaN")
+        for given in LEADERBOARDS
+    ),
+    *((lambda text=text: read_submission(text, range(2)), ToolError, words) for text, words in SUBMISSIONS),
+    *((lambda spec=spec: Rubric.from_spec(spec), SettingsError, "") for spec in RUBRICS),
+    (lambda: Judge(af.ScriptedEngine(["x"])).score(BARE, "x"), SettingsError, "no field 'rubric'"),
+    (lambda: kendall.tau([1], [1, 2]), ValueError, "the same length, got 1 and 2 values"),
+    (lambda: mutation.mutations("("), SyntaxError, ""),
+    (lambda: repo.repository(Path("x")), SettingsError, "repository must be an existing folder"),
+    (lambda: scienceworld.ScienceWorld(memory_mb=64), SettingsError, "memory_mb must be an integer of at least 128"),
+    (lambda: scienceworld.ScienceWorld(steps=0), SettingsError, "steps must be an integer of at least 1, got 0"),
+    (lambda: scienceworld.ScienceWorld(simplification="openDors"), SettingsError, "got 'openDors'"),
+    (lambda: scienceworld.ScienceWorld(simplification="easy,openDoors"), SettingsError, "got 'easy,openDoors'"),
+    (lambda: Corpus.load("nowhere.jsonl"), TaskError, "nowhere.jsonl: no such file; its rows must have "),
+    (lambda: Corpus([]), SettingsError, "the corpus 'yours' is empty"),
+    (lambda: Search(topk=0), SettingsError, "topk must be an integer of at least 1, got 0"),
+    (lambda: Search(metric="rouge"), SettingsError, "metric must be 'em' or 'f1', got 'rouge'"),
+    (lambda: af.envs.search.tasks(5000, "train"), SettingsError, "the number of train tasks, got 5000"),
+    (lambda: af.envs.tools(Guess()), SettingsError, "the environment must be a class"),
+    (lambda: webshop.WebShop(nouns="verbs"), SettingsError, "got 'verbs'"),
+    (lambda: webshop.WebShop(page_size=0), SettingsError, "page_size must be an integer of at least 1, got 0"),
+    (lambda: webshop.WebShop().reset(BARE, 0), SettingsError, "field 'goal' is missing: create tasks with af.envs."),
+)
+async def test_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    await errors.check(call, error, text)
