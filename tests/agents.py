@@ -194,6 +194,13 @@ def call(expression: str = "1+1", name: str = "calculator") -> str:
     return f'<tool_call>{{"name":"{name}","arguments":{{"expression":"{expression}"}}}}</tool_call>'
 
 
+def pass_time(seconds: float) -> None:
+    """Let the clock of the running event loop jump, so that its time limits end, however slow the machine is."""
+    loop = asyncio.get_running_loop()
+    time = loop.time
+    loop.time = lambda: time() + seconds  # type: ignore[method-assign]
+
+
 class Played(Engine):
     """Engine that plays texts as if a policy had sampled them, with ids, logprobs and mask 1, without running a model.
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import dice
+import pytest
 from waiting import GUARD
 
 from agentfly_kit._async import threads
@@ -95,6 +96,13 @@ def some(total: int, count: int | None) -> list[int]:
     seed = dice.seed()
     first = list(range(1, count // 3 + 1))
     return first + sorted(random.Random(seed).sample(range(count // 3 + 1, total + 1), count - len(first)))
+
+
+def patient_sandboxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sandboxes start, reset and handle an interrupt as slowly as the machine requires."""
+    for name in ("sandbox._START_SECONDS", "sandbox.CONTROL_SECONDS", "call.CONTROL_SECONDS", "sandbox.GRACE_SECONDS"):
+        monkeypatch.setattr(f"agentfly_kit.sandboxes.{name}", GUARD)
+    monkeypatch.setattr("agentfly_kit.sandboxes.call.GRACE_SECONDS", GUARD)
 
 
 def tasks_left() -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from agents import (
     shipped,
     tasks,
 )
+from waiting import GUARD, until
 
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.batch.collate import collate
@@ -279,19 +279,16 @@ async def test_dead_sandbox_leaves_only_its_own_chain_unscored() -> None:
 @pytest.mark.parametrize("where", ["sampling", "tool"])
 async def test_timeout_of_a_chain(where: str) -> None:
     @tool
-    async def hang(text: Text) -> str:
+    async def hang(text: Text) -> None:
         """Hang."""
-        await asyncio.sleep(30)
-        return ""
+        await asyncio.Event().wait()
 
     async with Pool(Box, size=1) as pool:
         if where == "sampling":
-            a = scripted(["5"], latency=30, timeout=0.05)
+            a = scripted(["5"], latency=3600, timeout=0.05)
         else:
             a = played([put_call("a"), put_call("x", "hang")], tools=[put, hang], pools=[pool], timeout=0.1)
-        began = time.perf_counter()
         t = await a.chain(TASK).run()
-        assert time.perf_counter() - began < 5
         assert (t.stop, t.reward, t.truncated) == ("timeout", 0.0, True)
         assert pool.snapshot().leased == 0
 
@@ -353,15 +350,6 @@ async def test_invalid_calls_name_a_valid_one() -> None:
         await chain.step()
 
 
-async def test_error_of_a_stopped_chain_names_the_next_calls() -> None:
-    chain = played([call("1+1"), "5"], max_turns=1).chain(TASK)
-    await chain.step()
-    with pytest.raises(
-        SettingsError, match=r"chain\.sample: the chain was stopped by max_turns; call chain\.finish\(\) or"
-    ):
-        await chain.sample()
-
-
 async def test_unfinished_chain_is_unscored() -> None:
     chain = played([call("1+1"), "5"]).chain(TASK)
     await chain.step()
@@ -378,15 +366,22 @@ async def test_closed_chain_cannot_be_scored() -> None:
 
 
 async def test_concurrent_calls_are_rejected() -> None:
-    chain = scripted(["5"], latency=0.1).chain(TASK)
+    answer = asyncio.Event()
+
+    async def script(task: Task, turn: int) -> str:
+        await answer.wait()
+        return "5"
+
+    chain = scripted(script).chain(TASK)
     running = asyncio.create_task(chain.sample())
-    await asyncio.sleep(0.01)
+    await until(lambda: chain.busy)
     for refused in (chain.sample, chain.step, chain.act, chain.finish, chain.distribution, chain.fork):
         with pytest.raises(SettingsError, match="another call on this chain is still running; await it first"):
             await refused()
     for now in (lambda: chain.force("x"), lambda: chain.observe("x"), lambda: chain.rewind(to=0)):
         with pytest.raises(SettingsError, match="another call on this chain is still running"):
             now()
+    answer.set()
     await running
     assert chain.stop == "answered"
 
@@ -414,7 +409,7 @@ async def test_chain_continues_after_a_cancelled_sample() -> None:
             break
         assert [t.kind for t in chain.turns] == ["prompt"]
     else:
-        await asyncio.wait_for(chain.sample(), 20)
+        await asyncio.wait_for(chain.sample(), GUARD)
     assert [t.kind for t in chain.turns] == ["prompt", "action"]
     await chain.close()
 
@@ -438,15 +433,6 @@ async def test_greedy_turn_is_rejected_for_training() -> None:
     t = (await chain.finish()).replace(reward=1.0)
     with pytest.raises(BatchError, match="greedily"):
         collate([t])
-
-
-async def test_force_rejects_ids_outside_the_vocabulary() -> None:
-    chain = played(["5"]).chain(TASK)
-    for ids in ([-1], [400], [10**9]):
-        with pytest.raises(SettingsError, match="vocabulary"):
-            chain.force(ids)
-    with pytest.raises(SettingsError, match="content must be text or token ids"):
-        chain.force("", end=False)
 
 
 async def test_rewind_restores_the_same_turn() -> None:
@@ -583,9 +569,6 @@ async def test_each_attempt_has_its_own_seed_and_attempt_0_is_that_of_a_rollout(
     assert len({seed for seed, _ in said}) == 4 and len({ids for _, ids in said}) > 2
     turn = await a.chain(TASK).sample()
     assert said[0] == (turn.seed, turn.ids)
-    for attempt in (-1, 0.5, None):
-        with pytest.raises(SettingsError, match="attempt must be an integer of at least 0"):
-            await chain.sample(attempt=attempt)  # type: ignore[arg-type]
 
 
 async def test_an_action_whose_tools_have_not_run_can_be_undone_while_a_sandbox_is_held() -> None:
@@ -626,11 +609,6 @@ async def test_samples_of_a_turn_are_those_of_forks() -> None:
         t.ids for t in ended.trajectories[0].turns
     ]
     assert (await again.fork()).id == f"{again.id}.{number + 1}"  # later forks have larger numbers
-    for n in (0, -1, 1.5):
-        with pytest.raises(SettingsError, match="n must be an integer of at least 1"):
-            await chain.sample_turns(n)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="number must be an integer of at least 1"):
-        await chain.fork(number=0)
 
 
 async def test_a_sample_is_appended_as_if_the_chain_had_sampled_it() -> None:
@@ -661,8 +639,7 @@ async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellati
         assert {t.turns[4].text.count("a,b") for t in ended} == {1}
         assert (pool.snapshot().leased, pool.snapshot().waiting) == (1, 0)
         job = asyncio.ensure_future(_started(chain.sample_turns(7, to_end=True)))
-        while pool.snapshot().leased < 3:
-            await asyncio.sleep(0)
+        await until(lambda: pool.snapshot().leased == 3)
         job.cancel()
         with pytest.raises(asyncio.CancelledError):
             await job

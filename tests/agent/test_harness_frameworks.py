@@ -18,6 +18,7 @@ from typing import Any
 
 import packages
 import pytest
+from waiting import GUARD
 
 FOLDER = Path(__file__).parent / "frameworks"
 PACKAGES = {
@@ -63,7 +64,7 @@ def _run(module: str, function: str, concurrency: int, path: Path) -> list[dict[
         [sys.executable, str(FOLDER / "run.py"), module, function, str(concurrency)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=GUARD,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(FOLDER), str(path)])},
         check=False,
     )

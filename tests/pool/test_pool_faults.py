@@ -19,7 +19,7 @@ from typing import Any
 import containers
 import dice
 import pytest
-from cancelling import cancelled_lives
+from cancelling import cancelled_lives, patient_sandboxes
 from kernels import interrupted, kernel, run_cell, start_cell
 from levels import LEVELS
 from test_sandbox_python import below, files, groups, nothing_left, runs, scratch  # noqa: F401  (nothing_left is a fixture)
@@ -33,6 +33,11 @@ from agentfly_kit.sandboxes.host import isolation
 
 SOAK_SECONDS = float(os.environ.get("SOAK_MINUTES", "2")) * 60
 SOAK_SEED = dice.seed()
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    patient_sandboxes(monkeypatch)
 
 
 @pytest.fixture(params=LEVELS)

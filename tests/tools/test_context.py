@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import pytest
 from agents import chat
+from waiting import until
 
 import agentfly_kit as af
-from agentfly_kit.errors import PoolTimeout, SandboxError, SettingsError, TaskError
+from agentfly_kit.errors import PoolTimeout, SandboxError, TaskError
 from agentfly_kit.pool.environment import environment_seed, is_environment, reset_arguments
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.tools.context import Context
@@ -119,9 +120,9 @@ async def test_concurrent_requests_share_one_lease() -> None:
     pool.gate.clear()
     context = Context(TASK, pools=[pool])
     waiting = [asyncio.create_task(context.sandbox(Box)) for _ in range(5)]
-    await asyncio.sleep(0.001)
+    await until(lambda: pool.asked)
     waiting[0].cancel()  # the first request; the others keep the lease
-    await asyncio.sleep(0.001)
+    await asyncio.wait(waiting[:1])
     pool.gate.set()
     boxes = await asyncio.gather(*waiting[1:])
     assert len({id(box) for box in boxes}) == 1
@@ -131,7 +132,7 @@ async def test_concurrent_requests_share_one_lease() -> None:
     pool.gate.clear()
     context = Context(TASK, pools=[pool])
     late = asyncio.create_task(context.sandbox(Box))
-    await asyncio.sleep(0.001)
+    await until(lambda: len(pool.asked) == 2)
     await context.close()
     with pytest.raises(SandboxError, match="ended while it waited for a Box"):
         await late
@@ -146,13 +147,6 @@ async def test_exactly_one_pool_must_match() -> None:
     both = Context(TASK, pools=[FakePool(ForkingBox), FakePool(Box)])
     assert type(await both.sandbox(Box)) is Box  # an exact match has precedence
     await both.close()
-    with pytest.raises(SettingsError) as caught:
-        await Context(TASK, pools=[FakePool(OtherBox)]).sandbox(ForkingBox)
-    assert str(caught.value) == (
-        "exactly one pool must provide a ForkingBox, got 0 (pools: OtherBox); pass Agent(pools=[af.Pool(ForkingBox)])"
-    )
-    with pytest.raises(SettingsError, match="exactly one pool must provide a Box, got 2"):
-        await Context(TASK, pools=[FakePool(), FakePool()]).sandbox(Box)
 
 
 async def test_close_is_idempotent_and_final() -> None:
@@ -236,10 +230,6 @@ async def test_failed_fork_names_the_sandbox_or_the_state_and_leases_nothing() -
             await context.fork("b")
         assert pool.snapshot().leased == 1
         await context.close()
-    context = Context(TASK, trajectory_id="a")
-    context.state.update(game=[1], lock=threading.Lock())
-    with pytest.raises(SandboxError, match=r"keep in context.state \(game, lock\) cannot be copied \(TypeError"):
-        await context.fork("b")
 
 
 class Guess:
@@ -297,8 +287,6 @@ def test_reset_parameters_that_cannot_be_injected_are_rejected_before_any_chain_
         match=r"Guess\.reset requires the field 'target', which task 't' does not have \(its fields: answer, lock",
     ):
         agent.rollout([GUESS_TASK, TASK])
-    with pytest.raises(TaskError, match=r"Odd\.reset must accept keyword arguments, got the positional-only .* 'task'"):
-        reset_arguments(type("Odd", (), {"reset": lambda self, task, /: ...}), TASK)
 
 
 async def test_cancelled_chain_leaves_no_lease_or_task() -> None:
