@@ -12,9 +12,10 @@ from test_harness import harnessed, solve
 
 import agentfly_kit as af
 from agentfly_kit.agent.budget import Budget
+from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.engines.openai import OpenAIEngine, TextChat
-from agentfly_kit.errors import ChatTemplateError, RewardError, SettingsError, TaskError
-from agentfly_kit.types import Task
+from agentfly_kit.errors import AlignmentError, ChatTemplateError, RewardError, RunError, SettingsError, TaskError
+from agentfly_kit.types import Task, Trajectory, Turn
 
 STRING = "must be Task objects, got the string 'What is 2+3?'; af.tasks_from"
 HARNESS = "must not be given with harness"
@@ -94,6 +95,24 @@ async def test_errors(call: Any, error: type[Exception], text: str) -> None:
     await errors.check(call, error, text)
 
 
+def recorded() -> Any:
+    trajectory = Trajectory("g/0", TASK, "g", 0, (), "answered", 1.0)
+    return Rollout.from_trajectories([trajectory])
+
+
+@errors.table(
+    (lambda: recorded()[0].annotate(3), SettingsError, "note must be a string, got 3"),
+    (lambda: recorded().to_frame("rows"), SettingsError, "kind must be 'trajectories', 'turns' or 'tokens'"),
+    (lambda: recorded().diff(Rollout()), SettingsError, "no task in common"),
+    (lambda: Rollout.load("none.jsonl"), RunError, "cannot be read"),
+    *((lambda rows=rows: Trajectory("x", TASK, "g", 0, rows, "answered").rows, AlignmentError, "must start at 0")
+      for rows in (tuple(Turn("prompt", "task", (1,), row=row) for row in given)
+                   for given in ((1,), (0, 2), (0, 1, 0), (-1, 0)))),
+)  # fmt: skip
+async def test_errors_of_rollouts(call: Any, error: type[Exception], text: str) -> None:
+    await errors.check(call, error, text)
+
+
 def chain_of(script: Any = ("5",), **settings: Any) -> Any:
     return played(list(script), **settings).chain(TASK)
 
@@ -133,8 +152,9 @@ def branched(a: Any, group_size: int = 2, branch: Any = None) -> Any:
     return a.rollout(numbered(1), group_size, branch=af.Branch() if branch is None else branch)
 
 
-def lookup(**settings: Any) -> Any:
-    return af.envs.lookup.agent(af.tiny.policy("lookup"), **settings)
+def train_branching(size: int) -> Any:
+    policy, config = af.tiny.policy("lookup"), af.TrainConfig(branch=af.Branch(4), advantage="arpo")
+    return af.train(af.envs.lookup.agent(policy, size=size), policy, af.load_tasks("lookup").train, config)
 
 
 @errors.table(
@@ -168,9 +188,7 @@ def lookup(**settings: Any) -> Any:
     (lambda: af.TrainConfig(advantage="arpo", attribution="firm"), SettingsError, "attribution must be"),
     (lambda: af.TrainConfig(attribution="hard"), SettingsError,
      "attribution has an effect only with advantage 'arpo'"),
-    (lambda: af.train(lookup(size=4), af.tiny.policy("lookup"), af.load_tasks("lookup").train,
-                      af.TrainConfig(branch=af.Branch(4), advantage="arpo")), SettingsError,
-     "the pool of Lookup must be at least 8, got 4"),
+    (lambda: train_branching(size=4), SettingsError, "the pool of Lookup must be at least 8, got 4"),
 )  # fmt: skip
 async def test_errors_of_branching(call: Any, error: type[Exception], text: str) -> None:
     await errors.check(call, error, text)

@@ -110,8 +110,6 @@ async def test_real_chains_are_loaded_unchanged(tmp_path: Path) -> None:
     assert one.trajectories[0].turns[1].alternatives is not None
     two = await played([call("1+1"), "<tool_call>{</tool_call>", "5"], max_turns=2).rollout(tasks(2))
     one.trajectories[5].annotate("wrong tool")
-    with pytest.raises(SettingsError, match="note must be a string, got 3"):
-        one.trajectories[5].annotate(3)  # type: ignore[arg-type]
     for rollout in (one, two):
         back = Rollout.load(rollout.save(tmp_path / "r.jsonl"))
         same(rollout, back)
@@ -158,8 +156,6 @@ def test_a_damaged_line_is_named_with_its_number(tmp_path: Path) -> None:
         path.write_text("\n".join([*lines[: number - 1], broken, *lines[number:]]), encoding="utf-8")
         with pytest.raises(RunError, match=rf"r\.jsonl:{number} is damaged"):
             Rollout.load(path)
-    with pytest.raises(RunError, match="cannot be read"):
-        Rollout.load(tmp_path / "none.jsonl")
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace"])
@@ -200,8 +196,6 @@ async def test_frames_have_nan_where_nothing_was_sampled() -> None:
     assert list(rollout.to_frame()["trajectory"]) == [t.id for t in rollout]
     assert len(rollout.to_frame("turns")) == sum(len(t.turns) for t in rollout)
     assert nasty(False).to_frame()["reward"].isna().tolist() == [False, True, False, True]
-    with pytest.raises(SettingsError, match="kind must be 'trajectories', 'turns' or 'tokens'"):
-        rollout.to_frame("rows")  # type: ignore[arg-type]
 
 
 async def test_rescore_scores_all_chains_except_failed_ones() -> None:
@@ -254,8 +248,6 @@ async def test_diff_pairs_each_chain_with_itself() -> None:
     twice = await wrong.rollout([some[0], some[0], some[1]])
     assert len(twice.diff(await right.rollout([some[0], some[0], some[1]])).pairs) == 3
     assert len(twice.diff(after).pairs) == 2
-    with pytest.raises(SettingsError, match="no task in common"):
-        before.diff(Rollout())
 
 
 async def test_unscored_chains_are_named_and_can_run_again() -> None:
@@ -389,14 +381,8 @@ def test_listeners(tmp_path: Path) -> None:
     run = Run(tmp_path / "r")
     run.claim(PRINT, resume=True)
     heard: list[dict[str, float]] = []
-
-    def bad(record: dict[str, float]) -> None:
-        raise ZeroDivisionError
-
-    run.subscribe(bad)
     leave = run.subscribe(heard.append)
-    with pytest.warns(UserWarning, match="a listener of r raised ZeroDivisionError"):
-        run.notify({"step": 1})
+    run.notify({"step": 1})
     leave()
     run.notify({"step": 2})
     assert heard == [{"step": 1}]
