@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 import threading
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agents import Played, TextOnly, calculator, call, chat, exact, shipped, tasks
+from agents import Played, TextOnly, calculator, call, chat, exact, pass_time, shipped, tasks
 from waiting import GUARD, until
 
 from agentfly_kit import tiny
@@ -234,12 +233,15 @@ async def test_returning_nothing_means_the_last_action_and_other_values_become_t
 
 async def test_a_hanging_harness_ends_with_the_time_limit_and_leaves_nothing() -> None:
     async def hanging(endpoint: Endpoint) -> str:
-        await endpoint.chat([{"role": "user", "content": "a"}])
+        answers.append(await endpoint.chat([{"role": "user", "content": "a"}]))
+        if len(answers) == 8:
+            pass_time(GUARD)
         await asyncio.Event().wait()
         return "5"
 
+    answers: list[Any] = []
     before = asyncio.all_tasks()
-    rollout = await harnessed(hanging, ["x"], timeout=0.3).rollout([TASK], 8)
+    rollout = await harnessed(hanging, ["x"], timeout=GUARD).rollout([TASK], 8)
     assert {t.stop for t in rollout} == {"timeout"} and {t.reward for t in rollout} == {0.0}
     await until(lambda: asyncio.all_tasks() <= before)
 
@@ -337,8 +339,9 @@ async def test_a_sync_harness_runs_in_a_thread_and_does_not_block_other_chains()
 async def test_a_client_that_leaves_does_not_end_the_chain() -> None:
     async def impatient(endpoint: Endpoint) -> str:
         start = [{"role": "user", "content": "a"}]
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(endpoint.chat(start), 0.05)
+        left = asyncio.ensure_future(endpoint.chat(start))
+        await until(lambda: engine.calls)
+        left.cancel()
         answer = await endpoint.chat(start)
         return str(answer["choices"][0]["message"]["content"])
 
@@ -351,7 +354,7 @@ async def test_a_client_that_leaves_does_not_end_the_chain() -> None:
                 await asyncio.Event().wait()
             return await super().sample(*args, **kwargs)
 
-    agent = Agent(SlowAtFirst(["5"]), chat=chat(), harness=impatient, reward=exact)
-    (t,) = await agent.rollout([TASK])
+    engine = SlowAtFirst(["5"])
+    (t,) = await Agent(engine, chat=chat(), harness=impatient, reward=exact).rollout([TASK])
     assert (t.stop, t.reward, len(t.actions)) == ("answered", 1.0, 1)
     assert sum(int(row.action_mask.sum()) for row in t.rows) == len(chat().encode("5")) + 1

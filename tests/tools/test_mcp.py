@@ -141,7 +141,7 @@ async def last_notes(tools: Any, **settings: Any) -> set[str]:
 
 
 async def test_chains_with_a_pool_have_their_own_sessions() -> None:
-    async with toolbox.mcp(SERVER, sessions=2, timeout=GUARD) as tools:
+    async with toolbox.mcp(SERVER, sessions=1, timeout=GUARD) as tools:
         assert await last_notes(tools, pools=[tools.pool]) == {"hi 2"}
     await until(lambda: not tasks_left())
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import dice
 import pytest
+from cancelling import patient_sandboxes
 from waiting import GUARD
 
 from agentfly_kit.errors import ToolSchemaError
@@ -34,6 +35,11 @@ def area(width: float, height: float = 1.0, unit: Literal["m", "km"] = "m", note
 
 def one(body: str, arguments: str = "") -> str:
     return f'def f({arguments}):\n    """Do it."""\n    {body}\n'
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    patient_sandboxes(monkeypatch)
 
 
 made_from = functools.partial(Tool.from_source, timeout=GUARD)
