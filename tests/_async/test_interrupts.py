@@ -12,7 +12,6 @@ from agents import played, tasks
 from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit._async import interrupts
 from agentfly_kit.integrations.remote_pool.client import RemotePool
 from agentfly_kit.integrations.remote_pool.server import serve_pool
 from agentfly_kit.pool.pool import Pool
@@ -64,22 +63,3 @@ async def test_while_a_rollout_waits_for_the_engine():
 
     agent = played(["never"]).replace(engine=Stuck(["never"]))
     await interrupted(lambda: agent.rollout(tasks(2))._wait(), lambda: asked)
-
-
-def test_waking_ends_with_the_last_user_and_follows_the_running_loop():
-    async def wait() -> None:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(3):
-                group.create_task(short())
-
-    async def short() -> None:
-        with interrupts.keep_interruptible():
-            await asyncio.sleep(0)
-
-    for _ in range(2):
-        asyncio.run(wait())
-    loop = asyncio.new_event_loop()
-    loop.run_until_complete(wait())
-    assert interrupts._waiting == (loop, 0)
-    loop.run_until_complete(until(lambda: interrupts._waiting is None))
-    loop.close()

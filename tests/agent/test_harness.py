@@ -287,6 +287,12 @@ async def test_a_text_only_engine_is_evaluated_and_not_trained() -> None:
         collate([t], [1.0])
 
 
+def test_an_error_of_a_harness_does_not_give_the_hint_for_rewards() -> None:
+    with pytest.raises(SettingsError, match="base_url") as caught:
+        harnessed(lambda question, base_url: "5", [])
+    assert "TRL" not in str(caught.value)
+
+
 async def test_a_misspelled_task_field_is_rejected_before_a_run_starts(tmp_path: Path) -> None:
     async def wants(anser: str, endpoint: Endpoint) -> str:
         return anser

@@ -166,6 +166,11 @@ async def test_fork_waits_for_a_sandbox_that_another_chain_gets_first() -> None:
     assert [t.reward for t in rollout] == [1, 1, 1]
 
 
+def test_hooks_may_accept_any_arguments() -> None:
+    names = "before_chain", "before_turn", "after_observation", "on_context_full", "after_chain", "group_reward"
+    scripted(["6"], **{name: lambda *given: None for name in names})
+
+
 @pytest.mark.parametrize(
     ("hook", "returned", "message"),
     [

@@ -115,8 +115,7 @@ async def test_real_chains_are_loaded_unchanged(tmp_path: Path) -> None:
         same(rollout, back)
         assert [t.note for t in back] == [t.note for t in rollout] == list(back.to_frame()["note"])
         for x, y in zip(rollout, back, strict=True):
-            assert x.token_texts == y.token_texts
-            assert x.logprobs.tobytes() == y.logprobs.tobytes()
+            assert (x.token_texts, x.logprobs.tobytes()) == (y.token_texts, y.logprobs.tobytes())
 
 
 def test_numpy_values_are_converted_and_other_types_rejected(tmp_path: Path) -> None:

@@ -98,7 +98,8 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch):
     Notes.open.clear()
     Broken.starts = 0
     yield
-    gc.collect()
+    if Notes.open:
+        gc.collect()
     assert not Notes.open, "a sandbox was left open"
 
 
