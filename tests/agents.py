@@ -194,6 +194,19 @@ def call(expression: str = "1+1", name: str = "calculator") -> str:
     return f'<tool_call>{{"name":"{name}","arguments":{{"expression":"{expression}"}}}}</tool_call>'
 
 
+async def stepped(chain: Any) -> Any:
+    """Return an interactive chain after its first step."""
+    await chain.step()
+    return chain
+
+
+def pass_time(seconds: float) -> None:
+    """Let the clock of the running event loop jump, so that its time limits end, however slow the machine is."""
+    loop = asyncio.get_running_loop()
+    time = loop.time
+    loop.time = lambda: time() + seconds  # type: ignore[method-assign]
+
+
 class Played(Engine):
     """Engine that plays texts as if a policy had sampled them, with ids, logprobs and mask 1, without running a model.
 
@@ -253,33 +266,6 @@ class TextOnly(Played):
 def played(script: Any, *, max_length: int = 1 << 30, **settings: Any) -> Agent:
     """Return an agent whose scripted texts count as sampled, to test everything except the model."""
     return agent(engine=Played(script, max_length=max_length), chat=chat(), **settings)
-
-
-class Recording(Engine):
-    """An engine that records the inputs and the samples of another engine."""
-
-    def __init__(self, inner: Engine) -> None:
-        self.inner = inner
-        self.tokens, self.logprobs, self.author = inner.tokens, inner.logprobs, inner.author
-        self.seen: list[tuple[str, tuple[int, ...], Sample]] = []
-
-    @property
-    def version(self) -> int:
-        return self.inner.version
-
-    @property
-    def max_length(self) -> int:
-        return self.inner.max_length
-
-    async def sample(
-        self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
-    ) -> Sample:
-        got = await self.inner.sample(ids, sampling, seed, request=request)
-        self.seen.append((request.session if request is not None else "", tuple(ids), got))
-        return got
-
-    def release(self, session: str) -> None:
-        self.inner.release(session)
 
 
 def trajectory(

@@ -31,9 +31,9 @@ FLAGS = [
 _QUIET = 20.0
 
 both = pytest.mark.parametrize(
-    "notebook", ["lab", pytest.param("notebook7", marks=pytest.mark.real)], indirect=True, ids=["lab", "notebook7"]
+    "notebook", ["lab", pytest.param("notebook7", marks=pytest.mark.long)], indirect=True, ids=["lab", "notebook7"]
 )
-"""A test that opens notebooks in JupyterLab, and by `make test-real` in Notebook 7 too."""
+"""A test that opens notebooks in JupyterLab, and by `make test-all` in Notebook 7 too."""
 
 _SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import dice
+import pytest
+from waiting import GUARD
 
 from agentfly_kit._async import threads
 
@@ -80,7 +82,7 @@ async def cancel_at(k: int, work: Callable[[], Awaitable[Any]], whom: Whom = "wa
 
     with counted(steps):
         steps.waiter = asyncio.create_task(main(), name="waiter")
-        done, _ = await asyncio.wait([steps.waiter], timeout=30)
+        done, _ = await asyncio.wait([steps.waiter], timeout=GUARD)
     assert done, f"cancelled at suspension {k} ({steps.where}) and never ended"
     if not steps.waiter.cancelled() and (error := steps.waiter.exception()) is not None and not k:
         raise error
@@ -96,12 +98,11 @@ def some(total: int, count: int | None) -> list[int]:
     return first + sorted(random.Random(seed).sample(range(count // 3 + 1, total + 1), count - len(first)))
 
 
-async def settled(what: Callable[[], object], seconds: float = 10.0) -> bool:
-    """Wait for a condition, because work shielded from cancellation may still be running. Return True if it holds."""
-    end = asyncio.get_running_loop().time() + seconds
-    while not what() and asyncio.get_running_loop().time() < end:
-        await asyncio.sleep(0.002)
-    return bool(what())
+def patient_sandboxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sandboxes start, reset and handle an interrupt as slowly as the machine requires."""
+    for name in ("sandbox._START_SECONDS", "sandbox.CONTROL_SECONDS", "call.CONTROL_SECONDS", "sandbox.GRACE_SECONDS"):
+        monkeypatch.setattr(f"agentfly_kit.sandboxes.{name}", GUARD)
+    monkeypatch.setattr("agentfly_kit.sandboxes.call.GRACE_SECONDS", GUARD)
 
 
 def tasks_left() -> list[str]:
@@ -148,7 +149,8 @@ async def cancelled_lives(
                 lease = await pool.acquire("life", run=chance.choice("ab"))
                 try:
                     sandbox = lease.sandbox
-                    assert (await sandbox.run("'mark' in dir()")).value == "False", "what the last one wrote is gone"
+                    fresh = (await sandbox.run("'mark' in dir()", timeout=GUARD)).value == "False"
+                    assert fresh, "what the last one wrote is gone"
                     await sandbox.run("mark = 1\n" + chance.choice(_CODES), timeout=chance.choice((0.01, 1)))
                     if chance.random() < 0.3:
                         await sandbox.reset()

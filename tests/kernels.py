@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from waiting import GUARD
 
 
 @contextlib.contextmanager
@@ -20,7 +20,7 @@ def kernel() -> Iterator[tuple[Any, Any]]:
     client = manager.client()
     try:
         client.start_channels()
-        client.wait_for_ready(timeout=120)
+        client.wait_for_ready(timeout=GUARD)
         yield manager, client
     finally:
         client.stop_channels()
@@ -31,9 +31,8 @@ def kernel() -> Iterator[tuple[Any, Any]]:
 def start_cell(client: Any, code: str) -> str:
     """Start a cell and wait until it has printed "in"."""
     number = str(client.execute(code))
-    while not any(m["content"].get("text") == "in\n" for m in [client.get_iopub_msg(timeout=60)]):
+    while not any(m["content"].get("text") == "in\n" for m in [client.get_iopub_msg(timeout=GUARD)]):
         pass
-    time.sleep(0.2)
     return number
 
 
@@ -51,7 +50,7 @@ def run_cell(client: Any, code: str) -> str:
 def until_idle(client: Any, number: str) -> str:
     text, trouble = "", None
     while True:
-        message = client.get_iopub_msg(timeout=120)
+        message = client.get_iopub_msg(timeout=GUARD)
         if message["parent_header"].get("msg_id") != number:
             continue
         content = message["content"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from agents import agent, chat, tasks
+from waiting import until
 
 from agentfly_kit._async.gc_pause import relaxed_gc
 from agentfly_kit.engines.scripted import ScriptedEngine
@@ -51,10 +52,9 @@ async def test_a_rollout_restores_the_thresholds_also_when_cancelled() -> None:
     await agent(engine=ScriptedEngine(script), chat=chat()).rollout(tasks(8))
     assert set(seen) == {(2000, 10, 100)}
     assert gc.get_threshold() == (700, 10, 10)
-    slow = agent(engine=ScriptedEngine(["1"], latency=5.0), chat=chat()).rollout(tasks(8))
+    slow = agent(engine=ScriptedEngine(["1"], latency=3600.0), chat=chat()).rollout(tasks(8))
     going = asyncio.ensure_future(slow._wait())
-    await asyncio.sleep(0.05)
-    assert gc.get_threshold() == (2000, 10, 100)
+    await until(lambda: gc.get_threshold() == (2000, 10, 100))
     going.cancel()
     await asyncio.wait([going])
     assert gc.get_threshold() == (700, 10, 10)

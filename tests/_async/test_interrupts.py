@@ -9,27 +9,31 @@ from typing import Any
 
 import pytest
 from agents import played, tasks
+from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit._async import interrupts
 from agentfly_kit.integrations.remote_pool.client import RemotePool
 from agentfly_kit.integrations.remote_pool.server import serve_pool
 from agentfly_kit.pool.pool import Pool
 
 
 class Box:
+    runs = 0
+
     async def run(self) -> None:
+        Box.runs += 1
         await asyncio.Event().wait()
 
     async def reset(self) -> None: ...
 
 
-async def interrupted(wait: Callable[[], Awaitable[Any]]) -> None:
+async def interrupted(wait: Callable[[], Awaitable[Any]], is_waiting: Callable[[], Any]) -> None:
     """Cancel from a signal handler that adds a callback to a sleeping event loop."""
     loop = asyncio.get_running_loop()
     waiting = asyncio.ensure_future(wait())
+    await until(is_waiting)
     before = signal.signal(signal.SIGALRM, lambda *_: loop.call_soon(waiting.cancel))
-    too_late = loop.call_later(30, waiting.set_name, "too late")
+    too_late = loop.call_later(GUARD, waiting.set_name, "too late")
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
         with pytest.raises(asyncio.CancelledError):
@@ -42,37 +46,20 @@ async def interrupted(wait: Callable[[], Awaitable[Any]]) -> None:
 
 async def test_while_waiting_for_a_sandbox_or_a_remote_call():
     async with Pool(Box, size=1) as pool, pool.lease():
-        await interrupted(lambda: pool.acquire("late", timeout=60))
+        await interrupted(lambda: pool.acquire("late", timeout=3600), lambda: pool.snapshot().waiting)
         assert pool.snapshot().waiting == 0
     async with Pool(Box, size=1) as pool, serve_pool(pool) as server:
         async with RemotePool(server.url, token=server.token, sandbox_type=Box) as far, far.lease() as box:
-            await interrupted(box.run)
+            await interrupted(box.run, lambda: Box.runs)
 
 
 async def test_while_a_rollout_waits_for_the_engine():
+    asked = []
+
     class Stuck(af.ScriptedEngine):
         async def sample(self, *given: Any, **more: Any) -> Any:
+            asked.append(given)
             await asyncio.Event().wait()
 
     agent = played(["never"]).replace(engine=Stuck(["never"]))
-    await interrupted(lambda: agent.rollout(tasks(2))._wait())
-
-
-def test_waking_ends_with_the_last_user_and_follows_the_running_loop():
-    async def wait() -> None:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(3):
-                group.create_task(short())
-
-    async def short() -> None:
-        with interrupts.keep_interruptible():
-            await asyncio.sleep(0)
-
-    for _ in range(2):
-        asyncio.run(wait())
-    loop = asyncio.new_event_loop()
-    loop.run_until_complete(wait())
-    assert interrupts._waiting == (loop, 0)
-    loop.run_until_complete(asyncio.sleep(3 * interrupts._WAKE_INTERVAL))
-    assert interrupts._waiting is None
-    loop.close()
+    await interrupted(lambda: agent.rollout(tasks(2))._wait(), lambda: asked)

@@ -8,6 +8,7 @@ import inspect
 from typing import Any
 
 import pytest
+from waiting import GUARD
 
 import agentfly_kit as af
 from agentfly_kit._async.pending_call import PendingCall, pending_call
@@ -43,7 +44,7 @@ async def test_asyncio_accepts_it_as_a_coroutine() -> None:
     assert chain.ran == 0, "it does not run before it is awaited, and closing it does not warn"
     assert await asyncio.create_task(chain.step()) == 1
     assert await asyncio.gather(chain.step(), evaluate(1)) == [2, 2]
-    assert await asyncio.wait_for(chain.step(), 5) == 3
+    assert await asyncio.wait_for(chain.step(), GUARD) == 3
     pending = evaluate(1)
     assert inspect.isawaitable(pending)
     assert asyncio.iscoroutine(pending)

@@ -8,13 +8,12 @@ import weakref
 from typing import Any
 
 import pytest
+from waiting import GUARD, until
 
 from agentfly_kit._async import threads
 
-NEVER = 60.0
 
-
-async def call(function: Any, *given: Any, timeout: float | None = NEVER) -> Any:
+async def call(function: Any, *given: Any, timeout: float | None = GUARD) -> Any:
     value, error = await threads.run_off_loop(lambda: function(*given), timeout)
     if error is not None:
         raise error
@@ -26,8 +25,12 @@ def where() -> int:
 
 
 async def test_fast_calls_share_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_STALL_SECONDS", NEVER)
-    found = await asyncio.gather(*(call(where) for _ in range(64)))
+    monkeypatch.setattr(threads, "_STALL_SECONDS", GUARD)
+    queued = threading.Event()
+    calls = [asyncio.ensure_future(call(function)) for function in (queued.wait, *[where] * 64)]
+    await asyncio.sleep(0)  # every call waits for the first one
+    queued.set()
+    _, *found = await asyncio.gather(*calls)
     assert len(set(found)) == 1
     assert found[0] != threading.get_ident()
 
@@ -36,10 +39,10 @@ async def test_calls_that_wait_for_each_other_run_concurrently() -> None:
     barrier = threading.Barrier(8)
 
     def meet() -> int:
-        barrier.wait(NEVER)
+        barrier.wait(GUARD)
         return threading.get_ident()
 
-    found = await asyncio.wait_for(asyncio.gather(*(call(meet) for _ in range(8))), NEVER)
+    found = await asyncio.wait_for(asyncio.gather(*(call(meet) for _ in range(8))), GUARD)
     assert len(set(found)) == 8
 
 
@@ -47,7 +50,7 @@ async def test_a_hanging_call_delays_no_other() -> None:
     stuck = threading.Event()
 
     def hang() -> None:
-        stuck.wait(NEVER)
+        stuck.wait(GUARD)
 
     def quick(n: int) -> int:
         return n
@@ -55,8 +58,8 @@ async def test_a_hanging_call_delays_no_other() -> None:
     before = [asyncio.ensure_future(call(quick, n)) for n in range(3)]
     hung = asyncio.ensure_future(call(hang))
     after = [asyncio.ensure_future(call(quick, n)) for n in range(3, 6)]
-    assert await asyncio.wait_for(asyncio.gather(*before, *after), NEVER) == list(range(6))
-    assert await asyncio.wait_for(call(quick, 6), NEVER) == 6
+    assert await asyncio.wait_for(asyncio.gather(*before, *after), GUARD) == list(range(6))
+    assert await asyncio.wait_for(call(quick, 6), GUARD) == 6
     assert not hung.done()
     stuck.set()
     await hung
@@ -65,11 +68,11 @@ async def test_a_hanging_call_delays_no_other() -> None:
 async def test_timed_out_and_cancelled_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = threading.Event()
     with pytest.raises(threads.CallTimeout):
-        await call(lambda: stuck.wait(NEVER), timeout=0.01)
+        await call(lambda: stuck.wait(GUARD), timeout=0.01)
     assert await call(where) != threading.get_ident()
-    monkeypatch.setattr(threads, "_STALL_SECONDS", NEVER)
+    monkeypatch.setattr(threads, "_STALL_SECONDS", GUARD)
     ran: list[int] = []
-    first = asyncio.ensure_future(call(lambda: stuck.wait(NEVER)))
+    first = asyncio.ensure_future(call(lambda: stuck.wait(GUARD)))
     second = asyncio.ensure_future(call(lambda: ran.append(1)))
     await asyncio.sleep(0)  # both wait for a thread
     second.cancel()
@@ -85,14 +88,14 @@ def test_calls_of_a_closed_loop_do_not_block_others() -> None:
     stuck = threading.Event()
 
     async def leave() -> None:
-        left = [asyncio.ensure_future(call(lambda: stuck.wait(NEVER))), asyncio.ensure_future(call(where))]
+        left = [asyncio.ensure_future(call(lambda: stuck.wait(GUARD))), asyncio.ensure_future(call(where))]
         await asyncio.sleep(0)
         assert not any(future.done() for future in left)
 
     asyncio.run(leave())  # closed while one call runs and another waits
 
     async def others() -> list[int]:
-        return list(await asyncio.wait_for(asyncio.gather(*(call(where) for _ in range(8))), NEVER))
+        return list(await asyncio.wait_for(asyncio.gather(*(call(where) for _ in range(8))), GUARD))
 
     assert len(asyncio.run(others())) == 8
     stuck.set()
@@ -107,12 +110,17 @@ async def test_arguments_are_released_after_a_call() -> None:
 
     def take(what: Any) -> None: ...
 
-    stuck = threading.Event()
+    stuck, began = threading.Event(), threading.Event()
     await call(take, big)
-    hung = asyncio.ensure_future(call(lambda: stuck.wait(NEVER)))
-    await asyncio.sleep(0.05)
+
+    def hang() -> None:
+        began.set()
+        stuck.wait(GUARD)
+
+    hung = asyncio.ensure_future(call(hang))
+    await until(began.is_set)
     del big
-    assert gone() is None, "no thread keeps the arguments of an earlier call"
+    await until(lambda: gone() is None)  # no thread keeps the arguments of an earlier call
     stuck.set()
     await hung
 
@@ -123,11 +131,12 @@ import asyncio, os, threading, warnings
 from agentfly_kit._async import delivery, threads
 warnings.simplefilter("ignore")
 stuck = threading.Event()
-def wait(): stuck.wait(60)
+def wait(): stuck.wait()
 async def both():
-    return await asyncio.gather(threads.run_off_loop(wait, 0.01), threads.run_off_loop(int, 60), return_exceptions=True)
+    calls = threads.run_off_loop(wait, 0.01), threads.run_off_loop(int, None)
+    return await asyncio.gather(*calls, return_exceptions=True)
 async def one():
-    return await threads.run_off_loop(int, 60)
+    return await threads.run_off_loop(int, None)
 asyncio.run(both())
 threads._state.active = 1  # as if a thread was about to take a call
 threads._state.lock.acquire()
@@ -138,5 +147,5 @@ if os.fork() == 0:
 print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 os._exit(0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=GUARD)
     assert (done.stdout, done.stderr) == ("(0, None)\n0\n", "")

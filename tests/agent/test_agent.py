@@ -9,11 +9,13 @@ from typing import Any
 
 import dice
 import pytest
-from agents import Box, Played, Text, agent, call, chat, fresh, played, put, put_call, scripted, shipped, tasks
+from agents import Box, Played, Text, agent, call, chat, fresh, played, put_call, scripted, tasks
+from cancelling import tasks_left
+from waiting import GUARD, until
 
 from agentfly_kit.agent.progress import RolloutEvent
 from agentfly_kit.agent.runner import RolloutHandle
-from agentfly_kit.errors import ChatTemplateError, NotAwaited, RewardError, SettingsError, TaskError
+from agentfly_kit.errors import NotAwaited
 from agentfly_kit.evaluation import evaluate
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import reward
@@ -29,18 +31,17 @@ def numbered(count: int) -> list[Task]:
     return [Task(f"t{i}", TASK.messages, TASK.fields) for i in range(count)]
 
 
-def others() -> set[asyncio.Task[Any]]:
-    return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
-
-
 async def test_trajectories_are_in_the_order_of_the_tasks() -> None:
     now = most = 0
+    chance = random.Random(0)
 
     async def script(task: Task, turn: int) -> str:
         nonlocal now, most
         now += 1
         most = max(most, now)
-        await asyncio.sleep(random.Random(task.id).random() * 0.02)
+        await until(lambda: most >= 5)
+        for _ in range(chance.randrange(20)):
+            await asyncio.sleep(0)
         now -= 1
         return "5"
 
@@ -76,61 +77,6 @@ async def test_rollout_starts_once_when_awaited() -> None:
     assert repr(run) == "<rollout of 1 tasks x 1, 1 of 1 chains done, done>"
 
 
-@pytest.mark.parametrize(
-    ("given", "options", "error", "says"),
-    [
-        ([], {}, TaskError, "tasks must hold at least one task"),
-        ([{"id": "x"}], {}, TaskError, r"must be Task objects, got .* af\.tasks_from"),
-        (["What is 2+3?"], {}, TaskError, r"must be Task objects, got the string 'What is 2\+3\?'; af\.tasks_from"),
-        (5, {}, TaskError, "must be Task objects, got 5"),
-        ([TASK], {"group_size": 2.5}, SettingsError, "group_size must be an integer of at least 1, got 2.5"),
-        ([TASK], {"share": (2, 2)}, SettingsError, r"share must be \(i, n\) with 0 <= i < n, got \(2, 2\)"),
-        ([TASK], {"group_size": 0}, SettingsError, "group_size must be an integer of at least 1, got 0"),
-        ([TASK], {"max_concurrency": 0}, SettingsError, "max_concurrency must be an integer of at least 1, got 0"),
-        ([Task("u", TASK.messages)], {}, Exception, "answer"),
-    ],
-)
-def test_rollout_rejects_invalid_arguments(
-    given: Any, options: dict[str, int], error: type[Exception], says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        scripted(["5"]).rollout(given, **options)
-
-
-async def test_strings_are_rejected_as_tasks() -> None:
-    a = agent()
-    for call_with_text in (a.rollout, a.chain, lambda text: evaluate(a, text), lambda text: train(a, shipped(), text)):
-        with pytest.raises(TaskError, match="must be Task objects, got the string 'What is 2"):
-            await call_with_text("What is 2+3?")
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"engine": "vllm"}, "engine must be an engine .* got 'vllm'"),
-        ({"chat": "qwen"}, "chat must be a Chat .* got 'qwen'"),
-        ({"max_turns": 0}, "max_turns must be an integer of at least 1, got 0"),
-        ({"max_turns": None}, "max_turns must be an integer of at least 1, got None"),
-        ({"max_tokens": 0}, "max_tokens must be an integer of at least 1, or None for no limit, got 0"),
-        ({"timeout": 0}, "timeout must be above 0"),
-        ({"sampling": {"temperature": 1}}, "sampling must be"),
-        ({"tools": [put]}, r"pools must provide .*, got none for Box; add pools=\[af\.Pool\(Box, size=8\)\]"),
-    ],
-)
-def test_agent_rejects_invalid_settings(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(SettingsError, match=says):
-        agent(**{"engine": Played(["5"]), "chat": chat()} | options)
-
-
-def test_agent_rejects_reward_signatures_of_other_frameworks() -> None:
-    def scored(completions: list[str], answer: str, **kwargs: Any) -> list[float]:
-        return []
-
-    parameters = "parameters can be final, trajectory, context, a sandbox, or a field of the task"
-    with pytest.raises(RewardError, match=parameters):
-        scripted(["5"], reward=scored)
-
-
 def test_asyncio_run_accepts_rollouts_evaluations_and_training_runs() -> None:
     policy, some = fresh(), tasks(16)
     a = agent(policy)
@@ -150,8 +96,6 @@ def test_agent_is_immutable_and_can_be_replaced() -> None:
     assert (a.max_turns, b.max_turns) == (4, 9)
     assert "calculator" in repr(b)
     assert "exact" in repr(b)
-    with pytest.raises(SettingsError, match="has not started a rollout yet"):
-        _ = b.last_run
 
 
 async def test_future_cancelled_inside_a_chain_does_not_cancel_the_rollout() -> None:
@@ -162,7 +106,7 @@ async def test_future_cancelled_inside_a_chain_does_not_cancel_the_rollout() -> 
             await future
         return "5"
 
-    rollout = await asyncio.wait_for(scripted(script).rollout(numbered(5)), 10)
+    rollout = await asyncio.wait_for(scripted(script).rollout(numbered(5)), GUARD)
     assert [t.stop for t in rollout] == ["answered", "answered", "error", "answered", "answered"]
 
 
@@ -185,44 +129,34 @@ async def test_template_error_is_recorded_in_the_trajectory() -> None:
     assert refused.error is not None
     assert refused.error.type == "ChatTemplateError"
     assert len(rollout.to_frame("tokens")) > 0
-    with pytest.raises(ChatTemplateError, match="rejected messages"):
-        scripted(["5"]).rollout([ODD])
 
 
-def staggered(task: Task, turn: int) -> Any:
-    async def say() -> str:
-        await asyncio.sleep(0 if int(task.id[1:]) < 4 else 60)
-        return "5"
-
-    return say()
-
-
-async def until(run: RolloutHandle, count: int) -> None:
-    while len(run.partial) < count:
-        await asyncio.sleep(0.002)
+async def staggered(task: Task, turn: int) -> str:
+    await (asyncio.sleep(0) if int(task.id[1:]) < 4 else asyncio.Event().wait())
+    return "5"
 
 
 async def test_stop_returns_the_finished_chains() -> None:
     a = scripted(staggered)
     run = a.rollout(numbered(9))
     waiting = asyncio.create_task(run)
-    await until(run, 4)
+    await until(lambda: len(run.partial) == 4)
     run.stop()
-    rollout = await asyncio.wait_for(waiting, 10)
+    rollout = await asyncio.wait_for(waiting, GUARD)
     assert [t.task.id for t in rollout] == ["t0", "t1", "t2", "t3"]
     assert a.last_run is run
     assert a.last_run.partial == rollout
-    assert not others()
+    await until(lambda: not tasks_left())
 
 
 async def test_stop_before_the_start() -> None:
     run = scripted(["5"]).rollout(numbered(3))
     run.stop()
-    assert len(await asyncio.wait_for(run, 5)) == 0
+    assert len(await asyncio.wait_for(run, GUARD)) == 0
     run = scripted(["5"]).rollout(numbered(3))
     run.stop()
     assert [t async for t in run] == []
-    assert not others()
+    await until(lambda: not tasks_left())
 
 
 async def collect(run: RolloutHandle) -> list[Any]:
@@ -233,11 +167,11 @@ async def test_cancelling_the_awaiting_task_keeps_the_finished_chains() -> None:
     a = scripted(staggered)
     run = a.rollout(numbered(9))
     waiting = asyncio.create_task(run)
-    await until(run, 4)
+    await until(lambda: len(run.partial) == 4)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError, match=r"4 of 9 chains have finished and are kept in agent\.last_run"):
         await waiting
-    assert not others()
+    await until(lambda: not tasks_left())
     assert len(a.last_run.partial) == 4
     assert run.snapshot().state == "interrupted"
 
@@ -248,42 +182,36 @@ async def test_repeated_cancellation_releases_all_leases() -> None:
             await asyncio.sleep(0.05)
 
     @tool
-    async def put_slow(text: Text, box: Slow) -> str:
+    async def put_slow(text: Text, box: Slow) -> None:
         """Put."""
-        await asyncio.sleep(60)
-        return ""
+        await asyncio.Event().wait()
 
     async with Pool(Slow, size=4) as pool:
         script = [put_call("x").replace("put", "put_slow")]
         run = scripted(script, tools=[put_slow], pools=[pool]).rollout(numbered(4))
         waiting = asyncio.create_task(run)
-        while pool.snapshot().leased < 4:
-            await asyncio.sleep(0.002)
+        await until(lambda: pool.snapshot().leased == 4)
         for _ in range(6):
             waiting.cancel()
             await asyncio.sleep(0.005)
-        await asyncio.wait([waiting], timeout=10)
+        await asyncio.wait([waiting], timeout=GUARD)
         assert waiting.cancelled()
         assert pool.snapshot().leased == 0
-        assert not others()
+        await until(lambda: not tasks_left())
 
 
 async def test_breaking_out_of_iteration_ends_the_rollout() -> None:
     run = scripted(staggered).rollout(numbered(9))
     async for _ in run:
         break
-    for _ in range(200):
-        if not others():
-            break
-        await asyncio.sleep(0.01)
-    assert not others()
+    await until(lambda: not tasks_left())
     assert len(run.partial) >= 1
     assert run.snapshot().state == "stopped"
 
 
 async def test_iteration_yields_chains_as_they_finish() -> None:
     async def script(task: Task, turn: int) -> str:
-        await asyncio.sleep(0.03 * (4 - int(task.id[1:])))
+        await until(lambda: len(run.partial) == 4 - int(task.id[1:]))
         return "5"
 
     run = scripted(script).rollout(numbered(5))
@@ -293,8 +221,8 @@ async def test_iteration_yields_chains_as_they_finish() -> None:
 
 async def test_concurrent_and_repeated_iterations_yield_all_chains() -> None:
     run = scripted(["5"], latency=0.01).rollout(numbered(6), max_concurrency=2)
-    one, two = await asyncio.wait_for(asyncio.gather(collect(run), collect(run)), 10)
-    assert len(one) == len(two) == len(await asyncio.wait_for(collect(run), 5)) == 6
+    one, two = await asyncio.wait_for(asyncio.gather(collect(run), collect(run)), GUARD)
+    assert len(one) == len(two) == len(await asyncio.wait_for(collect(run), GUARD)) == 6
 
 
 async def test_pause_and_resume() -> None:
@@ -306,12 +234,8 @@ async def test_pause_and_resume() -> None:
     assert engine.given == []
     assert "paused" in repr(run)
     run.resume()
-    await asyncio.wait_for(waiting, 10)
+    await asyncio.wait_for(waiting, GUARD)
     assert len(engine.given) == 12
-    run = agent(engine=Played(["5"]), chat=chat()).rollout(numbered(2))
-    run.pause()
-    run.stop()
-    assert len(await asyncio.wait_for(run, 5)) == 0
 
 
 async def test_events_of_each_chain_are_ordered_and_complete() -> None:
@@ -341,7 +265,7 @@ async def test_listener_that_stops_the_rollout_receives_all_end_events() -> None
             run.stop()
 
     run.subscribe(stop)
-    await asyncio.wait_for(run, 10)
+    await asyncio.wait_for(run, GUARD)
     check_events(events)
     assert {e.trajectory: e.state for e in events if (e.kind, e.phase) == ("chain", "end")}.keys() == {
         e.trajectory for e in events
@@ -397,7 +321,7 @@ async def test_every_start_event_has_an_end_event_despite_failures() -> None:
 
     kinds: set[tuple[str, str]] = set()
     async with Pool(Box, size=4) as pool:
-        for i in range(60):
+        for i in range(24):
             a = scripted(script, tools=[bad_put], reward=bad_reward, pools=[pool], timeout=rng.choice([None, 0.01]))
             run = a.rollout(numbered(6), group_size=2, max_concurrency=5)
             events: list[RolloutEvent] = []
@@ -406,7 +330,7 @@ async def test_every_start_event_has_an_end_event_despite_failures() -> None:
             if i % 3 == 0:
                 await asyncio.sleep(rng.random() * 0.03)
                 run.stop()
-            await asyncio.wait([waiting], timeout=20)
+            await asyncio.wait([waiting], timeout=GUARD)
             assert waiting.done() and (waiting.cancelled() or waiting.exception() is None), f"seed {seed}, {i}"
             check_events(events)
             kinds |= {(e.kind, e.state) for e in events}
@@ -442,5 +366,3 @@ async def test_redefined_tool_is_reported_once() -> None:
     assert len(said) == 1
     assert rollout.trajectories[0].tool_calls[0].result.observation == "a!"  # type: ignore[union-attr]
     await old.rollout(TASK)  # a second warning would fail this test
-    new = old.replace(tools=[space["shout"]])
-    assert (await new.rollout(TASK)).trajectories[0].tool_calls[0].result.observation == "a?"  # type: ignore[union-attr]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from agents import (
-    Box,
     ForkingBox,
     Played,
     Text,
@@ -22,16 +21,17 @@ from agents import (
     call,
     chat,
     fresh,
+    pass_time,
     played,
-    put,
     put_call,
     put_forking,
     scripted,
 )
 from agents import tasks as calculator_tasks
-from cancelling import settled, tasks_left
+from cancelling import tasks_left
 from test_ppo_settings import gradient
 from torch import Tensor
+from waiting import GUARD, until
 
 import agentfly_kit as af
 from agentfly_kit.batch.turn_data import executed_calls
@@ -90,7 +90,7 @@ def assert_trees(rollout: af.Rollout, size: int) -> None:
                 assert t.turns[len(shared)].seed != parent.turns[len(shared)].seed
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.soak)])
 async def test_every_group_has_all_leaves_for_random_settings(count: int) -> None:
     rng = random.Random(0)
     async with af.Pool(ForkingBox, size=64) as pool:
@@ -130,9 +130,9 @@ async def test_results_do_not_depend_on_concurrency() -> None:
 async def test_local_engine_gives_the_same_bits_at_any_concurrency() -> None:
     a = agent(sampling=af.Sampling(max_tokens=24))
     branch = af.Branch(initial=4, base=0.9)
-    found = [await a.rollout(calculator_tasks(4), 8, branch=branch, max_concurrency=n, index=0) for n in (8, 16, 128)]
+    found = [await a.rollout(calculator_tasks(2), 8, branch=branch, max_concurrency=n, index=0) for n in (8, 128)]
     assert found[0].summary()["forks"] > 0
-    assert found[0].trajectories == found[1].trajectories == found[2].trajectories
+    assert found[0].trajectories == found[1].trajectories
 
 
 async def test_parts_of_a_rollout_have_the_same_trajectories() -> None:
@@ -158,7 +158,7 @@ async def test_share_of_forks_is_the_mean_probability() -> None:
     branch = af.Branch(initial=4, base=0.4, weight=0.3, tokens=1)
     engine = Coin(calls=1.0, right=(0.5, 0.5))
     async with af.Pool(ForkingBox, size=64) as pool:
-        rollout = await coins(pool, engine=engine).rollout(numbered(60), 8, branch=branch)
+        rollout = await coins(pool, engine=engine).rollout(numbered(40), 8, branch=branch)
     roots = [t for t in rollout if t.chain < 4 and "." not in t.id]
     vocabulary = len(chat().tokenizer)
     probabilities = [branch.probability(t.actions[1], t.actions[0], vocabulary) for t in roots]
@@ -169,7 +169,7 @@ async def test_share_of_forks_is_the_mean_probability() -> None:
     # With a threshold, exactly the chains above it fork.
     async with af.Pool(ForkingBox, size=64) as pool:
         rollout = await coins(pool, engine=engine).rollout(
-            numbered(20), 8, branch=af.Branch(initial=4, base=0.4, weight=0.3, tokens=1, threshold=0.4)
+            numbered(10), 8, branch=af.Branch(initial=4, base=0.4, weight=0.3, tokens=1, threshold=0.4)
         )
     for t in rollout:
         if t.chain < 4 and "." not in t.id:
@@ -181,7 +181,8 @@ soak = pytest.mark.soak
 
 
 @pytest.mark.parametrize(
-    ("calls", "ratio"), [(1, 0.75), (3, 0.74), pytest.param(2, 0.64, marks=soak), pytest.param(5, 0.85, marks=soak)]
+    ("calls", "ratio"),
+    [(1, 0.75), *(pytest.param(*given, marks=soak) for given in ((2, 0.64), (3, 0.74), (5, 0.85)))],
 )
 async def test_executed_calls_relative_to_independent_chains(calls: int, ratio: float) -> None:
     """Each chain makes a fixed number of calls. With one call and fork probability P, 1 - P/2 of the calls run, because
@@ -338,13 +339,6 @@ def test_gradient_of_two_leaves_is_the_sum_of_a_shared_and_their_own_parts() -> 
     assert relative_distance(wanted, got / int(mask.sum())) < 1e-12
 
 
-def test_hard_attribution_differs_from_soft_where_a_ratio_is_clipped() -> None:
-    ratio, one = torch.tensor([[1.5]]).log(), torch.ones(1, 1)
-    soft = [-float(af.losses.ppo(ratio, 0 * one, a * one, one == 1)) for a in (1.2, -0.4)]
-    assert sum(soft) / 2 == pytest.approx(0.42)
-    assert -float(af.losses.ppo(ratio, 0 * one, 0.4 * one, one == 1)) == pytest.approx(0.48)
-
-
 async def test_hard_attribution_equals_soft_in_float64() -> None:
     """Inside the clip range, the gradients are equal with a token mean, and 2 % apart with a sequence mean."""
     async with af.Pool(ForkingBox, size=8) as pool:
@@ -380,20 +374,6 @@ async def test_training_with_branching(tmp_path: Any) -> None:
         af.train(af.envs.lookup.agent(policy), policy, tasks, config.replace(branch=af.Branch(3)), run=tmp_path)
 
 
-def test_training_settings_that_cannot_branch() -> None:
-    with pytest.raises(SettingsError, match=r"branch must be an af[.]Branch, such as .*, got 4"):
-        af.TrainConfig(branch=4)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="attribution must be"):
-        af.TrainConfig(advantage="arpo", attribution="firm")  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="attribution has an effect only with advantage 'arpo'"):
-        af.TrainConfig(attribution="hard")
-    policy = af.tiny.policy("lookup")
-    small = af.envs.lookup.agent(policy, size=4)
-    config = af.TrainConfig(branch=af.Branch(4), advantage="arpo")
-    with pytest.raises(SettingsError, match="the pool of Lookup must be at least 8, got 4"):
-        af.train(small, policy, af.load_tasks("lookup").train, config)
-
-
 # --- forks that are refused ---
 
 
@@ -416,31 +396,31 @@ async def test_fork_that_fails_is_replaced_by_a_new_chain() -> None:
 async def test_pool_used_by_others_refuses_forks_without_waiting() -> None:
     async with af.Pool(ForkingBox, size=4) as pool:
         async with pool.lease(owner="another"), pool.lease(owner="another"):
+            run = coins(pool, engine=Coin(calls=1.0)).rollout(numbered(2), 4, branch=af.Branch(initial=2, base=1.0))
             with pytest.warns(UserWarning, match="was not forked: no ForkingBox is free"):
-                rollout = await asyncio.wait_for(
-                    coins(pool, engine=Coin(calls=1.0)).rollout(numbered(2), 4, branch=af.Branch(initial=2, base=1.0)),
-                    20,
-                )
+                rollout = await asyncio.wait_for(run, GUARD)
         assert [len(group) for group in rollout.groups] == [4, 4]
 
 
 @pytest.mark.parametrize(("stop", "recorded"), [("stop", "answered"), ("length", "context_full")])
 async def test_chain_that_ended_is_not_cut_off_while_it_waits_for_its_group(stop: Any, recorded: str) -> None:
     class Slow(Coin):
+        is_slow = False
+
         async def sample(self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None) -> Sample:
             assert request is not None
-            if request.turn == 1 and not self.slept:
-                self.slept = True
-                await asyncio.sleep(30)
+            if request.turn == 1 and not self.is_slow:
+                self.is_slow = True
+                await until(lambda: any(group._waiting for group in run._branching.values()))
+                pass_time(GUARD)
+                await asyncio.Event().wait()
             sample = await super().sample(ids, sampling, seed, request=request)
             return dataclasses.replace(sample, stop=stop) if request.turn == 1 else sample
 
     engine = Slow(calls=1.0, right=(0.5, 0.5))
-    engine.slept = False  # type: ignore[attr-defined]
     async with af.Pool(ForkingBox, size=4) as pool:
-        rollout = await coins(pool, engine=engine, timeout=0.5).rollout(
-            numbered(1), 2, branch=af.Branch(initial=2, base=1.0)
-        )
+        run = coins(pool, engine=engine, timeout=GUARD).rollout(numbered(1), 2, branch=af.Branch(initial=2, base=1.0))
+        rollout = await run
         assert sorted(t.stop for t in rollout) == [recorded, "timeout"]
         assert pool.snapshot().leased == 0
 
@@ -448,7 +428,7 @@ async def test_chain_that_ended_is_not_cut_off_while_it_waits_for_its_group(stop
 # --- cancellation ---
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.soak)])
 async def test_cancelled_rollouts_hold_no_lease(count: int) -> None:
     rng = random.Random(1)
     async with af.Pool(ForkingBox, size=12) as pool:
@@ -464,7 +444,7 @@ async def test_cancelled_rollouts_hold_no_lease(count: int) -> None:
             else:
                 waiting.cancel()
             await asyncio.wait([waiting])
-            assert await settled(lambda: not tasks_left()), tasks_left()
+            await until(lambda: not tasks_left())
             s = pool.snapshot()
             assert (s.leased, s.waiting) == (0, 0), f"after rollout {i}: {pool!r}"
 
@@ -472,14 +452,12 @@ async def test_cancelled_rollouts_hold_no_lease(count: int) -> None:
 class Stuck(Coin):
     """Engine whose first request for a second action never returns."""
 
-    def __init__(self) -> None:
-        super().__init__(calls=1.0)
-        self.is_stuck = False
+    is_stuck = False
 
     async def sample(self, *args: Any, request: TurnRequest | None = None, **keywords: Any) -> Sample:
         if request is not None and request.turn == 1 and not self.is_stuck:
             self.is_stuck = True
-            await asyncio.sleep(600)
+            await asyncio.Event().wait()
         return await super().sample(*args, request=request, **keywords)
 
 
@@ -497,16 +475,15 @@ def test_interrupted_rollout_holds_no_lease(when: str) -> None:
         nonlocal calls
         calls += 1
         if calls > 4:  # the two groups begin with two chains each, which then fork
-            await asyncio.sleep(600)
+            await asyncio.Event().wait()
         return await box.run(text)
 
-    stuck = a.replace(tools=[slow]) if when == "forks call tools" else coins(pool, engine=Stuck())
+    stuck = a.replace(tools=[slow]) if when == "forks call tools" else coins(pool, engine=Stuck(calls=1.0))
 
     async def main() -> None:
         run = stuck.rollout(numbered(2), 4, branch=branch)
         running = asyncio.ensure_future(run)
-        while not (calls > 4 or any(group._waiting for group in run._branching.values())):
-            await asyncio.sleep(0.001)
+        await until(lambda: calls > 4 or any(group._waiting for group in run._branching.values()))
         signal.raise_signal(signal.SIGINT)
         await running
 
@@ -544,62 +521,8 @@ async def test_fork_at_an_earlier_turn() -> None:
         ]
         with pytest.raises(SettingsError, match="cannot go back: it holds ForkingBox"):
             await chain.fork(at=2)
-        with pytest.raises(SettingsError, match=r"at must be one of chain\.turns, or its index, got 9"):
-            await chain.fork(at=9)
         for c in (chain, twin, again):
             await c.close()
-
-
-# --- invalid settings ---
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"initial": 0}, "initial must be an integer of at least 1, got 0"),
-        ({"initial": 2.0}, "initial must be an integer of at least 1, got 2.0"),
-        ({"width": 0}, "width must be an integer of at least 1, got 0"),
-        ({"tokens": True}, "tokens must be an integer of at least 1, got True"),
-        ({"base": math.nan}, "base must be a finite number, got nan"),
-        ({"weight": math.inf}, "weight must be a finite number, got inf"),
-        ({"threshold": "high"}, "threshold must be a finite number, got 'high'"),
-        ({"measure": "variance"}, "measure must be 'entropy', 'surprisal' or a function of a turn, got 'variance'"),
-    ],
-)
-def test_invalid_branch(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        af.Branch(**settings)
-
-
-def test_agents_that_cannot_branch_are_rejected_before_anything_runs() -> None:
-    small, fixed = af.Pool(ForkingBox, size=4), af.Pool(Box, size=64)
-    a = coins(small)
-    for branch, group_size, more, message in (
-        (af.Branch(9), 8, a, "initial must be at most group_size=8, got 9"),
-        (3, 8, a, "branch must be an af.Branch, such as .*, got 3"),
-        (
-            af.Branch(),
-            8,
-            a,
-            "a group of 8 leaves runs as a whole, so the pool of ForkingBox must be at least 8, got 4; increase it, or "
-            "set group_size to at most 4",
-        ),
-        (af.Branch(), 80, played(["5"]), "so max_concurrency must be at least 80, got 64"),
-        (
-            af.Branch(),
-            40,
-            agent(engine=af.LocalEngine(agent().engine.policy, slots=8)),
-            "the slots of the engine must be",
-        ),
-        (af.Branch(), 2, a.replace(after_observation=lambda chain: 0), r"combined with Agent\(after_observation="),
-        (af.Branch(), 2, a.replace(before_turn=lambda chain: None), r"combined with Agent\(before_turn="),
-        (af.Branch(), 2, agent(tools=(), harness=lambda endpoint: None), r"combined with Agent\(harness="),
-        (af.Branch(), 2, scripted(["5"]), "branch needs entropies, which ScriptedEngine does not report"),
-        (af.Branch(measure="surprisal"), 2, scripted(["5"]), "needs logprobs, which ScriptedEngine does not report"),
-        (af.Branch(), 2, played(["5"], tools=[put], pools=[fixed]), "can fork, but Box has no method fork"),
-    ):
-        with pytest.raises(SettingsError, match=message):
-            more.rollout(numbered(1), group_size, branch=branch)  # type: ignore[arg-type]
 
 
 async def test_measures_of_uncertainty() -> None:

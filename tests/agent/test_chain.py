@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +12,6 @@ from agents import (
     Box,
     ForkingBox,
     Played,
-    Recording,
     Text,
     agent,
     call,
@@ -27,19 +24,21 @@ from agents import (
     reference_logprobs,
     scripted,
     shipped,
+    stepped,
     tasks,
 )
+from waiting import GUARD, until
 
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.engines.local.engine import LocalEngine
-from agentfly_kit.errors import BatchError, EngineError, NotAwaited, SandboxError, SettingsError
+from agentfly_kit.errors import BatchError, EngineError, SandboxError, SettingsError
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import reward
 from agentfly_kit.tools.context import Context
 from agentfly_kit.tools.injection import FromTask
 from agentfly_kit.tools.tool import tool
-from agentfly_kit.types import Sample, Sampling, Task, ToolResult, Trajectory
+from agentfly_kit.types import Sample, Sampling, Task, ToolResult
 
 TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
 STOP = chat().stop_ids[0]
@@ -49,37 +48,25 @@ def cut_after(text: str) -> Sampling:
     return Sampling(max_tokens=len(chat().encode(text)))
 
 
-def assert_rows_match_samples(engine: Recording, trajectories: Sequence[Trajectory]) -> int:
-    """Check that every action is a recorded sample for exactly the preceding ids. Return the number of actions."""
-    seen: dict[tuple[int, ...], list[Sample]] = {}
-    for _, given, sample in engine.seen:
-        seen.setdefault(given, []).append(sample)
-    count = 0
-    for t in trajectories:
-        ids = t.ids.tolist()
-        at = 0
-        for turn in t.turns:
-            assert turn.ids is not None
-            if turn.kind == "action":
-                found = [s for s in seen[tuple(ids[:at])] if s.ids == turn.ids and s.logprobs == turn.logprobs]
-                assert found
-                assert turn.sampled
-                assert t.action_mask[at : at + len(turn.ids)].all()
-                assert t.logprobs[at : at + len(turn.ids)].tolist() == np.float32(found[0].logprobs).tolist()
-                count += 1
-            else:
-                assert not t.action_mask[at : at + len(turn.ids)].any()
-            at += len(turn.ids)
-        assert at == len(ids)
-    return count
-
-
 async def test_rows_equal_inputs_and_outputs_of_the_engine() -> None:
-    engine = Recording(LocalEngine(shipped()))
-    a = agent(engine=engine, sampling=Sampling(temperature=1.3, max_tokens=20))
+    samples = []
+
+    class Recorded(LocalEngine):
+        async def sample(self, ids: Sequence[int], *given: Any, **more: Any) -> Sample:
+            sample = await super().sample(ids, *given, **more)
+            samples.append((tuple(ids), sample.ids, np.float32(sample.logprobs).tolist()))
+            return sample
+
+    a = agent(engine=Recorded(shipped()), sampling=Sampling(temperature=1.3, max_tokens=20))
     rollout = await a.rollout(tasks(8), group_size=6)
-    assert assert_rows_match_samples(engine, rollout.trajectories) == len(engine.seen)
-    assert len({t.stop for t in rollout}) > 1
+    assert len({t.stop for t in rollout}) > 1 and len(samples) == sum(len(t.actions) for t in rollout)
+    for t in rollout:
+        for i, turn in enumerate(t.turns):
+            at = np.flatnonzero(t.turn_index == i)
+            assert t.ids[at].tolist() == list(turn.ids or ())
+            assert t.action_mask[at].tolist() == [turn.kind == "action"] * len(at)
+            if turn.kind == "action":
+                assert (tuple(t.ids[: at[0]]), turn.ids, t.logprobs[at].tolist()) in samples
 
 
 async def test_row_text_is_the_conversation() -> None:
@@ -133,8 +120,9 @@ async def test_truncated_turn_is_closed_with_mask_0() -> None:
 
 
 async def test_observation_closes_a_turn_ended_by_a_stop_string() -> None:
-    chain = played([call("2+3") + "§", "5 END and more§"], sampling=Sampling(stop=("</tool_call>", "END"))).chain(TASK)
-    await chain.step()
+    chain = await stepped(
+        played([call("2+3") + "§", "5 END and more§"], sampling=Sampling(stop=("</tool_call>", "END"))).chain(TASK)
+    )
     assert (chain.turn.ids or ())[0] == STOP, "the observation begins with the stop token that was not sampled"
     assert chain.turn.tool_calls[0].result is not None
     assert chain.turn.tool_calls[0].result.observation == "5", "the text that stopped it closes the call"
@@ -279,19 +267,16 @@ async def test_dead_sandbox_leaves_only_its_own_chain_unscored() -> None:
 @pytest.mark.parametrize("where", ["sampling", "tool"])
 async def test_timeout_of_a_chain(where: str) -> None:
     @tool
-    async def hang(text: Text) -> str:
+    async def hang(text: Text) -> None:
         """Hang."""
-        await asyncio.sleep(30)
-        return ""
+        await asyncio.Event().wait()
 
     async with Pool(Box, size=1) as pool:
         if where == "sampling":
-            a = scripted(["5"], latency=30, timeout=0.05)
+            a = scripted(["5"], latency=3600, timeout=0.05)
         else:
             a = played([put_call("a"), put_call("x", "hang")], tools=[put, hang], pools=[pool], timeout=0.1)
-        began = time.perf_counter()
         t = await a.chain(TASK).run()
-        assert time.perf_counter() - began < 5
         assert (t.stop, t.reward, t.truncated) == ("timeout", 0.0, True)
         assert pool.snapshot().leased == 0
 
@@ -311,8 +296,7 @@ async def test_sandbox_is_kept_until_the_reward_has_run() -> None:
 async def test_pool_closed_during_a_chain_is_recorded_as_error() -> None:
     pool = Pool(Box, size=1)
     a = played([put_call("a"), put_call("b"), "5"], tools=[put], pools=[pool])
-    chain = a.chain(TASK)
-    await chain.step()
+    chain = await stepped(a.chain(TASK))
     await pool.close()
     t = await chain.run()
     assert t.stop == "error"
@@ -329,10 +313,6 @@ async def test_turn_repr_has_a_label() -> None:
 
 async def test_invalid_calls_name_a_valid_one() -> None:
     chain = played([call("1+1"), "5"]).chain(TASK)
-    with pytest.raises(SettingsError, match=r"nothing to run.*await chain\.sample\(\) first"):
-        await chain.act()
-    with pytest.raises(SettingsError, match="no complete action yet"):
-        chain.observe("x")
     await chain.sample()
     with pytest.raises(SettingsError, match=r"have not run yet; call chain\.act\(\)"):
         await chain.sample()
@@ -353,18 +333,8 @@ async def test_invalid_calls_name_a_valid_one() -> None:
         await chain.step()
 
 
-async def test_error_of_a_stopped_chain_names_the_next_calls() -> None:
-    chain = played([call("1+1"), "5"], max_turns=1).chain(TASK)
-    await chain.step()
-    with pytest.raises(
-        SettingsError, match=r"chain\.sample: the chain was stopped by max_turns; call chain\.finish\(\) or"
-    ):
-        await chain.sample()
-
-
 async def test_unfinished_chain_is_unscored() -> None:
-    chain = played([call("1+1"), "5"]).chain(TASK)
-    await chain.step()
+    chain = await stepped(played([call("1+1"), "5"]).chain(TASK))
     t = await chain.finish()
     assert (t.stop, t.reward) == ("cancelled", None)
 
@@ -378,29 +348,24 @@ async def test_closed_chain_cannot_be_scored() -> None:
 
 
 async def test_concurrent_calls_are_rejected() -> None:
-    chain = scripted(["5"], latency=0.1).chain(TASK)
+    answer = asyncio.Event()
+
+    async def script(task: Task, turn: int) -> str:
+        await answer.wait()
+        return "5"
+
+    chain = scripted(script).chain(TASK)
     running = asyncio.create_task(chain.sample())
-    await asyncio.sleep(0.01)
+    await until(lambda: chain.busy)
     for refused in (chain.sample, chain.step, chain.act, chain.finish, chain.distribution, chain.fork):
         with pytest.raises(SettingsError, match="another call on this chain is still running; await it first"):
             await refused()
     for now in (lambda: chain.force("x"), lambda: chain.observe("x"), lambda: chain.rewind(to=0)):
         with pytest.raises(SettingsError, match="another call on this chain is still running"):
             now()
+    answer.set()
     await running
     assert chain.stop == "answered"
-
-
-async def test_missing_await_is_reported() -> None:
-    chain = played([call("1+1")]).chain(TASK)
-    pending = chain.sample()
-    with pytest.raises(NotAwaited, match=r"write \(await chain\.sample"):
-        _ = pending.text
-    pending.close()
-    assert chain.turns[-1].kind == "prompt"
-    with pytest.warns(RuntimeWarning, match=r"chain\.step\(\.\.\.\) was never awaited"):
-        chain.step()
-    gc.collect()
 
 
 async def test_chain_continues_after_a_cancelled_sample() -> None:
@@ -414,7 +379,7 @@ async def test_chain_continues_after_a_cancelled_sample() -> None:
             break
         assert [t.kind for t in chain.turns] == ["prompt"]
     else:
-        await asyncio.wait_for(chain.sample(), 20)
+        await asyncio.wait_for(chain.sample(), GUARD)
     assert [t.kind for t in chain.turns] == ["prompt", "action"]
     await chain.close()
 
@@ -440,18 +405,8 @@ async def test_greedy_turn_is_rejected_for_training() -> None:
         collate([t])
 
 
-async def test_force_rejects_ids_outside_the_vocabulary() -> None:
-    chain = played(["5"]).chain(TASK)
-    for ids in ([-1], [400], [10**9]):
-        with pytest.raises(SettingsError, match="vocabulary"):
-            chain.force(ids)
-    with pytest.raises(SettingsError, match="content must be text or token ids"):
-        chain.force("", end=False)
-
-
 async def test_rewind_restores_the_same_turn() -> None:
-    chain = played([call("1+1"), "5"]).chain(TASK)
-    await chain.step()
+    chain = await stepped(played([call("1+1"), "5"]).chain(TASK))
     kept = chain.turns[2]
     await chain.step()
     assert chain.rewind(to=2) is kept
@@ -465,19 +420,16 @@ async def test_rewind_restores_the_same_turn() -> None:
 
 
 async def test_rewind_rejects_turns_of_other_paths() -> None:
-    chain = played([call("1+1"), "5"]).chain(TASK)
-    await chain.step()
+    chain = await stepped(played([call("1+1"), "5"]).chain(TASK))
     gone = chain.turn
     chain.rewind(to=0)
-    for to in (gone, 7, -9):
-        with pytest.raises(SettingsError, match=r"chain\.turns"):
-            chain.rewind(to=to)
+    with pytest.raises(SettingsError, match=r"chain\.turns"):
+        chain.rewind(to=gone)
 
 
 async def test_rewind_encodes_a_final_observation() -> None:
     engine = Played([call("1+1"), "5"])
-    chain = agent(engine=engine, chat=chat(), max_turns=1).chain(TASK)
-    await chain.step()
+    chain = await stepped(agent(engine=engine, chat=chat(), max_turns=1).chain(TASK))
     assert chain.stop == "max_turns"
     chain.rewind(to=-1)
     await chain.sample()
@@ -487,8 +439,7 @@ async def test_rewind_encodes_a_final_observation() -> None:
 
 
 async def test_rewind_to_a_truncated_turn_is_not_an_answer() -> None:
-    chain = played(["5…"], sampling=cut_after("5")).chain(TASK)
-    await chain.step()
+    chain = await stepped(played(["5…"], sampling=cut_after("5")).chain(TASK))
     chain.rewind(to=-1)
     t = await chain.finish()
     assert (t.stop, t.final, t.reward) == ("turn_tokens", None, 0.0)
@@ -502,14 +453,12 @@ async def test_rewind_is_rejected_with_a_sandbox_or_tool_state() -> None:
         return str(context.state["n"])
 
     async with Pool(Box, size=1) as pool:
-        chain = played([put_call("a"), "5"], tools=[put], pools=[pool]).chain(TASK)
-        await chain.step()
+        chain = await stepped(played([put_call("a"), "5"], tools=[put], pools=[pool]).chain(TASK))
         with pytest.raises(SettingsError, match="cannot go back: it holds Box"):
             chain.rewind(to=0)
         assert chain.rewind(to=-1) is chain.turn
         await chain.close()
-    chain = played([put_call("a", "count"), "5"], tools=[count]).chain(TASK)
-    await chain.step()
+    chain = await stepped(played([put_call("a", "count"), "5"], tools=[count]).chain(TASK))
     with pytest.raises(SettingsError, match="cannot go back: it holds state that its tools keep"):
         chain.rewind(to=0)
 
@@ -556,8 +505,7 @@ async def test_fork_of_a_fork_with_same_seeds_samples_the_same_tokens() -> None:
 async def test_fork_copies_sandbox_and_tool_state() -> None:
     async with Pool(ForkingBox, size=2) as pool:
         script = [put_call("a", "put_forking"), put_call("b", "put_forking"), "5"]
-        chain = played(script, tools=[put_forking], pools=[pool]).chain(TASK)
-        await chain.step()
+        chain = await stepped(played(script, tools=[put_forking], pools=[pool]).chain(TASK))
         chain.context.state["seen"] = ["a"]
         fork = await chain.fork()
         chain.context.state["seen"].append("b")
@@ -583,16 +531,12 @@ async def test_each_attempt_has_its_own_seed_and_attempt_0_is_that_of_a_rollout(
     assert len({seed for seed, _ in said}) == 4 and len({ids for _, ids in said}) > 2
     turn = await a.chain(TASK).sample()
     assert said[0] == (turn.seed, turn.ids)
-    for attempt in (-1, 0.5, None):
-        with pytest.raises(SettingsError, match="attempt must be an integer of at least 0"):
-            await chain.sample(attempt=attempt)  # type: ignore[arg-type]
 
 
 async def test_an_action_whose_tools_have_not_run_can_be_undone_while_a_sandbox_is_held() -> None:
     async with Pool(ForkingBox, size=2) as pool:
         script = [put_call("a", "put_forking"), put_call("b", "put_forking")] * 2
-        chain = played(script, tools=[put_forking], pools=[pool]).chain(TASK)
-        await chain.step()
+        chain = await stepped(played(script, tools=[put_forking], pools=[pool]).chain(TASK))
         for fork in (chain, await chain.fork()):
             assert fork.turn.kind == "observation"
             await fork.sample()
@@ -626,11 +570,6 @@ async def test_samples_of_a_turn_are_those_of_forks() -> None:
         t.ids for t in ended.trajectories[0].turns
     ]
     assert (await again.fork()).id == f"{again.id}.{number + 1}"  # later forks have larger numbers
-    for n in (0, -1, 1.5):
-        with pytest.raises(SettingsError, match="n must be an integer of at least 1"):
-            await chain.sample_turns(n)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="number must be an integer of at least 1"):
-        await chain.fork(number=0)
 
 
 async def test_a_sample_is_appended_as_if_the_chain_had_sampled_it() -> None:
@@ -653,16 +592,14 @@ async def test_a_sample_is_appended_as_if_the_chain_had_sampled_it() -> None:
 async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellation() -> None:
     async with Pool(ForkingBox, size=3) as pool:
         script = [put_call("a", "put_forking"), put_call("b", "put_forking"), "5"]
-        chain = played(script, tools=[put_forking], pools=[pool]).chain(TASK)
-        await chain.step()
+        chain = await stepped(played(script, tools=[put_forking], pools=[pool]).chain(TASK))
         samples = await chain.sample_turns(5)
         assert pool.snapshot().leased == 1 and len(samples) == 5
         ended = await chain.sample_turns(7, to_end=True)  # more samples than the pool has sandboxes
         assert {t.turns[4].text.count("a,b") for t in ended} == {1}
         assert (pool.snapshot().leased, pool.snapshot().waiting) == (1, 0)
         job = asyncio.ensure_future(_started(chain.sample_turns(7, to_end=True)))
-        while pool.snapshot().leased < 3:
-            await asyncio.sleep(0)
+        await until(lambda: pool.snapshot().leased == 3)
         job.cancel()
         with pytest.raises(asyncio.CancelledError):
             await job
@@ -670,8 +607,7 @@ async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellati
         assert (await chain.step()).text.count("a,b") == 1
         await chain.close()
     async with Pool(Box, size=2) as pool:
-        chain = played([put_call("a"), "5"], tools=[put], pools=[pool]).chain(TASK)
-        await chain.step()
+        chain = await stepped(played([put_call("a"), "5"], tools=[put], pools=[pool]).chain(TASK))
         with pytest.raises(SandboxError, match="holds a Box, which cannot fork"):
             await chain.sample_turns(3, to_end=True)
         assert pool.snapshot().leased == 1

@@ -16,12 +16,13 @@ from typing import Any
 
 import dice
 import pytest
-from agents import Box, Played, chat, exact
-from cancelling import settled, tasks_left
+from agents import Box, Played, chat, exact, pass_time
+from cancelling import tasks_left
 from kernels import interrupted, kernel, run_cell, start_cell
 from test_chat import with_template
 from test_harness import TASK, harnessed, solve
 from test_trajectory_rows import REWRITES
+from waiting import GUARD, until
 
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.rollout import Rollout
@@ -102,7 +103,7 @@ def mutated(body: Any, rng: random.Random) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore:the harness")
-@pytest.mark.parametrize("count", [600, pytest.param(12_000, marks=pytest.mark.real)])
+@pytest.mark.parametrize("count", [300, pytest.param(12_000, marks=pytest.mark.long)])
 async def test_random_requests_never_fail_the_server(count: int) -> None:
     """Each status is 200 or 400, which clients do not retry. Chains end only if the template fails."""
     seed = dice.seed()
@@ -196,10 +197,12 @@ def test_an_interrupted_cell_leaves_no_task_of_a_harness() -> None:
 
 async def test_a_thread_that_hangs_is_left_and_its_sandbox_is_free() -> None:
     release, pool = threading.Event(), Pool(Box, size=2)
+    began: list[Box] = []
     late: list[tuple[int, str | None]] = []
 
     def hanging(endpoint: Endpoint, box: Box) -> str:
-        release.wait(60)
+        began.append(box)
+        release.wait(GUARD)
         try:
             asyncio.run(endpoint.chat([{"role": "user", "content": "late"}]))
         except RequestError as error:
@@ -209,18 +212,22 @@ async def test_a_thread_that_hangs_is_left_and_its_sandbox_is_free() -> None:
     async def quick(box: Box, endpoint: Endpoint) -> str:
         return "5"
 
-    agent = harnessed(hanging, ["x"], timeout=0.3, pools=[pool])
+    agent = harnessed(hanging, ["x"], timeout=GUARD, pools=[pool])
     try:
+        running = asyncio.ensure_future(_awaited(agent.rollout([TASK], 2)))
+        await until(lambda: len(began) == 2)
+        pass_time(GUARD)
         with pytest.warns(UserWarning, match="runs in a thread, which cannot be stopped: it goes on after its chain"):
-            rollout = await agent.rollout([TASK], 2)
+            rollout = await running
         assert [(t.stop, t.reward) for t in rollout] == [("timeout", 0.0)] * 2
         assert [t.reward for t in await agent.replace(harness=quick).rollout([TASK], 4)] == [1.0] * 4
         assert late == []
     finally:
         release.set()
     # A request after the end of the chain is rejected with a status that clients do not retry.
-    assert await settled(lambda: len(late) == 2) and set(late) == {(404, "unknown_key")}, late
-    assert await settled(lambda: not tasks_left()), tasks_left()
+    await until(lambda: len(late) == 2)
+    assert set(late) == {(404, "unknown_key")}
+    await until(lambda: not tasks_left())
     await pool.close()
 
 
@@ -246,11 +253,11 @@ async def test_cancelled_chains_leave_no_task_socket_or_lease() -> None:
     engine = Slow([])
     agent = Agent(engine, chat=chat(), harness=over_http, reward=exact, pools=[pool])
     running = asyncio.ensure_future(_awaited(agent.rollout([TASK], 64)))
-    assert await settled(lambda: len(engine.given) == 64)
+    await until(lambda: len(engine.given) == 64)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert await settled(lambda: not tasks_left()), tasks_left()
+    await until(lambda: not tasks_left())
     assert (pool.snapshot().leased, pool.snapshot().waiting) == (0, 0)
     port = int(urls[0].split(":")[2].partition("/")[0])
     with pytest.raises(OSError, match=r"refused|Connect call failed"):
@@ -269,7 +276,7 @@ def test_two_event_loops_have_servers_of_their_own() -> None:
     """A harness in a thread has a loop of its own, and two threads run rollouts at the same time."""
     import aiohttp
 
-    meet = threading.Barrier(2, timeout=30)
+    meet = threading.Barrier(2, timeout=GUARD)
     ports: set[str] = set()
     found: dict[str, list[str | None]] = {}
 
@@ -293,7 +300,7 @@ def test_two_event_loops_have_servers_of_their_own() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(GUARD)
     assert found == {"one": ["one"], "two": ["two"]} and len(ports) == 2
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import packages
 import pytest
+from waiting import GUARD
 
 FOLDER = Path(__file__).parent / "frameworks"
 PACKAGES = {
@@ -63,7 +64,7 @@ def _run(module: str, function: str, concurrency: int, path: Path) -> list[dict[
         [sys.executable, str(FOLDER / "run.py"), module, function, str(concurrency)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=GUARD,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(FOLDER), str(path)])},
         check=False,
     )
@@ -89,10 +90,13 @@ def test_the_agents_are_unchanged_and_import_nothing_of_this_package() -> None:
 @pytest.mark.parametrize(
     ("module", "function"),
     [
-        ("with_langchain", "solve"), ("with_langgraph", "solve"), ("with_openai_agents", "solve"),
-        ("with_openai_agents", "solve_streaming"), ("with_pydantic_ai", "solve"),
-        ("with_pydantic_ai", "solve_responses"),
-    ],
+        pytest.param(*each, marks=pytest.mark.long)
+        for each in [
+            ("with_langchain", "solve"), ("with_langgraph", "solve"), ("with_openai_agents", "solve_streaming"),
+            ("with_pydantic_ai", "solve"), ("with_pydantic_ai", "solve_responses"),
+        ]
+    ]
+    + [("with_openai_agents", "solve")],
 )  # fmt: skip
 def test_every_framework_that_sends_back_the_history_gives_the_same_tokens(module: str, function: str) -> None:
     reference = chains_of("with_openai")
@@ -101,13 +105,13 @@ def test_every_framework_that_sends_back_the_history_gives_the_same_tokens(modul
     assert chains_of(module, function) == reference
 
 
-@pytest.mark.real
+@pytest.mark.long
 @pytest.mark.parametrize("concurrency", [1, 64])
 def test_concurrency_does_not_change_the_tokens(concurrency: int) -> None:
     assert chains_of("with_openai", concurrency=concurrency) == chains_of("with_openai")
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_autogen_ends_after_one_tool_call_with_the_same_first_action() -> None:
     """AutoGen wraps the task in its own messages, but the rows and first actions are the same."""
     plain = chains_of("with_autogen", "solve_without_reflection")
@@ -121,7 +125,7 @@ def test_autogen_ends_after_one_tool_call_with_the_same_first_action() -> None:
         assert two["logprobs"][0] == one["logprobs"][0]
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_smolagents_runs_in_a_thread() -> None:
     """The system prompt of about 1,500 tokens exceeds the tiny policy's context, so every chain ends there."""
     assert {chain["stop"] for chain in chains_of("with_smolagents")} == {"context_full"}

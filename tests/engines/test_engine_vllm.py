@@ -17,7 +17,7 @@ from pathlib import Path
 import agents
 import pytest
 import torch
-from cancelling import Whom, cancel_at, settled, some, tasks_left
+from cancelling import Whom, cancel_at, some, tasks_left
 from test_fleet import nudge
 from waiting import blocking_until, until
 
@@ -209,7 +209,7 @@ async def test_alternatives_are_those_of_the_distribution(engine: VLLMEngine, po
 
 
 @installed
-@pytest.mark.real
+@pytest.mark.long
 async def test_it_is_the_teacher_of_a_distillation(engine: VLLMEngine, policy: Policy) -> None:
     student = agents.fresh()
     with torch.no_grad():
@@ -260,7 +260,7 @@ async def test_how_a_turn_ends(engine: VLLMEngine, policy: Policy) -> None:
 
 
 @installed
-@pytest.mark.real
+@pytest.mark.long
 async def test_several_hundred_chains_at_once(engine: VLLMEngine, policy: Policy) -> None:
     agent = agents.agent(policy, engine=engine)
     rollout = await agent.rollout(agents.tasks(50), group_size=8, max_concurrency=400)
@@ -292,7 +292,7 @@ async def test_cancelling_takes_the_request_back(engine: VLLMEngine, policy: Pol
 
 
 @installed
-@pytest.mark.real
+@pytest.mark.long
 @pytest.mark.parametrize("whom", ["waiter", "itself"])
 async def test_cancelled_at_every_suspension_it_goes_on(engine: VLLMEngine, policy: Policy, whom: Whom) -> None:
     agent = agents.agent(policy, engine=engine, sampling=Sampling(max_tokens=8))
@@ -304,8 +304,8 @@ async def test_cancelled_at_every_suspension_it_goes_on(engine: VLLMEngine, poli
     assert host is not None
     total = (await cancel_at(0, work)).count
     for k in some(total, None):
-        steps = await cancel_at(k, work, whom)
-        assert await settled(lambda: not tasks_left()), (k, steps.where, tasks_left())
+        await cancel_at(k, work, whom)
+        await until(lambda: not tasks_left())
         await until(lambda: not host._llm.get_num_unfinished_requests())
     assert gaps(policy, await batch_of(engine, policy, 4))[0] <= GAP
 
@@ -380,7 +380,7 @@ async def seen(engine: VLLMEngine, policy: Policy) -> list[float]:
 
 
 @installed
-@pytest.mark.real
+@pytest.mark.long
 async def test_weights_in_many_chunks_are_those_in_one(
     engine: VLLMEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,7 +408,7 @@ async def test_weights_in_many_chunks_are_those_in_one(
 
 
 @installed
-@pytest.mark.real
+@pytest.mark.long
 async def test_weights_over_cuda_ipc_where_that_cannot_be_are_refused_by_name(
     engine: VLLMEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,7 +425,7 @@ async def test_weights_over_cuda_ipc_where_that_cannot_be_are_refused_by_name(
 
 
 @installed
-@pytest.mark.real
+@pytest.mark.long
 async def test_an_update_that_fails_amid_its_work_leaves_no_wrong_record(
     engine: VLLMEngine, policy: Policy, endless: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,7 +460,7 @@ async def test_an_update_that_fails_amid_its_work_leaves_no_wrong_record(
 
 
 @installed
-@pytest.mark.real
+@pytest.mark.long
 async def test_an_update_that_is_cancelled_is_none_or_whole(
     engine: VLLMEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -540,7 +540,7 @@ async def test_training_through_it_is_exact(engine: VLLMEngine, record_property:
 
 
 @installed
-@pytest.mark.real
+@pytest.mark.long
 async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
     engine: VLLMEngine, policy: Policy, endless: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -590,7 +590,7 @@ async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
 
 
 @installed
-@pytest.mark.real
+@pytest.mark.long
 async def test_a_model_that_a_cpu_core_would_die_of_is_refused_with_the_reason() -> None:
     if torch.cuda.is_available():
         pytest.skip("only CPU kernels are choosy")
@@ -601,7 +601,7 @@ async def test_a_model_that_a_cpu_core_would_die_of_is_refused_with_the_reason()
 
 
 @installed
-@pytest.mark.real
+@pytest.mark.long
 async def test_a_start_that_fails_says_why() -> None:
     engine = VLLMEngine(agents.shipped(), max_num_seqs=0)
     with pytest.raises(EngineError, match=r"did not start: (.|\n)*max_num_seqs(.|\n)*Try: "):
@@ -626,7 +626,7 @@ if __name__ == "__main__":
 
 
 @installed
-@pytest.mark.real
+@pytest.mark.long
 def test_a_killed_notebook_leaves_no_process(tmp_path: Path) -> None:
     folder = agents.fresh(value_head=True).save(tmp_path / "policy")
     script = tmp_path / "notebook.py"
@@ -718,7 +718,7 @@ async def test_a_vllm_server_gives_exact_tokens(server: tuple[str, Policy]) -> N
 
 
 @installed
-@pytest.mark.real
+@pytest.mark.long
 async def test_a_vllm_server_is_the_teacher_of_a_distillation(server: tuple[str, Policy]) -> None:
     url, same = server
     student = agents.fresh()

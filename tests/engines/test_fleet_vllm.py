@@ -76,7 +76,7 @@ def test_wrong_settings_are_refused_before_anything_starts() -> None:
 
 
 @installed
-@pytest.mark.real
+@pytest.mark.long
 @pytest.mark.parametrize("weights", ["shm", "http"])
 async def test_a_server_has_the_logprobs_of_the_policy_after_an_update(
     server: VLLMServer, policy: Policy, weights: str, record_property: Callable[[str, object], None]

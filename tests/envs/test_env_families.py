@@ -53,7 +53,7 @@ async def seen(names: list[str], concurrency: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.real
+@pytest.mark.long
 async def test_the_same_seed_gives_the_same_evaluation_in_another_process() -> None:
     """The other process has another hash seed, so another order of sets, and another number of concurrent chains."""
     code = "import asyncio, json\nfrom typing import Any\nimport agentfly_kit as af\n" + inspect.getsource(seen)
@@ -103,7 +103,7 @@ def test_list_describes_every_family() -> None:
         missing.tasks()
 
 
-@pytest.mark.real
+@pytest.mark.long
 async def test_reasoning_gym_is_scored_by_its_own_verifiers() -> None:
     of = af.envs.reasoning_gym
     tasks = of.tasks(40, "test", datasets=("chain_sum", "countdown", "gcd", "spell_backward"))

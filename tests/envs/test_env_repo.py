@@ -167,7 +167,7 @@ def test_shipped_bugs_fit_the_repository() -> None:
     assert {len(t.fields["bugs"]) for t in tasks} == {1, 2}
 
 
-@pytest.mark.real
+@pytest.mark.long
 async def test_shipped_bugs_fail_as_recorded(grader: Grader) -> None:
     """Bugs that cause endless loops are left out, because the machine determines which tests run in time."""
     shipped = repo.repository()

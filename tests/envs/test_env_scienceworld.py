@@ -135,7 +135,7 @@ async def test_64_chains_on_two_processes_are_isolated() -> None:
     await pool.close()
 
 
-@pytest.mark.real
+@pytest.mark.long
 @here
 async def test_a_lease_finds_a_process_that_runs_and_one_that_died_is_replaced(caplog: Any) -> None:
     pool = af.Pool(scienceworld.ScienceWorld, size=1, min_idle=1, memory_mb=300)
@@ -172,7 +172,7 @@ async def test_a_lease_finds_a_process_that_runs_and_one_that_died_is_replaced(c
     assert [record.getMessage() for record in caplog.records if "py4j" in record.pathname] == []
 
 
-@pytest.mark.real
+@pytest.mark.long
 @here
 async def test_unknown_commands_are_reported() -> None:
     hostile = ["", "fly", "x" * 3000, "ключ \U0001f511", "reset task", "open door to nowhere", "12"]
@@ -192,7 +192,7 @@ async def test_unknown_commands_are_reported() -> None:
     await pool.close()
 
 
-@pytest.mark.real
+@pytest.mark.long
 @here
 async def test_a_fork_replays_the_commands() -> None:
     pool = af.Pool(scienceworld.ScienceWorld, size=2, memory_mb=256)

@@ -48,7 +48,7 @@ SLOW = ("reasoning_gym", "math", "code", "repo")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.real) if name in SLOW else name for name in INSTALLED]
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in INSTALLED]
 )
 async def test_every_answer_is_scored(name: str) -> None:
     _, context, pools = await episode(name)

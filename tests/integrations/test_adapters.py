@@ -266,7 +266,7 @@ async def test_environments_without_a_method_are_rejected() -> None:
 # --- the packages themselves; install them to run these -------------------------------------------
 
 
-@pytest.mark.real
+@pytest.mark.long
 async def test_textarena() -> None:
     textarena = pytest.importorskip("textarena")
     environment = af.envs.from_env(lambda: textarena.make("GuessTheNumber-v0"))
@@ -276,7 +276,7 @@ async def test_textarena() -> None:
     assert t.stop == "env_done" and 0 < t.metrics["total"] <= 1
 
 
-@pytest.mark.real
+@pytest.mark.long
 async def test_openenv() -> None:
     pytest.importorskip("openenv")
     import threading
@@ -338,7 +338,7 @@ asyncio.run(test_adapters.score_with_a_rubric())
 """
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_verifiers(tmp_path: Path) -> None:
     packages.install(tmp_path, "verifiers==0.1.14")
     packages.run(tmp_path, RUBRIC)

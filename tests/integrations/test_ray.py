@@ -220,7 +220,7 @@ def test_branches_and_forks(three: tuple[af.Agent, Any]) -> None:
     asyncio.run(go())
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_a_killed_worker_costs_no_chain(cluster: Any, tmp_path: Path) -> None:
     """The groups of a worker that is killed during a rollout run again with the same result."""
     mark = tmp_path / "killed"
@@ -322,7 +322,7 @@ def merged(first: Any, second: Any) -> Any:
     return first
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.real), pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.soak)])
 def test_a_training_run_equals_that_of_one_process(cluster: Any, overlap: int) -> None:
     config = SMALL.replace(steps=3, evaluate_every=3, overlap=overlap)
 
@@ -341,7 +341,7 @@ def test_a_training_run_equals_that_of_one_process(cluster: Any, overlap: int) -
     assert run(2) == run(0)
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_servers_have_their_last_weights_and_states_in_the_workers(cluster: Any) -> None:
     """An update in this process changes the versions that workers record, and the servers that they use."""
     policy = fresh()
@@ -374,7 +374,7 @@ def test_servers_have_their_last_weights_and_states_in_the_workers(cluster: Any)
             server.stop()
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_a_closure_of_a_notebook_travels(cluster: Any) -> None:
     """Functions and classes of `__main__` are pickled by value, with the variables that they use."""
     code = textwrap.dedent("""

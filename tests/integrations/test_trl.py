@@ -403,6 +403,7 @@ async def learned(policy: Any, tasks: list[Any]) -> float:
     return found.success
 
 
+@pytest.mark.long
 def test_trl_learns_as_well_as_train(tmp_path: Path) -> None:
     """20 updates of 64 chains bring the calculator from .28 to .9, with TRL's trainer and with `train`."""
     every = agents.tasks(160 + 64, seed=3)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 from agents import chat
+from waiting import until
 
 import agentfly_kit as af
-from agentfly_kit.errors import PoolTimeout, SandboxError, SettingsError, TaskError
+from agentfly_kit.errors import PoolTimeout, SandboxError, TaskError
 from agentfly_kit.pool.environment import environment_seed, is_environment, reset_arguments
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.tools.context import Context
@@ -119,9 +120,9 @@ async def test_concurrent_requests_share_one_lease() -> None:
     pool.gate.clear()
     context = Context(TASK, pools=[pool])
     waiting = [asyncio.create_task(context.sandbox(Box)) for _ in range(5)]
-    await asyncio.sleep(0.001)
+    await until(lambda: pool.asked)
     waiting[0].cancel()  # the first request; the others keep the lease
-    await asyncio.sleep(0.001)
+    await asyncio.wait(waiting[:1])
     pool.gate.set()
     boxes = await asyncio.gather(*waiting[1:])
     assert len({id(box) for box in boxes}) == 1
@@ -131,7 +132,7 @@ async def test_concurrent_requests_share_one_lease() -> None:
     pool.gate.clear()
     context = Context(TASK, pools=[pool])
     late = asyncio.create_task(context.sandbox(Box))
-    await asyncio.sleep(0.001)
+    await until(lambda: len(pool.asked) == 2)
     await context.close()
     with pytest.raises(SandboxError, match="ended while it waited for a Box"):
         await late
@@ -146,13 +147,6 @@ async def test_exactly_one_pool_must_match() -> None:
     both = Context(TASK, pools=[FakePool(ForkingBox), FakePool(Box)])
     assert type(await both.sandbox(Box)) is Box  # an exact match has precedence
     await both.close()
-    with pytest.raises(SettingsError) as caught:
-        await Context(TASK, pools=[FakePool(OtherBox)]).sandbox(ForkingBox)
-    assert str(caught.value) == (
-        "exactly one pool must provide a ForkingBox, got 0 (pools: OtherBox); pass Agent(pools=[af.Pool(ForkingBox)])"
-    )
-    with pytest.raises(SettingsError, match="exactly one pool must provide a Box, got 2"):
-        await Context(TASK, pools=[FakePool(), FakePool()]).sandbox(Box)
 
 
 async def test_close_is_idempotent_and_final() -> None:
@@ -236,10 +230,6 @@ async def test_failed_fork_names_the_sandbox_or_the_state_and_leases_nothing() -
             await context.fork("b")
         assert pool.snapshot().leased == 1
         await context.close()
-    context = Context(TASK, trajectory_id="a")
-    context.state.update(game=[1], lock=threading.Lock())
-    with pytest.raises(SandboxError, match=r"keep in context.state \(game, lock\) cannot be copied \(TypeError"):
-        await context.fork("b")
 
 
 class Guess:
@@ -297,54 +287,3 @@ def test_reset_parameters_that_cannot_be_injected_are_rejected_before_any_chain_
         match=r"Guess\.reset requires the field 'target', which task 't' does not have \(its fields: answer, lock",
     ):
         agent.rollout([GUESS_TASK, TASK])
-    with pytest.raises(TaskError, match=r"Odd\.reset must accept keyword arguments, got the positional-only .* 'task'"):
-        reset_arguments(type("Odd", (), {"reset": lambda self, task, /: ...}), TASK)
-
-
-async def test_cancelled_chain_leaves_no_lease_or_task() -> None:
-    """Each attempt is cancelled one iteration of the event loop later, until the chain completes."""
-    from agentfly_kit.rewards import RewardSet, reward
-    from agentfly_kit.tools.tool import ToolSet, tool
-    from agentfly_kit.types import ToolCall, Trajectory
-
-    @tool
-    async def execute(code: Annotated[str, "what"], sandbox: Box) -> str:
-        """Run it."""
-        await asyncio.sleep(0)
-        return await sandbox.run(code)
-
-    @reward
-    async def ran(sandbox: Box) -> float:
-        await asyncio.sleep(0)
-        return 1.0
-
-    async def chain(pool: Pool[Box]) -> float | None:
-        async with Context(TASK, trajectory_id="a", pools=[pool]) as context:
-            calls = [ToolCall(f"call-{i}", "execute", {"code": str(i)}) for i in range(3)]
-            done = await ToolSet([execute]).call_all(calls, context)
-            assert [c.result.observation for c in done if c.result] == ["0", "1", "2"]
-            trajectory = Trajectory("a", TASK, "g", 0, (), "answered")
-            return (await RewardSet([ran]).score(trajectory, context)).reward
-
-    async with Pool(Box, size=1) as pool:
-        cancelled = 0
-        for steps in range(200):
-            running = asyncio.create_task(chain(pool))
-            for _ in range(steps):
-                await asyncio.sleep(0)
-            if steps % 3 == 0:
-                await asyncio.sleep(0.006)  # let the sandbox start
-            through = running.done()
-            running.cancel()
-            try:
-                assert await running == 1.0
-            except asyncio.CancelledError:
-                cancelled += 1
-            assert pool.snapshot().leased == 0, f"cancelled after {steps} steps"
-            assert pool.snapshot().waiting == 0
-            left = {getattr(task.get_coro(), "__qualname__", "?") for task in asyncio.all_tasks()}
-            assert not {name for name in left if name.startswith(("Tool", "Reward", "Context", "Pool.acquire", "?"))}
-            if through and steps % 3:
-                break
-        assert cancelled > 10
-        assert through

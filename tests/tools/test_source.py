@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from pathlib import Path
 from typing import Any
 
+import dice
 import pytest
+from cancelling import patient_sandboxes
+from waiting import GUARD
 
 from agentfly_kit.errors import ToolSchemaError
 from agentfly_kit.pool.pool import Pool
@@ -29,12 +33,20 @@ def area(width: float, height: float = 1.0, unit: Literal["m", "km"] = "m", note
 '''
 
 
-def one(body: str, arguments: str = "", documentation: str = "Do it.") -> str:
-    return f'def f({arguments}):\n    """{documentation}"""\n    {body}\n'
+def one(body: str, arguments: str = "") -> str:
+    return f'def f({arguments}):\n    """Do it."""\n    {body}\n'
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    patient_sandboxes(monkeypatch)
+
+
+made_from = functools.partial(Tool.from_source, timeout=GUARD)
 
 
 async def test_the_function_runs_in_the_sandbox_with_its_schema() -> None:
-    made = Tool.from_source(SOURCE)
+    made = made_from(SOURCE)
     assert made.name == "area" and made.source == SOURCE and made.sandbox_types == (PythonSandbox,)
     properties = made.schema["function"]["parameters"]["properties"]
     assert properties["unit"]["enum"] == ["m", "km"] and properties["height"]["default"] == 1.0
@@ -44,58 +56,27 @@ async def test_the_function_runs_in_the_sandbox_with_its_schema() -> None:
 
 
 async def test_every_tool_runs_its_own_body_also_after_the_model_redefined_it() -> None:
-    first, second = (Tool.from_source(one(f"return {n}"), name=f"tool{n}") for n in (1, 2))
+    first, second = (made_from(one(f"return {n}"), name=f"tool{n}") for n in (1, 2))
     async with Pool(PythonSandbox, size=1) as pool:
         sandbox: Any
         assert [(await t.try_(pool=pool)).observation for t in (first, second, first)] == ["1", "2", "1"]
     async with PythonSandbox() as sandbox:
-        await sandbox.run("def f(): return 3")
+        await sandbox.run("def f(): return 3", timeout=GUARD)
         from agentfly_kit.tools.source import parse_source, sandboxed
 
-        assert (await sandboxed(parse_source(one("return {'a': 1}")))(sandbox)).stdout == '{"a":1}\n'
+        assert (await sandboxed(parse_source(one("return {'a': 1}"), GUARD))(sandbox)).stdout == '{"a":1}\n'
     assert first.fingerprint != second.fingerprint
-    same = Tool.from_source(one("return 1"), name="tool1")
+    same = made_from(one("return 1"), name="tool1")
     assert ToolSet([first, second]) == ToolSet([same, second])
 
 
 async def test_failures_of_the_function_are_observations() -> None:
-    result = await Tool.from_source(one("return 1 / 0")).try_()
+    result = await made_from(one("return 1 / 0")).try_()
     assert not result.ok and "ZeroDivisionError" in result.observation and result.error is None
-    result = await Tool.from_source(one("import os; os._exit(3)")).try_()
+    result = await made_from(one("import os; os._exit(3)")).try_()
     assert not result.ok and result.error is None
     result = await Tool.from_source(one("while True: pass"), timeout=0.5).try_()
     assert not result.ok and result.error is None
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (3, "source must be a string"),
-        ("x" * 1_000_000, "at most 64,000 characters, got 1,000,000"),
-        ("", "exactly one function, got 0"),
-        ("def f(:", "line 1: "),
-        ("def f():\0 pass", "source"),
-        ("(" * 5000, "source must be Python code|line 1"),
-        ("import os\n" + one("pass"), "line 1: source must be one function"),
-        ("open('x', 'w')", "line 1: source must be one function"),
-        ("class f:\n    pass", "line 1: source must be one function"),
-        ("async def f():\n    pass", "line 1: source must be one function"),
-        (one("pass") + one("pass"), "line 4: source must define exactly one function, got 2"),
-        ("def f():\n    pass", "line 1: the function must have a docstring"),
-        ("@print\n" + one("pass"), "line 1: the function must not have decorators"),
-        (one("pass", "a"), "line 1: parameter 'a' must have a type"),
-        (one("pass", "a: int"), "parameter 'a' must have a description"),
-        (one("pass", "a: os.system('x')"), "line 1: parameter 'a' must have a type made of"),
-        (one("pass", "a: Path"), "got Path"),
-        (one("pass", "a: Literal[f()]"), "must have a type made of"),
-        (one("pass", "a: int = f()"), "line 1: a default must be a literal"),
-        (one("pass", "*a"), "line 1: parameter 'a' must accept a keyword argument"),
-        (one("pass", "**a"), "line 1: parameter 'a' must accept a keyword argument"),
-    ],
-)
-def test_bad_sources_are_rejected_with_the_line(source: Any, message: str) -> None:
-    with pytest.raises(ToolSchemaError, match=message):
-        Tool.from_source(source)
 
 
 _PIECES = (
@@ -112,7 +93,7 @@ def _try_random_sources(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
     monkeypatch.setattr("builtins.evil", evil, raising=False)
     monkeypatch.delenv("AGENTFLY_CANARY", raising=False)
-    rng = random.Random(int(os.environ.get("TEST_SEED", "0")))
+    rng = random.Random(dice.seed())
     accepted = 0
     for _ in range(count):
         pieces = rng.choices(_PIECES, k=rng.randint(1, 5))
@@ -132,14 +113,14 @@ def test_random_sources_are_never_executed_here(monkeypatch: pytest.MonkeyPatch)
     assert _try_random_sources(500, monkeypatch) > 5, "some sources must be tools, else the test shows nothing"
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_ten_thousand_random_sources_are_never_executed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _try_random_sources(10_000, monkeypatch) > 100
 
 
 async def test_a_tool_cannot_write_files_of_the_host(tmp_path: Path) -> None:
     file = tmp_path / "canary"
-    await Tool.from_source(one(f"open({str(file)!r}, 'w').write('x')")).try_()
+    await made_from(one(f"open({str(file)!r}, 'w').write('x')")).try_()
     if (await _isolation()) == "none":
         pytest.skip("this machine has no isolation, which lets code in a sandbox write files of the user")
     assert not file.exists()

@@ -20,9 +20,11 @@ import numpy as np
 import pydantic
 import pytest
 import typing_extensions
+from cancelling import patient_sandboxes
 from pydantic import Field
+from waiting import GUARD, until
 
-from agentfly_kit.errors import NotAwaited, TaskError, ToolError, ToolSchemaError
+from agentfly_kit.errors import TaskError, ToolError
 from agentfly_kit.tools.context import Context
 from agentfly_kit.tools.injection import FromTask
 from agentfly_kit.tools.tool import Tool, ToolSet, tool
@@ -206,62 +208,6 @@ async def test_defaults_and_names_reserved_by_pydantic() -> None:
     assert (await f.try_(schema="f")).observation == "3 f None"
 
 
-@pytest.mark.parametrize(
-    ("signature", "words"),
-    [
-        ("a", "f: parameter 'a' must have a type, for example a: str"),
-        ("c: int", "f: parameter 'c' must have a description (the docstring describes 'a', 'b')"),
-        ("*a: int", "f: parameter 'a' must accept a keyword argument, got a variadic positional"),
-        ("**a: int", "f: parameter 'a' must accept a keyword argument, got a variadic keyword"),
-        ("a: int, /", "f: parameter 'a' must accept a keyword argument, got a positional-only"),
-        ("a: threading.Thread", "f: parameter 'a' must have a type with a JSON schema, got threading.Thread"),
-        ("a: typing.Callable[[int], int]", "f: parameter 'a' must have a type with a JSON schema"),
-        ("a: float = float('inf')", "f: the default of parameter 'a' must be a JSON value of its type, got inf"),
-        ("a: 'Nowhere'", "f: annotations must be resolvable, got NameError: name 'Nowhere' is not defined"),
-    ],
-)
-def test_signature_without_schema_is_rejected(signature: str, words: str) -> None:
-    names: dict[str, Any] = {"threading": threading, "typing": typing}
-    exec(f"def f({signature}):\n    'Do.\\n\\nArgs:\\n    a: one\\n    b: other'", names)
-    with pytest.raises(ToolSchemaError) as caught:
-        tool(names["f"])
-    assert words in str(caught.value)
-
-
-def silent(n: Annotated[int, "a"]) -> str:
-    return ""
-
-
-def yields(n: Annotated[int, "a"]) -> Any:
-    """Do."""
-    yield n
-
-
-@pytest.mark.parametrize(
-    ("function", "options", "words"),
-    [
-        (silent, {}, "silent: the function must have a docstring"),
-        (yields, {}, "a tool must return one result, got the generator yields"),
-        (len, {}, "a tool must be a function defined with `def`, got len"),
-        (calculator, {}, "calculator is already a tool"),
-        (classmethod(len), {}, "a classmethod cannot be a tool"),  # type: ignore[arg-type]
-        (3, {}, "got 3"),
-        ("text", {}, "got 'text'"),
-        (int, {}, "got int"),
-        (silent, {"describe": "never"}, "describe must be 'required' or 'optional', got 'never'"),
-        (add.function, {"description": 3}, "description must be a string"),
-        (add.function, {"timeout": 0}, "or None for no limit"),
-        (add.function, {"timeout": -1.0}, "or None for no limit"),
-        (add.function, {"max_chars": 0}, "or None for no limit"),
-        *((add.function, {"name": x}, "must consist of letters") for x in ("", "two words", "9lives", "ä", "x" * 65)),
-    ],
-)
-def test_invalid_functions_and_options_are_rejected(function: Any, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ToolSchemaError) as caught:
-        tool(**options)(function) if options else tool(function)
-    assert words in str(caught.value)
-
-
 def test_descriptions_may_be_given_or_missing() -> None:
     @tool(describe="optional")
     def add(a: int, b: Annotated[int, "the second"] = 1) -> int:
@@ -282,10 +228,6 @@ def test_descriptions_may_be_given_or_missing() -> None:
             },
         },
     }
-    names: dict[str, Any] = {}
-    exec("def f(n: int):\n    'Do.'", names)
-    with pytest.raises(ToolSchemaError, match=r"(?s)'n' must have a description.*@af.tool\(describe='optional'\)"):
-        tool(names["f"])
     given = tool(description="Sum of two.", describe="optional")(add.function)
     assert given.schema["function"]["description"] == "Sum of two."
 
@@ -302,10 +244,7 @@ async def test_tool_is_callable_like_its_function() -> None:
         return x + 1
 
     assert await later(4) == 5
-    forgotten = later(4)
-    assert "write `await later(...)`" in repr(forgotten)
-    with pytest.raises(NotAwaited):
-        _ = forgotten.bit_length  # type: ignore[attr-defined]
+    assert "write `await later(...)`" in repr(later(4))
 
 
 class Counter:
@@ -334,11 +273,6 @@ async def test_methods_are_bound_to_their_instance() -> None:
     both = ToolSet([first.step, Counter.double])
     assert (await both.call(call("step", by=1), context())).observation == "6"
     assert (await both.call(call("double", n=4), context())).observation == "8"
-    words = r"Counter.step is a method, which must be bound to an instance; use Counter\(...\).step"
-    with pytest.raises(ToolSchemaError, match=words):
-        ToolSet([Counter.step])
-    with pytest.raises(ToolSchemaError, match=words):
-        await Counter.step.try_(by=1)
 
 
 class Opaque:
@@ -446,10 +380,6 @@ async def test_awaitables_of_functions_and_partials_are_awaited() -> None:
 async def test_arguments_are_coerced_and_invalid_ones_are_observations() -> None:
     assert (await add.try_(a="2", b=3.0)).observation == "5"
     assert (await add.try_(2, 3)).observation == "5"
-    with pytest.raises(TypeError, match="got 'a' twice"):
-        await add.try_(1, a=1)
-    with pytest.raises(TypeError, match="got 3 positional arguments"):
-        await add.try_(1, 2, 3)
     result = await add.try_(a="two", c=1)
     assert (result.ok, result.error) == (False, None)
     assert result.observation == (
@@ -508,25 +438,27 @@ async def test_keyboard_interrupt_and_cancellation_propagate() -> None:
         """Stop."""
         raise KeyboardInterrupt
 
+    began = asyncio.Event()
+
     @tool
-    async def waits() -> str:
+    async def waits() -> None:
         """Wait."""
-        await asyncio.sleep(30)
-        return ""
+        began.set()
+        await asyncio.Event().wait()
 
     with pytest.raises(KeyboardInterrupt):
         await interrupted.invoke({}, context())
     task = asyncio.create_task(waits.invoke({}, context()))
-    await asyncio.sleep(0.01)
+    await began.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
 async def test_calls_of_one_turn_run_concurrently() -> None:
-    barrier = threading.Barrier(4, timeout=10)
+    barrier = threading.Barrier(4, timeout=GUARD)
 
-    @tool
+    @tool(timeout=GUARD)
     def meet(i: Annotated[int, "which"]) -> int:
         """Wait for the others: passes only if all four run at once."""
         barrier.wait()
@@ -541,14 +473,12 @@ async def test_coroutine_is_cancelled_at_its_timeout() -> None:
     cancelled = asyncio.Event()
 
     @tool(timeout=0.02)
-    async def slow() -> str:
+    async def slow() -> None:
         """Be slow."""
         try:
-            await asyncio.sleep(30)
-        except asyncio.CancelledError:
+            await asyncio.Event().wait()
+        finally:
             cancelled.set()
-            raise
-        return ""
 
     result = await slow.try_()
     assert (result.ok, result.error) == (False, None)  # a timeout is not a failure of the host
@@ -562,21 +492,20 @@ async def test_thread_is_abandoned_at_its_timeout(monkeypatch: pytest.MonkeyPatc
     release, threads = threading.Event(), []
 
     @tool(timeout=0.02)
-    def slow() -> str:
+    def slow() -> None:
         """Be slow."""
         threads.append(threading.current_thread())
-        release.wait(10)
-        return ""
+        release.wait(GUARD)
 
     assert (await slow.try_()).observation == "slow took longer than 0.02 s and was abandoned."
-    assert threads[0].daemon  # the thread cannot keep the process alive
     release.set()
-    threads[0].join(5)
-    assert not threads[0].is_alive()
+    for thread in threads:  # none if the time was over before a thread began
+        assert thread.daemon  # the thread cannot keep the process alive
+        await until(lambda thread=thread: not thread.is_alive())
 
 
 ENDING = """
-import asyncio, sys, threading, time
+import asyncio, os, sys, threading, time
 import torch
 from agentfly_kit.tools.tool import tool
 busy = set()
@@ -608,23 +537,23 @@ async def go():
     tasks = [asyncio.ensure_future(endless.try_(kind=kind, number=i)) for i, kind in enumerate(kinds)]
     while len(busy) < len(tasks):
         await asyncio.sleep(0.01)
-    {how}
+    sys.exit(7) if closes_loop else 1 / 0
 
-{start}
+for closes_loop in (True, False):
+    if os.fork() == 0:
+        if closes_loop:
+            asyncio.run(go())
+        asyncio.new_event_loop().run_until_complete(go())
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
-STARTS = "asyncio.run(go())", "loop = asyncio.new_event_loop(); loop.run_until_complete(go())"
 
 
-@pytest.mark.parametrize(
-    ("how", "start", "code", "said"),
-    [("sys.exit(7)", STARTS[0], 7, ""), ("1 / 0", STARTS[1], 1, "ZeroDivisionError: division by zero")],
-)
-def test_interpreter_can_exit_while_tools_compute(how: str, start: str, code: int, said: str) -> None:
-    # A thread that returned from torch after the interpreter had ended aborted the process.
-    script = ENDING.format(how=how, start=start)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=480)
-    assert done.returncode == code, done.stderr
-    assert done.stderr.strip().splitlines()[-1:] == ([said] if said else []), done.stderr
+def test_interpreter_can_exit_while_tools_compute() -> None:
+    """A thread that returned from torch after the interpreter had ended aborted the process."""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=GUARD)
+    assert done.stdout == "7\n1\n", done.stderr
+    assert done.stderr.strip().splitlines()[-1] == "ZeroDivisionError: division by zero", done.stderr
+    assert done.stderr.count("Traceback") == 1, done.stderr
 
 
 @tool
@@ -716,17 +645,18 @@ async def test_try_uses_a_temporary_sandbox() -> None:
     assert "Agent(pools=[af.Pool(FakeBox)])" in str(result.error)
 
 
-async def test_python_sandbox_keeps_variables_and_survives_a_cancelled_call() -> None:
+async def test_python_sandbox_keeps_variables_and_survives_a_cancelled_call(monkeypatch: pytest.MonkeyPatch) -> None:
     from agentfly_kit.pool.pool import Pool
     from agentfly_kit.sandboxes.python import PythonSandbox
 
-    @tool(timeout=0.5)
+    patient_sandboxes(monkeypatch)
+
     async def python(code: Annotated[str, "Python"], sandbox: PythonSandbox) -> Any:
         """Run Python."""
-        return await sandbox.run(code, timeout=30.0)
+        return await sandbox.run(code, timeout=GUARD)
 
-    async def observed(code: str, here: Context) -> str:
-        result = await python.invoke({"code": code}, here)
+    async def observed(code: str, here: Context, limit: float = GUARD) -> str:
+        result = await tool(timeout=limit)(python).invoke({"code": code}, here)
         assert result.error is None, result.error
         return result.observation
 
@@ -734,8 +664,8 @@ async def test_python_sandbox_keeps_variables_and_survives_a_cancelled_call() ->
         async with Context(TASK, trajectory_id="one", pools=[pool]) as one:
             assert await observed("x = 6", one) == ""
             assert await observed("x * 7", one) == "42"
-            assert (await python.invoke({"code": "1/0"}, one)).ok is False
-            late = await observed("while True: pass", one)
+            assert "ZeroDivisionError" in await observed("1/0", one)
+            late = await observed("while True: pass", one, 0.5)
             assert late == "python took longer than 0.5 s and was cancelled."
             assert await observed("print('here')", one) == "here"
         async with Context(TASK, trajectory_id="two", pools=[pool]) as two:
@@ -778,12 +708,6 @@ def test_tool_sets() -> None:
     assert "add" in tools  # type: ignore[comparison-overlap]
     assert add in tools
     assert repr(tools) == "<ToolSet calculator, add, twice>"
-    with pytest.raises(KeyError, match="must be one of the names: calculator, add, twice"):
-        tools["nope"]
-    with pytest.raises(ToolSchemaError, match="names of tools must be unique, got 'add' twice"):
-        ToolSet([add, tool(name="add")(calculator.function)])
-    with pytest.raises(ToolSchemaError, match=r"tools must be a list of tools, got <Tool add"):
-        ToolSet(add)  # type: ignore[arg-type]
     # Sets are changed by copies and compared by content.
     start = ToolSet([calculator, add])
     more = start.add(twice)
@@ -796,12 +720,6 @@ def test_tool_sets() -> None:
     assert ToolSet([Shop(3).price]) != ToolSet([Shop(4).price]), "other instances are other tools"
     shop = Shop(3)
     assert ToolSet([shop.price]) == ToolSet([shop.price])
-    with pytest.raises(ToolSchemaError, match="unique"):
-        start.add(calculator)
-    with pytest.raises(KeyError, match=r"twice.*calculator"):
-        start.revise(twice)
-    with pytest.raises(KeyError, match="twice"):
-        start.remove("twice")
 
 
 async def test_rerun_raises_the_exception_of_the_tool() -> None:
@@ -944,8 +862,6 @@ async def test_methods_partials_and_objects_are_tools() -> None:
         return times.fingerprint
 
     assert closure(2) == closure(2) != closure(3)
-    with pytest.raises(ToolSchemaError):
-        tool(Shop)
 
 
 # --- schemas --------------------------------------------------------------------------------------
@@ -977,13 +893,3 @@ async def test_a_tool_from_a_schema_checks_the_types_and_passes_what_was_given()
 
     made = Tool.from_schema("guess", {"properties": {"number": {"type": "integer"}}}, guess)
     assert (await made.try_(number=2)).observation == "none 2"
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [None, [], {"type": "string"}, {"properties": []}, {"properties": {"a": 3}}, {"required": ["a"]},
-     {"properties": {"a": {"default": object()}}}],
-)  # fmt: skip
-def test_what_is_not_a_schema_of_an_object_is_rejected(schema: Any) -> None:
-    with pytest.raises(ToolSchemaError, match="weather: "):
-        Tool.from_schema("weather", schema, lambda **given: given)

@@ -99,7 +99,7 @@ def child(folder: Path) -> None:
     accelerator.end_training()
 
 
-@pytest.mark.real  # about 30 cpu seconds, most of them imports in two more processes
+@pytest.mark.long  # about 30 cpu seconds, most of them imports in two more processes
 def test_two_processes_train_like_one(tmp_path: Path) -> None:
     ranks = run_two(Path(__file__).resolve(), tmp_path)
     for name in CASES:

@@ -197,7 +197,7 @@ The process kills itself after the number of function calls in the line, so the 
 
 
 @pytest.mark.filterwarnings("ignore:the run in .* is complete")  # the last process may have finished it
-@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.real), pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.soak)])
 def test_a_run_killed_at_random_moments_continues_to_the_same_bits(overlap: int, tmp_path: Path) -> None:
     seed = dice.seed()
     rng = random.Random(seed)

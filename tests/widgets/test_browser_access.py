@@ -13,7 +13,7 @@ from test_browser import RECORDS
 from test_browser_forms import TOOL
 
 WHY_NOT = browser.missing()
-pytestmark = [pytest.mark.real, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 
 VIEWS = """
 from agentfly_kit.pool.pool import Pool

@@ -13,7 +13,7 @@ from paths import TESTS
 from test_browser import RECORDS
 
 WHY_NOT = browser.missing()
-pytestmark = [pytest.mark.real, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 
 START = (
     RECORDS

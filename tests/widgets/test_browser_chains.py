@@ -314,7 +314,7 @@ def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
     browser.expect(view.locator(".afk-code")).to_have_value(re.compile(re.escape(id)))
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_10000_trajectories_are_smooth(notebook: Any) -> None:
     nb = notebook(
         MANY,
@@ -429,7 +429,7 @@ def test_a_rollout_is_watched_paused_and_stopped_during_one_await(notebook: Any)
 # --- pictures --------------------------------------------------------------------------------------
 
 
-@pytest.mark.real
+@pytest.mark.long
 @pytest.mark.parametrize("width", [1280, 560])
 def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
     from test_browser_access import AXE, STILL, complaints

@@ -213,7 +213,7 @@ def test_views_are_live_again_after_the_page_was_reloaded(notebook: Any) -> None
 
 
 @needs_browser
-@pytest.mark.real
+@pytest.mark.long
 def test_a_kernel_that_dies_during_updates_leaves_the_last_pictures(notebook: Any) -> None:
     nb = notebook(
         """
@@ -262,7 +262,7 @@ def test_a_kernel_that_dies_during_updates_leaves_the_last_pictures(notebook: An
 
 
 @needs_browser
-@pytest.mark.real
+@pytest.mark.long
 def test_outputs_and_widget_state_of_another_version_show_their_pictures(lab: browser.Lab) -> None:
     live, id = {"version_major": 2, "version_minor": 0}, "0" * 32
     first = {LIVE: {**live, "model_id": "1" * 32}, "text/html": "<b>picture of 0.1</b>", "text/plain": "TokenView()"}

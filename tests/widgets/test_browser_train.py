@@ -77,7 +77,7 @@ def test_a_run_is_steered_from_its_view(notebook: Any) -> None:
     page.wait_for_function("() => !document.querySelector('.afk-child .afk-tokenview')")
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_an_interrupted_run_continues_and_a_killed_kernel_is_noticed(notebook: Any) -> None:
     nb = notebook(
         AGENT,

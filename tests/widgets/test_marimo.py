@@ -94,7 +94,7 @@ def server(tmp_path: Path) -> Iterator[str]:
     assert "Traceback" not in log.read_text(), log.read_text()
 
 
-@pytest.mark.real
+@pytest.mark.long
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 def test_views_open_other_views_and_async_cells_run(server: str) -> None:
     from playwright.sync_api import sync_playwright
