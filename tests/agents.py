@@ -14,20 +14,12 @@ from paths import ROOT
 sys.path.append(str(ROOT / "benchmarks"))  # for programs that import this module without pytest's settings
 from recipes.calculator import tasks as calculator_tasks
 
-from agentfly_kit import tiny
-from agentfly_kit.agent.agent import Agent
-from agentfly_kit.chat.chat import Chat
-from agentfly_kit.engines.base import Engine
-from agentfly_kit.engines.local.engine import LocalEngine
-from agentfly_kit.engines.scripted import ScriptedEngine
-from agentfly_kit.errors import SandboxError
-from agentfly_kit.policy.policy import Policy
+import agentfly_kit as af
 from agentfly_kit.rewards import reward
-from agentfly_kit.tools.tool import tool
-from agentfly_kit.types import Sample, Sampling, Task, Trajectory, Turn, TurnRequest
+from agentfly_kit.types import TurnRequest
 
 
-@tool
+@af.tool
 def calculator(expression: str) -> str:
     """Evaluate an arithmetic expression.
 
@@ -45,7 +37,7 @@ def calculator(expression: str) -> str:
 Text = Annotated[str, "any"]
 
 
-class Killed(SandboxError):
+class Killed(af.errors.SandboxError):
     """Raised by `Box` to simulate a failure of the host."""
 
 
@@ -82,13 +74,13 @@ class ForkingBox(Box):
         into.log = list(self.log)
 
 
-@tool
+@af.tool
 async def put(text: Text, box: Box) -> str:
     """Put a text into the box."""
     return await box.run(text)
 
 
-@tool
+@af.tool
 async def put_forking(text: Text, box: ForkingBox) -> str:
     """Put a text into the box."""
     return await box.run(text)
@@ -103,10 +95,12 @@ def exact(final: str | None, answer: str) -> float:
     return float(final is not None and final.strip() == answer)
 
 
-def tasks(count: int = 4, seed: int = 0) -> list[Task]:
+def tasks(count: int = 4, seed: int = 0) -> list[af.Task]:
     """Return calculator tasks with their answers."""
     rows = calculator_tasks(train=count, test=1, seed=seed)["train"]
-    return [Task(row["id"], ({"role": "user", "content": row["question"]},), {"answer": row["answer"]}) for row in rows]
+    return [
+        af.Task(row["id"], ({"role": "user", "content": row["question"]},), {"answer": row["answer"]}) for row in rows
+    ]
 
 
 def assert_same_gradient(got: torch.Tensor, wanted: torch.Tensor, message: str = "") -> None:
@@ -134,26 +128,26 @@ def assert_same_update(got: torch.Tensor, wanted: torch.Tensor, before: torch.Te
 
 
 @functools.cache
-def shipped() -> Policy:
+def shipped() -> af.Policy:
     """Return the shipped policy, loaded once. It must not be trained; use `fresh()` for that."""
-    return tiny.policy("calculator")
+    return af.tiny.policy("calculator")
 
 
-def fresh(*, value_head: bool = False) -> Policy:
+def fresh(*, value_head: bool = False) -> af.Policy:
     policy = shipped().copy()
     if value_head:
-        return Policy(policy.model, policy.chat, value_head=True)
+        return af.Policy(policy.model, policy.chat, value_head=True)
     return policy
 
 
 @functools.cache
-def chat() -> Chat:
-    return Chat(tiny.tokenizer())
+def chat() -> af.Chat:
+    return af.Chat(af.tiny.tokenizer())
 
 
 def random_policy(
     seed: int = 0, *, value_head: bool = False, spread: float = 0.25, width: int = 32, heads: int = 2, length: int = 256
-) -> Policy:
+) -> af.Policy:
     """Return a Qwen3 with a few thousand random weights, whose distributions are far from uniform."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -165,27 +159,27 @@ def random_policy(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).to(torch.float32)
-        policy = Policy(model, chat(), value_head=value_head)
+        policy = af.Policy(model, chat(), value_head=value_head)
         if policy.value_head is not None:
             torch.nn.init.normal_(policy.value_head.weight, std=0.1)
     return policy
 
 
-def agent(policy: Policy | None = None, **settings: Any) -> Agent:
+def agent(policy: af.Policy | None = None, **settings: Any) -> af.Agent:
     """Return the calculator agent, with the shipped policy by default."""
     policy = shipped() if policy is None else policy
-    settings.setdefault("engine", LocalEngine(policy))
+    settings.setdefault("engine", af.LocalEngine(policy))
     settings.setdefault("chat", policy.chat)
     settings.setdefault("tools", [calculator])
     settings.setdefault("reward", exact)
     settings.setdefault("max_turns", 4)
-    settings.setdefault("sampling", Sampling(max_tokens=64))
-    return Agent(**settings)
+    settings.setdefault("sampling", af.Sampling(max_tokens=64))
+    return af.Agent(**settings)
 
 
-def scripted(script: Any, **settings: Any) -> Agent:
+def scripted(script: Any, **settings: Any) -> af.Agent:
     """Return an agent that plays scripted texts without running a model."""
-    engine = ScriptedEngine(script, latency=settings.pop("latency", 0.0))
+    engine = af.ScriptedEngine(script, latency=settings.pop("latency", 0.0))
     return agent(engine=engine, chat=chat(), **settings) if "policy" not in settings else agent(**settings)
 
 
@@ -207,7 +201,7 @@ def pass_time(seconds: float) -> None:
     loop.time = lambda: time() + seconds  # type: ignore[method-assign]
 
 
-class Played(Engine):
+class Played(af.Engine):
     """Engine that plays texts as if a policy had sampled them, with ids, logprobs and mask 1, without running a model.
 
     A text that ends in "…" is truncated before it. `given` and `gave` record the token ids received and returned.
@@ -220,7 +214,7 @@ class Played(Engine):
         self.given: list[tuple[int, ...]] = []
         self.gave: list[tuple[int, ...]] = []
         self.seeds: list[int] = []
-        self.samplings: list[Sampling] = []
+        self.samplings: list[af.Sampling] = []
         self._max_length = max_length
 
     @property
@@ -228,8 +222,8 @@ class Played(Engine):
         return self._max_length
 
     async def sample(
-        self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
-    ) -> Sample:
+        self, ids: Sequence[int], sampling: af.Sampling, seed: int, *, request: TurnRequest | None = None
+    ) -> af.Sample:
         assert request is not None
         said = self.script(request.task, request.turn) if callable(self.script) else self.script[request.turn]
         if isinstance(said, BaseException):
@@ -247,7 +241,7 @@ class Played(Engine):
         self.samplings.append(sampling)
         n = len(out)
         lp = tuple(-0.5 - 0.001 * i for i in range(n))
-        return Sample(tuple(out), lp, (1.0,) * n, stop, (0,) * n)
+        return af.Sample(tuple(out), lp, (1.0,) * n, stop, (0,) * n)
 
 
 class TextOnly(Played):
@@ -257,33 +251,33 @@ class TextOnly(Played):
     logprobs = "no"
     given: list[Any]
 
-    async def sample(self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None) -> Sample:
+    async def sample(self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None) -> af.Sample:
         assert request is not None
         self.given.append(tuple(m["content"] for m in request.messages))
-        return Sample(None, None, None, "stop", None, text=self.script[request.turn])
+        return af.Sample(None, None, None, "stop", None, text=self.script[request.turn])
 
 
-def played(script: Any, *, max_length: int = 1 << 30, **settings: Any) -> Agent:
+def played(script: Any, *, max_length: int = 1 << 30, **settings: Any) -> af.Agent:
     """Return an agent whose scripted texts count as sampled, to test everything except the model."""
     return agent(engine=Played(script, max_length=max_length), chat=chat(), **settings)
 
 
 def trajectory(
-    policy: Policy | None,
+    policy: af.Policy | None,
     plan: list[list[tuple[str, int]]],
     *,
     name: str = "g/0",
-    task: Task | None = None,
+    task: af.Task | None = None,
     reward: float | None = 1.0,
     turn_rewards: dict[int, float] | None = None,
     stop: str = "answered",
-    sampling: Sampling | None = None,
+    sampling: af.Sampling | None = None,
     version: int = 0,
     seed: int = 0,
     noise: float = 0.3,
     stale: float = 0.0,
     with_entropies: bool = True,
-) -> Trajectory:
+) -> af.Trajectory:
     """Return a trajectory of random ids with the policy's logprobs (-1 without a policy) plus random noise.
 
     Args:
@@ -291,8 +285,8 @@ def trajectory(
         stale: added to the logprobs with alternating sign.
     """
     g = torch.Generator().manual_seed(seed)
-    sampling = Sampling() if sampling is None else sampling
-    turns: list[Turn] = []
+    sampling = af.Sampling() if sampling is None else sampling
+    turns: list[af.Turn] = []
     for r, row in enumerate(plan):
         ids: list[int] = [i for t in turns if t.row == r for i in t.ids or ()]
         for author, n in row:
@@ -314,19 +308,19 @@ def trajectory(
                 }  # fmt: skip
             kind: Any = "action" if sampled else "prompt" if at.start == 0 else "observation"
             turns.append(
-                Turn(
+                af.Turn(
                     kind, author, tuple(new), sampled, reward=(turn_rewards or {}).get(len(turns)),
                     parent=turns[-1] if turns else None, row=r, **given,
                 )
             )  # fmt: skip
     group, _, chain = name.partition("/")
-    task = Task("t", ({"role": "user", "content": "?"},)) if task is None else task
-    return Trajectory(name, task, group, int(chain.split(".")[0]), tuple(turns), stop, reward, sampling=sampling)
+    task = af.Task("t", ({"role": "user", "content": "?"},)) if task is None else task
+    return af.Trajectory(name, task, group, int(chain.split(".")[0]), tuple(turns), stop, reward, sampling=sampling)
 
 
 @torch.no_grad()
 def reference_logprobs(
-    policy: Policy, ids: Sequence[int], positions: Sequence[int], temperature: float = 1.0
+    policy: af.Policy, ids: Sequence[int], positions: Sequence[int], temperature: float = 1.0
 ) -> tuple[list[float], list[float]]:
     """Compute log p(ids[t] | ids[:t]) and the entropy at each position with one plain forward pass of the model."""
     logits = policy.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].double() / temperature

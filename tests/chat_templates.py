@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from agentfly_kit import tiny
+import agentfly_kit as af
 
 _FOUND = importlib.util.find_spec("trl")
 FOLDER = Path(_FOUND.origin).parent / "chat_templates" if _FOUND is not None and _FOUND.origin else None
@@ -27,7 +27,7 @@ _PLAIN = re.compile(r"</?(?:think|tool_call|tool_response)>")
 
 def tokenizer(template: str) -> Any:
     """Return the shipped tokenizer with the given template and its control tokens."""
-    made = tiny.tokenizer()
+    made = af.tiny.tokenizer()
     made.chat_template = template
     made.bos_token = "<s>"
     known = set(made.get_vocab())

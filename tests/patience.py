@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from waiting import GUARD, until
 
-from agentfly_kit.sandboxes import Grader, PythonSandbox, ShellSandbox, SQLSandbox
+import agentfly_kit as af
 from agentfly_kit.sandboxes.call import Call
 from agentfly_kit.sandboxes.host.limits import Group
 from agentfly_kit.sandboxes.hosted import HostedSandbox
@@ -18,7 +18,8 @@ _INTERNAL = (
     "call.CONTROL_SECONDS", "sandbox.CONTROL_SECONDS", "sandbox._START_SECONDS", "host.isolation._PROBE_SECONDS",
 )  # fmt: skip
 _CALLS: tuple[Any, ...] = (
-    PythonSandbox.run, ShellSandbox.run, SQLSandbox.run, Grader.run, HostedSandbox._request, Group.kill, Group.remove,
+    af.PythonSandbox.run, af.ShellSandbox.run, af.SQLSandbox.run, af.Grader.run,
+    HostedSandbox._request, Group.kill, Group.remove,
 )  # fmt: skip
 """The last parameter of these is a time limit."""
 
@@ -44,7 +45,9 @@ def raise_limits(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(f"agentfly_kit.sandboxes.{name}", GUARD)
     for call in _CALLS:
         patch.setattr(call, "__defaults__", (*call.__defaults__[:-1], GUARD))
-    patch.setattr(Grader.grade, "__kwdefaults__", {**Grader.grade.__kwdefaults__, "timeout": GUARD, "total": GUARD})
+    patch.setattr(
+        af.Grader.grade, "__kwdefaults__", {**af.Grader.grade.__kwdefaults__, "timeout": GUARD, "total": GUARD}
+    )
 
 
 def _running(sandbox: Any) -> list[Call]:

@@ -16,8 +16,6 @@ import torch
 from paths import ROOT
 
 import agentfly_kit as af
-from agentfly_kit.diagnosis import Findings, diagnose
-from agentfly_kit.types import Task, ToolCall, ToolResult, Trajectory, Turn
 
 
 def _bench() -> Any:
@@ -31,33 +29,35 @@ def _bench() -> Any:
 BENCH = _bench()
 
 
-def names(findings: Findings) -> list[str]:
+def names(findings: af.Findings) -> list[str]:
     return [finding.name for finding in findings]
 
 
-def trajectory(name: str, reward: float | None, group: str = "g", **changes: Any) -> Trajectory:
+def trajectory(name: str, reward: float | None, group: str = "g", **changes: Any) -> af.Trajectory:
     """Return a chain of one sampled action, with the given changes of the action or the trajectory."""
-    task = Task(group, ({"role": "user", "content": changes.pop("prompt", "What is 1+1?")},), changes.pop("fields", {}))
+    task = af.Task(
+        group, ({"role": "user", "content": changes.pop("prompt", "What is 1+1?")},), changes.pop("fields", {})
+    )
     ids = changes.pop("ids", (5, 6, 7))
     text = changes.pop("text", name)
     entropies = (changes.pop("entropy", 0.5),) * len(ids)
     calls, stop = changes.pop("calls", ()), changes.pop("stop", "answered")
     turns = [
-        Turn("prompt", "task", (1, 2), messages=task.messages),
-        Turn("action", "policy", ids, True, (-0.5,) * len(ids), entropies, versions=(0,) * len(ids), text=text,
+        af.Turn("prompt", "task", (1, 2), messages=task.messages),
+        af.Turn("action", "policy", ids, True, (-0.5,) * len(ids), entropies, versions=(0,) * len(ids), text=text,
              messages=({"role": "assistant", "content": text},), tool_calls=calls,
              stop="length" if stop == "turn_tokens" else "stop"),
     ]  # fmt: skip
     if calls:
-        turns.append(Turn("observation", "tool", (3,), tool_calls=calls))
-    return Trajectory(name, task, group, 0, tuple(turns), stop, reward, **changes)
+        turns.append(af.Turn("observation", "tool", (3,), tool_calls=calls))
+    return af.Trajectory(name, task, group, 0, tuple(turns), stop, reward, **changes)
 
 
-def rollout(*trajectories: Trajectory) -> af.Rollout:
+def rollout(*trajectories: af.Trajectory) -> af.Rollout:
     return af.Rollout.from_trajectories(trajectories)
 
 
-def healthy() -> list[Trajectory]:
+def healthy() -> list[af.Trajectory]:
     return [
         trajectory(f"{group}/{i}", float(i % 3 == 0), group, ids=(5, 6, 7 + i), text=f"answer {i}")
         for group in "abcd" for i in range(6)
@@ -70,19 +70,19 @@ def healthy() -> list[Trajectory]:
 @pytest.mark.parametrize("given", [{}, {"rollout": 3}, {"batch": []}, {"stats": {}}, {"records": []}])
 def test_nothing_to_examine_and_other_types_are_rejected(given: Any) -> None:
     with pytest.raises(af.errors.SettingsError, match=r"must be|needs"):
-        diagnose(**({"rollout": None} | given))
+        af.diagnose(**({"rollout": None} | given))
     with pytest.raises(af.errors.SettingsError, match="at least one chain"):
-        diagnose(af.Rollout(()))
+        af.diagnose(af.Rollout(()))
 
 
 def test_a_batch_of_other_chains_is_rejected() -> None:
     chains = healthy()
     with pytest.raises(af.errors.SettingsError, match=r"`batch` must contain only chains of `rollout`, got 'a/3'"):
-        diagnose(rollout(*chains[:3]), af.collate(chains[3:], af.advantages.grpo))
+        af.diagnose(rollout(*chains[:3]), af.collate(chains[3:], af.advantages.grpo))
 
 
 def test_a_rollout_without_scored_chains_is_a_finding() -> None:
-    found = diagnose(rollout(*(trajectory(f"t{i}", None, stop="error") for i in range(4))))
+    found = af.diagnose(rollout(*(trajectory(f"t{i}", None, stop="error") for i in range(4))))
     assert names(found) == ["unscored"] and found[0].number == 1.0 and found[0].serious
     assert "4 of 4 chains have no reward" in found[0].sentence
 
@@ -91,27 +91,27 @@ def test_a_healthy_rollout_has_no_findings_and_is_not_changed() -> None:
     chains = healthy()
     given, batch = rollout(*chains), af.collate(chains, af.advantages.grpo)
     before = batch.mask.clone(), batch.advantages.clone()
-    assert diagnose(given, batch) == Findings() == diagnose(given, batch)
+    assert af.diagnose(given, batch) == af.Findings() == af.diagnose(given, batch)
     assert given == rollout(*chains) and torch.equal(before[0], batch.mask)
     assert torch.equal(before[1].nan_to_num(9), batch.advantages.nan_to_num(9))
-    assert repr(diagnose(given)) == "nothing was found" and "nothing was found" in diagnose(given)._repr_html_()
+    assert repr(af.diagnose(given)) == "nothing was found" and "nothing was found" in af.diagnose(given)._repr_html_()
 
 
 def test_rollouts_of_text_engines_are_examined() -> None:
-    def text_only(t: Trajectory) -> Trajectory:
+    def text_only(t: af.Trajectory) -> af.Trajectory:
         changes: dict[str, Any] = {"ids": None, "sampled": False, "logprobs": None, "entropies": None, "versions": None}
         return t.replace(turns=tuple(dataclasses.replace(turn, **changes) for turn in t.turns))
 
-    assert names(diagnose(rollout(*map(text_only, healthy())))) == []
+    assert names(af.diagnose(rollout(*map(text_only, healthy())))) == []
 
 
 # --- checks ----------------------------------------------------------------------------------------
 
 
 def test_calls_that_do_not_parse() -> None:
-    bad = ToolCall("c", "", {}, ToolResult(False, "not JSON"), error="the tool call is not valid JSON")
-    good = ToolCall("c", "add", {}, ToolResult(True, "2"))
-    found = diagnose(
+    bad = af.ToolCall("c", "", {}, af.ToolResult(False, "not JSON"), error="the tool call is not valid JSON")
+    good = af.ToolCall("c", "add", {}, af.ToolResult(True, "2"))
+    found = af.diagnose(
         rollout(
             *(
                 t.replace(turns=trajectory("x", 0, calls=(bad if i % 2 else good,)).turns)
@@ -124,10 +124,10 @@ def test_calls_that_do_not_parse() -> None:
     # Calls in another format are taken for answers.
     tools = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
     chains = [trajectory(f"t{i}", 0.0, text='<tool_call>{"name": "add"}', tools=tools) for i in range(4)]
-    assert "taken for an answer" in diagnose(rollout(*chains))[0].sentence
+    assert "taken for an answer" in af.diagnose(rollout(*chains))[0].sentence
     # A call that is cut off by the limit on tokens is due to the limit.
     chains = [trajectory(f"t{i}", 0.0, calls=(bad,), stop="turn_tokens") for i in range(4)]
-    assert diagnose(rollout(*chains))[0].name == "truncated"
+    assert af.diagnose(rollout(*chains))[0].name == "truncated"
 
 
 def test_answers_in_the_prompt_are_compared_with_chance() -> None:
@@ -136,7 +136,7 @@ def test_answers_in_the_prompt_are_compared_with_chance() -> None:
         for i, answer in enumerate(answers):
             given = {"prompt": template.format(answer), "fields": {"answer": answer}}
             chains += [trajectory(f"{i}/{k}", float(k), f"task{i}", text=str(k), **given) for k in (0, 1)]
-        return names(diagnose(rollout(*chains)))
+        return names(af.diagnose(rollout(*chains)))
 
     assert asked("What is it? ({})", ["Oslo", "Bergen", "Rome", "Paris"]) == ["leaked_answer"]
     assert asked("How many? ({})", [12, 34, 56, 78]) == ["leaked_answer"]
@@ -146,18 +146,18 @@ def test_answers_in_the_prompt_are_compared_with_chance() -> None:
 
 def test_constant_rewards_are_distinguished_from_solved_tasks() -> None:
     solved = [trajectory(f"{g}{i}", 1.0, g, ids=(i, 2), text="7") for g in "ab" for i in range(4)]
-    assert names(diagnose(rollout(*solved))) == ["solved"]
+    assert names(af.diagnose(rollout(*solved))) == ["solved"]
     same = [trajectory(f"{g}{i}", 1.0, g, ids=(i, 2), text=f"{i}") for g in "ab" for i in range(4)]
-    assert names(diagnose(rollout(*same)))[0] == "constant_reward"
+    assert names(af.diagnose(rollout(*same)))[0] == "constant_reward"
 
 
 def test_repetition_gibberish_and_identical_chains() -> None:
     loops = [t.replace(turns=trajectory("x", 0, ids=(5, 6) * 20 + (i,)).turns) for i, t in enumerate(healthy())]
-    assert names(diagnose(rollout(*loops))) == ["repetition"]
+    assert names(af.diagnose(rollout(*loops))) == ["repetition"]
     noise = [t.replace(turns=trajectory("x", 0, ids=(i, 1), entropy=4.0).turns) for i, t in enumerate(healthy())]
-    assert names(diagnose(rollout(*noise))) == ["gibberish"]
+    assert names(af.diagnose(rollout(*noise))) == ["gibberish"]
     same = [t.replace(turns=trajectory("x", 0).turns, reward=0.0) for t in healthy()]
-    assert names(diagnose(rollout(*same)))[0] == "collapsed_entropy"
+    assert names(af.diagnose(rollout(*same)))[0] == "collapsed_entropy"
 
 
 def test_components_that_are_constant_or_equal() -> None:
@@ -165,34 +165,34 @@ def test_components_that_are_constant_or_equal() -> None:
         t.replace(metrics={"exact": t.reward or 0.0, "again": t.reward or 0.0, "format": 1.0, "success": 1.0})
         for t in healthy()
     ]
-    found = diagnose(rollout(*chains))
+    found = af.diagnose(rollout(*chains))
     assert {"duplicate_component", "constant_component"} <= set(names(found)) and not found.serious
     assert "again and exact were equal" in found[0].sentence
 
 
 def test_dropped_chains() -> None:
-    found = diagnose(rollout(*(t.replace(dropped="too long" if i % 4 else None) for i, t in enumerate(healthy()))))
+    found = af.diagnose(rollout(*(t.replace(dropped="too long" if i % 4 else None) for i, t in enumerate(healthy()))))
     assert names(found) == ["dropped"] and "18 of 24 chains" in found[0].sentence and "'too long'" in found[0].sentence
 
 
 def test_masks_of_selected_authors_are_not_wrong() -> None:
-    def roles(t: Trajectory) -> Trajectory:
+    def roles(t: af.Trajectory) -> af.Trajectory:
         second = dataclasses.replace(t.turns[1], author="critic", ids=(9, 9, 9))
         return t.replace(turns=(*t.turns, second))
 
     chains = [roles(t) for t in healthy()]
-    assert diagnose(rollout(*chains), af.collate(chains, af.advantages.grpo, authors="policy")) == Findings()
+    assert af.diagnose(rollout(*chains), af.collate(chains, af.advantages.grpo, authors="policy")) == af.Findings()
     batch = af.collate(chains, af.advantages.grpo)
     cut = batch.mask & (torch.arange(batch.ids.shape[1]) != 3)
-    found = diagnose(rollout(*chains), batch.replace(mask=cut))
+    found = af.diagnose(rollout(*chains), batch.replace(mask=cut))
     assert names(found) == ["wrong_mask"] and found[0].number == pytest.approx(1 / 6)
 
 
 def test_numbers_of_the_update_and_of_earlier_records() -> None:
     quiet = {"approx_kl": 0.05, "clip_fraction": 0.1, "sampler_gap": 0.001, "lr": 3e-4}
-    assert diagnose(None, records=[quiet]) == Findings()
-    assert names(diagnose(None, records=[quiet | {"approx_kl": 2.0}, quiet])) == ["policy_moved"]
-    assert names(diagnose(None, records=[quiet | {"sampler_gap": 0.8}])) == ["sampler_gap"]
+    assert af.diagnose(None, records=[quiet]) == af.Findings()
+    assert names(af.diagnose(None, records=[quiet | {"approx_kl": 2.0}, quiet])) == ["policy_moved"]
+    assert names(af.diagnose(None, records=[quiet | {"sampler_gap": 0.8}])) == ["sampler_gap"]
 
 
 # --- real steps ------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_numbers_of_the_update_and_of_earlier_records() -> None:
 @pytest.mark.parametrize("fault", ["constant reward", "another tool name", "few tokens", "lr x 100"])
 async def test_planted_faults_are_named_first(fault: str) -> None:
     wanted = next(name for family, planted, name in BENCH.CASES if (family, planted) == ("calculator", fault))
-    found = diagnose(*await BENCH.planted("calculator", fault))
+    found = af.diagnose(*await BENCH.planted("calculator", fault))
     assert found[0].name == wanted and found[0].serious
     assert all(
         f.sentence.endswith(".") and f.remedy and f.widget.startswith("w.") and math.isfinite(f.number) for f in found
@@ -213,7 +213,7 @@ async def test_planted_faults_are_named_first(fault: str) -> None:
 @pytest.mark.long
 async def test_planted_faults_of_other_families() -> None:
     cases = [case for case in BENCH.CASES if case[0] in ("lookup", "search")]
-    first = [diagnose(*await BENCH.planted(family, fault))[0].name for family, fault, _ in cases]
+    first = [af.diagnose(*await BENCH.planted(family, fault))[0].name for family, fault, _ in cases]
     assert sum(name == wanted for name, (*_, wanted) in zip(first, cases, strict=True)) >= len(cases) - 1, first
     assert not await BENCH.healthy("lookup", 3)
 
@@ -224,7 +224,7 @@ async def test_the_tokens_that_moved_most_are_named() -> None:
     batch = af.collate(chains, lambda rewards, groups: torch.linspace(-1, 1, len(rewards)))
     stats = af.ppo_step(policy, af.adamw(policy, 3e-4), batch, detail=True)
     assert stats.detail is not None
-    found = {f.name: f for f in diagnose(chains, batch, stats)}
+    found = {f.name: f for f in af.diagnose(chains, batch, stats)}
     change = np.nanmax(np.abs(stats.detail["logprob_after"] - stats.detail["logprob_before"]))
     assert found["moved_tokens"].number == pytest.approx(float(change))
 

@@ -8,20 +8,18 @@ from typing import Any
 import pytest
 from agents import Played, agent, call, chat, played, tasks
 
-from agentfly_kit.agent.budget import Budget
-from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.evaluation import evaluate, summarise
+import agentfly_kit as af
+from agentfly_kit.evaluation import summarise
 from agentfly_kit.success import success_interval
-from agentfly_kit.types import Sampling, Task, Trajectory
 
 MESSAGES = ({"role": "user", "content": "?"},)
 
 
-def chains(rewards: dict[str, list[float | None]], metrics: list[dict[str, float]] | None = None) -> Rollout:
-    return Rollout.from_trajectories(
-        Trajectory(
+def chains(rewards: dict[str, list[float | None]], metrics: list[dict[str, float]] | None = None) -> af.Rollout:
+    return af.Rollout.from_trajectories(
+        af.Trajectory(
             f"{name}/{i}",
-            Task(name, MESSAGES),
+            af.Task(name, MESSAGES),
             name,
             i,
             (),
@@ -70,7 +68,7 @@ async def test_seeds_differ_from_those_of_rollouts() -> None:
     engine = Played(["5"])
     a = agent(engine=engine, chat=chat())
     some = tasks(2)
-    await evaluate(a, some, samples=2)
+    await af.evaluate(a, some, samples=2)
     first = set(engine.seeds)
     engine.seeds.clear()
     await a.rollout(some, group_size=2)
@@ -78,7 +76,7 @@ async def test_seeds_differ_from_those_of_rollouts() -> None:
     assert len(first) == 4
     assert not first & set(engine.seeds)
     engine.seeds.clear()
-    e = await evaluate(a, some, samples=2, seeds=(0, 1, 2))
+    e = await af.evaluate(a, some, samples=2, seeds=(0, 1, 2))
     assert len(set(engine.seeds)) == 12
     assert first < set(engine.seeds)
     assert e.samples == 6
@@ -87,9 +85,9 @@ async def test_seeds_differ_from_those_of_rollouts() -> None:
 
 async def test_the_sampling_of_the_agent_can_be_replaced() -> None:
     engine = Played(["5"])
-    a = agent(engine=engine, chat=chat(), sampling=Sampling(temperature=0.7))
-    for options, temperature in (({"greedy": True}, 0.0), ({}, 0.7), ({"sampling": Sampling(temperature=0.3)}, 0.3)):
-        e = await evaluate(a, tasks(1), **options)
+    a = agent(engine=engine, chat=chat(), sampling=af.Sampling(temperature=0.7))
+    for options, temperature in (({"greedy": True}, 0.0), ({}, 0.7), ({"sampling": af.Sampling(temperature=0.3)}, 0.3)):
+        e = await af.evaluate(a, tasks(1), **options)
         assert engine.samplings[-1].temperature == temperature
         assert e.greedy == (temperature == 0)
 
@@ -110,7 +108,7 @@ async def test_the_sampling_of_the_agent_can_be_replaced() -> None:
 )
 async def test_invalid_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        await evaluate(**{"agent": played(["5"]), "tasks": tasks(1)} | options)
+        await af.evaluate(**{"agent": played(["5"]), "tasks": tasks(1)} | options)
 
 
 async def test_a_changed_sampling_shares_the_handle_and_the_warnings_of_the_agent() -> None:
@@ -120,17 +118,17 @@ async def test_a_changed_sampling_shares_the_handle_and_the_warnings_of_the_agen
     a = played(["5"], reward=space["good"])
     exec(source.format(0), space)
     with pytest.warns(UserWarning, match="still has the 'good'"):
-        await evaluate(a, tasks(3), greedy=True)
+        await af.evaluate(a, tasks(3), greedy=True)
     assert len(a.last_run.partial) == 3
-    assert (await evaluate(a, tasks(1), greedy=True)).success == 1
+    assert (await af.evaluate(a, tasks(1), greedy=True)).success == 1
 
 
 async def test_real_chains_are_counted() -> None:
-    e = await evaluate(agent(), tasks(40))
+    e = await af.evaluate(agent(), tasks(40))
     assert 0 < e.low < e.success < e.high < 0.8
     assert 1 <= e.turns <= 4
     assert e.tokens > 3
-    better = await evaluate(played(lambda task, turn: call() if turn == 0 else task.fields["answer"]), tasks(40))
+    better = await af.evaluate(played(lambda task, turn: call() if turn == 0 else task.fields["answer"]), tasks(40))
     assert (better.success, better.turns, better.calls, better.high) == (1.0, 2.0, 1.0, 1.0)
     diff = e.diff(better)
     assert len(diff.pairs) == 40 and len(diff.gained) == 40 * (1 - e.success)
@@ -138,9 +136,9 @@ async def test_real_chains_are_counted() -> None:
 
 
 async def test_a_budget_applies_to_each_seed() -> None:
-    e = await evaluate(played(["5"]), tasks(4), seeds=(0, 1), max_concurrency=1, budget=Budget(turns=3))
+    e = await af.evaluate(played(["5"]), tasks(4), seeds=(0, 1), max_concurrency=1, budget=af.Budget(turns=3))
     assert len(e.rollout) == 6
     assert list(e.rollout.not_run.values()) == ["run_turns"] * 2
-    e = await evaluate(played([call("1+1"), "5"]), tasks(2), 2, max_concurrency=1, group_budget=Budget(turns=2))
+    e = await af.evaluate(played([call("1+1"), "5"]), tasks(2), 2, max_concurrency=1, group_budget=af.Budget(turns=2))
     assert [len(group) for group in e.rollout.groups] == [1, 1]
     assert set(e.rollout.not_run.values()) == {"group_turns"}

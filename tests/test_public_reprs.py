@@ -16,19 +16,13 @@ import torch
 import agentfly_kit as af
 from agentfly_kit import _display
 from agentfly_kit.agent.progress import RolloutEvent, RolloutSnapshot
-from agentfly_kit.agent.rollout import RolloutDiff
 from agentfly_kit.batch.batch import Dropped
 from agentfly_kit.batch.turn_data import TurnData
-from agentfly_kit.chat.chat import ChatReport, Drift
 from agentfly_kit.engines.fleet import FleetMember
 from agentfly_kit.envs.judging import Criterion, Judge, Judgement, Ranking, Rubric
 from agentfly_kit.pool.records import PoolEvent, PoolSnapshot, SandboxInfo
-from agentfly_kit.rewards import Score
 from agentfly_kit.sandboxes.grader import Grade, Verdict
-from agentfly_kit.sandboxes.result import SandboxResult
-from agentfly_kit.sandboxes.sql import SQLResult
-from agentfly_kit.trainer.step import TrainStep
-from agentfly_kit.types import Distribution, Group, Sample, TurnRequest
+from agentfly_kit.types import Distribution, TurnRequest
 
 EVIL = "<script>alert(1)</script>" + "\u202e\ud800\x00" + "x" * 10_000
 MANY = 20_000
@@ -72,7 +66,7 @@ def trajectory() -> af.Trajectory:
 def rollout(reward: float = 0.5) -> af.Rollout:
     one = trajectory().replace(reward=reward)
     rows = [one.replace(id=f"{i}", turns=one.turns[:2]) for i in range(300)]
-    groups = tuple(Group(f"{i}{EVIL}", tuple(rows)) for i in range(30))
+    groups = tuple(af.Group(f"{i}{EVIL}", tuple(rows)) for i in range(30))
     return af.Rollout(groups, not_run={f"{i}": EVIL for i in range(500)})
 
 
@@ -136,7 +130,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Finding": lambda: af.Finding(EVIL, EVIL, math.nan, EVIL, EVIL, 0.5),
     "Findings": lambda: af.Findings([af.Finding(EVIL, EVIL, math.nan, EVIL, EVIL, 0.5)] * 300),
     "Grader": lambda: af.Grader(),
-    "Group": lambda: Group(EVIL, (trajectory(),) * 300),
+    "Group": lambda: af.Group(EVIL, (trajectory(),) * 300),
     "LocalEngine": lambda: af.LocalEngine(agents.shipped()),
     "OpenAIEngine": lambda: af.OpenAIEngine("http://localhost:1/v1", EVIL, api_key="secret-key"),
     "PPOConfig": af.PPOConfig,
@@ -147,7 +141,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Row": lambda: trajectory().rows[0],
     "Run": lambda: af.Run("runs/<script>"),
     "SQLSandbox": lambda: af.SQLSandbox(),
-    "Sample": lambda: Sample((1,) * MANY, (0.5,) * MANY, (0.5,) * MANY, "stop", (1,) * MANY, text=EVIL),
+    "Sample": lambda: af.Sample((1,) * MANY, (0.5,) * MANY, (0.5,) * MANY, "stop", (1,) * MANY, text=EVIL),
     "Sampling": lambda: af.Sampling(stop=("<script>",)),
     "ScriptedEngine": lambda: af.ScriptedEngine([EVIL] * 500),
     "ShellSandbox": lambda: af.ShellSandbox(),
@@ -166,7 +160,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Criterion": lambda: Criterion("a", EVIL),
     "Diagnosis": af.doctor,
     "Distribution": lambda: Distribution((1,) * MANY, (EVIL,) * MANY, (-1.0,) * MANY, 0.5),
-    "Drift": lambda: Drift("other", 0, 3, EVIL, (EVIL,), (EVIL,), EVIL, EVIL),
+    "Drift": lambda: af.chat.Drift("other", 0, 3, EVIL, (EVIL,), (EVIL,), EVIL, EVIL),
     "Dropped": lambda: Dropped(EVIL, EVIL),
     "Grade": lambda: Grade((Verdict(False, EVIL, stdout=EVIL),) * 500, EVIL),
     "Judge": lambda: Judge(af.ScriptedEngine(["1"]), rubric={"a": EVIL}),
@@ -179,14 +173,14 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "RolloutDiff": lambda: rollout().diff(rollout(1.0)),
     "RolloutHandle": lambda: agents.agent().rollout(agents.tasks(3)),
     "Rubric": lambda: Rubric(tuple(Criterion(f"c{i}", EVIL) for i in range(99))),
-    "SQLResult": lambda: SQLResult(columns=(EVIL,) * 90, rows=((EVIL, None, 1.5, b"x") * 20,) * MANY, value=EVIL),
+    "SQLResult": lambda: af.SQLResult(columns=(EVIL,) * 90, rows=((EVIL, None, 1.5, b"x") * 20,) * MANY, value=EVIL),
     "SandboxInfo": lambda: infos(1)[0],
     "SandboxReport": af.sandbox_report,
-    "SandboxResult": lambda: SandboxResult(EVIL, EVIL, EVIL, EVIL),
-    "Score": lambda: Score(0.5, arguments={EVIL: EVIL}, metrics={EVIL: 1.0}, extras={EVIL: EVIL}, name=EVIL),
+    "SandboxResult": lambda: af.SandboxResult(EVIL, EVIL, EVIL, EVIL),
+    "Score": lambda: af.Score(0.5, arguments={EVIL: EVIL}, metrics={EVIL: 1.0}, extras={EVIL: EVIL}, name=EVIL),
     "Tensors": lambda: agents.shipped().score(batch(4), ["logprob", "hidden"]),
     "Tool": broken_tool,
-    "TrainStep": lambda: TrainStep(3, {EVIL: 0.5}, stats(), rollout()),
+    "TrainStep": lambda: af.TrainStep(3, {EVIL: 0.5}, stats(), rollout()),
     "TurnData": lambda: TurnData(((1.0,) * MANY,) * 99, ((EVIL,) * MANY,) * 99, ((1,) * MANY,) * 99),
     "TurnRequest": lambda: TurnRequest(task(), 0, EVIL, ({"role": "user", "content": EVIL},) * 99),
     "Verdict": lambda: Verdict(False, EVIL, stdout=EVIL),
@@ -207,7 +201,7 @@ ELSEWHERE = {
 def test_all_public_classes_are_displayed() -> None:
     classes = {name for name in af.__all__ if inspect.isclass(getattr(af, name))}
     assert classes - OBJECTS.keys() == ELSEWHERE.keys() & classes
-    for cls in (RolloutEvent, RolloutSnapshot, RolloutDiff, ChatReport):
+    for cls in (RolloutEvent, RolloutSnapshot, af.RolloutDiff, af.chat.ChatReport):
         assert issubclass(cls, _display.Displayable)
 
 
@@ -244,7 +238,7 @@ def test_values_that_cannot_be_shown() -> None:
             raise RuntimeError("no repr")
 
     shown = af.ToolCall("c", "f", {"x": Broken()})
-    assert "Broken" in repr(SandboxResult(value=Broken()))  # type: ignore[arg-type]
+    assert "Broken" in repr(af.SandboxResult(value=Broken()))  # type: ignore[arg-type]
     assert "Broken" in _display.short_repr([Broken()])
     assert "Broken" in repr(shown)
     assert "f" in shown._repr_html_()
@@ -256,10 +250,10 @@ def test_values_that_cannot_be_shown() -> None:
 
 
 def test_sql_results_are_tables() -> None:
-    html = SQLResult(columns=("name", "n"), rows=(("<b>", 1), (None, 2)))._repr_html_()
+    html = af.SQLResult(columns=("name", "n"), rows=(("<b>", 1), (None, 2)))._repr_html_()
     assert "&lt;b&gt;" in html and "2 rows" in html and "–" in html
-    assert "no such table" in SQLResult(error="no such table: x", error_type="SQLError")._repr_html_()
-    assert repr(SQLResult(columns=("n",), rows=((1,),))) == "SQLResult(columns=('n',), rows=((1,),))"
+    assert "no such table" in af.SQLResult(error="no such table: x", error_type="SQLError")._repr_html_()
+    assert repr(af.SQLResult(columns=("n",), rows=((1,),))) == "SQLResult(columns=('n',), rows=((1,),))"
 
 
 def test_chains_of_rollouts_and_groups_by_index() -> None:

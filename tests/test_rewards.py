@@ -14,42 +14,38 @@ import numpy as np
 import pytest
 import torch
 
-from agentfly_kit.errors import RewardError, TaskError
-from agentfly_kit.pool.pool import Pool
-from agentfly_kit.rewards import Reward, RewardSet, Score, reward
-from agentfly_kit.tools.context import Context
-from agentfly_kit.tools.injection import FromTask
-from agentfly_kit.types import Task, ToolCall, ToolResult, Trajectory, Turn
+import agentfly_kit as af
+from agentfly_kit.rewards import RewardSet
 
-TASK = Task("t", ({"role": "user", "content": "2+3"},), {"answer": "5", "tags": ["sum"]})
+TASK = af.Task("t", ({"role": "user", "content": "2+3"},), {"answer": "5", "tags": ["sum"]})
 
 
-def said(text: str, *calls: ToolCall) -> Turn:
+def said(text: str, *calls: af.ToolCall) -> af.Turn:
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
         message["tool_calls"] = [{"name": c.name} for c in calls]
-    return Turn("action", "policy", None, text=text, messages=(message,), tool_calls=calls)
+    return af.Turn("action", "policy", None, text=text, messages=(message,), tool_calls=calls)
 
 
-CALL = ToolCall("call-0", "calculator", {"expression": "2+3"})
-RESULT = ToolCall("call-0", "calculator", {"expression": "2+3"}, result=ToolResult(True, "5"))
-OBSERVED = Turn(
+CALL = af.ToolCall("call-0", "calculator", {"expression": "2+3"})
+RESULT = af.ToolCall("call-0", "calculator", {"expression": "2+3"}, result=af.ToolResult(True, "5"))
+OBSERVED = af.Turn(
     "observation", "tool", None, text="5", messages=({"role": "tool", "content": "5"},), tool_calls=(RESULT,)
 )
-PROMPT = Turn("prompt", "task", None, text="2+3", messages=TASK.messages)
-ANSWERED = Trajectory("x", TASK, "g", 0, (PROMPT, said("", CALL), OBSERVED, said("5")), "answered")
-CUT = Trajectory("y", TASK, "g", 1, (PROMPT, said("", CALL), OBSERVED), "max_turns")
+PROMPT = af.Turn("prompt", "task", None, text="2+3", messages=TASK.messages)
+ANSWERED = af.Trajectory("x", TASK, "g", 0, (PROMPT, said("", CALL), OBSERVED, said("5")), "answered")
+CUT = af.Trajectory("y", TASK, "g", 1, (PROMPT, said("", CALL), OBSERVED), "max_turns")
 
 
-@reward
+@af.reward
 def exact(final: str | None, answer: str) -> float:
     """1 for the right answer."""
     return float(final == answer)
 
 
-async def score(function: Any, trajectory: Trajectory = ANSWERED, **options: Any) -> Score:
-    made = function if isinstance(function, Reward) else reward(**options)(function)
-    return await made.score(trajectory, Context(trajectory.task))
+async def score(function: Any, trajectory: af.Trajectory = ANSWERED, **options: Any) -> af.Score:
+    made = function if isinstance(function, af.Reward) else af.reward(**options)(function)
+    return await made.score(trajectory, af.Context(trajectory.task))
 
 
 # --- injection -----------------------------------------------------------------------------------
@@ -58,20 +54,20 @@ async def score(function: Any, trajectory: Trajectory = ANSWERED, **options: Any
 async def test_injection_by_name() -> None:
     seen: list[Any] = []
 
-    @reward
+    @af.reward
     def look(final, trajectory, context, answer, tags, missing="default"):  # type: ignore[no-untyped-def]
         seen.extend((final, trajectory, context, answer, list(tags), missing))
         return len(tags)
 
-    context = Context(TASK)
+    context = af.Context(TASK)
     context.fields["tags"].append("cheat")  # what a tool changes does not reach the reward
     assert (await look.score(ANSWERED, context)).reward == 1
     assert seen == ["5", ANSWERED, context, "5", ["sum"], "default"]
 
-    def field(final: FromTask[str]) -> bool:
+    def field(final: af.FromTask[str]) -> bool:
         return final == "field"
 
-    task = Task("t", TASK.messages, {"final": "field"})
+    task = af.Task("t", TASK.messages, {"final": "field"})
     assert (await score(field, ANSWERED.replace(task=task))).reward == 1.0
     # `final` is None without an answer, even if the last observation contains the correct number.
     result = await exact.try_(CUT)
@@ -82,20 +78,20 @@ async def test_injection_by_name() -> None:
 async def test_a_turn_reward_sees_the_turn_and_its_observation() -> None:
     seen = []
 
-    @reward(per="turn")
-    def each(turn: Turn, observation: Turn | None) -> float:
+    @af.reward(per="turn")
+    def each(turn: af.Turn, observation: af.Turn | None) -> float:
         seen.append((turn, observation))
         return float(observation is not None)
 
-    got = await RewardSet([each]).score(ANSWERED, Context(TASK))
+    got = await RewardSet([each]).score(ANSWERED, af.Context(TASK))
     assert {(t.text, o and o.text) for t, o in seen} == {("", "5"), ("5", None)}
     assert got.turn_rewards == {1: 1.0, 3: 0.0}
     assert (got.reward, got.metrics) == (0.0, {"each": 1.0})
     assert (await each.try_(ANSWERED)).reward == 0.0  # by default, the last action is scored
     assert (await each.try_(ANSWERED, turn=1)).reward == 1.0
-    with pytest.raises(RewardError, match="turn must be an action"):
+    with pytest.raises(af.errors.RewardError, match="turn must be an action"):
         await each.try_(ANSWERED, turn=0)
-    with pytest.raises(RewardError, match="turn must be None for exact"):
+    with pytest.raises(af.errors.RewardError, match="turn must be None for exact"):
         await exact.try_(ANSWERED, turn=1)
 
 
@@ -110,14 +106,14 @@ class Box:
         self.files["closed"] = "yes"
 
 
-@reward
+@af.reward
 async def wrote(sandbox: Box, answer: str) -> float:
     return float(await sandbox.run("out") == answer)
 
 
 async def test_the_reward_reads_the_sandbox_that_the_chain_used() -> None:
-    async with Pool(Box, size=2) as pool:
-        context = Context(TASK, pools=[pool])
+    async with af.Pool(Box, size=2) as pool:
+        context = af.Context(TASK, pools=[pool])
         box = await context.sandbox(Box)
         box.files["out"] = "5"
         assert (await wrote.score(ANSWERED, context)).reward == 1.0
@@ -127,7 +123,7 @@ async def test_the_reward_reads_the_sandbox_that_the_chain_used() -> None:
         assert (await wrote.try_(ANSWERED, pool=pool)).reward == 0.0  # uses a fresh sandbox
         assert pool.snapshot().leased == 0
     assert (await wrote.try_(ANSWERED)).reward == 0.0
-    result = await wrote.score(ANSWERED, Context(TASK))
+    result = await wrote.score(ANSWERED, af.Context(TASK))
     assert result.reward is None and "Agent(pools=[af.Pool(Box)])" in str(result.error)
 
 
@@ -138,7 +134,7 @@ async def test_the_reward_reads_the_sandbox_that_the_chain_used() -> None:
     ("value", "expected"),
     [
         *(
-            (value, Score(number, {"f": number}, name="f"))
+            (value, af.Score(number, {"f": number}, name="f"))
             for value, number in (
                 (1, 1.0), (0.25, 0.25), (-3, -3.0), (True, 1.0), (False, 0.0), (np.float32(0.5), 0.5),
                 (np.int64(2), 2.0), (np.bool_(True), 1.0), (np.array(0.5), 0.5), (np.array([0.5]), 0.5),
@@ -146,14 +142,14 @@ async def test_the_reward_reads_the_sandbox_that_the_chain_used() -> None:
                 ({"reward": np.float64(0.5)}, 0.5), (torch.tensor([0.5], requires_grad=True), 0.5),
             )
         ),
-        (None, Score(None, name="f")),  # unscored, without a failure
+        (None, af.Score(None, name="f")),  # unscored, without a failure
         (
             {"reward": None, "length": 3, "left_out": None, "note": "short"},
-            Score(None, {"length": 3.0}, extras={"note": "short"}, name="f"),
+            af.Score(None, {"length": 3.0}, extras={"note": "short"}, name="f"),
         ),
     ],
 )  # fmt: skip
-async def test_values(value: Any, expected: Score) -> None:
+async def test_values(value: Any, expected: af.Score) -> None:
     def f() -> Any:
         return value
 
@@ -214,8 +210,8 @@ async def test_exceptions_leave_the_chain_unscored_and_keep_the_metrics_of_other
     def meet() -> int:
         return barrier.wait() >= 0
 
-    rewards = [exact, raises, raises_later, reward(name="a")(meet), reward(name="b")(meet)]
-    got = await RewardSet(rewards).score(ANSWERED, Context(TASK))
+    rewards = [exact, raises, raises_later, af.reward(name="a")(meet), af.reward(name="b")(meet)]
+    got = await RewardSet(rewards).score(ANSWERED, af.Context(TASK))
     assert (got.reward, got.metrics) == (None, {"exact": 1.0, "a": 1.0, "b": 1.0})
     assert got.error is not None
     assert got.error.where == "reward raises"  # the first by order of the rewards, not by time
@@ -224,14 +220,14 @@ async def test_exceptions_leave_the_chain_unscored_and_keep_the_metrics_of_other
 async def test_a_timeout_leaves_the_chain_unscored() -> None:
     release, called = threading.Event(), []
 
-    @reward(timeout=0.02)
+    @af.reward(timeout=0.02)
     def slow() -> float:
         called.append(1)
         release.wait(10)
         return 1.0
 
     for stop in ("error", "cancelled"):  # chains that failed are not scored
-        assert await RewardSet([slow]).score(ANSWERED.replace(stop=stop), Context(TASK)) == Score(None)
+        assert await RewardSet([slow]).score(ANSWERED.replace(stop=stop), af.Context(TASK)) == af.Score(None)
     assert called == []
     result = await slow.try_(ANSWERED)
     release.set()
@@ -244,74 +240,74 @@ async def test_a_timeout_leaves_the_chain_unscored() -> None:
 # --- composition ---------------------------------------------------------------------------------
 
 
-@reward(weight=0.5)
+@af.reward(weight=0.5)
 def short(final: str | None) -> dict[str, Any]:
     return {"reward": len(final or "") < 3, "length": len(final or ""), "text": final}
 
 
 async def test_the_sum_is_weighted_and_each_value_is_a_metric() -> None:
-    got = await RewardSet([exact, short]).score(ANSWERED, Context(TASK))
+    got = await RewardSet([exact, short]).score(ANSWERED, af.Context(TASK))
     assert got.reward == 1.5
     assert got.metrics == {"exact": 1.0, "short": 1.0, "length": 1.0}
     assert got.extras == {"text": "5"}
     assert repr(RewardSet([exact, short])) == "<RewardSet 1 exact + 0.5 short>"
     # Equal names of metrics are prefixed.
-    twin = reward(name="b", weight=0)(short.function)
-    got = await RewardSet([short, twin]).score(ANSWERED, Context(TASK))
+    twin = af.reward(name="b", weight=0)(short.function)
+    got = await RewardSet([short, twin]).score(ANSWERED, af.Context(TASK))
     assert got.metrics == {"short": 1.0, "b": 1.0, "short/length": 1.0, "b/length": 1.0}
 
 
 async def test_one_unscored_leaves_the_sum_unscored_unless_its_weight_is_zero() -> None:
-    @reward
+    @af.reward
     def unknown() -> None:
         return None
 
     rewards = [exact, unknown]
-    got = await RewardSet(rewards).score(ANSWERED, Context(TASK))
+    got = await RewardSet(rewards).score(ANSWERED, af.Context(TASK))
     assert (got.reward, got.metrics, got.error) == (None, {"exact": 1.0}, None)
-    watched = [exact, reward(weight=0)(unknown.function), reward(weight=0)(raises)]
-    got = await RewardSet(watched).score(ANSWERED, Context(TASK))
+    watched = [exact, af.reward(weight=0)(unknown.function), af.reward(weight=0)(raises)]
+    got = await RewardSet(watched).score(ANSWERED, af.Context(TASK))
     assert got.reward == 1.0
     assert got.error is not None  # reported even with weight 0
 
 
 async def test_turn_rewards_are_summed_per_turn() -> None:
-    @reward(per="turn", weight=0.1)
-    def calls(turn: Turn) -> int:
+    @af.reward(per="turn", weight=0.1)
+    def calls(turn: af.Turn) -> int:
         return len(turn.tool_calls)
 
-    @reward(per="turn", weight=2.0)
-    def only_first(turn: Turn, observation: Turn | None) -> float | None:
+    @af.reward(per="turn", weight=2.0)
+    def only_first(turn: af.Turn, observation: af.Turn | None) -> float | None:
         return 1.0 if observation else None
 
-    got = await RewardSet([exact, calls, only_first]).score(ANSWERED, Context(TASK))
+    got = await RewardSet([exact, calls, only_first]).score(ANSWERED, af.Context(TASK))
     assert got.reward == 1.0
     assert got.turn_rewards == {1: pytest.approx(2.1), 3: 0.0}
     assert got.metrics == {"exact": 1.0, "calls": 1.0, "only_first": 1.0}
 
-    @reward(per="turn")
-    def breaks(turn: Turn) -> float:
+    @af.reward(per="turn")
+    def breaks(turn: af.Turn) -> float:
         return 1.0 / len(turn.tool_calls)
 
-    got = await RewardSet([exact, breaks]).score(ANSWERED, Context(TASK))
+    got = await RewardSet([exact, breaks]).score(ANSWERED, af.Context(TASK))
     assert (got.reward, got.turn_rewards) == (None, {})
     assert got.error is not None
 
 
 async def test_a_set_of_one_or_several_rewards() -> None:
-    assert await RewardSet(None).score(ANSWERED, Context(TASK)) == Score(None)
+    assert await RewardSet(None).score(ANSWERED, af.Context(TASK)) == af.Score(None)
     assert RewardSet(exact).names == ("exact",)
     whole = RewardSet([exact, raises])
     assert whole.names == ("exact", "raises")
     assert list(RewardSet(whole)) == list(whole)
     assert whole["exact"] is exact
-    with pytest.raises(RewardError, match="names of rewards must be unique, got 'exact' twice"):
+    with pytest.raises(af.errors.RewardError, match="names of rewards must be unique, got 'exact' twice"):
         RewardSet([exact, exact])
 
 
 def test_a_missing_task_field_is_rejected() -> None:
-    wrong = Task("w", TASK.messages, {"anwser": "5", "level": 2})
-    with pytest.raises(TaskError) as caught:
+    wrong = af.Task("w", TASK.messages, {"anwser": "5", "level": 2})
+    with pytest.raises(af.errors.TaskError) as caught:
         RewardSet([exact]).check([TASK, wrong])
     assert str(caught.value) == (
         "reward exact requires the field 'answer', which task 'w' does not have (its fields: anwser, level; also "
@@ -320,11 +316,11 @@ def test_a_missing_task_field_is_rejected() -> None:
     exact.check([TASK])
     RewardSet([exact]).check([TASK])
 
-    @reward
-    def turned(turn: Turn) -> int:  # `turn` is only available with per="turn"
+    @af.reward
+    def turned(turn: af.Turn) -> int:  # `turn` is only available with per="turn"
         return 1
 
-    with pytest.raises(TaskError, match="requires the field 'turn'"):
+    with pytest.raises(af.errors.TaskError, match="requires the field 'turn'"):
         turned.check([TASK])
 
 
@@ -347,7 +343,7 @@ async def test_try_shows_the_score_and_all_arguments() -> None:
     page = result._repr_html_()
     assert ">final</td>" in page
     assert "&#x27;5&#x27;" in page
-    failed = await reward(raises).try_(ANSWERED)
+    failed = await af.reward(raises).try_(ANSWERED)
     assert repr(failed) == "raises: unscored\n  final = '5'\n  reward raises: ZeroDivisionError: oh"
     assert "raise ZeroDivisionError" in failed._repr_html_()
     assert " at 0x" not in repr(await exact.try_(CUT))
@@ -374,14 +370,14 @@ class Judge:
     ],
 )
 def test_invalid_rewards_are_rejected_when_decorated(function: Any, options: Any, words: str) -> None:
-    with pytest.raises(RewardError) as caught:
-        reward(**options)(function)
+    with pytest.raises(af.errors.RewardError) as caught:
+        af.reward(**options)(function)
     assert words in str(caught.value)
 
 
 def test_a_fingerprint_includes_the_settings() -> None:
     settings: list[dict[str, Any]] = [{}, {"weight": 2}, {"per": "turn"}, {"timeout": 9}, {"name": "other"}]
-    assert len({reward(**options)(raises).fingerprint for options in settings}) == 5
-    assert reward(raises).fingerprint == reward(raises).fingerprint
+    assert len({af.reward(**options)(raises).fingerprint for options in settings}) == 5
+    assert af.reward(raises).fingerprint == af.reward(raises).fingerprint
     # The same function with other settings is not a redefinition.
-    assert RewardSet(reward(weight=0.5)(exact.function)).redefined() == ()
+    assert RewardSet(af.reward(weight=0.5)(exact.function)).redefined() == ()

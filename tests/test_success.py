@@ -13,19 +13,15 @@ import pytest
 from agents import agent, fresh, played, tasks
 
 import agentfly_kit as af
-from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.errors import SettingsError
 from agentfly_kit.ppo.distributed import WorkerGroup
-from agentfly_kit.rewards import reward
 from agentfly_kit.success import pass_at_k, sign_flip_test, success_interval
 from agentfly_kit.trainer.fingerprint import fingerprint
 from agentfly_kit.trainer.rollouts import RolloutSampler
-from agentfly_kit.types import Trajectory
 
 # --- the rule ------------------------------------------------------------------------------------
 
 
-@reward
+@af.reward
 def shaped(final: str | None, answer: str) -> dict[str, float]:
     """A correct answer gets .9, another one .1."""
     right = float(final == answer)
@@ -39,7 +35,7 @@ def half_right(**settings: Any) -> Any:
     return played(script, **{"reward": shaped} | settings)
 
 
-def long_answer(trajectory: Trajectory) -> bool:
+def long_answer(trajectory: af.Trajectory) -> bool:
     return trajectory.final != "no"
 
 
@@ -51,7 +47,7 @@ async def test_every_display_follows_the_rule_of_the_agent(rule: Any, tmp_path: 
     assert [t.metrics["success"] for t in rollout] == [1.0, 0.0, 1.0, 0.0]
     assert rollout.summary()["success"] == 0.5
     assert rollout.to_frame()["success"].tolist() == [True, False, True, False]
-    assert Rollout.load(rollout.save(tmp_path / "r.jsonl")) == rollout
+    assert af.Rollout.load(rollout.save(tmp_path / "r.jsonl")) == rollout
     assert (await af.evaluate(solver, tasks(4))).success == 0.5
     plain = await half_right().rollout(tasks(4))
     assert [t.success for t in plain] == [False] * 4
@@ -95,10 +91,10 @@ async def test_a_rule_that_cannot_be_applied_leaves_the_chain_unscored(rule: Any
 def test_a_rule_of_another_kind_is_rejected(rule: Any) -> None:
     if callable(rule) and not isinstance(rule, type):
 
-        async def rule(trajectory: Trajectory) -> bool:
+        async def rule(trajectory: af.Trajectory) -> bool:
             return True
 
-    with pytest.raises(SettingsError, match="success must be a finite number"):
+    with pytest.raises(af.errors.SettingsError, match="success must be a finite number"):
         half_right(success=rule)
 
 
@@ -127,8 +123,8 @@ async def test_rewards_that_vary_without_a_success_name_the_setting() -> None:
 
 
 async def test_training_warns_once_that_no_chain_can_succeed() -> None:
-    @reward
-    def length(trajectory: Trajectory) -> float:
+    @af.reward
+    def length(trajectory: af.Trajectory) -> float:
         return len(trajectory.ids) / 1000
 
     policy = fresh()

@@ -19,10 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import agentfly_kit as af
 from agentfly_kit import task_files
-from agentfly_kit.errors import TaskError
-from agentfly_kit.tasks import Tasks, load_tasks, tasks_from
-from agentfly_kit.types import Task
 
 USER, ANSWER = {"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}
 ROWS = [{"question": f"{i}+1", "answer": str(i + 1), "level": i % 3} for i in range(40)]
@@ -34,7 +32,7 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def contents(tasks: Tasks) -> set[str]:
+def contents(tasks: af.Tasks) -> set[str]:
     return {str(task.messages) + str(task.fields) for task in tasks}
 
 
@@ -43,39 +41,41 @@ def contents(tasks: Tasks) -> set[str]:
 
 def test_columns_of_text_and_of_messages() -> None:
     for column in ("question", "prompt", "input"):
-        (task,) = tasks_from([{"id": "a", column: "2+3", "answer": "5"}])
-        assert task == Task("a", ({"role": "user", "content": "2+3"},), {"answer": "5"})
+        (task,) = af.tasks_from([{"id": "a", column: "2+3", "answer": "5"}])
+        assert task == af.Task("a", ({"role": "user", "content": "2+3"},), {"answer": "5"})
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3", "name": None}]
     for column in ("messages", "prompt"):
-        (task,) = tasks_from([{column: messages}])
+        (task,) = af.tasks_from([{column: messages}])
         assert task.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3"})
     # Messages take precedence over a question.
-    (task,) = tasks_from([{"question": "q", "messages": [{"role": "user", "content": "m"}], "input": "i"}])
+    (task,) = af.tasks_from([{"question": "q", "messages": [{"role": "user", "content": "m"}], "input": "i"}])
     assert task.messages[0]["content"] == "m"
     assert task.fields == {"question": "q", "input": "i"}
-    (task,) = tasks_from([{"question": "q", "messages": None}])
+    (task,) = af.tasks_from([{"question": "q", "messages": None}])
     assert task.messages[0]["content"] == "q"
-    (task,) = tasks_from([{"question": "q", "n": np.int64(3), "xs": np.array([1.5]), "d": {"a": [np.bool_(True)]}}])
+    (task,) = af.tasks_from([{"question": "q", "n": np.int64(3), "xs": np.array([1.5]), "d": {"a": [np.bool_(True)]}}])
     assert task.fields == {"n": 3, "xs": [1.5], "d": {"a": [True]}}
     assert type(task.fields["n"]) is int
 
 
 def test_ids_are_derived_from_content() -> None:
-    first, second, again = tasks_from([{"question": "a"}, {"question": "b"}, {"question": "a"}])
+    first, second, again = af.tasks_from([{"question": "a"}, {"question": "b"}, {"question": "a"}])
     assert first.id != second.id
     assert again.id == f"{first.id}-2"
-    (alone,) = tasks_from([{"question": "a"}])
+    (alone,) = af.tasks_from([{"question": "a"}])
     assert alone.id == first.id
-    (other,) = tasks_from([{"question": "a", "answer": "1"}])
+    (other,) = af.tasks_from([{"question": "a", "answer": "1"}])
     assert other.id != first.id
-    assert tasks_from([{"id": 7, "question": "a"}])[0].id == "7"
+    assert af.tasks_from([{"id": 7, "question": "a"}])[0].id == "7"
     # also from fields that JSON cannot represent
     odd = {"picture": b"\xff\x00", "day": datetime.date(2024, 2, 29), "tags": {"b", "a"}}
-    one, two = tasks_from([{"question": "q", **odd}, {"question": "q", **odd, "picture": b"\xff\x01"}])
+    one, two = af.tasks_from([{"question": "q", **odd}, {"question": "q", **odd, "picture": b"\xff\x01"}])
     assert one.id != two.id
-    assert tasks_from([{"question": "q", **odd}])[0].id == one.id
-    with pytest.raises(TaskError, match=r"its fields cannot be compared with other tasks \(values .*, got object"):
-        tasks_from([{"question": "q", "x": object()}])
+    assert af.tasks_from([{"question": "q", **odd}])[0].id == one.id
+    with pytest.raises(
+        af.errors.TaskError, match=r"its fields cannot be compared with other tasks \(values .*, got object"
+    ):
+        af.tasks_from([{"question": "q", "x": object()}])
 
 
 ROW_ERRORS: list[tuple[Any, str]] = [
@@ -100,28 +100,32 @@ def test_errors_name_the_row() -> None:
     cases = [(row, f"rows, row 1: {words}") for row, words in ROW_ERRORS]
     cases += [({"messages": messages}, f"rows, row 1, 'messages': {words}") for messages, words in MESSAGE_ERRORS]
     for row, words in cases:
-        with pytest.raises(TaskError) as caught:
-            tasks_from([{"id": "first", "question": "ok"}, row], name="rows")
+        with pytest.raises(af.errors.TaskError) as caught:
+            af.tasks_from([{"id": "first", "question": "ok"}, row], name="rows")
         assert words in str(caught.value)
     words = r"tasks: rows must (be a list of dicts, a DataFrame|contain at least one task)"
     for rows in ("tasks.jsonl", 5, None, []):
-        with pytest.raises(TaskError, match=words):
-            tasks_from(rows)  # type: ignore[arg-type]
+        with pytest.raises(af.errors.TaskError, match=words):
+            af.tasks_from(rows)  # type: ignore[arg-type]
 
 
 def test_drop_answer_moves_the_last_answer_into_a_field(tmp_path: Path) -> None:
     rows = [{"messages": [USER, ANSWER]}, {"id": "b", "messages": [USER, ANSWER], "answer": "5"}, {"question": "1+1"}]
-    tasks = tasks_from(rows, drop_answer=True)
+    tasks = af.tasks_from(rows, drop_answer=True)
     assert [task.messages[-1]["role"] for task in tasks] == ["user"] * 3
     assert [task.fields for task in tasks] == [{"answer": "5"}, {"answer": "5"}, {}]
-    assert load_tasks(write(tmp_path / "a.jsonl", rows), drop_answer=True) == tasks
-    assert tasks[0].id == tasks_from([{"question": "2+3", "answer": "5"}])[0].id
+    assert af.load_tasks(write(tmp_path / "a.jsonl", rows), drop_answer=True) == tasks
+    assert tasks[0].id == af.tasks_from([{"question": "2+3", "answer": "5"}])[0].id
     call = {"function": {"name": "add", "arguments": "{}"}}
     for row in ({"messages": [USER, ANSWER], "answer": "6"}, {"messages": [USER, {**ANSWER, "tool_calls": [call]}]}):
-        with pytest.raises(TaskError, match="with drop_answer=True, the last message must have no tool calls, and"):
-            tasks_from([row], drop_answer=True)
-    with pytest.raises(TaskError, match=r"row 0, 'messages' of task 'c': the last message must not be .* drop_answer"):
-        tasks_from([{"id": "c", "messages": [USER, ANSWER, ANSWER]}], drop_answer=True)
+        with pytest.raises(
+            af.errors.TaskError, match="with drop_answer=True, the last message must have no tool calls, and"
+        ):
+            af.tasks_from([row], drop_answer=True)
+    with pytest.raises(
+        af.errors.TaskError, match=r"row 0, 'messages' of task 'c': the last message must not be .* drop_answer"
+    ):
+        af.tasks_from([{"id": "c", "messages": [USER, ANSWER, ANSWER]}], drop_answer=True)
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -133,32 +137,34 @@ def test_every_source_gives_the_same_tasks(tmp_path: Path) -> None:
     import pyarrow
 
     rows = [{**row, "messages": [{"role": "user", "content": row["question"]}]} for row in ROWS]
-    want = tasks_from(rows)
+    want = af.tasks_from(rows)
     (tmp_path / "a.json").write_text(json.dumps(rows))
     pq.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert load_tasks(str(write(tmp_path / "a.jsonl", rows))) == want
-    assert load_tasks(tmp_path / "a.json") == want
-    assert load_tasks(tmp_path / "a.parquet") == want
-    frame = tasks_from(pd.DataFrame([*ROWS, {"question": "q", "level": 0}]))
-    assert frame[:40] == tasks_from(ROWS)[:40]
+    assert af.load_tasks(str(write(tmp_path / "a.jsonl", rows))) == want
+    assert af.load_tasks(tmp_path / "a.json") == want
+    assert af.load_tasks(tmp_path / "a.parquet") == want
+    frame = af.tasks_from(pd.DataFrame([*ROWS, {"question": "q", "level": 0}]))
+    assert frame[:40] == af.tasks_from(ROWS)[:40]
     assert frame[40].fields == {"answer": None, "level": 0}  # a missing cell is None
     whole = datasets.Dataset.from_list(ROWS)
-    assert tasks_from(whole) == tasks_from(ROWS)
+    assert af.tasks_from(whole) == af.tasks_from(ROWS)
     parts = datasets.DatasetDict(train=whole.select(range(30)), test=whole.select(range(30, 40)))
-    assert tasks_from(parts).splits == {"train": 30, "test": 10}
+    assert af.tasks_from(parts).splits == {"train": 30, "test": 10}
     # A byte order mark, other line ends, and U+2028 within a string.
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"question": "a\xe2\x80\xa8b"}\r\n{"question": "c"}')
-    assert [t.messages[0]["content"] for t in load_tasks(tmp_path / "a.jsonl")] == ["a\u2028b", "c"]
+    assert [t.messages[0]["content"] for t in af.load_tasks(tmp_path / "a.jsonl")] == ["a\u2028b", "c"]
 
 
 def test_a_json_file_of_splits_and_a_folder_of_files(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"train": ROWS[:30], "test": ROWS[30:]}))
     write(tmp_path / "sets" / "train.jsonl", ROWS[:30])
     write(tmp_path / "sets" / "test.jsonl", ROWS[30:])
-    for tasks in (load_tasks(tmp_path / "a.json"), load_tasks(tmp_path / "sets")):
+    for tasks in (af.load_tasks(tmp_path / "a.json"), af.load_tasks(tmp_path / "sets")):
         assert tasks.splits == {"train": 30, "test": 10}
-        assert contents(tasks) == contents(tasks_from(ROWS))
-    assert [t.messages for t in load_tasks(tmp_path / "sets")] == [t.messages for t in tasks_from(ROWS)]  # train first
+        assert contents(tasks) == contents(af.tasks_from(ROWS))
+    assert [t.messages for t in af.load_tasks(tmp_path / "sets")] == [
+        t.messages for t in af.tasks_from(ROWS)
+    ]  # train first
 
 
 @pytest.mark.parametrize(
@@ -200,8 +206,8 @@ def test_errors_name_the_line(tmp_path: Path, text: str | bytes, words: str) -> 
     name = re.match(r"\w+\.\w+", words)
     file = tmp_path / (name[0] if name else "bad.csv")
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(TaskError) as caught:
-        load_tasks(file)
+    with pytest.raises(af.errors.TaskError) as caught:
+        af.load_tasks(file)
     assert words in str(caught.value)
 
 
@@ -213,36 +219,39 @@ def test_paths_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (shipped / "policy").mkdir()
     monkeypatch.setattr(task_files, "bundled_folder", lambda: shipped)
     monkeypatch.chdir(tmp_path)
-    assert repr(load_tasks("sums")) == "Tasks(sums: 40 (30 train, 10 test); fields: answer, level)"
-    with pytest.raises(TaskError) as caught:
-        load_tasks("policy")
+    assert repr(af.load_tasks("sums")) == "Tasks(sums: 40 (30 train, 10 test); fields: answer, level)"
+    with pytest.raises(af.errors.TaskError) as caught:
+        af.load_tasks("policy")
     assert str(caught.value) == (
         "a task set must be one of 'chess', 'sums', got 'policy'. To load a file, pass its path: "
         "load_tasks('./policy.jsonl')"
     )
     shutil.copytree(shipped / "chess", tmp_path / "sums")
-    assert len(load_tasks("sums")) == 40  # a bare name never refers to a folder
-    assert len(load_tasks("./sums")) == 3
+    assert len(af.load_tasks("sums")) == 40  # a bare name never refers to a folder
+    assert len(af.load_tasks("./sums")) == 3
     with pytest.raises(
-        TaskError, match=r"none.jsonl: no such file; pass a .jsonl, .* or .parquet file, or one of the task sets 'ch"
+        af.errors.TaskError,
+        match=r"none.jsonl: no such file; pass a .jsonl, .* or .parquet file, or one of the task sets 'ch",
     ):
-        load_tasks("none.jsonl")
-    with pytest.raises(TaskError, match=r"a.txt must be a .jsonl, .json, .csv or .parquet file"):
-        load_tasks(write(tmp_path / "a.txt", []))
-    with pytest.raises(TaskError, match=r"must contain a .jsonl, .json, .csv or .parquet file, got none"):
-        load_tasks(shipped / "policy")
+        af.load_tasks("none.jsonl")
+    with pytest.raises(af.errors.TaskError, match=r"a.txt must be a .jsonl, .json, .csv or .parquet file"):
+        af.load_tasks(write(tmp_path / "a.txt", []))
+    with pytest.raises(af.errors.TaskError, match=r"must contain a .jsonl, .json, .csv or .parquet file, got none"):
+        af.load_tasks(shipped / "policy")
 
 
 def test_columns_with_other_names(tmp_path: Path) -> None:
     rows = [{"problem": "2+3", "solution": "5", "level": 1}, {"problem": "1+1", "solution": "2", "level": 2}]
-    tasks = tasks_from(rows, question="problem", answer="solution")
+    tasks = af.tasks_from(rows, question="problem", answer="solution")
     assert tasks[0].messages[0]["content"] == "2+3"
     assert tasks[0].fields == {"level": 1, "answer": "5"}
-    assert tasks_from([{"question": "short", "prompt": "long"}], question="prompt")[0].fields == {"question": "short"}
-    assert tasks_from([{"turns": [USER]}], question="turns")[0].messages == (USER,)
+    assert af.tasks_from([{"question": "short", "prompt": "long"}], question="prompt")[0].fields == {
+        "question": "short"
+    }
+    assert af.tasks_from([{"turns": [USER]}], question="turns")[0].messages == (USER,)
     frame = pd.DataFrame(rows)
-    assert tasks_from(frame, question="problem", answer="solution") == tasks
-    assert load_tasks(write(tmp_path / "a.jsonl", rows), question="problem", answer="solution") == tasks
+    assert af.tasks_from(frame, question="problem", answer="solution") == tasks
+    assert af.load_tasks(write(tmp_path / "a.jsonl", rows), question="problem", answer="solution") == tasks
     for options, words in (
         (
             {"question": "task"},
@@ -255,19 +264,21 @@ def test_columns_with_other_names(tmp_path: Path) -> None:
         ({"question": "problem", "answer": "problem"}, "question and answer must be different columns, got 'problem'"),
         ({}, "name another column with question="),
     ):
-        with pytest.raises(TaskError) as caught:
-            tasks_from(rows, **options)  # type: ignore[arg-type]
+        with pytest.raises(af.errors.TaskError) as caught:
+            af.tasks_from(rows, **options)  # type: ignore[arg-type]
         assert words in str(caught.value)
-    with pytest.raises(TaskError, match="no other column may be named 'answer', got columns: 'question', 'gold', 'ans"):
-        tasks_from([{"question": "a", "gold": "b", "answer": "c"}], answer="gold")
-    with pytest.raises(TaskError, match="the question in column 'problem' must not be empty"):
-        tasks_from([{"problem": ""}], question="problem")
+    with pytest.raises(
+        af.errors.TaskError, match="no other column may be named 'answer', got columns: 'question', 'gold', 'ans"
+    ):
+        af.tasks_from([{"question": "a", "gold": "b", "answer": "c"}], answer="gold")
+    with pytest.raises(af.errors.TaskError, match="the question in column 'problem' must not be empty"):
+        af.tasks_from([{"problem": ""}], question="problem")
 
 
 def test_a_csv_file(tmp_path: Path) -> None:
     file = tmp_path / "sums.csv"
     file.write_bytes('\ufeffid,Problem,answer\r\n007,"2, then\n3",5.0\r\n\r\nb,été,\r\n'.encode())
-    tasks = load_tasks(file, question="Problem")
+    tasks = af.load_tasks(file, question="Problem")
     assert [(t.id, t.messages[0]["content"], t.fields) for t in tasks] == [
         ("007", "2, then\n3", {"answer": "5.0"}),
         ("b", "été", {"answer": ""}),
@@ -276,8 +287,8 @@ def test_a_csv_file(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "train.csv").write_text("question\na\n")
     (folder / "test.csv").write_text("question\n" + "b" * 200_000 + "\n")
-    assert load_tasks(folder).splits == {"train": 1, "test": 1}
-    assert len(load_tasks(folder, split="test")) == 1
+    assert af.load_tasks(folder).splits == {"train": 1, "test": 1}
+    assert len(af.load_tasks(folder, split="test")) == 1
 
 
 def test_a_large_file_is_read_row_by_row(tmp_path: Path) -> None:
@@ -301,32 +312,36 @@ def test_a_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    assert load_tasks("openai/gsm8k", config="main").splits == {"train": 1, "test": 1}
-    assert load_tasks("openai/gsm8k", split="train").splits == {"train": 1}
+    assert af.load_tasks("openai/gsm8k", config="main").splits == {"train": 1, "test": 1}
+    assert af.load_tasks("openai/gsm8k", split="train").splits == {"train": 1}
     assert asked == [("openai/gsm8k", "main", None), ("openai/gsm8k", None, "train")]
 
     def fails(*args: Any, **options: Any) -> Any:
         raise ConnectionError("no network")
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=fails))
-    with pytest.raises(TaskError) as caught:
-        load_tasks("openai/gsm8k")
+    with pytest.raises(af.errors.TaskError) as caught:
+        af.load_tasks("openai/gsm8k")
     assert str(caught.value) == (
         "'openai/gsm8k' is not a folder and could not be loaded from the Hugging Face hub (ConnectionError: no "
         "network); to load a file, pass its path, such as './openai/gsm8k.jsonl'"
     )
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(TaskError, match=r'Hugging Face hub, run: pip install "agentfly_kit\[trl\]"; to load a file'):
-        load_tasks("openai/gsm8k")
+    with pytest.raises(
+        af.errors.TaskError, match=r'Hugging Face hub, run: pip install "agentfly_kit\[trl\]"; to load a file'
+    ):
+        af.load_tasks("openai/gsm8k")
     write(tmp_path / "openai" / "gsm8k" / "train.jsonl", ROWS[:3])
-    assert len(load_tasks("openai/gsm8k")) == 3, "an existing folder takes precedence"
-    with pytest.raises(TaskError, match="config applies only to datasets of the Hugging Face Hub, got 'main'"):
-        load_tasks("openai/gsm8k", config="main")
+    assert len(af.load_tasks("openai/gsm8k")) == 3, "an existing folder takes precedence"
+    with pytest.raises(
+        af.errors.TaskError, match="config applies only to datasets of the Hugging Face Hub, got 'main'"
+    ):
+        af.load_tasks("openai/gsm8k", config="main")
 
 
 def test_bundled_task_sets_load_and_are_disjoint() -> None:
     for name in task_files.bundled_names():
-        tasks = load_tasks(name)
+        tasks = af.load_tasks(name)
         assert len({task.id for task in tasks}) == len(tasks)
         assert not contents(tasks.train) & contents(tasks.test)
 
@@ -339,8 +354,8 @@ def test_bundled_task_sets_load_and_are_disjoint() -> None:
 def test_held_out_tasks_share_no_content(questions: list[str], share: float, rng: random.Random) -> None:
     rows = [{"question": q} for q in questions]
     try:
-        tasks = tasks_from(rows, test=share)
-    except TaskError:  # repeated content may not fit either split
+        tasks = af.tasks_from(rows, test=share)
+    except af.errors.TaskError:  # repeated content may not fit either split
         assert len(set(questions)) < len(questions)
         return
     assert not contents(tasks.train) & contents(tasks.test)
@@ -348,60 +363,62 @@ def test_held_out_tasks_share_no_content(questions: list[str], share: float, rng
     if len(set(questions)) == len(questions):
         assert len(tasks.test) == min(max(1, round(share * len(rows))), len(rows) - 1)
         rng.shuffle(rows)
-        shuffled = tasks_from([{"id": f"other {i}", **row} for i, row in enumerate(rows)], test=share)
+        shuffled = af.tasks_from([{"id": f"other {i}", **row} for i, row in enumerate(rows)], test=share)
         assert contents(shuffled.test) == contents(tasks.test)  # the split depends on neither order nor ids
 
 
 def test_the_split_column() -> None:
     rows = [{**row, "split": ("train", "test", "dev")[i % 3]} for i, row in enumerate(ROWS)]
-    tasks = tasks_from(rows)
+    tasks = af.tasks_from(rows)
     assert tasks.splits == {"train": 14, "test": 13, "dev": 13}
     assert (len(tasks.train), len(tasks.split("dev"))) == (14, 13)
     assert "split" not in tasks[0].fields
-    with pytest.raises(TaskError, match=r"must be None for rows that already have splits \('train', 'test', 'dev'\)"):
-        tasks_from(rows, test=0.1)
-    alone = tasks_from(ROWS)
+    with pytest.raises(
+        af.errors.TaskError, match=r"must be None for rows that already have splits \('train', 'test', 'dev'\)"
+    ):
+        af.tasks_from(rows, test=0.1)
+    alone = af.tasks_from(ROWS)
     assert alone.train == alone
-    with pytest.raises(TaskError, match=r"must have the split 'test', got the splits none"):
+    with pytest.raises(af.errors.TaskError, match=r"must have the split 'test', got the splits none"):
         alone.test  # noqa: B018
     for share in (0, 1, -0.1, True):
-        with pytest.raises(TaskError, match="between 0 and 1"):
-            tasks_from(ROWS, test=share)
+        with pytest.raises(af.errors.TaskError, match="between 0 and 1"):
+            af.tasks_from(ROWS, test=share)
 
 
 def test_the_same_content_in_two_splits_is_rejected() -> None:
     rows = [{"id": "a", "question": "2+3", "answer": "5", "split": "train"}]
     rows.append({"id": "b", "question": "2+3", "answer": "5", "split": "test"})
-    with pytest.raises(TaskError) as caught:
-        tasks_from(rows, name="sums")
+    with pytest.raises(af.errors.TaskError) as caught:
+        af.tasks_from(rows, name="sums")
     assert str(caught.value).startswith("sums: tasks 'a' (train) and 'b' (test) have the same messages and fields")
     rows[1]["answer"] = "6"
-    assert tasks_from(rows).splits == {"train": 1, "test": 1}
+    assert af.tasks_from(rows).splits == {"train": 1, "test": 1}
 
 
 # --- a sequence ----------------------------------------------------------------------------------
 
 
 def test_tasks_is_a_sequence_and_is_sampled_without_repetition() -> None:
-    tasks = tasks_from(ROWS, test=0.25)
-    assert isinstance(tasks[3:7], Tasks)
+    tasks = af.tasks_from(ROWS, test=0.25)
+    assert isinstance(tasks[3:7], af.Tasks)
     assert [t.id for t in tasks[3:7]] == [t.id for t in tasks][3:7]
     assert tasks[-1] == list(tasks)[-1]
     assert tasks[0] in tasks
     assert tasks.train[:2].splits == {"train": 2}
-    assert tasks == tasks_from(ROWS, test=0.25)
-    assert tasks != tasks_from(ROWS)
-    assert hash(tasks) == hash(tasks_from(ROWS, test=0.25))
+    assert tasks == af.tasks_from(ROWS, test=0.25)
+    assert tasks != af.tasks_from(ROWS)
+    assert hash(tasks) == hash(af.tasks_from(ROWS, test=0.25))
     drawn = tasks.sample(10, seed=3)
     assert drawn == tasks.sample(10, seed=3) != tasks.sample(10, seed=4)
     assert len({t.id for t in drawn}) == 10
     assert {t.id for t in tasks.sample(40)} == {t.id for t in tasks}
-    with pytest.raises(TaskError, match=r"n must be between 0 and 40, .* got 41"):
+    with pytest.raises(af.errors.TaskError, match=r"n must be between 0 and 40, .* got 41"):
         tasks.sample(41)
 
 
 def test_repr_and_html() -> None:
-    tasks = tasks_from([{"id": "a", "question": "<b>2+3</b>", "answer": "5"}, *ROWS], test=0.25)
+    tasks = af.tasks_from([{"id": "a", "question": "<b>2+3</b>", "answer": "5"}, *ROWS], test=0.25)
     assert repr(tasks) == "Tasks(tasks: 41 (31 train, 10 test); fields: answer, level)"
     page = tasks._repr_html_()
     assert "&lt;b&gt;2+3&lt;/b&gt;" in page
@@ -411,9 +428,9 @@ def test_repr_and_html() -> None:
 
 
 def test_the_fingerprint_depends_on_id_content_and_split() -> None:
-    base = tasks_from(ROWS).fingerprint
-    assert tasks_from(ROWS).fingerprint == base
+    base = af.tasks_from(ROWS).fingerprint
+    assert af.tasks_from(ROWS).fingerprint == base
     changed = [{**ROWS[0], "answer": "0"}, *ROWS[1:]]
-    seen = {base, tasks_from(changed).fingerprint, tasks_from(ROWS, test=0.1).fingerprint}
-    seen |= {tasks_from(ROWS[1:]).fingerprint, tasks_from([{"id": "x", **ROWS[0]}, *ROWS[1:]]).fingerprint}
+    seen = {base, af.tasks_from(changed).fingerprint, af.tasks_from(ROWS, test=0.1).fingerprint}
+    seen |= {af.tasks_from(ROWS[1:]).fingerprint, af.tasks_from([{"id": "x", **ROWS[0]}, *ROWS[1:]]).fingerprint}
     assert len(seen) == 5

@@ -12,27 +12,25 @@ import pytest
 
 import agentfly_kit as af
 from agentfly_kit.errors import AlignmentError, EngineError, SettingsError, TaskError
-from agentfly_kit.ppo.stats import Stats
-from agentfly_kit.types import Failure, Sample, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
 
-TASK = Task("t", ({"role": "user", "content": "2+3"},), {"answer": "5"})
+TASK = af.Task("t", ({"role": "user", "content": "2+3"},), {"answer": "5"})
 
 
-def prompt(*ids: int) -> Turn:
-    return Turn("prompt", "task", ids, messages=TASK.messages)
+def prompt(*ids: int) -> af.Turn:
+    return af.Turn("prompt", "task", ids, messages=TASK.messages)
 
 
-def action(ids: tuple[int, ...], parent: Turn | None = None, **more: Any) -> Turn:
+def action(ids: tuple[int, ...], parent: af.Turn | None = None, **more: Any) -> af.Turn:
     more.setdefault("messages", ({"role": "assistant", "content": "5"},))
-    return Turn(
+    return af.Turn(
         "action", "policy", ids, sampled=True, logprobs=tuple(-float(i) for i in ids),
         entropies=tuple(i / 2 for i in ids), versions=(3,) * len(ids), parent=parent, **more,
     )  # fmt: skip
 
 
-def trajectory(*turns: Turn, **more: Any) -> Trajectory:
+def trajectory(*turns: af.Turn, **more: Any) -> af.Trajectory:
     more.setdefault("stop", "answered")
-    return Trajectory("g/0", TASK, "g", 0, turns, **more)
+    return af.Trajectory("g/0", TASK, "g", 0, turns, **more)
 
 
 # --- rejected values ---
@@ -41,21 +39,21 @@ def trajectory(*turns: Turn, **more: Any) -> Trajectory:
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
-        (lambda: Task("", TASK.messages), TaskError, "non-empty string, got ''"),
-        (lambda: Task(3, TASK.messages), TaskError, "got 3"),  # type: ignore[arg-type]
-        (lambda: Task("x", ()), TaskError, "task 'x' must have at least one message"),
-        (lambda: Task("x", ({"role": "user"},)), TaskError, r"task 'x': message 0 \(role 'user'\): 'content' must be"),
-        (lambda: Task("x", ("hi",)), TaskError, "message 0"),  # type: ignore[arg-type]
-        (lambda: Sample((1, 2), (-1.0,), None, "stop", None), AlignmentError, r"logprobs must .* per id \(2\), got 1"),
-        (lambda: Sample(None, None, None, "stop", None), EngineError, "must have ids, or text"),
-        (lambda: Turn("action", "a", (1,), sampled=True, logprobs=(-1.0,)), AlignmentError, "a policy version"),
-        (lambda: Turn("action", "a", None, sampled=True), AlignmentError, "must have ids"),
+        (lambda: af.Task("", TASK.messages), TaskError, "non-empty string, got ''"),
+        (lambda: af.Task(3, TASK.messages), TaskError, "got 3"),  # type: ignore[arg-type]
+        (lambda: af.Task("x", ()), TaskError, "task 'x' must have at least one message"),
+        (lambda: af.Task("x", ({"role": "user"},)), TaskError, r"task 'x': message 0 \(role 'user'\): 'content' must"),
+        (lambda: af.Task("x", ("hi",)), TaskError, "message 0"),  # type: ignore[arg-type]
+        (lambda: af.Sample((1, 2), (-1.0,), None, "stop", None), AlignmentError, r"must .* per id \(2\), got 1"),
+        (lambda: af.Sample(None, None, None, "stop", None), EngineError, "must have ids, or text"),
+        (lambda: af.Turn("action", "a", (1,), sampled=True, logprobs=(-1.0,)), AlignmentError, "a policy version"),
+        (lambda: af.Turn("action", "a", None, sampled=True), AlignmentError, "must have ids"),
         *(
-            (lambda name=name: Turn("action", "a", (1, 2), **{name: (0,)}), AlignmentError, rf"{name} must .* got 1")
+            (lambda name=name: af.Turn("action", "a", (1, 2), **{name: (0,)}), AlignmentError, rf"{name} must .* got 1")
             for name in ("logprobs", "entropies", "kept_mass", "versions", "token_texts")
         ),
         *(
-            (lambda options=options: Sampling(**options), SettingsError, next(iter(options)))
+            (lambda options=options: af.Sampling(**options), SettingsError, next(iter(options)))
             for options in (
                 {"temperature": -0.1}, {"temperature": math.inf}, {"temperature": math.nan}, {"max_tokens": 0},
                 {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"min_p": 1.5}, {"top_p": math.nan}, {"stop": ""},
@@ -78,11 +76,11 @@ def test_values_that_are_rejected(make: Any, error: type[Exception], says: str) 
 
 
 def test_sampling_settings() -> None:
-    assert Sampling(stop="END").stop == ("END",)  # type: ignore[arg-type]
-    assert Sampling(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
-    assert not Sampling().truncates
-    assert Sampling(temperature=0).greedy
-    assert all(s.truncates for s in (Sampling(top_p=0.9), Sampling(top_k=5), Sampling(min_p=0.1)))
+    assert af.Sampling(stop="END").stop == ("END",)  # type: ignore[arg-type]
+    assert af.Sampling(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert not af.Sampling().truncates
+    assert af.Sampling(temperature=0).greedy
+    assert all(s.truncates for s in (af.Sampling(top_p=0.9), af.Sampling(top_k=5), af.Sampling(min_p=0.1)))
     # Numbers of numpy are accepted.
     assert af.Budget(tokens=np.int64(3)).tokens == 3 and af.TrainConfig(lr=np.float32(1e-3), lr_end=0).lr_end == 0
 
@@ -93,8 +91,8 @@ def test_sampling_settings() -> None:
 def test_token_views_are_nan_where_nothing_was_sampled() -> None:
     first = prompt(7, 8)
     a = action((1, 2), first)
-    seen = Turn("observation", "tool", (9,), parent=a)
-    forced = Turn("forced", "person", (4,), parent=seen)
+    seen = af.Turn("observation", "tool", (9,), parent=a)
+    forced = af.Turn("forced", "person", (4,), parent=seen)
     b = action((5,), forced)
     t = trajectory(first, a, seen, forced, b)
     assert t.ids.tolist() == [7, 8, 1, 2, 9, 4, 5]
@@ -107,13 +105,13 @@ def test_token_views_are_nan_where_nothing_was_sampled() -> None:
     assert t.token_texts == ("[7]", "[8]", "[1]", "[2]", "[9]", "[4]", "[5]")
     assert not t.ids.flags.writeable
     assert t.turns[-1].path == t.turns
-    forced = Turn("forced", "hook", (4,), logprobs=(-1.0,), versions=(0,), parent=first)
+    forced = af.Turn("forced", "hook", (4,), logprobs=(-1.0,), versions=(0,), parent=first)
     assert np.isnan(trajectory(first, forced).logprobs).all(), "logprobs of tokens that were not sampled"
 
 
 def test_a_text_only_trajectory_has_no_token_views() -> None:
     t = trajectory(
-        prompt(1), Turn("action", "policy", None, text="5", messages=({"role": "assistant", "content": "5"},))
+        prompt(1), af.Turn("action", "policy", None, text="5", messages=({"role": "assistant", "content": "5"},))
     )
     assert not t.exact
     assert t.final == "5"
@@ -159,37 +157,44 @@ def test_explain_gives_the_reason() -> None:
     assert bad.explain() == "1 action, then the chain answered '5'. Reward 0. The task's answer is '5'."
     cut = trajectory(prompt(1), action((5,)), reward=0.0, stop="turn_tokens")
     assert "was stopped by turn_tokens, without an answer" in cut.explain()
-    broken = trajectory(prompt(1), stop="error", error=Failure("pool", "PoolTimeout", "none free"))
+    broken = trajectory(prompt(1), stop="error", error=af.Failure("pool", "PoolTimeout", "none free"))
     assert broken.explain() == "0 actions, then the chain failed: pool: PoolTimeout: none free. Unscored."
-    unscored = trajectory(prompt(1), action((5,)), error=Failure("reward exact", "KeyError", "'x'"))
+    unscored = trajectory(prompt(1), action((5,)), error=af.Failure("reward exact", "KeyError", "'x'"))
     assert unscored.explain().endswith("Unscored: reward exact: KeyError: 'x'.")
 
 
 def test_reprs_have_no_addresses_and_escape_html() -> None:
-    nasty = Task("<b>", ({"role": "user", "content": "<script>"},), {"answer": 1})
-    t = Trajectory("<i>", nasty, "g", 0, (Turn("prompt", "<u>", (1,), text="<script>"),), "answered")
-    for record in (nasty, t, t.turns[0], Sampling(), ToolCall("c", "f", {"x": 1}), ToolResult(True, "y" * 100)):
+    nasty = af.Task("<b>", ({"role": "user", "content": "<script>"},), {"answer": 1})
+    t = af.Trajectory("<i>", nasty, "g", 0, (af.Turn("prompt", "<u>", (1,), text="<script>"),), "answered")
+    for record in (
+        nasty,
+        t,
+        t.turns[0],
+        af.Sampling(),
+        af.ToolCall("c", "f", {"x": 1}),
+        af.ToolResult(True, "y" * 100),
+    ):
         assert " at 0x" not in repr(record)
     shown = t._repr_html_()
     assert "<script>" not in shown
     assert "<u>" not in shown
     assert "<i>" not in shown
-    assert len(repr(ToolResult(True, "y" * 100))) < 120
+    assert len(repr(af.ToolResult(True, "y" * 100))) < 120
 
 
 def test_a_failure_is_text() -> None:
     with pytest.raises(EngineError, match=r"await tool\.try_"):
-        ToolCall("c", "f", {}).rerun()
+        af.ToolCall("c", "f", {}).rerun()
     try:
         raise ValueError("lost")
     except ValueError as error:
-        failure = Failure.from_exception("tool f", error)
+        failure = af.Failure.from_exception("tool f", error)
     assert str(failure) == "tool f: ValueError: lost"
     assert 'raise ValueError("lost")' in failure.traceback
 
 
 def test_stats_give_only_numbers() -> None:
-    stats = Stats(loss=1.0, policy_loss=1.0, approx_kl=0.1, clip_fraction=0.0, entropy=2.0, grad_norm=1.0, detail={})
+    stats = af.Stats(loss=1.0, policy_loss=1.0, approx_kl=0.1, clip_fraction=0.0, entropy=2.0, grad_norm=1.0, detail={})
     numbers = stats.scalars()
     assert numbers["loss"] == 1.0
     assert not {"value_loss", "detail", "phases"} & set(numbers)

@@ -15,9 +15,8 @@ import numpy as np
 from agentfly_kit.widgets._base import STATIC_LIMIT
 from waiting import until
 
+import agentfly_kit as af
 from agentfly_kit import widgets as w
-from agentfly_kit.ppo.stats import Stats
-from agentfly_kit.types import Sample, Task, Trajectory, Turn
 
 NASTY = (
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "'`${x}", "&lt;", "\x00", "\x1b[31m", "\u202eabc",
@@ -27,11 +26,13 @@ NASTY = (
 )  # fmt: skip
 
 
-def trajectory(id: str = "t-0", actions: int = 2, width: int = 5, seed: int = 0, token_texts: Any = None) -> Trajectory:
+def trajectory(
+    id: str = "t-0", actions: int = 2, width: int = 5, seed: int = 0, token_texts: Any = None
+) -> af.Trajectory:
     rng = np.random.default_rng(seed)
     counter = iter(range(10, 10**6))
 
-    def turn(kind: Any, author: str, n: int, *, sampled: bool = False, own: Any = None) -> Turn:
+    def turn(kind: Any, author: str, n: int, *, sampled: bool = False, own: Any = None) -> af.Turn:
         words = tuple(own or (f" w{i}" for i in range(n)))
         extra: dict[str, Any] = {}
         if sampled:
@@ -41,7 +42,7 @@ def trajectory(id: str = "t-0", actions: int = 2, width: int = 5, seed: int = 0,
                 "versions": (0,) * len(words),
             }
         ids = tuple(next(counter) for _ in words)
-        return Turn(kind, author, ids, sampled, text="".join(words), token_texts=words, **extra)
+        return af.Turn(kind, author, ids, sampled, text="".join(words), token_texts=words, **extra)
 
     turns = [turn("prompt", "task", width)]
     for _ in range(actions):
@@ -50,11 +51,11 @@ def trajectory(id: str = "t-0", actions: int = 2, width: int = 5, seed: int = 0,
             turn("observation", "tool", 3, own=token_texts),
         ]
     turns.append(turn("forced", "hook", 2))
-    task = Task("task-1", ({"role": "user", "content": "?"},))
-    return Trajectory(id, task, "g", 0, tuple(turns), "answered", reward=1.0)
+    task = af.Task("task-1", ({"role": "user", "content": "?"},))
+    return af.Trajectory(id, task, "g", 0, tuple(turns), "answered", reward=1.0)
 
 
-def batch_of(trajectories: list[Trajectory], **more: Any) -> SimpleNamespace:
+def batch_of(trajectories: list[af.Trajectory], **more: Any) -> SimpleNamespace:
     """Return a padded batch like that of `collate`, with the rows in the given order."""
     import torch
 
@@ -73,7 +74,7 @@ def batch_of(trajectories: list[Trajectory], **more: Any) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def stats_of(batch: Any, shift: float = 0.1) -> Stats:
+def stats_of(batch: Any, shift: float = 0.1) -> af.Stats:
     before = batch.logprobs.numpy()
     after = before + np.float32(shift)
     detail = {
@@ -81,7 +82,7 @@ def stats_of(batch: Any, shift: float = 0.1) -> Stats:
         "clipped": np.where(batch.mask.numpy(), (after - before > 0.05).astype(np.float32), np.nan),
         "advantage": batch.advantages.numpy(),
     }  # fmt: skip
-    return Stats(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, detail=detail, batch=batch)
+    return af.Stats(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, detail=detail, batch=batch)
 
 
 def unpack(packed: dict[str, bytes]) -> np.ndarray:
@@ -169,7 +170,7 @@ class Gated(agents.Played):
         super().__init__(script)
         self.free, self.gate = free, asyncio.Event()
 
-    async def sample(self, *args: Any, **options: Any) -> Sample:
+    async def sample(self, *args: Any, **options: Any) -> af.Sample:
         if len(self.given) >= self.free:
             await self.gate.wait()
         return await super().sample(*args, **options)

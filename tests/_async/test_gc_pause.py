@@ -10,8 +10,8 @@ import pytest
 from agents import agent, chat, tasks
 from waiting import until
 
+import agentfly_kit as af
 from agentfly_kit._async.gc_pause import relaxed_gc
-from agentfly_kit.engines.scripted import ScriptedEngine
 
 
 @pytest.fixture(autouse=True)
@@ -49,10 +49,10 @@ async def test_a_rollout_restores_the_thresholds_also_when_cancelled() -> None:
         seen.append(gc.get_threshold())
         return "1"
 
-    await agent(engine=ScriptedEngine(script), chat=chat()).rollout(tasks(8))
+    await agent(engine=af.ScriptedEngine(script), chat=chat()).rollout(tasks(8))
     assert set(seen) == {(2000, 10, 100)}
     assert gc.get_threshold() == (700, 10, 10)
-    slow = agent(engine=ScriptedEngine(["1"], latency=3600.0), chat=chat()).rollout(tasks(8))
+    slow = agent(engine=af.ScriptedEngine(["1"], latency=3600.0), chat=chat()).rollout(tasks(8))
     going = asyncio.ensure_future(slow._wait())
     await until(lambda: gc.get_threshold() == (2000, 10, 100))
     going.cancel()

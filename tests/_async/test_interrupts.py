@@ -12,9 +12,6 @@ from agents import played, tasks
 from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit.integrations.remote_pool.client import RemotePool
-from agentfly_kit.integrations.remote_pool.server import serve_pool
-from agentfly_kit.pool.pool import Pool
 
 
 class Box:
@@ -45,11 +42,11 @@ async def interrupted(wait: Callable[[], Awaitable[Any]], is_waiting: Callable[[
 
 
 async def test_while_waiting_for_a_sandbox_or_a_remote_call():
-    async with Pool(Box, size=1) as pool, pool.lease():
+    async with af.Pool(Box, size=1) as pool, pool.lease():
         await interrupted(lambda: pool.acquire("late", timeout=3600), lambda: pool.snapshot().waiting)
         assert pool.snapshot().waiting == 0
-    async with Pool(Box, size=1) as pool, serve_pool(pool) as server:
-        async with RemotePool(server.url, token=server.token, sandbox_type=Box) as far, far.lease() as box:
+    async with af.Pool(Box, size=1) as pool, af.serve_pool(pool) as server:
+        async with af.RemotePool(server.url, token=server.token, sandbox_type=Box) as far, far.lease() as box:
             await interrupted(box.run, lambda: Box.runs)
 
 

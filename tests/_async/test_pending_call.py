@@ -12,7 +12,6 @@ from waiting import GUARD
 
 import agentfly_kit as af
 from agentfly_kit._async.pending_call import PendingCall, pending_call
-from agentfly_kit.errors import NotAwaited
 
 
 class Chain:
@@ -109,7 +108,9 @@ def test_a_missing_await_warns_once() -> None:
 
 def test_attributes_of_the_result_raise_not_awaited() -> None:
     pending = Chain().step()
-    with pytest.raises(NotAwaited, match=r"chain\.step\(\.\.\.\) has not run, so it has no \.text; write \(await"):
+    with pytest.raises(
+        af.errors.NotAwaited, match=r"chain\.step\(\.\.\.\) has not run, so it has no \.text; write \(await"
+    ):
         _ = pending.text  # type: ignore[attr-defined]
     assert not hasattr(pending, "_repr_html_")
     pending.close()

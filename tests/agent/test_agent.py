@@ -13,29 +13,21 @@ from agents import Box, Played, Text, agent, call, chat, fresh, played, put_call
 from cancelling import tasks_left
 from waiting import GUARD, until
 
+import agentfly_kit as af
 from agentfly_kit.agent.progress import RolloutEvent
-from agentfly_kit.agent.runner import RolloutHandle
-from agentfly_kit.errors import NotAwaited
-from agentfly_kit.evaluation import evaluate
-from agentfly_kit.pool.pool import Pool
-from agentfly_kit.rewards import reward
-from agentfly_kit.tools.tool import tool
-from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.loop import train
-from agentfly_kit.types import Task
 
-TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
+TASK = af.Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
 
 
-def numbered(count: int) -> list[Task]:
-    return [Task(f"t{i}", TASK.messages, TASK.fields) for i in range(count)]
+def numbered(count: int) -> list[af.Task]:
+    return [af.Task(f"t{i}", TASK.messages, TASK.fields) for i in range(count)]
 
 
 async def test_trajectories_are_in_the_order_of_the_tasks() -> None:
     now = most = 0
     chance = random.Random(0)
 
-    async def script(task: Task, turn: int) -> str:
+    async def script(task: af.Task, turn: int) -> str:
         nonlocal now, most
         now += 1
         most = max(most, now)
@@ -69,7 +61,7 @@ async def test_rollout_starts_once_when_awaited() -> None:
     await asyncio.sleep(0.01)
     assert engine.given == []
     assert repr(run) == "<rollout of 1 tasks x 1 has not run: write `await` before it>"
-    with pytest.raises(NotAwaited, match=r"write \(await run\)\.groups, or run\.partial\.groups"):
+    with pytest.raises(af.errors.NotAwaited, match=r"write \(await run\)\.groups, or run\.partial\.groups"):
         _ = run.groups
     a, b = await asyncio.gather(run, run)
     assert a == b == await run
@@ -83,9 +75,9 @@ def test_asyncio_run_accepts_rollouts_evaluations_and_training_runs() -> None:
     run = a.rollout(some, 2)
     rollout = asyncio.run(run)
     assert len(rollout) == run.total == 32 and asyncio.run(run) is rollout
-    assert asyncio.run(evaluate(a, some)).success > 0
-    config = TrainConfig(steps=1, tasks_per_step=2, group_size=4)
-    assert len(asyncio.run(train(a, policy, some, config)).records) == 1
+    assert asyncio.run(af.evaluate(a, some)).success > 0
+    config = af.TrainConfig(steps=1, tasks_per_step=2, group_size=4)
+    assert len(asyncio.run(af.train(a, policy, some, config)).records) == 1
 
 
 def test_agent_is_immutable_and_can_be_replaced() -> None:
@@ -99,7 +91,7 @@ def test_agent_is_immutable_and_can_be_replaced() -> None:
 
 
 async def test_future_cancelled_inside_a_chain_does_not_cancel_the_rollout() -> None:
-    async def script(task: Task, turn: int) -> str:
+    async def script(task: af.Task, turn: int) -> str:
         if task.id == "t2":
             future = asyncio.get_running_loop().create_future()
             future.cancel()
@@ -112,7 +104,7 @@ async def test_future_cancelled_inside_a_chain_does_not_cancel_the_rollout() -> 
 
 # A task with a call whose argument, a set, the template cannot write as JSON.
 ODD_CALL = {"function": {"name": "calculator", "arguments": {"expression": {1}}}}
-ODD = Task("odd", ({"role": "assistant", "tool_calls": [ODD_CALL]}, {"role": "user", "content": "?"}), TASK.fields)
+ODD = af.Task("odd", ({"role": "assistant", "tool_calls": [ODD_CALL]}, {"role": "user", "content": "?"}), TASK.fields)
 
 
 async def test_template_error_is_recorded_in_the_trajectory() -> None:
@@ -131,7 +123,7 @@ async def test_template_error_is_recorded_in_the_trajectory() -> None:
     assert len(rollout.to_frame("tokens")) > 0
 
 
-async def staggered(task: Task, turn: int) -> str:
+async def staggered(task: af.Task, turn: int) -> str:
     await (asyncio.sleep(0) if int(task.id[1:]) < 4 else asyncio.Event().wait())
     return "5"
 
@@ -159,7 +151,7 @@ async def test_stop_before_the_start() -> None:
     await until(lambda: not tasks_left())
 
 
-async def collect(run: RolloutHandle) -> list[Any]:
+async def collect(run: af.RolloutHandle) -> list[Any]:
     return [t async for t in run]
 
 
@@ -181,12 +173,12 @@ async def test_repeated_cancellation_releases_all_leases() -> None:
         async def reset(self) -> None:
             await asyncio.sleep(0.05)
 
-    @tool
+    @af.tool
     async def put_slow(text: Text, box: Slow) -> None:
         """Put."""
         await asyncio.Event().wait()
 
-    async with Pool(Slow, size=4) as pool:
+    async with af.Pool(Slow, size=4) as pool:
         script = [put_call("x").replace("put", "put_slow")]
         run = scripted(script, tools=[put_slow], pools=[pool]).rollout(numbered(4))
         waiting = asyncio.create_task(run)
@@ -210,7 +202,7 @@ async def test_breaking_out_of_iteration_ends_the_rollout() -> None:
 
 
 async def test_iteration_yields_chains_as_they_finish() -> None:
-    async def script(task: Task, turn: int) -> str:
+    async def script(task: af.Task, turn: int) -> str:
         await until(lambda: len(run.partial) == 4 - int(task.id[1:]))
         return "5"
 
@@ -304,23 +296,23 @@ async def test_every_start_event_has_an_end_event_despite_failures() -> None:
         if rng.random() < 0.1:
             raise rng.choice([ValueError, TimeoutError, *more])("no")
 
-    async def script(task: Task, turn: int) -> str:
+    async def script(task: af.Task, turn: int) -> str:
         await doze() if rng.random() < 0.3 else await asyncio.sleep(0)
         return put_call("x") * rng.randrange(1, 4) if rng.random() < 0.7 else rng.choice(["5", "<tool_call>{"])
 
-    @tool(name="put", timeout=0.002)
+    @af.tool(name="put", timeout=0.002)
     async def bad_put(text: Text, box: Box) -> str:
         """Put."""
         await doze(SystemExit)
         return await box.run(text)
 
-    @reward
+    @af.reward
     async def bad_reward(final: str | None, box: Box) -> float:
         await doze(SystemExit)
         return 1.0
 
     kinds: set[tuple[str, str]] = set()
-    async with Pool(Box, size=4) as pool:
+    async with af.Pool(Box, size=4) as pool:
         for i in range(24):
             a = scripted(script, tools=[bad_put], reward=bad_reward, pools=[pool], timeout=rng.choice([None, 0.01]))
             run = a.rollout(numbered(6), group_size=2, max_concurrency=5)

@@ -11,11 +11,8 @@ from test_agent import ODD, TASK, numbered
 from test_harness import harnessed, solve
 
 import agentfly_kit as af
-from agentfly_kit.agent.budget import Budget
-from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.engines.openai import OpenAIEngine, TextChat
+from agentfly_kit.engines.openai import TextChat
 from agentfly_kit.errors import AlignmentError, ChatTemplateError, RewardError, RunError, SettingsError, TaskError
-from agentfly_kit.types import Task, Trajectory, Turn
 
 STRING = "must be Task objects, got the string 'What is 2+3?'; af.tasks_from"
 HARNESS = "must not be given with harness"
@@ -44,7 +41,7 @@ def rewarded(completions: list[str], answer: str, **kwargs: Any) -> list[float]:
     (lambda: af.train(agent(), agent().engine.policy, "What is 2+3?"), TaskError, STRING),
     (lambda: rollout(5), TaskError, "must be Task objects, got 5"),
     (lambda: rollout([ODD]), ChatTemplateError, "rejected messages"),
-    (lambda: rollout([Task("u", TASK.messages)]), Exception, "answer"),
+    (lambda: rollout([af.Task("u", TASK.messages)]), Exception, "answer"),
     (lambda: rollout(group_size=2.5), SettingsError, "group_size must be an integer of at least 1, got 2.5"),
     (lambda: rollout(share=(2, 2)), SettingsError, "share must be (i, n) with 0 <= i < n, got (2, 2)"),
     (lambda: rollout(group_size=0), SettingsError, "group_size must be an integer of at least 1, got 0"),
@@ -52,13 +49,13 @@ def rewarded(completions: list[str], answer: str, **kwargs: Any) -> list[float]:
     (lambda: rollout(budget=100), SettingsError, "budget must be an af.Budget, such as "),
     (lambda: rollout(budget=100), SettingsError, "got 100"),
     (lambda: rollout(group_budget={"tokens": 3}), SettingsError, "group_budget must be an af.Budget"),
-    (lambda: Budget(tokens=0), SettingsError, "tokens must be"),
-    (lambda: Budget(turns=1.5), SettingsError, "turns must be"),
-    (lambda: Budget(tool_calls=True), SettingsError, "tool_calls must be"),
-    (lambda: Budget(seconds=0), SettingsError, "seconds must be"),
-    (lambda: af.Agent(OpenAIEngine("http://127.0.0.1:1/v1", "m"), chat=TextChat()).rollout(
-        numbered(1), budget=Budget(tokens=5)), SettingsError, "must not limit tokens"),
-    (lambda: harnessed(solve, ["5"]).rollout([TASK], budget=Budget(tool_calls=3)), SettingsError,
+    (lambda: af.Budget(tokens=0), SettingsError, "tokens must be"),
+    (lambda: af.Budget(turns=1.5), SettingsError, "turns must be"),
+    (lambda: af.Budget(tool_calls=True), SettingsError, "tool_calls must be"),
+    (lambda: af.Budget(seconds=0), SettingsError, "seconds must be"),
+    (lambda: af.Agent(af.OpenAIEngine("http://127.0.0.1:1/v1", "m"), chat=TextChat()).rollout(
+        numbered(1), budget=af.Budget(tokens=5)), SettingsError, "must not limit tokens"),
+    (lambda: harnessed(solve, ["5"]).rollout([TASK], budget=af.Budget(tool_calls=3)), SettingsError,
      "must not limit tool_calls: the harness runs its own tools"),
     (lambda: made(engine="vllm"), SettingsError, "engine must be an engine"),
     (lambda: made(chat="qwen"), SettingsError, "chat must be a Chat"),
@@ -96,17 +93,17 @@ async def test_errors(call: Any, error: type[Exception], text: str) -> None:
 
 
 def recorded() -> Any:
-    trajectory = Trajectory("g/0", TASK, "g", 0, (), "answered", 1.0)
-    return Rollout.from_trajectories([trajectory])
+    trajectory = af.Trajectory("g/0", TASK, "g", 0, (), "answered", 1.0)
+    return af.Rollout.from_trajectories([trajectory])
 
 
 @errors.table(
     (lambda: recorded()[0].annotate(3), SettingsError, "note must be a string, got 3"),
     (lambda: recorded().to_frame("rows"), SettingsError, "kind must be 'trajectories', 'turns' or 'tokens'"),
-    (lambda: recorded().diff(Rollout()), SettingsError, "no task in common"),
-    (lambda: Rollout.load("none.jsonl"), RunError, "cannot be read"),
-    *((lambda rows=rows: Trajectory("x", TASK, "g", 0, rows, "answered").rows, AlignmentError, "must start at 0")
-      for rows in (tuple(Turn("prompt", "task", (1,), row=row) for row in given)
+    (lambda: recorded().diff(af.Rollout()), SettingsError, "no task in common"),
+    (lambda: af.Rollout.load("none.jsonl"), RunError, "cannot be read"),
+    *((lambda rows=rows: af.Trajectory("x", TASK, "g", 0, rows, "answered").rows, AlignmentError, "must start at 0")
+      for rows in (tuple(af.Turn("prompt", "task", (1,), row=row) for row in given)
                    for given in ((1,), (0, 2), (0, 1, 0), (-1, 0)))),
 )  # fmt: skip
 async def test_errors_of_rollouts(call: Any, error: type[Exception], text: str) -> None:
@@ -198,7 +195,7 @@ async def client(client: af.Endpoint) -> str:
     return "5"
 
 
-async def item(endpoint: af.Endpoint, item: Task) -> str:
+async def item(endpoint: af.Endpoint, item: af.Task) -> str:
     return "5"
 
 

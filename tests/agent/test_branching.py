@@ -35,17 +35,15 @@ from waiting import GUARD, until
 
 import agentfly_kit as af
 from agentfly_kit.batch.turn_data import executed_calls
-from agentfly_kit.engines.base import Engine
-from agentfly_kit.errors import SandboxError, SettingsError
 from agentfly_kit.trainer.batch_builder import BatchBuilder
-from agentfly_kit.types import Sample, Sampling, Task, TurnRequest
+from agentfly_kit.types import TurnRequest
 
 
-def numbered(count: int) -> list[Task]:
-    return [Task(f"t{i}", ({"role": "user", "content": f"question {i}"},), {"answer": "5"}) for i in range(count)]
+def numbered(count: int) -> list[af.Task]:
+    return [af.Task(f"t{i}", ({"role": "user", "content": f"question {i}"},), {"answer": "5"}) for i in range(count)]
 
 
-class Coin(Engine):
+class Coin(af.Engine):
     """Engine that draws its actions from the seed: each action calls a tool with a fixed probability, else answers.
 
     The answer is right with a probability that depends on the number of calls before. Entropies are random too.
@@ -57,8 +55,8 @@ class Coin(Engine):
         self.calls, self.right, self.name = calls, right, name
 
     async def sample(
-        self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
-    ) -> Sample:
+        self, ids: Sequence[int], sampling: af.Sampling, seed: int, *, request: TurnRequest | None = None
+    ) -> af.Sample:
         assert request is not None
         rng = random.Random(seed)
         for _ in range(rng.randrange(3)):
@@ -68,7 +66,7 @@ class Coin(Engine):
         else:
             text = "5" if rng.random() < self.right[request.turn] else "6"
         out = (*chat().encode(text), chat().stop_ids[0])
-        return Sample(out, (-0.5,) * len(out), (rng.random() * 3,) * len(out), "stop", (0,) * len(out))
+        return af.Sample(out, (-0.5,) * len(out), (rng.random() * 3,) * len(out), "stop", (0,) * len(out))
 
 
 def coins(pool: Any, **settings: Any) -> af.Agent:
@@ -379,7 +377,7 @@ async def test_training_with_branching(tmp_path: Any) -> None:
 
 class Stubborn(ForkingBox):
     async def fork(self, into: ForkingBox) -> None:
-        raise SandboxError("busy inside")
+        raise af.errors.SandboxError("busy inside")
 
 
 async def test_fork_that_fails_is_replaced_by_a_new_chain() -> None:
@@ -407,7 +405,7 @@ async def test_chain_that_ended_is_not_cut_off_while_it_waits_for_its_group(stop
     class Slow(Coin):
         is_slow = False
 
-        async def sample(self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None) -> Sample:
+        async def sample(self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None) -> af.Sample:
             assert request is not None
             if request.turn == 1 and not self.is_slow:
                 self.is_slow = True
@@ -454,7 +452,7 @@ class Stuck(Coin):
 
     is_stuck = False
 
-    async def sample(self, *args: Any, request: TurnRequest | None = None, **keywords: Any) -> Sample:
+    async def sample(self, *args: Any, request: TurnRequest | None = None, **keywords: Any) -> af.Sample:
         if request is not None and request.turn == 1 and not self.is_stuck:
             self.is_stuck = True
             await asyncio.Event().wait()
@@ -519,7 +517,7 @@ async def test_fork_at_an_earlier_turn() -> None:
             ["x", "y"],
             ["x"],
         ]
-        with pytest.raises(SettingsError, match="cannot go back: it holds ForkingBox"):
+        with pytest.raises(af.errors.SettingsError, match="cannot go back: it holds ForkingBox"):
             await chain.fork(at=2)
         for c in (chain, twin, again):
             await c.close()
@@ -540,9 +538,9 @@ async def test_measures_of_uncertainty() -> None:
     assert "measure must return a finite number, got nan" in str(t.error)
 
     class Silent(Played):
-        async def sample(self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None) -> Sample:
+        async def sample(self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None) -> af.Sample:
             sample = await super().sample(ids, sampling, seed, request=request)
-            return Sample(sample.ids, sample.logprobs, None, sample.stop, sample.versions)
+            return af.Sample(sample.ids, sample.logprobs, None, sample.stop, sample.versions)
 
     a = agent(engine=Silent([call("1"), "5"]), chat=chat())
     (t, _) = await a.rollout(numbered(1), 2, branch=af.Branch(2))

@@ -12,18 +12,16 @@ from agents import Box, ForkingBox, Text, agent, call, chat, pass_time, played, 
 from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit.agent.budget import Budget, BudgetUsage, reserve_tokens
-from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.types import Task
+from agentfly_kit.agent.budget import BudgetUsage, reserve_tokens
 
 QUESTION = ({"role": "user", "content": "What is 2+3?"},)
 
 
-def numbered(count: int) -> list[Task]:
-    return [Task(f"t{i}", QUESTION, {"answer": "5"}) for i in range(count)]
+def numbered(count: int) -> list[af.Task]:
+    return [af.Task(f"t{i}", QUESTION, {"answer": "5"}) for i in range(count)]
 
 
-def spent(rollout: Rollout) -> dict[str, int]:
+def spent(rollout: af.Rollout) -> dict[str, int]:
     return {
         "tokens": sum(len(t.ids or ()) for x in rollout for t in x.turns if t.kind == "action"),
         "turns": sum(len(x.actions) for x in rollout),
@@ -83,8 +81,8 @@ async def test_shared_budget_truncates_deterministically_without_concurrency(
 
 
 async def test_not_run_chains_are_saved(tmp_path: Any) -> None:
-    rollout = await played(["5"]).rollout(numbered(3), max_concurrency=1, budget=Budget(turns=1))
-    again = Rollout.load(rollout.save(tmp_path / "r.jsonl"))
+    rollout = await played(["5"]).rollout(numbered(3), max_concurrency=1, budget=af.Budget(turns=1))
+    again = af.Rollout.load(rollout.save(tmp_path / "r.jsonl"))
     assert again == rollout
     assert len(again.not_run) == 2
     assert (await rollout.rescore(None)).not_run == rollout.not_run
@@ -92,7 +90,7 @@ async def test_not_run_chains_are_saved(tmp_path: Any) -> None:
 
 async def test_each_group_has_its_own_budget() -> None:
     rollout = await played([call("2+3"), "5"]).rollout(
-        numbered(3), group_size=4, max_concurrency=2, group_budget=Budget(turns=5)
+        numbered(3), group_size=4, max_concurrency=2, group_budget=af.Budget(turns=5)
     )
     for group in rollout.groups:
         assert sum(len(t.actions) for t in group) == 5
@@ -102,7 +100,9 @@ async def test_each_group_has_its_own_budget() -> None:
 
 
 async def test_shared_budget_refuses_only_the_excess_calls() -> None:
-    rollout = await played([call("1+1") * 3, "5"]).rollout(numbered(3), max_concurrency=1, budget=Budget(tool_calls=4))
+    rollout = await played([call("1+1") * 3, "5"]).rollout(
+        numbered(3), max_concurrency=1, budget=af.Budget(tool_calls=4)
+    )
     assert [t.stop for t in rollout] == ["answered", "run_tool_calls"]
     assert spent(rollout)["tool_calls"] == 4
 
@@ -110,14 +110,14 @@ async def test_shared_budget_refuses_only_the_excess_calls() -> None:
 async def test_last_action_receives_the_remaining_tokens() -> None:
     long = "What is it? " * 20 + "…"  # truncated at the limit of its turn
 
-    def script(task: Task, turn: int) -> str:
+    def script(task: af.Task, turn: int) -> str:
         return "5" if task.id == "t0" else long
 
     first = len(chat().encode("5")) + 1
-    rollout = await played(script).rollout(numbered(3), max_concurrency=1, budget=Budget(tokens=first + 7))
+    rollout = await played(script).rollout(numbered(3), max_concurrency=1, budget=af.Budget(tokens=first + 7))
     assert [(t.stop, len(t.turns[-1].ids or ())) for t in rollout] == [("answered", first), ("run_tokens", 7)]
     assert rollout.not_run == {"rollout-0:t2/0": "run_tokens"}
-    rollout = await played(script).rollout(numbered(2), max_concurrency=1, budget=Budget(tokens=first + 64))
+    rollout = await played(script).rollout(numbered(2), max_concurrency=1, budget=af.Budget(tokens=first + 64))
     assert [t.stop for t in rollout] == ["answered", "turn_tokens"]  # the limit of the turn is not above the budget
 
 
@@ -135,10 +135,10 @@ async def test_budgets_are_never_exceeded(kind: str) -> None:
         limit = rng.randrange(1, max(2, whole[what] // (1 if kind == "budget" else len(numbered(4)))))
         many = rng.choice([1, 2, 5, 64])
         events: list[Any] = []
-        run = a.rollout(numbered(4), group_size=3, max_concurrency=many, **{kind: Budget(**{what: limit})})  # type: ignore[arg-type]
+        run = a.rollout(numbered(4), group_size=3, max_concurrency=many, **{kind: af.Budget(**{what: limit})})  # type: ignore[arg-type]
         run.subscribe(events.append)
         rollout = await asyncio.wait_for(run, GUARD)
-        parts = [rollout] if kind == "budget" else [Rollout((g,)) for g in rollout.groups]
+        parts = [rollout] if kind == "budget" else [af.Rollout((g,)) for g in rollout.groups]
         assert all(spent(part)[what] <= limit for part in parts), f"seed {seed}"
         assert len(rollout) + len(rollout.not_run) == 12
         cut = {t.stop for t in rollout if t.truncated} | set(rollout.not_run.values())
@@ -150,14 +150,14 @@ async def test_budgets_are_never_exceeded(kind: str) -> None:
 
 
 async def test_seconds_budget_cancels_running_chains_and_starts_no_more() -> None:
-    async def script(task: Task, turn: int) -> str:
+    async def script(task: af.Task, turn: int) -> str:
         if task.id == "t2":
             await until(lambda: len(run.partial) == 1)
             pass_time(2 * GUARD)
         await (asyncio.sleep(0) if task.id == "t0" else asyncio.Event().wait())
         return "5"
 
-    run = scripted(script, timeout=3 * GUARD).rollout(numbered(5), max_concurrency=2, budget=Budget(seconds=GUARD))
+    run = scripted(script, timeout=3 * GUARD).rollout(numbered(5), max_concurrency=2, budget=af.Budget(seconds=GUARD))
     rollout = await run
     assert [t.stop for t in rollout] == ["answered", "run_seconds", "run_seconds"]
     assert set(rollout.not_run.values()) == {"run_seconds"}
@@ -165,12 +165,12 @@ async def test_seconds_budget_cancels_running_chains_and_starts_no_more() -> Non
 
 
 async def test_the_time_of_a_group_starts_with_its_first_chain() -> None:
-    async def script(task: Task, turn: int) -> str:
+    async def script(task: af.Task, turn: int) -> str:
         pass_time({"t0": 2000, "t1": 2000, "t2": 4000}[task.id])
         await (asyncio.Event().wait() if task.id == "t2" else asyncio.sleep(0))
         return "5"
 
-    rollout = await scripted(script).rollout(numbered(3), max_concurrency=1, group_budget=Budget(seconds=3600))
+    rollout = await scripted(script).rollout(numbered(3), max_concurrency=1, group_budget=af.Budget(seconds=3600))
     assert [t.stop for t in rollout] == ["answered", "answered", "group_seconds"]
 
 
@@ -178,22 +178,22 @@ async def test_forks_share_the_group_budget_and_unstarted_forks_release_sandboxe
     script = [put_call("x", "put_forking"), "5"]
     async with af.Pool(ForkingBox, size=8) as pool:
         a = played(script, tools=[put_forking], pools=[pool], after_observation=lambda c: 3 if c.key.fork == "" else 0)
-        rollout = await a.rollout(numbered(1), max_concurrency=1, group_budget=Budget(turns=3))
+        rollout = await a.rollout(numbered(1), max_concurrency=1, group_budget=af.Budget(turns=3))
         assert [t.stop for t in rollout] == ["answered", "answered"]
         assert list(rollout.not_run) == ["rollout-0:t0/0.2", "rollout-0:t0/0.3"]
         assert pool.snapshot().leased == 0
 
 
 async def test_failed_action_does_not_count_against_the_budget() -> None:
-    def script(task: Task, turn: int) -> Any:
+    def script(task: af.Task, turn: int) -> Any:
         return ZeroDivisionError("no") if task.id == "t0" else "5"
 
-    rollout = await played(script).rollout(numbered(3), max_concurrency=1, budget=Budget(turns=2))
+    rollout = await played(script).rollout(numbered(3), max_concurrency=1, budget=af.Budget(turns=2))
     assert [t.stop for t in rollout] == ["error", "answered", "answered"]
 
 
 async def test_cancelled_reservation_is_released() -> None:
-    usage = BudgetUsage(Budget(tokens=10), "run")
+    usage = BudgetUsage(af.Budget(tokens=10), "run")
     async with reserve_tokens([usage], 8):
         waiting = asyncio.create_task(reserve_tokens([usage], 8).__aenter__())
         await asyncio.sleep(0)
@@ -223,7 +223,7 @@ class Counter:
 async def test_concurrency_limits_are_separate_and_shared_by_rollouts(two_rollouts: bool) -> None:
     asked, ran, scored = Counter(5), Counter(4), Counter(2)
 
-    async def script(task: Task, turn: int) -> str:
+    async def script(task: af.Task, turn: int) -> str:
         await asked.count()
         return call("1", "slow") * 3 if turn == 0 else "5"
 

@@ -16,10 +16,9 @@ from test_engine_openai import chat as answered
 from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit.engines.openai import OpenAIEngine
-from agentfly_kit.types import Sampling, Task, TurnRequest
+from agentfly_kit.types import TurnRequest
 
-TASKS = [Task(f"t{i}", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"}) for i in range(3)]
+TASKS = [af.Task(f"t{i}", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"}) for i in range(3)]
 
 
 @af.reward
@@ -35,7 +34,7 @@ def blocks(final: str | None) -> float:
 def everything(pool: af.Pool[Any]) -> af.Agent:
     """Return an agent that awaits leases, threads, concurrent calls, forks, hooks, rewards and limits."""
 
-    async def script(task: Task, turn: int) -> str:
+    async def script(task: af.Task, turn: int) -> str:
         await asyncio.sleep(0)
         return [call("1") + put_call("2", "put_forking"), put_call("3", "put_forking"), "5"][turn]
 
@@ -150,16 +149,16 @@ async def test_interactive_chain_and_fork(whom: Whom, count: int | None) -> None
 async def test_local_engine(whom: Whom, count: int | None) -> None:
     policy = fresh()
     engine = af.LocalEngine(policy, slots=8)
-    a = agent(policy, engine=engine, sampling=Sampling(max_tokens=8))
+    a = agent(policy, engine=engine, sampling=af.Sampling(max_tokens=8))
     wanted = [t.ids.tolist() for t in await a.rollout(tasks(3))]
     ids = policy.chat.prompt(tasks(1)[0].messages, ())
 
     async def work() -> None:
         requests = [TurnRequest(TASKS[0], 0, f"s{i}") for i in range(3)]
         await asyncio.gather(
-            *(engine.sample(ids, Sampling(max_tokens=4), i, request=r) for i, r in enumerate(requests))
+            *(engine.sample(ids, af.Sampling(max_tokens=4), i, request=r) for i, r in enumerate(requests))
         )
-        await engine.distribution(ids, Sampling())
+        await engine.distribution(ids, af.Sampling())
         for r in requests:
             engine.release(r.session)
         await a.rollout(tasks(3))
@@ -183,8 +182,8 @@ async def test_server(whom: Whom, count: int | None) -> None:
         return (429, {"error": "busy"}, {}) if next(busy) % 2 == 0 else answered("5")
 
     server.answer = answer
-    engine = OpenAIEngine(server.url, "tiny", backoff=0.002, timeout=GUARD)
-    a = agent(engine=engine, chat=engine.chat, sampling=Sampling(max_tokens=4))
+    engine = af.OpenAIEngine(server.url, "tiny", backoff=0.002, timeout=GUARD)
+    a = agent(engine=engine, chat=engine.chat, sampling=af.Sampling(max_tokens=4))
     try:
         await at_each(lambda: a.rollout(TASKS[:2]), lambda where: nothing_left(where), whom, count and count // 2)
         rollout = await a.rollout(TASKS)
@@ -199,7 +198,7 @@ def test_event_loop_that_ends_during_a_rollout_leaves_nothing(how: str) -> None:
     pool = af.Pool(ForkingBox, size=2)
     policy = fresh()
     a = everything(pool)
-    b = agent(policy, sampling=Sampling(max_tokens=40))
+    b = agent(policy, sampling=af.Sampling(max_tokens=40))
     wanted = [t.ids.tolist() for t in asyncio.run(b.rollout(tasks(3)))]
 
     @af.tool(name="put_forking")

@@ -29,35 +29,26 @@ from agents import (
 )
 from waiting import GUARD, until
 
-from agentfly_kit.agent.chain_editing import Chain
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.engines.local.engine import LocalEngine
-from agentfly_kit.errors import BatchError, EngineError, SandboxError, SettingsError
-from agentfly_kit.pool.pool import Pool
-from agentfly_kit.rewards import reward
-from agentfly_kit.tools.context import Context
-from agentfly_kit.tools.injection import FromTask
-from agentfly_kit.tools.tool import tool
-from agentfly_kit.types import Sample, Sampling, Task, ToolResult
+import agentfly_kit as af
 
-TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
+TASK = af.Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
 STOP = chat().stop_ids[0]
 
 
-def cut_after(text: str) -> Sampling:
-    return Sampling(max_tokens=len(chat().encode(text)))
+def cut_after(text: str) -> af.Sampling:
+    return af.Sampling(max_tokens=len(chat().encode(text)))
 
 
 async def test_rows_equal_inputs_and_outputs_of_the_engine() -> None:
     samples = []
 
-    class Recorded(LocalEngine):
-        async def sample(self, ids: Sequence[int], *given: Any, **more: Any) -> Sample:
+    class Recorded(af.LocalEngine):
+        async def sample(self, ids: Sequence[int], *given: Any, **more: Any) -> af.Sample:
             sample = await super().sample(ids, *given, **more)
             samples.append((tuple(ids), sample.ids, np.float32(sample.logprobs).tolist()))
             return sample
 
-    a = agent(engine=Recorded(shipped()), sampling=Sampling(temperature=1.3, max_tokens=20))
+    a = agent(engine=Recorded(shipped()), sampling=af.Sampling(temperature=1.3, max_tokens=20))
     rollout = await a.rollout(tasks(8), group_size=6)
     assert len({t.stop for t in rollout}) > 1 and len(samples) == sum(len(t.actions) for t in rollout)
     for t in rollout:
@@ -121,7 +112,7 @@ async def test_truncated_turn_is_closed_with_mask_0() -> None:
 
 async def test_observation_closes_a_turn_ended_by_a_stop_string() -> None:
     chain = await stepped(
-        played([call("2+3") + "§", "5 END and more§"], sampling=Sampling(stop=("</tool_call>", "END"))).chain(TASK)
+        played([call("2+3") + "§", "5 END and more§"], sampling=af.Sampling(stop=("</tool_call>", "END"))).chain(TASK)
     )
     assert (chain.turn.ids or ())[0] == STOP, "the observation begins with the stop token that was not sampled"
     assert chain.turn.tool_calls[0].result is not None
@@ -133,10 +124,10 @@ async def test_observation_closes_a_turn_ended_by_a_stop_string() -> None:
     assert t.reward == 1.0
 
 
-@tool
-def stopper(text: Text) -> ToolResult:
+@af.tool
+def stopper(text: Text) -> af.ToolResult:
     """Stop."""
-    return ToolResult(True, "over", done=True, reward=0.25)
+    return af.ToolResult(True, "over", done=True, reward=0.25)
 
 
 LONG = "1 2 3 4 5 6 7 8 9 10 11 12"
@@ -146,13 +137,13 @@ ENDS: list[tuple[str, Any, dict[str, Any], str, float | None, str | None]] = [
     ("tool says stop", [put_call("x", "stopper")], {"tools": [stopper]}, "tool_stopped", 0.0, None),
     ("max_turns", [call("1+1")] * 3, {"max_turns": 3}, "max_turns", 0.0, None),
     ("answer in the last turn", [call("1+1"), "5"], {"max_turns": 2}, "answered", 1.0, "5"),
-    ("turn cut", [LONG + "…"], {"sampling": Sampling(max_tokens=4)}, "turn_tokens", 0.0, None),
+    ("turn cut", [LONG + "…"], {"sampling": af.Sampling(max_tokens=4)}, "turn_tokens", 0.0, None),
     ("chain cut", [LONG + "…"], {"max_tokens": 4}, "chain_tokens", 0.0, None),
     ("context cut", [LONG + "…"], {"max_length": 60}, "context_full", 0.0, None),
     ("prompt too long", ["5"], {"max_length": 20}, "context_full", 0.0, None),
     ("bad calls", ["<tool_call>{</tool_call>"] * 3, {}, "invalid_call", 0.0, None),
     ("bad calls, 1", [call("1", "nobody")], {"max_invalid_calls": 1}, "invalid_call", 0.0, None),
-    ("engine broke", [EngineError("no")], {}, "error", None, None),
+    ("engine broke", [af.errors.EngineError("no")], {}, "error", None, None),
     ("code broke", [ZeroDivisionError("no")], {}, "error", None, None),
     ("engine timed out", [TimeoutError("the server did not answer")], {}, "error", None, None),
     ("engine timed out, chain has a limit", [TimeoutError("no")], {"timeout": 60.0}, "error", None, None),
@@ -177,7 +168,7 @@ async def test_stop_reasons(case: tuple[str, Any, dict[str, Any], str, float | N
     ],
 )
 async def test_observation_without_following_action_is_not_in_the_row(settings: dict[str, Any], stop: str) -> None:
-    @tool
+    @af.tool
     def talk(expression: Text) -> str:
         """Talk."""
         return "word " * 200
@@ -203,7 +194,7 @@ async def test_max_tokens_of_a_chain_is_not_exceeded() -> None:
 async def test_unclosed_call_is_not_run() -> None:
     ran: list[str] = []
 
-    @tool
+    @af.tool
     def spy(expression: Text) -> str:
         """Spy."""
         ran.append(expression)
@@ -234,15 +225,15 @@ async def test_valid_call_resets_the_count_of_invalid_calls() -> None:
 
 
 async def test_tool_reward_is_placed_on_the_calling_action() -> None:
-    @tool
-    def give(text: Text) -> ToolResult:
+    @af.tool
+    def give(text: Text) -> af.ToolResult:
         """Give."""
-        return ToolResult(True, "ok", reward=float(text))
+        return af.ToolResult(True, "ok", reward=float(text))
 
     two = put_call("0.25", "give") + put_call("0.5", "give")
     t = await played([two, put_call("-1", "give"), "5"], tools=[give]).chain(TASK).run()
     assert [turn.reward for turn in t.turns] == [None, None, 0.75, None, -1.0, None]
-    rewards = collate([t]).token_rewards[0]
+    rewards = af.collate([t]).token_rewards[0]
     last = [np.flatnonzero(t.turn_index == i)[-1] for i in (1, 3, 5)]
     expected = np.where(t.action_mask, 0.0, np.nan)
     expected[last] = [0.75, -1.0, 1.0]
@@ -250,28 +241,30 @@ async def test_tool_reward_is_placed_on_the_calling_action() -> None:
 
 
 async def test_dead_sandbox_leaves_only_its_own_chain_unscored() -> None:
-    async with Pool(Box, size=2) as pool:
+    async with af.Pool(Box, size=2) as pool:
         script = lambda task, turn: put_call("die" if task.id == "bad" else "x") if turn == 0 else "5"  # noqa: E731
         a = played(script, tools=[put], pools=[pool])
-        bad = Task("bad", TASK.messages, TASK.fields)
-        rollout = await a.rollout([TASK, bad, Task("u", TASK.messages, TASK.fields)], group_size=2, max_concurrency=2)
+        bad = af.Task("bad", TASK.messages, TASK.fields)
+        rollout = await a.rollout(
+            [TASK, bad, af.Task("u", TASK.messages, TASK.fields)], group_size=2, max_concurrency=2
+        )
         assert [t.stop for t in rollout] == ["answered"] * 2 + ["error"] * 2 + ["answered"] * 2
         assert [t.reward for t in rollout] == [1.0, 1.0, None, None, 1.0, 1.0]
         dead = rollout.trajectories[2]
         assert dead.error is not None
         assert (dead.error.type, dead.error.host) == ("Killed", True)
         assert pool.snapshot().leased == 0
-        assert collate(rollout).dropped[0].reason == "unscored (tool put)"
+        assert af.collate(rollout).dropped[0].reason == "unscored (tool put)"
 
 
 @pytest.mark.parametrize("where", ["sampling", "tool"])
 async def test_timeout_of_a_chain(where: str) -> None:
-    @tool
+    @af.tool
     async def hang(text: Text) -> None:
         """Hang."""
         await asyncio.Event().wait()
 
-    async with Pool(Box, size=1) as pool:
+    async with af.Pool(Box, size=1) as pool:
         if where == "sampling":
             a = scripted(["5"], latency=3600, timeout=0.05)
         else:
@@ -282,11 +275,11 @@ async def test_timeout_of_a_chain(where: str) -> None:
 
 
 async def test_sandbox_is_kept_until_the_reward_has_run() -> None:
-    @reward
+    @af.reward
     async def filled(box: Box) -> float:
         return float(box.log == ["a", "b"])
 
-    async with Pool(Box, size=1) as pool:
+    async with af.Pool(Box, size=1) as pool:
         a = played([put_call("a"), put_call("b"), "5"], tools=[put], reward=filled, pools=[pool])
         for _ in range(2):  # the sandbox was reset for the second chain
             assert (await a.chain(TASK).run()).reward == 1.0
@@ -294,7 +287,7 @@ async def test_sandbox_is_kept_until_the_reward_has_run() -> None:
 
 
 async def test_pool_closed_during_a_chain_is_recorded_as_error() -> None:
-    pool = Pool(Box, size=1)
+    pool = af.Pool(Box, size=1)
     a = played([put_call("a"), put_call("b"), "5"], tools=[put], pools=[pool])
     chain = await stepped(a.chain(TASK))
     await pool.close()
@@ -314,22 +307,22 @@ async def test_turn_repr_has_a_label() -> None:
 async def test_invalid_calls_name_a_valid_one() -> None:
     chain = played([call("1+1"), "5"]).chain(TASK)
     await chain.sample()
-    with pytest.raises(SettingsError, match=r"have not run yet; call chain\.act\(\)"):
+    with pytest.raises(af.errors.SettingsError, match=r"have not run yet; call chain\.act\(\)"):
         await chain.sample()
-    with pytest.raises(SettingsError, match=r"chain\.rewind\(\) first"):
+    with pytest.raises(af.errors.SettingsError, match=r"chain\.rewind\(\) first"):
         chain.force("x")
     await chain.act()
     await chain.sample()
-    with pytest.raises(SettingsError, match=r"chain\.finish\(\) scores it, chain\.observe"):
+    with pytest.raises(af.errors.SettingsError, match=r"chain\.finish\(\) scores it, chain\.observe"):
         await chain.sample()
-    with pytest.raises(SettingsError, match="complete"):
+    with pytest.raises(af.errors.SettingsError, match="complete"):
         chain.force("x")
     t = await chain.finish()
     assert await chain.finish() is t
     for again in (lambda: chain.force("x"), lambda: chain.observe("x"), lambda: chain.rewind(to=0)):
-        with pytest.raises(SettingsError, match=r"finished; agent\.chain\(task\) starts another"):
+        with pytest.raises(af.errors.SettingsError, match=r"finished; agent\.chain\(task\) starts another"):
             again()
-    with pytest.raises(SettingsError, match=r"finished"):
+    with pytest.raises(af.errors.SettingsError, match=r"finished"):
         await chain.step()
 
 
@@ -343,14 +336,14 @@ async def test_closed_chain_cannot_be_scored() -> None:
     chain = played(["5"]).chain(TASK)
     await chain.close()
     await chain.close()
-    with pytest.raises(SettingsError, match="closed without a score"):
+    with pytest.raises(af.errors.SettingsError, match="closed without a score"):
         await chain.finish()
 
 
 async def test_concurrent_calls_are_rejected() -> None:
     answer = asyncio.Event()
 
-    async def script(task: Task, turn: int) -> str:
+    async def script(task: af.Task, turn: int) -> str:
         await answer.wait()
         return "5"
 
@@ -358,10 +351,12 @@ async def test_concurrent_calls_are_rejected() -> None:
     running = asyncio.create_task(chain.sample())
     await until(lambda: chain.busy)
     for refused in (chain.sample, chain.step, chain.act, chain.finish, chain.distribution, chain.fork):
-        with pytest.raises(SettingsError, match="another call on this chain is still running; await it first"):
+        with pytest.raises(
+            af.errors.SettingsError, match="another call on this chain is still running; await it first"
+        ):
             await refused()
     for now in (lambda: chain.force("x"), lambda: chain.observe("x"), lambda: chain.rewind(to=0)):
-        with pytest.raises(SettingsError, match="another call on this chain is still running"):
+        with pytest.raises(af.errors.SettingsError, match="another call on this chain is still running"):
             now()
     answer.set()
     await running
@@ -369,7 +364,7 @@ async def test_concurrent_calls_are_rejected() -> None:
 
 
 async def test_chain_continues_after_a_cancelled_sample() -> None:
-    chain = agent(random_policy(1), sampling=Sampling(max_tokens=100)).chain(TASK)
+    chain = agent(random_policy(1), sampling=af.Sampling(max_tokens=100)).chain(TASK)
     for _ in range(3):
         running = asyncio.create_task(chain.sample())
         await asyncio.sleep(0.003)
@@ -401,8 +396,8 @@ async def test_greedy_turn_is_rejected_for_training() -> None:
     chain = agent().chain(TASK)
     await chain.step(greedy=True)
     t = (await chain.finish()).replace(reward=1.0)
-    with pytest.raises(BatchError, match="greedily"):
-        collate([t])
+    with pytest.raises(af.errors.BatchError, match="greedily"):
+        af.collate([t])
 
 
 async def test_rewind_restores_the_same_turn() -> None:
@@ -423,7 +418,7 @@ async def test_rewind_rejects_turns_of_other_paths() -> None:
     chain = await stepped(played([call("1+1"), "5"]).chain(TASK))
     gone = chain.turn
     chain.rewind(to=0)
-    with pytest.raises(SettingsError, match=r"chain\.turns"):
+    with pytest.raises(af.errors.SettingsError, match=r"chain\.turns"):
         chain.rewind(to=gone)
 
 
@@ -446,25 +441,25 @@ async def test_rewind_to_a_truncated_turn_is_not_an_answer() -> None:
 
 
 async def test_rewind_is_rejected_with_a_sandbox_or_tool_state() -> None:
-    @tool
-    def count(text: Text, context: Context) -> str:
+    @af.tool
+    def count(text: Text, context: af.Context) -> str:
         """Count."""
         context.state["n"] = context.state.get("n", 0) + 1
         return str(context.state["n"])
 
-    async with Pool(Box, size=1) as pool:
+    async with af.Pool(Box, size=1) as pool:
         chain = await stepped(played([put_call("a"), "5"], tools=[put], pools=[pool]).chain(TASK))
-        with pytest.raises(SettingsError, match="cannot go back: it holds Box"):
+        with pytest.raises(af.errors.SettingsError, match="cannot go back: it holds Box"):
             chain.rewind(to=0)
         assert chain.rewind(to=-1) is chain.turn
         await chain.close()
     chain = await stepped(played([put_call("a", "count"), "5"], tools=[count]).chain(TASK))
-    with pytest.raises(SettingsError, match="cannot go back: it holds state that its tools keep"):
+    with pytest.raises(af.errors.SettingsError, match="cannot go back: it holds state that its tools keep"):
         chain.rewind(to=0)
 
 
 async def test_fork_shares_turns_and_samples_independently() -> None:
-    a = agent(sampling=Sampling(temperature=1.5, max_tokens=30))
+    a = agent(sampling=af.Sampling(temperature=1.5, max_tokens=30))
     chain = a.chain(TASK)
     chain.force(call("2+3"))
     await chain.act()
@@ -489,7 +484,7 @@ async def test_fork_shares_turns_and_samples_independently() -> None:
 
 async def test_fork_ids_are_unique() -> None:
     chain = played(["5"]).chain(TASK)
-    family: list[Chain] = [chain]
+    family: list[af.Chain] = [chain]
     for same_seeds in (True, False, True, False):
         family += [await member.fork(same_seeds=same_seeds) for member in list(family)]
     assert len(family) == 16
@@ -503,7 +498,7 @@ async def test_fork_of_a_fork_with_same_seeds_samples_the_same_tokens() -> None:
 
 
 async def test_fork_copies_sandbox_and_tool_state() -> None:
-    async with Pool(ForkingBox, size=2) as pool:
+    async with af.Pool(ForkingBox, size=2) as pool:
         script = [put_call("a", "put_forking"), put_call("b", "put_forking"), "5"]
         chain = await stepped(played(script, tools=[put_forking], pools=[pool]).chain(TASK))
         chain.context.state["seen"] = ["a"]
@@ -520,7 +515,7 @@ async def test_fork_copies_sandbox_and_tool_state() -> None:
 
 
 async def test_each_attempt_has_its_own_seed_and_attempt_0_is_that_of_a_rollout() -> None:
-    a = agent(sampling=Sampling(temperature=1.5, max_tokens=30))
+    a = agent(sampling=af.Sampling(temperature=1.5, max_tokens=30))
     chain = a.chain(TASK)
     said = []
     for attempt in (0, 1, 2, 3, 0, 2):
@@ -534,7 +529,7 @@ async def test_each_attempt_has_its_own_seed_and_attempt_0_is_that_of_a_rollout(
 
 
 async def test_an_action_whose_tools_have_not_run_can_be_undone_while_a_sandbox_is_held() -> None:
-    async with Pool(ForkingBox, size=2) as pool:
+    async with af.Pool(ForkingBox, size=2) as pool:
         script = [put_call("a", "put_forking"), put_call("b", "put_forking")] * 2
         chain = await stepped(played(script, tools=[put_forking], pools=[pool]).chain(TASK))
         for fork in (chain, await chain.fork()):
@@ -542,13 +537,13 @@ async def test_an_action_whose_tools_have_not_run_can_be_undone_while_a_sandbox_
             await fork.sample()
             fork.rewind(2)  # only the action is removed, so the box has not changed
             assert fork.turn.kind == "observation"
-            with pytest.raises(SettingsError, match="cannot go back: it holds ForkingBox"):
+            with pytest.raises(af.errors.SettingsError, match="cannot go back: it holds ForkingBox"):
                 fork.rewind(1)  # the tools have run
             await fork.close()
 
 
 async def test_samples_of_a_turn_are_those_of_forks() -> None:
-    a = agent(sampling=Sampling(temperature=1.5, max_tokens=30))
+    a = agent(sampling=af.Sampling(temperature=1.5, max_tokens=30))
     chain = a.chain(TASK)
     chain.force(call("2+3"))
     await chain.act()
@@ -573,7 +568,7 @@ async def test_samples_of_a_turn_are_those_of_forks() -> None:
 
 
 async def test_a_sample_is_appended_as_if_the_chain_had_sampled_it() -> None:
-    chain = agent(sampling=Sampling(temperature=1.5, max_tokens=30)).chain(TASK)
+    chain = agent(sampling=af.Sampling(temperature=1.5, max_tokens=30)).chain(TASK)
     for to_end in (False, True):
         sample = (await chain.sample_turns(3, to_end=to_end)).trajectories[2]
         fork = await chain.fork(number=int(sample.id.rpartition(".")[2]))
@@ -582,15 +577,15 @@ async def test_a_sample_is_appended_as_if_the_chain_had_sampled_it() -> None:
         assert (turn.ids, turn.seed, turn.logprobs) == (drawn.ids, drawn.seed, drawn.logprobs)
         assert (fork.stop, fork.pending_calls, turn.parent) == (twin.stop, twin.pending_calls, chain.turn)
         fork.rewind(0)
-        with pytest.raises(SettingsError, match="must continue with a sampled action"):
+        with pytest.raises(af.errors.SettingsError, match="must continue with a sampled action"):
             fork.append_sample(chain.snapshot())
     chain.force("8", end=False)
-    with pytest.raises(SettingsError, match="must begin with the turns of this chain"):
+    with pytest.raises(af.errors.SettingsError, match="must begin with the turns of this chain"):
         chain.append_sample(sample)
 
 
 async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellation() -> None:
-    async with Pool(ForkingBox, size=3) as pool:
+    async with af.Pool(ForkingBox, size=3) as pool:
         script = [put_call("a", "put_forking"), put_call("b", "put_forking"), "5"]
         chain = await stepped(played(script, tools=[put_forking], pools=[pool]).chain(TASK))
         samples = await chain.sample_turns(5)
@@ -606,14 +601,14 @@ async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellati
         assert (pool.snapshot().leased, pool.snapshot().waiting, chain.busy) == (1, 0, False)
         assert (await chain.step()).text.count("a,b") == 1
         await chain.close()
-    async with Pool(Box, size=2) as pool:
+    async with af.Pool(Box, size=2) as pool:
         chain = await stepped(played([put_call("a"), "5"], tools=[put], pools=[pool]).chain(TASK))
-        with pytest.raises(SandboxError, match="holds a Box, which cannot fork"):
+        with pytest.raises(af.errors.SandboxError, match="holds a Box, which cannot fork"):
             await chain.sample_turns(3, to_end=True)
         assert pool.snapshot().leased == 1
         assert len(await chain.sample_turns(3)) == 3  # needs no sandbox
         chain.force(put_call("b"))
-        with pytest.raises(SettingsError, match="the tool calls of the last action have not run yet"):
+        with pytest.raises(af.errors.SettingsError, match="the tool calls of the last action have not run yet"):
             await chain.sample_turns(3)
         await chain.close()
 
@@ -623,12 +618,12 @@ async def _started(call: Any) -> Any:
 
 
 async def test_changes_of_task_fields_are_local_to_the_chain() -> None:
-    @tool
-    def pop(text: Text, stock: FromTask[list[str]]) -> str:
+    @af.tool
+    def pop(text: Text, stock: af.FromTask[list[str]]) -> str:
         """Take one."""
         return stock.pop()
 
-    task = Task("t", TASK.messages, {"answer": "5", "stock": ["x", "y"]})
+    task = af.Task("t", TASK.messages, {"answer": "5", "stock": ["x", "y"]})
     a = played([put_call("", "pop"), put_call("", "pop"), "5"], tools=[pop])
     for _ in range(2):
         t = await a.chain(task).run()

@@ -12,9 +12,6 @@ from agents import Box, put, put_call, scripted
 from waiting import until
 
 import agentfly_kit as af
-from agentfly_kit.errors import PoolTimeout
-from agentfly_kit.pool.pool import Pool
-from agentfly_kit.types import Task
 
 QUESTION = ({"role": "user", "content": "Fill the box."},)
 
@@ -24,15 +21,15 @@ def fine(final: str | None) -> float:
     return 1.0
 
 
-def agent(pool: Pool[Any]) -> af.Agent:
+def agent(pool: af.Pool[Any]) -> af.Agent:
     return scripted([put_call("a"), put_call("b"), "done"], tools=[put], reward=fine, pools=[pool], max_turns=9)
 
 
 async def test_interactive_chain_keeps_its_sandbox_until_closed() -> None:
-    async with Pool(Box, size=1) as pool:
-        chain = agent(pool).chain(Task("t", QUESTION))
+    async with af.Pool(Box, size=1) as pool:
+        chain = agent(pool).chain(af.Task("t", QUESTION))
         await chain.step()
-        with pytest.raises(PoolTimeout) as caught:
+        with pytest.raises(af.errors.PoolTimeout) as caught:
             await pool.acquire("another", timeout=0.05)
         text = str(caught.value)
         assert text.startswith("no Box free after 0.1 s (1 of 1 leased, 1 waiting); held by chain-0:t/0 (")
@@ -51,8 +48,8 @@ async def test_interactive_chain_keeps_its_sandbox_until_closed() -> None:
 
 
 async def test_max_lease_revokes_the_sandbox_of_an_interactive_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Pool(Box, size=1, max_lease=3600) as pool:
-        chain = agent(pool).chain(Task("t", QUESTION))
+    async with af.Pool(Box, size=1, max_lease=3600) as pool:
+        chain = agent(pool).chain(af.Task("t", QUESTION))
         await chain.step()
         monkeypatch.setattr("agentfly_kit.pool.core.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 3600))
         async with pool.lease("another") as box:
@@ -91,10 +88,10 @@ async def hold_by_context(context: af.Context, slow: af.FromTask[bool]) -> str:
 
 @pytest.mark.parametrize("tool", [hold, hold_by_context])
 async def test_revoked_lease_leaves_only_its_own_chain_unscored(tool: Any):
-    pool = Pool(Watched, size=4)
+    pool = af.Pool(Watched, size=4)
     call = f'<tool_call>\n{{"name": "{tool.name}", "arguments": {{}}}}\n</tool_call>'
     agent = scripted([call, "end"], tools=[tool], reward=fine, pools=[pool], max_turns=3)
-    tasks = [Task("slow", QUESTION, {"slow": True}), Task("quick", QUESTION, {"slow": False})]
+    tasks = [af.Task("slow", QUESTION, {"slow": True}), af.Task("quick", QUESTION, {"slow": False})]
     rolling = asyncio.ensure_future(agent.rollout(tasks, group_size=4))
     while not rolling.done():
         for lease in pool.snapshot().leases:

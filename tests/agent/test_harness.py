@@ -14,27 +14,15 @@ import pytest
 from agents import Played, TextOnly, calculator, call, chat, exact, pass_time, shipped, tasks
 from waiting import GUARD, until
 
-from agentfly_kit import tiny
-from agentfly_kit.agent.agent import Agent
+import agentfly_kit as af
 from agentfly_kit.agent.harness import HarnessChain
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.endpoint.endpoint import Endpoint
 from agentfly_kit.endpoint.reply import ChainEnded
-from agentfly_kit.engines.local.engine import LocalEngine
-from agentfly_kit.engines.scripted import ScriptedEngine
-from agentfly_kit.errors import BatchError, SettingsError, TaskError
-from agentfly_kit.evaluation import evaluate
-from agentfly_kit.tools.context import Context
-from agentfly_kit.tools.tool import ToolSet
-from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.loop import train
-from agentfly_kit.types import Sampling, Task, ToolCall, Trajectory
 
-TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5", "question": "What is 2+3?"})
-TOOLS = ToolSet([calculator])
+TASK = af.Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5", "question": "What is 2+3?"})
+TOOLS = af.ToolSet([calculator])
 
 
-async def solve(question: str, endpoint: Endpoint) -> str:
+async def solve(question: str, endpoint: af.Endpoint) -> str:
     """Run a minimal tool loop that sends the whole history with each request."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     while True:
@@ -45,18 +33,18 @@ async def solve(question: str, endpoint: Endpoint) -> str:
             return str(message["content"])
         for made in message["tool_calls"]:
             arguments = json.loads(made["function"]["arguments"])
-            result = await TOOLS.call(ToolCall("", made["function"]["name"], arguments), Context(TASK))
+            result = await TOOLS.call(af.ToolCall("", made["function"]["name"], arguments), af.Context(TASK))
             messages.append({"role": "tool", "tool_call_id": made["id"], "content": result.observation})
 
 
-def harnessed(harness: Any, script: Any = None, **settings: Any) -> Agent:
-    engine = Played(script) if script is not None else LocalEngine(shipped())
-    settings.setdefault("sampling", Sampling(max_tokens=64))
+def harnessed(harness: Any, script: Any = None, **settings: Any) -> af.Agent:
+    engine = Played(script) if script is not None else af.LocalEngine(shipped())
+    settings.setdefault("sampling", af.Sampling(max_tokens=64))
     settings.setdefault("reward", exact)
-    return Agent(engine, chat=chat(), harness=harness, max_turns=settings.pop("max_turns", 4), **settings)
+    return af.Agent(engine, chat=chat(), harness=harness, max_turns=settings.pop("max_turns", 4), **settings)
 
 
-async def run_one(harness: Any, script: Any = None, **settings: Any) -> Trajectory:
+async def run_one(harness: Any, script: Any = None, **settings: Any) -> af.Trajectory:
     return next(iter(await harnessed(harness, script, **settings).rollout([TASK])))
 
 
@@ -74,7 +62,7 @@ async def test_an_append_only_harness_gives_one_row_with_the_sampled_ids() -> No
         ("calculator", {"expression": "2+3"}, "5")
     ]
     # The built-in loop of the package gives the same tokens on the same task.
-    own = Agent(Played([call("2+3"), "5"]), chat=chat(), tools=[calculator], reward=exact, max_turns=4)
+    own = af.Agent(Played([call("2+3"), "5"]), chat=chat(), tools=[calculator], reward=exact, max_turns=4)
     (native,) = await own.rollout([TASK])
     assert tuple(native.ids) == tuple(row.ids) and tuple(native.action_mask) == tuple(row.action_mask)
 
@@ -89,12 +77,12 @@ async def test_the_shipped_policy_is_reproducible_at_any_concurrency() -> None:
     assert {len(t.rows) for t in runs[0]} == {1}
 
 
-def task_with_question(task: Task) -> Task:
-    return Task(task.id, task.messages, {**task.fields, "question": task.messages[-1]["content"]})
+def task_with_question(task: af.Task) -> af.Task:
+    return af.Task(task.id, task.messages, {**task.fields, "question": task.messages[-1]["content"]})
 
 
 async def test_a_rewritten_history_starts_a_row_and_is_reported() -> None:
-    async def rewriting(endpoint: Endpoint) -> None:
+    async def rewriting(endpoint: af.Endpoint) -> None:
         first = await endpoint.chat([{"role": "user", "content": "a"}])
         text = first["choices"][0]["message"]["content"]
         await endpoint.chat(
@@ -115,7 +103,7 @@ async def test_a_rewritten_history_starts_a_row_and_is_reported() -> None:
 
 
 async def test_retries_and_choices_branch_with_a_shared_prefix() -> None:
-    async def branching(endpoint: Endpoint) -> str:
+    async def branching(endpoint: af.Endpoint) -> str:
         start = [{"role": "user", "content": "a"}]
         first = (await endpoint.chat(start))["choices"][0]["message"]
         following = [*start, first, {"role": "user", "content": "b"}]
@@ -143,7 +131,7 @@ async def test_parallel_sub_agents_are_reproducible_in_any_order() -> None:
     """Seeds depend on the prompts, so the order in which concurrent requests arrive does not matter."""
     order = random.Random(0)
 
-    async def fan_out(endpoint: Endpoint) -> str:
+    async def fan_out(endpoint: af.Endpoint) -> str:
         async def one(question: str) -> str:
             await asyncio.sleep(order.random() * 0.01)
             answer = await endpoint.chat([{"role": "user", "content": question}], TOOLS.schemas)
@@ -163,7 +151,7 @@ async def test_parallel_sub_agents_are_reproducible_in_any_order() -> None:
 
 
 async def test_roles_are_authors_and_other_model_names_are_the_agent() -> None:
-    async def roles(endpoint: Endpoint) -> str:
+    async def roles(endpoint: af.Endpoint) -> str:
         for model in ("policy/writer", "gpt-4o", "policy"):
             await endpoint.chat([{"role": "user", "content": model}], model=model)
         return "5"
@@ -177,10 +165,10 @@ async def test_roles_are_authors_and_other_model_names_are_the_agent() -> None:
 
 
 async def test_an_error_after_the_first_action_is_scored_and_one_before_it_is_not() -> None:
-    async def early(endpoint: Endpoint) -> str:
+    async def early(endpoint: af.Endpoint) -> str:
         raise ValueError("no model")
 
-    async def late(question: str, endpoint: Endpoint) -> str:
+    async def late(question: str, endpoint: af.Endpoint) -> str:
         await endpoint.chat([{"role": "user", "content": question}])
         raise ValueError("cannot parse")
 
@@ -194,7 +182,7 @@ async def test_an_error_after_the_first_action_is_scored_and_one_before_it_is_no
 async def test_a_limit_ends_the_chain_although_the_harness_goes_on() -> None:
     attempts = 0
 
-    async def endless(endpoint: Endpoint) -> str:
+    async def endless(endpoint: af.Endpoint) -> str:
         nonlocal attempts
         while attempts < 50:
             attempts += 1
@@ -217,12 +205,12 @@ async def test_a_failed_engine_is_not_the_models_fault() -> None:
 
 
 async def test_returning_nothing_means_the_last_action_and_other_values_become_text() -> None:
-    async def silent(endpoint: Endpoint) -> None:
+    async def silent(endpoint: af.Endpoint) -> None:
         await endpoint.chat([{"role": "user", "content": "a"}])
 
     assert (await run_one(silent, ["5"])).final == "5"
 
-    async def number(endpoint: Endpoint) -> int:
+    async def number(endpoint: af.Endpoint) -> int:
         await endpoint.chat([{"role": "user", "content": "a"}])
         return 5
 
@@ -232,7 +220,7 @@ async def test_returning_nothing_means_the_last_action_and_other_values_become_t
 
 
 async def test_a_hanging_harness_ends_with_the_time_limit_and_leaves_nothing() -> None:
-    async def hanging(endpoint: Endpoint) -> str:
+    async def hanging(endpoint: af.Endpoint) -> str:
         answers.append(await endpoint.chat([{"role": "user", "content": "a"}]))
         if len(answers) == 8:
             pass_time(GUARD)
@@ -250,12 +238,12 @@ async def test_a_request_in_flight_is_cancelled_when_the_harness_returns() -> No
     errors: list[BaseException] = []
     asked = asyncio.Event()
 
-    async def script(task: Task, turn: int) -> str:
+    async def script(task: af.Task, turn: int) -> str:
         asked.set()
         await asyncio.Event().wait()
         return "x"
 
-    async def leaving(endpoint: Endpoint) -> str:
+    async def leaving(endpoint: af.Endpoint) -> str:
         async def forgotten() -> None:
             try:
                 await endpoint.chat([{"role": "user", "content": "slow"}])
@@ -267,7 +255,7 @@ async def test_a_request_in_flight_is_cancelled_when_the_harness_returns() -> No
         return "5"
 
     running: list[asyncio.Task[None]] = []
-    agent = Agent(ScriptedEngine(script), chat=chat(), harness=leaving, reward=exact)
+    agent = af.Agent(af.ScriptedEngine(script), chat=chat(), harness=leaving, reward=exact)
     (t,) = await agent.rollout([TASK])
     assert (t.stop, t.reward, len(t.actions)) == ("answered", 1.0, 0)
     await asyncio.wait(running)
@@ -279,33 +267,33 @@ async def test_a_request_in_flight_is_cancelled_when_the_harness_returns() -> No
 
 async def test_a_text_only_engine_is_evaluated_and_not_trained() -> None:
     engine = TextOnly([call("2+3"), "5"])
-    agent = Agent(engine, chat=chat(), harness=solve, reward=exact)
+    agent = af.Agent(engine, chat=chat(), harness=solve, reward=exact)
     (t,) = await agent.rollout([TASK])
     assert (t.reward, len(t.rows), t.exact) == (1.0, 1, False)
     assert engine.given[1][-1] == "5", "the result of the tool"
-    with pytest.raises(BatchError, match="must have token ids to be trained on"):
-        collate([t], [1.0])
+    with pytest.raises(af.errors.BatchError, match="must have token ids to be trained on"):
+        af.collate([t], [1.0])
 
 
 def test_an_error_of_a_harness_does_not_give_the_hint_for_rewards() -> None:
-    with pytest.raises(SettingsError, match="base_url") as caught:
+    with pytest.raises(af.errors.SettingsError, match="base_url") as caught:
         harnessed(lambda question, base_url: "5", [])
     assert "TRL" not in str(caught.value)
 
 
 async def test_a_misspelled_task_field_is_rejected_before_a_run_starts(tmp_path: Path) -> None:
-    async def wants(anser: str, endpoint: Endpoint) -> str:
+    async def wants(anser: str, endpoint: af.Endpoint) -> str:
         return anser
 
-    policy = tiny.policy("calculator")
-    agent = harnessed(wants, ["5"]).replace(engine=LocalEngine(policy), chat=policy.chat)
+    policy = af.tiny.policy("calculator")
+    agent = harnessed(wants, ["5"]).replace(engine=af.LocalEngine(policy), chat=policy.chat)
     for start in (
         lambda: agent.chain(TASK),
         lambda: agent.rollout([TASK]),
-        lambda: evaluate(agent, [TASK]),
-        lambda: train(agent, policy, [TASK], TrainConfig(steps=1), run=tmp_path / "run"),
+        lambda: af.evaluate(agent, [TASK]),
+        lambda: af.train(agent, policy, [TASK], af.TrainConfig(steps=1), run=tmp_path / "run"),
     ):
-        with pytest.raises(TaskError, match=r"requires the field 'anser', which .*; did you mean 'answer'"):
+        with pytest.raises(af.errors.TaskError, match=r"requires the field 'anser', which .*; did you mean 'answer'"):
             await start()
     assert not (tmp_path / "run").exists()
 
@@ -314,9 +302,9 @@ async def test_editing_methods_are_refused() -> None:
     chain = harnessed(solve, ["5"]).chain(TASK)
     assert isinstance(chain, HarnessChain)
     for edit in (lambda: chain.force("5"), lambda: chain.observe("5"), lambda: chain.compact("5")):
-        with pytest.raises(SettingsError, match="come from the harness"):
+        with pytest.raises(af.errors.SettingsError, match="come from the harness"):
             edit()
-    with pytest.raises(SettingsError, match="come from the harness"):
+    with pytest.raises(af.errors.SettingsError, match="come from the harness"):
         await chain.sample()
     reply = await chain.reply([{"role": "user", "content": "hi"}])
     assert reply.text == "5"
@@ -331,7 +319,7 @@ async def test_a_sync_harness_runs_in_a_thread_and_does_not_block_other_chains()
 
     together = threading.Barrier(4, timeout=GUARD)
 
-    def plain(endpoint: Endpoint) -> str:
+    def plain(endpoint: af.Endpoint) -> str:
         together.wait()  # passes only if all chains run at the same time
         body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
         request = urllib.request.Request(f"{endpoint.base_url}/chat/completions", body)
@@ -343,7 +331,7 @@ async def test_a_sync_harness_runs_in_a_thread_and_does_not_block_other_chains()
 
 
 async def test_a_client_that_leaves_does_not_end_the_chain() -> None:
-    async def impatient(endpoint: Endpoint) -> str:
+    async def impatient(endpoint: af.Endpoint) -> str:
         start = [{"role": "user", "content": "a"}]
         left = asyncio.ensure_future(endpoint.chat(start))
         await until(lambda: engine.calls)
@@ -361,6 +349,6 @@ async def test_a_client_that_leaves_does_not_end_the_chain() -> None:
             return await super().sample(*args, **kwargs)
 
     engine = SlowAtFirst(["5"])
-    (t,) = await Agent(engine, chat=chat(), harness=impatient, reward=exact).rollout([TASK])
+    (t,) = await af.Agent(engine, chat=chat(), harness=impatient, reward=exact).rollout([TASK])
     assert (t.stop, t.reward, len(t.actions)) == ("answered", 1.0, 1)
     assert sum(int(row.action_mask.sum()) for row in t.rows) == len(chat().encode("5")) + 1

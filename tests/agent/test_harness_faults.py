@@ -24,13 +24,8 @@ from test_harness import TASK, harnessed, solve
 from test_trajectory_rows import REWRITES
 from waiting import GUARD, until
 
-from agentfly_kit.agent.agent import Agent
-from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.chat.chat import Chat
-from agentfly_kit.endpoint.endpoint import Endpoint
+import agentfly_kit as af
 from agentfly_kit.endpoint.reply import RequestError
-from agentfly_kit.errors import ChatTemplateError
-from agentfly_kit.pool.pool import Pool
 
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 VALID: dict[str, dict[str, Any]] = {
@@ -110,7 +105,7 @@ async def test_random_requests_never_fail_the_server(count: int) -> None:
     statuses: Counter[int] = Counter()
     number = itertools.count()
 
-    async def fuzzing(endpoint: Endpoint) -> str:
+    async def fuzzing(endpoint: af.Endpoint) -> str:
         rng = random.Random(f"{seed} {next(number)}")
         for _ in range(20):
             kind = rng.choice(list(VALID))
@@ -133,17 +128,17 @@ async def test_random_requests_never_fail_the_server(count: int) -> None:
 @pytest.mark.parametrize("where", ["loop", "thread"])
 def test_an_interrupt_in_a_harness_is_clean_and_the_agent_can_go_on(where: str) -> None:
     """Chains that have ended are kept in `partial`, no task or lease is left, and the same agent works afterwards."""
-    pool, armed = Pool(Box, size=2), [3]
+    pool, armed = af.Pool(Box, size=2), [3]
     handles: list[Any] = []
 
-    async def on_loop(question: str, endpoint: Endpoint, box: Box) -> str:
+    async def on_loop(question: str, endpoint: af.Endpoint, box: Box) -> str:
         armed[0] -= 1
         if armed[0] == 0:
             signal.raise_signal(signal.SIGINT)
             await asyncio.sleep(3600)
         return await solve(question, endpoint)
 
-    def in_thread(endpoint: Endpoint, box: Box) -> str:
+    def in_thread(endpoint: af.Endpoint, box: Box) -> str:
         armed[0] -= 1
         if armed[0] == 0:
             signal.raise_signal(signal.SIGINT)
@@ -196,11 +191,11 @@ def test_an_interrupted_cell_leaves_no_task_of_a_harness() -> None:
 
 
 async def test_a_thread_that_hangs_is_left_and_its_sandbox_is_free() -> None:
-    release, pool = threading.Event(), Pool(Box, size=2)
+    release, pool = threading.Event(), af.Pool(Box, size=2)
     began: list[Box] = []
     late: list[tuple[int, str | None]] = []
 
-    def hanging(endpoint: Endpoint, box: Box) -> str:
+    def hanging(endpoint: af.Endpoint, box: Box) -> str:
         began.append(box)
         release.wait(GUARD)
         try:
@@ -209,7 +204,7 @@ async def test_a_thread_that_hangs_is_left_and_its_sandbox_is_free() -> None:
             late.append((error.status, error.code))
         return "5"
 
-    async def quick(box: Box, endpoint: Endpoint) -> str:
+    async def quick(box: Box, endpoint: af.Endpoint) -> str:
         return "5"
 
     agent = harnessed(hanging, ["x"], timeout=GUARD, pools=[pool])
@@ -235,7 +230,7 @@ async def test_cancelled_chains_leave_no_task_socket_or_lease() -> None:
     """64 chains are cancelled while the policy answers a request over HTTP."""
     import aiohttp
 
-    pool = Pool(Box, size=64)
+    pool = af.Pool(Box, size=64)
     urls: list[str] = []
 
     class Slow(Played):
@@ -243,7 +238,7 @@ async def test_cancelled_chains_leave_no_task_socket_or_lease() -> None:
             self.given.append(())
             await asyncio.sleep(3600)
 
-    async def over_http(endpoint: Endpoint, box: Box) -> str:
+    async def over_http(endpoint: af.Endpoint, box: Box) -> str:
         urls.append(endpoint.base_url)
         async with aiohttp.ClientSession() as client:
             body = {"messages": [{"role": "user", "content": "a"}]}
@@ -251,7 +246,7 @@ async def test_cancelled_chains_leave_no_task_socket_or_lease() -> None:
                 return str(got.status)
 
     engine = Slow([])
-    agent = Agent(engine, chat=chat(), harness=over_http, reward=exact, pools=[pool])
+    agent = af.Agent(engine, chat=chat(), harness=over_http, reward=exact, pools=[pool])
     running = asyncio.ensure_future(_awaited(agent.rollout([TASK], 64)))
     await until(lambda: len(engine.given) == 64)
     running.cancel()
@@ -280,7 +275,7 @@ def test_two_event_loops_have_servers_of_their_own() -> None:
     ports: set[str] = set()
     found: dict[str, list[str | None]] = {}
 
-    def own_loop(endpoint: Endpoint) -> str:
+    def own_loop(endpoint: af.Endpoint) -> str:
         async def asks() -> str:
             messages = [{"role": "user", "content": "a"}]
             await endpoint.chat(messages)
@@ -308,7 +303,7 @@ async def test_nan_in_the_arguments_of_a_call_is_text(tmp_path: Any) -> None:
     """NaN is not JSON: the action is answered as text, and the rollout can be saved."""
     replies: list[Any] = []
 
-    async def asks(endpoint: Endpoint) -> None:
+    async def asks(endpoint: af.Endpoint) -> None:
         got = await endpoint.handle("POST", "/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}]}')
         replies.append(json.loads(got.body)["choices"][0])
         assert b"NaN" not in got.body.replace(b'NaN}}</tool_call>"', b"")
@@ -316,11 +311,11 @@ async def test_nan_in_the_arguments_of_a_call_is_text(tmp_path: Any) -> None:
     bad = '<tool_call>{"name": "calculator", "arguments": {"expression": NaN}}</tool_call>'
     rollout = await harnessed(asks, [bad]).rollout([TASK])
     assert "tool_calls" not in replies[0]["message"] and "NaN" in replies[0]["message"]["content"]
-    assert Rollout.load(rollout.save(tmp_path / "r.jsonl"))[0].messages == rollout[0].messages
+    assert af.Rollout.load(rollout.save(tmp_path / "r.jsonl"))[0].messages == rollout[0].messages
 
 
 async def test_a_full_context_ends_the_chain_and_is_scored() -> None:
-    async def long(endpoint: Endpoint) -> None:
+    async def long(endpoint: af.Endpoint) -> None:
         for _ in range(3):
             with contextlib.suppress(RequestError):
                 await endpoint.chat([{"role": "user", "content": "1+2+" * 400}])
@@ -331,9 +326,9 @@ async def test_a_full_context_ends_the_chain_and_is_scored() -> None:
 
 async def test_a_template_that_rewrites_history_starts_a_row_with_the_rendered_history() -> None:
     """Sampled tokens are trained as they were sampled, also if a request goes back to an earlier action."""
-    rewriting = Chat(with_template(REWRITES), history="rerender")
+    rewriting = af.Chat(with_template(REWRITES), history="rerender")
 
-    async def asks(endpoint: Endpoint) -> None:
+    async def asks(endpoint: af.Endpoint) -> None:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
         for _ in range(3):
             messages.append((await endpoint.chat(messages))["choices"][0]["message"])
@@ -341,10 +336,10 @@ async def test_a_template_that_rewrites_history_starts_a_row_with_the_rendered_h
         await endpoint.chat([*messages[:4], {"role": "user", "content": "c"}])
 
     engine = Played(["one", "two", "three", "four"])
-    agent = Agent(engine, chat=rewriting, harness=asks, max_turns=9)
+    agent = af.Agent(engine, chat=rewriting, harness=asks, max_turns=9)
     (t,) = await agent.rollout([TASK])
     for row, given, gave in zip(t.rows, engine.given, engine.gave, strict=True):
         assert row.ids.tolist() == [*given, *gave] and row.ids[row.action_mask].tolist() == list(gave)
         assert given == rewriting.prompt([m for turn in row.turns[:1] for m in turn.messages])
-    with pytest.raises(ChatTemplateError, match="does not allow appending a user's message"):
-        Chat(with_template(REWRITES)).observation_ids([{"role": "user", "content": "b"}])
+    with pytest.raises(af.errors.ChatTemplateError, match="does not allow appending a user's message"):
+        af.Chat(with_template(REWRITES)).observation_ids([{"role": "user", "content": "b"}])

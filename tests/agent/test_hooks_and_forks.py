@@ -10,8 +10,6 @@ from agents import ForkingBox, Text, agent, call, put_call, put_forking, scripte
 from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit.agent.chain_editing import Chain
-from agentfly_kit.types import Trajectory
 
 CALL = call("3+3")
 
@@ -20,7 +18,7 @@ TASKS = [af.Task(f"t{i}", ({"role": "user", "content": f"What is 3+3? ({i})"},),
 
 
 async def test_before_turn_can_write_the_action() -> None:
-    def first_call(chain: Chain) -> None:
+    def first_call(chain: af.Chain) -> None:
         if chain.actions == 0:
             chain.force(CALL, author="hook")
 
@@ -34,7 +32,7 @@ async def test_before_turn_can_write_the_action() -> None:
 
 
 async def test_forks_share_turns_and_group_of_their_parent() -> None:
-    def twice(chain: Chain) -> int:
+    def twice(chain: af.Chain) -> int:
         return 2 if chain.key.fork == "" and chain.actions == 1 else 0
 
     seen: list[str] = []
@@ -55,10 +53,10 @@ async def test_forks_share_turns_and_group_of_their_parent() -> None:
 
 
 async def test_forks_of_a_policy_differ_and_are_reproducible() -> None:
-    def once(chain: Chain) -> int:
+    def once(chain: af.Chain) -> int:
         return 3 if chain.key.fork == "" and chain.actions == 1 else 0
 
-    def force(chain: Chain) -> None:
+    def force(chain: af.Chain) -> None:
         if chain.actions == 0:
             chain.force(CALL, author="hook")
 
@@ -73,12 +71,12 @@ async def test_forks_of_a_policy_differ_and_are_reproducible() -> None:
 
 
 async def test_hook_that_raises_affects_only_its_chain() -> None:
-    def bad(chain: Chain) -> None:
+    def bad(chain: af.Chain) -> None:
         if chain.task.id == "t2":
             raise ValueError("no")
 
     rollout = await scripted([CALL, "6"], before_turn=bad).rollout(TASKS)
-    by: dict[str, Trajectory] = {t.task.id: t for t in rollout}
+    by: dict[str, af.Trajectory] = {t.task.id: t for t in rollout}
     assert by["t2"].stop == "error"
     assert by["t2"].reward is None
     assert "no" in str(by["t2"].error)
@@ -86,7 +84,7 @@ async def test_hook_that_raises_affects_only_its_chain() -> None:
 
 
 async def test_error_in_after_chain_is_a_warning() -> None:
-    def bad(chain: Chain, trajectory: Trajectory) -> None:
+    def bad(chain: af.Chain, trajectory: af.Trajectory) -> None:
         raise ValueError("no")
 
     with pytest.warns(UserWarning, match="after_chain raised ValueError"):

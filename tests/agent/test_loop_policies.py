@@ -8,11 +8,8 @@ import pytest
 from agents import Played, agent, calculator, call, chat, exact, played, shipped, tasks
 
 import agentfly_kit as af
-from agentfly_kit.agent.chain_editing import Chain
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.types import Task
 
-TASK = Task("t", ({"role": "user", "content": "What is 1+1?"},), {"answer": "2"})
+TASK = af.Task("t", ({"role": "user", "content": "What is 1+1?"},), {"answer": "2"})
 
 
 # --- nudges
@@ -95,7 +92,7 @@ async def test_a_window_makes_each_step_a_row() -> None:
     assert "3+3" in shown
     assert "2+2" not in shown
     assert "What is 1+1?" in shown
-    assert collate(t, [1.0]).mask.sum() == sum(int(row.action_mask.sum()) for row in t.rows)
+    assert af.collate(t, [1.0]).mask.sum() == sum(int(row.action_mask.sum()) for row in t.rows)
     wide = await one(a.replace(before_turn=af.hooks.sliding_window(2)))
     assert "2+2" in chat().text(wide.rows[3].ids.tolist())
     none = await one(a.replace(before_turn=af.hooks.sliding_window(0)))
@@ -169,7 +166,7 @@ async def test_hooks_work_with_a_policy() -> None:
     a = agent(before_turn=af.hooks.sliding_window(1), nudge="Use the tool.", max_turns=3)
     rollout = await a.rollout(tasks(3), 2)
     assert all(t.error is None for t in rollout)
-    batch = collate(rollout, [1.0] * 6)
+    batch = af.collate(rollout, [1.0] * 6)
     scored = shipped().score(batch, {"logprob"})["logprob"]
     assert float((scored - batch.logprobs)[batch.mask].abs().max()) < 1e-4
-    assert isinstance(a.chain(tasks(1)[0]), Chain)
+    assert isinstance(a.chain(tasks(1)[0]), af.Chain)

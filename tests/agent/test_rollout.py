@@ -17,35 +17,34 @@ import numpy as np
 import pytest
 from agents import agent, call, played, shipped, tasks
 
-from agentfly_kit.agent.rollout import Rollout
+import agentfly_kit as af
 from agentfly_kit.agent.rollout_io import atomic_write
-from agentfly_kit.engines.local.engine import LocalEngine
-from agentfly_kit.errors import RunError, RunMismatch, SettingsError
-from agentfly_kit.rewards import reward
-from agentfly_kit.trainer.run_dir import Run
-from agentfly_kit.types import Failure, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
 
 MESSAGES = ({"role": "user", "content": "?"},)
 
 
-def nasty(half: bool = True) -> Rollout:
+def nasty(half: bool = True) -> af.Rollout:
     """Return a rollout with every kind of field; with `half`, texts contain a lone surrogate."""
     text = 'été 🎉 "quoted" \\ \n\r\x00\x85\u2028\u2029 </script> ' + "\ud800 half a pair" * half
-    task = Task(
+    task = af.Task(
         text, ({"role": "user", "content": text, "extra": [1, {"a": None}]},), {"answer": text, "n": 0, "x": []}
     )
-    failure = Failure("tool f", "KeyError", text, "Traceback\n  " + text)
+    failure = af.Failure("tool f", "KeyError", text, "Traceback\n  " + text)
     calls = (
-        ToolCall(
-            "call-0", "f", {"x": text, "y": [1.5, None, True]}, ToolResult(True, text, reward=0.0, done=True), raw=text
+        af.ToolCall(
+            "call-0",
+            "f",
+            {"x": text, "y": [1.5, None, True]},
+            af.ToolResult(True, text, reward=0.0, done=True),
+            raw=text,
         ),
-        ToolCall(
-            "call-1", "", {}, ToolResult(False, "", failure, 0.5, True, -1.0, False, {"m": 0.0}), error="unreadable"
+        af.ToolCall(
+            "call-1", "", {}, af.ToolResult(False, "", failure, 0.5, True, -1.0, False, {"m": 0.0}), error="unreadable"
         ),
-        ToolCall("call-2", "g", {}, error=""),
+        af.ToolCall("call-2", "g", {}, error=""),
     )
-    prompt = Turn("prompt", "task", (1, 2), text=text, token_texts=("a", "\n"), messages=task.messages)
-    action = Turn(
+    prompt = af.Turn("prompt", "task", (1, 2), text=text, token_texts=("a", "\n"), messages=task.messages)
+    action = af.Turn(
         "action",
         "policy",
         (3, 4),
@@ -65,18 +64,28 @@ def nasty(half: bool = True) -> Rollout:
         "turn 1 of 2",
         prompt,
     )
-    silent = Turn("action", "policy", (), True, (), (), (), (), parent=action)
-    seen = Turn("observation", "", (), text=text, tool_calls=calls, reward=-0.5, parent=silent)
-    unseen = Turn("forced", "person", None, text=text, parent=seen)
+    silent = af.Turn("action", "policy", (), True, (), (), (), (), parent=action)
+    seen = af.Turn("observation", "", (), text=text, tool_calls=calls, reward=-0.5, parent=silent)
+    unseen = af.Turn("forced", "person", None, text=text, parent=seen)
     turns = (prompt, action, silent, seen)
-    return Rollout.from_trajectories(
+    return af.Rollout.from_trajectories(
         [
-            Trajectory(
-                "g/0", task, "g", 0, turns, "answered", 0.0, {"m": -1.5}, None, 5, Sampling(0.7, 3, 0.9, 5, 0.1, ("x",))
+            af.Trajectory(
+                "g/0",
+                task,
+                "g",
+                0,
+                turns,
+                "answered",
+                0.0,
+                {"m": -1.5},
+                None,
+                5,
+                af.Sampling(0.7, 3, 0.9, 5, 0.1, ("x",)),
             ),
-            Trajectory("g/1", task, "g", 1, (prompt,), "error", None, {}, failure, 0, tools=({"type": "function"},)),
-            Trajectory("h/0", task, "h", 0, (*turns, unseen), "timeout", -1.0),
-            Trajectory("i/0", task, "i", 0, (), "error"),
+            af.Trajectory("g/1", task, "g", 1, (prompt,), "error", None, {}, failure, 0, tools=({"type": "function"},)),
+            af.Trajectory("h/0", task, "h", 0, (*turns, unseen), "timeout", -1.0),
+            af.Trajectory("i/0", task, "i", 0, (), "error"),
         ],
         1.5,
     )
@@ -85,7 +94,7 @@ def nasty(half: bool = True) -> Rollout:
 # --- a rollout -----------------------------------------------------------------------------------
 
 
-def same(a: Rollout, b: Rollout) -> None:
+def same(a: af.Rollout, b: af.Rollout) -> None:
     assert a == b
     for x, y in zip(a, b, strict=True):
         for p, q in zip(x.turns, y.turns, strict=True):
@@ -97,21 +106,21 @@ def same(a: Rollout, b: Rollout) -> None:
 @pytest.mark.parametrize("half", [True, False])
 def test_a_saved_rollout_is_loaded_unchanged(tmp_path: Path, half: bool) -> None:
     rollout = nasty(half)
-    back = Rollout.load(rollout.save(tmp_path / "deep" / "er" / "r.jsonl"))
+    back = af.Rollout.load(rollout.save(tmp_path / "deep" / "er" / "r.jsonl"))
     same(rollout, back)
     assert back.seconds == 1.5
     assert back.trajectories[0].turns[-1].path == back.trajectories[0].turns
     assert not list((tmp_path / "deep" / "er").glob(".*"))
-    assert Rollout.load(Rollout().save(tmp_path / "empty.jsonl")) == Rollout()
+    assert af.Rollout.load(af.Rollout().save(tmp_path / "empty.jsonl")) == af.Rollout()
 
 
 async def test_real_chains_are_loaded_unchanged(tmp_path: Path) -> None:
-    one = await agent(max_turns=2, engine=LocalEngine(shipped(), alternatives=3)).rollout(tasks(4), group_size=3)
+    one = await agent(max_turns=2, engine=af.LocalEngine(shipped(), alternatives=3)).rollout(tasks(4), group_size=3)
     assert one.trajectories[0].turns[1].alternatives is not None
     two = await played([call("1+1"), "<tool_call>{</tool_call>", "5"], max_turns=2).rollout(tasks(2))
     one.trajectories[5].annotate("wrong tool")
     for rollout in (one, two):
-        back = Rollout.load(rollout.save(tmp_path / "r.jsonl"))
+        back = af.Rollout.load(rollout.save(tmp_path / "r.jsonl"))
         same(rollout, back)
         assert [t.note for t in back] == [t.note for t in rollout] == list(back.to_frame()["note"])
         for x, y in zip(rollout, back, strict=True):
@@ -119,14 +128,16 @@ async def test_real_chains_are_loaded_unchanged(tmp_path: Path) -> None:
 
 
 def test_numpy_values_are_converted_and_other_types_rejected(tmp_path: Path) -> None:
-    def one(value: Any) -> Rollout:
-        return Rollout.from_trajectories([Trajectory("g/0", Task("t", MESSAGES, {"x": value}), "g", 0, (), "answered")])
+    def one(value: Any) -> af.Rollout:
+        return af.Rollout.from_trajectories(
+            [af.Trajectory("g/0", af.Task("t", MESSAGES, {"x": value}), "g", 0, (), "answered")]
+        )
 
-    back = Rollout.load(one({"a": np.float32(0.5), "b": np.arange(3)}).save(tmp_path / "r.jsonl"))
+    back = af.Rollout.load(one({"a": np.float32(0.5), "b": np.arange(3)}).save(tmp_path / "r.jsonl"))
     assert back.trajectories[0].task.fields["x"] == {"a": 0.5, "b": [0, 1, 2]}
     before = (tmp_path / "r.jsonl").read_bytes()
     for value, says in ((object(), "a object"), (math.nan, "not JSON compliant"), ({1, 2}, "a set")):
-        with pytest.raises(RunError, match=f"trajectory 'g/0' cannot be saved as JSON: .*{says}"):
+        with pytest.raises(af.errors.RunError, match=f"trajectory 'g/0' cannot be saved as JSON: .*{says}"):
             one(value).save(tmp_path / "r.jsonl")
     assert (tmp_path / "r.jsonl").read_bytes() == before
 
@@ -144,8 +155,8 @@ def test_numpy_values_are_converted_and_other_types_rejected(tmp_path: Path) -> 
 )
 def test_other_files_are_rejected(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "r.jsonl").write_bytes(content)
-    with pytest.raises(RunError, match=says):
-        Rollout.load(tmp_path / "r.jsonl")
+    with pytest.raises(af.errors.RunError, match=says):
+        af.Rollout.load(tmp_path / "r.jsonl")
 
 
 def test_a_damaged_line_is_named_with_its_number(tmp_path: Path) -> None:
@@ -153,8 +164,8 @@ def test_a_damaged_line_is_named_with_its_number(tmp_path: Path) -> None:
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, broken in ((3, lines[2][:40]), (2, "{}"), (4, '{"turns": 3}'), (5, "[1]")):
         path.write_text("\n".join([*lines[: number - 1], broken, *lines[number:]]), encoding="utf-8")
-        with pytest.raises(RunError, match=rf"r\.jsonl:{number} is damaged"):
-            Rollout.load(path)
+        with pytest.raises(af.errors.RunError, match=rf"r\.jsonl:{number} is damaged"):
+            af.Rollout.load(path)
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace"])
@@ -164,8 +175,8 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 
     path = nasty().save(tmp_path / "r.jsonl")
     before = path.read_bytes()
-    with pytest.raises(RunError, match="could not be written"):
-        Rollout().save(path / "r.jsonl")  # the folder is a file
+    with pytest.raises(af.errors.RunError, match="could not be written"):
+        af.Rollout().save(path / "r.jsonl")  # the folder is a file
 
     def interrupted_write() -> None:
         with atomic_write(path) as file:
@@ -175,8 +186,10 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ZeroDivisionError):
         interrupted_write()
     monkeypatch.setattr(os, name, failing)
-    with pytest.raises(RunError, match=r"r\.jsonl could not be written \(.*No space left.*an existing file is"):
-        Rollout().save(path)
+    with pytest.raises(
+        af.errors.RunError, match=r"r\.jsonl could not be written \(.*No space left.*an existing file is"
+    ):
+        af.Rollout().save(path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["r.jsonl"]
 
@@ -198,13 +211,13 @@ async def test_frames_have_nan_where_nothing_was_sampled() -> None:
 
 
 async def test_rescore_scores_all_chains_except_failed_ones() -> None:
-    @reward
+    @af.reward
     def length(final: str | None) -> float:
         return float(len(final or ""))
 
     rollout = await played(["5"]).rollout(tasks(2), group_size=2)
     broken = rollout.trajectories[0].replace(id="x", stop="error", reward=None)
-    again = await Rollout.from_trajectories([*rollout, broken]).rescore(length)
+    again = await af.Rollout.from_trajectories([*rollout, broken]).rescore(length)
     assert {t.id: t.reward for t in again} == {t.id: 1.0 for t in rollout} | {"x": None}
     assert [t.ids.tolist() for t in rollout] == [t.ids.tolist() for t in again if t.id != "x"]
     assert again.trajectories[0].metrics == {"length": 1.0}
@@ -218,12 +231,14 @@ class Board:
 
 
 async def test_rescore_rejects_a_reward_that_requires_a_sandbox() -> None:
-    @reward
+    @af.reward
     def won(board: Board) -> float:
         return 1.0
 
     rollout = await played(["5"]).rollout(tasks(2))
-    with pytest.raises(SettingsError, match=r"'won' requires a Board, .* released theirs; .*won\.try_\(trajectory\)"):
+    with pytest.raises(
+        af.errors.SettingsError, match=r"'won' requires a Board, .* released theirs; .*won\.try_\(trajectory\)"
+    ):
         await rollout.rescore([won])
     assert {t.reward for t in rollout} <= {0.0, 1.0}
 
@@ -241,7 +256,7 @@ async def test_diff_pairs_each_chain_with_itself() -> None:
     assert diff.p_value == 0.25, "three tasks, whatever the number of chains"
     assert "success 0.000 -> 1.000, p = 0.25, 6 gained, 0 lost" in repr(diff)
     first, *others = after
-    unscored = before.diff(Rollout.from_trajectories([first.replace(reward=None), *others]))
+    unscored = before.diff(af.Rollout.from_trajectories([first.replace(reward=None), *others]))
     assert (unscored.success, len(unscored.gained)) == ((0.0, 1.0), 5)
     assert repr(unscored).startswith("RolloutDiff(6 pairs, 1 unscored: ")
     twice = await wrong.rollout([some[0], some[0], some[1]])
@@ -266,7 +281,7 @@ async def test_unscored_chains_are_named_and_can_run_again() -> None:
     for text in (repr(none), none._repr_html_().replace("&#x27;", "'")):
         assert "Rollout(4 tasks, 4 chains, 4 unscored (reward broken: KeyError: '6'))" in text
     assert "unscored (no reward)" in repr(await played(["6"], reward=None).rollout(some))
-    assert len(Rollout((*none.groups, *none.groups)).tasks) == 4
+    assert len(af.Rollout((*none.groups, *none.groups)).tasks) == 4
 
 
 async def test_drop_reasons_keep_the_chains_that_did_not_run() -> None:
@@ -282,41 +297,41 @@ PRINT: dict[str, Any] = {"config": {"lr": 0.1, "steps": 3}, "reward": {"f": {"so
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = Run(tmp_path / "r")
+def run(tmp_path: Path) -> af.Run:
+    run = af.Run(tmp_path / "r")
     run.claim(PRINT, resume=True)
     return run
 
 
 def test_a_run_is_created_continued_or_rejected(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run")
+    run = af.Run(tmp_path / "run")
     assert not run.check(PRINT, resume=True)
     assert not (tmp_path / "run").exists(), "check must not create the folder"
     assert not run.claim(PRINT, resume=True)
     run.append({"step": 1, "loss": 0.5})
-    again = Run(tmp_path / "run")
+    again = af.Run(tmp_path / "run")
     assert again.claim(PRINT, resume=True)
     assert again.records == [{"step": 1, "loss": 0.5}]
     other = {"config": {"lr": 0.2, "steps": 3, "clip": 0.1}, "reward": {"f": {"source": "def f():\n    return 2\n"}}}
-    with pytest.raises(RunMismatch) as told:
-        Run(tmp_path / "run").claim(other, resume=True)
+    with pytest.raises(af.RunMismatch) as told:
+        af.Run(tmp_path / "run").claim(other, resume=True)
     for line in ("config.lr: was 0.1, now 0.2", "config.clip: not in the folder's run, now 0.1"):
         assert line in str(told.value)
     for line in ("reward.f.source changed:", "-    return 1", "+    return 2", "resume=False to replace"):
         assert line in str(told.value)
     assert "steps" not in str(told.value)
-    assert not Run(tmp_path / "run").claim(other, resume=False)
-    assert Run(tmp_path / "run").records == []
-    assert Run(tmp_path / "run").claim(other, resume=True)
-    Run(tmp_path / "numpy").claim({"lr": np.float32(0.5)}, resume=True)
-    assert Run(tmp_path / "numpy").claim({"lr": 0.5}, resume=True)
+    assert not af.Run(tmp_path / "run").claim(other, resume=False)
+    assert af.Run(tmp_path / "run").records == []
+    assert af.Run(tmp_path / "run").claim(other, resume=True)
+    af.Run(tmp_path / "numpy").claim({"lr": np.float32(0.5)}, resume=True)
+    assert af.Run(tmp_path / "numpy").claim({"lr": 0.5}, resume=True)
 
 
-def test_what_is_not_json_is_not_recorded(tmp_path: Path, run: Run) -> None:
-    with pytest.raises(RunError, match="the run's fingerprint cannot be saved as JSON"):
-        Run(tmp_path / "s").claim({"lr": object()}, resume=True)
+def test_what_is_not_json_is_not_recorded(tmp_path: Path, run: af.Run) -> None:
+    with pytest.raises(af.errors.RunError, match="the run's fingerprint cannot be saved as JSON"):
+        af.Run(tmp_path / "s").claim({"lr": object()}, resume=True)
     assert not (tmp_path / "s").exists()
-    with pytest.raises(RunError, match="step 1 cannot be saved as JSON"):
+    with pytest.raises(af.errors.RunError, match="step 1 cannot be saved as JSON"):
         run.append({"step": 1, "loss": math.nan})
     assert run.records == []
 
@@ -326,58 +341,58 @@ def test_a_folder_with_other_contents_is_not_changed(tmp_path: Path) -> None:
     (folder / "rollouts").mkdir(parents=True)
     (folder / "rollouts" / "mine.txt").write_text("precious")
     for resume in (True, False):
-        with pytest.raises(RunError, match="holds something other than a run"):
-            Run(folder).claim(PRINT, resume=resume)
+        with pytest.raises(af.errors.RunError, match="holds something other than a run"):
+            af.Run(folder).claim(PRINT, resume=resume)
     (folder / "run.json").write_text('{"name": "another tool"}')
     for resume in (True, False):
-        with pytest.raises(RunError, match=r"run\.json"):
-            Run(folder).claim(PRINT, resume=resume)
+        with pytest.raises(af.errors.RunError, match=r"run\.json"):
+            af.Run(folder).claim(PRINT, resume=resume)
     assert (folder / "rollouts" / "mine.txt").read_text() == "precious"
 
 
-def test_damaged_and_newer_runs(tmp_path: Path, run: Run) -> None:
+def test_damaged_and_newer_runs(tmp_path: Path, run: af.Run) -> None:
     (tmp_path / "f").write_text("x")
     for path in (tmp_path / "f", tmp_path / "f" / "g"):
-        with pytest.raises(RunError):
-            Run(path).claim(PRINT, resume=True)
+        with pytest.raises(af.errors.RunError):
+            af.Run(path).claim(PRINT, resume=True)
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / ".run.json.123.tmp").write_text("{")  # left by an interrupted `claim`
-    assert not Run(tmp_path / "cut").claim(PRINT, resume=True)
+    assert not af.Run(tmp_path / "cut").claim(PRINT, resume=True)
     assert not list((tmp_path / "cut").glob(".*"))
     about = json.loads((tmp_path / "r" / "run.json").read_text())
     (tmp_path / "r" / "run.json").write_text(json.dumps(about | {"version": 99}))
     for resume in (True, False):
-        with pytest.raises(RunError, match="newer"):
-            Run(tmp_path / "r").claim(PRINT, resume=resume)
+        with pytest.raises(af.errors.RunError, match="newer"):
+            af.Run(tmp_path / "r").claim(PRINT, resume=resume)
     (tmp_path / "r" / "run.json").write_text('{"format": "agentfly')
-    with pytest.raises(RunError, match=r"run\.json is damaged .*resume=False to start over"):
-        Run(tmp_path / "r").claim(PRINT, resume=True)
-    assert not Run(tmp_path / "r").claim(PRINT, resume=False)
+    with pytest.raises(af.errors.RunError, match=r"run\.json is damaged .*resume=False to start over"):
+        af.Run(tmp_path / "r").claim(PRINT, resume=True)
+    assert not af.Run(tmp_path / "r").claim(PRINT, resume=False)
     (tmp_path / "r" / "steps.jsonl").write_text('{"step":1}\n{"st\n{"step":3}\n')
-    with pytest.raises(RunError, match=r"steps\.jsonl:2 is damaged"):
-        _ = Run(tmp_path / "r").records
+    with pytest.raises(af.errors.RunError, match=r"steps\.jsonl:2 is damaged"):
+        _ = af.Run(tmp_path / "r").records
 
 
 @pytest.mark.parametrize("cut", [1, 5, None])
-def test_an_incomplete_last_line_is_overwritten(tmp_path: Path, run: Run, cut: int | None) -> None:
+def test_an_incomplete_last_line_is_overwritten(tmp_path: Path, run: af.Run, cut: int | None) -> None:
     run.append({"step": 1})
     run.append({"step": 2})
     file = tmp_path / "r" / "steps.jsonl"
     whole = file.read_text()
     last = whole.splitlines()[-1]
     file.write_text(whole + last[:cut])  # with cut=None, only the line end is missing
-    again = Run(tmp_path / "r")
+    again = af.Run(tmp_path / "r")
     kept = 3 if cut is None else 2
     assert len(again.records) == kept
     again.truncate(kept)
     again.append({"step": 9})
-    assert [r["step"] for r in Run(tmp_path / "r").records] == [*([1, 2, 2][:kept]), 9]
+    assert [r["step"] for r in af.Run(tmp_path / "r").records] == [*([1, 2, 2][:kept]), 9]
     for steps in (1, 0):
         again.truncate(steps)
-        assert [r["step"] for r in again.records] == [r["step"] for r in Run(tmp_path / "r").records] == [1][:steps]
+        assert [r["step"] for r in again.records] == [r["step"] for r in af.Run(tmp_path / "r").records] == [1][:steps]
 
 
-def test_listeners(run: Run) -> None:
+def test_listeners(run: af.Run) -> None:
     heard: list[dict[str, float]] = []
     leave = run.subscribe(heard.append)
     run.notify({"step": 1})
@@ -389,12 +404,12 @@ def test_listeners(run: Run) -> None:
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def save(run: Run, text: str) -> None:
+def save(run: af.Run, text: str) -> None:
     with run.new_checkpoint() as folder:
         (folder / "state").write_text(text)
 
 
-def held(run: Run) -> str | None:
+def held(run: af.Run) -> str | None:
     return None if run.checkpoint is None else (run.checkpoint / "state").read_text()
 
 
@@ -426,7 +441,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException, 
             patch.setattr(module, name, failing)
         try:
             work()
-        except (Killed, RunError):
+        except (Killed, af.errors.RunError):
             return True
     return calls >= at
 
@@ -440,14 +455,14 @@ def test_an_interrupted_checkpoint_leaves_the_old_or_the_new_one(
     while True:
         at += 1
         folder = tmp_path / f"{first} {at}"
-        run = Run(folder)
+        run = af.Run(folder)
         run.claim(PRINT, resume=True)
         if not first:
             save(run, "one")
         more = interrupted(monkeypatch, at, error, lambda run=run: save(run, "two"))  # type: ignore[misc]
-        assert held(Run(folder)) in ((None, "two") if first else ("one", "two")), f"operation {at}"
-        save(Run(folder), "three")
-        assert held(Run(folder)) == "three"
+        assert held(af.Run(folder)) in ((None, "two") if first else ("one", "two")), f"operation {at}"
+        save(af.Run(folder), "three")
+        assert held(af.Run(folder)) == "three"
         left = {p.name for p in folder.iterdir()}
         assert {"run.json", "checkpoint"} <= left <= {"run.json", "checkpoint", "checkpoint.before"}
         if not more:
@@ -455,9 +470,12 @@ def test_an_interrupted_checkpoint_leaves_the_old_or_the_new_one(
     assert at > 5
 
 
-def test_a_failed_checkpoint_keeps_the_last_one(run: Run) -> None:
+def test_a_failed_checkpoint_keeps_the_last_one(run: af.Run) -> None:
     save(run, "one")
-    for error, raised in ((OSError(errno.ENOSPC, "full"), RunError), (ZeroDivisionError(), ZeroDivisionError)):
+    for error, raised in (
+        (OSError(errno.ENOSPC, "full"), af.errors.RunError),
+        (ZeroDivisionError(), ZeroDivisionError),
+    ):
         with pytest.raises(raised), run.new_checkpoint():
             raise error
         assert held(run) == "one"
@@ -470,13 +488,13 @@ def test_an_interrupted_claim_can_be_repeated(tmp_path: Path, monkeypatch: pytes
         at += 1
         folder = tmp_path / f"{known} {at}"
         if known:
-            old = Run(folder)
+            old = af.Run(folder)
             old.claim({"old": 1}, resume=True)
             save(old, "one")
             old.append({"step": 1})
-        work = lambda f=folder: Run(f).claim(PRINT, resume=not known) and None  # type: ignore[misc]  # noqa: E731
+        work = lambda f=folder: af.Run(f).claim(PRINT, resume=not known) and None  # type: ignore[misc]  # noqa: E731
         more = interrupted(monkeypatch, at, Killed(), work)
-        run = Run(folder)
+        run = af.Run(folder)
         assert not run.claim(PRINT, resume=False) or not known
         assert run.records == []
         assert held(run) is None
@@ -485,7 +503,7 @@ def test_an_interrupted_claim_can_be_repeated(tmp_path: Path, monkeypatch: pytes
     assert at > 3
 
 
-def test_reprs(run: Run) -> None:
+def test_reprs(run: af.Run) -> None:
     run.append({"step": 1, "success": 0.25})
     assert repr(run).endswith("r', 1 steps, success 0.250)")
     assert repr(nasty()).startswith("Rollout(3 tasks, 4 chains, success 0.000 (rewards reach 0, success needs 1")

@@ -11,13 +11,9 @@ import pytest
 from agents import Played, TextOnly, agent, call, chat, played, stepped
 from test_chat import with_template
 
-from agentfly_kit.agent.chain_editing import Chain
-from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.chat.chat import Chat
-from agentfly_kit.errors import AlignmentError, SettingsError
-from agentfly_kit.types import Task, Trajectory
+import agentfly_kit as af
 
-TASK = Task("t", ({"role": "user", "content": "What is 1+1, and twice that?"},), {"answer": "4"})
+TASK = af.Task("t", ({"role": "user", "content": "What is 1+1, and twice that?"},), {"answer": "4"})
 VIEWS = ("ids", "action_mask", "logprobs", "entropies", "versions", "token_texts", "turn_index")
 
 
@@ -31,7 +27,7 @@ def engine_rows(engine: Played) -> list[tuple[int, ...]]:
     return rows
 
 
-async def compacted(**settings: Any) -> tuple[Chain, Trajectory]:
+async def compacted(**settings: Any) -> tuple[af.Chain, af.Trajectory]:
     """Return a chain of three rows: two calls, each followed by a compaction, and an answer."""
     chain = await stepped(played([call("1+1"), call("2*2"), "4"], **settings).chain(TASK))
     chain.compact("So far: 2")
@@ -83,10 +79,10 @@ async def test_views_of_a_trajectory_require_a_single_row() -> None:
     _, t = await compacted()
     for name in VIEWS:
         with pytest.raises(
-            AlignmentError, match=rf"has 3 rows, so \.{name} is ambiguous.*trajectory\.rows\[0\]\.{name}"
+            af.errors.AlignmentError, match=rf"has 3 rows, so \.{name} is ambiguous.*trajectory\.rows\[0\]\.{name}"
         ):
             getattr(t, name)
-    assert Trajectory("x", TASK, "g", 0, (), "error").rows[0].ids.tolist() == []
+    assert af.Trajectory("x", TASK, "g", 0, (), "error").rows[0].ids.tolist() == []
 
 
 async def test_compact_can_replace_the_prompt() -> None:
@@ -121,7 +117,7 @@ async def test_policy_can_write_the_summary() -> None:
 
 async def test_compact_requires_a_prepared_prompt() -> None:
     chain = played(["4"], before_chain=lambda chain: "The board is empty.").chain(TASK)
-    with pytest.raises(SettingsError, match=r"before_chain.*await chain\.prepare\(\)"):
+    with pytest.raises(af.errors.SettingsError, match=r"before_chain.*await chain\.prepare\(\)"):
         chain.compact("x")
     await chain.prepare()
     prompt = chain.compact("x")
@@ -134,17 +130,17 @@ async def test_compact_requires_a_prepared_prompt() -> None:
 async def test_compact_rejects_invalid_states() -> None:
     chain = played([call("1+1"), "4"]).chain(TASK)
     await chain.sample()
-    with pytest.raises(SettingsError, match=r"have not run yet; call chain\.act\(\)"):
+    with pytest.raises(af.errors.SettingsError, match=r"have not run yet; call chain\.act\(\)"):
         chain.compact("x")
     await chain.act()
     for nothing in ([], [{"role": "user"}]):
-        with pytest.raises(SettingsError, match="content of compact"):
+        with pytest.raises(af.errors.SettingsError, match="content of compact"):
             chain.compact(nothing)
     chain.force("4", end=False)
-    with pytest.raises(SettingsError, match="unfinished"):
+    with pytest.raises(af.errors.SettingsError, match="unfinished"):
         chain.compact("x")
     await chain.finish()
-    with pytest.raises(SettingsError, match=r"chain\.compact: this chain is finished"):
+    with pytest.raises(af.errors.SettingsError, match=r"chain\.compact: this chain is finished"):
         chain.compact("x")
 
 
@@ -188,7 +184,7 @@ LONG = "word " * 40
 async def test_on_context_full_can_compact(script: list[str], why: str) -> None:
     called = []
 
-    def compact(chain: Chain) -> None:
+    def compact(chain: af.Chain) -> None:
         called.append(chain.turn.kind)
         chain.compact("2")
 
@@ -212,7 +208,7 @@ async def test_on_context_full_can_compact(script: list[str], why: str) -> None:
 
 
 async def test_compaction_that_does_not_fit_ends_the_chain() -> None:
-    def compact(chain: Chain) -> None:
+    def compact(chain: af.Chain) -> None:
         chain.compact(LONG * 20)
 
     room = len(played([]).chain(TASK).ids) + 40
@@ -232,7 +228,7 @@ REWRITES = (
 
 async def test_rewritten_history_begins_a_row() -> None:
     """Each action is trained once, in the row in which it was sampled; later rows contain the template's rendering."""
-    rewriting = Chat(with_template(REWRITES), history="rerender")
+    rewriting = af.Chat(with_template(REWRITES), history="rerender")
     assert rewriting.append_violation("user")
     engine = Played(["one", "two", "three", "four"])
     chain = agent(engine=engine, chat=rewriting, tools=(), reward=None).chain(TASK)
@@ -255,7 +251,7 @@ async def test_rewritten_history_begins_a_row() -> None:
 
 
 async def test_rewind_to_an_observation_that_began_a_row() -> None:
-    rewriting = Chat(with_template(REWRITES), history="rerender")
+    rewriting = af.Chat(with_template(REWRITES), history="rerender")
     chain = agent(engine=Played(["one", "two", "three"]), chat=rewriting, tools=(), reward=None).chain(TASK)
     for _ in range(2):
         await chain.sample()
@@ -268,7 +264,7 @@ async def test_rewind_to_an_observation_that_began_a_row() -> None:
 
 
 async def test_unchanged_history_is_appended() -> None:
-    kept = Chat(chat().tokenizer, history="rerender")
+    kept = af.Chat(chat().tokenizer, history="rerender")
     a = agent(engine=Played([call("1+1"), "4"]), chat=kept)
     t = await a.chain(TASK).run()
     assert len(t.rows) == 1
@@ -295,21 +291,21 @@ async def test_author_of_sampled_tokens() -> None:
 
 async def test_rows_are_saved_and_loaded(tmp_path: Path) -> None:
     _, t = await compacted()
-    plain = await played([call("1+1"), "4"]).chain(Task("u", TASK.messages, TASK.fields)).run()
-    both = Rollout.from_trajectories([t, plain])
-    assert Rollout.load(both.save(tmp_path / "r.jsonl")) == both
-    again = Rollout.load(tmp_path / "r.jsonl").trajectories[0]
+    plain = await played([call("1+1"), "4"]).chain(af.Task("u", TASK.messages, TASK.fields)).run()
+    both = af.Rollout.from_trajectories([t, plain])
+    assert af.Rollout.load(both.save(tmp_path / "r.jsonl")) == both
+    again = af.Rollout.load(tmp_path / "r.jsonl").trajectories[0]
     for a, b in zip(t.rows, again.rows, strict=True):
         for name in VIEWS:
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
     assert '"version":2' in (tmp_path / "r.jsonl").read_text().split("\n")[0]
-    Rollout.from_trajectories([plain]).save(tmp_path / "one.jsonl")
+    af.Rollout.from_trajectories([plain]).save(tmp_path / "one.jsonl")
     assert '"version":1' in (tmp_path / "one.jsonl").read_text().split("\n")[0]
 
 
 async def test_frames_contain_the_row_index() -> None:
     _, t = await compacted()
-    rollout = Rollout.from_trajectories([t])
+    rollout = af.Rollout.from_trajectories([t])
     turns = rollout.to_frame("turns")
     assert turns["row"].tolist() == [turn.row for turn in t.turns]
     tokens = rollout.to_frame("tokens")
@@ -324,7 +320,7 @@ async def test_frames_contain_the_row_index() -> None:
     assert head["action_tokens"] == sum(int(row.action_mask.sum()) for row in t.rows)
     numbers = rollout.summary()
     assert (numbers["rows"], numbers["tokens"]) == (3.0, head["action_tokens"])
-    assert "rows" not in Rollout.from_trajectories([await played(["4"]).chain(TASK).run()]).summary()
+    assert "rows" not in af.Rollout.from_trajectories([await played(["4"]).chain(TASK).run()]).summary()
     assert math.isnan(tokens["logprob"][0])
 
 
@@ -334,10 +330,10 @@ async def test_views_show_every_row() -> None:
     from agentfly_kit.batch.collate import collate
 
     chain, t = await compacted()
-    plain = await played([call("1+1"), "4"]).chain(Task("u", TASK.messages, TASK.fields)).run()
+    plain = await played([call("1+1"), "4"]).chain(af.Task("u", TASK.messages, TASK.fields)).run()
     assert repr(TokenView(t)).startswith("TokenView(3 rows,")
     assert repr(TokenView(chain)).startswith("TokenView(3 rows,")
-    assert repr(TokenView(Rollout.from_trajectories([t, plain]))).startswith("TokenView(4 rows,")
+    assert repr(TokenView(af.Rollout.from_trajectories([t, plain]))).startswith("TokenView(4 rows,")
     batch = collate([plain, t], [1.0, 2.0])
     view = TokenView(batch, compare=batch)
     assert repr(view).startswith("TokenView(4 rows,")
@@ -369,12 +365,12 @@ async def test_text_only_engine_receives_only_the_new_row() -> None:
     assert (t.reward, len(t.rows), t.exact) == (1.0, 2, False)
     assert [len(told) for told in engine.given] == [1, 1]
     assert engine.given[1][0].endswith("So far: 2")
-    with pytest.raises(AlignmentError, match="engine is text-only"):
+    with pytest.raises(af.errors.AlignmentError, match="engine is text-only"):
         _ = t.rows[1].ids
 
 
 async def test_drift_requires_a_single_row() -> None:
     _, t = await compacted()
-    with pytest.raises(AlignmentError, match="3 rows"):
+    with pytest.raises(af.errors.AlignmentError, match="3 rows"):
         chat().drift(t)
     assert all(chat().drift(row).cause == "none" for row in t.rows)

@@ -8,25 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from agentfly_kit import advantages
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.types import Failure, Sampling, Task, Trajectory, Turn
+import agentfly_kit as af
 
-TASK = Task("t", ({"role": "user", "content": "?"},))
+TASK = af.Task("t", ({"role": "user", "content": "?"},))
 
 
 def row(
     *parts: tuple[str, int], reward: float | None = 1.0, group: str = "g", chain: int = 0, **more: Any
-) -> Trajectory:
+) -> af.Trajectory:
     """A trajectory of (kind, length) parts; token ids and logprobs count up from 1."""
-    turns: list[Turn] = []
+    turns: list[af.Turn] = []
     at = 1
     for kind, n in parts:
         ids = tuple(range(at, at + n))
         at += n
         sampled = kind == "action"
         turns.append(
-            Turn(
+            af.Turn(
                 kind,  # type: ignore[arg-type]
                 "policy" if sampled else "task",
                 ids,
@@ -37,15 +35,15 @@ def row(
                 parent=turns[-1] if turns else None,
             )
         )
-    return Trajectory(
+    return af.Trajectory(
         f"{group}/{chain}", TASK, group, chain, tuple(turns), more.pop("stop", "answered"), reward, **more
     )
 
 
 def test_tensors_are_aligned() -> None:
     a = row(("prompt", 2), ("action", 2), ("observation", 1), ("action", 1), reward=0.5)
-    b = row(("prompt", 1), ("action", 1), group="h", reward=-1.0, sampling=Sampling(temperature=0.7))
-    batch = collate([a, b], torch.tensor([2.0, 3.0]))
+    b = row(("prompt", 1), ("action", 1), group="h", reward=-1.0, sampling=af.Sampling(temperature=0.7))
+    batch = af.collate([a, b], torch.tensor([2.0, 3.0]))
     nan = math.nan
     assert batch.ids.tolist() == [[1, 2, 3, 4, 5, 6], [1, 2, 0, 0, 0, 0]]
     assert batch.mask.int().tolist() == [[0, 0, 1, 1, 0, 1], [0, 1, 0, 0, 0, 0]]
@@ -67,15 +65,15 @@ def test_tensors_are_aligned() -> None:
 @pytest.mark.parametrize("how", ["function", "tensor", "list", "per token", "none"])
 def test_forms_of_advantages(how: str) -> None:
     given = [row(("prompt", 1), ("action", 2), chain=i, reward=r) for i, r in enumerate((1.0, 0.0, None, 1.0))]
-    wanted = advantages.grpo([1.0, 0.0, None, 1.0], [0] * 4)[[0, 1, 3]]
+    wanted = af.advantages.grpo([1.0, 0.0, None, 1.0], [0] * 4)[[0, 1, 3]]
     each: Any = {
-        "function": advantages.grpo,
-        "tensor": advantages.grpo([1.0, 0.0, None, 1.0], [0] * 4),
-        "list": advantages.grpo([1.0, 0.0, None, 1.0], [0] * 4).tolist(),
+        "function": af.advantages.grpo,
+        "tensor": af.advantages.grpo([1.0, 0.0, None, 1.0], [0] * 4),
+        "list": af.advantages.grpo([1.0, 0.0, None, 1.0], [0] * 4).tolist(),
         "per token": wanted[:, None].expand(3, 3),
         "none": None,
     }[how]
-    batch = collate(given, each)
+    batch = af.collate(given, each)
     assert len(batch) == 3
     if how == "none":
         assert torch.isnan(batch.advantages).all()
@@ -88,13 +86,13 @@ def test_dropped_trajectories_have_a_reason() -> None:
     good = row(("prompt", 1), ("action", 1))
     given = [
         good,
-        row(("prompt", 1), ("action", 1), chain=1, reward=None, stop="error", error=Failure("tool put", "E", "x")),
+        row(("prompt", 1), ("action", 1), chain=1, reward=None, stop="error", error=af.Failure("tool put", "E", "x")),
         row(("prompt", 1), ("action", 1), chain=2, reward=None, stop="cancelled"),
         row(("prompt", 1), chain=3),
         row(("prompt", 1), ("forced", 2), chain=4),
         row(("prompt", 1), ("action", 1), chain=5, stop="max_turns"),
     ]
-    batch = collate(given, advantages.grpo, truncated="mask")
+    batch = af.collate(given, af.advantages.grpo, truncated="mask")
     assert [t.id for t in batch.trajectories] == ["g/0"]
     assert [(d.trajectory, d.reason) for d in batch.dropped] == [
         ("g/1", "unscored (tool put)"),
@@ -104,21 +102,21 @@ def test_dropped_trajectories_have_a_reason() -> None:
         ("g/5", "truncated"),
     ]
     assert "left out" in batch._repr_html_() and ">truncated<" in batch._repr_html_()
-    assert len(collate(given, advantages.grpo)) == 2
+    assert len(af.collate(given, af.advantages.grpo)) == 2
 
 
 GOOD = row(("prompt", 1), ("action", 2))
 
 
 def test_replace_applies_the_mask() -> None:
-    batch = collate([GOOD])
+    batch = af.collate([GOOD])
     changed = batch.replace(values=torch.ones(1, 3), returns=torch.ones(1, 3))
     assert changed.values is not None
     assert torch.isnan(changed.values[0, 0])
 
 
 def test_replace_uses_the_new_mask() -> None:
-    batch = collate([row(("prompt", 2), ("action", 1), ("observation", 1))])
+    batch = af.collate([row(("prompt", 2), ("action", 1), ("observation", 1))])
     wide = batch.attention.clone()
     wide[:, 0] = False
     given = batch.replace(advantages=torch.ones(1, 4), mask=wide)

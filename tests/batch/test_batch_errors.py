@@ -14,13 +14,9 @@ from test_batch import GOOD, row
 from test_trainer import SMALL
 from test_turn_data import TWO, turned
 
-from agentfly_kit import filters
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.batch.turn_data import turn_data
-from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, SettingsError
-from agentfly_kit.types import Sampling, Turn
+import agentfly_kit as af
 
-TEXT = dataclasses.replace(GOOD, turns=(Turn("action", "policy", None, text="x"),))
+TEXT = dataclasses.replace(GOOD, turns=(af.Turn("action", "policy", None, text="x"),))
 
 
 def odd(chain: Any) -> None:
@@ -32,41 +28,69 @@ def yes(trajectory: Any) -> Any:
 
 
 async def demonstrations() -> Any:
-    return collate(await scripted(["5"]).rollout(tasks(1)))
+    return af.collate(await scripted(["5"]).rollout(tasks(1)))
 
 
 @errors.table(
-    (lambda: collate([]), BatchError, "rollout must hold at least one trajectory"),
-    (lambda: collate([3]), BatchError, "must be a Rollout or Trajectory objects, got int"),
-    (lambda: collate(GOOD.replace(reward=None)), BatchError, "on: unscored (no reward returned a number)"),
-    (lambda: collate(GOOD.replace(reward=math.inf)), BatchError, "got inf"),
-    (lambda: collate(GOOD.replace(reward=math.nan)), BatchError, "reward of trajectory 'g/0' must be finite"),
-    (lambda: collate(TEXT), BatchError, "its engine returned text only"),
-    (lambda: collate(GOOD.replace(sampling=Sampling(temperature=0))), BatchError, "sampled greedily"),
-    (lambda: collate(GOOD.replace(sampling=Sampling(top_p=0.9))), BatchError, "allow_truncated_sampling=True"),
-    (lambda: collate(GOOD, truncated="drop"), SettingsError, "truncated must be one of 'score'"),
-    (lambda: collate(GOOD, [1.0, 2.0]), AlignmentError, "advantages must have the shape (1,) (one per trajectory)"),
-    (lambda: collate(row(("action", 2))), AlignmentError, "follow another token"),
-    (demonstrations, EmptyBatch, "actions written by script, not sampled by a policy; to imitate them, use collate("),
-    (lambda: collate(played(["5"]).rollout(tasks(1))), (BatchError, AttributeError), "await"),
-    (lambda: collate(GOOD).replace(returns=torch.ones(1, 2)), AlignmentError, "the shape (1, 3), got (1, 2)"),
-    (lambda: collate(row(*TWO), torch.ones(1, 1)), AlignmentError, "'g/0' has 2 sampled turns"),
-    (lambda: collate(row(*TWO), torch.ones(3, 2)), AlignmentError, "(3, 2)"),
-    (lambda: collate(row(*TWO), torch.ones(1, 2), per="row"), AlignmentError, "(1, 2)"),
-    (lambda: turn_data(row(*TWO), rewards=[1.0, 2.0]), AlignmentError, "2 for 1 trajectories"),
-    (lambda: turn_data(turned(row(*TWO), _0=2.0)), BatchError, "turn 0 has a reward of 2"),
-    (lambda: collate(GOOD, filters=[odd]), SettingsError, "its parameters are ['chain']"),
-    (lambda: collate(GOOD, filters=[yes]), SettingsError, "got True for Trajectory"),
-    (lambda: SMALL.replace(filters=[odd]), SettingsError, "filter odd must be a function with the single parameter"),
-    (lambda: SMALL.replace(filters=filters.equal_rewards), SettingsError, "filters must be a list of functions"),
-    (lambda: filters.overlong(0), SettingsError, "tokens must be at least 1"),
+    (lambda: af.collate([]), af.errors.BatchError, "rollout must hold at least one trajectory"),
+    (lambda: af.collate([3]), af.errors.BatchError, "must be a Rollout or Trajectory objects, got int"),
+    (lambda: af.collate(GOOD.replace(reward=None)), af.errors.BatchError, "on: unscored (no reward returned a number)"),
+    (lambda: af.collate(GOOD.replace(reward=math.inf)), af.errors.BatchError, "got inf"),
+    (
+        lambda: af.collate(GOOD.replace(reward=math.nan)),
+        af.errors.BatchError,
+        "reward of trajectory 'g/0' must be finite",
+    ),
+    (lambda: af.collate(TEXT), af.errors.BatchError, "its engine returned text only"),
+    (lambda: af.collate(GOOD.replace(sampling=af.Sampling(temperature=0))), af.errors.BatchError, "sampled greedily"),
+    (
+        lambda: af.collate(GOOD.replace(sampling=af.Sampling(top_p=0.9))),
+        af.errors.BatchError,
+        "allow_truncated_sampling=True",
+    ),
+    (lambda: af.collate(GOOD, truncated="drop"), af.errors.SettingsError, "truncated must be one of 'score'"),
+    (
+        lambda: af.collate(GOOD, [1.0, 2.0]),
+        af.errors.AlignmentError,
+        "advantages must have the shape (1,) (one per trajectory)",
+    ),
+    (lambda: af.collate(row(("action", 2))), af.errors.AlignmentError, "follow another token"),
+    (
+        demonstrations,
+        af.errors.EmptyBatch,
+        "actions written by script, not sampled by a policy; to imitate them, use collate(",
+    ),
+    (lambda: af.collate(played(["5"]).rollout(tasks(1))), (af.errors.BatchError, AttributeError), "await"),
+    (
+        lambda: af.collate(GOOD).replace(returns=torch.ones(1, 2)),
+        af.errors.AlignmentError,
+        "the shape (1, 3), got (1, 2)",
+    ),
+    (lambda: af.collate(row(*TWO), torch.ones(1, 1)), af.errors.AlignmentError, "'g/0' has 2 sampled turns"),
+    (lambda: af.collate(row(*TWO), torch.ones(3, 2)), af.errors.AlignmentError, "(3, 2)"),
+    (lambda: af.collate(row(*TWO), torch.ones(1, 2), per="row"), af.errors.AlignmentError, "(1, 2)"),
+    (lambda: af.turn_data(row(*TWO), rewards=[1.0, 2.0]), af.errors.AlignmentError, "2 for 1 trajectories"),
+    (lambda: af.turn_data(turned(row(*TWO), _0=2.0)), af.errors.BatchError, "turn 0 has a reward of 2"),
+    (lambda: af.collate(GOOD, filters=[odd]), af.errors.SettingsError, "its parameters are ['chain']"),
+    (lambda: af.collate(GOOD, filters=[yes]), af.errors.SettingsError, "got True for Trajectory"),
+    (
+        lambda: SMALL.replace(filters=[odd]),
+        af.errors.SettingsError,
+        "filter odd must be a function with the single parameter",
+    ),
+    (
+        lambda: SMALL.replace(filters=af.filters.equal_rewards),
+        af.errors.SettingsError,
+        "filters must be a list of functions",
+    ),
+    (lambda: af.filters.overlong(0), af.errors.SettingsError, "tokens must be at least 1"),
 )
 async def test_errors(call: Any, error: Any, text: str) -> None:
     await errors.check(call, error, text)
 
 
 def test_an_empty_batch_lists_what_was_dropped() -> None:
-    with pytest.raises(EmptyBatch, match="none of 1 trajectories can be trained on: overlong") as caught:
-        collate(GOOD, filters=[filters.overlong(1)])
-    assert isinstance(caught.value, BatchError)
+    with pytest.raises(af.errors.EmptyBatch, match="none of 1 trajectories can be trained on: overlong") as caught:
+        af.collate(GOOD, filters=[af.filters.overlong(1)])
+    assert isinstance(caught.value, af.errors.BatchError)
     assert len(caught.value.dropped) == 1

@@ -11,19 +11,10 @@ import torch
 from agents import call, played, tasks
 from test_trainer import SMALL, TASKS, learner, small
 
-from agentfly_kit import advantages, filters
-from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.errors import ToolError
-from agentfly_kit.ppo import PPOConfig, adamw, ppo_step
-from agentfly_kit.rewards import reward
-from agentfly_kit.tools.tool import tool
-from agentfly_kit.trainer.loop import train
-from agentfly_kit.trainer.run_dir import Run
-from agentfly_kit.types import Trajectory
+import agentfly_kit as af
 
 
-async def rolled(rewards: list[list[float | None]]) -> Rollout:
+async def rolled(rewards: list[list[float | None]]) -> af.Rollout:
     """Return chains with these rewards, one list per group; the third of each group is truncated."""
     a = played(lambda task, turn: "1 2 3", max_turns=2)
     rollout = await a.rollout(tasks(len(rewards)), len(rewards[0]))
@@ -32,40 +23,40 @@ async def rolled(rewards: list[list[float | None]]) -> Rollout:
         for t, r in zip(group, wanted, strict=True):
             stop = "max_turns" if t.chain == 2 else t.stop
             given.append(t.replace(reward=r, stop=stop, error=None))
-    return Rollout.from_trajectories(given)
+    return af.Rollout.from_trajectories(given)
 
 
 async def test_equal_rewards_drops_whole_groups() -> None:
     rollout = await rolled([[0.0, 1.0, 2.0, 5.0], [1.0, 1.0, 1.0, None], [None, None, 3.0, None]])
-    batch = collate(rollout, advantages.grpo, filters=[filters.equal_rewards])
+    batch = af.collate(rollout, af.advantages.grpo, filters=[af.filters.equal_rewards])
     assert [t.id for t in batch.trajectories] == [t.id for t in rollout.groups[0]]
     assert {d.reason for d in batch.dropped if d.filtered} == {"equal rewards"}
     assert sum(d.filtered for d in batch.dropped) == 4
-    whole = collate(rollout, advantages.grpo)
+    whole = af.collate(rollout, af.advantages.grpo)
     assert torch.equal(batch.advantages[batch.mask], whole.advantages[:4][whole.mask[:4]])
 
 
 async def test_filtered_chains_count_in_no_mean() -> None:
     rollout = await rolled([[0.0, 1.0, 100.0, 2.0]])
-    batch = collate(rollout, advantages.dr_grpo, filters=[filters.overlong()])
+    batch = af.collate(rollout, af.advantages.dr_grpo, filters=[af.filters.overlong()])
     assert batch.advantages[:, -1].nan_to_num().shape == (3,)
     first = [float(a[m][0]) for a, m in zip(batch.advantages, batch.mask, strict=True)]
     assert first == [-1.0, 0.0, 1.0]
-    kept = collate(
-        rollout, advantages.dr_grpo, truncated="mask"
+    kept = af.collate(
+        rollout, af.advantages.dr_grpo, truncated="mask"
     )  # the reward counts in the mean, the tokens are not trained
     assert [float(a[m][0]) for a, m in zip(kept.advantages, kept.mask, strict=True)] == [-25.75, -24.75, -23.75]
     # A tensor of advantages has one entry per given trajectory, also for filtered ones.
-    again = collate(rollout, torch.arange(4.0), filters=[filters.overlong()])
+    again = af.collate(rollout, torch.arange(4.0), filters=[af.filters.overlong()])
     assert [float(a[m][0]) for a, m in zip(again.advantages, again.mask, strict=True)] == [0.0, 1.0, 3.0]
 
 
-def tool_errors(trajectory: Trajectory) -> str | None:
+def tool_errors(trajectory: af.Trajectory) -> str | None:
     return "tool errors" if any(c.result and not c.result.ok for c in trajectory.tool_calls) else None
 
 
 async def test_overlong_by_tokens_and_a_filter_of_ones_own() -> None:
-    @tool
+    @af.tool
     def breaks(expression: str) -> str:
         """Break on 0.
 
@@ -73,7 +64,7 @@ async def test_overlong_by_tokens_and_a_filter_of_ones_own() -> None:
             expression: a text.
         """
         if expression == "0":
-            raise ToolError("no")
+            raise af.ToolError("no")
         return expression
 
     expressions = {0: ["0", "1", "2"], 1: ["1", "1", "1"]}
@@ -85,30 +76,30 @@ async def test_overlong_by_tokens_and_a_filter_of_ones_own() -> None:
     order = {t.id: i for i, t in enumerate(wanted)}
     rollout = await played(script, tools=[breaks], max_turns=4).rollout(wanted)
     one, two = rollout.trajectories
-    assert filters.drop_reasons(rollout, [tool_errors]) == {one.id: "tool errors"}
+    assert af.filters.drop_reasons(rollout, [tool_errors]) == {one.id: "tool errors"}
     tokens = int(two.action_mask.sum())
-    assert filters.drop_reasons(rollout, [filters.overlong(tokens)]) == {}
-    assert set(filters.drop_reasons(rollout, [filters.overlong(tokens - 1)])) == {one.id, two.id}
+    assert af.filters.drop_reasons(rollout, [af.filters.overlong(tokens)]) == {}
+    assert set(af.filters.drop_reasons(rollout, [af.filters.overlong(tokens - 1)])) == {one.id, two.id}
     # The reason is that of the first filter that returns one.
-    both = filters.drop_reasons(rollout, [tool_errors, filters.overlong(1)])
+    both = af.filters.drop_reasons(rollout, [tool_errors, af.filters.overlong(1)])
     assert both == {one.id: "tool errors", two.id: "overlong"}
 
 
 # --- in training ---------------------------------------------------------------------------------
 
 
-def short(trajectory: Trajectory) -> str | None:
+def short(trajectory: af.Trajectory) -> str | None:
     return "too short" if int(trajectory.action_mask.sum()) < 6 else None
 
 
 async def test_a_run_records_the_reasons_of_dropped_chains(tmp_path: Path) -> None:
-    @reward
+    @af.reward
     def even(trajectory: Any, final: str | None) -> float | None:
         return None if trajectory.chain == 3 and trajectory.task.id == TASKS[0].id else float(trajectory.chain % 2)
 
     policy = learner()
-    config = SMALL.replace(steps=4, filters=[short, filters.equal_rewards], save_rollouts=True)
-    run = train(small(policy, reward=even), policy, TASKS, config, run=tmp_path / "run")
+    config = SMALL.replace(steps=4, filters=[short, af.filters.equal_rewards], save_rollouts=True)
+    run = af.train(small(policy, reward=even), policy, TASKS, config, run=tmp_path / "run")
     with pytest.warns(UserWarning, match="unscored|nothing was left") as warned:
         steps = [step async for step in run]
     assert all("unscored" in str(w.message) or "nothing was left" in str(w.message) for w in warned)
@@ -123,19 +114,21 @@ async def test_a_run_records_the_reasons_of_dropped_chains(tmp_path: Path) -> No
         if step.stats is not None:
             assert step.stats.dropped == counts
             assert step.stats.rows == len(step.rollout) - sum(counts.values())
-        assert Run(tmp_path / "run").rollout(step.step) == step.rollout
+        assert af.Run(tmp_path / "run").rollout(step.step) == step.rollout
         unscored = frame["reward"].isna()
         assert set(frame[unscored]["dropped"]) <= {"unscored (no reward returned a number)"}
 
 
 async def test_a_step_without_rows_makes_no_update_and_the_run_continues() -> None:
-    @reward
+    @af.reward
     def same(final: str | None) -> float:
         return 1.0
 
     policy = learner()
     before = policy.fingerprint()
-    run = train(small(policy, reward=same), policy, TASKS, SMALL.replace(steps=2, filters=[filters.equal_rewards]))
+    run = af.train(
+        small(policy, reward=same), policy, TASKS, SMALL.replace(steps=2, filters=[af.filters.equal_rewards])
+    )
     with pytest.warns(UserWarning, match=r"step [12]: nothing was left to train on \(12 equal rewards\); no update"):
         steps = [step async for step in run]
     assert [s.stats for s in steps] == [None, None]
@@ -149,11 +142,11 @@ async def test_filtered_rows_are_in_no_denominator() -> None:
     """A step with filtered rows equals a step on a rollout without them."""
     policy = learner()
     rollout = await small(policy).rollout(TASKS[:4], 4)
-    kept = Rollout.from_trajectories(t for t in rollout if short(t) is None)
+    kept = af.Rollout.from_trajectories(t for t in rollout if short(t) is None)
     assert 0 < len(kept) < len(rollout)
     results = []
-    for batch in (collate(rollout, advantages.grpo, filters=[short]), collate(kept, advantages.grpo)):
+    for batch in (af.collate(rollout, af.advantages.grpo, filters=[short]), af.collate(kept, af.advantages.grpo)):
         twin = policy.copy()
-        stats = ppo_step(twin, adamw(twin), batch, PPOConfig(minibatch=4))
+        stats = af.ppo_step(twin, af.adamw(twin), batch, af.PPOConfig(minibatch=4))
         results.append((twin.fingerprint(), stats.loss))
     assert results[0] == results[1]

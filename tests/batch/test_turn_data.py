@@ -11,12 +11,11 @@ from agents import agent, tasks
 from test_batch import row
 
 import agentfly_kit as af
-from agentfly_kit.types import Trajectory
 
 TWO = (("prompt", 2), ("action", 2), ("observation", 1), ("action", 2))
 
 
-def turned(t: Trajectory, **rewards: float) -> Trajectory:
+def turned(t: af.Trajectory, **rewards: float) -> af.Trajectory:
     """Return the trajectory with turn rewards: turned(t, _2=0.5) sets that of turn 2."""
     turns = [dataclasses.replace(turn, reward=rewards.get(f"_{i}", turn.reward)) for i, turn in enumerate(t.turns)]
     return t.replace(turns=tuple(turns))
@@ -66,7 +65,7 @@ def test_gigpo_compares_turns_with_equal_states() -> None:
     assert at == [[1.0] * 4, [-1.0] * 4, [0.0, 0.0]]
 
 
-async def forked(same_seeds: bool = False) -> list[Trajectory]:
+async def forked(same_seeds: bool = False) -> list[af.Trajectory]:
     """Return a chain, its fork after the first turn, and a chain of its own."""
     one = agent()
     for task in tasks(24):

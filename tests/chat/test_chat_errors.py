@@ -10,10 +10,7 @@ import pytest
 from agents import played
 from test_chat import QWEN_LIKE, TASK, USER, with_template
 
-from agentfly_kit import tiny
-from agentfly_kit.chat.chat import Chat
-from agentfly_kit.errors import ChatTemplateError, SettingsError, TaskError
-from agentfly_kit.types import Task, Trajectory, Turn
+import agentfly_kit as af
 
 HALF = "so \ud800 what"
 NO_SYSTEM = QWEN_LIKE.replace(
@@ -25,58 +22,74 @@ ANSWERED = (USER, {"role": "assistant", "content": "5"})
 CALL = {"function": {"name": "x", "arguments": "[]"}}
 
 
-def no_stop_token() -> Chat:
+def no_stop_token() -> af.Chat:
     tokenizer = with_template(
         "{%- for m in messages -%}{{- m.role + ': ' + m.content + '\\n' -}}{%- endfor -%}"
         "{{- 'assistant: ' if add_generation_prompt -}}"
     )
     tokenizer.eos_token = None
-    return Chat(tokenizer)
+    return af.Chat(tokenizer)
 
 
 def drift_of_text() -> Any:
-    turn = Turn("prompt", "task", None, text="hello", messages=TASK.messages)
-    return agents.chat().drift(Trajectory("x", TASK, "g", 0, (turn,), "answered"))
+    turn = af.Turn("prompt", "task", None, text="hello", messages=TASK.messages)
+    return agents.chat().drift(af.Trajectory("x", TASK, "g", 0, (turn,), "answered"))
 
 
 def user(content: Any) -> Any:
     return {"role": "user", "content": content}
 
 
-def called(*calls: Any) -> Task:
-    return Task("a", (USER, {"role": "assistant", "tool_calls": list(calls)}, USER))
+def called(*calls: Any) -> af.Task:
+    return af.Task("a", (USER, {"role": "assistant", "tool_calls": list(calls)}, USER))
 
 
 MALFORMED = "message 1 (role 'assistant'): each of 'tool_calls' must be"
 
 
 @errors.table(
-    (lambda: Chat(with_template(None)), ChatTemplateError, "has no chat template; set tokenizer.chat_template"),
-    (no_stop_token, ChatTemplateError, "defines an end-of-turn token; set"),
     (
-        lambda: Chat(with_template(NO_SYSTEM)).prompt([{"role": "system", "content": "x"}, USER]),
-        ChatTemplateError,
+        lambda: af.Chat(with_template(None)),
+        af.errors.ChatTemplateError,
+        "has no chat template; set tokenizer.chat_template",
+    ),
+    (no_stop_token, af.errors.ChatTemplateError, "defines an end-of-turn token; set"),
+    (
+        lambda: af.Chat(with_template(NO_SYSTEM)).prompt([{"role": "system", "content": "x"}, USER]),
+        af.errors.ChatTemplateError,
         "roles (system, user): no system here; remove the unsupported role",
     ),
-    (lambda: Chat(tiny.tokenizer(), history="render"), SettingsError, '"append" or "rerender", got \'render\''),
-    (lambda: Chat(tiny.tokenizer(), format="hermez"), SettingsError, "got 'hermez'"),
-    (lambda: Chat(tiny.tokenizer(), stop=["two words"]), Exception, "each stop string must be a single token, got "),
-    (lambda: agents.chat().observation_ids([]), SettingsError, "observation must have at least one message"),
     (
-        lambda: played(["x"], reward=None).rollout([Task("t", (user(HALF),))]),
-        SettingsError,
+        lambda: af.Chat(af.tiny.tokenizer(), history="render"),
+        af.errors.SettingsError,
+        '"append" or "rerender", got \'render\'',
+    ),
+    (lambda: af.Chat(af.tiny.tokenizer(), format="hermez"), af.errors.SettingsError, "got 'hermez'"),
+    (
+        lambda: af.Chat(af.tiny.tokenizer(), stop=["two words"]),
+        Exception,
+        "each stop string must be a single token, got ",
+    ),
+    (lambda: agents.chat().observation_ids([]), af.errors.SettingsError, "observation must have at least one message"),
+    (
+        lambda: played(["x"], reward=None).rollout([af.Task("t", (user(HALF),))]),
+        af.errors.SettingsError,
         "half of a surrogate pair, near ",
     ),
-    (lambda: played(["x"], system=HALF).rollout([TASK]), SettingsError, "half of a surrogate pair, near "),
-    (lambda: played(["x"]).chain(TASK).force(HALF), SettingsError, "half of a surrogate pair, near "),
-    (drift_of_text, SettingsError, "no token ids"),
-    (lambda: Task("a", ANSWERED), TaskError, "task 'a': the last message must not be the assistant's"),
-    (lambda: agents.chat().prompt(ANSWERED), SettingsError, "prompt: the last message must not be the assistant's"),
-    (lambda: called("get_weather"), TaskError, MALFORMED),
-    (lambda: called({"name": "x"}), TaskError, MALFORMED),
-    (lambda: called(CALL), TaskError, MALFORMED),
-    (lambda: called({"function": {"name": "x", "arguments": None}}), TaskError, MALFORMED),
-    (lambda: called({"function": {"name": "x", "arguments": "x"}}), TaskError, MALFORMED),
+    (lambda: played(["x"], system=HALF).rollout([TASK]), af.errors.SettingsError, "half of a surrogate pair, near "),
+    (lambda: played(["x"]).chain(TASK).force(HALF), af.errors.SettingsError, "half of a surrogate pair, near "),
+    (drift_of_text, af.errors.SettingsError, "no token ids"),
+    (lambda: af.Task("a", ANSWERED), af.errors.TaskError, "task 'a': the last message must not be the assistant's"),
+    (
+        lambda: agents.chat().prompt(ANSWERED),
+        af.errors.SettingsError,
+        "prompt: the last message must not be the assistant's",
+    ),
+    (lambda: called("get_weather"), af.errors.TaskError, MALFORMED),
+    (lambda: called({"name": "x"}), af.errors.TaskError, MALFORMED),
+    (lambda: called(CALL), af.errors.TaskError, MALFORMED),
+    (lambda: called({"function": {"name": "x", "arguments": None}}), af.errors.TaskError, MALFORMED),
+    (lambda: called({"function": {"name": "x", "arguments": "x"}}), af.errors.TaskError, MALFORMED),
 )
 async def test_errors(call: Any, error: Any, text: str) -> None:
     await errors.check(call, error, text)
@@ -96,6 +109,6 @@ async def test_errors(call: Any, error: Any, text: str) -> None:
     ],
 )
 async def test_content_that_is_not_text(content: Any, text: str) -> None:
-    await errors.check(lambda: agents.chat().prompt([user(content)]), SettingsError, text)
-    await errors.check(lambda: agents.chat().observation_ids([user(content)]), SettingsError, text)
-    await errors.check(lambda: Task("a", (user(content),)), TaskError, text)
+    await errors.check(lambda: agents.chat().prompt([user(content)]), af.errors.SettingsError, text)
+    await errors.check(lambda: agents.chat().observation_ids([user(content)]), af.errors.SettingsError, text)
+    await errors.check(lambda: af.Task("a", (user(content),)), af.errors.TaskError, text)

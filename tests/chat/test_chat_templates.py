@@ -10,9 +10,7 @@ import agents
 import pytest
 from chat_templates import NAMES, named
 
-from agentfly_kit.chat import formats
-from agentfly_kit.chat.chat import Chat, ChatReport, check
-from agentfly_kit.errors import ChatTemplateError
+import agentfly_kit as af
 from agentfly_kit.types import Message
 
 pytestmark = pytest.mark.skipif(not NAMES, reason="TRL, which contains the templates, is not installed")
@@ -69,18 +67,18 @@ def family(name: str) -> str:
     return name if name in TABLE else name.removesuffix("_training")
 
 
-class Ours(formats.Hermes):
+class Ours(af.chat.formats.Hermes):
     """A custom format. Prompts with tools are not refused with a custom format."""
 
 
 @functools.cache
-def chat(name: str, history: Any = "exact") -> Chat:
-    return Chat(named(name), history=history, format=Ours() if family(name) == "muse_glimmer" else "auto")
+def chat(name: str, history: Any = "exact") -> af.Chat:
+    return af.Chat(named(name), history=history, format=Ours() if family(name) == "muse_glimmer" else "auto")
 
 
 @functools.cache
-def report(name: str) -> ChatReport:
-    return check(chat(name))
+def report(name: str) -> af.chat.ChatReport:
+    return af.chat.check(chat(name))
 
 
 def told(text: str, n: int = 0) -> Message:
@@ -129,12 +127,14 @@ def test_the_error_gives_the_reason_and_the_remedy(name: str) -> None:
     """With tools, the error is raised before the first token. With history="append", no error is raised."""
     got = report(name)
     if got.tool_results != "exact":
-        with pytest.raises(ChatTemplateError, match=r'appending tool results: .*history="append"'):
+        with pytest.raises(af.errors.ChatTemplateError, match=r'appending tool results: .*history="append"'):
             prompt(name, [USER])
-        with pytest.raises(ChatTemplateError, match=r"appending tool results"):
+        with pytest.raises(af.errors.ChatTemplateError, match=r"appending tool results"):
             chat(name).observation_ids([told("21 degrees")])
     if got.user_messages != "exact":
-        with pytest.raises(ChatTemplateError, match=r'appending a user.s message after an answer: .*history="append"'):
+        with pytest.raises(
+            af.errors.ChatTemplateError, match=r'appending a user.s message after an answer: .*history="append"'
+        ):
             chat(name).observation_ids([USER])
     as_is = chat(name, "append")
     assert prompt(name, [USER], history="append")
@@ -268,21 +268,21 @@ def test_calls_are_read_as_the_template_renders_them(name: str) -> None:
 
 def test_tools_are_refused_if_no_format_reads_the_calls() -> None:
     """The agent raises before sampling. Without tools, or with format="react", the template can be used."""
-    mine = Chat(named("muse_glimmer"))
+    mine = af.Chat(named("muse_glimmer"))
     error = r"no format parses tool calls as the chat template of .* renders them \(.*get_weather.*format=\"react\""
-    with pytest.raises(ChatTemplateError, match=error):
+    with pytest.raises(af.errors.ChatTemplateError, match=error):
         mine.prompt([USER], [TOOL])
-    with pytest.raises(ChatTemplateError, match=error):
+    with pytest.raises(af.errors.ChatTemplateError, match=error):
         agents.agent(engine=agents.Played(["5"]), chat=mine)
     assert mine.prompt([USER])
-    react = Chat(named("muse_glimmer"), format="react")
+    react = af.Chat(named("muse_glimmer"), format="react")
     assert agents.agent(engine=agents.Played(["5"]), chat=react).chat is react
     assert "Action Input:" in react.text(react.prompt([USER], [TOOL]))
 
 
 @pytest.mark.parametrize("name", NO_RESULTS)
 def test_tools_are_refused_if_results_cannot_be_appended(name: str) -> None:
-    with pytest.raises(ChatTemplateError, match=r'appending tool results: .*history="append"'):
+    with pytest.raises(af.errors.ChatTemplateError, match=r'appending tool results: .*history="append"'):
         agents.agent(engine=agents.Played(["5"]), chat=chat(name))
     agents.agent(engine=agents.Played(["5"]), chat=chat(name, "append"))
 
@@ -300,8 +300,8 @@ def test_instructions_are_added_if_the_template_shows_no_tools() -> None:
     text = mine.text(prompt("gemma", [USER]))
     assert "get_weather" in text
     assert text.index("get_weather") < text.index(str(USER["content"]))
-    assert not check(mine).tools
-    whole = Chat(named("phi3"), format="react")
+    assert not af.chat.check(mine).tools
+    whole = af.Chat(named("phi3"), format="react")
     opened = whole.text(whole.prompt([{"role": "system", "content": "Be brief."}, USER], [TOOL]))
     assert opened.startswith("<|system|>\nBe brief.\n\nYou can use these tools:\n")
     assert (
@@ -310,7 +310,7 @@ def test_instructions_are_added_if_the_template_shows_no_tools() -> None:
 
 
 def test_another_format_than_the_templates_is_explained_in_the_prompt() -> None:
-    mine = Chat(named("qwen2_5"), format="react")
+    mine = af.Chat(named("qwen2_5"), format="react")
     text = mine.text(mine.prompt([USER], [TOOL]))
     assert "Action Input" in text
     assert "<tool_call>" not in text
@@ -319,9 +319,9 @@ def test_another_format_than_the_templates_is_explained_in_the_prompt() -> None:
 
 
 def test_options_reach_the_template() -> None:
-    mine = Chat(named("qwen3"), options={"enable_thinking": False})
-    assert check(mine).generation_prompt == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    assert check(chat("qwen3")).generation_prompt == "<|im_start|>assistant\n"
+    mine = af.Chat(named("qwen3"), options={"enable_thinking": False})
+    assert af.chat.check(mine).generation_prompt == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert af.chat.check(chat("qwen3")).generation_prompt == "<|im_start|>assistant\n"
 
 
 def test_thinking_that_the_prompt_opens_may_stay_unclosed() -> None:
@@ -334,7 +334,7 @@ def test_thinking_that_the_prompt_opens_may_stay_unclosed() -> None:
 
 
 def test_additional_stops() -> None:
-    mine = Chat(named("qwen2_5"), stop=["</tool_call>"])
+    mine = af.Chat(named("qwen2_5"), stop=["</tool_call>"])
     assert mine.token_texts(mine.stop_ids) == ("<|im_end|>", "</tool_call>")
 
 
@@ -379,7 +379,7 @@ def test_content_appears_exactly_once_or_raises(case: str) -> None:
         mine = chat(name, "append")
         try:
             text = mine.text(mine.prompt(CONTENTS[case]))
-        except ChatTemplateError:
+        except af.errors.ChatTemplateError:
             continue
         exact += 1
         assert text.count(SEEN) == 1, name
@@ -408,8 +408,12 @@ def test_messages_that_end_with_the_answer_can_be_rendered() -> None:
 
 def test_rerendered_history_may_lose_text_beside_a_call_but_no_call() -> None:
     messages = CONTENTS["call with text"]
-    with pytest.raises(ChatTemplateError, match=r"template of .* drops a message with the role 'assistant'; put its"):
+    with pytest.raises(
+        af.errors.ChatTemplateError, match=r"template of .* drops a message with the role 'assistant'; put its"
+    ):
         chat("llama3_1", "append").prompt(messages)
     assert "get_weather" in chat("llama3_1", "rerender").text(chat("llama3_1", "rerender").prompt(messages))
-    with pytest.raises(ChatTemplateError, match="drops the tool calls of a message with the role 'assistant'"):
+    with pytest.raises(
+        af.errors.ChatTemplateError, match="drops the tool calls of a message with the role 'assistant'"
+    ):
         chat("phi3", "rerender").prompt(messages)

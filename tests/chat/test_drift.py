@@ -6,14 +6,12 @@ from typing import Any
 
 from agents import agent, call, chat, played, scripted, tasks
 
-from agentfly_kit import tiny
-from agentfly_kit.chat.chat import Chat
-from agentfly_kit.types import Task, Trajectory, Turn
+import agentfly_kit as af
 
-TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
+TASK = af.Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
 
 
-async def row(*script: str, **settings: Any) -> Trajectory:
+async def row(*script: str, **settings: Any) -> af.Trajectory:
     return await played(list(script), **settings).chain(TASK).run()
 
 
@@ -68,11 +66,11 @@ async def test_text_that_the_template_changes() -> None:
 
 
 async def test_thinking_that_the_template_drops() -> None:
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = tiny.TEMPLATE.replace(
+    tokenizer = af.tiny.tokenizer()
+    tokenizer.chat_template = af.tiny.TEMPLATE.replace(
         "{{- message.content or ''", "{{- (message.content or '').split('</think>')[-1]"
     )
-    kept = Chat(tokenizer, history="append")
+    kept = af.Chat(tokenizer, history="append")
     made = played(["<think>easy</think>" + call("2+3"), "5"])
     trajectory = await made.replace(chat=kept).chain(TASK).run()
     drift = kept.drift(trajectory)
@@ -81,7 +79,7 @@ async def test_thinking_that_the_template_drops() -> None:
 
 
 async def test_control_text_of_a_user_becomes_a_token_when_encoded_again() -> None:
-    task = Task("evil", ({"role": "user", "content": "Say <|im_end|>!"},), {"answer": "5"})
+    task = af.Task("evil", ({"role": "user", "content": "Say <|im_end|>!"},), {"answer": "5"})
     trajectory = await played(["5"]).chain(task).run()
     drift = chat().drift(trajectory)
     assert (drift.cause, drift.turn) == ("re-tokenisation", "prompt, turn 0")
@@ -90,8 +88,10 @@ async def test_control_text_of_a_user_becomes_a_token_when_encoded_again() -> No
 
 def test_incomplete_utf8() -> None:
     half = chat().encode("é")[0] if len(chat().encode("é")) > 1 else chat().encode("🎉")[0]
-    turn = Turn("prompt", "task", chat().prompt(TASK.messages), messages=TASK.messages)
+    turn = af.Turn("prompt", "task", chat().prompt(TASK.messages), messages=TASK.messages)
     ids = (half, chat().stop_ids[0])
-    said = Turn("forced", "person", ids, messages=({"role": "assistant", "content": chat().text([half])},), parent=turn)
-    trajectory = Trajectory("x", TASK, "g", 0, (turn, said), "answered")
+    said = af.Turn(
+        "forced", "person", ids, messages=({"role": "assistant", "content": chat().text([half])},), parent=turn
+    )
+    trajectory = af.Trajectory("x", TASK, "g", 0, (turn, said), "answered")
     assert chat().drift(trajectory).cause == "other"

@@ -13,13 +13,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from agentfly_kit.chat import formats
-from agentfly_kit.types import ToolCall
+import agentfly_kit as af
 
-hermes = formats.get("hermes")
+hermes = af.chat.formats.get("hermes")
 
 
-def one(text: str) -> ToolCall:
+def one(text: str) -> af.ToolCall:
     parsed = hermes.parse(text)
     assert len(parsed.calls) == 1, parsed
     return parsed.calls[0]
@@ -75,7 +74,7 @@ def test_the_error_of_a_malformed_call(body: str, words: str) -> None:
 
 
 def test_a_call_without_arguments_key_is_a_call_without_arguments() -> None:
-    assert one('<tool_call>{"name": "look"}</tool_call>') == ToolCall("call-0", "look", {}, raw='{"name": "look"}')
+    assert one('<tool_call>{"name": "look"}</tool_call>') == af.ToolCall("call-0", "look", {}, raw='{"name": "look"}')
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,7 @@ tag_soup = st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>"
 
 
 def test_rendered_calls_are_compact() -> None:
-    text = hermes.render_call(ToolCall("call-0", "say", {"x": "é", "n": [1, 2]}))
+    text = hermes.render_call(af.ToolCall("call-0", "say", {"x": "é", "n": [1, 2]}))
     assert text == '<tool_call>{"name":"say","arguments":{"x":"é","n":[1,2]}}</tool_call>'
 
 
@@ -134,7 +133,7 @@ SOUP += ["<function=a>", "</function>", "<parameter=x>", "</parameter>"]
 SOUP += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>call:", '<|"|>', "<tool_call|>", "a("]
 SOUP += ["<|tool_call_start|>", "<|tool_call_end|>", "to=functions.a", "<|channel|>", "<|message|>", "<|call|>", "x='"]
 SCHEMAS = [{"function": {"name": "a", "parameters": {"properties": {"x": {"type": "string"}}}}}]
-ALL = formats.NAMES
+ALL = af.chat.formats.NAMES
 # Tool and parameter of the formats that call a fixed tool.
 CALLED = {"code": ("python", "code"), "search": ("search", "query"), "action": ("act", "action")}
 # Tags around thinking, for formats that do not use <think> and </think>.
@@ -146,9 +145,9 @@ THINKING = {
 
 def fuzz(name: str, count: int, seed: int) -> tuple[int, int, int]:
     """Parse random texts with calls. Return the numbers of valid calls, malformed calls and unclosed texts."""
-    fmt = formats.get(name)
+    fmt = af.chat.formats.get(name)
     shown = (("a", "x", "b"), ("python", "code", "print(1)\n"), ("search", "query", "who"), ("act", "action", "go"))
-    good = [fmt.render_call(ToolCall("call-0", tool, {key: value})) for tool, key, value in shown]
+    good = [fmt.render_call(af.ToolCall("call-0", tool, {key: value})) for tool, key, value in shown]
     rng = random.Random(seed)
     called = failed = unclosed = 0
     for i in range(count):
@@ -216,7 +215,7 @@ def test_parsing_takes_linear_time(name: str) -> None:
 
     def seconds(text: str) -> float:
         began = time.process_time()
-        formats.get(name).parse(text)
+        af.chat.formats.get(name).parse(text)
         return time.process_time() - began
 
     for (before, after), piece in itertools.product(AROUND, REPEATED):
@@ -239,7 +238,7 @@ def reads_as_json(value: object) -> bool:
         return False
 
 
-def back(fmt: formats.Format, call: ToolCall, tools: list[dict[str, Any]] | None = None) -> None:
+def back(fmt: af.chat.formats.Format, call: af.ToolCall, tools: list[dict[str, Any]] | None = None) -> None:
     parsed = fmt.parse(fmt.render_call(call), tools or ())
     assert [(c.name, c.arguments, c.error) for c in parsed.calls] == [(call.name, call.arguments, None)]
     assert parsed.content == ""
@@ -250,7 +249,7 @@ def back(fmt: formats.Format, call: ToolCall, tools: list[dict[str, Any]] | None
 @settings(max_examples=60, deadline=None)
 @given(names, st.dictionaries(st.text() | tag_soup, json_values | tag_soup, max_size=4))
 def test_json_formats_parse_rendered_calls(name: str, tool: str, arguments: dict[str, Any]) -> None:
-    back(formats.get(name), ToolCall("call-0", tool, arguments))
+    back(af.chat.formats.get(name), af.ToolCall("call-0", tool, arguments))
 
 
 @settings(max_examples=80, deadline=None)
@@ -258,36 +257,36 @@ def test_json_formats_parse_rendered_calls(name: str, tool: str, arguments: dict
 def test_qwen3_coder_parses_rendered_calls(tool: str, arguments: dict[str, Any]) -> None:
     """Strings can be any text with a schema, and any text that is not JSON without one, but must not contain tags."""
     assume(not any(markup.search(json.dumps(v)) for v in arguments.values()))
-    fmt = formats.get("qwen3_coder")
+    fmt = af.chat.formats.get("qwen3_coder")
     properties = {k: {"type": "string"} if isinstance(v, str) else {} for k, v in arguments.items()}
     back(
         fmt,
-        ToolCall("call-0", tool, arguments),
+        af.ToolCall("call-0", tool, arguments),
         [{"function": {"name": tool, "parameters": {"properties": properties}}}],
     )
     if not any(isinstance(v, str) and reads_as_json(v) for v in arguments.values()):
-        back(fmt, ToolCall("call-0", tool, arguments))
+        back(fmt, af.ToolCall("call-0", tool, arguments))
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.text() | st.lists(st.sampled_from(["```", "````", "\n", "x", " ", "</think>"])).map("".join))
 def test_code_parses_rendered_calls(code: str) -> None:
-    back(formats.get("code"), ToolCall("call-0", "python", {"code": code}))
+    back(af.chat.formats.get("code"), af.ToolCall("call-0", "python", {"code": code}))
 
 
 @pytest.mark.parametrize(("name", "tool", "parameter"), [("search", "search", "query"), ("action", "act", "action")])
 @settings(max_examples=60, deadline=None)
 @given(st.text(min_size=1) | st.sampled_from(["</search>", "</action>", "<answer>x", "{", " a ", "</think>"]))
 def test_tags_parse_rendered_calls(name: str, tool: str, parameter: str, text: str) -> None:
-    back(formats.get(name), ToolCall("call-0", tool, {parameter: text}))
-    back(formats.get(name), ToolCall("call-0", "other", {"n": 1, "text": text}))
+    back(af.chat.formats.get(name), af.ToolCall("call-0", tool, {parameter: text}))
+    back(af.chat.formats.get(name), af.ToolCall("call-0", "other", {"n": 1, "text": text}))
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_truncated_call_is_no_call(name: str) -> None:
-    fmt = formats.get(name)
+    fmt = af.chat.formats.get(name)
     tool, key = CALLED.get(name, ("a", "x"))
-    text = fmt.render_call(ToolCall("call-0", tool, {key: "rm -r }] here"}))
+    text = fmt.render_call(af.ToolCall("call-0", tool, {key: "rm -r }] here"}))
     text = text.removesuffix("<|call|>")  # a stop token, which is not part of the parsed text
     before = "" if name in ("llama3", "code", "react", "gpt_oss") else "I say. "
     for cut in range(len(text)):
@@ -299,21 +298,21 @@ def test_a_truncated_call_is_no_call(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_several_calls_in_order(name: str) -> None:
-    fmt = formats.get(name)
+    fmt = af.chat.formats.get(name)
     tool, key = CALLED.get(name, ("a", "x"))
-    text = "\n".join(fmt.render_call(ToolCall(f"call-{i}", tool, {key: f"n{i}"})) for i in range(3))
+    text = "\n".join(fmt.render_call(af.ToolCall(f"call-{i}", tool, {key: f"n{i}"})) for i in range(3))
     calls = fmt.parse(text).calls
     assert [(c.id, c.name, c.arguments) for c in calls] == [(f"call-{i}", tool, {key: f"n{i}"}) for i in range(3)]
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_thinking_in_every_format(name: str) -> None:
-    fmt = formats.get(name)
+    fmt = af.chat.formats.get(name)
     tool, key = CALLED.get(name, ("a", "x"))
-    call = fmt.render_call(ToolCall("call-0", tool, {key: "b"}))
-    assert fmt.parse("Five.") == formats.Parsed("Five.")
+    call = fmt.render_call(af.ToolCall("call-0", tool, {key: "b"}))
+    assert fmt.parse("Five.") == af.chat.formats.Parsed("Five.")
     think, end = THINKING.get(name, ("<think>", "</think>"))
-    assert fmt.parse(f"{think}hm{end}Five.") == formats.Parsed("Five.", thinking="hm")
+    assert fmt.parse(f"{think}hm{end}Five.") == af.chat.formats.Parsed("Five.", thinking="hm")
     if name == "gpt_oss":  # a call ends the thinking
         assert [c.arguments for c in fmt.parse(f"{think}hm{end}{call}").calls] == [{key: "b"}]
         return
@@ -321,27 +320,27 @@ def test_thinking_in_every_format(name: str) -> None:
     assert [c.arguments for c in parsed.calls] == [{key: "b"}]
     assert parsed.thinking == f"hm, {call}"
     assert fmt.parse(f"{think}{call}").calls == ()
-    assert fmt.parse(f"hm{end}Five.") == formats.Parsed("Five.", thinking="hm")
+    assert fmt.parse(f"hm{end}Five.") == af.chat.formats.Parsed("Five.", thinking="hm")
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_instructions_and_observations(name: str) -> None:
     tools = [{"function": {"name": "look_up", "parameters": {"properties": {"x": {"type": "string"}}}}}]
-    text = formats.get(name).instructions(tools)
+    text = af.chat.formats.get(name).instructions(tools)
     assert name == "code" or "look_up" in text
-    assert "5" in formats.get(name).observation("look_up", "5")
+    assert "5" in af.chat.formats.get(name).observation("look_up", "5")
 
 
 # --- single formats ---
 
 
 def test_llama3() -> None:
-    llama = formats.get("llama3")
+    llama = af.chat.formats.get("llama3")
     two = llama.parse('<|python_tag|>{"name": "a", "parameters": {"x": 1}}; {"name": "b", "arguments": {}}')
     assert [(c.name, c.arguments) for c in two.calls] == [("a", {"x": 1}), ("b", {})]
     assert llama.parse('{"type": "function", "name": "a", "parameters": {}}').calls[0].name == "a"
     # JSON that is not a call is an answer, and so is a call that is quoted within a sentence.
-    assert llama.parse('{"answer": 5}') == formats.Parsed('{"answer": 5}')
+    assert llama.parse('{"answer": 5}') == af.chat.formats.Parsed('{"answer": 5}')
     assert llama.parse('I would write {"name": "a", "parameters": {}}').calls == ()
     broken = llama.parse('{"name": "a", "parameters": {x}}').calls[0]
     assert "not valid JSON" in str(broken.error)
@@ -351,7 +350,7 @@ def test_llama3() -> None:
 
 
 def test_mistral() -> None:
-    mistral = formats.get("mistral")
+    mistral = af.chat.formats.get("mistral")
     text = '[TOOL_CALLS] [{"name": "a", "arguments": {"x": 1}, "id": "abcDEF123"}, {"name": "b", "arguments": {}}]'
     assert [(c.id, c.name) for c in mistral.parse(text).calls] == [("abcDEF123", "a"), ("call-1", "b")]
     newer = mistral.parse('Yes.[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[CALL_ID]abcDEF123[ARGS]{}')
@@ -361,13 +360,13 @@ def test_mistral() -> None:
     assert mistral.parse("[TOOL_CALLS]a[AR").unclosed
     assert mistral.parse("[TOOL_CALLS] []").calls[0].error is not None
     assert 'no "name"' in str(mistral.parse("[TOOL_CALLS] [{}]").calls[0].error)
-    assert mistral.render_call(ToolCall("abcDEF123", "a", {})) == (
+    assert mistral.render_call(af.ToolCall("abcDEF123", "a", {})) == (
         '[TOOL_CALLS][{"name":"a","arguments":{},"id":"abcDEF123"}]'
     )
 
 
 def test_react() -> None:
-    react = formats.get("react")
+    react = af.chat.formats.get("react")
     assert react.stop == ("Observation:",)
     parsed = react.parse('Thought: look.\nAction: a\nAction Input: {"x": 1}\nObservation: I made this up\nAction: b')
     assert [(c.name, c.arguments) for c in parsed.calls] == [("a", {"x": 1})]
@@ -386,32 +385,34 @@ def test_react() -> None:
 
 
 def test_code() -> None:
-    code = formats.get("code")
+    code = af.chat.formats.get("code")
     parsed = code.parse("So:\n```python\nprint(1)\n```\nand\n```json\n{}\n```")
     assert [c.arguments for c in parsed.calls] == [{"code": "print(1)"}]
     assert "```json" in parsed.content
     assert code.parse("```python\nprint(1)").unclosed
     assert code.parse("use `x` and ``` no fence").calls == ()
-    mine = formats.FencedCode(tool="shell", parameter="line", languages=("bash", "sh"))
-    assert mine.parse("```sh\nls\n```").calls[0] == ToolCall("call-0", "shell", {"line": "ls"}, raw="ls")
+    mine = af.chat.formats.FencedCode(tool="shell", parameter="line", languages=("bash", "sh"))
+    assert mine.parse("```sh\nls\n```").calls[0] == af.ToolCall("call-0", "shell", {"line": "ls"}, raw="ls")
 
 
 def test_search_and_action_tags() -> None:
-    search = formats.get("search")
+    search = af.chat.formats.get("search")
     assert search.stop == ("</search>", "</answer>")
     parsed = search.parse("<think>who?</think> <search> capital of Peru </search>")
     assert [(c.name, c.arguments) for c in parsed.calls] == [("search", {"query": "capital of Peru"})]
-    assert search.parse("So it is clear. <answer> Lima </answer> and more") == formats.Parsed("Lima")
-    assert search.parse("<answer>Lima") == formats.Parsed("Lima")  # cut before its closing tag by a stop text
+    assert search.parse("So it is clear. <answer> Lima </answer> and more") == af.chat.formats.Parsed("Lima")
+    assert search.parse("<answer>Lima") == af.chat.formats.Parsed("Lima")  # cut before its closing tag by a stop text
     assert search.parse("<search>Peru").unclosed
     assert "is empty" in str(search.parse("<search> </search>").calls[0].error)
     assert search.observation("search", "Lima") == "<information>Lima</information>"
-    action = formats.get("action").parse('<action>go north</action><action>{"name":"look","arguments":{}}</action>')
+    action = af.chat.formats.get("action").parse(
+        '<action>go north</action><action>{"name":"look","arguments":{}}</action>'
+    )
     assert [(c.name, c.arguments) for c in action.calls] == [("act", {"action": "go north"}), ("look", {})]
 
 
 def test_qwen3_coder() -> None:
-    qwen = formats.get("qwen3_coder")
+    qwen = af.chat.formats.get("qwen3_coder")
     text = "<tool_call>\n<function=a>\n<parameter=x>\n5\n</parameter>\n</function>\n</tool_call>"
     assert qwen.parse(text).calls[0].arguments == {"x": 5}
     assert qwen.parse(text, SCHEMAS).calls[0].arguments == {"x": "5"}
@@ -434,15 +435,17 @@ def test_qwen3_coder() -> None:
 def test_markup_formats_parse_rendered_calls(tool: str, arguments: dict[str, Any]) -> None:
     """Strings can be any text for GLM-4 with a schema, for LFM2, and for Gemma 4 with bare keys."""
     texts = json.dumps(arguments, ensure_ascii=False)
-    call = ToolCall("call-0", tool, arguments)
+    call = af.ToolCall("call-0", tool, arguments)
     properties = {k: {"type": "string"} if isinstance(v, str) else {} for k, v in arguments.items()}
     if not re.search(r"</?(?:arg_|tool_call)", texts):
-        back(formats.get("glm4"), call, [{"function": {"name": tool, "parameters": {"properties": properties}}}])
+        back(
+            af.chat.formats.get("glm4"), call, [{"function": {"name": tool, "parameters": {"properties": properties}}}]
+        )
     identifiers = not re.search(r'"(?![A-Za-z_][A-Za-z0-9_.-]*"|")[^"]*":', texts) and '"":' not in texts
     if identifiers and '<|\\"|>' not in texts and "\\" not in texts:
-        back(formats.get("gemma4"), call)
+        back(af.chat.formats.get("gemma4"), call)
     if all(key.isidentifier() for key in arguments) and "<|tool_call_end|>" not in texts:
-        back(formats.get("lfm2"), call)
+        back(af.chat.formats.get("lfm2"), call)
 
 
 @pytest.mark.parametrize(
@@ -468,7 +471,7 @@ def test_markup_formats_parse_rendered_calls(tool: str, arguments: dict[str, Any
     ],
 )
 def test_errors_of_calls_in_markup(name: str, text: str, words: str) -> None:
-    call = formats.get(name).parse(text).calls[-1]
+    call = af.chat.formats.get(name).parse(text).calls[-1]
     assert words in str(call.error)
     assert "; write " in str(call.error)
     assert call.arguments == {}
@@ -476,7 +479,7 @@ def test_errors_of_calls_in_markup(name: str, text: str, words: str) -> None:
 
 def test_python_literals_in_lfm2() -> None:
     text = "<|tool_call_start|>[a(x='It's a \\'b\\', \n\\\\', n=None, l=[True, 'y']), b(x=\"It's\")]<|tool_call_end|>"
-    calls = formats.get("lfm2").parse(f"So: {text}").calls
+    calls = af.chat.formats.get("lfm2").parse(f"So: {text}").calls
     assert [c.error for c in calls] == [None, None]
     assert calls[0].arguments == {"x": "It's a 'b', \n\\", "n": None, "l": [True, "y"]}
     assert calls[1].arguments == {"x": "It's"}
@@ -487,30 +490,33 @@ def test_channels_of_gpt_oss() -> None:
         "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
         '<|start|>assistant<|channel|>commentary to=functions.a <|constrain|>json<|message|>{"x": 1}'
     )
-    parsed = formats.get("gpt_oss").parse(text)
+    parsed = af.chat.formats.get("gpt_oss").parse(text)
     assert (parsed.thinking, parsed.content, parsed.unclosed) == ("Look.", "I look.", False)
     assert [(c.name, c.arguments) for c in parsed.calls] == [("a", {"x": 1})]
-    assert formats.get("gpt_oss").parse(text[:-1]).unclosed
-    assert formats.get("gpt_oss").parse("<|channel|>final<|message|>5<|return|>") == formats.Parsed("5")
+    assert af.chat.formats.get("gpt_oss").parse(text[:-1]).unclosed
+    assert af.chat.formats.get("gpt_oss").parse("<|channel|>final<|message|>5<|return|>") == af.chat.formats.Parsed("5")
 
 
-@pytest.mark.parametrize("name", [format.name for format in formats.NATIVE])
+@pytest.mark.parametrize("name", [format.name for format in af.chat.formats.NATIVE])
 def test_detect_format(name: str) -> None:
-    fmt = formats.get(name)
-    assert formats.detect_format(lambda tool, arguments: fmt.render_call(ToolCall("call-0", tool, arguments))) == fmt
-    assert formats.detect_format(lambda tool, arguments: f"{tool}({arguments})") is None
-    assert formats.detect_format(lambda tool, arguments: "") is None
+    fmt = af.chat.formats.get(name)
+    assert (
+        af.chat.formats.detect_format(lambda tool, arguments: fmt.render_call(af.ToolCall("call-0", tool, arguments)))
+        == fmt
+    )
+    assert af.chat.formats.detect_format(lambda tool, arguments: f"{tool}({arguments})") is None
+    assert af.chat.formats.detect_format(lambda tool, arguments: "") is None
 
 
 def test_a_custom_format() -> None:
-    class Shout(formats.Format):
+    class Shout(af.chat.formats.Format):
         name = "shout"
 
-        def parse(self, text: str, tools: Any = ()) -> formats.Parsed:
-            return formats.Parsed(text, (ToolCall("call-0", text, {}),) if text.isupper() else ())
+        def parse(self, text: str, tools: Any = ()) -> af.chat.formats.Parsed:
+            return af.chat.formats.Parsed(text, (af.ToolCall("call-0", text, {}),) if text.isupper() else ())
 
-        def render_call(self, call: ToolCall) -> str:
+        def render_call(self, call: af.ToolCall) -> str:
             return call.name.upper()
 
-    assert formats.get(Shout()).parse("LOOK").calls[0].name == "LOOK"
-    assert formats.get(Shout()).stop == ()
+    assert af.chat.formats.get(Shout()).parse("LOOK").calls[0].name == "LOOK"
+    assert af.chat.formats.get(Shout()).stop == ()

@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentfly_kit import advantages, losses, types
+import agentfly_kit as af
+from agentfly_kit import types
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "conventions.md"
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
@@ -32,7 +33,7 @@ CALL = re.compile(
 def mass(mask: Tensor, how: Any, **options: Any) -> Tensor:
     """Return the weight of one token of each row."""
     x = torch.ones(mask.shape, requires_grad=True)
-    (g,) = torch.autograd.grad(losses.aggregate(x, mask, how, **options), x)
+    (g,) = torch.autograd.grad(af.losses.aggregate(x, mask, how, **options), x)
     return g.max(1).values
 
 
@@ -57,7 +58,8 @@ def computed(sections: list[str]) -> list[str]:
     done = []
     for section in sections:
         names: dict[str, Any] = {
-            "af": SimpleNamespace(advantages=advantages, losses=losses), "torch": torch, "mass": mass, "both": both,
+            "af": SimpleNamespace(advantages=af.advantages, losses=af.losses), "torch": torch, "mass": mass,
+            "both": both,
         }  # fmt: skip
         (given,) = BLOCK.finditer(section)
         exec(given["given"], names)

@@ -11,9 +11,8 @@ import pytest
 from test_harness import TASK, harnessed, run_one
 from waiting import until
 
-from agentfly_kit.endpoint.endpoint import Endpoint
+import agentfly_kit as af
 from agentfly_kit.endpoint.reply import RequestError
-from agentfly_kit.errors import SettingsError
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,7 @@ from agentfly_kit.errors import SettingsError
 async def test_bad_requests_are_rejected_by_name_and_the_chain_goes_on(body: dict[str, Any], message: str) -> None:
     seen: list[str] = []
 
-    async def trying(endpoint: Endpoint) -> str:
+    async def trying(endpoint: af.Endpoint) -> str:
         given = {"messages": [{"role": "user", "content": "a"}], **body}
         answer = await endpoint.handle("POST", "/v1/chat/completions", json.dumps(given).encode())
         assert answer.status == 400, answer
@@ -49,16 +48,16 @@ async def test_bad_requests_are_rejected_by_name_and_the_chain_goes_on(body: dic
 
 
 async def test_an_answer_after_the_end_is_refused() -> None:
-    kept: list[Endpoint] = []
+    kept: list[af.Endpoint] = []
 
-    async def keeping(endpoint: Endpoint) -> str:
+    async def keeping(endpoint: af.Endpoint) -> str:
         kept.append(endpoint)
         return "5"
 
     await run_one(keeping, ["x"])
     with pytest.raises(RequestError, match="has ended"):
         await kept[0].chat([{"role": "user", "content": "a"}])
-    with pytest.raises(SettingsError, match="closed"):
+    with pytest.raises(af.errors.SettingsError, match="closed"):
         _ = kept[0].base_url
 
 
@@ -71,7 +70,7 @@ async def test_http_serves_the_chain_of_each_key_on_loopback_and_stops_with_the_
     statuses: dict[str, int] = {}
     urls: set[str] = set()
 
-    async def over_http(endpoint: Endpoint, answer: str) -> str:
+    async def over_http(endpoint: af.Endpoint, answer: str) -> str:
         urls.add(endpoint.base_url.rsplit("/", 2)[0])
         body = {"model": "policy", "messages": [{"role": "user", "content": "a"}], "stream": True}
         async with aiohttp.ClientSession() as client:

@@ -25,18 +25,16 @@ from paths import TESTS
 from test_decoder import GPT_NEO, WINDOWED, model, windowed
 from waiting import GUARD, until
 
-from agentfly_kit.agent.rollout import Rollout
+import agentfly_kit as af
 from agentfly_kit.engines.local import engine as local
 from agentfly_kit.engines.local import generation
 from agentfly_kit.engines.local import slots as slot_table
 from agentfly_kit.engines.local.decoder import FusedLlamaDecoder
-from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.engines.local.generation import ContinuousBatch
 from agentfly_kit.errors import EngineError
-from agentfly_kit.policy.policy import Policy
-from agentfly_kit.types import Sample, Sampling, Task, TurnRequest
+from agentfly_kit.types import TurnRequest
 
-TASK = Task("t", ({"role": "user", "content": "?"},))
+TASK = af.Task("t", ({"role": "user", "content": "?"},))
 CLOSE = 1e-5
 
 
@@ -50,7 +48,7 @@ def prompt(n: int, seed: int = 0, size: int = 400) -> list[int]:
 
 
 @functools.cache
-def endless() -> Policy:
+def endless() -> af.Policy:
     """A random policy that never samples a stop token."""
     policy = random_policy(5, spread=0.15)
     policy.chat = type(chat())(chat().tokenizer)
@@ -58,7 +56,7 @@ def endless() -> Policy:
     return policy
 
 
-def check(policy: Policy, ids: list[int], got: Sample, temperature: float = 1.0) -> None:
+def check(policy: af.Policy, ids: list[int], got: af.Sample, temperature: float = 1.0) -> None:
     assert got.ids is not None and got.logprobs is not None and got.entropies is not None
     whole = [*ids, *got.ids]
     logprobs, entropies = reference_logprobs(policy, whole, range(len(ids), len(whole)), temperature)
@@ -72,9 +70,9 @@ def check(policy: Policy, ids: list[int], got: Sample, temperature: float = 1.0)
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 async def test_alternatives_are_the_most_probable_tokens_of_a_full_forward(temperature: float) -> None:
     policy = endless()
-    sampling = Sampling(temperature=temperature, max_tokens=12)
+    sampling = af.Sampling(temperature=temperature, max_tokens=12)
     prompts = [prompt(n, seed=n) for n in (3, 9, 40)]
-    plain, engine = LocalEngine(policy), LocalEngine(policy, alternatives=7)
+    plain, engine = af.LocalEngine(policy), af.LocalEngine(policy, alternatives=7)
     got = await asyncio.gather(*(engine.sample(p, sampling, i) for i, p in enumerate(prompts)))
     for i, (p, sample) in enumerate(zip(prompts, got, strict=True)):
         without = await plain.sample(p, sampling, i)
@@ -90,14 +88,14 @@ async def test_alternatives_are_the_most_probable_tokens_of_a_full_forward(tempe
                 assert dict(best)[sample.ids[k]] == sample.logprobs[k]
     for wrong in (-1, policy.vocab_size + 1, 2.0):
         with pytest.raises(EngineError, match="alternatives must be an integer from 0 to the vocabulary size"):
-            LocalEngine(policy, alternatives=wrong)  # type: ignore[arg-type]
+            af.LocalEngine(policy, alternatives=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
 async def test_logprobs_and_entropies_are_those_of_a_full_forward(temperature: float) -> None:
     policy = endless()
-    engine = LocalEngine(policy)
-    sampling = Sampling(temperature=temperature, max_tokens=30)
+    engine = af.LocalEngine(policy)
+    sampling = af.Sampling(temperature=temperature, max_tokens=30)
     # Prompt lengths around all widths and capacities at which the engine rounds.
     prompts = [prompt(n, seed=n) for n in (1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65, 100, 129)]
     got = await asyncio.gather(*(engine.sample(p, sampling, i) for i, p in enumerate(prompts)))
@@ -109,12 +107,13 @@ async def test_logprobs_and_entropies_are_those_of_a_full_forward(temperature: f
 
 async def test_rows_with_different_settings_are_independent() -> None:
     policy = endless()
-    engine = LocalEngine(policy)
+    engine = af.LocalEngine(policy)
     settings = [
-        Sampling(temperature=0.5, max_tokens=9), Sampling(temperature=0, max_tokens=5),
-        Sampling(top_p=0.8, max_tokens=12), Sampling(top_k=3, temperature=1.3, max_tokens=3), Sampling(max_tokens=20),
+        af.Sampling(temperature=0.5, max_tokens=9), af.Sampling(temperature=0, max_tokens=5),
+        af.Sampling(top_p=0.8, max_tokens=12), af.Sampling(top_k=3, temperature=1.3, max_tokens=3),
+        af.Sampling(max_tokens=20),
     ]  # fmt: skip
-    alone = [await LocalEngine(policy).sample(prompt(10), s, 3) for s in settings]
+    alone = [await af.LocalEngine(policy).sample(prompt(10), s, 3) for s in settings]
     together = await asyncio.gather(*(engine.sample(prompt(10), s, 3) for s in settings))
     for s, a, b in zip(settings, alone, together, strict=True):
         assert (a.ids, a.logprobs, a.entropies, a.kept_mass) == (b.ids, b.logprobs, b.entropies, b.kept_mass)
@@ -132,24 +131,24 @@ async def test_rows_are_bitwise_equal_beside_rows_of_any_length(
     policy.chat = endless().chat
     # Kernels sum over 193 to 511 keys, and over as many beyond each 512, in an order that depends on their number.
     lengths = (60, 110, 150, 185, 200, 250, 300, 340, 370, 390, 450, 600, 700, 760, 850, 930)
-    sampling = Sampling(max_tokens=8)
+    sampling = af.Sampling(max_tokens=8)
 
-    async def sampled(engine: LocalEngine, length: int) -> tuple[Any, Any]:
+    async def sampled(engine: af.LocalEngine, length: int) -> tuple[Any, Any]:
         got = await engine.sample(prompt(length, seed=length), sampling, length)
         return got.ids, got.logprobs
 
-    alone = [await sampled(LocalEngine(policy), length) for length in lengths]
+    alone = [await sampled(af.LocalEngine(policy), length) for length in lengths]
     for count in (3, len(lengths)):  # a row beside rows that are a little longer, and beside much longer ones
         for at in range(0, len(lengths), count):
-            engine = LocalEngine(policy)
+            engine = af.LocalEngine(policy)
             together = await asyncio.gather(*(sampled(engine, length) for length in lengths[at : at + count]))
             assert together == alone[at : at + count]
 
 
 async def test_greedy_sampling_ignores_the_seed() -> None:
     policy = endless()
-    engine = LocalEngine(policy)
-    greedy = Sampling(temperature=0, max_tokens=12)
+    engine = af.LocalEngine(policy)
+    greedy = af.Sampling(temperature=0, max_tokens=12)
     a, b = [await engine.sample(prompt(5), greedy, seed) for seed in (1, 2)]
     assert a.ids == b.ids
     ids = prompt(5)
@@ -159,7 +158,7 @@ async def test_greedy_sampling_ignores_the_seed() -> None:
         ids.append(token)
 
 
-def plain_kept(p: list[float], s: Sampling) -> tuple[set[int], float]:
+def plain_kept(p: list[float], s: af.Sampling) -> tuple[set[int], float]:
     """Apply top-k, top-p and min-p in this order, in plain Python; return the kept tokens and their mass."""
     order = sorted(range(len(p)), key=lambda i: -p[i])
     kept = order[: s.top_k] if s.top_k else order
@@ -184,8 +183,8 @@ def plain_kept(p: list[float], s: Sampling) -> tuple[set[int], float]:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 async def test_truncation_keeps_the_documented_tokens(options: dict[str, Any], temperature: float) -> None:
     policy = endless()
-    engine = LocalEngine(policy)
-    s = Sampling(temperature=temperature, max_tokens=12, **options)
+    engine = af.LocalEngine(policy)
+    s = af.Sampling(temperature=temperature, max_tokens=12, **options)
     got = await engine.sample(prompt(9), s, 11)
     assert got.ids is not None and got.kept_mass is not None
     check(policy, prompt(9), got, temperature)  # logprobs refer to the distribution before truncation
@@ -201,9 +200,9 @@ async def test_truncation_keeps_the_documented_tokens(options: dict[str, Any], t
 
 async def test_sampled_frequencies_match_the_probabilities() -> None:
     policy = endless()
-    engine = LocalEngine(policy)
+    engine = af.LocalEngine(policy)
     ids, n = prompt(6), 1500
-    got = await asyncio.gather(*(engine.sample(ids, Sampling(max_tokens=1), seed) for seed in range(n)))
+    got = await asyncio.gather(*(engine.sample(ids, af.Sampling(max_tokens=1), seed) for seed in range(n)))
     counts = Counter((s.ids or (-1,))[0] for s in got)
     with torch.no_grad():
         p = torch.softmax(policy.model(input_ids=torch.tensor([ids])).logits[0, -1].double(), -1).tolist()
@@ -218,8 +217,8 @@ async def test_sampled_frequencies_match_the_probabilities() -> None:
 
 async def test_distribution_is_that_of_the_model() -> None:
     policy = endless()
-    engine = LocalEngine(policy)
-    ids, logprobs, entropy = await engine.distribution(prompt(20), Sampling(temperature=0.7), top=5)
+    engine = af.LocalEngine(policy)
+    ids, logprobs, entropy = await engine.distribution(prompt(20), af.Sampling(temperature=0.7), top=5)
     with torch.no_grad():
         logits = policy.model(input_ids=torch.tensor([prompt(20)])).logits[0, -1].double() / 0.7
     logp = torch.log_softmax(logits, -1)
@@ -227,7 +226,7 @@ async def test_distribution_is_that_of_the_model() -> None:
     assert ids == best.indices.tolist()
     assert logprobs == pytest.approx(best.values.tolist(), abs=CLOSE)
     assert entropy == pytest.approx(float(-(logp.exp() * logp).sum()), abs=CLOSE)
-    everything, _, _ = await engine.distribution(prompt(20), Sampling(), top=10**6)
+    everything, _, _ = await engine.distribution(prompt(20), af.Sampling(), top=10**6)
     assert sorted(everything) == list(range(policy.vocab_size))
 
 
@@ -238,16 +237,16 @@ async def test_distribution_is_that_of_the_model() -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 async def test_every_kind_of_attention_gives_the_logprobs_of_a_full_forward(family: str, attention: str) -> None:
     """Test contexts longer than the windows during prefill, decoding, a reused history and a copied prefix."""
-    policy = Policy(windowed(family, 16, attention), type(chat())(chat().tokenizer))
+    policy = af.Policy(windowed(family, 16, attention), type(chat())(chat().tokenizer))
     policy.chat.stop_ids = ()
-    engine = LocalEngine(policy)
+    engine = af.LocalEngine(policy)
     first = [prompt(n, seed=1, size=90) for n in (5, 14, 30, 30, 45)]
     got = await asyncio.gather(
-        *(engine.sample(ids, Sampling(max_tokens=9), i, request=request(str(i))) for i, ids in enumerate(first))
+        *(engine.sample(ids, af.Sampling(max_tokens=9), i, request=request(str(i))) for i, ids in enumerate(first))
     )
     second = [[*ids, *(s.ids or ()), *prompt(6, seed=2, size=90)] for ids, s in zip(first, got, strict=True)]
     again = await asyncio.gather(
-        *(engine.sample(ids, Sampling(max_tokens=9), i, request=request(str(i), 1)) for i, ids in enumerate(second))
+        *(engine.sample(ids, af.Sampling(max_tokens=9), i, request=request(str(i), 1)) for i, ids in enumerate(second))
     )
     assert engine.prefilled < sum(map(len, first)) + 7 * len(second), "histories were computed again"
     for ids, sample in zip([*first, *second], [*got, *again], strict=True):
@@ -264,13 +263,13 @@ async def test_every_kind_of_attention_gives_the_logprobs_of_a_full_forward(fami
 )
 def test_models_without_a_usable_kv_cache_are_rejected(family: str, changes: Any, reason: str) -> None:
     with pytest.raises(EngineError, match=f"LocalEngine cannot run .*: {reason}.* Use VLLMEngine instead"):
-        LocalEngine(Policy(model(family, **changes), chat()))
+        af.LocalEngine(af.Policy(model(family, **changes), chat()))
 
 
 # --- seeds ---------------------------------------------------------------------------------------
 
 
-def tokens(rollout: Rollout) -> list[Any]:
+def tokens(rollout: af.Rollout) -> list[Any]:
     return [(t.id, t.ids.tolist(), t.logprobs.tobytes(), t.entropies.tobytes(), t.reward) for t in rollout]
 
 
@@ -278,7 +277,7 @@ async def test_samples_do_not_depend_on_concurrency_slots_or_earlier_requests() 
     whole = await agent(fresh()).rollout(tasks(4), group_size=8, max_concurrency=1)
     assert len({len(t.turns) for t in whole}) > 1, "the chains must differ in length"
     for concurrency, slots in ((13, 64), (64, 64), (64, 8)):
-        a = agent(engine=LocalEngine(fresh(), slots=slots))
+        a = agent(engine=af.LocalEngine(fresh(), slots=slots))
         assert tokens(await a.rollout(tasks(4), group_size=8, max_concurrency=concurrency)) == tokens(whole)
         await a.rollout(tasks(6, seed=1), group_size=2, index=3)  # fills the slots with other rows
         assert tokens(await a.rollout(tasks(4), group_size=8)) == tokens(whole)
@@ -289,27 +288,27 @@ async def test_samples_do_not_depend_on_concurrency_slots_or_earlier_requests() 
 
 async def test_the_history_of_a_session_is_reused() -> None:
     policy = endless()
-    engine = LocalEngine(policy)
+    engine = af.LocalEngine(policy)
     ids = prompt(40)
-    first = await engine.sample(ids, Sampling(max_tokens=10), 1, request=request("a"))
+    first = await engine.sample(ids, af.Sampling(max_tokens=10), 1, request=request("a"))
     assert engine.prefilled == 40
     more = [*ids, *(first.ids or ()), *prompt(6, seed=2)]
-    second = await engine.sample(more, Sampling(max_tokens=10), 2, request=request("a", 1))
+    second = await engine.sample(more, af.Sampling(max_tokens=10), 2, request=request("a", 1))
     assert engine.prefilled == 40 + 6 + 1  # the last sampled token was not yet an input
     check(policy, more, second)
-    fresh_engine = await LocalEngine(policy).sample(more, Sampling(max_tokens=10), 2)
+    fresh_engine = await af.LocalEngine(policy).sample(more, af.Sampling(max_tokens=10), 2)
     assert fresh_engine.ids == second.ids
 
 
 async def test_chains_of_many_turns_compute_each_token_once() -> None:
     """Test 20 turns with observations of 200 tokens, for chains that wait for each other and reach other lengths."""
     made = model("qwen3", max_position_embeddings=8192, num_hidden_layers=1, num_key_value_heads=1)
-    policy = Policy(made, type(chat())(chat().tokenizer))
+    policy = af.Policy(made, type(chat())(chat().tokenizer))
     policy.chat.stop_ids = ()
-    engine, chains, turns, observation = LocalEngine(policy), 2, 20, 200
+    engine, chains, turns, observation = af.LocalEngine(policy), 2, 20, 200
 
-    async def chain(number: int) -> tuple[list[int], Sample]:
-        ids, sampling = prompt(30 + number, seed=number, size=90), Sampling(max_tokens=4 + number)
+    async def chain(number: int) -> tuple[list[int], af.Sample]:
+        ids, sampling = prompt(30 + number, seed=number, size=90), af.Sampling(max_tokens=4 + number)
         sample = await engine.sample(ids, sampling, 0, request=request(str(number)))
         for turn in range(1, turns):
             ids = [*ids, *(sample.ids or ()), *prompt(observation, seed=turn, size=90)]
@@ -326,10 +325,10 @@ async def test_chains_of_many_turns_compute_each_token_once() -> None:
 
 async def test_the_prompt_of_a_group_is_computed_once() -> None:
     policy = endless()
-    engine = LocalEngine(policy)
+    engine = af.LocalEngine(policy)
     ids = prompt(50)
     got = await asyncio.gather(
-        *(engine.sample(ids, Sampling(max_tokens=4), i, request=request(str(i))) for i in range(12))
+        *(engine.sample(ids, af.Sampling(max_tokens=4), i, request=request(str(i))) for i in range(12))
     )
     assert engine.prefilled <= 50 + 11
     for sample in got:
@@ -338,7 +337,7 @@ async def test_the_prompt_of_a_group_is_computed_once() -> None:
 
 async def test_requests_submitted_together_stay_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, steps, prefills = endless(), Counter[int](), []
-    engine = LocalEngine(policy)
+    engine = af.LocalEngine(policy)
     decode, logits = ContinuousBatch._decode, ContinuousBatch._prompt_logits
 
     def counted(self: ContinuousBatch) -> None:
@@ -355,7 +354,8 @@ async def test_requests_submitted_together_stay_synchronized(monkeypatch: pytest
     rows = [prompt(60 + i % 3, seed=i) for i in range(32)]
     for turn in range(4):
         asked = [
-            engine.sample(ids, Sampling(max_tokens=8), i, request=request(f"s{i}", turn)) for i, ids in enumerate(rows)
+            engine.sample(ids, af.Sampling(max_tokens=8), i, request=request(f"s{i}", turn))
+            for i, ids in enumerate(rows)
         ]
         got = await asyncio.gather(*asked)
         rows = [[*ids, *(s.ids or ()), *prompt(20, seed=turn)] for ids, s in zip(rows, got, strict=True)]
@@ -365,39 +365,39 @@ async def test_requests_submitted_together_stay_synchronized(monkeypatch: pytest
 
 async def test_a_rewritten_history_is_recomputed_from_the_first_change() -> None:
     policy = endless()
-    engine = LocalEngine(policy)
+    engine = af.LocalEngine(policy)
     ids = prompt(30)
-    await engine.sample(ids, Sampling(max_tokens=10), 1, request=request("a"))
+    await engine.sample(ids, af.Sampling(max_tokens=10), 1, request=request("a"))
     other = [*ids[:20], *prompt(15, seed=9)]
-    check(policy, other, await engine.sample(other, Sampling(max_tokens=10), 1, request=request("a", 1)))
+    check(policy, other, await engine.sample(other, af.Sampling(max_tokens=10), 1, request=request("a", 1)))
     shorter = ids[:5]
-    check(policy, shorter, await engine.sample(shorter, Sampling(max_tokens=10), 1, request=request("a", 2)))
-    check(policy, ids, await engine.sample(ids, Sampling(max_tokens=10), 1, request=request("a", 3)))
+    check(policy, shorter, await engine.sample(shorter, af.Sampling(max_tokens=10), 1, request=request("a", 2)))
+    check(policy, ids, await engine.sample(ids, af.Sampling(max_tokens=10), 1, request=request("a", 3)))
 
 
 async def test_released_sessions_free_their_slots() -> None:
-    engine = LocalEngine(endless(), slots=8)
+    engine = af.LocalEngine(endless(), slots=8)
     for i in range(30):
-        await engine.sample(prompt(5, seed=i), Sampling(max_tokens=2), 0, request=request(f"s{i}"))
+        await engine.sample(prompt(5, seed=i), af.Sampling(max_tokens=2), 0, request=request(f"s{i}"))
         engine.release(f"s{i}")
-    await engine.sample(prompt(5), Sampling(max_tokens=2), 0)
+    await engine.sample(prompt(5), af.Sampling(max_tokens=2), 0)
     assert not engine._batch.table.session_slot
 
 
 async def test_a_new_policy_version_invalidates_cached_keys() -> None:
     policy = random_policy(7)
-    engine = LocalEngine(policy)
+    engine = af.LocalEngine(policy)
     ids = prompt(30)
-    first = await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("a"))
+    first = await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("a"))
     assert first.versions == (0,) * len(first.ids or ())
     change(policy, 1)
     more = [*ids, *(first.ids or ()), *prompt(5, seed=3)]
-    second = await engine.sample(more, Sampling(max_tokens=8), 1, request=request("a", 1))
+    second = await engine.sample(more, af.Sampling(max_tokens=8), 1, request=request("a", 1))
     assert second.versions == (1,) * len(second.ids or ())
     check(policy, more, second)
 
 
-def change(policy: Policy, seed: int) -> None:
+def change(policy: af.Policy, seed: int) -> None:
     """Change the weights and the version, like an update."""
     generator = torch.Generator().manual_seed(seed)
     with policy.lock, torch.no_grad():
@@ -408,29 +408,29 @@ def change(policy: Policy, seed: int) -> None:
 
 async def test_loaded_weights_invalidate_cached_keys() -> None:
     policy, other = random_policy(7), random_policy(8)
-    engine = LocalEngine(policy)
+    engine = af.LocalEngine(policy)
     ids = prompt(30)
-    await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("a"))
+    await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("a"))
     policy.load_state(other.state())
-    check(other, ids, await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("b")))
+    check(other, ids, await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("b")))
     with torch.no_grad():  # a change without a new version
         policy.model.get_input_embeddings().weight.mul_(1.1)
-    check(policy, ids, await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("c")))
+    check(policy, ids, await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("c")))
 
 
 async def test_an_external_fused_optimizer_invalidates_cached_keys() -> None:
     """A fused optimizer changes neither the policy's version nor torch's version counters."""
     policy = random_policy(7)
-    engine = LocalEngine(policy)
+    engine = af.LocalEngine(policy)
     ids = prompt(30)
-    await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("a"))
+    await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("a"))
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=0.05, fused=True)
     policy.model(input_ids=torch.tensor([ids])).logits.logsumexp(-1).sum().backward()
     optimizer.step()
-    check(policy, ids, await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("b")))
+    check(policy, ids, await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("b")))
 
 
-def hold(engine: LocalEngine) -> tuple[threading.Event, threading.Event]:
+def hold(engine: af.LocalEngine) -> tuple[threading.Event, threading.Event]:
     """Let an engine wait before its fourth decode step. Return events that it has got there and that it may go on."""
     reached, go_on = threading.Event(), threading.Event()
     decode, steps = engine._batch._decode, itertools.count(1)
@@ -449,13 +449,13 @@ async def test_prefixes_are_not_copied_from_rows_with_old_keys() -> None:
     """A row that began before an update keeps its old keys until it ends."""
     policy = random_policy(9)
     policy.chat = endless().chat
-    engine = LocalEngine(policy)
+    engine = af.LocalEngine(policy)
     ids = prompt(60)
     reached, go_on = hold(engine)
-    long = asyncio.create_task(engine.sample(ids, Sampling(max_tokens=190), 1, request=request("old")))
+    long = asyncio.create_task(engine.sample(ids, af.Sampling(max_tokens=190), 1, request=request("old")))
     await until(reached.is_set)
     change(policy, 2)
-    new = asyncio.create_task(engine.sample(ids, Sampling(max_tokens=4), 2, request=request("new")))
+    new = asyncio.create_task(engine.sample(ids, af.Sampling(max_tokens=4), 2, request=request("new")))
     await until(lambda: engine._inbox)  # while the old row is running
     go_on.set()
     got = await new
@@ -472,8 +472,8 @@ async def test_a_stop_token_is_kept_and_counted() -> None:
     policy = random_policy(3)
     policy.chat = type(chat())(chat().tokenizer)
     policy.chat.stop_ids = tuple(range(0, 400, 3))
-    engine = LocalEngine(policy)
-    got = await asyncio.gather(*(engine.sample(prompt(5, seed=i), Sampling(max_tokens=50), i) for i in range(20)))
+    engine = af.LocalEngine(policy)
+    got = await asyncio.gather(*(engine.sample(prompt(5, seed=i), af.Sampling(max_tokens=50), i) for i in range(20)))
     assert {s.stop for s in got} == {"stop"}
     for sample in got:
         ids = sample.ids or ()
@@ -483,10 +483,10 @@ async def test_a_stop_token_is_kept_and_counted() -> None:
 
 async def test_a_stop_string_ends_the_turn_after_a_whole_token() -> None:
     policy = endless()
-    whole = await LocalEngine(policy).sample(prompt(5), Sampling(max_tokens=40), 4)
+    whole = await af.LocalEngine(policy).sample(prompt(5), af.Sampling(max_tokens=40), 4)
     text = policy.chat.text(whole.ids or ())
     stop = text[9:11]
-    got = await LocalEngine(policy).sample(prompt(5), Sampling(max_tokens=40, stop=(stop,)), 4)
+    got = await af.LocalEngine(policy).sample(prompt(5), af.Sampling(max_tokens=40, stop=(stop,)), 4)
     assert got.stop == "string"
     n = len(got.ids or ())
     assert got.ids == (whole.ids or ())[:n]
@@ -495,14 +495,14 @@ async def test_a_stop_string_ends_the_turn_after_a_whole_token() -> None:
 
 
 async def test_the_context_limits_a_turn() -> None:
-    engine = LocalEngine(endless())  # 256 positions
-    got = await engine.sample(prompt(250), Sampling(max_tokens=50), 0)
+    engine = af.LocalEngine(endless())  # 256 positions
+    got = await engine.sample(prompt(250), af.Sampling(max_tokens=50), 0)
     assert len(got.ids or ()) == 6
     assert got.stop == "length"
     check(endless(), prompt(250), got)
     with pytest.raises(EngineError, match="256 ids leave no space for an action in a context of 256"):
-        await engine.sample(prompt(256), Sampling(), 0)
-    last = await engine.sample(prompt(255), Sampling(max_tokens=50), 0)
+        await engine.sample(prompt(256), af.Sampling(), 0)
+    last = await engine.sample(prompt(255), af.Sampling(max_tokens=50), 0)
     assert len(last.ids or ()) == 1
 
 
@@ -511,16 +511,16 @@ async def test_the_context_limits_a_turn() -> None:
 
 async def test_a_cancelled_request_frees_its_row() -> None:
     policy = endless()
-    engine = LocalEngine(policy, slots=8)
+    engine = af.LocalEngine(policy, slots=8)
     reached, go_on = hold(engine)
-    wanted = await LocalEngine(policy).sample(prompt(8), Sampling(max_tokens=60), 5)
+    wanted = await af.LocalEngine(policy).sample(prompt(8), af.Sampling(max_tokens=60), 5)
     doomed = [
         asyncio.create_task(
-            engine.sample(prompt(20 + i, seed=i), Sampling(max_tokens=200), i, request=request(f"d{i}"))
+            engine.sample(prompt(20 + i, seed=i), af.Sampling(max_tokens=200), i, request=request(f"d{i}"))
         )
         for i in range(20)
     ]
-    lucky = asyncio.create_task(engine.sample(prompt(8), Sampling(max_tokens=60), 5))
+    lucky = asyncio.create_task(engine.sample(prompt(8), af.Sampling(max_tokens=60), 5))
     await until(reached.is_set)
     for task in doomed:
         task.cancel()
@@ -528,7 +528,7 @@ async def test_a_cancelled_request_frees_its_row() -> None:
     go_on.set()
     got = await lucky
     assert (got.ids, got.logprobs) == (wanted.ids, wanted.logprobs)
-    again = await engine.sample(prompt(20), Sampling(max_tokens=5), 0, request=request("d0", 1))
+    again = await engine.sample(prompt(20), af.Sampling(max_tokens=5), 0, request=request("d0", 1))
     check(policy, prompt(20), again)
     assert engine._batch.table.active == 0
 
@@ -536,8 +536,8 @@ async def test_a_cancelled_request_frees_its_row() -> None:
 @pytest.mark.parametrize("when", ["_forward", "_decode", "sample_tokens"])
 async def test_a_failure_fails_all_requests_and_the_engine_recovers(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = endless()
-    engine = LocalEngine(policy)
-    wanted = await engine.sample(prompt(8), Sampling(max_tokens=12), 5)
+    engine = af.LocalEngine(policy)
+    wanted = await engine.sample(prompt(8), af.Sampling(max_tokens=12), 5)
     where: Any = generation if when == "sample_tokens" else ContinuousBatch
     real, calls = getattr(where, when), [0]
 
@@ -549,25 +549,25 @@ async def test_a_failure_fails_all_requests_and_the_engine_recovers(when: str, m
 
     monkeypatch.setattr(where, when, failing)
     many = [
-        engine.sample(prompt(10 + i, seed=i), Sampling(max_tokens=20), i, request=request(str(i))) for i in range(6)
+        engine.sample(prompt(10 + i, seed=i), af.Sampling(max_tokens=20), i, request=request(str(i))) for i in range(6)
     ]
     got = await asyncio.gather(*many, return_exceptions=True)
     failed = [g for g in got if isinstance(g, EngineError)]
     assert failed, "at least one request was running"
     assert all("LocalEngine failed while sampling: RuntimeError: out of memory" in str(e) for e in failed)
-    assert all(isinstance(g, EngineError | Sample) for g in got)
+    assert all(isinstance(g, EngineError | af.Sample) for g in got)
     for _ in range(3):  # including requests of a session that failed
-        again = await engine.sample(prompt(8), Sampling(max_tokens=12), 5, request=request("0"))
+        again = await engine.sample(prompt(8), af.Sampling(max_tokens=12), 5, request=request("0"))
         assert (again.ids, again.logprobs) == (wanted.ids, wanted.logprobs)
 
 
 async def test_concurrent_requests_of_one_session_are_rejected() -> None:
-    engine = LocalEngine(endless())
+    engine = af.LocalEngine(endless())
     reached, go_on = hold(engine)
-    other = asyncio.create_task(engine.sample(prompt(9), Sampling(max_tokens=60), 1, request=request("other")))
-    first = asyncio.create_task(engine.sample(prompt(8), Sampling(max_tokens=60), 1, request=request("a")))
+    other = asyncio.create_task(engine.sample(prompt(9), af.Sampling(max_tokens=60), 1, request=request("other")))
+    first = asyncio.create_task(engine.sample(prompt(8), af.Sampling(max_tokens=60), 1, request=request("a")))
     await until(reached.is_set)
-    second = asyncio.create_task(engine.sample(prompt(8), Sampling(max_tokens=5), 1, request=request("a")))
+    second = asyncio.create_task(engine.sample(prompt(8), af.Sampling(max_tokens=5), 1, request=request("a")))
     await until(lambda: engine._inbox)
     go_on.set()
     with pytest.raises(EngineError, match="session 'a' has two concurrent requests"):
@@ -582,35 +582,35 @@ async def test_logits_that_are_not_finite_raise() -> None:
         policy.model.get_output_embeddings().weight.fill_(math.nan)
     policy._has_plain_head = True  # as if checked before the weights diverged
     with pytest.raises(EngineError, match="the logits are not finite; the policy's weights have diverged"):
-        await LocalEngine(policy).sample(prompt(4), Sampling(max_tokens=3), 0)
+        await af.LocalEngine(policy).sample(prompt(4), af.Sampling(max_tokens=3), 0)
 
 
 # --- loops and threads ---------------------------------------------------------------------------
 
 
 def test_a_closed_event_loop_does_not_block_the_engine() -> None:
-    engine = LocalEngine(endless())
+    engine = af.LocalEngine(endless())
 
     async def leave() -> None:
-        task = asyncio.create_task(engine.sample(prompt(8), Sampling(max_tokens=200), 5))
+        task = asyncio.create_task(engine.sample(prompt(8), af.Sampling(max_tokens=200), 5))
         await until(lambda: engine.sampled >= 3)
         del task
 
     asyncio.run(leave())  # cancels the pending task and closes the loop
 
-    async def go() -> Sample:
-        return await engine.sample(prompt(8), Sampling(max_tokens=12), 5)
+    async def go() -> af.Sample:
+        return await engine.sample(prompt(8), af.Sampling(max_tokens=12), 5)
 
     assert len(asyncio.run(go()).ids or ()) == 12
 
 
 def test_two_event_loops_at_once() -> None:
-    engine = LocalEngine(endless())
-    got: list[list[Sample]] = []
+    engine = af.LocalEngine(endless())
+    got: list[list[af.Sample]] = []
 
-    async def go(seed: int) -> list[Sample]:
+    async def go(seed: int) -> list[af.Sample]:
         return list(
-            await asyncio.gather(*(engine.sample(prompt(8), Sampling(max_tokens=12), seed + i) for i in range(4)))
+            await asyncio.gather(*(engine.sample(prompt(8), af.Sampling(max_tokens=12), seed + i) for i in range(4)))
         )
 
     threads = [threading.Thread(target=lambda s=s: got.append(asyncio.run(go(s)))) for s in (0, 100)]  # type: ignore[misc]
@@ -623,11 +623,11 @@ def test_two_event_loops_at_once() -> None:
 
 async def test_an_idle_engine_has_no_thread_and_can_be_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_IDLE_SECONDS", 0.02)
-    engine = LocalEngine(endless())
-    await engine.sample(prompt(4), Sampling(max_tokens=2), 0)
+    engine = af.LocalEngine(endless())
+    await engine.sample(prompt(4), af.Sampling(max_tokens=2), 0)
     gone = weakref.ref(engine)
     await until(lambda: gone()._thread is None)  # type: ignore[union-attr]
-    assert len((await engine.sample(prompt(4), Sampling(max_tokens=2), 0)).ids or ()) == 2  # the thread is restarted
+    assert len((await engine.sample(prompt(4), af.Sampling(max_tokens=2), 0)).ids or ()) == 2  # the thread is restarted
     del engine
     await until(lambda: gc.collect() < 0 or gone() is None)
 
@@ -685,15 +685,15 @@ def test_the_interpreter_can_exit_while_an_idle_thread_exits() -> None:
 
 
 async def test_only_float32_on_a_cpu_is_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = LocalEngine(endless())
+    engine = af.LocalEngine(endless())
     assert engine.reproducible
     with monkeypatch.context() as patch:
         patch.setattr(local, "is_batch_invariant", lambda threads: False)
         assert not engine.reproducible
     half = random_policy(2)
     half.model.to(torch.bfloat16)
-    assert not LocalEngine(half).reproducible
-    got = await LocalEngine(half).sample(prompt(5), Sampling(max_tokens=4), 0)
+    assert not af.LocalEngine(half).reproducible
+    got = await af.LocalEngine(half).sample(prompt(5), af.Sampling(max_tokens=4), 0)
     assert all(math.isfinite(x) for x in got.logprobs or (math.nan,))
 
 
@@ -718,11 +718,11 @@ async def test_uninitialized_memory_is_never_read(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(slot_table, "_CAPACITY_STEP", 32)  # so that the cache grows more than once
     policy = endless()
 
-    async def sampled() -> list[Sample]:
-        engine, got = LocalEngine(policy), []
+    async def sampled() -> list[af.Sample]:
+        engine, got = af.LocalEngine(policy), []
         for chains, length in ((3, 10), (20, 40), (9, 90)):
             wanted = [
-                engine.sample(prompt(length + i, i), Sampling(max_tokens=30), i, request=request(f"{chains} {i}"))
+                engine.sample(prompt(length + i, i), af.Sampling(max_tokens=30), i, request=request(f"{chains} {i}"))
                 for i in range(chains)
             ]
             got += await asyncio.gather(*wanted)
@@ -751,8 +751,8 @@ async def test_a_model_is_tried_only_while_its_weights_are_locked(monkeypatch: p
         return build(trunk)
 
     monkeypatch.setattr(FusedLlamaDecoder, "try_build", watched)
-    engine = LocalEngine(policy)
-    await engine.sample(prompt(9, seed=1), Sampling(max_tokens=4), 1)
+    engine = af.LocalEngine(policy)
+    await engine.sample(prompt(9, seed=1), af.Sampling(max_tokens=4), 1)
     monkeypatch.setattr(policy, "model", copy.deepcopy(policy.model))
-    await engine.sample(prompt(9, seed=2), Sampling(max_tokens=4), 2)
+    await engine.sample(prompt(9, seed=2), af.Sampling(max_tokens=4), 2)
     assert locked == [True, True]

@@ -17,18 +17,10 @@ import pytest
 from http_server import Server, Slow
 from waiting import GUARD, until
 
-from agentfly_kit.agent.agent import Agent
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.engines.local.engine import LocalEngine
-from agentfly_kit.engines.openai import OpenAIEngine
+import agentfly_kit as af
 from agentfly_kit.envs.judging import Judge
-from agentfly_kit.errors import BatchError, ChatTemplateError, EngineError, SettingsError
-from agentfly_kit.evaluation import evaluate
-from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.loop import train
-from agentfly_kit.types import Sampling, Trajectory
 
-Connect = Callable[..., OpenAIEngine]
+Connect = Callable[..., af.OpenAIEngine]
 
 
 @pytest.fixture
@@ -49,11 +41,11 @@ def chat(text: str | None, *calls: tuple[str, str], finish: str = "stop") -> dic
     return {"choices": [{"message": message, "finish_reason": finish}], "usage": {"completion_tokens": 3}}
 
 
-def make(engine: OpenAIEngine, **settings: Any) -> Agent:
+def make(engine: af.OpenAIEngine, **settings: Any) -> af.Agent:
     return agents.agent(engine=engine, **(settings if "chat" in settings else {"chat": engine.chat, **settings}))
 
 
-async def first(engine: OpenAIEngine) -> Trajectory:
+async def first(engine: af.OpenAIEngine) -> af.Trajectory:
     """Return the trajectory of the first task."""
     (trajectory,) = (await make(engine).rollout(agents.tasks(1))).trajectories
     return trajectory
@@ -64,8 +56,8 @@ async def engine(server: Server) -> AsyncIterator[Connect]:
     """Return a function that connects an engine to the server; the engines are closed after the test."""
     async with contextlib.AsyncExitStack() as stack:
 
-        def connect(**settings: Any) -> OpenAIEngine:
-            made = OpenAIEngine(server.url, "tiny", **({"backoff": 0.01, "timeout": GUARD} | settings))
+        def connect(**settings: Any) -> af.OpenAIEngine:
+            made = af.OpenAIEngine(server.url, "tiny", **({"backoff": 0.01, "timeout": GUARD} | settings))
             stack.push_async_callback(made.close)
             return made
 
@@ -138,13 +130,13 @@ async def test_text_can_be_evaluated_and_is_refused_for_training(server: Server,
     answers = {task.messages[0]["content"]: task.fields["answer"] for task in tasks}
     server.answer = lambda path, body: chat(answers[body["messages"][0]["content"]])
     agent = make(model)
-    assert (await evaluate(agent, tasks)).success == 1.0
+    assert (await af.evaluate(agent, tasks)).success == 1.0
     rollout = await agent.rollout(tasks)
-    with pytest.raises(BatchError, match="text only"):
-        collate(rollout)
-    with pytest.raises(EngineError, match="updating the weights requires tokens='exact'"):
+    with pytest.raises(af.errors.BatchError, match="text only"):
+        af.collate(rollout)
+    with pytest.raises(af.errors.EngineError, match="updating the weights requires tokens='exact'"):
         await model.update(agents.shipped())
-    with pytest.raises(ChatTemplateError, match="no tokenizer"):
+    with pytest.raises(af.errors.ChatTemplateError, match="no tokenizer"):
         agent.chain(tasks[0]).force("hello")
 
 
@@ -197,7 +189,7 @@ async def test_a_refusal_is_not_tried_again(server: Server, engine: Connect) -> 
     model = engine()
     trajectory = await first(model)
     assert trajectory.error is not None and "401 wrong key" in trajectory.error.message and len(server.got) == 1
-    with pytest.raises(EngineError, match="wrong key"):
+    with pytest.raises(af.errors.EngineError, match="wrong key"):
         await model.probe()
 
 
@@ -223,7 +215,7 @@ async def test_a_server_that_is_not_there_is_named() -> None:
     with socket.socket() as deaf:  # nobody else can listen at its port
         deaf.bind(("127.0.0.1", 0))
         port = deaf.getsockname()[1]
-        model = OpenAIEngine(f"http://127.0.0.1:{port}/v1", "tiny", retries=1, backoff=0.01)
+        model = af.OpenAIEngine(f"http://127.0.0.1:{port}/v1", "tiny", retries=1, backoff=0.01)
         trajectory = await first(model)
     assert trajectory.error is not None and f"127.0.0.1:{port}" in trajectory.error.message
     assert "check that the server is running" in trajectory.error.message
@@ -245,7 +237,7 @@ async def test_cancelling_a_sample_closes_its_connection(server: Server, engine:
 
 
 def test_one_engine_serves_several_event_loops(server: Server) -> None:
-    model = OpenAIEngine(server.url, "tiny")
+    model = af.OpenAIEngine(server.url, "tiny")
 
     async def once() -> str | None:
         final = (await first(model)).final
@@ -294,15 +286,15 @@ async def test_a_probe_finds_exact_tokens(server: Server, engine: Connect) -> No
     assert await model.probe() is model
     assert (model.tokens, model.logprobs, model.max_length) == ("exact", "yes", 512)
     assert repr(model) == f"OpenAIEngine('tiny' at {server.url}, exact tokens, not reproducible)"
-    agent = make(model, chat=agents.chat(), sampling=Sampling(temperature=0.7, max_tokens=16))
+    agent = make(model, chat=agents.chat(), sampling=af.Sampling(temperature=0.7, max_tokens=16))
     trajectory = (await agent.rollout(agents.tasks(1))).trajectories[0]
     assert trajectory.exact and trajectory.turns[1].sampled and trajectory.final == "42"
     sent = server.got[-1][1]
     assert tuple(sent["prompt"]) == trajectory.turns[0].ids and sent["stop_token_ids"] == list(stops)
     assert sent["return_token_ids"] is True and sent["add_special_tokens"] is False
-    batch = collate([trajectory.replace(reward=1.0)])
+    batch = af.collate([trajectory.replace(reward=1.0)])
     assert batch.logprobs[batch.mask].tolist() == [-0.5] * 3 and bool(batch.entropies.isnan().all())
-    with pytest.raises(EngineError, match="own chat"):
+    with pytest.raises(af.errors.EngineError, match="own chat"):
         _ = model.chat
 
 
@@ -320,19 +312,19 @@ async def test_logprobs_from_before_temperature_are_found_out(server: Server, en
     serve(server, warm=False)
     model = await engine(stop_ids=(1,)).probe()
     assert model.tokens == "exact"
-    await model.sample([1, 2], Sampling(), 0)
-    with pytest.raises(EngineError, match="before temperature"):
-        await model.sample([1, 2], Sampling(temperature=0.7), 0)
+    await model.sample([1, 2], af.Sampling(), 0)
+    with pytest.raises(af.errors.EngineError, match="before temperature"):
+        await model.sample([1, 2], af.Sampling(temperature=0.7), 0)
 
 
 async def test_exact_tokens_refuse_what_could_not_be_recorded(server: Server, engine: Connect) -> None:
     serve(server)
     model = engine(tokens="exact", stop_ids=(1,))
-    with pytest.raises(EngineError, match="removed by truncation"):
-        await model.sample([1, 2], Sampling(top_p=0.9), 0)
+    with pytest.raises(af.errors.EngineError, match="removed by truncation"):
+        await model.sample([1, 2], af.Sampling(top_p=0.9), 0)
     without = engine(tokens="exact")
-    with pytest.raises(EngineError, match="stop_ids"):
-        await without.sample([1, 2], Sampling(), 0)
+    with pytest.raises(af.errors.EngineError, match="stop_ids"):
+        await without.sample([1, 2], af.Sampling(), 0)
 
 
 # --- a server as the teacher of a distillation ---
@@ -359,22 +351,22 @@ async def test_given_ids_are_scored(server: Server, engine: Connect) -> None:
     await model.check_teacher(agents.chat(), 8)
     assert await model.score([5, 6, 7]) == (-0.06, -0.07)
     assert server.got[-1][1]["prompt_logprobs"] == 0 and server.got[-1][1]["temperature"] == 1.0
-    with pytest.raises(EngineError, match=r"ids must have a length of 2 to 8 for .*, got 9"):
+    with pytest.raises(af.errors.EngineError, match=r"ids must have a length of 2 to 8 for .*, got 9"):
         await model.score(range(9))
     serve(server)
-    with pytest.raises(EngineError, match="returned no logprobs of the given ids"):
+    with pytest.raises(af.errors.EngineError, match="returned no logprobs of the given ids"):
         await model.score([5, 6])
 
 
 async def test_a_server_with_another_vocabulary_or_context_is_no_teacher(server: Server, engine: Connect) -> None:
     policy = agents.fresh()
     agent = agents.agent(policy)
-    config = TrainConfig(steps=1, advantage="none", teacher_coef=1.0)
+    config = af.TrainConfig(steps=1, advantage="none", teacher_coef=1.0)
 
-    async def reject(message: str, trained: Agent = agent) -> None:
+    async def reject(message: str, trained: af.Agent = agent) -> None:
         teacher = engine()
-        with pytest.raises(SettingsError, match=message):
-            await train(trained, policy, agents.tasks(2), config, teacher=teacher)
+        with pytest.raises(af.errors.SettingsError, match=message):
+            await af.train(trained, policy, agents.tasks(2), config, teacher=teacher)
         assert policy.version == 0
 
     teach(server, 511)
@@ -387,10 +379,10 @@ async def test_a_server_with_another_vocabulary_or_context_is_no_teacher(server:
     await reject(r"must sample at temperature 1, got 0\.7", warm)
     for wrong, message in [
         (agent.engine, "teacher must not be the policy that is trained"),
-        (LocalEngine(agents.shipped()), "teacher must be a Policy, a VLLMEngine, or an OpenAIEngine"),
+        (af.LocalEngine(agents.shipped()), "teacher must be a Policy, a VLLMEngine, or an OpenAIEngine"),
     ]:
-        with pytest.raises(SettingsError, match=message):
-            train(agent, policy, agents.tasks(2), config, teacher=wrong)
+        with pytest.raises(af.errors.SettingsError, match=message):
+            af.train(agent, policy, agents.tasks(2), config, teacher=wrong)
 
 
 async def test_it_waits_as_long_as_the_server_asks(server: Server, engine: Connect) -> None:

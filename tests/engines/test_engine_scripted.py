@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 from agents import call, chat, scripted
 
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.engines.scripted import ScriptedEngine
-from agentfly_kit.errors import BatchError
-from agentfly_kit.types import Task
+import agentfly_kit as af
 
-TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
+TASK = af.Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
 
 
 async def test_scripted_tokens_have_mask_0_and_cannot_be_trained() -> None:
@@ -20,8 +17,8 @@ async def test_scripted_tokens_have_mask_0_and_cannot_be_trained() -> None:
     t = rollout.trajectories[0]
     assert not t.action_mask.any()
     assert chat().text(t.ids.tolist()).endswith("5<|im_end|>")
-    with pytest.raises(BatchError, match="actions written by script, not sampled by a policy"):
-        collate(rollout, [0.0])
+    with pytest.raises(af.errors.BatchError, match="actions written by script, not sampled by a policy"):
+        af.collate(rollout, [0.0])
 
 
 async def test_scripted_ids_are_returned_unchanged() -> None:
@@ -40,4 +37,4 @@ async def test_a_script_that_is_too_short_raises() -> None:
 
 @pytest.mark.parametrize(("script", "shown"), [(["a", "b"], "2 turns"), (lambda t, n: "", "a function")])
 def test_repr(script: Any, shown: str) -> None:
-    assert repr(ScriptedEngine(script)) == f"ScriptedEngine({shown})"
+    assert repr(af.ScriptedEngine(script)) == f"ScriptedEngine({shown})"

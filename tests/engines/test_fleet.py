@@ -14,23 +14,16 @@ import pytest
 import torch
 from waiting import until
 
-from agentfly_kit import Fleet
-from agentfly_kit.engines.base import Engine
-from agentfly_kit.engines.local.engine import LocalEngine
-from agentfly_kit.engines.scripted import ScriptedEngine
-from agentfly_kit.errors import EngineError, SettingsError
-from agentfly_kit.policy.policy import Policy
-from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.loop import train
-from agentfly_kit.types import Sample, Sampling, TurnRequest
+import agentfly_kit as af
+from agentfly_kit.types import TurnRequest
 
 
-class Server(Engine):
+class Server(af.Engine):
     """Engine with its own copy of the weights, like a server; it can be stopped, and can ignore updates."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: af.Policy) -> None:
         self.copy = policy.copy()
-        self.local = LocalEngine(self.copy)
+        self.local = af.LocalEngine(self.copy)
         self.vocab_size = policy.vocab_size
         self.sessions: list[str] = []
         self.requests = 0
@@ -43,30 +36,30 @@ class Server(Engine):
         return self.copy.max_length
 
     async def sample(
-        self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
-    ) -> Sample:
+        self, ids: Sequence[int], sampling: af.Sampling, seed: int, *, request: TurnRequest | None = None
+    ) -> af.Sample:
         self.requests += request is not None
         if request is not None:
             self.sessions.append(request.session)
         sample = await self.local.sample(ids, sampling, seed, request=request)
         self.stopped = self.stopped or self.requests > self.limit
         if self.stopped:
-            raise EngineError("connection refused")
+            raise af.errors.EngineError("connection refused")
         return sample
 
     async def update(self, policy: Any) -> None:
         if self.stopped:
-            raise EngineError("connection refused")
+            raise af.errors.EngineError("connection refused")
         if not self.ignores_updates:
             self.copy.load_state(policy.state())
             self.copy.version = policy.version
 
 
-def servers(policy: Policy, count: int = 2) -> list[Server]:
+def servers(policy: af.Policy, count: int = 2) -> list[Server]:
     return [Server(policy) for _ in range(count)]
 
 
-def nudge(policy: Policy, scale: float = 0.02) -> None:
+def nudge(policy: af.Policy, scale: float = 0.02) -> None:
     generator = torch.Generator().manual_seed(policy.version)
     with torch.no_grad():
         for tensor in policy.model.parameters():
@@ -74,7 +67,7 @@ def nudge(policy: Policy, scale: float = 0.02) -> None:
     policy.version += 1
 
 
-def states(fleet: Fleet) -> list[str]:
+def states(fleet: af.Fleet) -> list[str]:
     return [member.state for member in fleet.members]
 
 
@@ -83,7 +76,7 @@ def states(fleet: Fleet) -> list[str]:
 
 async def test_chains_stay_with_their_engine_and_are_balanced() -> None:
     members = servers(agents.shipped(), 3)
-    fleet = Fleet(members)
+    fleet = af.Fleet(members)
     rollout = await agents.agent(engine=fleet).rollout(agents.tasks(32), group_size=3, max_concurrency=96)
     assert not rollout.failed and any(len(t.actions) > 1 for t in rollout)
     seen = [set(member.sessions) for member in members]
@@ -94,23 +87,25 @@ async def test_chains_stay_with_their_engine_and_are_balanced() -> None:
 
 async def test_a_fleet_samples_what_one_engine_samples() -> None:
     policy = agents.shipped()
-    fleet = Fleet([LocalEngine(policy), LocalEngine(policy)])
+    fleet = af.Fleet([af.LocalEngine(policy), af.LocalEngine(policy)])
     assert fleet.reproducible and fleet.policy is policy and fleet.max_length == policy.max_length
     alone = await agents.agent(policy).rollout(agents.tasks(8), group_size=2)
     together = await agents.agent(policy, engine=fleet).rollout(agents.tasks(8), group_size=2)
     assert [t.ids.tolist() for t in alone] == [t.ids.tolist() for t in together]
     task = agents.tasks(1)[0]
-    distributions = [await agents.agent(engine=e).chain(task).distribution(top=4) for e in (fleet, LocalEngine(policy))]
+    distributions = [
+        await agents.agent(engine=e).chain(task).distribution(top=4) for e in (fleet, af.LocalEngine(policy))
+    ]
     assert distributions[0] == distributions[1]
 
 
 async def test_a_slow_engine_gets_fewer_chains() -> None:
     fast, slow = servers(agents.shipped())
-    fleet = await Fleet([fast, slow]).probe()
+    fleet = await af.Fleet([fast, slow]).probe()
     hold = asyncio.Event()
     original = slow.local.sample
 
-    async def wait(*args: Any, **more: Any) -> Sample:
+    async def wait(*args: Any, **more: Any) -> af.Sample:
         await hold.wait()
         return await original(*args, **more)
 
@@ -129,7 +124,7 @@ async def test_a_slow_engine_gets_fewer_chains() -> None:
 async def test_an_engine_that_fails_loses_no_chain() -> None:
     members = servers(agents.shipped(), 3)
     members[1].limit = 9
-    fleet = Fleet(members)
+    fleet = af.Fleet(members)
     alone = await agents.agent().rollout(agents.tasks(16), group_size=3)
     with pytest.warns(UserWarning, match="Server 1 samples no more until the next update, because connection refused"):
         rollout = await agents.agent(engine=fleet).rollout(agents.tasks(16), group_size=3)
@@ -143,7 +138,7 @@ async def test_an_engine_that_fails_loses_no_chain() -> None:
 
 async def test_if_all_engines_fail_the_error_lists_them_and_they_are_used_again_once_they_answer() -> None:
     members = servers(agents.shipped())
-    fleet = Fleet(members)
+    fleet = af.Fleet(members)
     for member in members:
         member.limit = 0
     agent = agents.agent(engine=fleet)
@@ -160,7 +155,7 @@ async def test_an_engine_that_returns_with_other_weights_is_not_used() -> None:
     """A server that is restarted has its initial weights."""
     policy = agents.fresh()
     members = servers(policy)
-    fleet = Fleet(members)
+    fleet = af.Fleet(members)
     nudge(policy)
     await fleet.update(policy)
     for member in members:
@@ -177,35 +172,35 @@ async def test_an_engine_that_returns_with_other_weights_is_not_used() -> None:
 
 async def test_a_request_that_no_engine_accepts_excludes_no_engine() -> None:
     policy = agents.shipped()
-    fleet = Fleet([LocalEngine(policy), LocalEngine(policy)])
-    with pytest.raises(EngineError, match="exceed the vocabulary"):
-        await fleet.sample([10**6], Sampling(), 0)
-    with pytest.raises(EngineError, match="leave no space"):
-        await fleet.sample([1] * policy.max_length, Sampling(), 0)
-    assert (await fleet.sample([1], Sampling(max_tokens=2), 0)).ids and states(fleet) == ["up", "up"]
+    fleet = af.Fleet([af.LocalEngine(policy), af.LocalEngine(policy)])
+    with pytest.raises(af.errors.EngineError, match="exceed the vocabulary"):
+        await fleet.sample([10**6], af.Sampling(), 0)
+    with pytest.raises(af.errors.EngineError, match="leave no space"):
+        await fleet.sample([1] * policy.max_length, af.Sampling(), 0)
+    assert (await fleet.sample([1], af.Sampling(max_tokens=2), 0)).ids and states(fleet) == ["up", "up"]
 
 
 async def test_all_engines_fail_an_update() -> None:
     members = servers(agents.shipped())
-    fleet = Fleet(members)
+    fleet = af.Fleet(members)
     members[0].stopped = members[1].stopped = True
     excluded = pytest.warns(UserWarning, match="because connection refused")
-    with excluded, pytest.raises(EngineError, match="no engine was updated: connection refused"):
+    with excluded, pytest.raises(af.errors.EngineError, match="no engine was updated: connection refused"):
         await fleet.update(agents.shipped())
-    with pytest.raises(EngineError, match="no engine of the Fleet could sample: connection refused"):
-        await fleet.sample([1], Sampling(), 0)
+    with pytest.raises(af.errors.EngineError, match="no engine of the Fleet could sample: connection refused"):
+        await fleet.sample([1], af.Sampling(), 0)
 
 
 async def test_cancelled_requests_are_not_counted() -> None:
     members = servers(agents.shipped())
-    fleet = await Fleet(members).probe()
+    fleet = await af.Fleet(members).probe()
 
     async def wait(*args: Any, **more: Any) -> None:
         await asyncio.Event().wait()
 
     for member in members:
         member.local.sample = wait  # type: ignore[assignment]
-    task = asyncio.ensure_future(fleet.sample([1, 2], Sampling(), 0))
+    task = asyncio.ensure_future(fleet.sample([1, 2], af.Sampling(), 0))
     await until(lambda: any(m.running for m in fleet.members))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -221,7 +216,7 @@ async def test_an_engine_with_old_weights_is_found_after_one_update(scale: float
     """A change below the tolerance is noticed because the engine's logprobs did not change at all."""
     policy = agents.fresh()
     members = servers(policy, 3)
-    fleet = Fleet(members)
+    fleet = af.Fleet(members)
     await fleet.update(policy)
     assert states(fleet) == ["up"] * 3 and all(m.gap <= 1e-5 for m in fleet.members)
     members[2].ignores_updates = True
@@ -244,7 +239,7 @@ async def test_an_engine_with_old_weights_is_found_after_one_update(scale: float
 
 async def test_an_update_that_changes_nothing_excludes_no_engine() -> None:
     policy = agents.fresh()
-    fleet = Fleet(servers(policy))
+    fleet = af.Fleet(servers(policy))
     for _ in range(2):
         await fleet.update(policy)
         policy.version += 1
@@ -254,7 +249,7 @@ async def test_an_update_that_changes_nothing_excludes_no_engine() -> None:
 async def test_weights_changed_by_someone_else_are_found_by_a_probe() -> None:
     policy = agents.fresh()
     members = servers(policy)
-    fleet = Fleet(members)
+    fleet = af.Fleet(members)
     await fleet.update(policy)
     nudge(members[0].copy)
     with pytest.warns(UserWarning, match="Server 0.*other weights"):
@@ -266,7 +261,7 @@ async def test_engines_of_different_models_are_found_before_the_first_request() 
     policy, other = agents.fresh(), agents.fresh()
     nudge(other)
     members = [Server(policy), Server(other)]
-    fleet = Fleet(members)
+    fleet = af.Fleet(members)
     with pytest.warns(UserWarning, match="Server 1.*other weights"):
         rollout = await agents.agent(policy, engine=fleet).rollout(agents.tasks(4))
     assert not rollout.failed and states(fleet) == ["up", "stale"] and not members[1].sessions
@@ -274,30 +269,35 @@ async def test_engines_of_different_models_are_found_before_the_first_request() 
 
 async def test_a_policy_in_16_bits_has_another_tolerance() -> None:
     policy = agents.fresh()
-    fleet = Fleet(servers(policy))
+    fleet = af.Fleet(servers(policy))
     policy.model.to(torch.bfloat16)
     await fleet.update(policy)  # the engines keep float32, with weights rounded to 16 bits
     assert states(fleet) == ["up", "up"] and max(m.gap for m in fleet.members) > 1e-4
-    strict = Fleet(servers(agents.fresh()), tolerance=1e-6)
-    with pytest.warns(UserWarning, match="more than 1e-06"), pytest.raises(EngineError, match="no engine was updated"):
+    strict = af.Fleet(servers(agents.fresh()), tolerance=1e-6)
+    with (
+        pytest.warns(UserWarning, match="more than 1e-06"),
+        pytest.raises(af.errors.EngineError, match="no engine was updated"),
+    ):
         await strict.update(policy)
 
 
 async def test_training_on_a_fleet_is_training_on_one_engine() -> None:
-    config = TrainConfig(steps=2, tasks_per_step=4, group_size=4)
+    config = af.TrainConfig(steps=2, tasks_per_step=4, group_size=4)
     curves = []
     for count in (1, 3):
         policy = agents.fresh()
-        run = await train(agents.agent(policy, engine=Fleet(servers(policy, count))), policy, agents.tasks(16), config)
+        run = await af.train(
+            agents.agent(policy, engine=af.Fleet(servers(policy, count))), policy, agents.tasks(16), config
+        )
         curves.append([[r[key] for key in ("reward", "loss", "sampler_gap")] for r in run.records])
     assert curves[0] == curves[1]
 
 
 async def test_a_fleet_samples_ahead_with_a_lag_of_one_step() -> None:
     policy = agents.fresh()
-    fleet = Fleet(servers(policy))
-    config = TrainConfig(steps=4, tasks_per_step=4, group_size=4, overlap=1)
-    steps = [step async for step in train(agents.agent(policy, engine=fleet), policy, agents.tasks(16), config)]
+    fleet = af.Fleet(servers(policy))
+    config = af.TrainConfig(steps=4, tasks_per_step=4, group_size=4, overlap=1)
+    steps = [step async for step in af.train(agents.agent(policy, engine=fleet), policy, agents.tasks(16), config)]
     version = 0
     for step in steps:
         assert step.rollout is not None and step.stats is not None
@@ -311,17 +311,17 @@ async def test_a_fleet_samples_ahead_with_a_lag_of_one_step() -> None:
 
 async def test_engines_that_share_the_policy_cannot_sample_ahead() -> None:
     policy = agents.fresh()
-    agent = agents.agent(policy, engine=Fleet([LocalEngine(policy)]))
-    config = TrainConfig(steps=2, tasks_per_step=2, group_size=2, overlap=1)
-    with pytest.raises(SettingsError, match="overlap=1 needs LocalEngine or an engine"):
-        await train(agent, policy, agents.tasks(4), config)
+    agent = agents.agent(policy, engine=af.Fleet([af.LocalEngine(policy)]))
+    config = af.TrainConfig(steps=2, tasks_per_step=2, group_size=2, overlap=1)
+    with pytest.raises(af.errors.SettingsError, match="overlap=1 needs LocalEngine or an engine"):
+        await af.train(agent, policy, agents.tasks(4), config)
 
 
 # --- settings ------------------------------------------------------------------------------------
 
 
 async def test_engines_without_logprobs_are_not_compared() -> None:
-    fleet = Fleet([ScriptedEngine(["a"]), ScriptedEngine(["b"])])
+    fleet = af.Fleet([af.ScriptedEngine(["a"]), af.ScriptedEngine(["b"])])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert (fleet.author, fleet.logprobs, (await fleet.probe()).reproducible) == ("script", "no", True)

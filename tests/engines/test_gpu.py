@@ -12,17 +12,8 @@ import pytest
 import pytest_asyncio
 import torch
 
-from agentfly_kit.advantages import grpo
-from agentfly_kit.batch.batch import Batch
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.engines.base import Engine
-from agentfly_kit.engines.local.engine import LocalEngine
+import agentfly_kit as af
 from agentfly_kit.engines.vllm.buffers import CudaMemory, gpu_uuid, ipc_unavailable_reason
-from agentfly_kit.engines.vllm.engine import VLLMEngine
-from agentfly_kit.policy.policy import Policy
-from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.loop import train
-from agentfly_kit.types import Sampling
 
 DEVICE = torch.device(os.environ.get("AGENTFLY_GPU_TESTS_ON", "cuda:0"))
 CUDA = DEVICE.type == "cuda"
@@ -36,12 +27,12 @@ FLOAT32_GAP, BFLOAT16_GAP = 1e-3, 0.1
 """nats at most, and in the mean: bounds for any card, not figures that were measured on one."""
 
 
-def policy_on(dtype: torch.dtype, device: torch.device = DEVICE) -> Policy:
+def policy_on(dtype: torch.dtype, device: torch.device = DEVICE) -> af.Policy:
     policy = agents.fresh()
-    return Policy(policy.model.to(device, dtype), policy.chat)
+    return af.Policy(policy.model.to(device, dtype), policy.chat)
 
 
-def nudged(policy: Policy, seed: int) -> Policy:
+def nudged(policy: af.Policy, seed: int) -> af.Policy:
     """Change the weights of every tensor so much that the samples differ, increment the version, return the policy."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -51,14 +42,14 @@ def nudged(policy: Policy, seed: int) -> Policy:
     return policy
 
 
-async def batch_of(engine: Engine, policy: Policy) -> Batch:
-    agent = agents.agent(policy, engine=engine, sampling=Sampling(max_tokens=48))
+async def batch_of(engine: af.Engine, policy: af.Policy) -> af.Batch:
+    agent = agents.agent(policy, engine=engine, sampling=af.Sampling(max_tokens=48))
     rollout = await agent.rollout(agents.tasks(16), group_size=2)
     assert [str(t.error) for t in rollout.trajectories if t.error] == []
-    return collate(rollout, grpo)
+    return af.collate(rollout, af.advantages.grpo)
 
 
-def gaps(policy: Policy, batch: Batch) -> torch.Tensor:
+def gaps(policy: af.Policy, batch: af.Batch) -> torch.Tensor:
     """Return |engine logprob - logprob of a full forward pass of the policy| per sampled token, in nats."""
     return (policy.score(batch, {"logprob"})["logprob"] - batch.logprobs)[batch.mask].abs()
 
@@ -68,22 +59,22 @@ def gaps(policy: Policy, batch: Batch) -> torch.Tensor:
 
 async def test_the_local_engine_gives_the_logprobs_of_a_full_forward_in_float32() -> None:
     policy = policy_on(torch.float32)
-    batch = await batch_of(LocalEngine(policy), policy)
+    batch = await batch_of(af.LocalEngine(policy), policy)
     assert float(gaps(policy, batch).max()) <= FLOAT32_GAP
 
 
 async def test_the_local_engine_gives_those_of_a_full_forward_in_bfloat16_about() -> None:
     policy = policy_on(torch.bfloat16)
-    batch = await batch_of(LocalEngine(policy), policy)
+    batch = await batch_of(af.LocalEngine(policy), policy)
     assert float(gaps(policy, batch).mean()) <= BFLOAT16_GAP
 
 
 async def test_a_short_training_moves_the_weights() -> None:
     policy = policy_on(torch.float32)
-    agent = agents.agent(policy, engine=LocalEngine(policy))
+    agent = agents.agent(policy, engine=af.LocalEngine(policy))
     before = [tensor.detach().clone() for tensor in policy.model.parameters()]
-    config = TrainConfig(steps=2, tasks_per_step=16, group_size=8)
-    steps = [step async for step in train(agent, policy, agents.tasks(64), config)]
+    config = af.TrainConfig(steps=2, tasks_per_step=16, group_size=8)
+    steps = [step async for step in af.train(agent, policy, agents.tasks(64), config)]
     assert all(step.stats is not None and step.stats.sampler_gap <= FLOAT32_GAP for step in steps)
     assert policy.device.type == DEVICE.type and policy.version > 0
     pairs = zip(before, policy.model.parameters(), strict=True)
@@ -114,19 +105,19 @@ def test_what_is_sent_about_memory_of_a_gpu_is_plain() -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine() -> AsyncIterator[VLLMEngine]:
-    made = VLLMEngine(policy_on(torch.bfloat16), max_num_seqs=64, kv_cache_memory_bytes=256 << 20)
+async def engine() -> AsyncIterator[af.VLLMEngine]:
+    made = af.VLLMEngine(policy_on(torch.bfloat16), max_num_seqs=64, kv_cache_memory_bytes=256 << 20)
     yield made
     await made.close()
 
 
-def check_sent(engine: VLLMEngine) -> None:
+def check_sent(engine: af.VLLMEngine) -> None:
     assert engine.last_transport == ("ipc" if CUDA else "shm (the policy is on cpu, not on a CUDA device)")
 
 
 @vllm
 @pytest.mark.asyncio(loop_scope="module")
-async def test_new_weights_go_to_vllm_and_it_samples_from_them(engine: VLLMEngine) -> None:
+async def test_new_weights_go_to_vllm_and_it_samples_from_them(engine: af.VLLMEngine) -> None:
     old = policy_on(torch.bfloat16)
     assert float(gaps(old, await batch_of(engine, old)).mean()) <= BFLOAT16_GAP
     for seed in (1, 2, 3):
@@ -142,7 +133,7 @@ async def test_new_weights_go_to_vllm_and_it_samples_from_them(engine: VLLMEngin
 
 @vllm
 @pytest.mark.asyncio(loop_scope="module")
-async def test_many_chunks_are_as_good_as_one(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_chunks_are_as_good_as_one(engine: af.VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = nudged(policy_on(torch.bfloat16), 4)
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
     found = []
@@ -151,14 +142,14 @@ async def test_many_chunks_are_as_good_as_one(engine: VLLMEngine, monkeypatch: p
         monkeypatch.setattr(engine._host, "chunk", chunk)
         await engine.update(nudged(policy_on(torch.bfloat16), 5))
         await engine.update(policy)
-        found.append(await engine.distribution(prompt, Sampling(), top=8))
+        found.append(await engine.distribution(prompt, af.Sampling(), top=8))
     assert found[0] == found[1]
     check_sent(engine)
 
 
 @vllm
 @pytest.mark.asyncio(loop_scope="module")
-async def test_updates_give_their_memory_back(engine: VLLMEngine) -> None:
+async def test_updates_give_their_memory_back(engine: af.VLLMEngine) -> None:
     policy = nudged(policy_on(torch.bfloat16), 6)
     await engine.update(policy)
     before = torch.cuda.memory_allocated() if CUDA else 0

@@ -19,17 +19,10 @@ from http_server import Server
 from test_fleet import nudge, states
 from waiting import GUARD, until
 
-from agentfly_kit.engines.fleet import Fleet
-from agentfly_kit.engines.local.engine import LocalEngine
-from agentfly_kit.engines.openai import OpenAIEngine
+import agentfly_kit as af
 from agentfly_kit.engines.vllm import remote
 from agentfly_kit.engines.vllm.buffers import ServedMemory, fetch_chunk, open_buffer
 from agentfly_kit.engines.vllm.weight_transfer import ChunkReader, architecture
-from agentfly_kit.errors import EngineError, SettingsError
-from agentfly_kit.policy.policy import Policy
-from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.loop import train
-from agentfly_kit.types import Sampling
 
 
 class PolicyServer(Server):
@@ -38,14 +31,14 @@ class PolicyServer(Server):
     `fault` is called before each request with its path and body, and may raise or return another response.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: af.Policy) -> None:
         super().__init__()
         self.initial = policy.copy()  # the policy itself is locked while it sends weights
         self.transports: list[str] = []
         self.chunks = 0
         self.fault: Callable[[str, dict[str, Any]], Any] = lambda path, body: None
         self.dtype = "float32"
-        self.clients: list[OpenAIEngine] = []
+        self.clients: list[af.OpenAIEngine] = []
         self._loading = threading.Lock()
         self.answer = lambda path, body: self.fault(path, body) or self.respond(path, body)
         self.restart()
@@ -53,7 +46,7 @@ class PolicyServer(Server):
     def restart(self) -> None:
         """Load the initial weights, as a new process would."""
         self.policy = self.initial.copy()
-        self.engine = LocalEngine(self.policy)
+        self.engine = af.LocalEngine(self.policy)
         self.label, self.paused, self._reader = "default", False, None
 
     def respond(self, path: str, body: dict[str, Any]) -> Any:
@@ -76,9 +69,9 @@ class PolicyServer(Server):
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         ids, temperature = body["prompt"], body["temperature"]
-        sampling = Sampling(temperature=temperature, max_tokens=body["max_tokens"])
+        sampling = af.Sampling(temperature=temperature, max_tokens=body["max_tokens"])
         found = await self.engine.sample(ids, sampling, len(ids))
-        best = await self.engine.distribution(ids, Sampling(temperature=temperature or 1.0), top=5)
+        best = await self.engine.distribution(ids, af.Sampling(temperature=temperature or 1.0), top=5)
         top = {f"token_id:{id}": logprob for id, logprob in zip(*best[:2], strict=True)}
         logprobs = {"token_logprobs": found.logprobs, "top_logprobs": [top]}
         choice = {"token_ids": found.ids, "logprobs": logprobs, "finish_reason": found.stop, "stop_reason": None}
@@ -114,9 +107,9 @@ class PolicyServer(Server):
     def agentfly_abort(self) -> None:
         self._reader = None
 
-    def client(self, **settings: Any) -> OpenAIEngine:
+    def client(self, **settings: Any) -> af.OpenAIEngine:
         settings = {"tokens": "exact", "backoff": 0.01, "timeout": GUARD, "retries": 1} | settings
-        engine = OpenAIEngine(self.url, "tiny", stop_ids=self.policy.chat.stop_ids, **settings)
+        engine = af.OpenAIEngine(self.url, "tiny", stop_ids=self.policy.chat.stop_ids, **settings)
         self.clients.append(engine)
         return engine
 
@@ -125,12 +118,12 @@ Pair = tuple[PolicyServer, PolicyServer]
 
 
 @pytest.fixture
-def policy() -> Policy:
+def policy() -> af.Policy:
     return agents.fresh()
 
 
 @pytest.fixture
-async def pair(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+async def pair(policy: af.Policy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     """Two servers with the weights of the policy, which receive further weights in several chunks."""
     monkeypatch.setattr(remote, "CHUNK", dict.fromkeys(remote.CHUNK, 200_000))
     servers = PolicyServer(policy), PolicyServer(policy)
@@ -141,7 +134,7 @@ async def pair(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         server.stop()
 
 
-def gap(server: PolicyServer, policy: Policy) -> float:
+def gap(server: PolicyServer, policy: af.Policy) -> float:
     weights = policy.model.state_dict()
     return max(float((tensor - weights[name]).abs().max()) for name, tensor in server.policy.model.state_dict().items())
 
@@ -170,22 +163,22 @@ def test_served_memory_is_read_by_those_who_know_its_path() -> None:
 
 
 @pytest.mark.parametrize(("weights", "transport"), [("auto", "shm"), ("http", "http"), ("http://localhost", "http")])
-async def test_a_server_gets_the_weights(pair: Pair, policy: Policy, weights: str, transport: str) -> None:
+async def test_a_server_gets_the_weights(pair: Pair, policy: af.Policy, weights: str, transport: str) -> None:
     server, _ = pair
     engine = server.client(weights=weights)
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
-    assert (await engine.sample(prompt, Sampling(max_tokens=2), 0)).versions == (0, 0)
+    assert (await engine.sample(prompt, af.Sampling(max_tokens=2), 0)).versions == (0, 0)
     nudge(policy)
     await engine.update(policy)
     assert gap(server, policy) == 0 and set(server.transports) == {transport} and server.chunks > 3
     assert (engine.version, engine.dtype, engine.vocab_size) == (1, "float32", policy.vocab_size)
     assert server.label.startswith("1-") and not server.paused and not policy.lock.locked()
-    sample = await engine.sample(prompt, Sampling(max_tokens=8), 0)
+    sample = await engine.sample(prompt, af.Sampling(max_tokens=8), 0)
     assert set(sample.versions or ()) == {1}
 
 
-async def test_a_fleet_of_servers_gets_the_weights_and_is_checked(pair: Pair, policy: Policy) -> None:
-    fleet = Fleet([pair[0].client(weights="http"), pair[1].client()])
+async def test_a_fleet_of_servers_gets_the_weights_and_is_checked(pair: Pair, policy: af.Policy) -> None:
+    fleet = af.Fleet([pair[0].client(weights="http"), pair[1].client()])
     for _ in range(2):
         nudge(policy)
         await fleet.update(policy)
@@ -201,10 +194,10 @@ async def test_a_fleet_of_servers_gets_the_weights_and_is_checked(pair: Pair, po
 
 @pytest.mark.parametrize("how", ["status 500", "reset", "restarted", "stays paused"])
 async def test_a_server_that_fails_during_an_update_is_excluded_until_the_next(
-    pair: Pair, policy: Policy, how: str
+    pair: Pair, policy: af.Policy, how: str
 ) -> None:
     good, bad = pair
-    fleet = Fleet([good.client(weights="http"), bad.client(weights="http")])
+    fleet = af.Fleet([good.client(weights="http"), bad.client(weights="http")])
 
     def fault(path: str, body: dict[str, Any]) -> Any:
         if how == "stays paused" and path == "/resume":
@@ -228,8 +221,8 @@ async def test_a_server_that_fails_during_an_update_is_excluded_until_the_next(
         assert "out of memory" in fleet.members[1].reason
     if how != "stays paused":
         assert not bad.paused
-        with pytest.raises(EngineError, match=r"weights of the server at http.* are undefined"):
-            await fleet.members[1].engine.sample([1], Sampling(), 0)
+        with pytest.raises(af.errors.EngineError, match=r"weights of the server at http.* are undefined"):
+            await fleet.members[1].engine.sample([1], af.Sampling(), 0)
     bad.got.clear()
     assert not (await agents.agent(policy, engine=fleet).rollout(agents.tasks(6))).failed and not bad.got
     bad.fault = lambda path, body: None
@@ -237,7 +230,9 @@ async def test_a_server_that_fails_during_an_update_is_excluded_until_the_next(
     assert states(fleet) == ["up", "up"] and gap(bad, policy) == 0
 
 
-async def test_a_server_that_is_restarted_does_not_sample_with_its_initial_weights(pair: Pair, policy: Policy) -> None:
+async def test_a_server_that_is_restarted_does_not_sample_with_its_initial_weights(
+    pair: Pair, policy: af.Policy
+) -> None:
     """The engine retries the request that the restart interrupted, and the new process answers it."""
     server, _ = pair
     engine = server.client(retries=3)
@@ -251,17 +246,19 @@ async def test_a_server_that_is_restarted_does_not_sample_with_its_initial_weigh
             raise ConnectionError
 
     server.fault = fault
-    assert (await engine.sample([1, 2], Sampling(max_tokens=4), 0)).ids  # a lost connection alone is no restart
+    assert (await engine.sample([1, 2], af.Sampling(max_tokens=4), 0)).ids  # a lost connection alone is no restart
     lost.clear()
     server.restart()
     for _ in range(2):
-        with pytest.raises(EngineError, match=r"are undefined \(the server was restarted\); call await engine.update"):
-            await engine.sample([1, 2], Sampling(max_tokens=4), 0)
+        with pytest.raises(
+            af.errors.EngineError, match=r"are undefined \(the server was restarted\); call await engine.update"
+        ):
+            await engine.sample([1, 2], af.Sampling(max_tokens=4), 0)
     await engine.update(policy)
-    assert (await engine.sample([1, 2], Sampling(max_tokens=4), 0)).ids and gap(server, policy) == 0
+    assert (await engine.sample([1, 2], af.Sampling(max_tokens=4), 0)).ids and gap(server, policy) == 0
 
 
-async def test_a_cancelled_update_is_known_to_be_incomplete(pair: Pair, policy: Policy) -> None:
+async def test_a_cancelled_update_is_known_to_be_incomplete(pair: Pair, policy: af.Policy) -> None:
     server, _ = pair
     engine = server.client()
     reached, go_on = threading.Event(), threading.Event()
@@ -280,33 +277,35 @@ async def test_a_cancelled_update_is_known_to_be_incomplete(pair: Pair, policy: 
         await update
     go_on.set()
     assert not policy.lock.locked()
-    with pytest.raises(EngineError, match="it was interrupted"):
-        await engine.sample([1], Sampling(), 0)
+    with pytest.raises(af.errors.EngineError, match="it was interrupted"):
+        await engine.sample([1], af.Sampling(), 0)
     server.fault = lambda path, body: None
     await engine.update(policy)
-    assert gap(server, policy) == 0 and (await engine.sample([1], Sampling(max_tokens=2), 0)).ids
+    assert gap(server, policy) == 0 and (await engine.sample([1], af.Sampling(max_tokens=2), 0)).ids
 
 
 # --- servers that do not fit ---------------------------------------------------------------------
 
 
-async def test_weights_that_a_server_cannot_load_are_refused_before_it_is_paused(pair: Pair, policy: Policy) -> None:
+async def test_weights_that_a_server_cannot_load_are_refused_before_it_is_paused(pair: Pair, policy: af.Policy) -> None:
     server, _ = pair
     other = policy.copy()
     other.model.config.vocab_size = 7
-    with pytest.raises(EngineError, match=r"the server at http.* has vocab_size=\d+, but the policy has 7"):
+    with pytest.raises(af.errors.EngineError, match=r"the server at http.* has vocab_size=\d+, but the policy has 7"):
         await server.client().update(other)
-    with pytest.raises(EngineError, match="update needs a Policy, got a str"):
+    with pytest.raises(af.errors.EngineError, match="update needs a Policy, got a str"):
         await server.client().update("weights")
     server.fault = lambda path, body: (404, {"error": "Not Found"}, {}) if path == "/collective_rpc" else None
-    with pytest.raises(EngineError, match=r"cannot be changed \(.*404.*VLLM_SERVER_DEV_MODE=1 python -m vllm"):
+    with pytest.raises(
+        af.errors.EngineError, match=r"cannot be changed \(.*404.*VLLM_SERVER_DEV_MODE=1 python -m vllm"
+    ):
         await server.client().update(policy)
-    with pytest.raises(EngineError, match="requires tokens='exact'"):
+    with pytest.raises(af.errors.EngineError, match="requires tokens='exact'"):
         await server.client(tokens="none").update(policy)
     assert {path for path, _ in server.got} == {"/collective_rpc"}
 
 
-async def test_an_address_that_the_server_cannot_reach_is_named(pair: Pair, policy: Policy) -> None:
+async def test_an_address_that_the_server_cannot_reach_is_named(pair: Pair, policy: af.Policy) -> None:
     server, _ = pair
     before = gap(server, policy)
     engine = server.client(weights="http://nowhere.invalid:0")
@@ -314,22 +313,25 @@ async def test_an_address_that_the_server_cannot_reach_is_named(pair: Pair, poli
     says = (
         r"cannot read the weights \(OSError: cannot read from nowhere\.invalid:.*set weights='http://<address>:<port>'"
     )
-    with pytest.raises(EngineError, match=says):
+    with pytest.raises(af.errors.EngineError, match=says):
         await engine.update(policy)
     assert before == 0 < gap(server, policy) and not server.paused
-    assert (await engine.sample([1, 2], Sampling(max_tokens=2), 0)).versions == (0, 0)  # the server keeps its weights
+    assert (await engine.sample([1, 2], af.Sampling(max_tokens=2), 0)).versions == (
+        0,
+        0,
+    )  # the server keeps its weights
     server.fault = lambda path, body: (
         {"results": ["FileNotFoundError: buffer"]} if body.get("method") == "agentfly_receive" else None
     )
     with pytest.raises(
-        EngineError, match=r"FileNotFoundError.*must run on this machine as this user; use weights='http"
+        af.errors.EngineError, match=r"FileNotFoundError.*must run on this machine as this user; use weights='http"
     ):
         await server.client().update(policy)
 
 
-async def test_a_server_with_another_precision_is_named(pair: Pair, policy: Policy) -> None:
+async def test_a_server_with_another_precision_is_named(pair: Pair, policy: af.Policy) -> None:
     pair[1].dtype = "bfloat16"
-    fleet = Fleet([server.client() for server in pair])
+    fleet = af.Fleet([server.client() for server in pair])
     load = pair[1].agentfly_receive
 
     def rounded(*args: Any) -> Any:
@@ -342,21 +344,21 @@ async def test_a_server_with_another_precision_is_named(pair: Pair, policy: Poli
     with pytest.warns(UserWarning, match=r"differ by .* nats .* another precision .*its dtype is bfloat16"):
         await fleet.update(policy)
     assert states(fleet) == ["up", "stale"] and 1e-3 < fleet.members[1].gap < 0.05
-    tolerant = Fleet([member.engine for member in fleet.members], tolerance=0.05)
+    tolerant = af.Fleet([member.engine for member in fleet.members], tolerance=0.05)
     await tolerant.update(policy)
     assert states(tolerant) == ["up", "up"]
 
 
-async def test_the_shortest_context_counts(pair: Pair, policy: Policy) -> None:
-    fleet = Fleet([pair[0].client(), pair[1].client(max_length=96)])
+async def test_the_shortest_context_counts(pair: Pair, policy: af.Policy) -> None:
+    fleet = af.Fleet([pair[0].client(), pair[1].client(max_length=96)])
     assert fleet.max_length == 96
-    with pytest.raises(EngineError, match="100 ids leave no space for an action in a context of 96 tokens"):
-        await fleet.sample([1] * 100, Sampling(), 0)
+    with pytest.raises(af.errors.EngineError, match="100 ids leave no space for an action in a context of 96 tokens"):
+        await fleet.sample([1] * 100, af.Sampling(), 0)
     assert states(fleet) == ["up", "up"]
 
 
-async def test_several_processes_do_not_send_weights_to_the_same_servers(pair: Pair, policy: Policy) -> None:
+async def test_several_processes_do_not_send_weights_to_the_same_servers(pair: Pair, policy: af.Policy) -> None:
     accelerator = SimpleNamespace(num_processes=2, process_index=0)  # the settings are checked before it is used
-    agent = agents.agent(policy, engine=Fleet([server.client() for server in pair]))
-    with pytest.raises(SettingsError, match="every process would send its weights to the same servers"):
-        train(agent, policy, agents.tasks(2), TrainConfig(steps=1), run="run", accelerator=accelerator)
+    agent = agents.agent(policy, engine=af.Fleet([server.client() for server in pair]))
+    with pytest.raises(af.errors.SettingsError, match="every process would send its weights to the same servers"):
+        af.train(agent, policy, agents.tasks(2), af.TrainConfig(steps=1), run="run", accelerator=accelerator)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from waiting import until
 
+import agentfly_kit as af
 from agentfly_kit.engines.vllm import buffers
 from agentfly_kit.engines.vllm.buffers import (
     _CUDA_HANDLE_FIELDS,
@@ -32,8 +33,6 @@ from agentfly_kit.engines.vllm.weight_transfer import (
     pack,
     weight_sources,
 )
-from agentfly_kit.errors import EngineError
-from agentfly_kit.policy.policy import Policy
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn]
 
@@ -64,14 +63,14 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*whole)
 
 
-def lora(**options: Any) -> Policy:
+def lora(**options: Any) -> af.Policy:
     pytest.importorskip("peft")
     from peft import LoraConfig, get_peft_model
 
     base = agents.fresh()
     options = {"target_modules": "all-linear"} | options
     config = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **options)
-    return Policy(get_peft_model(base.model, config), base.chat, version=3)
+    return af.Policy(get_peft_model(base.model, config), base.chat, version=3)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -158,7 +157,7 @@ def test_shared_memory_is_seen_by_both_and_outlives_its_name() -> None:
 
 @pytest.mark.parametrize("limit", [4096, 1 << 29])
 @pytest.mark.parametrize("make", [agents.fresh, lora])
-async def test_a_delivery_is_whole_and_leaves_nothing(limit: int, make: Callable[[], Policy]) -> None:
+async def test_a_delivery_is_whole_and_leaves_nothing(limit: int, make: Callable[[], af.Policy]) -> None:
     policy = make()
     policy.version = 9
     receiver = Receiver()
@@ -230,7 +229,9 @@ async def test_without_room_it_says_where_it_looked(monkeypatch: pytest.MonkeyPa
     policy = agents.fresh()
     monkeypatch.setattr(buffers, "_SHM_DIR", str(tmp_path / "no"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nothing"))
-    with pytest.raises(EngineError, match=r"no space for 1\.\d MiB of weights in .*/no or .*/nothing: .*; free space"):
+    with pytest.raises(
+        af.errors.EngineError, match=r"no space for 1\.\d MiB of weights in .*/no or .*/nothing: .*; free space"
+    ):
         async with Delivery(policy, "shm", 1 << 26):
             pytest.fail("it was held")
     await until(lambda: not policy.lock.locked())

@@ -8,9 +8,15 @@ import pytest
 from patience import never_killed, raised_limits  # noqa: F401  (fixtures)
 from waiting import GUARD
 
-from agentfly_kit.envs import code, competition, repo, sql
+import agentfly_kit as af
 
-GRADES = (code.Code.__init__, competition.Contest.__init__, repo.Repo.__init__, repo.grade, sql.SQL.__init__)
+GRADES = (
+    af.envs.code.Code.__init__,
+    af.envs.competition.Contest.__init__,
+    af.envs.repo.Repo.__init__,
+    af.envs.repo.grade,
+    af.envs.sql.SQL.__init__,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.envs import alfworld, family
 from agentfly_kit.envs.alfworld import games, official, plans
 from agentfly_kit.envs.alfworld.house import NOTHING, House
-from agentfly_kit.types import Task
 
 
 def kitchen() -> House:
@@ -140,36 +138,36 @@ def test_goals_are_met_exactly_when_their_conditions_hold() -> None:
 
 
 async def test_the_reward_contains_the_stages() -> None:
-    tasks = alfworld.tasks(6, "test")
-    won = (await alfworld.expert().rollout(tasks)).trajectories
+    tasks = af.envs.alfworld.tasks(6, "test")
+    won = (await af.envs.alfworld.expert().rollout(tasks)).trajectories
     for t in won:
         assert (t.stop, t.reward, t.success) == ("env_done", 1.0, True)
         assert {name: t.metrics[name] for name in ("found", "taken", "prepared", "invalid")} == {
             "found": 1.0, "taken": 1.0, "prepared": 1.0, "invalid": 0.0}  # fmt: skip
 
-    def hostile(task: Task, turn: int) -> str:
+    def hostile(task: af.Task, turn: int) -> str:
         command = ("take everything", "go to nowhere 1")[turn % 2]
         return f'<tool_call>{{"name":"act","arguments":{{"command":"{command}"}}}}</tool_call>'
 
-    lost = alfworld.agent(af.ScriptedEngine(hostile), chat=family.small_chat(), options={"steps": 6})
+    lost = af.envs.alfworld.agent(af.ScriptedEngine(hostile), chat=af.envs.family.small_chat(), options={"steps": 6})
     for t in (await lost.rollout(tasks[:3])).trajectories:
         assert (t.stop, t.reward, t.metrics["invalid"], t.metrics["steps"]) == ("env_done", 0.0, 6.0, 6.0)
         assert [c.result.observation for c in t.tool_calls] == [NOTHING] * 6
 
 
 async def test_admissible_commands_are_listed() -> None:
-    task = alfworld.tasks(1, "test", size="small")[0]
-    act, admissible = alfworld.family.tools
+    task = af.envs.alfworld.tasks(1, "test", size="small")[0]
+    act, admissible = af.envs.alfworld.family.tools
     assert (act.name, admissible.name) == ("act", "admissible_commands")
     told = (await admissible.try_(task=task)).observation
-    assert told == ", ".join(alfworld.game_of(task).house().admissible())
-    (t,) = (await alfworld.expert(options={"admissible": True}).rollout([task])).trajectories
+    assert told == ", ".join(af.envs.alfworld.game_of(task).house().admissible())
+    (t,) = (await af.envs.alfworld.expert(options={"admissible": True}).rollout([task])).trajectories
     assert f"\n\nAdmissible: {told}" in t.turns[0].text
     assert all("\n\nAdmissible: " in c.result.observation for c in t.tool_calls[:-1])
 
 
 def test_tasks_of_one_kind() -> None:
-    only = alfworld.tasks(5, "train", kinds=("pick_two_obj_and_place",))
+    only = af.envs.alfworld.tasks(5, "train", kinds=("pick_two_obj_and_place",))
     assert {task.fields["kind"] for task in only} == {"pick_two_obj_and_place"}
 
 
@@ -192,27 +190,27 @@ def test_a_folder_of_alfworlds_games_becomes_tasks(tmp_path: Path) -> None:
     for number in range(3):
         a_file(tmp_path, number)
     a_file(tmp_path, 3, solvable=False)
-    tasks = alfworld.tasks_in(tmp_path)
+    tasks = af.envs.alfworld.tasks_in(tmp_path)
     assert tasks.splits == {"train": 3}
     assert [t.fields["kind"] for t in tasks] == sorted(games.KINDS[:3])
     first = next(t for t in tasks if t.fields["kind"] == games.KINDS[0])
     goal = games.game(0).goal.text
     assert first.messages[-1]["content"] == f"{goal[0].upper()}{goal[1:]}."
-    assert len(alfworld.tasks_in(tmp_path, kinds=[games.KINDS[1]])) == 1
+    assert len(af.envs.alfworld.tasks_in(tmp_path, kinds=[games.KINDS[1]])) == 1
     if importlib.util.find_spec("textworld") is None:
         with pytest.raises(af.errors.TaskError, match="type: pip install textworld"):
-            alfworld.random_agent().rollout([first])
+            af.envs.alfworld.random_agent().rollout([first])
 
 
 def test_invalid_folders_and_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(af.errors.SettingsError, match=r"no games \(.*alfworld-download"):
-        alfworld.tasks_in(tmp_path)
+        af.envs.alfworld.tasks_in(tmp_path)
     (tmp_path / "game.tw-pddl").write_text("{", encoding="utf-8")
     with pytest.raises(af.errors.SettingsError, match=r"cannot read '.*game.tw-pddl' as a game"):
-        alfworld.tasks_in(tmp_path)
+        af.envs.alfworld.tasks_in(tmp_path)
     (tmp_path / "game.tw-pddl").write_text('{"grammar": ""}', encoding="utf-8")
     with pytest.raises(af.errors.SettingsError, match="it has no pddl_domain, pddl_problem"):
-        alfworld.tasks_in(tmp_path)
+        af.envs.alfworld.tasks_in(tmp_path)
 
 
 def test_entities_have_the_names_that_alfworld_shows() -> None:

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.envs import chess, family
 from agentfly_kit.envs.chess import puzzles
 from agentfly_kit.envs.chess.board import START, Board, Move
-from agentfly_kit.types import Task
 
 DATA = files("agentfly_kit._data").joinpath("chess")
 
@@ -58,7 +56,7 @@ def test_python_chess_agrees_in_drawn_games() -> None:
             board = board.push(move)
             other.push_uci(str(move))
             assert board.fen == other.fen(en_passant="fen")
-    for row in chess.rows(64, "test"):
+    for row in af.envs.chess.rows(64, "test"):
         other = theirs.Board(row["fen"])
         assert other.is_valid(), row
         for move in row["solution"]:
@@ -85,27 +83,27 @@ def test_shipped_puzzles_are_reproducible_and_have_one_solution() -> None:
         lines = DATA.joinpath(f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
         assert len(lines) == size
         assert [json.loads(line) for line in lines[:3]] == list(puzzles.made(3, split=split))
-    for row in chess.rows(8, "test"):
+    for row in af.envs.chess.rows(8, "test"):
         board = Board.from_fen(row["fen"])
         if row["mate"] == 1:
             assert [str(m) for m in board.mates()] == row["solution"]
         else:
             assert not board.mates()
             assert [str(m) for m in board.mating()] == row["solution"][:1]
-    assert chess.rows(1, "train", seed=4) == chess.rows(2, "train", seed=4)[:1]
+    assert af.envs.chess.rows(1, "train", seed=4) == af.envs.chess.rows(2, "train", seed=4)[:1]
 
 
 def plays(*moves: str) -> Any:
-    def player(task: Task, messages: Any, rng: Any) -> Any:
-        made = len(family.tool_outputs(messages))
+    def player(task: af.Task, messages: Any, rng: Any) -> Any:
+        made = len(af.envs.family.tool_outputs(messages))
         return ("play", {"move": moves[made]}) if made < len(moves) else "I give up."
 
-    chat = family.small_chat()
-    return chess.agent(family.PlayerEngine(player, chat), chat=chat)
+    chat = af.envs.family.small_chat()
+    return af.envs.chess.agent(af.envs.family.PlayerEngine(player, chat), chat=chat)
 
 
 async def one(agent: Any, **fields: Any) -> Any:
-    task = Task("p", ({"role": "user", "content": "?"},), fields)
+    task = af.Task("p", ({"role": "user", "content": "?"},), fields)
     (t,) = (await agent.rollout([task])).trajectories
     return t
 
@@ -130,10 +128,10 @@ async def test_puzzles_of_lichess_load_and_are_played_by_their_rule(tmp_path: Pa
     head = "PuzzleId,FEN,Moves,Rating,RatingDeviation,Popularity,NbPlays,Themes,GameUrl,OpeningTags\n"
     body = "a1,4k3/8/8/8/8/8/q7/4K2R b - - 0 1,a2a8 h1h8 e8e7 h8a8,900,75,90,10,skewer short,,\n"
     file.write_text(head + body, encoding="utf-8")
-    (task,) = chess.tasks_in(file)
+    (task,) = af.envs.chess.tasks_in(file)
     assert task.fields["solution"] == ["h1h8", "e8e7", "h8a8"]
     assert task.fields["fen"].startswith("q3k3/8/8/8/8/8/8/4K2R w")
-    (won,) = (await chess.expert().rollout([task])).trajectories
+    (won,) = (await af.envs.chess.expert().rollout([task])).trajectories
     assert (won.reward, won.tool_calls[-1].result.observation) == (1.0, "Rxa8: solved.")
     assert (await one(plays("h1h7"), **task.fields)).tool_calls[0].result.observation == "Rh7: that is not it."
     for text, wanted in [
@@ -144,4 +142,4 @@ async def test_puzzles_of_lichess_load_and_are_played_by_their_rule(tmp_path: Pa
     ]:
         file.write_text(text, encoding="utf-8")
         with pytest.raises(af.errors.SettingsError, match=wanted):
-            chess.tasks_in(file)
+            af.envs.chess.tasks_in(file)

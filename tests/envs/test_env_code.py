@@ -11,22 +11,19 @@ import pytest
 from pyarrow import parquet
 
 import agentfly_kit as af
-from agentfly_kit.envs import code, family
-from agentfly_kit.errors import SettingsError, TaskError
-from agentfly_kit.types import Task
 
 TESTS = ["assert f(1) == 2", "assert f(2) == 3", "assert f(3) == 4", "assert f(-1) == 0"]
 GOOD = "def f(x):\n    return x + 1"
 
 
-def task(**fields: Any) -> Task:
-    return Task("t", ({"role": "user", "content": "?"},), {"test_list": TESTS, **fields})
+def task(**fields: Any) -> af.Task:
+    return af.Task("t", ({"role": "user", "content": "?"},), {"test_list": TESTS, **fields})
 
 
 def submitting(*sources: str, last: str = "") -> af.ScriptedEngine:
     """Return a script in which each chain submits its source with the tool."""
 
-    def script(task: Task, turn: int) -> str:
+    def script(task: af.Task, turn: int) -> str:
         call = json.dumps({"name": "submit", "arguments": {"code": sources[int(task.id)]}})
         return f"<tool_call>{call}</tool_call>"
 
@@ -34,8 +31,8 @@ def submitting(*sources: str, last: str = "") -> af.ScriptedEngine:
 
 
 async def graded(*sources: str, tests: list[str] = TESTS, **more: Any) -> list[Any]:
-    agent = code.agent(submitting(*sources), chat=family.small_chat(), size=2, **more)
-    tasks = [Task(str(i), ({"role": "user", "content": "?"},), {"test_list": tests}) for i in range(len(sources))]
+    agent = af.envs.code.agent(submitting(*sources), chat=af.envs.family.small_chat(), size=2, **more)
+    tasks = [af.Task(str(i), ({"role": "user", "content": "?"},), {"test_list": tests}) for i in range(len(sources))]
     return list((await agent.rollout(tasks)).trajectories)
 
 
@@ -78,8 +75,10 @@ async def test_the_last_code_block_of_the_answer_is_a_submission() -> None:
         "\n\n".join(block.format(GOOD.replace("1", str(n))) for n in range(200)),  # spam: one of them is right
         "I don't know", "", "```python\n```", f"Well:\n```py\n{GOOD}",
     ]  # fmt: skip
-    agent = code.agent(af.ScriptedEngine(lambda task, turn: answers[int(task.id)]), chat=family.small_chat(), size=2)
-    tasks = [Task(str(i), ({"role": "user", "content": "?"},), {"test_list": TESTS}) for i in range(len(answers))]
+    agent = af.envs.code.agent(
+        af.ScriptedEngine(lambda task, turn: answers[int(task.id)]), chat=af.envs.family.small_chat(), size=2
+    )
+    tasks = [af.Task(str(i), ({"role": "user", "content": "?"},), {"test_list": TESTS}) for i in range(len(answers))]
     rewards = [t.reward for t in (await agent.rollout(tasks)).trajectories]
     assert rewards == [1, 1, 1, 0, 0, 0, 0, 0, 1]
 
@@ -91,13 +90,13 @@ def python(source: str) -> str:
 
 async def test_limits_of_the_interpreter_are_observations(never_killed: None) -> None:
     endless = af.ScriptedEngine([python("while True: pass"), GOOD])
-    agent = code.agent(endless, chat=family.small_chat(), size=1, options={"seconds": 0.1}, max_turns=8)
+    agent = af.envs.code.agent(endless, chat=af.envs.family.small_chat(), size=1, options={"seconds": 0.1}, max_turns=8)
     (t,) = (await agent.rollout([task()])).trajectories
     assert "KeyboardInterrupt" in t.tool_calls[0].result.observation
     turns = ["import os; os._exit(3)", "print('x' * 10**7)", "1 / 0", "2 + 2"]
 
     engine = af.ScriptedEngine([*map(python, turns), GOOD])
-    agent = code.agent(engine, chat=family.small_chat(), size=1, max_turns=8)
+    agent = af.envs.code.agent(engine, chat=af.envs.family.small_chat(), size=1, max_turns=8)
     (t,) = (await agent.rollout([task()])).trajectories
     shown = [c.result.observation for c in t.tool_calls if c.result is not None]
     assert "restarted" in shown[0] and "cut" in shown[1] and "ZeroDivisionError" in shown[2] and shown[3] == "4"
@@ -105,15 +104,15 @@ async def test_limits_of_the_interpreter_are_observations(never_killed: None) ->
 
 
 async def test_a_fork_replays_the_calls_or_is_refused() -> None:
-    chain = code.agent(af.ScriptedEngine([GOOD]), chat=family.small_chat(), size=2).chain(task())
+    chain = af.envs.code.agent(af.ScriptedEngine([GOOD]), chat=af.envs.family.small_chat(), size=2).chain(task())
     await chain.prepare()
-    one = await chain.context.sandbox(code.Code)
-    await code.Code.python.function(one, "y = 41")  # type: ignore[attr-defined]
+    one = await chain.context.sandbox(af.envs.code.Code)
+    await af.envs.code.Code.python.function(one, "y = 41")  # type: ignore[attr-defined]
     twin = await chain.fork()
-    other = await twin.context.sandbox(code.Code)
-    await code.Code.python.function(one, "y = 0")  # type: ignore[attr-defined]
-    assert (await code.Code.python.function(other, "y + 1")).value == "42"  # type: ignore[attr-defined]
-    await code.Code.python.function(one, "import os; os.urandom(9)")  # type: ignore[attr-defined]
+    other = await twin.context.sandbox(af.envs.code.Code)
+    await af.envs.code.Code.python.function(one, "y = 0")  # type: ignore[attr-defined]
+    assert (await af.envs.code.Code.python.function(other, "y + 1")).value == "42"  # type: ignore[attr-defined]
+    await af.envs.code.Code.python.function(one, "import os; os.urandom(9)")  # type: ignore[attr-defined]
     await twin.finish()
     with pytest.raises(af.errors.SandboxError, match="cannot fork: call 3 of 3 gave a different result"):
         await chain.fork()
@@ -124,11 +123,11 @@ async def test_a_fork_replays_the_calls_or_is_refused() -> None:
 
 
 async def test_shipped_problems_are_solved_by_their_code_and_by_no_constant() -> None:
-    tasks = code.tasks(kind="problems")
+    tasks = af.envs.code.tasks(kind="problems")
     assert tasks.splits == {"train": 16, "test": 8}
-    expert = await af.evaluate(code.expert(size=4), tasks)
+    expert = await af.evaluate(af.envs.code.expert(size=4), tasks)
     assert expert.success == 1, [(t.task.id, t.error) for t in expert.rollout if not t.success]
-    luck = await af.evaluate(code.random_agent(size=4), tasks)
+    luck = await af.evaluate(af.envs.code.random_agent(size=4), tasks)
     assert luck.success == 0
 
 
@@ -144,26 +143,28 @@ async def test_mbpps_files_load_and_are_solved(tmp_path: Path) -> None:
     file = tmp_path / "mbpp.jsonl"
     other = MBPP | {"task_id": 12, "text": "Write a python function to add one.", "code": GOOD, "test_list": TESTS}
     file.write_text("\n".join(map(json.dumps, (MBPP, other))), encoding="utf-8")
-    tasks = code.load(file)
+    tasks = af.envs.code.load(file)
     assert tasks.splits == {"train": 1, "test": 1}
     assert tasks.train[0].id == "mbpp-0602"
     assert tasks.train[0].messages[-1]["content"] == (
         "Write a python function to sum a list.\nIt must pass:\nassert sum([1, 2]) == 3"
     )
-    assert (await af.evaluate(code.expert(size=2), tasks)).success == 1  # including a function named like a builtin
-    assert "== 0" in code.load(file, shown=None).train[0].messages[-1]["content"]
+    assert (
+        await af.evaluate(af.envs.code.expert(size=2), tasks)
+    ).success == 1  # including a function named like a builtin
+    assert "== 0" in af.envs.code.load(file, shown=None).train[0].messages[-1]["content"]
 
     table = pyarrow.Table.from_pylist([MBPP, other])  # the format on the Hugging Face hub
     parquet.write_table(table, tmp_path / "mbpp.parquet")
-    assert tuple(code.load(tmp_path / "mbpp.parquet")) == tuple(tasks)
+    assert tuple(af.envs.code.load(tmp_path / "mbpp.parquet")) == tuple(tasks)
 
     clean = {"task_id": 3, "prompt": "Add one.", "code": GOOD, "test_imports": ["import math"], "test_list": TESTS}
     intercode = {"query": "Add one.", "gold": GOOD, "tests": TESTS, "test_setup_code": ""}
     for row, setup in ((clean, "import math"), (intercode, "")):
         (tmp_path / "some.json").write_text(json.dumps([row]), encoding="utf-8")
-        (only,) = code.load(tmp_path / "some.json", shown=0)
+        (only,) = af.envs.code.load(tmp_path / "some.json", shown=0)
         assert (only.messages[-1]["content"], only.fields["test_setup_code"]) == ("Add one.", setup)
-        assert (await af.evaluate(code.expert(size=1), [only])).success == 1
+        assert (await af.evaluate(af.envs.code.expert(size=1), [only])).success == 1
 
 
 def test_invalid_files_are_named(tmp_path: Path) -> None:
@@ -174,10 +175,10 @@ def test_invalid_files_are_named(tmp_path: Path) -> None:
         ([1], "it has list"),
     ]:
         bad.write_text(json.dumps(row), encoding="utf-8")
-        with pytest.raises(TaskError, match=words):
-            code.load(bad)
+        with pytest.raises(af.errors.TaskError, match=words):
+            af.envs.code.load(bad)
     bad.write_text(json.dumps(MBPP) + "\n" + json.dumps(MBPP), encoding="utf-8")
-    with pytest.raises(TaskError, match=r"bad\.jsonl:2: duplicate task_id 602"):
-        code.load(bad)
-    with pytest.raises(SettingsError, match="shown must be an integer of at least 0, got -1"):
-        code.load(bad, shown=-1)
+    with pytest.raises(af.errors.TaskError, match=r"bad\.jsonl:2: duplicate task_id 602"):
+        af.envs.code.load(bad)
+    with pytest.raises(af.errors.SettingsError, match="shown must be an integer of at least 0, got -1"):
+        af.envs.code.load(bad, shown=-1)

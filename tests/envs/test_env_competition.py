@@ -9,14 +9,11 @@ import pytest
 from waiting import GUARD
 
 import agentfly_kit as af
-from agentfly_kit.envs import competition
 from agentfly_kit.envs.competition import KINDS, Contest, generate, position, read_submission
-from agentfly_kit.errors import ToolError
-from agentfly_kit.types import Task
 
 
-def task(kind: str = "slope", world: int = 3) -> Task:
-    return Task("t", ({"role": "user", "content": "?"},), {"competition": kind, "world": world})
+def task(kind: str = "slope", world: int = 3) -> af.Task:
+    return af.Task("t", ({"role": "user", "content": "?"},), {"competition": kind, "world": world})
 
 
 async def call(of: Contest, name: str, **arguments: str) -> Any:
@@ -46,11 +43,11 @@ def test_ties_count_as_wins() -> None:
 
 
 def test_raw_scores() -> None:
-    assert competition.raw_score("accuracy", [1, 0, 1], [1, 1, 1]) == pytest.approx(2 / 3)
-    assert competition.raw_score("rmse", [1, 5], [1, 1]) == pytest.approx(math.sqrt(8))
-    assert competition.raw_score("mae", [1, 5], [1, 1]) == 2
-    assert competition.raw_score("rmsle", [-3, math.e - 1], [0, 0]) == pytest.approx(math.sqrt(0.5))
-    assert competition.raw_score("rmse", [1e308], [-1e308]) == math.inf
+    assert af.envs.competition.raw_score("accuracy", [1, 0, 1], [1, 1, 1]) == pytest.approx(2 / 3)
+    assert af.envs.competition.raw_score("rmse", [1, 5], [1, 1]) == pytest.approx(math.sqrt(8))
+    assert af.envs.competition.raw_score("mae", [1, 5], [1, 1]) == 2
+    assert af.envs.competition.raw_score("rmsle", [-3, math.e - 1], [0, 0]) == pytest.approx(math.sqrt(0.5))
+    assert af.envs.competition.raw_score("rmse", [1e308], [-1e308]) == math.inf
 
 
 def test_submissions_are_read() -> None:
@@ -92,17 +89,17 @@ async def test_better_models_rank_higher_and_a_replay_gives_the_same_scores(clos
 
 async def test_reused_predictions_give_the_same_results_as_running_the_program(closed_later: Any) -> None:
     seen: list[list[str]] = []
-    competition._KNOWN.clear()
+    af.envs.competition._KNOWN.clear()
     first, then = "import baselines; x = 'set by the first'; baselines.mean()", "print(x); baselines.linear()"
     for reuse in (False, True, True):
         of = closed_later(Contest(reuse=reuse))
         await of.reset(task(world=11), 0)
         seen.append([await run(of, code) for code in (first, first, then)] + [await run(of, "missing()")])
-        assert len(competition._KNOWN) == reuse  # only the first program of a chain, and only if it succeeds
+        assert len(af.envs.competition._KNOWN) == reuse  # only the first program of a chain, and only if it succeeds
         await call(of, "restart")
         assert "NameError" in await run(of, then)  # the reused program is not run again after a restart
     assert seen[0] == seen[1] == seen[2] and "position" in seen[0][2]
-    competition._KNOWN.clear()
+    af.envs.competition._KNOWN.clear()
 
 
 async def test_turn_rewards_add_up_to_the_best_position_and_resubmission_earns_nothing(closed_later: Any) -> None:
@@ -135,7 +132,7 @@ async def test_information(closed_later: Any) -> None:
     )
     assert "train.csv (120 rows" in await call_sync(of, "request_info", info="all")
     assert await call_sync(of, "history") == "nothing was run"
-    with pytest.raises(ToolError, match="info must be overview, metric"):
+    with pytest.raises(af.ToolError, match="info must be overview, metric"):
         await call_sync(of, "request_info", info="labels")
 
 

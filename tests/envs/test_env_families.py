@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.envs import FAMILIES, chess, exact, family, lookup, math, maze
-from agentfly_kit.tools.context import Context
-from agentfly_kit.types import Task
+from agentfly_kit.envs import exact
 
 APART = {"scienceworld"}  # needs a Java process per chain; see test_env_scienceworld.py
 
 
 def ready() -> list[str]:
-    return [name for name in FAMILIES if not getattr(af.envs, name).family.missing and name not in APART]
+    return [name for name in af.envs.FAMILIES if not getattr(af.envs, name).family.missing and name not in APART]
 
 
 FEWER = {"alfworld": 12, "code": 24, "competition": 16, "repo": 4, "sql": 16}
@@ -90,12 +88,13 @@ def test_tasks_are_reproducible_and_splits_disjoint(name: str) -> None:
 
 def test_list_describes_every_family() -> None:
     table = af.envs.list()
-    assert list(table.index) == list(FAMILIES)
+    assert list(table.index) == list(af.envs.FAMILIES)
     assert list(table.columns) == ["what", "tools", "needs", "size", "licence", "installed"]
     assert table.map(bool).all(axis=None)
     assert table.loc["lookup", "tools"] == "lookup"
     assert set(table.loc[ready(), "installed"]) == {"yes"}
-    missing = family.Family(
+    maze = af.envs.maze
+    missing = af.envs.family.Family(
         "x", "a thing", maze.Maze, maze.rows, maze.expert_player, maze.random_player, needs=("not_there",),
         install="pip install not-there",
     )  # fmt: skip
@@ -117,10 +116,10 @@ async def test_reasoning_gym_is_scored_by_its_own_verifiers() -> None:
 
 
 async def test_a_look_up_reports_unknown_people_and_facts() -> None:
-    (look,) = af.envs.tools(lookup.Lookup)
-    task = lookup.tasks(1, "train")[0]
-    name = next(iter(lookup.store(task.fields["world"])))
-    assert (await look.try_(of=name, what="city", task=task)).observation in lookup.CITIES
+    (look,) = af.envs.tools(af.envs.lookup.Lookup)
+    task = af.envs.lookup.tasks(1, "train")[0]
+    name = next(iter(af.envs.lookup.store(task.fields["world"])))
+    assert (await look.try_(of=name, what="city", task=task)).observation in af.envs.lookup.CITIES
     assert (await look.try_(of="Nobody", what="city", task=task)).observation == "no such person"
     assert (await look.try_(of=name, what="shoe", task=task)).observation == "no such fact"
 
@@ -130,34 +129,40 @@ async def test_a_look_up_reports_unknown_people_and_facts() -> None:
 
 def test_a_maze_is_a_tree() -> None:
     for number in range(50):
-        grid = maze.Grid(number, 5)
+        grid = af.envs.maze.Grid(number, 5)
         assert len(grid.away) == 25
         assert sum(map(len, grid.open.values())) == 2 * 24  # a tree
-        assert all(maze._BACK[way] in grid.open[maze.beside(c, way)] for c, ways in grid.open.items() for way in ways)
+        assert all(
+            af.envs.maze._BACK[way] in grid.open[af.envs.maze.beside(c, way)]
+            for c, ways in grid.open.items()
+            for way in ways
+        )
 
 
 async def test_shaped_rewards_sum_to_one_with_detours() -> None:
-    tasks = maze.tasks(10, "train")
-    agent = maze.expert(options={"shaped": True})
+    tasks = af.envs.maze.tasks(10, "train")
+    agent = af.envs.maze.expert(options={"shaped": True})
     for t in (await agent.rollout(tasks)).trajectories:
         assert sum(turn.reward or 0.0 for turn in t.turns) == pytest.approx(1.0)
         assert (t.stop, t.reward, t.success) == ("env_done", 0.0, True)
 
-    def detour(task: Task, messages: Any, rng: Any) -> Any:
-        grid, cell = maze.Grid(task.fields["maze"], task.fields["far"]), None
+    def detour(task: af.Task, messages: Any, rng: Any) -> Any:
+        grid, cell = af.envs.maze.Grid(task.fields["maze"], task.fields["far"]), None
         ways = [grid.toward(grid.start)]
-        ways += [maze._BACK[ways[0]], ways[0]]
-        cell = maze.beside(grid.start, ways[0])
+        ways += [af.envs.maze._BACK[ways[0]], ways[0]]
+        cell = af.envs.maze.beside(grid.start, ways[0])
         while cell != grid.exit:
             ways.append(grid.toward(cell))
-            cell = maze.beside(cell, ways[-1])
-        return "go", {"way": ways[len(family.tool_outputs(messages))]}
+            cell = af.envs.maze.beside(cell, ways[-1])
+        return "go", {"way": ways[len(af.envs.family.tool_outputs(messages))]}
 
-    chat = family.small_chat()
-    wanders = maze.agent(family.PlayerEngine(detour, chat), chat=chat, options={"shaped": True}, max_turns=12)
+    chat = af.envs.family.small_chat()
+    wanders = af.envs.maze.agent(
+        af.envs.family.PlayerEngine(detour, chat), chat=chat, options={"shaped": True}, max_turns=12
+    )
     for t in (await wanders.rollout(tasks)).trajectories:
         assert sum(turn.reward or 0.0 for turn in t.turns) == pytest.approx(1.0)
-    for t in (await maze.expert().rollout(tasks)).trajectories:
+    for t in (await af.envs.maze.expert().rollout(tasks)).trajectories:
         assert t.reward == 1.0
 
 
@@ -190,14 +195,14 @@ def test_shown_values_can_be_parsed() -> None:
 
 
 async def test_other_notations_are_compared_by_math_verify_in_a_sandbox() -> None:
-    task = Task("t", ({"role": "user", "content": "?"},))
-    async with af.Pool(math.MathVerifier, size=1) as pool, Context(task, pools=[pool]) as context:
+    task = af.Task("t", ({"role": "user", "content": "?"},))
+    async with af.Pool(af.envs.math.MathVerifier, size=1) as pool, af.Context(task, pools=[pool]) as context:
         for said, answer, right in [
             ("2/4", "1/2", 1), ("x+1", "1+x", 1), ("{2,1}", "{1,2}", 1), ("[1,2]", "(1,2)", 0), ("1/0", "1/0", 1),
             ("$\\sqrt{8}$", "2\\sqrt{2}", 1), ("1/2", "x+1", 0), ("seven", "7", 0), ("", "7", 0),
             ("1/2 or 2/3", "1/2", 0), ("1,2,3,4,5,6,7,8,9", "7", 0), ("0.30000000000000001", "0.3", 0),
         ]:  # fmt: skip
-            assert await math.Math().reward(said, answer, context) == right, (said, answer)
+            assert await af.envs.math.Math().reward(said, answer, context) == right, (said, answer)
 
 
 # ---- what holds for all
@@ -238,13 +243,13 @@ async def test_invalid_actions_are_reported_and_do_not_affect_other_chains(name:
         (tool.name, {name: garbage(what) for name, what in schema.items()}), "\u2042",
     ]  # fmt: skip
 
-    def plays(task: Task, messages: Any, rng: random.Random) -> Any:
+    def plays(task: af.Task, messages: Any, rng: random.Random) -> Any:
         if task.id != tasks[1].id:
             return of.family.expert_player(task, messages, rng)
         return moves[min(3, sum(m["role"] == "assistant" for m in messages))]
 
-    chat = family.small_chat()
-    agent = of.agent(family.PlayerEngine(plays, chat), chat=chat)
+    chat = af.envs.family.small_chat()
+    agent = of.agent(af.envs.family.PlayerEngine(plays, chat), chat=chat)
     good, bad, also = (await agent.rollout(tasks)).trajectories
     assert good.success and also.success, good.error or also.error
     assert (bad.error, bad.success) == (None, False), bad.explain()
@@ -258,7 +263,7 @@ async def test_invalid_actions_are_reported_and_do_not_affect_other_chains(name:
 async def test_invalid_tasks_are_rejected_before_anything_runs(name: str) -> None:
     of = getattr(af.envs, name)
     good = of.tasks(1, "test")[0]
-    agent = of.agent(af.ScriptedEngine(["x"]), chat=family.small_chat())
+    agent = of.agent(af.ScriptedEngine(["x"]), chat=af.envs.family.small_chat())
     agent.rollout([good])
     optional = {"kind", "size", "support", "hardness", "code", "test_setup_code", "solution", "failing"}
     required = set(good.fields) - optional - ({"world"} if name == "search" else set())
@@ -312,7 +317,7 @@ async def test_a_fork_continues_from_the_same_state_or_raises(name: str) -> None
         ("search", {"answer": "x", "support": "Rome"}, "field 'support' must be a list of titles, got 'Rome'"),
         ("search", {"answers": []}, "answers must be a string, or a non-empty list of strings, got []"),
         ("chess", {"fen": "here", "mate": 1}, "'here' is not a valid position"),
-        ("chess", {"fen": chess.board.START, "solution": ["e2e5"]}, "'e2e5' is not a legal move"),
+        ("chess", {"fen": af.envs.chess.board.START, "solution": ["e2e5"]}, "'e2e5' is not a legal move"),
         ("repo", {"bugs": {"x": 1}}, "`bugs` must be a list of objects"),
         ("repo", {}, "the task has nothing to repair: add the field `bugs`"),
         ("scienceworld", {}, "unknown kind 'None'"),
@@ -329,17 +334,17 @@ async def test_invalid_fields_are_named(name: str, fields: Any, words: str) -> N
     of = getattr(af.envs, name)
     if of.family.missing:
         pytest.skip(f"not installed: {', '.join(of.family.missing)}")
-    agent = of.agent(af.ScriptedEngine(["x"]), chat=family.small_chat())
+    agent = of.agent(af.ScriptedEngine(["x"]), chat=af.envs.family.small_chat())
     with pytest.raises(af.errors.TaskError, match=f"'bad'.*{re.escape(words)}"):
-        agent.rollout([Task("bad", ({"role": "user", "content": "?"},), fields)])
+        agent.rollout([af.Task("bad", ({"role": "user", "content": "?"},), fields)])
 
 
 async def test_an_answer_may_be_a_number() -> None:
     for name in ("calculator", "math"):
         of = getattr(af.envs, name)
-        task = Task("7", ({"role": "user", "content": "What is 3+4?"},), {"answer": 7})
-        chat = family.small_chat()
-        agent = of.agent(family.PlayerEngine(lambda task, messages, rng: "14/2", chat), chat=chat, size=1)
+        task = af.Task("7", ({"role": "user", "content": "What is 3+4?"},), {"answer": 7})
+        chat = af.envs.family.small_chat()
+        agent = of.agent(af.envs.family.PlayerEngine(lambda task, messages, rng: "14/2", chat), chat=chat, size=1)
         (t,) = (await agent.rollout([task])).trajectories
         assert t.success, t.error
 

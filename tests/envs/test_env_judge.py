@@ -11,17 +11,15 @@ import pytest
 from waiting import until
 
 import agentfly_kit as af
-from agentfly_kit.envs import judge, judging
 from agentfly_kit.envs.family import PlayerEngine, small_chat
-from agentfly_kit.types import Task
 
-RUBRIC = judging.Rubric.from_spec({"short": "It is short.", "kind": "It is kind."})
-QUESTION = Task("q", ({"role": "user", "content": "Say hello."},), {"answer": "hello"})
+RUBRIC = af.envs.judging.Rubric.from_spec({"short": "It is short.", "kind": "It is kind."})
+QUESTION = af.Task("q", ({"role": "user", "content": "Say hello."},), {"answer": "hello"})
 
 
-def says(*texts: str, **settings: Any) -> judging.Judge:
+def says(*texts: str, **settings: Any) -> af.envs.judging.Judge:
     """Return a judge with these outputs, one per attempt."""
-    return judging.Judge(af.ScriptedEngine(list(texts)), rubric=RUBRIC, **settings)
+    return af.envs.judging.Judge(af.ScriptedEngine(list(texts)), rubric=RUBRIC, **settings)
 
 
 # ---- reading
@@ -48,22 +46,22 @@ def says(*texts: str, **settings: Any) -> judging.Judge:
     ],
 )  # fmt: skip
 def test_scores_are_parsed_or_rejected_with_a_reason(text: str, points: tuple[float, float] | None) -> None:
-    found, why = judging.read_scores(text, RUBRIC)
+    found, why = af.envs.judging.read_scores(text, RUBRIC)
     assert found == (None if points is None else {"short": points[0], "kind": points[1]})
     assert bool(why) is (points is None)
 
 
 def test_choices_and_orders() -> None:
-    assert [judging.read_choice(f"<better>{t}</better>")[0] for t in ("1", " 2 ", "tie", "3", "")] == [
+    assert [af.envs.judging.read_choice(f"<better>{t}</better>")[0] for t in ("1", " 2 ", "tie", "3", "")] == [
         1, 0, 0.5, None, None,
     ]  # fmt: skip
-    assert judging.read_order("<order>3, 1,2</order>", 3)[0] == [3, 1, 2]
+    assert af.envs.judging.read_order("<order>3, 1,2</order>", 3)[0] == [3, 1, 2]
     for wrong in ("1,2", "1,2,2", "1,2,4", "1,2,3,3", ""):
-        assert judging.read_order(f"<order>{wrong}</order>", 3)[0] is None
+        assert af.envs.judging.read_order(f"<order>{wrong}</order>", 3)[0] is None
 
 
 def test_weights_of_rubrics() -> None:
-    weighted = judging.Rubric.from_spec(
+    weighted = af.envs.judging.Rubric.from_spec(
         [{"name": "a", "what": "x", "weight": 3}, {"name": "b", "what": "y", "more": 1}]
     )
     assert weighted.score({"a": 10, "b": 0}) == 0.75
@@ -82,10 +80,10 @@ async def test_unparsable_output_is_retried_and_then_unscored() -> None:
     assert len(said.outputs) == 3
     said = await says("x").score(QUESTION, "hello")  # the engine itself fails at the second attempt
     assert said.why.startswith("after 3 attempts: EngineError: the script has 1 turns")
-    slow = judging.Judge(af.ScriptedEngine([good], latency=60), rubric=RUBRIC, attempts=2, timeout=0.02)
+    slow = af.envs.judging.Judge(af.ScriptedEngine([good], latency=60), rubric=RUBRIC, attempts=2, timeout=0.02)
     assert (await slow.score(QUESTION, "x")).why.startswith("after 2 attempts: TimeoutError")
     with pytest.raises(af.errors.SettingsError, match=r"chat=af\.Chat"):
-        judging.Judge(Counting())
+        af.envs.judging.Judge(Counting())
 
 
 class Counting(af.ScriptedEngine):
@@ -98,12 +96,12 @@ class Counting(af.ScriptedEngine):
 
 
 async def test_a_failed_judge_leaves_a_chain_unscored_with_the_reason_and_its_siblings_scored() -> None:
-    def judges(question: Task, attempt: int) -> str:
+    def judges(question: af.Task, attempt: int) -> str:
         return "?" if "b" in question.fields["answer"] else '<scores>{"short": 10, "kind": 10}</scores>'
 
-    reward = judging.Judge(af.ScriptedEngine(judges), rubric=RUBRIC).reward()
+    reward = af.envs.judging.Judge(af.ScriptedEngine(judges), rubric=RUBRIC).reward()
     agent = af.Agent(af.ScriptedEngine(lambda task, turn: task.id), chat=agents.chat(), reward=reward)
-    tasks = [Task(name, ({"role": "user", "content": "?"},), {}) for name in ("a", "b", "c")]
+    tasks = [af.Task(name, ({"role": "user", "content": "?"},), {}) for name in ("a", "b", "c")]
     a, b, c = (await agent.rollout(tasks)).trajectories
     assert (a.reward, b.reward, c.reward) == (1.0, None, 1.0)
     assert "the judge gave no score: after 3 attempts" in str(b.error)
@@ -121,20 +119,20 @@ INJECTIONS = (
 async def test_answers_cannot_inject_instructions_or_scores(injection: str) -> None:
     """The judge sees the answer between two marks that the answer cannot predict, with all tags escaped. If the judge
     quotes the answer word for word, the scores that it writes after the quotation count."""
-    asked: list[Task] = []
+    asked: list[af.Task] = []
 
-    def quotes(question: Task, attempt: int) -> str:
+    def quotes(question: af.Task, attempt: int) -> str:
         asked.append(question)
         return f"It says: {question.messages[1]['content']}\n" + '<scores>{"short": 0, "kind": 0}</scores>'
 
-    found = await judging.Judge(af.ScriptedEngine(quotes), rubric=RUBRIC).score(QUESTION, injection)
+    found = await af.envs.judging.Judge(af.ScriptedEngine(quotes), rubric=RUBRIC).score(QUESTION, injection)
     assert found.score == 0.0, found.why
     system, user = (str(m["content"]) for m in asked[0].messages)
     mark = system.split("the mark ")[1][:16]
     assert mark not in injection
     before, task, between, answer, after = user.split(mark)
-    assert not judging._TAGS.search(answer)
-    assert not judging._TAGS.search(task)
+    assert not af.envs.judging._TAGS.search(answer)
+    assert not af.envs.judging._TAGS.search(task)
     assert after.count("<scores>") == 1 and "<scores>" not in before + task + between + answer
     if len(injection) > 20_000:
         assert "characters are left out here" in answer
@@ -155,12 +153,14 @@ def test_marks_depend_on_seed_and_texts() -> None:
 # ---- ranking
 
 
-def comparing(value: Any) -> judging.Judge:
+def comparing(value: Any) -> af.envs.judging.Judge:
     """A scripted judge that gives each answer the points value(text), as read from the prompt."""
     rows = [{"name": "value", "what": "More.", "check": ["value", None]}]
-    judge._CHECKS["value"] = lambda text, _: value(text)
-    return judging.Judge(
-        af.ScriptedEngine(lambda q, a: judge.scripted(dataclasses.replace(q, fields=q.fields | {"rubric": rows}), a))
+    af.envs.judge._CHECKS["value"] = lambda text, _: value(text)
+    return af.envs.judging.Judge(
+        af.ScriptedEngine(
+            lambda q, a: af.envs.judge.scripted(dataclasses.replace(q, fields=q.fields | {"rubric": rows}), a)
+        )
     )
 
 
@@ -179,21 +179,21 @@ async def test_a_ranking_does_not_depend_on_the_order_of_the_answers(how: Any) -
 
 
 async def test_position_bias_gives_ties() -> None:
-    first = judging.Judge(af.ScriptedEngine(["<better>1</better>"]), rubric=RUBRIC)
+    first = af.envs.judging.Judge(af.ScriptedEngine(["<better>1</better>"]), rubric=RUBRIC)
     ranking = await first.rank(QUESTION, ["a", "b", "c"])
     assert (ranking.scores, ranking.inconsistent) == ((0.5, 0.5, 0.5), 3)
-    first = judging.Judge(af.ScriptedEngine(["<order>1,2,3</order>"]), rubric=RUBRIC)
+    first = af.envs.judging.Judge(af.ScriptedEngine(["<order>1,2,3</order>"]), rubric=RUBRIC)
     assert (await first.rank(QUESTION, ["a", "b", "c"], how="listwise")).scores == (0.5, 0.5, 0.5)
 
 
 async def test_a_comparison_in_one_order_only_does_not_count() -> None:
-    def judges(question: Task, attempt: int) -> str:
+    def judges(question: af.Task, attempt: int) -> str:
         one, other = question.fields["answers"]
         return (
             "?" if (one, other) == ("b", "a") or "d" in (one, other) else f"<better>{1 if one < other else 2}</better>"
         )
 
-    ranking = await judging.Judge(af.ScriptedEngine(judges), rubric=RUBRIC).rank(QUESTION, ["a", "b", "c", "d"])
+    ranking = await af.envs.judging.Judge(af.ScriptedEngine(judges), rubric=RUBRIC).rank(QUESTION, ["a", "b", "c", "d"])
     assert ranking.scores == (1.0, 1.0, 0.0, None)
     assert ranking.failed == 7
     assert "there is no <better>" in ranking.why
@@ -202,7 +202,7 @@ async def test_a_comparison_in_one_order_only_does_not_count() -> None:
 
 
 async def test_group_rewards_are_ranks() -> None:
-    def writes(task: Task, messages: Any, rng: random.Random) -> str:
+    def writes(task: af.Task, messages: Any, rng: random.Random) -> str:
         return "x" * rng.randint(1, 9)
 
     fair = comparing(lambda text: len(text) / 100)
@@ -236,9 +236,9 @@ async def test_a_failing_group_reward_leaves_chains_unscored() -> None:
 
 
 async def test_64_answers_are_judged_concurrently_and_cancelling_leaves_no_task() -> None:
-    expert = judge.expert()
-    assert (await af.evaluate(expert, judge.tasks(64, "train"))).success == 1.0
-    hangs = judging.Judge(af.ScriptedEngine(["x"], latency=3600), rubric=RUBRIC)
+    expert = af.envs.judge.expert()
+    assert (await af.evaluate(expert, af.envs.judge.tasks(64, "train"))).success == 1.0
+    hangs = af.envs.judging.Judge(af.ScriptedEngine(["x"], latency=3600), rubric=RUBRIC)
     waiting = asyncio.create_task(hangs.rank(QUESTION, ["a", "b", "c"]))
     await asyncio.sleep(0)
     waiting.cancel()
@@ -250,7 +250,7 @@ async def test_64_answers_are_judged_concurrently_and_cancelling_leaves_no_task(
 async def test_a_local_model_can_judge() -> None:
     """The shipped policy was not trained on rubrics: its outputs cannot be parsed."""
     policy = af.tiny.policy("calculator")
-    found = await judging.Judge(
+    found = await af.envs.judging.Judge(
         af.LocalEngine(policy), rubric={"short": "Short."}, attempts=2, sampling=af.Sampling(max_tokens=8)
     ).score(QUESTION, "hello")
     assert found.score is None

@@ -11,25 +11,26 @@ from processes import running
 from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit.envs import mutation, repo
-from agentfly_kit.sandboxes.grader import Grader
+from agentfly_kit.envs import mutation
 
-ONE = next(task for task in repo.tasks(30, "train") if [b["file"] for b in task.fields["bugs"]] == ["stall/money.py"])
+ONE = next(
+    task for task in af.envs.repo.tasks(30, "train") if [b["file"] for b in task.fields["bugs"]] == ["stall/money.py"]
+)
 
 
-async def call(env: repo.Repo, name: str, **arguments: Any) -> Any:
+async def call(env: af.envs.repo.Repo, name: str, **arguments: Any) -> Any:
     return await getattr(env, name)(**arguments)
 
 
-async def mend(env: repo.Repo, task: af.Task = ONE) -> None:
+async def mend(env: af.envs.repo.Repo, task: af.Task = ONE) -> None:
     for bug in task.fields["bugs"]:
-        old, new = repo.patch(bug, env._repository.files[bug["file"]])
+        old, new = af.envs.repo.patch(bug, env._repository.files[bug["file"]])
         await call(env, "edit_file", path=bug["file"], old=old, new=new)
 
 
 @pytest.fixture
 async def env() -> Any:
-    made = repo.Repo()
+    made = af.envs.repo.Repo()
     await made.start()
     await made.reset(ONE, 0)
     yield made
@@ -38,15 +39,17 @@ async def env() -> Any:
 
 @pytest.fixture
 async def grader() -> Any:
-    async with Grader() as made:
+    async with af.Grader() as made:
         yield made
 
 
-async def score(env: repo.Repo, grader: Grader, task: af.Task = ONE) -> dict[str, float]:
+async def score(env: af.envs.repo.Repo, grader: af.Grader, task: af.Task = ONE) -> dict[str, float]:
     return await env.reward(grader, task.fields.get("failing", ()))
 
 
-async def test_a_repair_by_hand_is_seen_by_the_shell_and_by_the_reward(env: repo.Repo, grader: Grader) -> None:
+async def test_a_repair_by_hand_is_seen_by_the_shell_and_by_the_reward(
+    env: af.envs.repo.Repo, grader: af.Grader
+) -> None:
     first = await call(env, "shell", command="python run_tests.py")
     assert first.exit_code == 1
     assert ONE.messages[-1]["content"].split("\n")[2] in first.stdout  # the task quotes the actual output
@@ -62,7 +65,7 @@ async def test_a_repair_by_hand_is_seen_by_the_shell_and_by_the_reward(env: repo
     }  # fmt: skip
     await call(env, "undo_edit")
     assert (await score(env, grader))["reward"] == 0.0
-    other = repo.Repo()
+    other = af.envs.repo.Repo()
     await mend(env)
     await other.start()
     await env.fork(other)
@@ -105,24 +108,26 @@ X""",
 
 
 @pytest.mark.parametrize("how", HOSTILE)
-async def test_hostile_changes_are_not_rewarded(how: str, env: repo.Repo, grader: Grader) -> None:
+async def test_hostile_changes_are_not_rewarded(how: str, env: af.envs.repo.Repo, grader: af.Grader) -> None:
     await call(env, "shell", command=HOSTILE[how])
     said = await score(env, grader)
     assert (said["reward"], said["success"]) == (0.0, 0.0), said
     assert said["fixed"] < 1
 
 
-async def test_an_endless_loop_ends_at_its_time_limit(env: repo.Repo, grader: Grader) -> None:
+async def test_an_endless_loop_ends_at_its_time_limit(env: af.envs.repo.Repo, grader: af.Grader) -> None:
     await call(env, "write_file", path="stall/money.py", text="while True:\n    pass\n")
     shipped = env._repository
-    found = await repo.grade(grader, shipped, await env.sources(), only=["tests/test_money.py"], seconds=0.3, total=1.0)
+    found = await af.envs.repo.grade(
+        grader, shipped, await env.sources(), only=["tests/test_money.py"], seconds=0.3, total=1.0
+    )
     assert len(found) == 6
     assert all("took more than 0.3 s" in str(why) or "the 1 s for all" in str(why) for why in found.values())
-    again = await repo.grade(grader, shipped, shipped.broken([]).files, only=["tests/test_stock.py"])
+    again = await af.envs.repo.grade(grader, shipped, shipped.broken([]).files, only=["tests/test_stock.py"])
     assert set(again.values()) == {None}  # the grader still works
 
 
-async def test_values_of_the_visible_tests_are_not_enough(env: repo.Repo, grader: Grader) -> None:
+async def test_values_of_the_visible_tests_are_not_enough(env: af.envs.repo.Repo, grader: af.Grader) -> None:
     """Code that returns the values expected by the visible tests passes these tests and fails the hidden ones."""
     bug = {
         "file": "stall/money.py",
@@ -153,27 +158,31 @@ async def test_values_of_the_visible_tests_are_not_enough(env: repo.Repo, grader
 
 
 def test_shipped_bugs_fit_the_repository() -> None:
-    shipped, names = repo.repository(), {f"{path}::{name}" for path, name in repo.repository().cases}
-    known = repo._shipped_bugs()
+    shipped, names = af.envs.repo.repository(), {f"{path}::{name}" for path, name in af.envs.repo.repository().cases}
+    known = af.envs.repo._shipped_bugs()
     assert len(known) > 150
     for bug in known:
         assert shipped.broken([bug]).files[bug["file"]] != shipped.files[bug["file"]]
         assert bug["failing"] and set(bug["failing"]) <= names
-        old, new = repo.patch(bug, shipped.broken([bug]).files[bug["file"]])
+        old, new = af.envs.repo.patch(bug, shipped.broken([bug]).files[bug["file"]])
         assert shipped.broken([bug]).files[bug["file"]].replace(old, new) == shipped.files[bug["file"]]
-    tasks = repo.tasks()
+    tasks = af.envs.repo.tasks()
     lines = [{(b["file"], b["line"]) for t in part for b in t.fields["bugs"]} for part in (tasks.train, tasks.test)]
     assert not lines[0] & lines[1]
     assert {len(t.fields["bugs"]) for t in tasks} == {1, 2}
 
 
 @pytest.mark.long
-async def test_shipped_bugs_fail_as_recorded(grader: Grader) -> None:
+async def test_shipped_bugs_fail_as_recorded(grader: af.Grader) -> None:
     """Bugs that cause endless loops are left out, because the machine determines which tests run in time."""
-    shipped = repo.repository()
-    ends = [bug for bug in repo._shipped_bugs() if "took more than" not in bug["says"] and "while" not in bug["right"]]
+    shipped = af.envs.repo.repository()
+    ends = [
+        bug
+        for bug in af.envs.repo._shipped_bugs()
+        if "took more than" not in bug["says"] and "while" not in bug["right"]
+    ]
     for bug in random.Random(0).sample(ends, 12):
-        found = await repo.grade(grader, shipped, shipped.broken([bug]).files, seconds=GUARD)
+        found = await af.envs.repo.grade(grader, shipped, shipped.broken([bug]).files, seconds=GUARD)
         assert {name for name, why in found.items() if why is not None} == set(bug["failing"]), bug["id"]
 
 
@@ -181,7 +190,7 @@ async def test_background_jobs_end_with_the_chain() -> None:
     """Background jobs must not use memory and CPU time between two chains."""
     seconds = 10**6 + os.getpid()
     sleep = f"sleep\0{seconds}\0"
-    pool = af.Pool(repo.Repo, size=1)
+    pool = af.Pool(af.envs.repo.Repo, size=1)
     async with pool.lease() as held:
         for _ in range(2):
             await held.reset(ONE, 0)
@@ -204,28 +213,30 @@ async def test_a_users_repository(tmp_path: Path) -> None:
     }.items():  # fmt: skip
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
-    rows = await repo.bugs(tmp_path)
+    rows = await af.envs.repo.bugs(tmp_path)
     assert [row["broken"] for row in rows] == ["    return n % 2", "    return n // 1", "    return n // 3"]
     tasks = af.tasks_from(rows)
-    agent = repo.expert(size=1)
+    agent = af.envs.repo.expert(size=1)
     (t,) = (await agent.rollout(tasks[:1])).trajectories
     assert (t.stop, t.reward, t.metrics["fixed"]) == ("env_done", 1.0, 1.0), t.error
-    files = dict(repo.repository(tmp_path).broken(tasks[0].fields["bugs"]).files)
-    given = dataclasses.replace(tasks[0], fields={"files": files, "tests": dict(repo.repository(tmp_path).tests)})
-    (t,) = (await repo.random_agent(size=1, max_turns=1).rollout(given)).trajectories
+    files = dict(af.envs.repo.repository(tmp_path).broken(tasks[0].fields["bugs"]).files)
+    given = dataclasses.replace(
+        tasks[0], fields={"files": files, "tests": dict(af.envs.repo.repository(tmp_path).tests)}
+    )
+    (t,) = (await af.envs.repo.random_agent(size=1, max_turns=1).rollout(given)).trajectories
     assert t.reward == 0.0, t.error
 
 
 async def test_invalid_repositories_and_tasks_are_named(tmp_path: Path) -> None:
     with pytest.raises(af.errors.SettingsError, match=r"has no tests/test_\*\.py"):
-        repo.repository(tmp_path)
+        af.envs.repo.repository(tmp_path)
     other = dataclasses.replace(ONE, id="other", fields=ONE.fields | {"bugs": [ONE.fields["bugs"][0] | {"line": 1}]})
     with pytest.raises(af.errors.TaskError, match="task 'other': the repository does not have the line"):
-        repo.random_agent().rollout([ONE, other])
+        af.envs.repo.random_agent().rollout([ONE, other])
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_x.py").write_text("def test_x():\n    assert False\n")
     with pytest.raises(af.errors.SettingsError, match="1 tests fail in the unchanged repository"):
-        await repo.bugs(tmp_path)
+        await af.envs.repo.bugs(tmp_path)
 
 
 # ---- mutations

@@ -8,8 +8,7 @@ import pytest
 from processes import open_files
 
 import agentfly_kit as af
-from agentfly_kit.envs import family, scienceworld
-from agentfly_kit.types import Task
+from agentfly_kit.envs import scienceworld
 
 here = pytest.mark.skipif(
     bool(scienceworld.family.missing), reason=f"not installed: {', '.join(scienceworld.family.missing)}"
@@ -19,7 +18,7 @@ here = pytest.mark.skipif(
 def says(*commands: str) -> Any:
     """Return an engine that plays these commands, then answers."""
 
-    def script(task: Task, turn: int) -> str:
+    def script(task: af.Task, turn: int) -> str:
         if turn >= len(commands):
             return "Done."
         return f'<tool_call>{{"name":"act","arguments":{{"command":"{commands[turn]}"}}}}</tool_call>'
@@ -51,7 +50,7 @@ def test_splits_are_the_simulators_and_no_variation_is_in_two() -> None:
 
 
 def test_a_task_that_its_simplification_makes_impossible_is_named() -> None:
-    task = Task("t", ({"role": "user", "content": "?"},), {"kind": "power-component", "variation": 0})
+    task = af.Task("t", ({"role": "user", "content": "?"},), {"kind": "power-component", "variation": 0})
     with pytest.raises(af.errors.TaskError, match="power-component is impossible with simplification="):
         scienceworld.ScienceWorld(simplification="noElectricalAction").check_task(task)
 
@@ -111,13 +110,13 @@ async def test_64_chains_on_two_processes_are_isolated() -> None:
     """Each chain opens doors, which must be closed for the next chain in the same Java process."""
     pool = af.Pool(scienceworld.ScienceWorld, size=2, min_idle=2, memory_mb=256, acquire_timeout=1800)
     tasks = [
-        Task(f"t{i}", ({"role": "user", "content": "?"},), {"kind": "find-plant", "variation": i % 8})
+        af.Task(f"t{i}", ({"role": "user", "content": "?"},), {"kind": "find-plant", "variation": i % 8})
         for i in range(64)
     ]
     doors = [
         f"open door to {room}" for room in ("hallway", "kitchen", "greenhouse", "bedroom", "outside", "art studio")
     ]
-    agent = scienceworld.agent(says(*doors, "look around"), chat=family.small_chat(), pool=pool)
+    agent = scienceworld.agent(says(*doors, "look around"), chat=af.envs.family.small_chat(), pool=pool)
     rollout = await agent.rollout(tasks)
     seen: dict[int, set[Any]] = {}
     for t in rollout.trajectories:
@@ -140,7 +139,7 @@ async def test_64_chains_on_two_processes_are_isolated() -> None:
 async def test_a_lease_finds_a_process_that_runs_and_one_that_died_is_replaced(caplog: Any) -> None:
     pool = af.Pool(scienceworld.ScienceWorld, size=1, min_idle=1, memory_mb=300)
     task = scienceworld.tasks(1, "test", kinds=("find-animal",))[0]
-    chat = family.small_chat()
+    chat = af.envs.family.small_chat()
     pids = []
 
     async def killed(chain: Any) -> None:
@@ -177,7 +176,7 @@ async def test_a_lease_finds_a_process_that_runs_and_one_that_died_is_replaced(c
 async def test_unknown_commands_are_reported() -> None:
     hostile = ["", "fly", "x" * 3000, "ключ \U0001f511", "reset task", "open door to nowhere", "12"]
     pool = af.Pool(scienceworld.ScienceWorld, size=1, memory_mb=256)
-    chat = family.small_chat()
+    chat = af.envs.family.small_chat()
     task = scienceworld.tasks(1, "train", kinds=("melt",))[0]
     (t,) = (await scienceworld.agent(says(*hostile), chat=chat, pool=pool).rollout([task])).trajectories
     assert t.stop == "answered"
@@ -198,7 +197,7 @@ async def test_a_fork_replays_the_commands() -> None:
     pool = af.Pool(scienceworld.ScienceWorld, size=2, memory_mb=256)
     task = scienceworld.tasks(1, "train", kinds=("find-plant",))[0]
     script = says("open door to kitchen", "go to kitchen", "look around")
-    chain = scienceworld.agent(script, chat=family.small_chat(), pool=pool).chain(task)
+    chain = scienceworld.agent(script, chat=af.envs.family.small_chat(), pool=pool).chain(task)
     for _ in range(4):
         await chain.step()
     fork = await chain.fork()

@@ -9,17 +9,16 @@ import numpy
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.envs import encyclopedia, family, qa, retrieval
+from agentfly_kit.envs import encyclopedia, qa, retrieval
 from agentfly_kit.envs.search import Corpus, Document, Search, agent, snippet
-from agentfly_kit.types import Task
 
 
-def task(answers: Any = "Paris", **fields: Any) -> Task:
-    return Task("t", ({"role": "user", "content": "Where?"},), {"answers": answers} | fields)
+def task(answers: Any = "Paris", **fields: Any) -> af.Task:
+    return af.Task("t", ({"role": "user", "content": "Where?"},), {"answers": answers} | fields)
 
 
 def ready(
-    corpus: Any = ("Paris is in France.", "Oslo is in Norway."), given: Task | None = None, **options: Any
+    corpus: Any = ("Paris is in France.", "Oslo is in Norway."), given: af.Task | None = None, **options: Any
 ) -> Any:
     of = Search(corpus, **options)
     of.reset(given or task(), 0)
@@ -172,7 +171,7 @@ async def test_your_own_corpus_and_questions(tmp_path: Path) -> None:
     mine = af.tasks_from([{"question": "On what does Rome lie?", "golden_answers": ["Tiber", "the river Tiber"]}])
     texts = ["<search>Rome</search>", "so <answer>The Tiber</answer>"]
     tagged = agent(
-        af.ScriptedEngine(texts), chat=af.Chat(family.small_chat().tokenizer, format="search"),
+        af.ScriptedEngine(texts), chat=af.Chat(af.envs.family.small_chat().tokenizer, format="search"),
         options={"corpus": corpus, "topk": 1},
     )  # fmt: skip
     (t,) = (await tagged.rollout(mine)).trajectories

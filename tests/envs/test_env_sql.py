@@ -16,24 +16,21 @@ import pytest
 from waiting import GUARD
 
 import agentfly_kit as af
-from agentfly_kit.envs import family, kendall, sql
-from agentfly_kit.errors import SandboxError, SettingsError, TaskError
-from agentfly_kit.types import Task
 
 SCRIPT = "CREATE TABLE t (a INTEGER, b TEXT); INSERT INTO t VALUES (1, 'x'), (2, 'y'), (3, 'z');"
 ENDLESS = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT count(*) FROM c"
 
 
-def task(gold: str = "SELECT b FROM t ORDER BY a", script: str = SCRIPT, **fields: Any) -> Task:
-    return Task("t", ({"role": "user", "content": "?"},), {"gold": gold, "script": script, **fields})
+def task(gold: str = "SELECT b FROM t ORDER BY a", script: str = SCRIPT, **fields: Any) -> af.Task:
+    return af.Task("t", ({"role": "user", "content": "?"},), {"gold": gold, "script": script, **fields})
 
 
-async def played(of: sql.SQL, *queries: str, **given: Any) -> dict[str, float]:
+async def played(of: af.envs.sql.SQL, *queries: str, **given: Any) -> dict[str, float]:
     """Return the reward after these queries and a submission."""
     await of.reset(task(**given), 0)
     for query in queries:
-        await sql.SQL.execute.function(of, query)  # type: ignore[attr-defined]
-    await sql.SQL.submit.function(of)  # type: ignore[attr-defined]
+        await af.envs.sql.SQL.execute.function(of, query)  # type: ignore[attr-defined]
+    await af.envs.sql.SQL.submit.function(of)  # type: ignore[attr-defined]
     return await of.reward(None)
 
 
@@ -71,7 +68,7 @@ def pairs_tau(a: list[str], b: list[str]) -> float:
     ],
 )  # fmt: skip
 def test_worked_cases(seen: Any, wanted: Any, reward: float) -> None:
-    got = sql.score(seen, wanted)
+    got = af.envs.sql.score(seen, wanted)
     assert got["reward"] == pytest.approx(reward)
     assert got["success"] == float(reward == 1)
 
@@ -80,19 +77,19 @@ def test_tau_of_long_sequences_is_that_of_every_pair() -> None:
     rng = random.Random(21)
     for n in (0, 1, 2, 3, 50, 300):
         a, b = ([str(rng.randrange(40)) for _ in range(n)] for _ in range(2))
-        assert kendall.tau(a, b) == pytest.approx(pairs_tau(a, b), nan_ok=True)
+        assert af.envs.kendall.tau(a, b) == pytest.approx(pairs_tau(a, b), nan_ok=True)
     many = [str(i) for i in range(10_000)]
-    assert kendall.tau(many, many) == pytest.approx(1.0)
-    assert kendall.tau(range(10_000), range(10_000, 0, -1)) == pytest.approx(-1.0)
-    assert kendall.shared(["a", "b", "a", "c"], ["c", "a"]) == (["a", "c"], ["c", "a"])
-    assert Counter(kendall.shared(["a", "a"], ["a", "a", "a"])[1]) == {"a": 2}
+    assert af.envs.kendall.tau(many, many) == pytest.approx(1.0)
+    assert af.envs.kendall.tau(range(10_000), range(10_000, 0, -1)) == pytest.approx(-1.0)
+    assert af.envs.kendall.shared(["a", "b", "a", "c"], ["c", "a"]) == (["a", "c"], ["c", "a"])
+    assert Counter(af.envs.kendall.shared(["a", "a"], ["a", "a", "a"])[1]) == {"a": 2}
 
 
 # ---- the environment
 
 
 async def test_what_is_shown_and_what_is_scored(closed_later: Any, engine: str) -> None:
-    of = closed_later(sql.SQL(engine=engine))
+    of = closed_later(af.envs.sql.SQL(engine=engine))
     assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1
     assert of.observation == [("x",), ("y",), ("z",)]
     assert (await played(of, "SELECT b FROM t ORDER BY a DESC"))["reward"] == -1
@@ -108,9 +105,9 @@ async def test_what_is_shown_and_what_is_scored(closed_later: Any, engine: str) 
 
 
 async def test_only_submitted_rows_are_scored_and_an_answer_submits(closed_later: Any) -> None:
-    of = closed_later(sql.SQL())
+    of = closed_later(af.envs.sql.SQL())
     await of.reset(task(), 0)
-    shown = await sql.SQL.execute.function(of, "SELECT b FROM t ORDER BY a")  # type: ignore[attr-defined]
+    shown = await af.envs.sql.SQL.execute.function(of, "SELECT b FROM t ORDER BY a")  # type: ignore[attr-defined]
     assert (shown.ok, shown.observation) == (True, "[('x',), ('y',), ('z',)]")
     assert (await of.reward(None))["reward"] == 0
     assert (await of.reward("That is it."))["reward"] == 1
@@ -118,7 +115,7 @@ async def test_only_submitted_rows_are_scored_and_an_answer_submits(closed_later
 
 async def test_an_emptied_database_does_not_change_the_expected_rows(closed_later: Any, engine: str) -> None:
     """The reference query runs before the chain, which could otherwise delete the rows that the query returns."""
-    of = closed_later(sql.SQL(engine=engine))
+    of = closed_later(af.envs.sql.SQL(engine=engine))
     assert (await played(of, "DELETE FROM t", "SELECT b FROM t ORDER BY a"))["reward"] == 0
     assert of.observation == []
     assert (await played(of, "DROP TABLE t", "SELECT 1 WHERE 1 = 0"))["reward"] == 0
@@ -131,7 +128,7 @@ async def test_an_emptied_database_does_not_change_the_expected_rows(closed_late
 async def test_hostile_queries_are_reported_and_do_not_affect_the_next_chain(
     closed_later: Any, engine: str, tmp_path: Path
 ) -> None:
-    of = closed_later(sql.SQL(engine=engine, seconds=0.1))
+    of = closed_later(af.envs.sql.SQL(engine=engine, seconds=0.1))
     there = tmp_path / "there.db"
     for query in (
         ENDLESS, f"ATTACH '{there}' AS other", "SELECT load_extension('x')", f"COPY t TO '{there}'",
@@ -155,33 +152,33 @@ async def test_hostile_queries_are_reported_and_do_not_affect_the_next_chain(
 
 
 async def test_too_many_rows_are_an_error_for_the_model(closed_later: Any) -> None:
-    of = closed_later(sql.SQL(most=2))
+    of = closed_later(af.envs.sql.SQL(most=2))
     assert (await played(of, "SELECT b FROM t", gold="SELECT 1"))["reward"] == 0
     assert of.observation == "Error executing query: more than 2 rows, or too long ones"
-    with pytest.raises(SandboxError, match=r"more than 2 rows; raise options=\{'most': \.\.\.\}"):
+    with pytest.raises(af.errors.SandboxError, match=r"more than 2 rows; raise options=\{'most': \.\.\.\}"):
         await of.reset(task(), 0)
 
 
 async def test_a_fork_has_a_copy_of_the_database() -> None:
-    chain = sql.agent(af.ScriptedEngine(["."]), chat=family.small_chat(), size=2).chain(task())
+    chain = af.envs.sql.agent(af.ScriptedEngine(["."]), chat=af.envs.family.small_chat(), size=2).chain(task())
     await chain.prepare()
-    one = await chain.context.sandbox(sql.SQL)
-    await sql.SQL.execute.function(one, "DELETE FROM t WHERE a = 1")  # type: ignore[attr-defined]
+    one = await chain.context.sandbox(af.envs.sql.SQL)
+    await af.envs.sql.SQL.execute.function(one, "DELETE FROM t WHERE a = 1")  # type: ignore[attr-defined]
     twin = await chain.fork()
-    other = await twin.context.sandbox(sql.SQL)
+    other = await twin.context.sandbox(af.envs.sql.SQL)
     assert other is not one and other.queries == one.queries and other.gold == [("x",), ("y",), ("z",)]
-    await sql.SQL.execute.function(one, "DELETE FROM t")  # type: ignore[attr-defined]
-    await sql.SQL.execute.function(other, "SELECT b FROM t ORDER BY a")  # type: ignore[attr-defined]
+    await af.envs.sql.SQL.execute.function(one, "DELETE FROM t")  # type: ignore[attr-defined]
+    await af.envs.sql.SQL.execute.function(other, "SELECT b FROM t ORDER BY a")  # type: ignore[attr-defined]
     assert other.observation == [("y",), ("z",)]
     for each in (chain, twin):
         await each.finish()
 
 
 async def test_failing_queries_and_scripts_are_named(closed_later: Any) -> None:
-    of = closed_later(sql.SQL())
-    with pytest.raises(SandboxError, match="the query of task 't' fails in sqlite: no such column: nope"):
+    of = closed_later(af.envs.sql.SQL())
+    with pytest.raises(af.errors.SandboxError, match="the query of task 't' fails in sqlite: no such column: nope"):
         await of.reset(task(gold="SELECT nope FROM t"), 0)
-    with pytest.raises(SettingsError, match="the script of this SQLSandbox failed"):
+    with pytest.raises(af.errors.SettingsError, match="the script of this SQLSandbox failed"):
         await of.reset(task(script="CREATE TABEL t"), 0)
     assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1  # the next task is not affected
 
@@ -191,8 +188,8 @@ def test_a_missing_duckdb_is_named_with_the_install_command(monkeypatch: pytest.
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "duckdb" else find(name, *a))
-    with pytest.raises(SettingsError, match=r'needs duckdb; type: pip install "agentfly_kit\[sql\]"'):
-        sql.SQL(engine="duckdb")
+    with pytest.raises(af.errors.SettingsError, match=r'needs duckdb; type: pip install "agentfly_kit\[sql\]"'):
+        af.envs.sql.SQL(engine="duckdb")
 
 
 # ---- its tasks
@@ -218,15 +215,15 @@ def spider(tmp_path: Path) -> Path:
 
 
 async def test_spiders_files_load_and_are_solved(spider: Path) -> None:
-    tasks = sql.load(spider / "dev.json")
+    tasks = af.envs.sql.load(spider / "dev.json")
     assert len(tasks) == 2
     assert tasks[0].messages[-1]["content"] == "Tables: pet(id, name, weight, born, note)\nHow many pets?"
     assert tasks[0].fields["gold"] == "SELECT count(*) FROM pet"
-    expert = await af.evaluate(sql.expert(size=2), tasks)
+    expert = await af.evaluate(af.envs.sql.expert(size=2), tasks)
     assert expert.success == 1, [t.error for t in expert.rollout]
     assert expert.metrics["queries"] == 1
-    with pytest.raises(TaskError, match="a sqlite file, which needs engine='sqlite'"):
-        await af.evaluate(sql.expert(options={"engine": "duckdb"}, size=2), tasks)
+    with pytest.raises(af.errors.TaskError, match="a sqlite file, which needs engine='sqlite'"):
+        await af.evaluate(af.envs.sql.expert(options={"engine": "duckdb"}, size=2), tasks)
 
 
 def test_rows_of_bird_and_intercode_load_with_evidence(spider: Path) -> None:
@@ -238,7 +235,7 @@ def test_rows_of_bird_and_intercode_load_with_evidence(spider: Path) -> None:
         name: bird[name] for name in ("question_id", "evidence", "SQL", "difficulty")
     }
     (spider / "bird.json").write_text(json.dumps([bird, intercode, bird | {"evidence": ""}]), encoding="utf-8")
-    one, other, bare = sql.load(spider / "bird.json", schema=False)
+    one, other, bare = af.envs.sql.load(spider / "bird.json", schema=False)
     for task in (one, other):
         assert task.messages[-1]["content"] == "How many are heavy?\nEvidence: heavy means weight > 2.8"
         assert (task.fields["gold"], task.fields["hardness"]) == (bird["SQL"], "simple")
@@ -246,8 +243,8 @@ def test_rows_of_bird_and_intercode_load_with_evidence(spider: Path) -> None:
 
 
 def test_invalid_files_are_named(spider: Path) -> None:
-    with pytest.raises(TaskError, match=r"nowhere\.json: no such file; pass the path of Spider's dev\.json"):
-        sql.load(spider / "nowhere.json")
+    with pytest.raises(af.errors.TaskError, match=r"nowhere\.json: no such file; pass the path of Spider's dev\.json"):
+        af.envs.sql.load(spider / "nowhere.json")
     for content, words in [
         ("{", "bad.json:1: not JSON"),
         ("{}", "bad: rows must contain at least one task"),
@@ -263,8 +260,8 @@ def test_invalid_files_are_named(spider: Path) -> None:
         ),
     ]:
         (spider / "bad.json").write_text(content, encoding="utf-8")
-        with pytest.raises(TaskError, match=words):
-            sql.load(spider / "bad.json")
+        with pytest.raises(af.errors.TaskError, match=words):
+            af.envs.sql.load(spider / "bad.json")
     (spider / "database" / "pets" / "pets.sqlite").write_text("no database, but long enough to be read as one" * 9)
-    with pytest.raises(TaskError, match=r"pets\.sqlite: not a readable sqlite database"):
-        sql.load(spider / "dev.json")
+    with pytest.raises(af.errors.TaskError, match=r"pets\.sqlite: not a readable sqlite database"):
+        af.envs.sql.load(spider / "dev.json")

@@ -10,7 +10,6 @@ import pytest
 import agentfly_kit as af
 from agentfly_kit.envs.webshop import Catalogue, WebShop, WebShopText, expert, goods, scoring, tasks
 from agentfly_kit.envs.webshop.catalogue import UNBOUNDED, Product
-from agentfly_kit.types import Task
 
 
 def product(title: str = "Adwin Cotton Shirt", **changes: Any) -> Product:
@@ -34,7 +33,7 @@ def reward(of: Product, wanted: dict[str, Any], *options: str, nouns: Any = scor
     return scoring.score(of, wanted, options, nouns).reward
 
 
-async def visit(task: Task, **options: Any) -> WebShop:
+async def visit(task: af.Task, **options: Any) -> WebShop:
     shop = WebShop(**options)
     await shop.reset(task, 0)
     return shop
@@ -265,7 +264,7 @@ async def test_tasks_of_files_are_solved_by_the_same_expert(folder: Path) -> Non
     shop = WebShop(str(folder))
     with pytest.raises(af.errors.SettingsError, match=r"create tasks and agent with the same catalogue"):
         await shop.reset(tasks(5, "train")[4], 0)
-    other = Task("x", ({"role": "user", "content": "buy"},), {"goal": 99999, "world": 0})
+    other = af.Task("x", ({"role": "user", "content": "buy"},), {"goal": 99999, "world": 0})
     with pytest.raises(af.errors.SettingsError, match=r"invalid goal 99999: the catalogue .* has goals 0 to 2249"):
         await WebShop().reset(other, 0)
 

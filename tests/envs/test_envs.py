@@ -9,14 +9,12 @@ import agents
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.errors import SettingsError
-from agentfly_kit.types import Task
 
 
 class Guess:
     """The example of the documentation."""
 
-    def reset(self, task: Task, seed: int) -> str:
+    def reset(self, task: af.Task, seed: int) -> str:
         self.secret, self.tries, self.done = task.fields["secret"], [], False
         self.seed = seed
         return "I think of a number from 1 to 10."
@@ -43,8 +41,8 @@ class Forking(Guess):
         into.__dict__.update(copy.deepcopy(self.__dict__))
 
 
-def task(secret: int = 7, id: str = "g", **more: Any) -> Task:
-    return Task(id, ({"role": "user", "content": "Find it."},), {"secret": secret, **more})
+def task(secret: int = 7, id: str = "g", **more: Any) -> af.Task:
+    return af.Task(id, ({"role": "user", "content": "Find it."},), {"secret": secret, **more})
 
 
 def call(number: int) -> str:
@@ -108,7 +106,7 @@ async def test_unknown_sandbox_settings_are_rejected_by_name(family: str) -> Non
     module = getattr(af.envs, family)
     for wrong in ("memry_mb", "max_rows"):
         words = rf"unexpected keyword argument '{wrong}'; it takes .*seconds=, .*memory_mb="
-        with pytest.raises(SettingsError, match=words):
+        with pytest.raises(af.errors.SettingsError, match=words):
             module.agent(af.ScriptedEngine(["x"]), chat=af.tiny.policy().chat, options={wrong: 64})
     agent = module.agent(af.ScriptedEngine(["x"]), chat=af.tiny.policy().chat, options={"memory_mb": 64, "seconds": 3})
     (pool, *_) = agent.pools
@@ -126,7 +124,7 @@ async def test_cleanup_runs_on_release_unless_it_is_a_tool() -> None:
     class Room:
         tidied = 0
 
-        def reset(self, task: Task, seed: int) -> None: ...
+        def reset(self, task: af.Task, seed: int) -> None: ...
 
         async def cleanup(self) -> None:
             self.tidied += 1
@@ -185,7 +183,7 @@ async def test_a_fork_has_its_own_state_or_is_refused() -> None:
 
 
 async def test_a_failing_reset_leaves_only_its_chain_unscored() -> None:
-    broken = Task("broken", ({"role": "user", "content": "?"},), {})
+    broken = af.Task("broken", ({"role": "user", "content": "?"},), {})
     rollout = await guesser([call(7), "x"]).rollout([task(), broken, task(id="h")])
     a, b, c = rollout.trajectories
     assert (a.reward, c.reward) == (1.0, 1.0)
@@ -208,7 +206,7 @@ def test_classes_that_are_not_environments_are_rejected() -> None:
         def reset(self) -> None: ...
 
     class Silent:
-        def reset(self, task: Task) -> None: ...
+        def reset(self, task: af.Task) -> None: ...
 
     with pytest.raises(af.errors.SettingsError, match="Nothing is not an environment"):
         guesser(["x"], Nothing)
@@ -251,7 +249,7 @@ async def test_a_gymnasium_environment_is_wrapped() -> None:
     way = ["down", "down", "right", "right", "down", "right"]
     script = [agents.call("", "act").replace('{"expression":""}', json.dumps({"action": a})) for a in way]
     agent = af.envs.agent(frozen, af.ScriptedEngine(script), chat=agents.chat())
-    asked = Task("lake", ({"role": "user", "content": "Reach 15."},))
+    asked = af.Task("lake", ({"role": "user", "content": "Reach 15."},))
     (t,) = (await agent.rollout(asked)).trajectories
     assert (t.stop, t.success, t.metrics["total"]) == ("env_done", True, 1.0)
     assert [c.result.observation for c in t.tool_calls] == ["4", "8", "9", "10", "14", "15"]

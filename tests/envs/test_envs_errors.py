@@ -11,16 +11,14 @@ import errors
 from test_envs import Guess
 
 import agentfly_kit as af
-from agentfly_kit.envs import alfworld, chess, code, kendall, mutation, repo, scienceworld, webshop
+from agentfly_kit.envs import kendall
 from agentfly_kit.envs.alfworld import official
 from agentfly_kit.envs.chess.board import Board
 from agentfly_kit.envs.competition import position, read_submission
 from agentfly_kit.envs.judging import Judge, Rubric
 from agentfly_kit.envs.search import Corpus, Search
-from agentfly_kit.errors import SettingsError, TaskError, ToolError
-from agentfly_kit.types import Task
 
-BARE = Task("x", ({"role": "user", "content": "?"},))
+BARE = af.Task("x", ({"role": "user", "content": "?"},))
 POSITIONS = (
     "", "8/8/8/8/8/8/8/8 w - - 0 1", "4k3/8/8/8/8/8/8/4K3", "4k3/8/8/8/8/8/8/4K3 x - - 0 1",
     "4k3/9/8/8/8/8/8/4K3 w - - 0 1", "4k3/8/8/8/8/8/4R3/4K3 w - - 0 1", "P3k3/8/8/8/8/8/8/4K3 w - - 0 1",
@@ -41,41 +39,77 @@ SUBMISSIONS = (
 
 
 @errors.table(
-    (lambda: alfworld.tasks(1, "test", size="huge"), SettingsError, "size must be 'small' or 'full', got 'huge'"),
-    (lambda: alfworld.tasks(1, "test", kinds=("cook",)), SettingsError, "kinds must be one or more of "),
-    (lambda: alfworld.game_of(BARE), SettingsError, "field 'game' is missing"),
-    (lambda: alfworld.ALFWorld(steps=0), SettingsError, "steps must be an integer of at least 1, got 0"),
-    (lambda: alfworld.tasks_in("nowhere"), SettingsError, "is not a folder; "),
-    (lambda: official.Session("other.tw-pddl"), SettingsError, "the game 'other.tw-pddl' does not exist"),
-    *((lambda fen=fen: Board.from_fen(fen), SettingsError, "is not a valid position") for fen in POSITIONS),
-    (lambda: chess.tasks_in("nowhere.csv"), TaskError, "no such file; Lichess publishes"),
-    (lambda: code.Code(seconds=0), SettingsError, "seconds must be a positive finite number, got 0"),
-    (lambda: code.tasks(9, "test", kind="problems"), SettingsError, "n must be at most 8, the number of test tasks"),
-    (lambda: code.tasks(kind="katas"), SettingsError, "got 'katas'"),
-    (lambda: code.load("mbpp.jsonl"), TaskError, "no such file; pass the path of MBPP's mbpp.jsonl"),
+    (
+        lambda: af.envs.alfworld.tasks(1, "test", size="huge"),
+        af.errors.SettingsError,
+        "size must be 'small' or 'full', got 'huge'",
+    ),
+    (
+        lambda: af.envs.alfworld.tasks(1, "test", kinds=("cook",)),
+        af.errors.SettingsError,
+        "kinds must be one or more of ",
+    ),
+    (lambda: af.envs.alfworld.game_of(BARE), af.errors.SettingsError, "field 'game' is missing"),
+    (
+        lambda: af.envs.alfworld.ALFWorld(steps=0),
+        af.errors.SettingsError,
+        "steps must be an integer of at least 1, got 0",
+    ),
+    (lambda: af.envs.alfworld.tasks_in("nowhere"), af.errors.SettingsError, "is not a folder; "),
+    (lambda: official.Session("other.tw-pddl"), af.errors.SettingsError, "the game 'other.tw-pddl' does not exist"),
+    *((lambda fen=fen: Board.from_fen(fen), af.errors.SettingsError, "is not a valid position") for fen in POSITIONS),
+    (lambda: af.envs.chess.tasks_in("nowhere.csv"), af.errors.TaskError, "no such file; Lichess publishes"),
+    (lambda: af.envs.code.Code(seconds=0), af.errors.SettingsError, "seconds must be a positive finite number, got 0"),
+    (
+        lambda: af.envs.code.tasks(9, "test", kind="problems"),
+        af.errors.SettingsError,
+        "n must be at most 8, the number of test tasks",
+    ),
+    (lambda: af.envs.code.tasks(kind="katas"), af.errors.SettingsError, "got 'katas'"),
+    (lambda: af.envs.code.load("mbpp.jsonl"), af.errors.TaskError, "no such file; pass the path of MBPP's mbpp.jsonl"),
     *(
-        (lambda given=given: position(*given), SettingsError, "must not be empty and no score may be NaN")
+        (lambda given=given: position(*given), af.errors.SettingsError, "must not be empty and no score may be NaN")
         for given in LEADERBOARDS
     ),
-    *((lambda text=text: read_submission(text, range(2)), ToolError, words) for text, words in SUBMISSIONS),
-    *((lambda spec=spec: Rubric.from_spec(spec), SettingsError, "") for spec in RUBRICS),
-    (lambda: Judge(af.ScriptedEngine(["x"])).score(BARE, "x"), SettingsError, "no field 'rubric'"),
+    *((lambda text=text: read_submission(text, range(2)), af.ToolError, words) for text, words in SUBMISSIONS),
+    *((lambda spec=spec: Rubric.from_spec(spec), af.errors.SettingsError, "") for spec in RUBRICS),
+    (lambda: Judge(af.ScriptedEngine(["x"])).score(BARE, "x"), af.errors.SettingsError, "no field 'rubric'"),
     (lambda: kendall.tau([1], [1, 2]), ValueError, "the same length, got 1 and 2 values"),
-    (lambda: mutation.mutations("("), SyntaxError, ""),
-    (lambda: repo.repository(Path("x")), SettingsError, "repository must be an existing folder"),
-    (lambda: scienceworld.ScienceWorld(memory_mb=64), SettingsError, "memory_mb must be an integer of at least 128"),
-    (lambda: scienceworld.ScienceWorld(steps=0), SettingsError, "steps must be an integer of at least 1, got 0"),
-    (lambda: scienceworld.ScienceWorld(simplification="openDors"), SettingsError, "got 'openDors'"),
-    (lambda: scienceworld.ScienceWorld(simplification="easy,openDoors"), SettingsError, "got 'easy,openDoors'"),
-    (lambda: Corpus.load("nowhere.jsonl"), TaskError, "nowhere.jsonl: no such file; its rows must have "),
-    (lambda: Corpus([]), SettingsError, "the corpus 'yours' is empty"),
-    (lambda: Search(topk=0), SettingsError, "topk must be an integer of at least 1, got 0"),
-    (lambda: Search(metric="rouge"), SettingsError, "metric must be 'em' or 'f1', got 'rouge'"),
-    (lambda: af.envs.search.tasks(5000, "train"), SettingsError, "the number of train tasks, got 5000"),
-    (lambda: af.envs.tools(Guess()), SettingsError, "the environment must be a class"),
-    (lambda: webshop.WebShop(nouns="verbs"), SettingsError, "got 'verbs'"),
-    (lambda: webshop.WebShop(page_size=0), SettingsError, "page_size must be an integer of at least 1, got 0"),
-    (lambda: webshop.WebShop().reset(BARE, 0), SettingsError, "field 'goal' is missing: create tasks with af.envs."),
+    (lambda: af.envs.mutation.mutations("("), SyntaxError, ""),
+    (lambda: af.envs.repo.repository(Path("x")), af.errors.SettingsError, "repository must be an existing folder"),
+    (
+        lambda: af.envs.scienceworld.ScienceWorld(memory_mb=64),
+        af.errors.SettingsError,
+        "memory_mb must be an integer of at least 128",
+    ),
+    (
+        lambda: af.envs.scienceworld.ScienceWorld(steps=0),
+        af.errors.SettingsError,
+        "steps must be an integer of at least 1, got 0",
+    ),
+    (lambda: af.envs.scienceworld.ScienceWorld(simplification="openDors"), af.errors.SettingsError, "got 'openDors'"),
+    (
+        lambda: af.envs.scienceworld.ScienceWorld(simplification="easy,openDoors"),
+        af.errors.SettingsError,
+        "got 'easy,openDoors'",
+    ),
+    (lambda: Corpus.load("nowhere.jsonl"), af.errors.TaskError, "nowhere.jsonl: no such file; its rows must have "),
+    (lambda: Corpus([]), af.errors.SettingsError, "the corpus 'yours' is empty"),
+    (lambda: Search(topk=0), af.errors.SettingsError, "topk must be an integer of at least 1, got 0"),
+    (lambda: Search(metric="rouge"), af.errors.SettingsError, "metric must be 'em' or 'f1', got 'rouge'"),
+    (lambda: af.envs.search.tasks(5000, "train"), af.errors.SettingsError, "the number of train tasks, got 5000"),
+    (lambda: af.envs.tools(Guess()), af.errors.SettingsError, "the environment must be a class"),
+    (lambda: af.envs.webshop.WebShop(nouns="verbs"), af.errors.SettingsError, "got 'verbs'"),
+    (
+        lambda: af.envs.webshop.WebShop(page_size=0),
+        af.errors.SettingsError,
+        "page_size must be an integer of at least 1, got 0",
+    ),
+    (
+        lambda: af.envs.webshop.WebShop().reset(BARE, 0),
+        af.errors.SettingsError,
+        "field 'goal' is missing: create tasks with af.envs.",
+    ),
 )
 async def test_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     await errors.check(call, error, text)

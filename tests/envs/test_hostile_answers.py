@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.envs import FAMILIES, chess, code, exact, family, judge, judging, math, qa, retrieval, webshop
+from agentfly_kit.envs import qa, retrieval
 from agentfly_kit.envs.alfworld import official
 from agentfly_kit.envs.alfworld.house import House
-from agentfly_kit.tools.context import Context
 
-INSTALLED = [name for name in FAMILIES if not getattr(af.envs, name).family.missing and name != "scienceworld"]
+INSTALLED = [name for name in af.envs.FAMILIES if not getattr(af.envs, name).family.missing and name != "scienceworld"]
 LONG = 100_000
 
 ANSWERS = (
@@ -34,12 +33,12 @@ ANSWERS = (
 )  # fmt: skip
 
 
-async def episode(name: str, **options: Any) -> tuple[Any, Context, list[af.Pool[Any]]]:
+async def episode(name: str, **options: Any) -> tuple[Any, af.Context, list[af.Pool[Any]]]:
     """An environment of the family that was reset to a task, and a context with pools of what its reward requires."""
     of = getattr(af.envs, name)
-    quick = [af.Pool(math.MathVerifier, size=1, cpu_seconds=0.3)] if name == "math" else []
-    agent = of.agent(af.ScriptedEngine(["x"]), chat=family.small_chat(), options=options, size=1, pools=quick)
-    context = Context(of.tasks(1, "test")[0], pools=agent.pools)
+    quick = [af.Pool(af.envs.math.MathVerifier, size=1, cpu_seconds=0.3)] if name == "math" else []
+    agent = of.agent(af.ScriptedEngine(["x"]), chat=af.envs.family.small_chat(), options=options, size=1, pools=quick)
+    context = af.Context(of.tasks(1, "test")[0], pools=agent.pools)
     return await context.sandbox(of.family.environment), context, agent.pools
 
 
@@ -98,21 +97,21 @@ SESSION = SimpleNamespace(
     _state=SimpleNamespace(admissible_commands=(), feedback=""),
     _env=SimpleNamespace(step=lambda command: (SESSION._state, 0, False)), commands=[],
 )  # fmt: skip
-SHOP = webshop.WebShopText()
+SHOP = af.envs.webshop.WebShopText()
 READERS: dict[str, Callable[[str], Any]] = {
     "alfworld": House({}).do,
     "alfworld, official": lambda text: official.Session.do(SESSION, text),  # type: ignore[arg-type]
-    "chess": chess.board.Board.from_fen(chess.board.START).read,
-    "code": code.code_in,
-    "exact": lambda text: exact.same(text, "1"),
-    "judge": lambda text: judge._CHECKS["says"](text, "fig"),
-    "judging": judging.escaped,
-    "judging, scores": lambda text: judging.read_scores(text, judging.Rubric.from_spec({"a": "x"})),
-    "judging, lines": lambda text: judging.read_scores(
-        f"<scores>{text}</scores>", judging.Rubric.from_spec({"a": "x"})
+    "chess": af.envs.chess.board.Board.from_fen(af.envs.chess.board.START).read,
+    "code": af.envs.code.code_in,
+    "exact": lambda text: af.envs.exact.same(text, "1"),
+    "judge": lambda text: af.envs.judge._CHECKS["says"](text, "fig"),
+    "judging": af.envs.judging.escaped,
+    "judging, scores": lambda text: af.envs.judging.read_scores(text, af.envs.judging.Rubric.from_spec({"a": "x"})),
+    "judging, lines": lambda text: af.envs.judging.read_scores(
+        f"<scores>{text}</scores>", af.envs.judging.Rubric.from_spec({"a": "x"})
     ),
-    "judging, choice": judging.read_choice,
-    "judging, order": lambda text: judging.read_order(f"<order>{text}</order>", 2),
+    "judging, choice": af.envs.judging.read_choice,
+    "judging, order": lambda text: af.envs.judging.read_order(f"<order>{text}</order>", 2),
     "qa": lambda text: qa.exact_match(qa.extract_answer(text) or "", ["x"]),
     "retrieval": retrieval.words,
     "webshop": SHOP.act,
@@ -135,7 +134,7 @@ def test_every_regular_expression_is_listed() -> None:
 
 @pytest.mark.parametrize("reader", READERS)
 async def test_texts_are_read_in_linear_time(reader: str) -> None:
-    await SHOP.reset(webshop.tasks(1, "test")[0], 0)
+    await SHOP.reset(af.envs.webshop.tasks(1, "test")[0], 0)
 
     def seconds(text: str) -> float:
         began = time.process_time()

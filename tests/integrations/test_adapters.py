@@ -14,18 +14,16 @@ from paths import TESTS
 from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit.errors import RewardError, TaskError
-from agentfly_kit.types import Task, Trajectory
 
 
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-SUM = Task("sum", ({"role": "user", "content": "2+3?"},), {"answer": "5", "info": {"level": 1}})
+SUM = af.Task("sum", ({"role": "user", "content": "2+3?"},), {"answer": "5", "info": {"level": 1}})
 
 
-async def chain(reward: Any, task: Task = SUM, texts: tuple[str, ...] = ("5",), **settings: Any) -> Trajectory:
+async def chain(reward: Any, task: af.Task = SUM, texts: tuple[str, ...] = ("5",), **settings: Any) -> af.Trajectory:
     agent = af.Agent(af.ScriptedEngine(list(texts)), chat=agents.chat(), reward=reward, **settings)
     return (await agent.rollout(task)).trajectories[0]
 
@@ -70,16 +68,16 @@ async def test_rewards_of_verifiers() -> None:
         return float(kwargs["extra"])
 
     assert (await chain([af.trl.reward(exact), af.trl.reward(level)])).metrics == {"exact": 1.0, "level": 1.0}
-    assert (await chain(af.trl.reward(everything), Task("a", SUM.messages, {"extra": 3}))).reward == 3.0
+    assert (await chain(af.trl.reward(everything), af.Task("a", SUM.messages, {"extra": 3}))).reward == 3.0
 
 
 async def test_fields_and_results_of_rewards_are_checked() -> None:
     def gold(completions: Any, gold: Any) -> Any:
         return [1.0, 2.0]
 
-    with pytest.raises(TaskError, match="reward gold requires the field 'gold'"):
+    with pytest.raises(af.errors.TaskError, match="reward gold requires the field 'gold'"):
         await chain(af.trl.reward(gold))
-    t = await chain(af.trl.reward(gold), Task("a", SUM.messages, {"gold": "5"}))
+    t = await chain(af.trl.reward(gold), af.Task("a", SUM.messages, {"gold": "5"}))
     assert t.reward is None and "must return one number per completion, got 2 for 1 completion" in str(t.error)
 
 
@@ -91,13 +89,13 @@ def test_an_agent_rejects_rewards_of_other_packages_with_a_remedy() -> None:
     def verifiers(completion: Any, answer: Any, state: Any) -> Any: ...
 
     for function in (trl, trl_without, verifiers):
-        with pytest.raises(RewardError, match=r"can be passed as af.trl.reward\(function\)"):
+        with pytest.raises(af.errors.RewardError, match=r"can be passed as af.trl.reward\(function\)"):
             af.Agent(af.ScriptedEngine([""]), chat=agents.chat(), reward=function)
 
     def late(state: Any) -> float: ...
 
     agent = af.Agent(af.ScriptedEngine([""]), chat=agents.chat(), reward=late)
-    with pytest.raises(TaskError, match=r"for a reward function of verifiers use af.trl.reward\(function\)"):
+    with pytest.raises(af.errors.TaskError, match=r"for a reward function of verifiers use af.trl.reward\(function\)"):
         agent.check_tasks([SUM])
 
 
@@ -135,7 +133,7 @@ class Counter:
     def _hidden(self) -> None: ...
 
 
-COUNT = Task("c", ({"role": "user", "content": "Count."},), {"target": 4, "task": "a column named task"})
+COUNT = af.Task("c", ({"role": "user", "content": "Count."},), {"target": 4, "task": "a column named task"})
 
 
 async def test_environments_of_trl() -> None:
@@ -163,20 +161,20 @@ async def test_environments_of_trl() -> None:
     missing = type("Missing", (Counter,), {"reset": lambda self, goal: None})
     agent = af.envs.agent(af.trl.environment(missing), af.ScriptedEngine(script), chat=agents.chat())
     words = r"Missing.reset requires the field 'goal', which 'c' lacks \(it has: target, task\)"
-    with pytest.raises(TaskError, match=words):
+    with pytest.raises(af.errors.TaskError, match=words):
         await agent.rollout(COUNT)
 
 
 # --- environments with reset and step ------------------------------------------------------------
 
 
-async def played(environment: type, actions: list[str], **settings: Any) -> Trajectory:
+async def played(environment: type, actions: list[str], **settings: Any) -> af.Trajectory:
     script = [*(call("act", action=text) for text in actions), "I stop."]
     agent = af.envs.agent(environment, af.ScriptedEngine(script), chat=agents.chat(), max_turns=30, **settings)
-    return (await agent.rollout(Task("t", ({"role": "user", "content": "Play."},), {"seed": 3}))).trajectories[0]
+    return (await agent.rollout(af.Task("t", ({"role": "user", "content": "Play."},), {"seed": 3}))).trajectories[0]
 
 
-def observations(t: Trajectory) -> list[str]:
+def observations(t: af.Trajectory) -> list[str]:
     return [c.result.observation for c in t.tool_calls if c.result]
 
 

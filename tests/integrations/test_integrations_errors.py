@@ -11,12 +11,6 @@ from test_adapters import Counter
 from test_captured import TASK
 
 import agentfly_kit as af
-from agentfly_kit.errors import AlignmentError, RewardError, SettingsError, TaskError, ToolSchemaError
-from agentfly_kit.integrations.captured import captured, from_tokens
-from agentfly_kit.integrations.remote_pool.client import RemotePool
-from agentfly_kit.integrations.remote_pool.server import serve_pool
-from agentfly_kit.pool.pool import Pool
-from agentfly_kit.sandboxes import PythonSandbox
 
 TOKEN = "a token of the tests"
 OPEN: tuple[dict[str, Any], ...] = (
@@ -38,7 +32,7 @@ ROWS: tuple[tuple[Any, str], ...] = (
 
 
 def serve(**settings: Any) -> Any:
-    return serve_pool(Pool(PythonSandbox, size=1), **settings)
+    return af.serve_pool(af.Pool(af.PythonSandbox, size=1), **settings)
 
 
 def ours(final: str) -> Any: ...
@@ -71,47 +65,67 @@ class NoText(NoTool):
 
 
 def tokens(mask: list[int]) -> Any:
-    return from_tokens([1, 2, 3], mask, [0.0, -1.0, 0.0], task=TASK)
+    return af.from_tokens([1, 2, 3], mask, [0.0, -1.0, 0.0], task=TASK)
 
 
 def call(**fields: Any) -> Any:
-    return captured([{"prompt_ids": [1], "ids": [2], **fields}], task=TASK)
+    return af.captured([{"prompt_ids": [1], "ids": [2], **fields}], task=TASK)
 
 
 @errors.table(
-    *((lambda given=given: serve(**given), SettingsError, " must be given") for given in OPEN),
-    (lambda: serve(token="short"), SettingsError, "at least 16"),
-    (lambda: serve(heartbeat=0), SettingsError, "heartbeat must be between"),
-    (lambda: serve(max_body=0), SettingsError, "max_body must be at least 1, got 0"),
-    (lambda: RemotePool("localhost:8000", token=TOKEN), SettingsError, "url must be an address such as"),
-    (lambda: af.trl.reward(ours), RewardError, "ours must have a parameter `completions` "),
-    (lambda: af.trl.reward(environments), RewardError, "has a parameter `environments`; pass the class too"),
-    (lambda: af.trl.reward(traced), RewardError, "traced has a parameter `trace`, like rewards of verifiers 0.4"),
-    (lambda: af.trl.reward(positional), RewardError, "parameters must accept keyword arguments, got completions"),
-    (lambda: af.trl.reward(af.reward(ours)), RewardError, "for TRL or the verifiers library, got <Reward"),
-    (lambda: af.trl.reward(3), RewardError, "for TRL or the verifiers library, got 3"),
+    *((lambda given=given: serve(**given), af.errors.SettingsError, " must be given") for given in OPEN),
+    (lambda: serve(token="short"), af.errors.SettingsError, "at least 16"),
+    (lambda: serve(heartbeat=0), af.errors.SettingsError, "heartbeat must be between"),
+    (lambda: serve(max_body=0), af.errors.SettingsError, "max_body must be at least 1, got 0"),
+    (lambda: af.RemotePool("localhost:8000", token=TOKEN), af.errors.SettingsError, "url must be an address such as"),
+    (lambda: af.trl.reward(ours), af.errors.RewardError, "ours must have a parameter `completions` "),
+    (lambda: af.trl.reward(environments), af.errors.RewardError, "has a parameter `environments`; pass the class too"),
+    (
+        lambda: af.trl.reward(traced),
+        af.errors.RewardError,
+        "traced has a parameter `trace`, like rewards of verifiers 0.4",
+    ),
+    (
+        lambda: af.trl.reward(positional),
+        af.errors.RewardError,
+        "parameters must accept keyword arguments, got completions",
+    ),
+    (lambda: af.trl.reward(af.reward(ours)), af.errors.RewardError, "for TRL or the verifiers library, got <Reward"),
+    (lambda: af.trl.reward(3), af.errors.RewardError, "for TRL or the verifiers library, got 3"),
     (
         lambda: af.trl.environment(NoReset),
-        SettingsError,
+        af.errors.SettingsError,
         "NoReset must have a method `reset`, as TRL requires;",
     ),
     (
         lambda: af.trl.environment(NoTool),
-        SettingsError,
+        af.errors.SettingsError,
         "NoTool must have a public method besides reset and",
     ),
-    (lambda: af.trl.environment(NoText), ToolSchemaError, "act: parameter 'text' must have a description"),
-    (lambda: af.trl.environment(lambda: Counter(2)), SettingsError, "environment_class must be a class, got <function"),
-    (lambda: af.envs.from_env(NoTool), SettingsError, "NoTool must have a method step, as environments of Gymnasium"),
-    (lambda: af.envs.from_env("a"), SettingsError, "a class or a function that returns an environment, got 'a'"),
-    (lambda: af.traces.opentelemetry("jaeger"), SettingsError, "tracer must be an OpenTelemetry tracer"),
-    (lambda: played(["x"], watch=lambda: None), SettingsError, "watch must be a function of (rollout)"),
-    *((lambda rows=rows: af.read_rollouts(rows), TaskError, text) for rows, text in ROWS),
-    (lambda: call(), AlignmentError, "must have 'prompt_ids', 'ids' and 'logprobs'"),
-    (lambda: call(logprobs=[-1.0], text="a"), AlignmentError, "got ids, logprobs, prompt_ids, text"),
-    (lambda: call(logprobs=[]), AlignmentError, "one entry per id"),
-    (lambda: captured([], task=TASK), AlignmentError, "at least one call"),
-    *((lambda mask=mask: tokens(mask), AlignmentError, "mask") for mask in ([1, 1, 0], [0, 0, 0], [0, 1])),
+    (lambda: af.trl.environment(NoText), af.errors.ToolSchemaError, "act: parameter 'text' must have a description"),
+    (
+        lambda: af.trl.environment(lambda: Counter(2)),
+        af.errors.SettingsError,
+        "environment_class must be a class, got <function",
+    ),
+    (
+        lambda: af.envs.from_env(NoTool),
+        af.errors.SettingsError,
+        "NoTool must have a method step, as environments of Gymnasium",
+    ),
+    (
+        lambda: af.envs.from_env("a"),
+        af.errors.SettingsError,
+        "a class or a function that returns an environment, got 'a'",
+    ),
+    (lambda: af.traces.opentelemetry("jaeger"), af.errors.SettingsError, "tracer must be an OpenTelemetry tracer"),
+    (lambda: played(["x"], watch=lambda: None), af.errors.SettingsError, "watch must be a function of (rollout)"),
+    *((lambda rows=rows: af.read_rollouts(rows), af.errors.TaskError, text) for rows, text in ROWS),
+    (lambda: call(), af.errors.AlignmentError, "must have 'prompt_ids', 'ids' and 'logprobs'"),
+    (lambda: call(logprobs=[-1.0], text="a"), af.errors.AlignmentError, "got ids, logprobs, prompt_ids, text"),
+    (lambda: call(logprobs=[]), af.errors.AlignmentError, "one entry per id"),
+    (lambda: af.captured([], task=TASK), af.errors.AlignmentError, "at least one call"),
+    *((lambda mask=mask: tokens(mask), af.errors.AlignmentError, "mask") for mask in ([1, 1, 0], [0, 0, 0], [0, 1])),
 )
 async def test_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     await errors.check(call, error, text)

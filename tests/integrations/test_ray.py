@@ -24,10 +24,6 @@ from test_trainer import SMALL, learner, numbers, small
 from waiting import GUARD, blocking_until
 
 import agentfly_kit as af
-from agentfly_kit.advantages import grpo
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.errors import SettingsError, TaskError
-from agentfly_kit.pool.pool import Pool
 
 ray = pytest.importorskip("ray", reason='needs the extra: pip install -e ".[ray]"')
 
@@ -48,7 +44,7 @@ def sent(value: Any) -> Any:
 
 
 async def test_a_pickled_agent_samples_the_same() -> None:
-    here = agent(pools=[Pool(Box, size=3, max_uses=5, acquire_timeout=7.0)])
+    here = agent(pools=[af.Pool(Box, size=3, max_uses=5, acquire_timeout=7.0)])
     mine = await here.rollout(tasks(3), 2)
     there = sent(here.replace(watch=None))
     theirs = await there.rollout(tasks(3), 2)
@@ -59,7 +55,7 @@ async def test_a_pickled_agent_samples_the_same() -> None:
 
 
 async def test_trajectories_can_be_pickled_although_their_pools_cannot() -> None:
-    pool = Pool(Box, size=1)
+    pool = af.Pool(Box, size=1)
     rollout = await played([put_call("a"), "x"], tools=[put], pools=[pool]).rollout(tasks(1))
     assert rollout[0].tool_calls[0].rerunner is not None
     copy = sent(rollout)
@@ -91,12 +87,12 @@ def test_an_engine_that_runs_in_this_process_is_not_sent(tmp_path: Path) -> None
 
 
 def test_workers_need_a_connection() -> None:
-    with pytest.raises(SettingsError, match=r"n must be an integer of at least 1, got 0"):
+    with pytest.raises(af.errors.SettingsError, match=r"n must be an integer of at least 1, got 0"):
         af.ray.workers(agent(), 0)
-    with pytest.raises(SettingsError, match="agent must be an Agent, got 3"):
+    with pytest.raises(af.errors.SettingsError, match="agent must be an Agent, got 3"):
         af.ray.workers(3, 1)  # type: ignore[arg-type]
     if not ray.is_initialized():
-        with pytest.raises(SettingsError, match=r"Ray is not connected: call ray.init"):
+        with pytest.raises(af.errors.SettingsError, match=r"Ray is not connected: call ray.init"):
             af.ray.workers(agent(), 1)
 
 
@@ -355,7 +351,9 @@ def test_servers_have_their_last_weights_and_states_in_the_workers(cluster: Any)
             await fleet.update(policy)
             rollout = await given.rollout(tasks(4), 2, index=version, workers=workers)
             assert {int(v) for t in rollout for v in t.versions[t.action_mask]} == {version}
-            assert gaps(policy, collate(rollout, grpo))[0] < 1e-4 and all(server.got for server in servers)
+            assert gaps(policy, af.collate(rollout, af.advantages.grpo))[0] < 1e-4 and all(
+                server.got for server in servers
+            )
         servers[1].initial = fresh()
         servers[1].restart()
         with pytest.warns(UserWarning, match="samples no more"):
@@ -423,7 +421,7 @@ def test_a_closure_of_a_notebook_travels(cluster: Any) -> None:
 
 @pytest.mark.soak
 def test_sandboxes_of_a_pool_run_in_the_workers(cluster: Any) -> None:
-    pool = Pool(Box, size=2)
+    pool = af.Pool(Box, size=2)
     given = scripted([put_call("a"), "x"], tools=[put], pools=[pool])
     with af.ray.workers(given, 2) as workers:
         rollout = asyncio.run(given.rollout(tasks(4), 2, workers=workers))
@@ -440,7 +438,7 @@ def test_close_leaves_no_process(cluster: Any) -> None:
     workers.close()
     workers.close()
     blocking_until(lambda: not any(alive(pid) for pid in pids))
-    with pytest.raises(SettingsError, match="these workers are closed"):
+    with pytest.raises(af.errors.SettingsError, match="these workers are closed"):
         scripted(["x"]).rollout(tasks(1), workers=workers)
     assert repr(workers) == "Workers(closed)"
 
@@ -470,18 +468,20 @@ def test_stopping_leaves_the_workers_usable(three: tuple[af.Agent, Any]) -> None
 @pytest.mark.soak
 def test_bad_input(cluster: Any, three: tuple[af.Agent, Any]) -> None:
     given, workers = three
-    with pytest.raises(SettingsError, match=r"budget must be None with workers.*group_budget="):
+    with pytest.raises(af.errors.SettingsError, match=r"budget must be None with workers.*group_budget="):
         given.rollout(tasks(1), budget=af.Budget(turns=3), workers=workers)
     config = SMALL.replace(budget=af.Budget(turns=3))
-    with pytest.raises(SettingsError, match=r"budget must be None with workers"):
+    with pytest.raises(af.errors.SettingsError, match=r"budget must be None with workers"):
         af.train(given, given.engine.policy, tasks(3), config, workers=workers)  # type: ignore[attr-defined]
-    with pytest.raises(SettingsError, match=r"an agent with the same engine: af.ray.workers\(agent, 3\)"):
+    with pytest.raises(af.errors.SettingsError, match=r"an agent with the same engine: af.ray.workers\(agent, 3\)"):
         given.replace(engine=af.LocalEngine(random_policy()), chat=given.chat).rollout(tasks(1), workers=workers)
-    with pytest.raises(SettingsError, match="an agent with the same pools"):
-        given.replace(pools=[Pool(Box)]).rollout(tasks(1), workers=workers)
-    with pytest.raises(SettingsError, match=r"options must be Ray actor options: .*num_cpu"):
+    with pytest.raises(af.errors.SettingsError, match="an agent with the same pools"):
+        given.replace(pools=[af.Pool(Box)]).rollout(tasks(1), workers=workers)
+    with pytest.raises(af.errors.SettingsError, match=r"options must be Ray actor options: .*num_cpu"):
         af.ray.workers(given, 1, num_cpu=1)
-    with pytest.raises(SettingsError, match=r"2 workers did not start within 2 s; each needs 64 CPU, .* free"):
+    with pytest.raises(
+        af.errors.SettingsError, match=r"2 workers did not start within 2 s; each needs 64 CPU, .* free"
+    ):
         af.ray.workers(scripted(["x"]), 2, timeout=2, num_cpus=64)
     generator = (i for i in range(3))
 
@@ -498,11 +498,11 @@ def test_bad_input(cluster: Any, three: tuple[af.Agent, Any]) -> None:
         """
         return str(next(generator) + n)
 
-    with pytest.raises(SettingsError, match=r"its reward 'unsendable' cannot be pickled .*generator"):
+    with pytest.raises(af.errors.SettingsError, match=r"its reward 'unsendable' cannot be pickled .*generator"):
         af.ray.workers(scripted(["x"], reward=unsendable), 1)
-    with pytest.raises(SettingsError, match="its tool 'read' cannot be pickled"):
+    with pytest.raises(af.errors.SettingsError, match="its tool 'read' cannot be pickled"):
         af.ray.workers(scripted(["x"], tools=[read]), 1)
-    with pytest.raises(TaskError, match="answer"):
+    with pytest.raises(af.errors.TaskError, match="answer"):
         given.rollout([af.Task("t", ({"role": "user", "content": "?"},))], workers=workers)
 
 
@@ -521,5 +521,7 @@ def test_a_node_without_the_kit(cluster: Any, tmp_path: Path) -> None:
         """)
     )
     environment = {"env_vars": {"PYTHONPATH": str(tmp_path)}}
-    with pytest.raises(SettingsError, match=r"(?s)every node needs agentfly_kit .*No module named 'agentfly_kit'"):
+    with pytest.raises(
+        af.errors.SettingsError, match=r"(?s)every node needs agentfly_kit .*No module named 'agentfly_kit'"
+    ):
         af.ray.workers(scripted(["x"]), 1, runtime_env=environment)

@@ -25,22 +25,9 @@ from hypothesis import strategies as st
 from waiting import GUARD, blocking_until, until
 
 import agentfly_kit as af
-from agentfly_kit.errors import (
-    IsolationError,
-    LeaseRevoked,
-    PoolClosed,
-    PoolTimeout,
-    RemotePoolError,
-    SandboxError,
-    SettingsError,
-    ToolError,
-)
 from agentfly_kit.integrations.remote_pool import wire
-from agentfly_kit.integrations.remote_pool.client import RemotePool
-from agentfly_kit.integrations.remote_pool.server import PoolServer, serve_pool
-from agentfly_kit.pool.pool import Pool
+from agentfly_kit.integrations.remote_pool.server import PoolServer
 from agentfly_kit.pool.records import PoolEvent
-from agentfly_kit.sandboxes import FileSandbox, PythonSandbox, SandboxResult
 
 TOKEN = "a token of the tests"
 
@@ -73,7 +60,7 @@ class Notes:
         return len(self.kept)
 
     async def fail(self, how: str) -> None:
-        raise {"tool": ToolError, "file": FileNotFoundError, "odd": json.JSONDecodeError}[how](
+        raise {"tool": af.ToolError, "file": FileNotFoundError, "odd": json.JSONDecodeError}[how](
             *(("broken", "{", 1) if how == "odd" else ("broken",))
         )
 
@@ -104,34 +91,34 @@ def links() -> list[str]:
 
 
 @pytest_asyncio.fixture
-async def pool() -> AsyncIterator[Pool[Notes]]:
-    async with Pool(Notes, size=2) as pool:
+async def pool() -> AsyncIterator[af.Pool[Notes]]:
+    async with af.Pool(Notes, size=2) as pool:
         yield pool
 
 
 @pytest_asyncio.fixture
-async def server(pool: Pool[Notes]) -> AsyncIterator[PoolServer]:
-    async with serve_pool(pool, token=TOKEN, heartbeat=20.0) as server:
+async def server(pool: af.Pool[Notes]) -> AsyncIterator[PoolServer]:
+    async with af.serve_pool(pool, token=TOKEN, heartbeat=20.0) as server:
         yield server
 
 
-def client(server: PoolServer, **settings: Any) -> RemotePool[Notes]:
-    return RemotePool(server.url, token=server.token, sandbox_type=Notes, **{"patience": GUARD, **settings})
+def client(server: PoolServer, **settings: Any) -> af.RemotePool[Notes]:
+    return af.RemotePool(server.url, token=server.token, sandbox_type=Notes, **{"patience": GUARD, **settings})
 
 
 # --- used like any pool --------------------------------------------------------------------------
 
 
 async def test_python_from_afar_is_python():
-    async with Pool(PythonSandbox, size=2, isolation="none") as near, serve_pool(near) as server:
-        async with RemotePool(server.url, token=server.token) as pool:
+    async with af.Pool(af.PythonSandbox, size=2, isolation="none") as near, af.serve_pool(near) as server:
+        async with af.RemotePool(server.url, token=server.token) as pool:
             async with pool.lease("me") as sandbox:
                 result = await sandbox.run("print('out')\nx = 6\nx * 7")
-                assert isinstance(result, SandboxResult)
+                assert isinstance(result, af.SandboxResult)
                 assert (result.stdout, result.value, result.ok) == ("out\n", "42", True)
                 assert (await sandbox.run("x / 0")).error_type == "ZeroDivisionError"
                 assert (await sandbox.run("while True: pass", timeout=0.1)).timed_out
-                with pytest.raises(SettingsError, match="timeout must be a positive"):
+                with pytest.raises(af.errors.SettingsError, match="timeout must be a positive"):
                     await sandbox.run("1", timeout=-1)
                 assert sandbox.isolation == "none"
                 async with pool.lease("twin") as twin:
@@ -142,7 +129,7 @@ async def test_python_from_afar_is_python():
                 with pytest.raises(AttributeError, match="a remote PythonSandbox has no kill"):
                     sandbox.kill()
             assert not sandbox.alive
-            with pytest.raises(RemotePoolError, match="has ended"):
+            with pytest.raises(af.errors.RemotePoolError, match="has ended"):
                 await sandbox.run("1")
             async with pool.lease() as again:
                 assert (await again.run("'x' in globals()")).value == "False"
@@ -162,8 +149,8 @@ async def test_an_agent_rolls_out_on_it():
     async def reward(final: str | None, sandbox: af.PythonSandbox) -> float:
         return float((await sandbox.run("x")).value == "41")
 
-    async with Pool(PythonSandbox, size=2, isolation="none") as near, serve_pool(near) as server:
-        async with RemotePool(server.url, token=server.token) as pool:
+    async with af.Pool(af.PythonSandbox, size=2, isolation="none") as near, af.serve_pool(near) as server:
+        async with af.RemotePool(server.url, token=server.token) as pool:
             assert (await python.try_(code="6*7", pool=pool)).observation == "42"
             texts = [call("x = 41"), call("x + 1"), "done"]
             rollout = await played(texts, tools=[python], reward=reward, pools=[pool]).rollout(tasks(3), group_size=2)
@@ -174,21 +161,24 @@ async def test_an_agent_rolls_out_on_it():
 
 async def test_other_kinds_and_what_they_refuse_from_afar(tmp_path: Path):
     (tmp_path / "secret").write_text("of the server's machine")
-    async with Pool(FileSandbox, size=1, isolation="none") as near, serve_pool(near) as server:
-        async with RemotePool(server.url, token=server.token, sandbox_type=FileSandbox) as pool, pool.lease() as files:
+    async with af.Pool(af.FileSandbox, size=1, isolation="none") as near, af.serve_pool(near) as server:
+        async with (
+            af.RemotePool(server.url, token=server.token, sandbox_type=af.FileSandbox) as pool,
+            pool.lease() as files,
+        ):
             await files.seed({"a.txt": "one\ntwo\n", "b.bin": b"\x00"})
             assert "two" in await files.read("a.txt", start=2)
             assert await files.list() == ("a.txt", "b.bin")
             (found,) = await files.grep("tw")
             assert (found.path, found.line) == ("a.txt", 2)
-            with pytest.raises(ToolError, match="nothing"):
+            with pytest.raises(af.ToolError, match="nothing"):
                 await files.read("nothing.txt")
             for way in (files.seed(str(tmp_path)), files.seed(files=str(tmp_path))):
-                with pytest.raises(SettingsError, match="in a remote call of seed"):
+                with pytest.raises(af.errors.SettingsError, match="in a remote call of seed"):
                     await way
 
 
-async def test_repr_and_snapshot_and_turns(server: PoolServer, pool: Pool[Notes]):
+async def test_repr_and_snapshot_and_turns(server: PoolServer, pool: af.Pool[Notes]):
     far = client(server)
     assert [each for each in af.pools() if each in (pool, far)] == [pool, far], "oldest first"
     assert repr(far) == f"<RemotePool Notes at {server.url}, not connected>"
@@ -210,7 +200,7 @@ async def test_repr_and_snapshot_and_turns(server: PoolServer, pool: Pool[Notes]
     await far.close()
     assert repr(far) == f"<RemotePool Notes at {server.url}, closed>"
     assert far not in af.pools()
-    with pytest.raises(PoolClosed):
+    with pytest.raises(af.errors.PoolClosed):
         await far.acquire()
 
 
@@ -219,11 +209,11 @@ async def test_values_and_failures_travel(server: PoolServer):
         value = [1, 2.5, "é\ud83d", None, True, b"\x00\xff", (1, (2,)), {"a": [1]}, {1: "one"}, {3}, {"$x": 1}]
         assert await notes.run(*value) == value
         assert await notes.count() == len(value), "a method without async is awaited from afar"
-        with pytest.raises(ToolError, match="broken"):
+        with pytest.raises(af.ToolError, match="broken"):
             await notes.fail("tool")
         with pytest.raises(FileNotFoundError, match="broken"):
             await notes.fail("file")
-        with pytest.raises(SandboxError, match="JSONDecodeError: broken"):
+        with pytest.raises(af.errors.SandboxError, match="JSONDecodeError: broken"):
             await notes.fail("odd")
         with pytest.raises(TypeError, match="a object cannot be sent"):
             await notes.odd()
@@ -258,9 +248,11 @@ async def test_events_arrive_in_order(server: PoolServer):
 async def test_first_come_first_served_over_all_clients(server: PoolServer):
     async with client(server) as one, client(server) as two:
         held = [await one.acquire("a"), await two.acquire("b")]
-        with pytest.raises(PoolTimeout, match=r"no Notes free after 0\.1 s \(2 of 2 leased.*held by a .*, b "):
+        with pytest.raises(
+            af.errors.PoolTimeout, match=r"no Notes free after 0\.1 s \(2 of 2 leased.*held by a .*, b "
+        ):
             await one.acquire("c", timeout=0.1)
-        with pytest.raises(PoolTimeout, match="no Notes is free"):
+        with pytest.raises(af.errors.PoolTimeout, match="no Notes is free"):
             await one.acquire("c", queue=False)
         waiting = []
         for number in range(4):
@@ -290,13 +282,13 @@ async def test_a_cancelled_call_is_cancelled_there(server: PoolServer):
         assert await notes.run("y") == ["x", "y"]
 
 
-async def test_closing_wakes_and_gives_back(server: PoolServer, pool: Pool[Notes]):
+async def test_closing_wakes_and_gives_back(server: PoolServer, pool: af.Pool[Notes]):
     far = client(server)
     leases = [await far.acquire("a"), await far.acquire("b")]
     waiting = asyncio.ensure_future(far.acquire("c"))
     await until(lambda: pool.snapshot().waiting == 1)
     await far.close()
-    with pytest.raises(PoolClosed):
+    with pytest.raises(af.errors.PoolClosed):
         await waiting
     await until(lambda: (pool.snapshot().leased, pool.snapshot().waiting) == (0, 0))
     for lease in leases:
@@ -307,7 +299,7 @@ def test_one_loop_after_another_and_a_cell_that_computes():
     """Heartbeats are sent from a separate thread, so a blocked or closed event loop does not lose leases."""
 
     async def serve() -> None:
-        async with Pool(Notes, size=1) as pool, serve_pool(pool, token=TOKEN, heartbeat=1.0) as server:
+        async with af.Pool(Notes, size=1) as pool, af.serve_pool(pool, token=TOKEN, heartbeat=1.0) as server:
             where.append(server)
             await asyncio.to_thread(done.wait)
             assert pool.snapshot().leased == 0
@@ -355,23 +347,23 @@ async def test_a_wrong_token_is_refused_and_told_nothing(server: PoolServer):
                 answer = await http.post(server.url + path, headers=headers)
                 assert answer.status_code == 401, (headers, path)
                 assert "Notes" not in answer.text
-    far = RemotePool(server.url, token="not the token at all", sandbox_type=Notes)
-    with pytest.raises(RemotePoolError, match="the token is wrong or missing"):
+    far = af.RemotePool(server.url, token="not the token at all", sandbox_type=Notes)
+    with pytest.raises(af.errors.RemotePoolError, match="the token is wrong or missing"):
         await far.acquire()
     await far.close()
     assert server.clients == {}
 
 
-async def test_what_cannot_be_served(pool: Pool[Notes]):
-    async with serve_pool(pool) as one, serve_pool(pool, max_body=2000) as two:
+async def test_what_cannot_be_served(pool: af.Pool[Notes]):
+    async with af.serve_pool(pool) as one, af.serve_pool(pool, max_body=2000) as two:
         assert one.token != two.token
         assert len(one.token) >= 32
-        other = RemotePool(one.url, token=one.token)
-        with pytest.raises(SettingsError, match=r"must be Notes, the class of the pool at .*, got Python"):
+        other = af.RemotePool(one.url, token=one.token)
+        with pytest.raises(af.errors.SettingsError, match=r"must be Notes, the class of the pool at .*, got Python"):
             await other.acquire()
         await other.close()
         async with client(two) as far, far.lease() as notes:
-            with pytest.raises(RemotePoolError, match=r"the request is too large .*\(see max_body="):
+            with pytest.raises(af.errors.RemotePoolError, match=r"the request is too large .*\(see max_body="):
                 await notes.run("x" * 3000)
 
 
@@ -379,7 +371,7 @@ async def test_one_client_cannot_touch_what_another_holds(server: PoolServer):
     async with client(server) as one, client(server) as two, one.lease("mine") as mine:
         await mine.run("secret")
         two._link.held[mine._lease] = None
-        with pytest.raises(RemotePoolError, match="has ended"):
+        with pytest.raises(af.errors.RemotePoolError, match="has ended"):
             await two._link.run_and_wait(two._link.call(mine._lease, "run", (), {}))
         await two._link.run_and_wait(two._link.release(mine._lease, True))
         assert await mine.run() == ["secret"]
@@ -388,7 +380,7 @@ async def test_one_client_cannot_touch_what_another_holds(server: PoolServer):
 async def test_only_the_methods_of_the_kind(server: PoolServer):
     async with client(server) as far, far.lease() as notes:
         for name in ("close", "start", "kill", "__init__", "_x", "kept", "nothing"):
-            with pytest.raises(SandboxError, match="for remote calls"):
+            with pytest.raises(af.errors.SandboxError, match="for remote calls"):
                 await far._link.run_and_wait(far._link.call(notes._lease, name, (), {}))
 
 
@@ -402,12 +394,12 @@ def test_tls_with_a_certificate_of_its_own(tmp_path: Path):
     subprocess.run(command, check=True, capture_output=True)
 
     async def use() -> None:
-        async with Pool(Notes, size=1) as pool, serve_pool(pool, token=TOKEN, tls=(certificate, key)) as server:
+        async with af.Pool(Notes, size=1) as pool, af.serve_pool(pool, token=TOKEN, tls=(certificate, key)) as server:
             assert server.url.startswith("https://")
             async with client(server, verify=certificate) as far, far.lease() as notes:
                 assert await notes.run("x") == ["x"]
             stranger = client(server, patience=0.1)
-            with pytest.raises(RemotePoolError, match=r"(?i)certificate verify failed"):
+            with pytest.raises(af.errors.RemotePoolError, match=r"(?i)certificate verify failed"):
                 await stranger.acquire()
             await stranger.close()
 
@@ -452,10 +444,10 @@ class LossyProxy:
         writer.close()
 
 
-async def test_lost_answers_lease_nothing_twice_and_run_nothing_twice(server: PoolServer, pool: Pool[Notes]):
+async def test_lost_answers_lease_nothing_twice_and_run_nothing_twice(server: PoolServer, pool: af.Pool[Notes]):
     print("seed 0")
     async with LossyProxy(server.port, random.Random(0), 0.3) as proxy:
-        far = RemotePool(proxy.url, token=TOKEN, sandbox_type=Notes, patience=GUARD)
+        far = af.RemotePool(proxy.url, token=TOKEN, sandbox_type=Notes, patience=GUARD)
         for number in range(12):
             async with far.lease(f"chain {number}") as notes:
                 assert await notes.run(1) == [1]
@@ -467,9 +459,9 @@ async def test_lost_answers_lease_nothing_twice_and_run_nothing_twice(server: Po
     await until(lambda: pool.snapshot().leased == 0)
 
 
-async def test_what_a_client_never_heard_of_goes_back(pool: Pool[Notes]):
+async def test_what_a_client_never_heard_of_goes_back(pool: af.Pool[Notes]):
     # The server looks for lost clients at a fifth of this interval, and waits on if it was itself late by as much.
-    async with serve_pool(pool, token=TOKEN, heartbeat=2.0) as server, httpx2.AsyncClient(timeout=GUARD) as http:
+    async with af.serve_pool(pool, token=TOKEN, heartbeat=2.0) as server, httpx2.AsyncClient(timeout=GUARD) as http:
         headers = {"Authorization": f"Bearer {TOKEN}"}
 
         async def post(path: str, **body: Any) -> Any:
@@ -527,7 +519,7 @@ async def test_a_killed_client_loses_its_leases_and_a_killed_server_is_named():
             [sys.executable, "-c", CLIENT, url, TOKEN], stdout=subprocess.PIPE, text=True
         )
         assert far.stdout is not None and (await asyncio.to_thread(far.stdout.readline)) == "ready\n"
-        pool = RemotePool(url, token=TOKEN, patience=0.5)
+        pool = af.RemotePool(url, token=TOKEN, patience=0.5)
         s = await pool.refresh()
         assert (s.leased, s.waiting) == (2, 1)
         far.kill()
@@ -553,7 +545,7 @@ async def test_a_killed_client_loses_its_leases_and_a_killed_server_is_named():
         assert (trajectory.reward, trajectory.stop) == (None, "error")
         assert trajectory.error is not None and trajectory.error.type == "RemotePoolError"
         assert f"the pool at {url} does not respond" in trajectory.error.message
-        with pytest.raises(RemotePoolError, match="does not respond"):
+        with pytest.raises(af.errors.RemotePoolError, match="does not respond"):
             await pool.acquire()
         assert repr(pool).endswith("no response>")
         await pool.close()
@@ -574,7 +566,10 @@ print(asyncio.run(lease.sandbox.run("6 * 7", 300)).value)
 
 
 async def test_a_python_that_ends_with_a_lease_says_good_bye():
-    async with Pool(PythonSandbox, size=1, isolation="none") as near, serve_pool(near, heartbeat=600) as server:
+    async with (
+        af.Pool(af.PythonSandbox, size=1, isolation="none") as near,
+        af.serve_pool(near, heartbeat=600) as server,
+    ):
         leaver = await asyncio.create_subprocess_exec(
             sys.executable, "-W", "error", "-c", LEAVER, server.url, server.token, stdout=-1, stderr=-1
         )
@@ -584,8 +579,8 @@ async def test_a_python_that_ends_with_a_lease_says_good_bye():
         assert near.snapshot().leased == 0
 
 
-async def test_a_server_that_closes_gives_back_and_says_so(pool: Pool[Notes]):
-    server = await serve_pool(pool, token=TOKEN)
+async def test_a_server_that_closes_gives_back_and_says_so(pool: af.Pool[Notes]):
+    server = await af.serve_pool(pool, token=TOKEN)
     far = client(server, patience=0.3)
     lease = await far.acquire()
     waiting = [asyncio.ensure_future(far.acquire(f"w{i}")) for i in range(3)]
@@ -594,37 +589,37 @@ async def test_a_server_that_closes_gives_back_and_says_so(pool: Pool[Notes]):
     await until(lambda: Notes.runs == 1)
     await server.close()
     assert (pool.snapshot().leased, pool.snapshot().waiting) == (0, 0)
-    with pytest.raises(RemotePoolError):
+    with pytest.raises(af.errors.RemotePoolError):
         await running
     # Any one of the three had a sandbox, because requests may arrive in another order than they were sent.
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-    assert sum(isinstance(outcome, RemotePoolError) for outcome in outcomes) >= 2
+    assert sum(isinstance(outcome, af.errors.RemotePoolError) for outcome in outcomes) >= 2
     await lease.release()
     await far.close()
     async with pool.lease():
         pass
-    with pytest.raises(RemotePoolError, match="closed"):
+    with pytest.raises(af.errors.RemotePoolError, match="closed"):
         await server.start()
 
 
 async def test_failures_of_the_pool_arrive_as_they_are():
     class Broken:
         async def start(self) -> None:
-            raise IsolationError("no such level here")
+            raise af.errors.IsolationError("no such level here")
 
         async def run(self) -> None: ...
 
-    async with Pool(Broken, size=1) as pool, serve_pool(pool) as server:
-        far = RemotePool(server.url, token=server.token, sandbox_type=Broken)
-        with pytest.raises(IsolationError, match="no such level here"):
+    async with af.Pool(Broken, size=1) as pool, af.serve_pool(pool) as server:
+        far = af.RemotePool(server.url, token=server.token, sandbox_type=Broken)
+        with pytest.raises(af.errors.IsolationError, match="no such level here"):
             await far.acquire()
         await pool.close()
-        with pytest.raises(PoolClosed, match="the pool of Broken is closed"):
+        with pytest.raises(af.errors.PoolClosed, match="the pool of Broken is closed"):
             await far.acquire()
         await far.close()
 
 
-async def test_nonsense_never_breaks_the_server(server: PoolServer, pool: Pool[Notes]):
+async def test_nonsense_never_breaks_the_server(server: PoolServer, pool: af.Pool[Notes]):
     print("seed 0")
     chance = random.Random(0)
     headers = {"Authorization": f"Bearer {TOKEN}"}
@@ -673,33 +668,33 @@ def test_what_is_encoded_is_decoded(value: Any):
 
 
 def test_records_come_from_where_they_may():
-    result = SandboxResult(stdout="x", value="1", seconds=0.5, limit="time", timed_out=True)
+    result = af.SandboxResult(stdout="x", value="1", seconds=0.5, limit="time", timed_out=True)
     assert wire.decode(json.loads(json.dumps(wire.encode(result)))) == result
     ours = (f"agentfly_kit.{name}" for name in ("pool.pool:Pool", "trainer.config:TrainConfig", "sandboxes.python:os"))
     for name in ("subprocess:Popen", "builtins:int", ":", "x", *ours):
         with pytest.raises(ValueError, match=r"are not accepted|is not a dataclass or named tuple"):
             wire.decode({"$record": name, "fields": {}})
-    for error in (PoolTimeout("a"), RemotePoolError("b"), ToolError("c"), ValueError("d")):
+    for error in (af.errors.PoolTimeout("a"), af.errors.RemotePoolError("b"), af.ToolError("c"), ValueError("d")):
         back = wire.decode_exception(json.loads(json.dumps(wire.encode_exception(error))))
         assert (type(back), str(back)) == (type(error), str(error))
-    assert type(wire.decode_exception({"type": "SystemExit", "message": "x"})) is SandboxError
-    assert type(wire.decode_exception("nonsense")) is SandboxError
+    assert type(wire.decode_exception({"type": "SystemExit", "message": "x"})) is af.errors.SandboxError
+    assert type(wire.decode_exception("nonsense")) is af.errors.SandboxError
 
 
 # --- leases that the pool ends -------------------------------------------------------------------
 
 
 async def test_a_lease_that_is_too_old_ends_from_afar_and_counts_no_more():
-    async with Pool(Notes, size=1, max_lease=0.3) as pool:
-        async with serve_pool(pool, token=TOKEN, heartbeat=4.0) as server:
-            async with RemotePool(server.url, token=TOKEN, sandbox_type=Notes) as remote:
+    async with af.Pool(Notes, size=1, max_lease=0.3) as pool:
+        async with af.serve_pool(pool, token=TOKEN, heartbeat=4.0) as server:
+            async with af.RemotePool(server.url, token=TOKEN, sandbox_type=Notes) as remote:
                 lease = await remote.acquire("slow")
-                with pytest.raises(LeaseRevoked, match=r"the pool revoked the Notes: held for"):
+                with pytest.raises(af.errors.LeaseRevoked, match=r"the pool revoked the Notes: held for"):
                     await lease.sandbox.run("x", pause=600.0)
                 assert "held for" in lease.revoked
                 other = await remote.acquire("next")
                 await until(lambda: bool(other.revoked))
-                with pytest.raises(SandboxError):
+                with pytest.raises(af.errors.SandboxError):
                     await other.sandbox.run("x")
                 await other.release()
                 await lease.release()
@@ -708,24 +703,24 @@ async def test_a_lease_that_is_too_old_ends_from_afar_and_counts_no_more():
 # --- manual leases -------------------------------------------------------------------------------
 
 
-async def test_a_lease_revoked_at_the_server_ends_from_afar(server: PoolServer, pool: Pool[Notes]):
+async def test_a_lease_revoked_at_the_server_ends_from_afar(server: PoolServer, pool: af.Pool[Notes]):
     async with client(server) as far:
         mine = await far.acquire("mine")
         running = asyncio.ensure_future(mine.sandbox.run("x", pause=600.0))
         await until(lambda: Notes.runs == 1)
         pool.recycle(mine.id)
-        with pytest.raises(LeaseRevoked, match="the pool revoked the Notes: reset by hand"):
+        with pytest.raises(af.errors.LeaseRevoked, match="the pool revoked the Notes: reset by hand"):
             await running
         assert mine.revoked == "reset by hand" and not mine.sandbox.alive
-        with pytest.raises(LeaseRevoked, match="the pool revoked the Notes: reset by hand"):
+        with pytest.raises(af.errors.LeaseRevoked, match="the pool revoked the Notes: reset by hand"):
             await mine.sandbox.run("y")
         await mine.release()
         async with far.lease("heir") as notes:
             assert await notes.run("new") == ["new"]
 
 
-async def test_a_server_that_is_started_again_is_heard_again(pool: Pool[Notes]):
-    async with serve_pool(pool, token=TOKEN, heartbeat=4.0) as server:
+async def test_a_server_that_is_started_again_is_heard_again(pool: af.Pool[Notes]):
+    async with af.serve_pool(pool, token=TOKEN, heartbeat=4.0) as server:
         port = server.port
         far = client(server)
         heard: list[PoolEvent] = []
@@ -736,8 +731,8 @@ async def test_a_server_that_is_started_again_is_heard_again(pool: Pool[Notes]):
                 pass
         await until(lambda: len(heard) > 20)
         lost = await far.acquire("lost")
-    async with Pool(Notes, size=1) as other, serve_pool(other, token=TOKEN, port=port, heartbeat=4.0) as again:
-        with pytest.raises(RemotePoolError, match="has ended"):
+    async with af.Pool(Notes, size=1) as other, af.serve_pool(other, token=TOKEN, port=port, heartbeat=4.0) as again:
+        with pytest.raises(af.errors.RemotePoolError, match="has ended"):
             await lost.sandbox.run("x")
         await lost.release()
         heard.clear()

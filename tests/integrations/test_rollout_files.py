@@ -15,8 +15,6 @@ from agents import chat
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.errors import BatchError, TaskError
 
 RECORDED = Path(__file__).parent / "recorded"
 VERL = {"input": "user\n2+3?\nassistant\n", "output": "5", "gts": "5", "score": 1.0, "step": 2, "acc": 1.0}
@@ -53,7 +51,7 @@ def test_traces_of_verifiers_keep_their_tokens() -> None:
     assert not failed.exact and failed.reward is None and failed.error is not None
     assert (failed.stop, failed.error.type, failed.error.message) == ("error", "TimeoutError", "no answer")
     assert w.TokenView([one, two]).tokens == sum(len(row) for t in (one, two) for row in t.rows)
-    assert collate([one], [1.0]).mask.sum() == one.action_mask.sum()
+    assert af.collate([one], [1.0]).mask.sum() == one.action_mask.sum()
 
 
 def test_results_of_verifiers_are_text() -> None:
@@ -66,8 +64,8 @@ def test_results_of_verifiers_are_text() -> None:
     ]
     assert one.tool_calls[0].arguments == {"expression": "9+7"} and one.metrics["exact"] == 1.0
     assert two.task == one.task and failed.error is not None and "provider failed" in failed.error.message
-    with pytest.raises(BatchError, match="must have token ids to be trained on"):
-        collate(list(rollout), [1.0] * 3)
+    with pytest.raises(af.errors.BatchError, match="must have token ids to be trained on"):
+        af.collate(list(rollout), [1.0] * 3)
     assert "succeeded" in repr(w.TrajectoryView(rollout)) and w.TokenView(rollout).tokens == 0
 
 
@@ -113,5 +111,7 @@ def test_tables_in_memory_and_rewards() -> None:
     rollout = af.read_rollouts(table)
     assert [t.reward for t in rollout] == [1.5, 0.5, None] and [len(g) for g in rollout.groups] == [2, 1]
     assert [t.reward for t in af.read_rollouts(table, reward="short")] == [0.5, 0.5, None]
-    with pytest.raises(TaskError, match=r"rows, row 0: the reward column 'prize' must be a number; .* exact, short"):
+    with pytest.raises(
+        af.errors.TaskError, match=r"rows, row 0: the reward column 'prize' must be a number; .* exact, short"
+    ):
         af.read_rollouts(table, reward="prize")

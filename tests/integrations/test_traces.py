@@ -16,7 +16,6 @@ from test_trainer import SMALL, learner, small, start
 from waiting import GUARD
 
 import agentfly_kit as af
-from agentfly_kit.errors import ToolError
 
 pytest.importorskip("opentelemetry.sdk", reason='needs the extra: pip install -e ".[otel]"')
 
@@ -143,7 +142,7 @@ def flaky(expression: str) -> str:
     Args:
         expression: "model" or "host".
     """
-    raise ToolError("wrong") if expression == "model" else KeyError("bug")
+    raise af.ToolError("wrong") if expression == "model" else KeyError("bug")
 
 
 async def test_failed_calls_have_their_error(recorder: Recorder) -> None:

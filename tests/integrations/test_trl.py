@@ -16,19 +16,8 @@ from recipes.base import RESPONSE_TEMPLATE
 from recipes.calculator import Expression, Recipe
 from test_ppo_settings import Kept, trajectories
 
-from agentfly_kit import advantages, tiny
+import agentfly_kit as af
 from agentfly_kit import trl as bridge
-from agentfly_kit.batch.batch import Batch
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.errors import BatchError, SettingsError
-from agentfly_kit.evaluation import evaluate
-from agentfly_kit.integrations.rollout_files import read_rollouts
-from agentfly_kit.policy.policy import Policy
-from agentfly_kit.ppo import imitation_step, ppo_step
-from agentfly_kit.rewards import reward
-from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.loop import train
-from agentfly_kit.types import Sampling
 
 pytestmark = [
     pytest.mark.real,
@@ -61,7 +50,7 @@ def config(folder: Path, **options: Any) -> Any:
         )
 
 
-def grpo_inputs(batch: Batch, pad: int) -> dict[str, torch.Tensor]:
+def grpo_inputs(batch: af.Batch, pad: int) -> dict[str, torch.Tensor]:
     """Inputs of GRPOTrainer's loss: prompts padded on the left, completions on the right."""
     first = batch.mask.int().argmax(1)
     rows = len(batch)
@@ -96,7 +85,7 @@ def grpo_inputs(batch: Batch, pad: int) -> dict[str, torch.Tensor]:
     return out
 
 
-def grpo_trainer(policy: Policy, args: Any, **options: Any) -> Any:
+def grpo_trainer(policy: af.Policy, args: Any, **options: Any) -> Any:
     from trl import GRPOTrainer
 
     options.setdefault("reward_funcs", bridge.reward_func)
@@ -112,7 +101,7 @@ def test_sft_trains_exactly_the_masked_tokens(tmp_path: Path) -> None:
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    policy = Policy(tiny.model(seed=1), agents.chat())
+    policy = af.Policy(af.tiny.model(seed=1), agents.chat())
     writer = Recipe(policy.chat)
     rows = [
         writer.demonstrate("solves", Expression(t))
@@ -131,7 +120,7 @@ def test_sft_trains_exactly_the_masked_tokens(tmp_path: Path) -> None:
     order = [
         tuple(r[m].tolist()) for r, m in zip(collated["input_ids"], collated["attention_mask"].bool(), strict=True)
     ]
-    batch = collate([rows[[tuple(r.ids.tolist()) for r in rows].index(row)] for row in order], imitate=True)
+    batch = af.collate([rows[[tuple(r.ids.tolist()) for r in rows].index(row)] for row in order], imitate=True)
     ids, mask = batch.ids, batch.mask
     assert torch.equal(collated["labels"] != -100, mask)
     assert torch.equal(collated["labels"][mask], ids[mask])
@@ -143,7 +132,7 @@ def test_sft_trains_exactly_the_masked_tokens(tmp_path: Path) -> None:
     # One update of the same batch gives the same weights.
     copy = policy.copy()
     optimizer = torch.optim.AdamW(copy.model.parameters(), lr=3e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0)
-    stats = imitation_step(copy, optimizer, batch)
+    stats = af.imitation_step(copy, optimizer, batch)
     assert stats.loss == pytest.approx(float(theirs), rel=1e-6, abs=1e-6)  # float32; the losses are about 3
 
     class Compare(TrainerCallback):  # type: ignore[misc]
@@ -164,7 +153,7 @@ def test_sft_trains_exactly_the_masked_tokens(tmp_path: Path) -> None:
 
 def test_sampled_rows_are_sft_rows_unchanged() -> None:
     rows = trajectories(agents.random_policy(1), 5)
-    batch = collate(rows)
+    batch = af.collate(rows)
     data = bridge.sft_dataset(rows)
     for i, row in enumerate(data):
         n = len(row["input_ids"])
@@ -181,9 +170,11 @@ async def test_demonstrations_get_labels() -> None:
     assert any(wanted)
     assert row["labels"] == [int(i) if m else -100 for i, m in zip(t.ids, wanted, strict=True)]
     assert bridge.sft_dataset([t], authors="script")[0] == row
-    with pytest.raises(BatchError, match=r"must have at least one token to label, got none in actions of policy;"):
+    with pytest.raises(
+        af.errors.BatchError, match=r"must have at least one token to label, got none in actions of policy;"
+    ):
         bridge.sft_dataset([t], authors="policy")
-    with pytest.raises(BatchError, match=r"got none in actions; omit this trajectory"):
+    with pytest.raises(af.errors.BatchError, match=r"got none in actions; omit this trajectory"):
         bridge.sft_dataset([t.replace(turns=t.turns[:1])])
 
 
@@ -205,10 +196,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_ppo_config_reproduces_the_loss_of_trl(name: str, tmp_path: Path) -> None:
     """The loss on the same batch agrees with TRL's to 1e-6, and the gradient to 1e-4 (relative)."""
-    policy = Policy.load(agents.random_policy(3).save(tmp_path / "policy"))  # TRL loads its reference policy from here
+    policy = af.Policy.load(
+        agents.random_policy(3).save(tmp_path / "policy")
+    )  # TRL loads its reference policy from here
     args = config(tmp_path, **SETTINGS[name])
     trainer = grpo_trainer(policy, args)
-    batch = collate(trajectories(policy, 12, sampling=Sampling()), bridge.advantage(args))
+    batch = af.collate(trajectories(policy, 12, sampling=af.Sampling()), bridge.advantage(args))
     batch = batch.replace(ref_logprobs=agents.random_policy(4).score(batch, {"logprob"})["logprob"])
     policy.model.eval()
     trainer.current_gradient_accumulation_steps = 1
@@ -218,7 +211,7 @@ def test_ppo_config_reproduces_the_loss_of_trl(name: str, tmp_path: Path) -> Non
     wanted = torch.cat([p.grad.flatten().clone() for p in policy.model.parameters()])
     kept = Kept(policy)
     step = bridge.ppo_config(args).replace(max_grad_norm=None, old_logprobs="engine", micro_tokens=60)
-    stats = ppo_step(policy, kept, batch, step)
+    stats = af.ppo_step(policy, kept, batch, step)
     assert stats.loss == pytest.approx(float(theirs), rel=1e-6, abs=1e-6)  # float32; the losses are about 3
     torch.testing.assert_close(kept.seen[0], wanted, rtol=1e-4, atol=1e-6)
 
@@ -230,7 +223,7 @@ def test_advantages_equal_those_of_trl(tmp_path: Path) -> None:
     grid = rewards.view(2, 4)  # the formula in _generate_and_score_completions
     wanted = (grid - grid.mean(1, keepdim=True)) / (grid.std(1, keepdim=True) + 1e-4)
     torch.testing.assert_close(got, wanted.flatten())
-    assert bridge.advantage(config(tmp_path, scale_rewards="none")) is advantages.dr_grpo
+    assert bridge.advantage(config(tmp_path, scale_rewards="none")) is af.advantages.dr_grpo
 
 
 def test_settings_without_a_counterpart_are_rejected(tmp_path: Path) -> None:
@@ -240,9 +233,9 @@ def test_settings_without_a_counterpart_are_rejected(tmp_path: Path) -> None:
         ({"loss_type": "grpo", "entropy_coef": 0.1}, "dapo"),
         ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, "sequence"),
     ):
-        with pytest.raises(SettingsError, match=message):
+        with pytest.raises(af.errors.SettingsError, match=message):
             bridge.ppo_config(config(tmp_path, **options))
-    with pytest.raises(SettingsError, match="scale_rewards"):
+    with pytest.raises(af.errors.SettingsError, match="scale_rewards"):
         bridge.advantage(config(tmp_path, scale_rewards="batch"))
 
 
@@ -288,7 +281,7 @@ def test_chains_are_returned_in_the_order_of_the_prompts() -> None:
 def test_an_unscored_chain_has_no_gradient() -> None:
     """TRL would use reward 0. Here the chain gets the mean of its group, and none of its tokens is trained."""
 
-    @reward
+    @af.reward
     def broken(answer: str, final: str | None, trajectory: Any) -> float:
         if trajectory.chain == 1:
             raise RuntimeError("our side")
@@ -311,7 +304,7 @@ def test_a_compacted_chain_is_rejected() -> None:
 
     agent = agents.played([agents.call("1+1"), "2"], before_turn=compact)
     chains = bridge._sample_trajectories(agent, [agents.tasks(1)[0]], 0, True)
-    with pytest.raises(SettingsError, match="compacted into 2 rows, but TRL needs one row per completion"):
+    with pytest.raises(af.errors.SettingsError, match="compacted into 2 rows, but TRL needs one row per completion"):
         bridge._rollout_columns(chains, 0)
 
 
@@ -320,14 +313,14 @@ def test_a_rollout_func_that_does_not_match_the_trainer_is_rejected(tmp_path: Pa
     tasks = agents.tasks(4)
     trainer = grpo_trainer(policy, config(tmp_path, temperature=0.7))
     prompts = [list(tasks[0].messages)] * 4
-    with pytest.raises(SettingsError, match="the model that TRL trains"):
+    with pytest.raises(af.errors.SettingsError, match="the model that TRL trains"):
         bridge.rollout_func(agents.agent(other), tasks)(prompts, trainer)
-    with pytest.raises(SettingsError, match=r"0\.7"):
+    with pytest.raises(af.errors.SettingsError, match=r"0\.7"):
         bridge.rollout_func(agents.agent(policy), tasks)(prompts, trainer)
-    with pytest.raises(SettingsError, match="no task has this prompt"):
+    with pytest.raises(af.errors.SettingsError, match="no task has this prompt"):
         bridge.rollout_func(agents.agent(policy).replace(sampling=agents.Sampling(0.7)), tasks[1:])(prompts, trainer)
     twin = agents.Task("twin", tasks[0].messages, {"answer": "another"})
-    with pytest.raises(SettingsError, match="same prompt"):
+    with pytest.raises(af.errors.SettingsError, match="same prompt"):
         bridge.rollout_func(agents.agent(policy), [*tasks, twin])
 
 
@@ -371,9 +364,9 @@ def test_completion_tables_of_trl_are_read(tmp_path: Path) -> None:
     assert len(logged) == 2
     assert any(entry.get("tools/call_frequency", 0) > 0 for entry in logged)
     assert all(entry.get("tools/failure_frequency", 0) == 0 for entry in logged)
-    rollout = read_rollouts(tmp_path / "completions")
+    rollout = af.read_rollouts(tmp_path / "completions")
     tables = [pd.read_parquet(file) for file in sorted((tmp_path / "completions").iterdir())]
-    assert list(read_rollouts(pd.concat(tables))) == list(rollout)
+    assert list(af.read_rollouts(pd.concat(tables))) == list(rollout)
     assert len(rollout) == 24 and [len(group) for group in rollout.groups] == [4] * 6
     assert {t.group.partition(":")[0] for t in rollout} == {"step 1", "step 2"}
     for t in rollout:
@@ -388,7 +381,7 @@ def test_a_dataset_has_the_fields_that_all_tasks_have() -> None:
     data = bridge.dataset(agents.tasks(3))
     assert data.column_names == ["prompt", "answer"]
     assert data[0]["prompt"] == list(agents.tasks(3)[0].messages)
-    with pytest.raises(SettingsError, match="at least one task"):
+    with pytest.raises(af.errors.SettingsError, match="at least one task"):
         bridge.dataset([])
 
 
@@ -398,7 +391,7 @@ def test_a_dataset_has_the_fields_that_all_tasks_have() -> None:
 async def learned(policy: Any, tasks: list[Any]) -> float:
     """Return the sampled success on held-out tasks."""
     agent = agents.agent(policy)
-    found = await evaluate(agent, tasks, seeds=(7,))
+    found = await af.evaluate(agent, tasks, seeds=(7,))
     await agent.engine.close()
     return found.success
 
@@ -411,11 +404,11 @@ def test_trl_learns_as_well_as_train(tmp_path: Path) -> None:
     steps, lr = 20, 3e-4
 
     mine = agents.fresh()
-    settings = TrainConfig(
+    settings = af.TrainConfig(
         steps=steps, tasks_per_step=8, group_size=8, minibatch=None, epochs=1, lr=lr, lr_end=None,
         checkpoint_every=steps,
     )  # fmt: skip
-    asyncio.run(train(agents.agent(mine), mine, known, settings))
+    asyncio.run(af.train(agents.agent(mine), mine, known, settings))
     ours = asyncio.run(learned(mine, held))
 
     policy = agents.fresh()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentfly_kit import losses
+import agentfly_kit as af
 
 nan, inf = math.nan, math.inf
 Rows = list[list[float]]
@@ -36,22 +36,22 @@ def test_golden_clipped() -> None:
     ratio = torch.tensor([[1.0, 1.5, 1.5, 0.5, 0.5, 4.0]])
     a = torch.tensor([[2.0, 1.0, -1.0, 1.0, -1.0, -1.0]])
     one = torch.ones(1, 6)
-    assert losses.clipped(ratio.log(), old, a, one).tolist() == [[False, True, False, False, True, False]]
-    assert int(losses.clipped(ratio.log(), old, a, one, clip_high=9.0, dual_clip=1.2).sum()) == 3
-    assert int(losses.clipped(ratio.log(), old, a, torch.tensor([[1, 1, 1, 1, 0, 0]])).sum()) == 1
+    assert af.losses.clipped(ratio.log(), old, a, one).tolist() == [[False, True, False, False, True, False]]
+    assert int(af.losses.clipped(ratio.log(), old, a, one, clip_high=9.0, dual_clip=1.2).sum()) == 3
+    assert int(af.losses.clipped(ratio.log(), old, a, torch.tensor([[1, 1, 1, 1, 0, 0]])).sum()) == 1
 
 
 def test_approx_kl() -> None:
     """The tokens were sampled from the old policy, so the estimator is ratio - 1 - log ratio."""
     lp, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
-    close(losses.approx_kl(lp, ref, torch.ones(1, 2)), (E(0.5) - 1.5 + E(-1.0) - 1 + 1) / 2)
+    close(af.losses.approx_kl(lp, ref, torch.ones(1, 2)), (E(0.5) - 1.5 + E(-1.0) - 1 + 1) / 2)
 
 
 def test_golden_adaptive_kl_coef() -> None:
-    assert losses.adaptive_kl_coef(0.1, 0.06, target=0.06, steps=100) == 0.1
-    assert losses.adaptive_kl_coef(0.1, 1.0, target=0.05, steps=1000) == pytest.approx(0.1 * 1.02)
-    assert losses.adaptive_kl_coef(0.1, 0.0, target=0.05, steps=1000) == pytest.approx(0.1 * 0.98)
-    assert losses.adaptive_kl_coef(0.1, 0.055, target=0.05, steps=1000) == pytest.approx(0.1 * 1.01)
+    assert af.losses.adaptive_kl_coef(0.1, 0.06, target=0.06, steps=100) == 0.1
+    assert af.losses.adaptive_kl_coef(0.1, 1.0, target=0.05, steps=1000) == pytest.approx(0.1 * 1.02)
+    assert af.losses.adaptive_kl_coef(0.1, 0.0, target=0.05, steps=1000) == pytest.approx(0.1 * 0.98)
+    assert af.losses.adaptive_kl_coef(0.1, 0.055, target=0.05, steps=1000) == pytest.approx(0.1 * 1.01)
 
 
 # --- the slow loops -------------------------------------------------------------------------------
@@ -151,28 +151,28 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # arguments of a value loss are values, old values and returns. For a KL, the second is the reference and the third is
 # not used.
 LOSSES: dict[str, tuple[Loss, Any]] = {
-    "ppo": (losses.ppo, slow_ppo(0.2, 0.2, inf)),
-    "ppo clip_high": (lambda *x: losses.ppo(*x, 0.1, 0.3), slow_ppo(0.1, 0.3, inf)),
-    "ppo dual_clip": (lambda *x: losses.ppo(*x, dual_clip=1.5), slow_ppo(0.2, 0.2, 1.5)),
-    "reinforce": (losses.reinforce, tokenwise(lambda lp, _, old, a: -a * lp)),
-    "gspo": (lambda *x: losses.gspo(*x, 0.1, 0.2), rowwise(slow_gspo)),
-    "gmpo": (losses.gmpo, rowwise(slow_gmpo)),
-    "sapo": (losses.sapo, tokenwise(slow_sapo)),
-    "cispo": (lambda *x: losses.cispo(*x, 0.2, 0.3), slow_cispo(0.8, 1.3)),
-    "cispo upper": (lambda *x: losses.cispo(*x, clip_high=0.3, bounds="upper"), slow_cispo(0.0, 1.3)),
-    "dppo tv": (lambda *x: losses.dppo(*x, 0.1), slow_dppo("tv", 0.1)),
-    "dppo uneven": (lambda *x: losses.dppo(*x, 0.01, 0.3), slow_dppo("tv", 0.01, 0.3)),
-    "dppo kl": (lambda *x: losses.dppo(*x, 0.03, divergence="kl"), slow_dppo("kl", 0.03)),
-    "clip_cov": (lambda *x: losses.clip_cov(*x, share=1.0, low=0.1, high=1.0), slow_clip_cov),
-    "kl_cov": (lambda *x: losses.kl_cov(*x, share=0.3, coef=0.5), slow_kl_cov),
-    "value": (losses.value, tokenwise(lambda v, _, old, target: 0.5 * (v - target) ** 2)),
-    "value clip": (lambda *x: losses.value(*x, clip=0.2), slow_value(0.2)),
-    "kl k1": (lambda lp, ref, _, m: losses.kl(lp, ref, "k1", m), tokenwise(lambda p, _, q, a: p - q)),
-    "kl abs": (lambda lp, ref, _, m: losses.kl(lp, ref, "abs", m), tokenwise(lambda p, _, q, a: abs(p - q))),
-    "kl k2": (lambda lp, ref, _, m: losses.kl(lp, ref, "k2", m), tokenwise(lambda p, _, q, a: (p - q) ** 2 / 2)),
-    "kl k3": (lambda lp, ref, _, m: losses.kl(lp, ref, "k3", m), tokenwise(lambda p, _, q, a: E(q - p) - 1 + p - q)),
+    "ppo": (af.losses.ppo, slow_ppo(0.2, 0.2, inf)),
+    "ppo clip_high": (lambda *x: af.losses.ppo(*x, 0.1, 0.3), slow_ppo(0.1, 0.3, inf)),
+    "ppo dual_clip": (lambda *x: af.losses.ppo(*x, dual_clip=1.5), slow_ppo(0.2, 0.2, 1.5)),
+    "reinforce": (af.losses.reinforce, tokenwise(lambda lp, _, old, a: -a * lp)),
+    "gspo": (lambda *x: af.losses.gspo(*x, 0.1, 0.2), rowwise(slow_gspo)),
+    "gmpo": (af.losses.gmpo, rowwise(slow_gmpo)),
+    "sapo": (af.losses.sapo, tokenwise(slow_sapo)),
+    "cispo": (lambda *x: af.losses.cispo(*x, 0.2, 0.3), slow_cispo(0.8, 1.3)),
+    "cispo upper": (lambda *x: af.losses.cispo(*x, clip_high=0.3, bounds="upper"), slow_cispo(0.0, 1.3)),
+    "dppo tv": (lambda *x: af.losses.dppo(*x, 0.1), slow_dppo("tv", 0.1)),
+    "dppo uneven": (lambda *x: af.losses.dppo(*x, 0.01, 0.3), slow_dppo("tv", 0.01, 0.3)),
+    "dppo kl": (lambda *x: af.losses.dppo(*x, 0.03, divergence="kl"), slow_dppo("kl", 0.03)),
+    "clip_cov": (lambda *x: af.losses.clip_cov(*x, share=1.0, low=0.1, high=1.0), slow_clip_cov),
+    "kl_cov": (lambda *x: af.losses.kl_cov(*x, share=0.3, coef=0.5), slow_kl_cov),
+    "value": (af.losses.value, tokenwise(lambda v, _, old, target: 0.5 * (v - target) ** 2)),
+    "value clip": (lambda *x: af.losses.value(*x, clip=0.2), slow_value(0.2)),
+    "kl k1": (lambda lp, ref, _, m: af.losses.kl(lp, ref, "k1", m), tokenwise(lambda p, _, q, a: p - q)),
+    "kl abs": (lambda lp, ref, _, m: af.losses.kl(lp, ref, "abs", m), tokenwise(lambda p, _, q, a: abs(p - q))),
+    "kl k2": (lambda lp, ref, _, m: af.losses.kl(lp, ref, "k2", m), tokenwise(lambda p, _, q, a: (p - q) ** 2 / 2)),
+    "kl k3": (lambda lp, ref, _, m: af.losses.kl(lp, ref, "k3", m), tokenwise(lambda p, _, q, a: E(q - p) - 1 + p - q)),
     "kl k3+": (
-        lambda lp, ref, _, m: losses.kl(lp, ref, "k3+", m),
+        lambda lp, ref, _, m: af.losses.kl(lp, ref, "k3+", m),
         tokenwise(lambda p, f, q, a: E(q - f) - 1 + f - q + ((p - q) ** 2 - (f - q) ** 2) / 2),
     ),
 }
@@ -183,7 +183,7 @@ OTHERS = {
 
 
 def test_every_loss_is_in_the_table() -> None:
-    assert {name.split()[0] for name in LOSSES} | OTHERS == set(losses.__all__)
+    assert {name.split()[0] for name in LOSSES} | OTHERS == set(af.losses.__all__)
 
 
 def slow_aggregate(rows: Rows, how: str, trajectory_index: list[int], empty_rows: str, count: str) -> float:
@@ -267,7 +267,7 @@ def test_values_and_gradients_equal_the_loop(loss: str, mask: list[list[int]]) -
     for name in AGGREGATES:
         how, kw = options(name)
         rest = (how, kw.get("trajectory_index", []), kw.get("empty_rows", "exclude"), kw.get("count", "trajectories"))
-        total = losses.aggregate(per_token, m, how, **kw)
+        total = af.losses.aggregate(per_token, m, how, **kw)
         close(total.detach(), slow_aggregate(slow(*rows), *rest), 1e-10)
         (gradient,) = torch.autograd.grad(total, lp, retain_graph=True)
         assert bool((gradient[m == 0] == 0).all())
@@ -289,7 +289,7 @@ def test_values_at_masked_positions_are_never_read(loss: str, mask: list[list[in
         inputs = batch(3, mask, poison)
         inputs[0].requires_grad_()
         per_token = LOSSES[loss][0](*inputs)
-        (gradient,) = torch.autograd.grad(losses.aggregate(per_token, inputs[3], "token_mean"), inputs[0])
+        (gradient,) = torch.autograd.grad(af.losses.aggregate(per_token, inputs[3], "token_mean"), inputs[0])
         seen.append((per_token.detach(), gradient))
     for per_token, gradient in seen[1:]:
         assert per_token.equal(seen[0][0])
@@ -329,7 +329,7 @@ def test_a_batch_without_action_tokens_is_zero_with_a_warning() -> None:
         how, kw = options(name)
         kw = kw | ({"trajectory_index": [0, 1]} if "trajectory_index" in kw else {})
         with pytest.warns(RuntimeWarning, match="no action token in this batch; the loss is 0"):
-            loss = losses.aggregate(x, m, how, **kw)
+            loss = af.losses.aggregate(x, m, how, **kw)
         assert loss.item() == 0
         (g,) = torch.autograd.grad(loss, x)
         assert bool((g == 0).all())
@@ -338,26 +338,26 @@ def test_a_batch_without_action_tokens_is_zero_with_a_warning() -> None:
 def test_empty_rows_warn_if_they_change_the_mean() -> None:
     x, m = torch.ones(2, 2), torch.tensor([[1, 1], [0, 0]])
     with pytest.warns(RuntimeWarning, match="rows without action tokens are left out of the mean"):
-        losses.aggregate(x, m, "seq_mean_token_mean")
+        af.losses.aggregate(x, m, "seq_mean_token_mean")
     with pytest.warns(RuntimeWarning, match="rows without action tokens are counted in the mean"):
-        losses.aggregate(x, m, "seq_mean_token_mean", empty_rows="count")
-    losses.aggregate(x, m, "token_mean")
+        af.losses.aggregate(x, m, "seq_mean_token_mean", empty_rows="count")
+    af.losses.aggregate(x, m, "token_mean")
 
 
 def test_one_advantage_per_row_applies_to_all_its_tokens() -> None:
     lp, old, _, m = batch(0, MASKS["holes"])
     row = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
-    close(losses.ppo(lp, old, row, m), losses.ppo(lp, old, row[:, None].expand(3, 4), m))
+    close(af.losses.ppo(lp, old, row, m), af.losses.ppo(lp, old, row[:, None].expand(3, 4), m))
 
 
 def test_clip_cov_draws_its_share_from_the_seed() -> None:
     m = torch.ones(1, 1000)
     lp = torch.linspace(-4, 0, 1000).unsqueeze(0)
     a = torch.linspace(-2, 2, 1000).unsqueeze(0)
-    plain = losses.ppo(lp, lp, a, m)
+    plain = af.losses.ppo(lp, lp, a, m)
 
     def taken(**options: Any) -> Tensor:
-        return (losses.clip_cov(lp, lp, a, m, **options) != plain).nonzero()[:, 1]
+        return (af.losses.clip_cov(lp, lp, a, m, **options) != plain).nonzero()[:, 1]
 
     assert len(taken(share=0.01)) == 10
     assert len(taken()) == 1
@@ -375,24 +375,28 @@ def test_golden_importance_weights() -> None:
     ratio = torch.tensor([[0.5, 3.0, 1.0], [1.0, 2.0, nan]])
     lp, m = ratio.log(), torch.tensor([[1, 1, 1], [1, 1, 0]])
     sampler = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, inf]])
-    close(losses.importance_weights(lp, sampler, m), [[0.5, 2, 1], [1, 2, 0]])
-    close(losses.importance_weights(lp, sampler, m, beyond="mask"), [[0.5, 0, 1], [1, 2, 0]])
-    close(losses.importance_weights(lp, sampler, m, floor=0.8), [[0.8, 2, 1], [1, 2, 0]])
-    close(losses.importance_weights(lp, sampler, m, floor=0.8, beyond="mask"), [[0, 0, 1], [1, 2, 0]])
-    sequence = losses.importance_weights(lp, sampler, m, level="sequence", cap=1.8)
+    close(af.losses.importance_weights(lp, sampler, m), [[0.5, 2, 1], [1, 2, 0]])
+    close(af.losses.importance_weights(lp, sampler, m, beyond="mask"), [[0.5, 0, 1], [1, 2, 0]])
+    close(af.losses.importance_weights(lp, sampler, m, floor=0.8), [[0.8, 2, 1], [1, 2, 0]])
+    close(af.losses.importance_weights(lp, sampler, m, floor=0.8, beyond="mask"), [[0, 0, 1], [1, 2, 0]])
+    sequence = af.losses.importance_weights(lp, sampler, m, level="sequence", cap=1.8)
     close(sequence, [[1.5] * 3, [1.8, 1.8, 0]])
-    close(losses.importance_weights(lp, sampler, m, level="sequence", cap=1.8, beyond="mask"), [[1.5] * 3, [0, 0, 0]])
-    close(losses.effective_sample_size(sequence, m, level="sequence"), 3.3**2 / (2 * (1.5**2 + 1.8**2)))
-    close(losses.effective_sample_size(sequence, m), 8.1**2 / (5 * (3 * 1.5**2 + 2 * 1.8**2)))
+    close(
+        af.losses.importance_weights(lp, sampler, m, level="sequence", cap=1.8, beyond="mask"), [[1.5] * 3, [0, 0, 0]]
+    )
+    close(af.losses.effective_sample_size(sequence, m, level="sequence"), 3.3**2 / (2 * (1.5**2 + 1.8**2)))
+    close(af.losses.effective_sample_size(sequence, m), 8.1**2 / (5 * (3 * 1.5**2 + 2 * 1.8**2)))
 
 
 def test_importance_weights_stay_finite_and_carry_no_gradient() -> None:
     lp = torch.tensor([[-1.0, -300.0, nan]], requires_grad=True)
     for level in ("token", "sequence"):
-        w = losses.importance_weights(lp, torch.tensor([[-300.0, -1.0, nan]]), torch.tensor([[1, 1, 0]]), level=level)  # type: ignore[arg-type]
+        w = af.losses.importance_weights(
+            lp, torch.tensor([[-300.0, -1.0, nan]]), torch.tensor([[1, 1, 0]]), level=level
+        )  # type: ignore[arg-type]
         assert not w.requires_grad
         assert bool(torch.isfinite(w).all())
-    assert losses.importance_weights(lp, lp, torch.tensor([[1, 1, 0]])).tolist() == [[1, 1, 0]]
+    assert af.losses.importance_weights(lp, lp, torch.tensor([[1, 1, 0]])).tolist() == [[1, 1, 0]]
 
 
 # --- KL -------------------------------------------------------------------------------------------
@@ -407,9 +411,9 @@ def test_only_k2_and_k3_plus_have_the_gradient_of_the_kl() -> None:
     (want,) = torch.autograd.grad(exact, logits, retain_graph=True)
     p = lp.exp().detach()
     with pytest.warns(UserWarning, match=r"expected gradient of k1 is 0.*use kind='k2' or 'k3\+'"):
-        k1 = losses.kl(lp, ref, "k1")
+        k1 = af.losses.kl(lp, ref, "k1")
     for kind in ("k2", "k3", "k3+", "k1"):
-        per_token = k1 if kind == "k1" else losses.kl(lp, ref, kind)  # type: ignore[arg-type]
+        per_token = k1 if kind == "k1" else af.losses.kl(lp, ref, kind)  # type: ignore[arg-type]
         (got,) = torch.autograd.grad((p * per_token).sum(), logits, retain_graph=True)
         if kind == "k1":
             close(got, [0.0, 0, 0], 1e-12)

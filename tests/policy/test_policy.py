@@ -11,10 +11,9 @@ import torch
 from agents import fresh, random_policy, reference_logprobs
 from waiting import blocking_until
 
-from agentfly_kit.errors import PolicyError
+import agentfly_kit as af
 from agentfly_kit.policy import forward
 from agentfly_kit.policy.forward import single_torch_thread
-from agentfly_kit.policy.policy import Policy
 from agentfly_kit.policy.prefix_tree import split_by_token_budget
 
 
@@ -81,12 +80,12 @@ def test_save_and_load(tmp_path: Path) -> None:
     policy = random_policy(3, value_head=True)
     policy.version = 7
     folder = policy.save(tmp_path / "p")
-    back = Policy.load(folder, value_head=True)
+    back = af.Policy.load(folder, value_head=True)
     assert back.fingerprint() == policy.fingerprint()
     assert back.version == 7
     assert back.chat.tokenizer.chat_template == policy.chat.tokenizer.chat_template
     assert back.chat.stop_ids == policy.chat.stop_ids
-    assert Policy.load(folder).value_head is None
+    assert af.Policy.load(folder).value_head is None
     from safetensors import safe_open
 
     with safe_open(folder / "model.safetensors", "pt") as file:
@@ -104,15 +103,15 @@ def test_save_and_load(tmp_path: Path) -> None:
 def test_missing_files_are_named(tmp_path: Path, missing: str, says: str) -> None:
     folder = random_policy(3).save(tmp_path / "p")
     (folder / missing).unlink()
-    with pytest.raises(PolicyError, match=f"cannot load a policy from .*{says}"):
-        Policy.load(folder)
+    with pytest.raises(af.errors.PolicyError, match=f"cannot load a policy from .*{says}"):
+        af.Policy.load(folder)
 
 
 def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
     folder = random_policy(3).save(tmp_path / "p")
     (folder / "model.safetensors").write_bytes(b"not this")
-    with pytest.raises(PolicyError, match="cannot load a policy from"):
-        Policy.load(folder)
+    with pytest.raises(af.errors.PolicyError, match="cannot load a policy from"):
+        af.Policy.load(folder)
 
 
 def test_a_copy_is_independent() -> None:

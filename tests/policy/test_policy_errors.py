@@ -9,8 +9,7 @@ import torch
 from agents import fresh, random_policy, shipped
 from test_policy import rows
 
-from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
-from agentfly_kit.policy.policy import Policy
+import agentfly_kit as af
 
 CHAT = "model must be a torch.nn.Module and chat an af.Chat, got "
 LAYERS = "layers must be a non-empty list of layers from -3 to 2"
@@ -23,24 +22,35 @@ def scored_at_0() -> Any:
 
 
 @errors.table(
-    (scored_at_0, AlignmentError, "position 0"),
-    (lambda: random_policy().score(rows(), {"logits"}), SettingsError, "must be a non-empty subset of"),
-    (lambda: random_policy().score(rows(), {"value"}), PolicyError, "load the policy with value_head=True"),
+    (scored_at_0, af.errors.AlignmentError, "position 0"),
+    (lambda: random_policy().score(rows(), {"logits"}), af.errors.SettingsError, "must be a non-empty subset of"),
+    (lambda: random_policy().score(rows(), {"value"}), af.errors.PolicyError, "load the policy with value_head=True"),
     (lambda: random_policy().score(rows(), {"logprob"})["entropy"], KeyError, "entropy"),
-    *((lambda n=n: fresh().score(rows(), {"hidden"}, layers=n), SettingsError, LAYERS) for n in ((), (3,), (-4,))),
-    (lambda: Policy.load("./none"), PolicyError, "must be a folder written by Policy.save or a hub name"),
-    (lambda: Policy.load("none", dtype="float33"), SettingsError, "its name, or 'auto', got 'float33'"),
-    (lambda: Policy.load("none", dtype=torch.int64), SettingsError, "got torch.int64"),
-    (lambda: Policy.load("none", device="gpu"), SettingsError, "usable by torch on this machine, got 'gpu': "),
-    (lambda: Policy.load("none", device="cuda:77"), SettingsError, "got 'cuda:77': "),
-    (lambda: Policy.load("none", device=1.5), SettingsError, "got 1.5: "),
-    (lambda: Policy.load("none", value_head="apart"), SettingsError, "must be True, False or 'separate', got 'apart'"),
-    (lambda: Policy(shipped().model, shipped().chat.tokenizer), SettingsError, CHAT),
-    (lambda: Policy("name", shipped().chat), SettingsError, "; af.Policy.load(name_or_folder) creates"),
-    (lambda: random_policy().load_state(shipped().state()), PolicyError, "state must have the weights "),
+    *(
+        (lambda n=n: fresh().score(rows(), {"hidden"}, layers=n), af.errors.SettingsError, LAYERS)
+        for n in ((), (3,), (-4,))
+    ),
+    (lambda: af.Policy.load("./none"), af.errors.PolicyError, "must be a folder written by Policy.save or a hub name"),
+    (lambda: af.Policy.load("none", dtype="float33"), af.errors.SettingsError, "its name, or 'auto', got 'float33'"),
+    (lambda: af.Policy.load("none", dtype=torch.int64), af.errors.SettingsError, "got torch.int64"),
+    (
+        lambda: af.Policy.load("none", device="gpu"),
+        af.errors.SettingsError,
+        "usable by torch on this machine, got 'gpu': ",
+    ),
+    (lambda: af.Policy.load("none", device="cuda:77"), af.errors.SettingsError, "got 'cuda:77': "),
+    (lambda: af.Policy.load("none", device=1.5), af.errors.SettingsError, "got 1.5: "),
+    (
+        lambda: af.Policy.load("none", value_head="apart"),
+        af.errors.SettingsError,
+        "must be True, False or 'separate', got 'apart'",
+    ),
+    (lambda: af.Policy(shipped().model, shipped().chat.tokenizer), af.errors.SettingsError, CHAT),
+    (lambda: af.Policy("name", shipped().chat), af.errors.SettingsError, "; af.Policy.load(name_or_folder) creates"),
+    (lambda: random_policy().load_state(shipped().state()), af.errors.PolicyError, "state must have the weights "),
     (
         lambda: random_policy().load_state(random_policy(value_head=True).state()),
-        PolicyError,
+        af.errors.PolicyError,
         "'value_head.bias' is in the state or the policy, but not in both",
     ),
 )

@@ -10,8 +10,8 @@ import torch
 from agents import assert_same_gradient, random_policy
 from test_decoder import GPT_NEO, WINDOWED, model, windowed
 
+import agentfly_kit as af
 from agentfly_kit.policy import forward
-from agentfly_kit.policy.policy import Policy
 from agentfly_kit.policy.prefix_tree import PackedTrees, build_prefix_trees
 
 
@@ -39,7 +39,7 @@ def branching(seed: int, count: int = 12, vocabulary: int = 400) -> Any:
     return SimpleNamespace(ids=ids, mask=mask, lengths=lengths, temperatures=torch.ones(count))
 
 
-def alone(policy: Policy) -> Policy:
+def alone(policy: af.Policy) -> af.Policy:
     """Make the policy compute every row separately."""
     policy._sharing_obstacle = "a test"
     return policy
@@ -76,7 +76,7 @@ def test_trees_give_the_results_of_rows(seed: int, temperatures: Any, head: Any)
     found = []
     for own in (False, True):
         policy = random_policy(seed)
-        policy = Policy(policy.model, policy.chat, value_head=head)
+        policy = af.Policy(policy.model, policy.chat, value_head=head)
         with torch.no_grad():
             for p in policy.value_head.parameters():  # type: ignore[union-attr]
                 p.add_(0.1)
@@ -154,7 +154,7 @@ def long_rows() -> Any:
     return SimpleNamespace(ids=ids, mask=mask, lengths=lengths, temperatures=torch.ones(5))
 
 
-def assert_trees_equal_rows(policy: Policy, rows: Any) -> None:
+def assert_trees_equal_rows(policy: af.Policy, rows: Any) -> None:
     """Compare logprobs and gradients of prefix sharing with those of each row in a forward pass of its own."""
     policy.model.zero_grad()
     whole = policy.forward(rows.ids, rows.mask, rows.temperatures)
@@ -182,7 +182,7 @@ def test_prefix_sharing_is_exact_for_every_kind_of_attention(
 ) -> None:
     monkeypatch.setattr(forward, "_MASKED_ATTENTION_COST", 1e-9)  # share wherever possible
     for window in (12, 33) if family == "mistral" else (16,):
-        policy = Policy(windowed(family, window, attention), random_policy(0).chat)
+        policy = af.Policy(windowed(family, window, attention), random_policy(0).chat)
         rows = long_rows()
         assert len(policy.micro_batches(rows)) == 1
         seen: list[int] = []
@@ -211,7 +211,7 @@ def test_other_models_compute_rows_separately_and_show_why(
 ) -> None:
     monkeypatch.setattr(forward, "_MASKED_ATTENTION_COST", 1e-9)
     made = model("qwen2" if family == "flash" else family, **changes)
-    policy, rows = Policy(made, random_policy(0).chat), long_rows()
+    policy, rows = af.Policy(made, random_policy(0).chat), long_rows()
     if family == "flash":
         made.config._attn_implementation = "flash_attention_2"
         policy.micro_batches(rows)
@@ -224,4 +224,4 @@ def test_other_models_compute_rows_separately_and_show_why(
 def test_the_context_of_longrope_ends_where_its_rotation_changes() -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
     made = model("phi3", rope_parameters=rope, original_max_position_embeddings=64, pad_token_id=0)
-    assert Policy(made, random_policy(0).chat).max_length == 64
+    assert af.Policy(made, random_policy(0).chat).max_length == 64

@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from waiting import GUARD, until
 
-from agentfly_kit.errors import IsolationError, PoolClosed, PoolTimeout, SandboxError
-from agentfly_kit.pool.base import pools
-from agentfly_kit.pool.pool import Pool
+import agentfly_kit as af
 from agentfly_kit.pool.records import PoolEvent
 from agentfly_kit.pool.state import PoolState, Slot
 
@@ -107,7 +105,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch):
 
 
 async def test_repr():
-    async with Pool(Slow, size=2, min_idle=1) as pool:
+    async with af.Pool(Slow, size=2, min_idle=1) as pool:
         assert repr(pool) == "<Pool Slow 0 leased, 0 idle, 0 starting, 0 waiting, size 2>"
         first = await pool.acquire("a")
         await until(lambda: "1 idle" in repr(pool))
@@ -126,10 +124,10 @@ async def test_repr():
 
 
 async def test_a_timeout_names_the_holders():
-    async with Pool(Notes, size=2) as pool:
+    async with af.Pool(Notes, size=2) as pool:
         one, two = await pool.acquire("chain 3"), await pool.acquire("me")
         one.turn = 2
-        with pytest.raises(PoolTimeout) as caught:
+        with pytest.raises(af.errors.PoolTimeout) as caught:
             await pool.acquire("late", timeout=0.05)
         text = re.sub(r"\(\d+\.\d s", "(0.0 s", str(caught.value))  # the time since the leases
         assert text == (
@@ -139,14 +137,14 @@ async def test_a_timeout_names_the_holders():
         )
         assert isinstance(caught.value, TimeoutError)
         assert pool.snapshot().waiting == 0
-        with pytest.raises(PoolTimeout, match="no Notes is free"):
+        with pytest.raises(af.errors.PoolTimeout, match="no Notes is free"):
             await pool.acquire("late", queue=False)
         await pool.release(one)
         await pool.release(two)
 
 
 async def test_snapshot():
-    async with Pool(Notes, size=2) as pool:
+    async with af.Pool(Notes, size=2) as pool:
         async with pool.lease("first"):
             pass
         lease = await pool.acquire("second")
@@ -161,14 +159,14 @@ async def test_snapshot():
 
 
 async def test_pools_lists_open_pools():
-    before = pools()
-    pool = Pool(Plain, size=1)
-    assert pools() == [*before, pool]
+    before = af.pools()
+    pool = af.Pool(Plain, size=1)
+    assert af.pools() == [*before, pool]
     await pool.close()
-    assert pools() == before
-    pool = Pool(Plain, size=1)
+    assert af.pools() == before
+    pool = af.Pool(Plain, size=1)
     del pool
-    assert pools() == before
+    assert af.pools() == before
 
 
 # --- order ----------------------------------------------------------------------------------------
@@ -176,7 +174,7 @@ async def test_pools_lists_open_pools():
 
 async def test_release_waits_for_its_own_reset_only():
     """A release on a busy pool must not wait while others use the sandbox."""
-    async with Pool(Slow, size=1) as pool:
+    async with af.Pool(Slow, size=1) as pool:
         resets = 0
 
         def on_event(event: PoolEvent) -> None:
@@ -198,7 +196,7 @@ async def test_release_waits_for_its_own_reset_only():
 
 
 async def test_a_cancelled_grant_is_passed_on():
-    async with Pool(Notes, size=1) as pool:
+    async with af.Pool(Notes, size=1) as pool:
         held = await pool.acquire("holder")
         first, second = (asyncio.ensure_future(pool.acquire(name)) for name in ("first", "second"))
         await asyncio.sleep(0)
@@ -215,7 +213,7 @@ async def test_a_cancelled_grant_is_passed_on():
 
 
 async def test_rollouts_are_served_in_turn():
-    async with Pool(Notes, size=1) as pool:
+    async with af.Pool(Notes, size=1) as pool:
         served: list[str] = []
 
         async def chain(run: str, number: int) -> None:
@@ -241,7 +239,7 @@ async def test_rollouts_are_served_in_turn():
 
 async def test_sandboxes_are_replaced_by_uses():
     events: list[PoolEvent] = []
-    async with Pool(Notes, size=1, max_uses=2) as pool, Pool(Plain, size=1) as plain:
+    async with af.Pool(Notes, size=1, max_uses=2) as pool, af.Pool(Plain, size=1) as plain:
         pool.subscribe(events.append)
         seen, numbers = [], set()
         for _ in range(5):
@@ -264,8 +262,8 @@ def test_at_most_eight_sandboxes_start_at_once():
 
 
 async def test_leases_expire():
-    assert Pool(Notes).max_lease == 3600
-    pool = Pool(Notes, size=1, max_lease=0.05)
+    assert af.Pool(Notes).max_lease == 3600
+    pool = af.Pool(Notes, size=1, max_lease=0.05)
     events: list[PoolEvent] = []
     pool.subscribe(events.append)
     lease = await pool.acquire("slow")
@@ -279,7 +277,7 @@ async def test_leases_expire():
 
 
 def test_a_lease_of_a_closed_event_loop_expires():
-    pool = Pool(Notes, size=1, max_lease=0.05)
+    pool = af.Pool(Notes, size=1, max_lease=0.05)
     kept = []
 
     async def take() -> None:
@@ -297,7 +295,7 @@ def test_a_lease_of_a_closed_event_loop_expires():
 
 
 async def test_recycle():
-    pool = Pool(Notes, size=2)
+    pool = af.Pool(Notes, size=2)
     events: list[PoolEvent] = []
     one, two = await pool.acquire("a"), await pool.acquire("b")
     pool.subscribe(events.append)
@@ -351,7 +349,7 @@ def leaves(notes: Notes) -> bool:
 async def test_sandboxes_that_fail_their_health_check_are_replaced(healthy: Any, died: list[str]):
     events: list[PoolEvent] = []
     seen = []
-    async with Pool(Leaky, size=1, healthy=healthy) as pool:
+    async with af.Pool(Leaky, size=1, healthy=healthy) as pool:
         pool.subscribe(events.append)
         for text in ("water", "stain", "water"):
             async with pool.lease() as notes:
@@ -366,7 +364,7 @@ async def test_sandboxes_that_fail_their_health_check_are_replaced(healthy: Any,
 
 
 async def test_dead_sandboxes_are_not_leased():
-    async with Pool(Notes, size=2) as pool:
+    async with af.Pool(Notes, size=2) as pool:
         async with pool.lease() as dies_in_use:
             dies_in_use.kill()
         async with pool.lease() as dies_idle:
@@ -379,17 +377,17 @@ async def test_dead_sandboxes_are_not_leased():
 
 
 async def test_failing_starts_open_the_circuit_breaker():
-    async with Pool(Broken, size=8) as pool:
+    async with af.Pool(Broken, size=8) as pool:
         results = await asyncio.gather(*(pool.acquire(f"c{i}") for i in range(20)), return_exceptions=True)
         assert {(type(result), str(result)) for result in results} == {
-            (SandboxError, "no Broken could be started: no such image")
+            (af.errors.SandboxError, "no Broken could be started: no such image")
         }
-        assert isinstance(results[0], SandboxError) and isinstance(results[0].__cause__, RuntimeError)
+        assert isinstance(results[0], af.errors.SandboxError) and isinstance(results[0].__cause__, RuntimeError)
         # At most the first 8 concurrent starts and three consecutive ones, not one per request.
         assert Broken.starts <= 8 + 3
         before = Broken.starts
         for _ in range(5):
-            with pytest.raises(SandboxError, match="no such image"):
+            with pytest.raises(af.errors.SandboxError, match="no such image"):
                 await pool.acquire()
         assert Broken.starts == before
         assert (pool.snapshot().error, pool.snapshot().failed_starts) == ("no such image", before)
@@ -405,11 +403,11 @@ async def test_a_successful_start_closes_the_circuit_breaker():
                 self.kill()
                 raise OSError("not yet")
 
-    async with Pool(Flaky, size=2) as pool:
-        with pytest.raises(SandboxError, match="not yet"):
+    async with af.Pool(Flaky, size=2) as pool:
+        with pytest.raises(af.errors.SandboxError, match="not yet"):
             await pool.acquire()
         Flaky.good = True
-        with pytest.raises(SandboxError, match="not yet"):
+        with pytest.raises(af.errors.SandboxError, match="not yet"):
             await pool.acquire()
         pool._state.blocked_until = time.monotonic()  # the pause is over
         async with pool.lease():
@@ -420,14 +418,14 @@ async def test_permanent_failures_are_not_retried_and_hanging_starts_are_cancell
     class Picky(Broken):
         async def start(self) -> None:
             type(self).starts += 1
-            raise IsolationError("isolation='strict' cannot be had here")
+            raise af.errors.IsolationError("isolation='strict' cannot be had here")
 
-    async with Pool(Picky, size=1) as pool:
-        with pytest.raises(IsolationError, match="cannot be had here"):
+    async with af.Pool(Picky, size=1) as pool:
+        with pytest.raises(af.errors.IsolationError, match="cannot be had here"):
             await pool.acquire()
         assert Picky.starts == 1
-    async with Pool(Stuck, size=1, start_timeout=0.02) as pool:
-        with pytest.raises(SandboxError, match="the start of a Stuck took longer than"):
+    async with af.Pool(Stuck, size=1, start_timeout=0.02) as pool:
+        with pytest.raises(af.errors.SandboxError, match="the start of a Stuck took longer than"):
             await pool.acquire()
 
 
@@ -436,8 +434,8 @@ async def test_a_start_that_raises_cancelled_error_is_a_failed_start(method: str
     def cancelled(self: Notes) -> None:
         raise asyncio.CancelledError  # as a client library may do when its connection is lost
 
-    async with Pool(type("Lost", (Notes,), {method: cancelled}), size=1) as pool:
-        with pytest.raises(SandboxError, match="raised CancelledError"):
+    async with af.Pool(type("Lost", (Notes,), {method: cancelled}), size=1) as pool:
+        with pytest.raises(af.errors.SandboxError, match="raised CancelledError"):
             await pool.acquire()
 
 
@@ -447,7 +445,7 @@ async def test_a_start_that_raises_cancelled_error_is_a_failed_start(method: str
 async def test_events_are_complete_and_in_order():
     events: list[PoolEvent] = []
     seen: list[str] = []
-    async with Pool(Notes, size=2) as pool:
+    async with af.Pool(Notes, size=2) as pool:
         unsubscribe = pool.subscribe(events.append)
         pool.subscribe(lambda event: seen.append(f"{event.kind}: {pool!r}"))  # a listener may use the pool
         async with pool.lease("a"):
@@ -474,7 +472,7 @@ async def test_an_interrupted_listener_does_not_stop_later_events():
         if event.kind == "recycled":
             raise KeyboardInterrupt
 
-    async with Pool(Notes, size=1) as pool:
+    async with af.Pool(Notes, size=1) as pool:
         pool.subscribe(on_event)
         lease = await pool.acquire()
         with pytest.raises(KeyboardInterrupt):
@@ -490,32 +488,34 @@ async def test_an_interrupted_listener_does_not_stop_later_events():
 
 
 async def test_close_ends_requests_and_leases():
-    pool = Pool(Slow, size=2)
+    pool = af.Pool(Slow, size=2)
     lease = await pool.acquire("a")
     other = await pool.acquire("b")
     waiting = [asyncio.ensure_future(pool.acquire(f"w{i}")) for i in range(3)]
     await asyncio.sleep(0)
     await asyncio.wait_for(pool.close(), GUARD)
     for task in waiting:
-        with pytest.raises(PoolClosed, match="the pool of Slow is closed"):
+        with pytest.raises(af.errors.PoolClosed, match="the pool of Slow is closed"):
             await task
     assert not Notes.open
     await pool.release(lease)  # harmless after the pool was closed
     await other.release()
-    with pytest.raises(PoolClosed):
+    with pytest.raises(af.errors.PoolClosed):
         await pool.acquire()
     await pool.close()
 
 
 async def test_close_while_starting_and_while_resetting(monkeypatch: pytest.MonkeyPatch):
-    pool = Pool(Stuck, size=3)
+    pool = af.Pool(Stuck, size=3)
     starting = [asyncio.ensure_future(pool.acquire(f"s{i}")) for i in range(3)]
     await until(lambda: len(Notes.open) == 3)
     assert pool.snapshot().starting == 3
     await pool.close()
-    assert all(isinstance(error, PoolClosed) for error in await asyncio.gather(*starting, return_exceptions=True))
+    assert all(
+        isinstance(error, af.errors.PoolClosed) for error in await asyncio.gather(*starting, return_exceptions=True)
+    )
     monkeypatch.setattr(Stuck, "delay", 0.0)
-    pool = Pool(Stuck, size=1)
+    pool = af.Pool(Stuck, size=1)
     lease = await pool.acquire()
     monkeypatch.undo()
     releasing = asyncio.ensure_future(lease.release())
@@ -526,7 +526,7 @@ async def test_close_while_starting_and_while_resetting(monkeypatch: pytest.Monk
 
 
 async def test_a_collected_lease_is_replaced():
-    async with Pool(Notes, size=1) as pool:
+    async with af.Pool(Notes, size=1) as pool:
         lease = await pool.acquire("forgetful")
         waiting = asyncio.ensure_future(pool.acquire("next"))
         await asyncio.sleep(0)
@@ -536,7 +536,7 @@ async def test_a_collected_lease_is_replaced():
 
 
 def test_a_collected_pool_closes_its_sandboxes_immediately():
-    pool = Pool(Notes, size=2, min_idle=2)
+    pool = af.Pool(Notes, size=2, min_idle=2)
 
     async def use() -> None:
         async with pool.lease():
@@ -546,14 +546,14 @@ def test_a_collected_pool_closes_its_sandboxes_immediately():
     assert len(Notes.open) == 2
     gc.disable()  # reference counting must suffice when a notebook rebinds a pool
     try:
-        pool = Pool(Notes, size=1)
+        pool = af.Pool(Notes, size=1)
         assert not Notes.open
     finally:
         gc.enable()
 
 
 def test_successive_event_loops():
-    pool = Pool(Notes, size=1)
+    pool = af.Pool(Notes, size=1)
 
     async def use() -> Notes:
         async with pool.lease() as notes:
@@ -578,7 +578,7 @@ def test_successive_event_loops():
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 def test_a_loop_closed_during_a_start(monkeypatch: pytest.MonkeyPatch):
-    pool = Pool(Stuck, size=1)
+    pool = af.Pool(Stuck, size=1)
     loop = asyncio.new_event_loop()
     task = loop.create_task(pool.acquire("lost"))
     loop.run_until_complete(asyncio.sleep(0.001))
@@ -621,7 +621,7 @@ async def test_cancellation_at_every_step(first: str):
     """Cancel a chain after 0, 1, 2, ... steps until it completes, while another request waits."""
     finished = False
     for steps in range(100):
-        async with Pool(Steps, size=1) as pool:
+        async with af.Pool(Steps, size=1) as pool:
             held = await pool.acquire("holder") if first == "waiting" else None
             if first == "warm":
                 await (await pool.acquire()).release()
@@ -884,9 +884,11 @@ async def test_exceptions_of_a_sandbox_class(where: str, what: Any, monkeypatch:
     if what == "hangs":
         monkeypatch.setattr("agentfly_kit.pool.core._CLOSE_SECONDS", 0.05)
     kind = unruly(where, what)
-    async with Pool(kind, size=1) as pool:
+    async with af.Pool(kind, size=1) as pool:
         if where in ("constructor", "start"):
-            with pytest.raises(SandboxError, match=r"could be started: .*(2|SystemExit|CancelledError|broken)"):
+            with pytest.raises(
+                af.errors.SandboxError, match=r"could be started: .*(2|SystemExit|CancelledError|broken)"
+            ):
                 await pool.acquire()
             assert len(kind.calls) < 10
             assert pool.snapshot().waiting == 0
@@ -906,11 +908,11 @@ async def test_a_method_that_ignores_its_cancellation_is_abandoned_with_a_warnin
     monkeypatch.setattr("agentfly_kit.pool.core._CLOSE_SECONDS", 0.05)
     monkeypatch.setattr("agentfly_kit.pool.calls._CANCEL_GRACE_SECONDS", 0.05)
     kind = unruly(where, "deaf")
-    pool = Pool(kind, size=1, start_timeout=0.1, acquire_timeout=0.3)
+    pool = af.Pool(kind, size=1, start_timeout=0.1, acquire_timeout=0.3)
 
     async def life() -> None:
         if where == "start":
-            with pytest.raises(PoolTimeout):
+            with pytest.raises(af.errors.PoolTimeout):
                 await pool.acquire()
         else:
             await pool.release(await pool.acquire(timeout=GUARD))

@@ -6,9 +6,8 @@ from typing import Any
 
 import errors
 
+import agentfly_kit as af
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.pool.pool import Pool
-from agentfly_kit.sandboxes import Grader, PythonSandbox
 
 
 class Plain: ...
@@ -24,32 +23,32 @@ class Kills:
 
 
 @errors.table(
-    (lambda: Pool(Plain, size=0), SettingsError, "size must be an integer of at least 1, got 0"),
-    (lambda: Pool(Plain, size=2, min_idle=3), SettingsError, "min_idle must be between 0 and size=2, got 3"),
+    (lambda: af.Pool(Plain, size=0), SettingsError, "size must be an integer of at least 1, got 0"),
+    (lambda: af.Pool(Plain, size=2, min_idle=3), SettingsError, "min_idle must be between 0 and size=2, got 3"),
     # A limit that the class does not accept must not be ignored.
-    (lambda: Pool(Plain, memory_mb=64), SettingsError,
+    (lambda: af.Pool(Plain, memory_mb=64), SettingsError,
      "Plain: got an unexpected keyword argument 'memory_mb'; it takes no arguments"),
-    (lambda: Pool(Plain, max_use=3), SettingsError, "unexpected keyword argument 'max_use'"),
-    (lambda: Pool(Plain, max_use=3), SettingsError, "did you mean 'max_uses'?"),
-    (lambda: Pool(Plain()), SettingsError, "sandbox_type must be a class such as PythonSandbox"),
-    (lambda: Pool(Plain, max_uses=0), SettingsError,
+    (lambda: af.Pool(Plain, max_use=3), SettingsError, "unexpected keyword argument 'max_use'"),
+    (lambda: af.Pool(Plain, max_use=3), SettingsError, "did you mean 'max_uses'?"),
+    (lambda: af.Pool(Plain()), SettingsError, "sandbox_type must be a class such as PythonSandbox"),
+    (lambda: af.Pool(Plain, max_uses=0), SettingsError,
      "max_uses must be an integer of at least 1, or None for no limit, got 0"),
-    (lambda: Pool(Plain, max_lease=float("inf")), SettingsError,
+    (lambda: af.Pool(Plain, max_lease=float("inf")), SettingsError,
      "max_lease must be a positive finite number of seconds, got inf"),
-    (lambda: Pool(Plain, size=None), SettingsError, "size must be an integer of at least 1, got None"),
-    (lambda: Pool(Plain, min_idle=None), SettingsError, "min_idle must be between 0 and size=8, got None"),
-    (lambda: Pool(Plain, acquire_timeout=None), SettingsError, "acquire_timeout must be"),
-    (lambda: Pool(Plain, start_timeout=None), SettingsError, "start_timeout must be"),
-    (lambda: Pool(Plain, max_lease=None), SettingsError, "max_lease must be"),
-    (lambda: Pool(PythonSandbox, max_output=None), SettingsError, "max_output must be at least 256 bytes, got None"),
-    (lambda: Pool(Grader, memory_mb=1), SettingsError, "memory_mb must be at least 32, or None for no limit, got 1"),
-    (lambda: Pool(Waits), SettingsError, "Waits.alive must not be async"),
-    (lambda: Pool(Kills), SettingsError, "Kills.kill must not be async"),
-    (lambda: Pool(Plain).recycle(7), SettingsError, "number of a Plain in this pool (none), got 7"),
+    (lambda: af.Pool(Plain, size=None), SettingsError, "size must be an integer of at least 1, got None"),
+    (lambda: af.Pool(Plain, min_idle=None), SettingsError, "min_idle must be between 0 and size=8, got None"),
+    (lambda: af.Pool(Plain, acquire_timeout=None), SettingsError, "acquire_timeout must be"),
+    (lambda: af.Pool(Plain, start_timeout=None), SettingsError, "start_timeout must be"),
+    (lambda: af.Pool(Plain, max_lease=None), SettingsError, "max_lease must be"),
+    (lambda: af.Pool(af.PythonSandbox, max_output=None), SettingsError, "at least 256 bytes, got None"),
+    (lambda: af.Pool(af.Grader, memory_mb=1), SettingsError, "must be at least 32, or None for no limit, got 1"),
+    (lambda: af.Pool(Waits), SettingsError, "Waits.alive must not be async"),
+    (lambda: af.Pool(Kills), SettingsError, "Kills.kill must not be async"),
+    (lambda: af.Pool(Plain).recycle(7), SettingsError, "number of a Plain in this pool (none), got 7"),
 )  # fmt: skip
 async def test_errors(call: Any, error: type[Exception], text: str) -> None:
     await errors.check(call, error, text)
 
 
 def test_none_is_passed_on_as_an_option() -> None:
-    assert Pool(PythonSandbox, memory_mb=None).options == {"memory_mb": None}
+    assert af.Pool(af.PythonSandbox, memory_mb=None).options == {"memory_mb": None}

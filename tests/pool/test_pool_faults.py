@@ -26,9 +26,7 @@ from test_sandbox_python import below, groups, nothing_left, runs, scratch  # no
 from waiting import GUARD, blocking_until, until
 
 import agentfly_kit as af
-from agentfly_kit.pool.pool import Pool
 from agentfly_kit.pool.records import PoolEvent
-from agentfly_kit.sandboxes import Container, PythonSandbox, SandboxResult
 from agentfly_kit.sandboxes.host import isolation
 
 SOAK_SECONDS = float(os.environ.get("SOAK_MINUTES", "2")) * 60
@@ -74,15 +72,15 @@ async def killed_under_chains(level: str, chains: int, size: int, seed: int) -> 
     doomed = {n: chance.choice(MOMENTS) for n in chance.sample(range(chains), round(SHARE * chains))}
     killed: set[int] = set()
     at_rest: set[int] = set()
-    async with Pool(PythonSandbox, size=size, isolation=level, processes=None, acquire_timeout=GUARD) as pool:
+    async with af.Pool(af.PythonSandbox, size=size, isolation=level, processes=None, acquire_timeout=GUARD) as pool:
 
-        async def kill(n: int, sandbox: PythonSandbox) -> None:
+        async def kill(n: int, sandbox: af.PythonSandbox) -> None:
             assert sandbox.pid is not None
             killed.add(n)
             os.kill(sandbox.pid, signal.SIGKILL)
             await until(lambda: not sandbox.alive)
 
-        async def run(n: int, turn: int, code: str, sandbox: PythonSandbox) -> SandboxResult:
+        async def run(n: int, turn: int, code: str, sandbox: af.PythonSandbox) -> af.SandboxResult:
             when = doomed[n][1] if n in doomed and doomed[n][0] == turn else ""
             if when == "before":
                 await kill(n, sandbox)
@@ -96,7 +94,7 @@ async def killed_under_chains(level: str, chains: int, size: int, seed: int) -> 
             return running.result()
 
         @af.tool(timeout=GUARD)
-        async def python(code: str, sandbox: PythonSandbox, n: af.FromTask[int], context: af.Context) -> str:
+        async def python(code: str, sandbox: af.PythonSandbox, n: af.FromTask[int], context: af.Context) -> str:
             """Run code.
 
             Args:
@@ -106,7 +104,7 @@ async def killed_under_chains(level: str, chains: int, size: int, seed: int) -> 
             return (await run(n, turn, code, sandbox)).text
 
         @af.reward
-        async def remembered(n: int, sandbox: PythonSandbox) -> float:
+        async def remembered(n: int, sandbox: af.PythonSandbox) -> float:
             return float((await run(n, 3, "x", sandbox)).value == f"[{n}, {n + 1}]")
 
         def on_event(event: PoolEvent) -> None:
@@ -174,8 +172,8 @@ async def test_sandboxes_killed_during_repeated_rollouts_of_512_chains(level: st
 async def test_cancelled_at_any_await_leaves_nothing(level: str, share: int):
     count = share * (240 if level == "strict" else 40)
 
-    def opened(chance: random.Random) -> Pool[PythonSandbox]:
-        return Pool(PythonSandbox, size=3, min_idle=chance.randrange(2), isolation=level, acquire_timeout=GUARD)
+    def opened(chance: random.Random) -> af.Pool[af.PythonSandbox]:
+        return af.Pool(af.PythonSandbox, size=3, min_idle=chance.randrange(2), isolation=level, acquire_timeout=GUARD)
 
     assert await cancelled_lives(opened, random.Random(dice.seed()), count) >= count
 
@@ -187,10 +185,10 @@ def test_cancelled_300_times_in_containers(tmp_path: Path):
         pytest.skip(containers.trouble())
     print(f"seed {SOAK_SEED}")
     engine = containers.Podman(tmp_path)
-    place = Container(containers.IMAGE, engine=engine.url)
+    place = af.Container(containers.IMAGE, engine=engine.url)
 
-    def opened(chance: random.Random) -> Pool[PythonSandbox]:
-        return Pool(PythonSandbox, size=3, min_idle=chance.randrange(2), isolation=place, acquire_timeout=GUARD)
+    def opened(chance: random.Random) -> af.Pool[af.PythonSandbox]:
+        return af.Pool(af.PythonSandbox, size=3, min_idle=chance.randrange(2), isolation=place, acquire_timeout=GUARD)
 
     try:
         print(asyncio.run(cancelled_lives(opened, random.Random(SOAK_SEED), 300, late=1.0)))
@@ -202,7 +200,7 @@ def test_cancelled_300_times_in_containers(tmp_path: Path):
 @pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.soak)])
 async def test_cancelled_at_any_await_leaves_nothing_on_the_server(count: int):
     """Each group of chains has its own client, whose leases and requests must all end at the server."""
-    async with Pool(PythonSandbox, size=3, isolation=isolation.best(), acquire_timeout=GUARD) as near:
+    async with af.Pool(af.PythonSandbox, size=3, isolation=isolation.best(), acquire_timeout=GUARD) as near:
         async with af.serve_pool(near, heartbeat=60.0) as server:
 
             async def emptied(_: Any) -> None:
@@ -314,7 +312,7 @@ def test_a_kernel_that_ends_holds_no_remote_sandbox():
             served.append(server)
             await asyncio.to_thread(done.wait)
 
-    near = Pool(PythonSandbox, size=2, isolation="none", processes=None)
+    near = af.Pool(af.PythonSandbox, size=2, isolation="none", processes=None)
     served: list[Any] = []
     done = threading.Event()
     thread = threading.Thread(target=asyncio.run, args=(serve(),))

@@ -11,17 +11,14 @@ import torch
 from recipes.calculator import Expression, Recipe
 
 import agentfly_kit as af
-from agentfly_kit import tiny
-from agentfly_kit.errors import AlignmentError
-from agentfly_kit.types import Trajectory
 
 
 @pytest.fixture(scope="module")
 def policy() -> Any:
-    return af.Policy(tiny.model(seed=1), agents.chat())
+    return af.Policy(af.tiny.model(seed=1), agents.chat())
 
 
-def shown(policy: Any, *texts: str, habit: str = "solves") -> list[Trajectory]:
+def shown(policy: Any, *texts: str, habit: str = "solves") -> list[af.Trajectory]:
     writer = Recipe(policy.chat)
     return [writer.demonstrate(habit, Expression(text)) for text in texts]
 
@@ -54,7 +51,8 @@ async def test_weights_of_turns_are_rejected(policy: Any) -> None:
     turns = len(given[0].actions)
     assert turns > 1
     with pytest.raises(
-        AlignmentError, match=r"weights \(advantages\) must have the shape \(2,\) \(one per trajectory\) or .*, got"
+        af.errors.AlignmentError,
+        match=r"weights \(advantages\) must have the shape \(2,\) \(one per trajectory\) or .*, got",
     ):
         af.collate(given, torch.ones(2, turns), imitate=True)
     shape = af.collate(given, imitate=True).ids.shape

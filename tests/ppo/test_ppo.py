@@ -16,30 +16,28 @@ from test_ppo_settings import gradient, judged, made
 from torch import Tensor
 from waiting import GUARD, until
 
-from agentfly_kit import tiny
-from agentfly_kit.batch.batch import Batch, join
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.chat.chat import Chat
-from agentfly_kit.errors import BatchError, TrainingError
-from agentfly_kit.policy.policy import Policy
-from agentfly_kit.ppo import PPOConfig, adamw, ppo_step, ppo_step_async, step
+import agentfly_kit as af
+from agentfly_kit.batch.batch import join
+from agentfly_kit.ppo import step
 from agentfly_kit.ppo.inputs import minibatches
 
 
-def batch_of(policy: Policy, *, stale: float = 0.0, values: bool = False) -> Batch:
+def batch_of(policy: af.Policy, *, stale: float = 0.0, values: bool = False) -> af.Batch:
     """Return eight rows whose recorded logprobs differ from the policy's by `stale`, with alternating sign."""
     batch = made(policy, 8, noise=0.0, stale=stale, with_entropies=True, version=policy.version)
     return judged(policy, batch) if values else batch
 
 
-def weights(policy: Policy) -> Tensor:
+def weights(policy: af.Policy) -> Tensor:
     return torch.cat([p.detach().flatten() for p in policy.parameters()])
 
 
 # --- against plain loops -------------------------------------------------------------------------
 
 
-def plain(policy: Policy, batch: Batch, clip: float, value_coef: float, kl_coef: float, entropy_coef: float) -> Any:
+def plain(
+    policy: af.Policy, batch: af.Batch, clip: float, value_coef: float, kl_coef: float, entropy_coef: float
+) -> Any:
     """Compute the step by its definition, token by token, from float64 logits of plain forward passes."""
     total = policy_loss = value_loss = kl_ref = 0.0
     stats = {"kl": 0.0, "clipped": 0.0, "entropy": 0.0, "ratio": 0.0}
@@ -106,11 +104,11 @@ def test_the_step_matches_its_definition(options: dict[str, float]) -> None:
     flat = torch.cat([g.flatten() for g in gradient])
     twin = policy.copy()
     sgd = torch.optim.SGD(list(twin.parameters()), lr=1.0)
-    stats = ppo_step(
+    stats = af.ppo_step(
         twin,
         sgd,
         batch,
-        PPOConfig(max_grad_norm=None, old_logprobs="engine", **{"clip": 0.2, "value_coef": 0.0} | options),
+        af.PPOConfig(max_grad_norm=None, old_logprobs="engine", **{"clip": 0.2, "value_coef": 0.0} | options),
     )  # type: ignore[arg-type]
     assert_same_update(weights(twin), weights(policy) - flat, weights(policy))
     assert stats.loss == pytest.approx(float(loss), abs=1e-5)
@@ -139,7 +137,7 @@ def test_the_result_does_not_depend_on_order_or_padding(how: Any) -> None:
     wanted, _ = gradient(policy, batch, **options)
     assert float(wanted.abs().max()) > 1e-4
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)).tolist()
-    shuffled = collate([batch.trajectories[i] for i in order]).replace(advantages=batch.advantages[order])
+    shuffled = af.collate([batch.trajectories[i] for i in order]).replace(advantages=batch.advantages[order])
     assert_same_gradient(gradient(policy, shuffled, **options)[0], wanted)
     wide = {}
     for name, fill in (("ids", 5), ("mask", 0), ("attention", 0), ("versions", -1)):
@@ -163,7 +161,7 @@ def test_values_at_masked_positions_are_never_read(junk: float) -> None:
 # --- rows without advantage ----------------------------------------------------------------------
 
 
-def flat_half(policy: Policy) -> Batch:
+def flat_half(policy: af.Policy) -> af.Batch:
     batch = batch_of(policy, stale=0.1)
     adv = batch.advantages.clone()
     adv[:4] = torch.where(batch.mask[:4], 0.0, math.nan)
@@ -182,7 +180,7 @@ def test_skipping_rows_without_advantage_is_exact(
         twin = policy.copy()
         # Not Adam, which would divide the rounding error of a small gradient by the gradient.
         sgd = torch.optim.SGD(list(twin.parameters()), lr=0.1)
-        stats = ppo_step(twin, sgd, batch, PPOConfig(old_logprobs="engine", aggregate=how, **options))
+        stats = af.ppo_step(twin, sgd, batch, af.PPOConfig(old_logprobs="engine", aggregate=how, **options))
         return weights(twin), stats
 
     left_out, some = go()
@@ -212,7 +210,7 @@ def test_target_kl_does_not_depend_on_skipped_rows(monkeypatch: pytest.MonkeyPat
 
     def updates(target: float) -> int:
         twin = policy.copy()
-        stats = ppo_step(twin, adamw(twin, 3e-3), batch, PPOConfig(epochs=10, minibatch=4, target_kl=target))
+        stats = af.ppo_step(twin, af.adamw(twin, 3e-3), batch, af.PPOConfig(epochs=10, minibatch=4, target_kl=target))
         assert stats.stopped_early == (stats.updates < 20)
         return stats.updates
 
@@ -226,8 +224,8 @@ def test_target_kl_does_not_depend_on_skipped_rows(monkeypatch: pytest.MonkeyPat
 def test_a_minibatch_without_gradient_still_makes_an_update() -> None:
     policy = random_policy(0)
     batch = flat_half(policy)
-    optimizer = adamw(policy, 1e-3)
-    stats = ppo_step(policy, optimizer, batch, PPOConfig(minibatch=1, epochs=1, old_logprobs="engine"))
+    optimizer = af.adamw(policy, 1e-3)
+    stats = af.ppo_step(policy, optimizer, batch, af.PPOConfig(minibatch=1, epochs=1, old_logprobs="engine"))
     assert stats.updates == 8
     assert policy.version == 8
     assert {float(s["step"]) for s in optimizer.state.values()} == {8.0}
@@ -237,11 +235,11 @@ def test_a_batch_without_any_advantage() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
     before = weights(policy)
-    stats = ppo_step(
+    stats = af.ppo_step(
         policy,
-        adamw(policy),
+        af.adamw(policy),
         batch.replace(advantages=torch.zeros_like(batch.advantages)),
-        PPOConfig(old_logprobs="engine"),
+        af.PPOConfig(old_logprobs="engine"),
     )
     assert torch.equal(weights(policy), before)
     assert stats.loss == 0
@@ -256,22 +254,22 @@ def test_old_logprobs_of_the_engine_are_used_only_if_they_agree() -> None:
     policy = random_policy(0)
     exact = batch_of(policy)
     twin = policy.copy()
-    stats = ppo_step(twin, adamw(twin), exact)
+    stats = af.ppo_step(twin, af.adamw(twin), exact)
     assert stats.sampler_gap < 1e-4
     off = batch_of(policy, stale=0.3)
     twin = policy.copy()
-    stats = ppo_step(twin, adamw(twin, 1e-9), off)
+    stats = af.ppo_step(twin, af.adamw(twin, 1e-9), off)
     assert stats.sampler_gap == pytest.approx(0.3, abs=1e-3)
     assert stats.approx_kl == pytest.approx(0, abs=1e-6), "recomputed, so the first ratio is 1"
     twin = policy.copy()
-    stats = ppo_step(twin, adamw(twin, 1e-9), off, PPOConfig(old_logprobs="engine"))
+    stats = af.ppo_step(twin, af.adamw(twin, 1e-9), off, af.PPOConfig(old_logprobs="engine"))
     assert stats.approx_kl > 0.03
     stale = policy.copy()
     stale.version = 1
-    stats = ppo_step(stale, adamw(stale, 1e-9), exact, detail=True)
+    stats = af.ppo_step(stale, af.adamw(stale, 1e-9), exact, detail=True)
     assert stats.approx_kl == pytest.approx(0, abs=1e-6)
-    with pytest.raises(BatchError, match=r"batch must have been sampled at version 0 .*, got version 2"):
-        ppo_step(policy, adamw(policy), batch_of(stale))
+    with pytest.raises(af.errors.BatchError, match=r"batch must have been sampled at version 0 .*, got version 2"):
+        af.ppo_step(policy, af.adamw(policy), batch_of(stale))
 
 
 # --- details -------------------------------------------------------------------------------------
@@ -281,7 +279,7 @@ def test_detail_has_the_logprobs_before_and_after() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
     before = policy.score(batch, {"logprob"})["logprob"]
-    stats = ppo_step(policy, adamw(policy, 1e-2), batch, detail=True)
+    stats = af.ppo_step(policy, af.adamw(policy, 1e-2), batch, detail=True)
     after = policy.score(batch, {"logprob"})["logprob"]
     assert stats.detail is not None
     for name, wanted in (("logprob_before", before), ("logprob_after", after), ("ratio", (after - before).exp())):
@@ -294,14 +292,16 @@ def test_detail_has_the_logprobs_before_and_after() -> None:
 
 async def test_a_batch_of_another_tokenizer_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = fresh()
-    batch = collate(await agent(policy).rollout(tasks(2), group_size=2), [1.0, -1.0, 1.0, -1.0])
-    other = Policy(policy.model, Chat(tiny.tokenizer()))
+    batch = af.collate(await agent(policy).rollout(tasks(2), group_size=2), [1.0, -1.0, 1.0, -1.0])
+    other = af.Policy(policy.model, af.Chat(af.tiny.tokenizer()))
     first = int(batch.ids[0, 0])
     assert other.chat.token_texts([first]) == policy.chat.token_texts([first])
     decode = other.chat._token_text
     monkeypatch.setattr(other.chat, "_token_text", lambda token: "<another>" if token == first else decode(token))
-    with pytest.raises(BatchError, match=rf"token id {first} had the text '.*' when .* but has '<another>' in this"):
-        ppo_step(other, adamw(other), batch)
+    with pytest.raises(
+        af.errors.BatchError, match=rf"token id {first} had the text '.*' when .* but has '<another>' in this"
+    ):
+        af.ppo_step(other, af.adamw(other), batch)
 
 
 @pytest.mark.parametrize("minibatch", [None, 4])
@@ -311,14 +311,14 @@ def test_a_row_with_wrong_logprobs_is_found_in_the_first_minibatch(wrong: float,
     policy = random_policy(0)
     batch = join([batch_of(policy) for _ in range(3)])
     first = minibatches(batch, minibatch, torch.Generator().manual_seed(0))[0].tolist()
-    config = PPOConfig(minibatch=minibatch, micro_tokens=32)
+    config = af.PPOConfig(minibatch=minibatch, micro_tokens=32)
     assert len(policy.micro_batches(batch, torch.tensor(first), 32)) > 1
     for row in range(0, len(batch), 3):
         logprobs = batch.logprobs.clone()
         logprobs[row] -= wrong
         given = dataclasses.replace(batch, logprobs=logprobs)
         twin = policy.copy()
-        stats = ppo_step(twin, adamw(twin, 1e-9), given, config, detail=True)
+        stats = af.ppo_step(twin, af.adamw(twin, 1e-9), given, config, detail=True)
         assert stats.detail is not None
         if row not in first:
             assert stats.sampler_gap < 1e-5 and not np.nanmax(abs(stats.detail["sampler_gap"]))
@@ -326,7 +326,7 @@ def test_a_row_with_wrong_logprobs_is_found_in_the_first_minibatch(wrong: float,
             assert stats.sampler_gap == pytest.approx(wrong, abs=1e-5)
             assert np.nanmax(abs(stats.detail["sampler_gap"])) == pytest.approx(0.01 if wrong > 1e-4 else 0, abs=1e-4)
         twin = policy.copy()
-        stats = ppo_step(twin, adamw(twin, 1e-9), given, config.replace(old_logprobs="recompute"))
+        stats = af.ppo_step(twin, af.adamw(twin, 1e-9), given, config.replace(old_logprobs="recompute"))
         assert stats.sampler_gap == pytest.approx(wrong, abs=1e-5)
 
 
@@ -344,8 +344,8 @@ def test_a_difference_in_any_micro_batch_gives_the_result_of_recomputation(corre
         found = []
         for old in ("recompute", "auto"):
             twin = policy.copy()
-            config = PPOConfig(epochs=2, micro_tokens=32, old_logprobs=old, correction=correction)
-            stats = ppo_step(twin, adamw(twin, 1e-3), given, config)
+            config = af.PPOConfig(epochs=2, micro_tokens=32, old_logprobs=old, correction=correction)
+            stats = af.ppo_step(twin, af.adamw(twin, 1e-3), given, config)
             found.append((weights(twin), dataclasses.replace(stats, detail=None)))
         if wrong:
             assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
@@ -363,11 +363,11 @@ def test_old_logprobs_are_recomputed_if_the_first_minibatch_is_skipped() -> None
     found = []
     for old in ("auto", "recompute"):
         twin = policy.copy()
-        config = PPOConfig(minibatch=12, epochs=2, old_logprobs=old)
-        stats = ppo_step(twin, adamw(twin, 1e-3), batch.replace(advantages=half), config)
+        config = af.PPOConfig(minibatch=12, epochs=2, old_logprobs=old)
+        stats = af.ppo_step(twin, af.adamw(twin, 1e-3), batch.replace(advantages=half), config)
         found.append((weights(twin), stats))
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
-    nothing = ppo_step(policy, adamw(policy), batch.replace(advantages=torch.zeros_like(half)))
+    nothing = af.ppo_step(policy, af.adamw(policy), batch.replace(advantages=torch.zeros_like(half)))
     assert math.isnan(nothing.sampler_gap), "all rows are skipped, so nothing was compared"
 
 
@@ -375,14 +375,17 @@ def test_a_stale_batch_is_rejected_unless_allowed() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
     policy.version += 64
-    ppo_step(policy, adamw(policy, 1e-9), batch)
+    af.ppo_step(policy, af.adamw(policy, 1e-9), batch)
     before = weights(policy).clone()
     with pytest.raises(
-        BatchError, match=r"the batch is stale: .* version 0, more than max_lag=64 .* version 65; .* max_lag=None"
+        af.errors.BatchError,
+        match=r"the batch is stale: .* version 0, more than max_lag=64 .* version 65; .* max_lag=None",
     ):
-        ppo_step(policy, adamw(policy, 1e-9), batch)
+        af.ppo_step(policy, af.adamw(policy, 1e-9), batch)
     assert torch.equal(weights(policy), before)
-    assert ppo_step(policy, adamw(policy, 1e-9), batch, PPOConfig(max_lag=None, correction="token")).updates == 1
+    assert (
+        af.ppo_step(policy, af.adamw(policy, 1e-9), batch, af.PPOConfig(max_lag=None, correction="token")).updates == 1
+    )
 
 
 @pytest.mark.parametrize("at", [0, 2])
@@ -403,7 +406,7 @@ def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monk
 
         monkeypatch.setattr(step, "clip_and_step", stop)
         with pytest.raises(KeyboardInterrupt):
-            ppo_step(wanted, adamw(wanted), batch, PPOConfig(minibatch=2))
+            af.ppo_step(wanted, af.adamw(wanted), batch, af.PPOConfig(minibatch=2))
         monkeypatch.undo()
     calls = 0
     real_clip = torch.nn.utils.clip_grad_norm_
@@ -417,9 +420,9 @@ def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monk
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", explode)
     with pytest.raises(
-        TrainingError, match=f"got nan at policy version {at}; the weights are those from before this update"
+        af.errors.TrainingError, match=f"got nan at policy version {at}; the weights are those from before this update"
     ):
-        ppo_step(policy, adamw(policy), batch, PPOConfig(minibatch=2))
+        af.ppo_step(policy, af.adamw(policy), batch, af.PPOConfig(minibatch=2))
     assert torch.equal(weights(policy), weights(wanted))
     assert policy.version == at
     assert bool(torch.isfinite(weights(policy)).all())
@@ -432,25 +435,25 @@ async def test_repeated_cancellation_leaves_the_weights_of_an_update(monkeypatch
     twin = policy.copy()
     real = step.clip_and_step
 
-    def noting(p: Policy, *args: Any) -> float:
+    def noting(p: af.Policy, *args: Any) -> float:
         norm = real(p, *args)
         boundaries[p.version] = p.fingerprint()
         return norm
 
     third, cancelled = threading.Event(), threading.Event()
 
-    def held(p: Policy, *args: Any) -> float:
+    def held(p: af.Policy, *args: Any) -> float:
         norm = real(p, *args)
         if p.version == 3:
             third.set()
             cancelled.wait(GUARD)
         return norm
 
-    config = PPOConfig(minibatch=1)
+    config = af.PPOConfig(minibatch=1)
     monkeypatch.setattr(step, "clip_and_step", noting)
-    ppo_step(twin, adamw(twin), batch, config)
+    af.ppo_step(twin, af.adamw(twin), batch, config)
     monkeypatch.setattr(step, "clip_and_step", held)
-    going = asyncio.create_task(ppo_step_async(policy, adamw(policy), batch, config))
+    going = asyncio.create_task(af.ppo_step_async(policy, af.adamw(policy), batch, config))
     await until(third.is_set)
     for _ in range(5):
         going.cancel()
@@ -468,7 +471,7 @@ def test_a_set_cancel_event_prevents_the_first_update() -> None:
     cancel = threading.Event()
     cancel.set()
     with pytest.raises(asyncio.CancelledError):
-        ppo_step(policy, adamw(policy), batch_of(policy), cancel=cancel)
+        af.ppo_step(policy, af.adamw(policy), batch_of(policy), cancel=cancel)
     assert policy.version == 0
 
 
@@ -476,8 +479,8 @@ async def test_the_async_step_equals_the_synchronous_one() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
     twin = policy.copy()
-    a = ppo_step(policy, adamw(policy), batch, PPOConfig(minibatch=3, epochs=2), seed=4)
-    b = await ppo_step_async(twin, adamw(twin), batch, PPOConfig(minibatch=3, epochs=2), seed=4)
+    a = af.ppo_step(policy, af.adamw(policy), batch, af.PPOConfig(minibatch=3, epochs=2), seed=4)
+    b = await af.ppo_step_async(twin, af.adamw(twin), batch, af.PPOConfig(minibatch=3, epochs=2), seed=4)
     assert a == b
     assert torch.equal(weights(policy), weights(twin))
 

@@ -12,10 +12,8 @@ import torch
 from processes import run_two
 from test_ppo_settings import Kept, judged, made
 
-from agentfly_kit.batch.batch import Batch
-from agentfly_kit.errors import BatchError
-from agentfly_kit.policy.policy import Policy
-from agentfly_kit.ppo import PPOConfig, adamw, gather, ppo_step
+import agentfly_kit as af
+from agentfly_kit.ppo import gather
 
 pytest.importorskip("accelerate")
 
@@ -29,8 +27,8 @@ CASES: dict[str, dict[str, Any]] = {
 NUMBERS = ("loss", "policy_loss", "value_loss", "kl_reference", "approx_kl", "clip_fraction", "ratio_max", "grad_norm")
 
 
-def prepared() -> tuple[Policy, Batch]:
-    policy = Policy(agents.random_policy(3).model, agents.chat(), value_head=True)
+def prepared() -> tuple[af.Policy, af.Batch]:
+    policy = af.Policy(agents.random_policy(3).model, agents.chat(), value_head=True)
     return policy, judged(policy, made(policy))
 
 
@@ -41,11 +39,11 @@ def run(accelerator: Any = None) -> dict[str, Any]:
         policy, batch = prepared()
         batch = batch.replace(ref_logprobs=batch.logprobs - 0.1)
         kept = Kept(policy)
-        stats = ppo_step(
+        stats = af.ppo_step(
             policy,
             kept,
             batch,
-            PPOConfig(old_logprobs="engine", max_grad_norm=None, **options),
+            af.PPOConfig(old_logprobs="engine", max_grad_norm=None, **options),
             accelerator=accelerator,
         )
         numbers = {n: getattr(stats, n) for n in NUMBERS} | {"updates": stats.updates, "stopped": stats.stopped_early}
@@ -58,12 +56,12 @@ def run(accelerator: Any = None) -> dict[str, Any]:
         logprobs = batch.logprobs.clone()
         logprobs[rows] -= 0.01
         given = batch.replace(logprobs=logprobs, advantages=torch.where(batch.mask, 1.0, torch.nan))
-        config = PPOConfig(epochs=2, minibatch=minibatch, max_grad_norm=None)
+        config = af.PPOConfig(epochs=2, minibatch=minibatch, max_grad_norm=None)
         kept = Kept(policy)
-        stats = ppo_step(policy, kept, given, config, accelerator=accelerator)
+        stats = af.ppo_step(policy, kept, given, config, accelerator=accelerator)
         out[name] = {"gradients": torch.stack(kept.seen), "sampler_gap": stats.sampler_gap}
     policy, batch = prepared()
-    ppo_step(policy, adamw(policy, 1e-3), batch, PPOConfig(minibatch=4), accelerator=accelerator)
+    af.ppo_step(policy, af.adamw(policy, 1e-3), batch, af.PPOConfig(minibatch=4), accelerator=accelerator)
     out["weights"] = torch.cat([p.detach().flatten() for p in policy.parameters()])
     if accelerator is not None:
         # Each process collected its own rows, and each steps on the rows of all.
@@ -72,9 +70,9 @@ def run(accelerator: Any = None) -> dict[str, Any]:
         assert len(together) == 16 and len(together.groups.unique()) == 4
         mine = slice(8 * accelerator.process_index, 8 * accelerator.process_index + 8)
         assert torch.equal(together.logprobs[mine][together.mask[mine]], half.logprobs[half.mask])
-        ppo_step(policy, adamw(policy), together, PPOConfig(old_logprobs="engine"), accelerator=accelerator)
-        with pytest.raises(BatchError, match="gather"):
-            ppo_step(policy, adamw(policy), half, PPOConfig(old_logprobs="engine"), accelerator=accelerator)
+        af.ppo_step(policy, af.adamw(policy), together, af.PPOConfig(old_logprobs="engine"), accelerator=accelerator)
+        with pytest.raises(af.errors.BatchError, match="gather"):
+            af.ppo_step(policy, af.adamw(policy), half, af.PPOConfig(old_logprobs="engine"), accelerator=accelerator)
     return out
 
 

@@ -17,11 +17,6 @@ from recipes.calculator import Expression, Recipe
 from test_ppo_settings import Kept, made, trajectories
 
 import agentfly_kit as af
-from agentfly_kit import advantages, losses
-from agentfly_kit.batch.batch import Batch
-from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, SettingsError
-from agentfly_kit.policy.policy import Policy
-from agentfly_kit.ppo import PPOConfig, adamw, ppo_step, shaped_rewards
 
 POLICY = agents.random_policy(3)
 DATA = str(files("agentfly_kit._data").joinpath("policies", "calculator"))
@@ -37,8 +32,8 @@ def _unchanged() -> Any:
     assert (POLICY.fingerprint(), POLICY.version) == (before, 0)
 
 
-def stepped(batch: Batch = BATCH, **settings: Any) -> Any:
-    return ppo_step(POLICY, adamw(POLICY), batch, PPOConfig(**settings))
+def stepped(batch: af.Batch = BATCH, **settings: Any) -> Any:
+    return af.ppo_step(POLICY, af.adamw(POLICY), batch, af.PPOConfig(**settings))
 
 
 def changed(**tensors: Any) -> Any:
@@ -56,57 +51,77 @@ def unlike_a_loss(logprobs: Any, old: Any, adv: Any, mask: Any) -> Any:
 
 
 @errors.table(
-    (lambda: stepped(epochs=0), SettingsError, "epochs must be at least 1, got 0"),
-    (lambda: stepped(minibatch=0), SettingsError, "minibatch must be at least 1, got 0"),
-    (lambda: stepped(old_logprobs="new"), SettingsError, "got 'new'"),
-    (lambda: stepped(kl_coef=0.1), SettingsError, "needs reference="),
-    (lambda: stepped(kl_coef=-0.1), SettingsError, "kl_coef must be at least 0"),
-    (lambda: stepped(entropy_coef=-0.1), SettingsError, "entropy_coef must be at least 0"),
-    (lambda: stepped(aggregate="mean"), SettingsError, "mean"),
-    (lambda: stepped(aggregate="fixed"), SettingsError, "denominator"),
-    (lambda: stepped(clip=-1.0), SettingsError, "clip"),
-    (lambda: stepped(correction={"roof": 2.0}), SettingsError, "roof"),
-    (lambda: stepped(correction="row"), SettingsError, "level"),
-    (lambda: stepped(autocast="float16"), SettingsError, "autocast must be one of 'bfloat16', None"),
-    (lambda: stepped(loss="best"), SettingsError, "got 'best'"),
-    (lambda: stepped(loss="sapo", clip=0.2), SettingsError, "takes no clip, got clip=0.2"),
-    (lambda: stepped(loss="cispo", dual_clip=3.0), SettingsError, "takes no dual_clip"),
-    (lambda: stepped(loss=losses.ppo, clip=0.2), SettingsError, "functools.partial"),
-    (lambda: stepped(loss=functools.partial(losses.kl_cov, share=0.2)), SettingsError, "loss must not be kl_cov"),
+    (lambda: stepped(epochs=0), af.errors.SettingsError, "epochs must be at least 1, got 0"),
+    (lambda: stepped(minibatch=0), af.errors.SettingsError, "minibatch must be at least 1, got 0"),
+    (lambda: stepped(old_logprobs="new"), af.errors.SettingsError, "got 'new'"),
+    (lambda: stepped(kl_coef=0.1), af.errors.SettingsError, "needs reference="),
+    (lambda: stepped(kl_coef=-0.1), af.errors.SettingsError, "kl_coef must be at least 0"),
+    (lambda: stepped(entropy_coef=-0.1), af.errors.SettingsError, "entropy_coef must be at least 0"),
+    (lambda: stepped(aggregate="mean"), af.errors.SettingsError, "mean"),
+    (lambda: stepped(aggregate="fixed"), af.errors.SettingsError, "denominator"),
+    (lambda: stepped(clip=-1.0), af.errors.SettingsError, "clip"),
+    (lambda: stepped(correction={"roof": 2.0}), af.errors.SettingsError, "roof"),
+    (lambda: stepped(correction="row"), af.errors.SettingsError, "level"),
+    (lambda: stepped(autocast="float16"), af.errors.SettingsError, "autocast must be one of 'bfloat16', None"),
+    (lambda: stepped(loss="best"), af.errors.SettingsError, "got 'best'"),
+    (lambda: stepped(loss="sapo", clip=0.2), af.errors.SettingsError, "takes no clip, got clip=0.2"),
+    (lambda: stepped(loss="cispo", dual_clip=3.0), af.errors.SettingsError, "takes no dual_clip"),
+    (lambda: stepped(loss=af.losses.ppo, clip=0.2), af.errors.SettingsError, "functools.partial"),
+    (
+        lambda: stepped(loss=functools.partial(af.losses.kl_cov, share=0.2)),
+        af.errors.SettingsError,
+        "loss must not be kl_cov",
+    ),
     (
         lambda: stepped(loss=lambda logp, adv, mask: adv),
-        SettingsError,
+        af.errors.SettingsError,
         "a function of (logprobs, old_logprobs,",
     ),
-    (lambda: stepped(loss=lambda p, old, adv, m: p.detach()), SettingsError, "loss must be differentiable"),
-    (lambda: stepped(loss=unlike_a_loss), SettingsError, "one loss per token, without a mean"),
-    (lambda: ppo_step(POLICY.model, None, BATCH), SettingsError, "policy must be a"),
-    (lambda: ppo_step(POLICY, None, BATCH), SettingsError, "optimizer must be a"),
-    (lambda: ppo_step(POLICY, Kept(POLICY), TWO), SettingsError, "batch must be a"),
-    (lambda: ppo_step(POLICY, Kept(POLICY), BATCH, {"epochs": 2}), SettingsError, "config must be a"),
-    (lambda: ppo_step(POLICY.copy(), adamw(POLICY), BATCH), SettingsError, "must update parameters of this policy"),
-    (lambda: stepped(af.collate(BATCH.trajectories)), BatchError, "batch must have advantages"),
-    (lambda: changed(advantages=BATCH.advantages + math.inf), BatchError, "advantages must be finite"),
-    (lambda: changed(mask=BATCH.mask * 0.5), AlignmentError, "mask must be a bool tensor, got torch.float32"),
-    (lambda: changed(mask=BATCH.mask.long()), AlignmentError, "mask must be a bool tensor, got torch.int64"),
-    (lambda: changed(mask=torch.ones_like(BATCH.mask)), AlignmentError, "mask must be False "),
-    (lambda: changed(logprobs=BATCH.logprobs * math.nan), AlignmentError, "must be finite where the mask is 1"),
-    (lambda: changed(logprobs=BATCH.logprobs.abs() + 1), AlignmentError, "logprobs must not be above 0"),
-    (lambda: changed(logprobs=BATCH.logprobs[:, :-1]), AlignmentError, "logprobs must have the shape"),
-    (lambda: changed(temperatures=BATCH.temperatures[:-1]), AlignmentError, "must have the shape (8,), got (7,)"),
-    (lambda: changed(temperatures=BATCH.temperatures * 0), AlignmentError, "above 0; the first violation is at [0]"),
-    (lambda: changed(versions=BATCH.versions[:-1]), AlignmentError, "versions must have the shape"),
-    (lambda: changed(rewards=BATCH.rewards + math.inf), AlignmentError, "rewards must be finite"),
-    (lambda: changed(ids=BATCH.ids - 500), AlignmentError, "ids must not be negative"),
-    (foreign_ids, BatchError, "token ids must be below 400"),
-    (lambda: shaped_rewards(BATCH, 0.1), BatchError, "ref_logprobs"),
-    (lambda: adamw(POLICY, 0.0), SettingsError, "lr must be a positive finite number"),
-    (lambda: adamw(POLICY, -1.0), SettingsError, "lr must be a positive finite number"),
-    (lambda: adamw(POLICY, math.nan), SettingsError, "lr must be a positive finite number"),
-    (lambda: adamw(POLICY, math.inf), SettingsError, "lr must be a positive finite number"),
-    (lambda: Policy(POLICY.model, agents.chat(), value_head="apart"), SettingsError, "'separate'"),
-    (lambda: Policy.load(DATA, lora=0), SettingsError, "rank"),
-    (lambda: Policy.load(DATA, lora={"r": 4, "lora_dropout": 0.1}), SettingsError, "lora_dropout"),
+    (lambda: stepped(loss=lambda p, old, adv, m: p.detach()), af.errors.SettingsError, "loss must be differentiable"),
+    (lambda: stepped(loss=unlike_a_loss), af.errors.SettingsError, "one loss per token, without a mean"),
+    (lambda: af.ppo_step(POLICY.model, None, BATCH), af.errors.SettingsError, "policy must be a"),
+    (lambda: af.ppo_step(POLICY, None, BATCH), af.errors.SettingsError, "optimizer must be a"),
+    (lambda: af.ppo_step(POLICY, Kept(POLICY), TWO), af.errors.SettingsError, "batch must be a"),
+    (lambda: af.ppo_step(POLICY, Kept(POLICY), BATCH, {"epochs": 2}), af.errors.SettingsError, "config must be a"),
+    (
+        lambda: af.ppo_step(POLICY.copy(), af.adamw(POLICY), BATCH),
+        af.errors.SettingsError,
+        "must update parameters of this policy",
+    ),
+    (lambda: stepped(af.collate(BATCH.trajectories)), af.errors.BatchError, "batch must have advantages"),
+    (lambda: changed(advantages=BATCH.advantages + math.inf), af.errors.BatchError, "advantages must be finite"),
+    (lambda: changed(mask=BATCH.mask * 0.5), af.errors.AlignmentError, "mask must be a bool tensor, got torch.float32"),
+    (lambda: changed(mask=BATCH.mask.long()), af.errors.AlignmentError, "mask must be a bool tensor, got torch.int64"),
+    (lambda: changed(mask=torch.ones_like(BATCH.mask)), af.errors.AlignmentError, "mask must be False "),
+    (
+        lambda: changed(logprobs=BATCH.logprobs * math.nan),
+        af.errors.AlignmentError,
+        "must be finite where the mask is 1",
+    ),
+    (lambda: changed(logprobs=BATCH.logprobs.abs() + 1), af.errors.AlignmentError, "logprobs must not be above 0"),
+    (lambda: changed(logprobs=BATCH.logprobs[:, :-1]), af.errors.AlignmentError, "logprobs must have the shape"),
+    (
+        lambda: changed(temperatures=BATCH.temperatures[:-1]),
+        af.errors.AlignmentError,
+        "must have the shape (8,), got (7,)",
+    ),
+    (
+        lambda: changed(temperatures=BATCH.temperatures * 0),
+        af.errors.AlignmentError,
+        "above 0; the first violation is at [0]",
+    ),
+    (lambda: changed(versions=BATCH.versions[:-1]), af.errors.AlignmentError, "versions must have the shape"),
+    (lambda: changed(rewards=BATCH.rewards + math.inf), af.errors.AlignmentError, "rewards must be finite"),
+    (lambda: changed(ids=BATCH.ids - 500), af.errors.AlignmentError, "ids must not be negative"),
+    (foreign_ids, af.errors.BatchError, "token ids must be below 400"),
+    (lambda: af.shaped_rewards(BATCH, 0.1), af.errors.BatchError, "ref_logprobs"),
+    (lambda: af.adamw(POLICY, 0.0), af.errors.SettingsError, "lr must be a positive finite number"),
+    (lambda: af.adamw(POLICY, -1.0), af.errors.SettingsError, "lr must be a positive finite number"),
+    (lambda: af.adamw(POLICY, math.nan), af.errors.SettingsError, "lr must be a positive finite number"),
+    (lambda: af.adamw(POLICY, math.inf), af.errors.SettingsError, "lr must be a positive finite number"),
+    (lambda: af.Policy(POLICY.model, agents.chat(), value_head="apart"), af.errors.SettingsError, "'separate'"),
+    (lambda: af.Policy.load(DATA, lora=0), af.errors.SettingsError, "rank"),
+    (lambda: af.Policy.load(DATA, lora={"r": 4, "lora_dropout": 0.1}), af.errors.SettingsError, "lora_dropout"),
 )
 async def test_steps(call: Any, error: Any, text: str) -> None:
     await errors.check(call, error, text)
@@ -119,45 +134,93 @@ def textual() -> Any:
 
 def imitated(**settings: Any) -> Any:
     batch = af.collate(SHOWN[:1], imitate=True)
-    return af.imitation_step(POLICY, adamw(POLICY), batch, PPOConfig(**settings))
+    return af.imitation_step(POLICY, af.adamw(POLICY), batch, af.PPOConfig(**settings))
 
 
 PLAN = [[("task", 1), ("WHITE", 2), ("BLACK", 2)]]
 
 
 @errors.table(
-    (lambda: af.collate(TWO, "grpo"), SettingsError, "one number per trajectory, got 'grpo'"),
-    (lambda: af.collate(TWO, truncated="fine"), SettingsError, "'penalty'"),
-    (lambda: af.collate(TWO, [1.0, 2.0, 3.0]), AlignmentError, "advantages must have the shape (2,)"),
-    (lambda: af.collate(TWO, advantages.grpo, per="token"), SettingsError, "got 'token'"),
-    (lambda: af.collate(trajectory(None, PLAN), authors="GREY"), BatchError, "got 'GREY'"),
-    (lambda: af.collate(trajectory(None, PLAN), authors=()), BatchError, "got ()"),
-    (lambda: af.collate(trajectory(None, PLAN, turn_rewards={0: 1.0})), BatchError, "turn 0 has a reward of 1, but"),
-    (lambda: af.collate(SHOWN, imitate="expert"), BatchError, "got 'expert'"),
-    (lambda: af.collate(SHOWN, imitate=()), BatchError, "names of authors of actions ('script'), got "),
-    (lambda: af.collate(SHOWN, imitate=""), BatchError, "names of authors of actions ('script'), got "),
+    (lambda: af.collate(TWO, "grpo"), af.errors.SettingsError, "one number per trajectory, got 'grpo'"),
+    (lambda: af.collate(TWO, truncated="fine"), af.errors.SettingsError, "'penalty'"),
+    (lambda: af.collate(TWO, [1.0, 2.0, 3.0]), af.errors.AlignmentError, "advantages must have the shape (2,)"),
+    (lambda: af.collate(TWO, af.advantages.grpo, per="token"), af.errors.SettingsError, "got 'token'"),
+    (lambda: af.collate(trajectory(None, PLAN), authors="GREY"), af.errors.BatchError, "got 'GREY'"),
+    (lambda: af.collate(trajectory(None, PLAN), authors=()), af.errors.BatchError, "got ()"),
+    (
+        lambda: af.collate(trajectory(None, PLAN, turn_rewards={0: 1.0})),
+        af.errors.BatchError,
+        "turn 0 has a reward of 1, but",
+    ),
+    (lambda: af.collate(SHOWN, imitate="expert"), af.errors.BatchError, "got 'expert'"),
+    (lambda: af.collate(SHOWN, imitate=()), af.errors.BatchError, "names of authors of actions ('script'), got "),
+    (lambda: af.collate(SHOWN, imitate=""), af.errors.BatchError, "names of authors of actions ('script'), got "),
     (
         lambda: af.collate(SHOWN, imitate=True, authors="policy"),
-        SettingsError,
+        af.errors.SettingsError,
         "must be None with imitate=True",
     ),
-    (lambda: af.collate(SHOWN, [0.0, 0.0], imitate=True), EmptyBatch, "weights must be above 0 for at least one"),
-    (lambda: af.collate(SHOWN, [1.0, math.nan], imitate=True), AlignmentError, "must be finite numbers of at least 0"),
-    (lambda: af.collate(SHOWN, [1.0, -1.0], imitate=True), AlignmentError, "must be finite numbers of at least 0"),
-    (lambda: af.collate(SHOWN, [1.0, math.inf], imitate=True), AlignmentError, "must be finite numbers of at least 0"),
-    (lambda: af.collate(textual(), imitate=True), BatchError, "must have token ids"),
-    (lambda: stepped(af.collate(SHOWN, imitate=True)), BatchError, "use imitation_step for a batch of collate"),
-    (lambda: af.imitation_step(POLICY, adamw(POLICY), BATCH), BatchError, "batch must be created by collate"),
-    (lambda: imitated(kl_coef=0.1), SettingsError, "kl_coef has no effect on imitation; leave it at 0.0, got 0.1"),
-    (lambda: af.imitate(POLICY, SHOWN, authors=[]), BatchError, "names of authors of actions ('script'), got "),
-    (lambda: af.imitate(POLICY, SHOWN, epochs=0), SettingsError, "epochs must be an integer of at least 1, got 0"),
+    (
+        lambda: af.collate(SHOWN, [0.0, 0.0], imitate=True),
+        af.errors.EmptyBatch,
+        "weights must be above 0 for at least one",
+    ),
+    (
+        lambda: af.collate(SHOWN, [1.0, math.nan], imitate=True),
+        af.errors.AlignmentError,
+        "must be finite numbers of at least 0",
+    ),
+    (
+        lambda: af.collate(SHOWN, [1.0, -1.0], imitate=True),
+        af.errors.AlignmentError,
+        "must be finite numbers of at least 0",
+    ),
+    (
+        lambda: af.collate(SHOWN, [1.0, math.inf], imitate=True),
+        af.errors.AlignmentError,
+        "must be finite numbers of at least 0",
+    ),
+    (lambda: af.collate(textual(), imitate=True), af.errors.BatchError, "must have token ids"),
+    (
+        lambda: stepped(af.collate(SHOWN, imitate=True)),
+        af.errors.BatchError,
+        "use imitation_step for a batch of collate",
+    ),
+    (
+        lambda: af.imitation_step(POLICY, af.adamw(POLICY), BATCH),
+        af.errors.BatchError,
+        "batch must be created by collate",
+    ),
+    (
+        lambda: imitated(kl_coef=0.1),
+        af.errors.SettingsError,
+        "kl_coef has no effect on imitation; leave it at 0.0, got 0.1",
+    ),
+    (
+        lambda: af.imitate(POLICY, SHOWN, authors=[]),
+        af.errors.BatchError,
+        "names of authors of actions ('script'), got ",
+    ),
+    (
+        lambda: af.imitate(POLICY, SHOWN, epochs=0),
+        af.errors.SettingsError,
+        "epochs must be an integer of at least 1, got 0",
+    ),
     (
         lambda: af.imitate(POLICY, SHOWN, minibatch=0),
-        SettingsError,
+        af.errors.SettingsError,
         "must be an integer of at least 1, got 0",
     ),
-    (lambda: af.imitate(POLICY, SHOWN, lr=math.nan), SettingsError, "lr must be a positive finite number, got nan"),
-    (lambda: af.imitate(POLICY, SHOWN, lr=math.inf), SettingsError, "lr must be a positive finite number, got inf"),
+    (
+        lambda: af.imitate(POLICY, SHOWN, lr=math.nan),
+        af.errors.SettingsError,
+        "lr must be a positive finite number, got nan",
+    ),
+    (
+        lambda: af.imitate(POLICY, SHOWN, lr=math.inf),
+        af.errors.SettingsError,
+        "lr must be a positive finite number, got inf",
+    ),
 )
 async def test_batches(call: Any, error: Any, text: str) -> None:
     await errors.check(call, error, text)

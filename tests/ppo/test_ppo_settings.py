@@ -13,22 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentfly_kit import advantages, losses
-from agentfly_kit.batch.batch import Batch, join
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.errors import BatchError, PolicyError, SettingsError
+import agentfly_kit as af
+from agentfly_kit.batch.batch import join
 from agentfly_kit.policy import forward
 from agentfly_kit.policy.forward import Critic
-from agentfly_kit.policy.policy import Policy
-from agentfly_kit.ppo import PPOConfig, adamw, ppo_step, shaped_rewards
-from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.loop import train
-from agentfly_kit.types import Sampling, Task, Trajectory
 
 LOSSES = ("ppo", "reinforce", "gspo", "gmpo", "sapo", "cispo", "dppo")
 
 
-def trajectories(policy: Policy, count: int = 12, *, seed: int = 0, **options: Any) -> list[Trajectory]:
+def trajectories(policy: af.Policy, count: int = 12, *, seed: int = 0, **options: Any) -> list[af.Trajectory]:
     """Chains of one to three actions at two temperatures, in groups of four, for options of `agents.trajectory`."""
     rng = random.Random(seed)
     options.setdefault("with_entropies", False)
@@ -37,8 +30,8 @@ def trajectories(policy: Policy, count: int = 12, *, seed: int = 0, **options: A
         plan = [("task", rng.randint(2, 5))]
         for _ in range(1 + i % 3):
             plan += [("policy", rng.randint(1, 8)), ("tool", rng.randint(1, 6))]
-        task = Task(f"t{i // 4}", ({"role": "user", "content": "?"},))
-        each = {"sampling": Sampling(temperature=(1.0, 0.7)[i % 2])} | options
+        task = af.Task(f"t{i // 4}", ({"role": "user", "content": "?"},))
+        each = {"sampling": af.Sampling(temperature=(1.0, 0.7)[i % 2])} | options
         out.append(
             agents.trajectory(
                 policy, [plan[: -1 if i % 2 else None]], name=f"g{i // 4}/{i % 4}", task=task, reward=rng.gauss(0, 1),
@@ -48,21 +41,21 @@ def trajectories(policy: Policy, count: int = 12, *, seed: int = 0, **options: A
     return out
 
 
-def made(policy: Policy, count: int = 12, **options: Any) -> Batch:
-    return collate(trajectories(policy, count, **options), advantages.grpo)
+def made(policy: af.Policy, count: int = 12, **options: Any) -> af.Batch:
+    return af.collate(trajectories(policy, count, **options), af.advantages.grpo)
 
 
-def judged(policy: Policy, batch: Batch) -> Batch:
+def judged(policy: af.Policy, batch: af.Batch) -> af.Batch:
     """Return the batch with values, returns and token-level advantages."""
     values = policy.score(batch, {"value"})["value"]
-    adv, returns = advantages.gae(batch.token_rewards, values, batch.mask)
+    adv, returns = af.advantages.gae(batch.token_rewards, values, batch.mask)
     return batch.replace(advantages=adv, returns=returns, values=values)
 
 
 class Kept(torch.optim.SGD):
     """Record the gradients of every update and leave the weights unchanged."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: af.Policy) -> None:
         super().__init__([p for p in policy.parameters() if p.requires_grad], lr=0.0)
         self.seen: list[Tensor] = []
 
@@ -70,17 +63,17 @@ class Kept(torch.optim.SGD):
         self.seen.append(torch.cat([p.grad.flatten().clone() for g in self.param_groups for p in g["params"]]))
 
 
-def gradient(policy: Policy, batch: Batch, **options: Any) -> tuple[Tensor, Any]:
+def gradient(policy: af.Policy, batch: af.Batch, **options: Any) -> tuple[Tensor, Any]:
     """Return the gradient of one update over the whole batch, and the statistics."""
     kept = Kept(policy)
     options = {"old_logprobs": "engine", "max_grad_norm": None} | options
     keywords = {name: options.pop(name) for name in ("reference", "detail", "seed") if name in options}
-    stats = ppo_step(policy, kept, batch, PPOConfig(**options), **keywords)
+    stats = af.ppo_step(policy, kept, batch, af.PPOConfig(**options), **keywords)
     policy.version = 0
     return torch.cat(kept.seen), stats
 
 
-def plain(policy: Policy, batch: Batch, function: Any, how: str, **options: Any) -> Tensor:
+def plain(policy: af.Policy, batch: af.Batch, function: Any, how: str, **options: Any) -> Tensor:
     """Compute the gradient by its definition: one padded forward pass of the whole model."""
     policy.model.zero_grad()
     logits = policy.model(input_ids=batch.ids, attention_mask=batch.attention.long(), use_cache=False).logits
@@ -89,7 +82,7 @@ def plain(policy: Policy, batch: Batch, function: Any, how: str, **options: Any)
     each[:, 1:] = logp[:, :-1].gather(-1, batch.ids[:, 1:, None])[..., 0]
     per_token = function(each, batch.logprobs, batch.advantages, batch.mask)
     more = {"trajectory_index": batch.trajectory_index} if how == "trajectory_mean" else {}
-    loss = losses.aggregate(per_token, batch.mask, how, **more, **options)
+    loss = af.losses.aggregate(per_token, batch.mask, how, **more, **options)
     loss.backward()
     return torch.cat([p.grad.flatten() for p in policy.model.parameters()]).clone()
 
@@ -101,9 +94,9 @@ def plain(policy: Policy, batch: Batch, function: Any, how: str, **options: Any)
 def test_every_loss_has_the_gradient_of_its_definition(name: str) -> None:
     policy = agents.random_policy(3)
     batch = made(policy)
-    for how in get_args(losses.AggregateMode):
+    for how in get_args(af.losses.AggregateMode):
         options = {"denominator": 9.0} if how == "fixed" else {}
-        wanted = plain(policy, batch, getattr(losses, name), how, **options)
+        wanted = plain(policy, batch, getattr(af.losses, name), how, **options)
         for micro in (1, 40, 10_000) if how == "seq_mean_token_mean" else (40,):
             got, stats = gradient(policy, batch, loss=name, aggregate={"how": how, **options}, micro_tokens=micro)
             agents.assert_same_gradient(got, wanted, how)
@@ -114,7 +107,7 @@ def test_clip_options_reach_the_loss() -> None:
     policy = agents.random_policy(3)
     batch = made(policy)
     got, _ = gradient(policy, batch, loss="gspo", clip=0.1, clip_high=0.3)
-    wanted = plain(policy, batch, functools.partial(losses.gspo, clip=0.1, clip_high=0.3), "token_mean")
+    wanted = plain(policy, batch, functools.partial(af.losses.gspo, clip=0.1, clip_high=0.3), "token_mean")
     agents.assert_same_gradient(got, wanted)
 
 
@@ -123,12 +116,12 @@ def test_clip_fraction_counts_tokens_without_gradient() -> None:
     batch = made(policy, noise=0.5)
     _, stats = gradient(policy, batch, clip=0.1, micro_tokens=50, detail=True)
     now = policy.score(batch, {"logprob"})["logprob"]
-    wanted = losses.clipped(now, batch.logprobs, batch.advantages, batch.mask, 0.1)[batch.mask].float().mean()
+    wanted = af.losses.clipped(now, batch.logprobs, batch.advantages, batch.mask, 0.1)[batch.mask].float().mean()
     assert 0.1 < stats.clip_fraction < 0.9
     assert stats.clip_fraction == pytest.approx(float(wanted), abs=1e-6)
-    binds = losses.clipped(now, batch.logprobs, batch.advantages, batch.mask, 0.1)
+    binds = af.losses.clipped(now, batch.logprobs, batch.advantages, batch.mask, 0.1)
     assert (stats.detail["clipped"][batch.mask] == binds[batch.mask].float().numpy()).all()
-    assert stats.approx_kl == pytest.approx(float(losses.approx_kl(now, batch.logprobs, batch.mask)), rel=1e-4)
+    assert stats.approx_kl == pytest.approx(float(af.losses.approx_kl(now, batch.logprobs, batch.mask)), rel=1e-4)
 
 
 # --- all terms together -------------------------------------------------------------------------
@@ -136,7 +129,7 @@ def test_clip_fraction_counts_tokens_without_gradient() -> None:
 
 @pytest.mark.parametrize("head", [True, "separate"])
 def test_all_terms_together_do_not_depend_on_the_split(head: Any) -> None:
-    policy = Policy(agents.random_policy(6).model, agents.chat(), value_head=head)
+    policy = af.Policy(agents.random_policy(6).model, agents.chat(), value_head=head)
     torch.manual_seed(0)
     weight = policy.value_head.head.weight if isinstance(policy.value_head, Critic) else policy.value_head.weight
     torch.nn.init.normal_(weight, std=0.1)
@@ -165,20 +158,20 @@ def test_gradients_of_the_last_update_are_freed_before_a_forward_pass() -> None:
         return forward(*args, **options)
 
     policy.forward = observed  # type: ignore[method-assign]
-    ppo_step(policy, adamw(policy), made(policy), PPOConfig(minibatch=4, epochs=2, old_logprobs="engine"))
+    af.ppo_step(policy, af.adamw(policy), made(policy), af.PPOConfig(minibatch=4, epochs=2, old_logprobs="engine"))
     assert len(held) > 2 and not any(map(any, held))
 
 
 def test_a_separate_critic_gives_the_policy_no_gradient() -> None:
-    policy = Policy(agents.random_policy(6).model, agents.chat(), value_head="separate")
+    policy = af.Policy(agents.random_policy(6).model, agents.chat(), value_head="separate")
     batch = judged(policy, made(policy))
     none = batch.replace(advantages=torch.zeros(batch.ids.shape))
     kept = Kept(policy)
-    ppo_step(policy, kept, none, PPOConfig(old_logprobs="engine", max_grad_norm=None))
+    af.ppo_step(policy, kept, none, af.PPOConfig(old_logprobs="engine", max_grad_norm=None))
     own = sum(p.numel() for p in policy.model.parameters())
     assert not kept.seen[0][:own].any()
     assert kept.seen[0][own:].any()
-    assert [len(g["params"]) > 0 for g in adamw(policy).param_groups] == [True] * 3
+    assert [len(g["params"]) > 0 for g in af.adamw(policy).param_groups] == [True] * 3
 
 
 @pytest.mark.parametrize("emulated", [True, False])
@@ -190,16 +183,16 @@ def test_a_cpu_that_emulates_bfloat16_warns_once_before_the_step(
     forward.warn_if_bfloat16_is_slow.cache_clear()
     policy = agents.random_policy(6)
     batch = made(policy, 2)
-    with pytest.raises(SettingsError, match="reference="):
-        ppo_step(policy, adamw(policy), batch, PPOConfig(autocast="bfloat16", kl_coef=0.1))
+    with pytest.raises(af.errors.SettingsError, match="reference="):
+        af.ppo_step(policy, af.adamw(policy), batch, af.PPOConfig(autocast="bfloat16", kl_coef=0.1))
     assert not recwarn, "settings are checked first"
     for _ in range(2):
-        ppo_step(policy, adamw(policy), batch, PPOConfig(autocast="bfloat16"))
-    Policy.load(policy.save(tmp_path), dtype="bfloat16")
+        af.ppo_step(policy, af.adamw(policy), batch, af.PPOConfig(autocast="bfloat16"))
+    af.Policy.load(policy.save(tmp_path), dtype="bfloat16")
     texts = [str(w.message) for w in recwarn if "bfloat16" in str(w.message)]
     assert len(texts) == emulated
     forward.warn_if_bfloat16_is_slow.cache_clear()
-    Policy(policy.model.to(torch.bfloat16), policy.chat)
+    af.Policy(policy.model.to(torch.bfloat16), policy.chat)
     texts = [str(w.message) for w in recwarn if "bfloat16" in str(w.message)]
     assert len(texts) == 2 * emulated
     assert all("no instructions for bfloat16" in text and "autocast=None" in text for text in texts)
@@ -230,7 +223,7 @@ def test_shaped_rewards_match_their_formula() -> None:
     policy, reference = agents.random_policy(1), agents.random_policy(2)
     batch = made(policy, 4, noise=0.0)
     ref = reference.score(batch, {"logprob"})["logprob"]
-    shaped = shaped_rewards(batch.replace(ref_logprobs=ref), 0.1)
+    shaped = af.shaped_rewards(batch.replace(ref_logprobs=ref), 0.1)
     for i in range(len(batch)):
         for t in range(batch.ids.shape[1]):
             if batch.mask[i, t]:
@@ -247,7 +240,7 @@ def test_a_kl_in_the_reward_is_reported_and_not_added() -> None:
     reported, stats = gradient(policy, batch, kl_coef=0.5, kl_in="reward", reference=reference)
     agents.assert_same_gradient(reported, none)
     ref = reference.score(batch, {"logprob"})["logprob"]
-    mean = losses.kl(batch.logprobs, ref, "k3", batch.mask).sum() / batch.mask.sum()
+    mean = af.losses.kl(batch.logprobs, ref, "k3", batch.mask).sum() / batch.mask.sum()
     assert stats.kl_reference == pytest.approx(float(mean), rel=1e-5)
     added, _ = gradient(policy, batch.replace(ref_logprobs=ref), kl_coef=0.5)
     scored, _ = gradient(policy, batch, kl_coef=0.5, reference=reference)
@@ -263,15 +256,15 @@ def test_correction_weights_are_trainer_over_sampler(level: str) -> None:
     policy = agents.random_policy(1)
     batch = made(policy, noise=0.4)
     now = policy.score(batch, {"logprob"})["logprob"]
-    weights = losses.importance_weights(now, batch.logprobs, batch.mask, level=level)  # type: ignore[arg-type]
+    weights = af.losses.importance_weights(now, batch.logprobs, batch.mask, level=level)  # type: ignore[arg-type]
 
     def weighed(logp: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
-        return losses.ppo(logp, now, adv, mask) * weights
+        return af.losses.ppo(logp, now, adv, mask) * weights
 
     wanted = plain(policy, batch, weighed, "token_mean")
     got, stats = gradient(policy, batch, old_logprobs="recompute", correction=level, detail=True)
     agents.assert_same_gradient(got, wanted)
-    ess = losses.effective_sample_size(weights, batch.mask, level=level)  # type: ignore[arg-type]
+    ess = af.losses.effective_sample_size(weights, batch.mask, level=level)  # type: ignore[arg-type]
     assert stats.effective_sample_size == pytest.approx(float(ess), rel=1e-5)
     assert 0 < stats.effective_sample_size < 1
     torch.testing.assert_close(torch.tensor(stats.detail["weight"])[batch.mask], weights[batch.mask])
@@ -289,19 +282,19 @@ def test_correction_can_mask() -> None:
 
 def test_truncated_sampling_needs_a_correction() -> None:
     policy = agents.random_policy(1)
-    cut = trajectories(policy, noise=0.0, sampling=Sampling(top_p=0.9))
-    with pytest.raises(BatchError, match="top-p"):
-        collate(cut, advantages.grpo)
-    batch = collate(cut, advantages.grpo, allow_truncated_sampling=True)
+    cut = trajectories(policy, noise=0.0, sampling=af.Sampling(top_p=0.9))
+    with pytest.raises(af.errors.BatchError, match="top-p"):
+        af.collate(cut, af.advantages.grpo)
+    batch = af.collate(cut, af.advantages.grpo, allow_truncated_sampling=True)
     assert batch.kept_mass is not None and torch.isnan(batch.kept_mass[~batch.mask]).all()
-    with pytest.raises(BatchError, match="correction must be 'token' or 'sequence'"):
+    with pytest.raises(af.errors.BatchError, match="correction must be 'token' or 'sequence'"):
         gradient(policy, batch)
     _, stats = gradient(policy, batch, correction="token", detail=True)
     # The engine's logprobs equal the policy's, so the weight is the kept mass.
     torch.testing.assert_close(torch.tensor(stats.detail["weight"])[batch.mask], batch.kept_mass[batch.mask])
     lost = [t.replace(turns=tuple(dataclasses.replace(turn, kept_mass=None) for turn in t.turns)) for t in cut]
-    with pytest.raises(BatchError, match="did not record"):
-        collate(lost, advantages.grpo, allow_truncated_sampling=True)
+    with pytest.raises(af.errors.BatchError, match="did not record"):
+        af.collate(lost, af.advantages.grpo, allow_truncated_sampling=True)
 
 
 # --- truncation ----------------------------------------------------------------------------------
@@ -311,16 +304,16 @@ def test_truncated_chains_can_be_penalized() -> None:
     policy = agents.random_policy(1)
     ended, cut = trajectories(policy, 4), trajectories(policy, 4, stop="max_turns")
     group = [t.replace(group="g", id=f"{t.id}-{t.stop}") for t in (*ended, *cut)]
-    plain_batch = collate(group, advantages.grpo)
-    batch = collate(group, advantages.grpo, truncated="penalty", penalty=2.0)
+    plain_batch = af.collate(group, af.advantages.grpo)
+    batch = af.collate(group, af.advantages.grpo, truncated="penalty", penalty=2.0)
     torch.testing.assert_close(batch.rewards, plain_batch.rewards - 2.0 * batch.truncated)
-    wanted = advantages.grpo(batch.rewards, [0] * 8)
+    wanted = af.advantages.grpo(batch.rewards, [0] * 8)
     torch.testing.assert_close(torch.stack([batch.advantages[i][batch.mask[i]][0] for i in range(8)]), wanted)
 
 
 def test_bootstrap_values_follow_the_last_token() -> None:
     for head in (True, "separate"):
-        policy = Policy(agents.random_policy(6).model, agents.chat(), value_head=head)  # type: ignore[arg-type]
+        policy = af.Policy(agents.random_policy(6).model, agents.chat(), value_head=head)  # type: ignore[arg-type]
         weight = policy.value_head.head.weight if isinstance(policy.value_head, Critic) else policy.value_head.weight
         torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(1))
         batch = made(policy)
@@ -341,8 +334,8 @@ def test_bootstrap_values_follow_the_last_token() -> None:
 def test_joined_batches_equal_one_batch() -> None:
     policy = agents.random_policy(1)
     every = trajectories(policy, 12)
-    parts = [collate(part, advantages.grpo) for part in (every[:4], every[4:])]
-    both, whole = join(parts), collate(every, advantages.grpo)
+    parts = [af.collate(part, af.advantages.grpo) for part in (every[:4], every[4:])]
+    both, whole = join(parts), af.collate(every, af.advantages.grpo)
     exact = ("ids", "mask", "attention", "lengths", "rewards", "groups", "trajectory_index", "versions", "truncated")
     for name in exact:
         assert torch.equal(getattr(both, name), getattr(whole, name)), name
@@ -362,7 +355,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_an_adapter_is_trained_and_its_base_is_the_reference(saved: Any, tmp_path: Any) -> None:
     pytest.importorskip("peft")
-    policy = Policy.load(saved, lora=4)
+    policy = af.Policy.load(saved, lora=4)
     assert "adapter" in repr(policy)
     base = agents.shipped()
     batch = made(base, 8, noise=0.0)
@@ -371,7 +364,9 @@ def test_an_adapter_is_trained_and_its_base_is_the_reference(saved: Any, tmp_pat
         reference.score(batch, {"logprob"})["logprob"], base.score(batch, {"logprob"})["logprob"], equal_nan=True
     )
     frozen = {k: v.clone() for k, v in policy.model.state_dict().items() if "lora_" not in k}
-    stats = ppo_step(policy, adamw(policy, 1e-2), batch, PPOConfig(kl_coef=0.01, epochs=3), reference=reference)
+    stats = af.ppo_step(
+        policy, af.adamw(policy, 1e-2), batch, af.PPOConfig(kl_coef=0.01, epochs=3), reference=reference
+    )
     assert stats.kl_reference > 0
     assert all(torch.equal(v, frozen[k]) for k, v in policy.model.state_dict().items() if k in frozen)
     moved = policy.score(batch, {"logprob"})["logprob"]
@@ -379,70 +374,70 @@ def test_an_adapter_is_trained_and_its_base_is_the_reference(saved: Any, tmp_pat
     torch.testing.assert_close(kept, base.score(batch, {"logprob"})["logprob"], equal_nan=True)
     assert float((moved - kept)[batch.mask].abs().max()) > 0.1
     # On disk: the adapter alone, and the merged model for engines without adapters.
-    again = Policy.load(policy.save(tmp_path / "adapter"))
+    again = af.Policy.load(policy.save(tmp_path / "adapter"))
     assert not (tmp_path / "adapter" / "model.safetensors").exists()
     torch.testing.assert_close(again.score(batch, {"logprob"})["logprob"], moved, equal_nan=True)
-    merged = Policy.load(policy.merged().save(tmp_path / "merged"))
+    merged = af.Policy.load(policy.merged().save(tmp_path / "merged"))
     torch.testing.assert_close(merged.score(batch, {"logprob"})["logprob"], moved, equal_nan=True, rtol=1e-4, atol=1e-4)
     assert set(policy.state()) == {k for k in policy.model.state_dict() if "lora_" in k}
-    other = Policy.load(saved, lora=4)
+    other = af.Policy.load(saved, lora=4)
     other.load_state(policy.state())
     assert other.fingerprint() == policy.fingerprint()
-    with pytest.raises(PolicyError, match="lora= that it was trained with"):
+    with pytest.raises(af.errors.PolicyError, match="lora= that it was trained with"):
         other.load_state(base.state())
 
 
 async def test_an_engine_samples_with_the_adapter(saved: Any) -> None:
     pytest.importorskip("peft")
-    policy = Policy.load(saved, lora=4)
-    ppo_step(policy, adamw(policy, 1e-2), made(agents.shipped(), 8, noise=0.0))
+    policy = af.Policy.load(saved, lora=4)
+    af.ppo_step(policy, af.adamw(policy, 1e-2), made(agents.shipped(), 8, noise=0.0))
     rollout = await agents.agent(policy).rollout(agents.tasks(2), group_size=2)
-    batch = collate(rollout)
+    batch = af.collate(rollout)
     scored = policy.score(batch, {"logprob"})["logprob"]
     assert float((scored - batch.logprobs)[batch.mask].abs().max()) < 1e-4
 
 
 def test_a_critic_is_saved_in_its_own_file(tmp_path: Any) -> None:
-    policy = Policy(agents.shipped().copy().model, agents.chat(), value_head="separate")
+    policy = af.Policy(agents.shipped().copy().model, agents.chat(), value_head="separate")
     batch = judged(policy, made(policy))
-    ppo_step(policy, adamw(policy, 1e-3), batch, PPOConfig(old_logprobs="engine"))
+    af.ppo_step(policy, af.adamw(policy, 1e-3), batch, af.PPOConfig(old_logprobs="engine"))
     folder = policy.save(tmp_path)
-    again = Policy.load(folder, value_head="separate")
+    again = af.Policy.load(folder, value_head="separate")
     assert again.fingerprint() == policy.fingerprint()
     assert "separate critic" in repr(again)
-    with pytest.raises(PolicyError, match="shared trunk"):
-        Policy.load(folder, value_head=True)
-    assert Policy.load(folder).value_head is None
+    with pytest.raises(af.errors.PolicyError, match="shared trunk"):
+        af.Policy.load(folder, value_head=True)
+    assert af.Policy.load(folder).value_head is None
 
 
 # --- through the loop ----------------------------------------------------------------------------
 
-SMALL = TrainConfig(steps=2, tasks_per_step=2, group_size=4, minibatch=None, epochs=1, seed=3)
+SMALL = af.TrainConfig(steps=2, tasks_per_step=2, group_size=4, minibatch=None, epochs=1, seed=3)
 
 
-def learner(**settings: Any) -> tuple[Any, Policy]:
+def learner(**settings: Any) -> tuple[Any, af.Policy]:
     policy = agents.fresh(value_head=settings.pop("value_head", False))
     return agents.agent(policy, **settings), policy
 
 
 async def test_a_kl_in_the_reward_is_summed_over_the_row_for_outcomes() -> None:
     agent, policy = learner()
-    run = train(agent, policy, agents.tasks(4), SMALL.replace(kl_coef=0.2, kl_in="reward"))
+    run = af.train(agent, policy, agents.tasks(4), SMALL.replace(kl_coef=0.2, kl_in="reward"))
     rollout = await agent.rollout(agents.tasks(2), group_size=4)
     builder = run._batch_builder
     builder.reference = agents.random_policy(1)
     batch = builder.build(rollout, 0.2)
     ref = builder.reference.score(batch, {"logprob"})["logprob"]
     whole = torch.where(batch.mask, batch.logprobs - ref, 0.0).sum(1)
-    wanted = advantages.grpo(batch.rewards - 0.2 * whole, batch.groups)
+    wanted = af.advantages.grpo(batch.rewards - 0.2 * whole, batch.groups)
     first = torch.stack([batch.advantages[i][batch.mask[i]][0] for i in range(len(batch))])
     torch.testing.assert_close(first, wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(batch.ref_logprobs, ref, equal_nan=True)
     # An estimator of token rewards receives the penalty per token.
     builder.config = builder.config.replace(advantage="reinforce_plus_plus", whiten=False)
     batch = builder.build(rollout, 0.2)
-    wanted = advantages.reinforce_plus_plus(
-        torch.where(batch.mask, shaped_rewards(batch.replace(ref_logprobs=ref), 0.2), 0.0), batch.mask, whiten=False
+    wanted = af.advantages.reinforce_plus_plus(
+        torch.where(batch.mask, af.shaped_rewards(batch.replace(ref_logprobs=ref), 0.2), 0.0), batch.mask, whiten=False
     )
     torch.testing.assert_close(batch.advantages[batch.mask], wanted[batch.mask])
 
@@ -451,16 +446,16 @@ async def test_truncated_chains_bootstrap_from_the_value() -> None:
     agent, policy = learner(value_head=True, max_turns=1)
     torch.nn.init.normal_(policy.value_head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
     config = SMALL.replace(advantage="gae", truncated="bootstrap", whiten=False)
-    run = train(agent, policy, agents.tasks(4), config)
+    run = af.train(agent, policy, agents.tasks(4), config)
     rollout = await agent.rollout(agents.tasks(4), group_size=4)
     batch = run._batch_builder.build(rollout, 0.0)
     assert batch.truncated.any() and not batch.truncated.all()
     ends = torch.where(batch.truncated, policy.bootstrap_values(batch), 0.0)
     rewards = torch.where(batch.mask, batch.token_rewards, 0.0)
     values = policy.score(batch, {"value"})["value"]
-    wanted = advantages.gae(rewards, values, batch.mask, lam=0.95, bootstrap=ends)[0]
+    wanted = af.advantages.gae(rewards, values, batch.mask, lam=0.95, bootstrap=ends)[0]
     torch.testing.assert_close(batch.advantages[batch.mask], wanted[batch.mask])
-    without = advantages.gae(rewards, values, batch.mask, lam=0.95)[0]
+    without = af.advantages.gae(rewards, values, batch.mask, lam=0.95)[0]
     differs = (wanted - without).abs().amax(1) > 1e-4
     assert torch.equal(differs, batch.truncated)
 
@@ -469,23 +464,23 @@ async def test_the_kl_coefficient_adapts_and_is_restored(tmp_path: Any) -> None:
     agent, policy = learner()
     config = SMALL.replace(steps=3, kl_coef=0.1, kl_target=1e-3, kl_horizon=100, lr=1e-3, lr_end=None)
     seen = []
-    async for step in train(agent, policy, agents.tasks(4), config, run=tmp_path / "a"):
+    async for step in af.train(agent, policy, agents.tasks(4), config, run=tmp_path / "a"):
         seen.append((step.record["kl_coef"], step.record["kl_reference"]))
     for (coef, kl), (after, _) in itertools.pairwise(seen):
-        assert after == pytest.approx(losses.adaptive_kl_coef(coef, kl, target=1e-3, steps=8, horizon=100))
+        assert after == pytest.approx(af.losses.adaptive_kl_coef(coef, kl, target=1e-3, steps=8, horizon=100))
     assert seen[0][0] == 0.1 and seen[1][0] < 0.1
     agent, policy = learner()
-    async for _ in train(agent, policy, agents.tasks(4), config, run=tmp_path / "b"):
+    async for _ in af.train(agent, policy, agents.tasks(4), config, run=tmp_path / "b"):
         break
     agent, policy = learner()
-    again = await train(agent, policy, agents.tasks(4), config, run=tmp_path / "b")
+    again = await af.train(agent, policy, agents.tasks(4), config, run=tmp_path / "b")
     assert [r["kl_coef"] for r in again.records] == [coef for coef, _ in seen]
 
 
 async def test_top_p_can_be_trained_on_with_a_correction() -> None:
-    agent, policy = learner(sampling=Sampling(max_tokens=32, top_p=0.9))
+    agent, policy = learner(sampling=af.Sampling(max_tokens=32, top_p=0.9))
     config = SMALL.replace(steps=1, correction="token", loss="cispo", autocast=None, checkpointing=True)
-    async for step in train(agent, policy, agents.tasks(4), config):
+    async for step in af.train(agent, policy, agents.tasks(4), config):
         assert 0 < step.stats.effective_sample_size <= 1
         assert step.record["effective_sample_size"] == step.stats.effective_sample_size
 
@@ -497,7 +492,7 @@ def test_a_weighted_kl_is_the_kl_times_the_ratio() -> None:
 
     def both(logp: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
         ratio = torch.where(mask, logp - old, 0.0).exp()
-        return losses.ppo(logp, old, adv, mask) + 0.3 * ratio * losses.kl(logp, ref, "k3", mask)
+        return af.losses.ppo(logp, old, adv, mask) + 0.3 * ratio * af.losses.kl(logp, ref, "k3", mask)
 
     wanted = plain(policy, batch, both, "token_mean")
     got, _ = gradient(policy, batch.replace(ref_logprobs=ref), kl_coef=0.3, kl_weighted=True, micro_tokens=50)

@@ -15,19 +15,13 @@ from agents import trajectory
 from test_ppo_settings import gradient, plain
 from torch import Tensor
 
-from agentfly_kit import advantages, losses
-from agentfly_kit.agent.chain_editing import Chain
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.policy.policy import Policy
+import agentfly_kit as af
 from agentfly_kit.ppo.inputs import minibatches
-from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.loop import train
-from agentfly_kit.types import Trajectory
 
 Plan = list[list[tuple[str, int]]]
 
 
-def folded(policy: Policy | None, *, seed: int = 0, count: int = 8, most: int = 4) -> list[Trajectory]:
+def folded(policy: af.Policy | None, *, seed: int = 0, count: int = 8, most: int = 4) -> list[af.Trajectory]:
     """Trajectories of one to `most` rows of random turns, in groups of four."""
     rng = random.Random(seed)
     out = []
@@ -55,7 +49,7 @@ def folded(policy: Policy | None, *, seed: int = 0, count: int = 8, most: int = 
 
 def test_the_batch_has_every_row_of_every_trajectory() -> None:
     given = folded(None, seed=1)
-    batch = collate(given, advantages.grpo)
+    batch = af.collate(given, af.advantages.grpo)
     every = [(t, row) for t in given for row in t.rows]
     assert len(batch) == len(every) > len(given)
     assert batch.rows == tuple(row for _, row in every)
@@ -76,15 +70,15 @@ def test_advantages_per_trajectory_or_per_row() -> None:
     """One trajectory succeeds and has three rows; another fails and has one row, as in docs/conventions.md."""
     success = trajectory(None, [[("task", 2), ("policy", 2)]] * 3, name="g/0")
     failure = trajectory(None, [[("task", 2), ("policy", 2)]], name="g/1", reward=0.0, seed=1)
-    once = collate([success, failure], advantages.grpo)
+    once = af.collate([success, failure], af.advantages.grpo)
     assert once.advantages[:, 2].tolist() == pytest.approx([0.7071, 0.7071, 0.7071, -0.7071], abs=1e-4)
-    each = collate([success, failure], advantages.grpo, per="row")
+    each = af.collate([success, failure], af.advantages.grpo, per="row")
     assert each.advantages[:, 2].tolist() == pytest.approx([0.5, 0.5, 0.5, -1.5], abs=1e-4)
-    again = advantages.trajectory_level(once.rewards, once.groups, trajectory_index=once.trajectory_index)
+    again = af.advantages.trajectory_level(once.rewards, once.groups, trajectory_index=once.trajectory_index)
     torch.testing.assert_close(once.advantages[:, 2], again)
-    given = collate([success, failure], [1.0, 2.0]).advantages[:, 2]
+    given = af.collate([success, failure], [1.0, 2.0]).advantages[:, 2]
     assert given.tolist() == [1, 1, 1, 2]
-    assert collate([success, failure], [1.0, 2.0, 3.0, 4.0], per="row").advantages[:, 2].tolist() == [1, 2, 3, 4]
+    assert af.collate([success, failure], [1.0, 2.0, 3.0, 4.0], per="row").advantages[:, 2].tolist() == [1, 2, 3, 4]
 
 
 def test_masked_trajectories_still_count_in_their_group() -> None:
@@ -92,28 +86,28 @@ def test_masked_trajectories_still_count_in_their_group() -> None:
     cut = trajectory(None, [[("task", 2), ("policy", 2)]] * 2, name="g/0", reward=0.0, stop="timeout")
     good = trajectory(None, [[("task", 2), ("policy", 2)]], name="g/1", seed=1)
     lost = trajectory(None, [[("task", 2), ("policy", 2)]] * 2, name="g/2", reward=None, stop="error", seed=2)
-    batch = collate([cut, good, lost], advantages.dr_grpo, truncated="mask", per="row")
+    batch = af.collate([cut, good, lost], af.advantages.dr_grpo, truncated="mask", per="row")
     assert batch.advantages[:, 2].tolist() == pytest.approx([2 / 3])
-    assert collate([cut, good, lost], advantages.dr_grpo, truncated="mask").advantages[0, 2] == pytest.approx(0.5)
+    assert af.collate([cut, good, lost], af.advantages.dr_grpo, truncated="mask").advantages[0, 2] == pytest.approx(0.5)
 
 
 def test_rewards_are_at_the_tokens_that_earned_them() -> None:
     last: list[tuple[str, int]] = [("hook", 1), ("policy", 1), ("tool", 1), ("policy", 2), ("tool", 0)]
     plan: Plan = [[("task", 1), ("policy", 2), ("tool", 1)], last]
     t = trajectory(None, plan, reward=10.0, turn_rewards={2: 0.5, 3: 0.25, 4: 2.0, 5: 0.125, 7: -1.0})
-    batch = collate([t])
+    batch = af.collate([t])
     nan = math.nan
     # The reward on the prompt of the second row belongs to the last action of the first row.
     torch.testing.assert_close(
         batch.token_rewards, torch.tensor([[nan, 0, 0.75, nan, nan], [nan, 2.125, nan, 0, 9]]), equal_nan=True
     )
     assert batch.truncated.tolist() == [False, False]
-    assert collate([t.replace(stop="timeout")]).truncated.tolist() == [False, True]
+    assert af.collate([t.replace(stop="timeout")]).truncated.tolist() == [False, True]
 
 
 def test_rows_without_sampled_tokens_are_dropped() -> None:
     t = trajectory(None, [[("task", 1), ("policy", 1)], [("hook", 2)], [("hook", 1), ("person", 1)]], reward=3.0)
-    batch = collate([t], advantages.dr_grpo)
+    batch = af.collate([t], af.advantages.dr_grpo)
     assert len(batch) == 1
     assert float(batch.token_rewards[0, 1]) == 3.0
     assert [(d.trajectory, d.row, d.reason) for d in batch.dropped] == [
@@ -125,7 +119,7 @@ def test_rows_without_sampled_tokens_are_dropped() -> None:
 def test_a_mask_of_authors() -> None:
     plan: Plan = [[("task", 1), ("WHITE", 2), ("BLACK", 2), ("WHITE", 1)], [("hook", 1), ("BLACK", 1)]]
     t = trajectory(None, plan, reward=1.0, turn_rewards={1: 0.5, 2: 0.25, 5: 0.125})
-    batch = collate([t], [2.0], authors="WHITE")
+    batch = af.collate([t], [2.0], authors="WHITE")
     nan = math.nan
     assert batch.mask.tolist() == [[False, True, True, False, False, True]]
     for name, wanted in {
@@ -136,10 +130,10 @@ def test_a_mask_of_authors() -> None:
     for name in ("logprobs", "entropies"):
         assert torch.isnan(getattr(batch, name)).tolist() == (~batch.mask).tolist()
     assert (batch.versions >= 0).tolist() == batch.mask.tolist()
-    both = collate([t], [2.0], authors=["WHITE", "BLACK"])
-    torch.testing.assert_close(both.mask, collate([t], [2.0]).mask)
+    both = af.collate([t], [2.0], authors=["WHITE", "BLACK"])
+    torch.testing.assert_close(both.mask, af.collate([t], [2.0]).mask)
     only = trajectory(None, [[("task", 1), ("BLACK", 2)]], name="g/1")
-    assert [d.reason for d in collate([t, only], [1.0, 1.0], authors="WHITE").dropped] == [
+    assert [d.reason for d in af.collate([t, only], [1.0, 1.0], authors="WHITE").dropped] == [
         "no token was sampled by WHITE",
         "no token was sampled by WHITE",
     ]
@@ -151,7 +145,7 @@ def test_the_tokens_of_other_authors_get_no_gradient() -> None:
     plan: Plan = [[("task", 2), ("WHITE", 3), ("BLACK", 4), ("WHITE", 2)], [("hook", 2), ("BLACK", 3), ("WHITE", 1)]]
     t = trajectory(policy, plan)
     parts = [
-        gradient(policy, collate([t], [1.5], authors=who), aggregate={"how": "fixed", "denominator": 7.0})[0]
+        gradient(policy, af.collate([t], [1.5], authors=who), aggregate={"how": "fixed", "denominator": 7.0})[0]
         for who in ("WHITE", "BLACK", ("WHITE", "BLACK"))
     ]
     agents.assert_same_gradient(parts[0] + parts[1], parts[2])
@@ -171,9 +165,9 @@ def test_the_gradient_over_compacted_rows_matches_its_definition(how: str) -> No
     policy = agents.random_policy(5)
     given = folded(policy, seed=4)
     assert max(len(t.rows) for t in given) >= 3
-    batch = collate(given, advantages.grpo)
+    batch = af.collate(given, af.advantages.grpo)
     name, options = how.split()[0], AGGREGATES[how]
-    wanted = plain(policy, batch, losses.ppo, name, **options)
+    wanted = plain(policy, batch, af.losses.ppo, name, **options)
     assert float(wanted.abs().max()) > 1e-2
     for micro in (1, 40, 10_000):
         got, stats = gradient(policy, batch, micro_tokens=micro, aggregate={"how": name, **options})
@@ -183,7 +177,7 @@ def test_the_gradient_over_compacted_rows_matches_its_definition(how: str) -> No
 
 @pytest.mark.parametrize("size", [1, 3, 5, None])
 def test_minibatches_contain_whole_trajectories(size: int | None) -> None:
-    batch = collate(folded(None, seed=6, count=11), advantages.grpo)
+    batch = af.collate(folded(None, seed=6, count=11), af.advantages.grpo)
     found = minibatches(batch, size, torch.Generator().manual_seed(0))
     assert sorted(i for rows in found for i in rows.tolist()) == list(range(len(batch)))
     sets = [set(batch.trajectory_index[rows].tolist()) for rows in found]
@@ -192,7 +186,7 @@ def test_minibatches_contain_whole_trajectories(size: int | None) -> None:
         [11] if size is None else [size] * (11 // size) + ([11 % size] if 11 % size else [])
     )
     policy = agents.random_policy(3)
-    batch = collate(folded(policy, seed=6, count=11), advantages.grpo)
+    batch = af.collate(folded(policy, seed=6, count=11), af.advantages.grpo)
     _, stats = gradient(policy, batch, minibatch=size, epochs=2)
     assert stats.updates == 2 * len(found)
 
@@ -247,22 +241,24 @@ def by_trajectory(x: Tensor, mask: Tensor, trajectory_index: Tensor) -> list[lis
 
 
 ESTIMATORS: dict[str, Any] = {
-    "gae": lambda r, v, m, ids: advantages.gae(r, v, m, gamma=0.9, lam=0.8, trajectory_index=ids)[0],
-    "gae with a bootstrap value": lambda r, v, m, ids: advantages.gae(
+    "gae": lambda r, v, m, ids: af.advantages.gae(r, v, m, gamma=0.9, lam=0.8, trajectory_index=ids)[0],
+    "gae with a bootstrap value": lambda r, v, m, ids: af.advantages.gae(
         r, v, m, gamma=0.9, lam=0.7, bootstrap=ends(ids, len(r)), trajectory_index=ids
     )[0],
-    "gae's returns": lambda r, v, m, ids: advantages.gae(r, v, m, gamma=0.9, lam=0.8, trajectory_index=ids)[1],
-    "gae by turns": lambda r, v, m, ids: advantages.gae(
+    "gae's returns": lambda r, v, m, ids: af.advantages.gae(r, v, m, gamma=0.9, lam=0.8, trajectory_index=ids)[1],
+    "gae by turns": lambda r, v, m, ids: af.advantages.gae(
         r, v, m, gamma=0.9, lam=0.8, turns=turns(m), trajectory_index=ids
     )[0],
-    "reinforce++": lambda r, v, m, ids: advantages.reinforce_plus_plus(
+    "reinforce++": lambda r, v, m, ids: af.advantages.reinforce_plus_plus(
         r, m, gamma=0.9, whiten=False, trajectory_index=ids
     ),
-    "reinforce++ whitened": lambda r, v, m, ids: advantages.reinforce_plus_plus(r, m, gamma=0.9, trajectory_index=ids),
-    "reinforce++ baseline": lambda r, v, m, ids: advantages.reinforce_plus_plus_baseline(
+    "reinforce++ whitened": lambda r, v, m, ids: af.advantages.reinforce_plus_plus(
+        r, m, gamma=0.9, trajectory_index=ids
+    ),
+    "reinforce++ baseline": lambda r, v, m, ids: af.advantages.reinforce_plus_plus_baseline(
         r, m, groups=ids % 2, trajectory_index=ids
     ),
-    "token baseline": lambda r, v, m, ids: advantages.optimal_token_baseline(
+    "token baseline": lambda r, v, m, ids: af.advantages.optimal_token_baseline(
         r, m, groups=ids % 2, logprobs=-v.abs(), sum_squared_probs=0.5 + 0 * v, trajectory_index=ids
     ),
 }
@@ -300,20 +296,22 @@ def test_a_compaction_adds_no_step() -> None:
     v = torch.tensor([[7.0, 0.1, 0.2, 0.3, 7], [7, 0.4, 7, 7, 7]])
     m = torch.tensor([[0, 1, 0, 1, 0], [0, 1, 0, 0, 0]]).bool()
     ids = [3, 3]
-    flat = advantages.gae([0.0, 0, 0, 1], [0.1, 0.2, 0.3, 0.4], [1, 0, 1, 1], gamma=0.5, observations="step")[0]
-    got = advantages.gae(r, v, m, gamma=0.5, observations="step", trajectory_index=ids)[0]
+    flat = af.advantages.gae([0.0, 0, 0, 1], [0.1, 0.2, 0.3, 0.4], [1, 0, 1, 1], gamma=0.5, observations="step")[0]
+    got = af.advantages.gae(r, v, m, gamma=0.5, observations="step", trajectory_index=ids)[0]
     torch.testing.assert_close(got[m], flat[[0, 2, 3]])
-    flat = advantages.gae([0.0, 0, 0, 1], [0.1, 0.2, 0.3, 0.4], [1, 0, 1, 1], gamma=0.5, discount_observations=True)[0]
-    got = advantages.gae(r, v, m, gamma=0.5, discount_observations=True, trajectory_index=ids)[0]
+    flat = af.advantages.gae([0.0, 0, 0, 1], [0.1, 0.2, 0.3, 0.4], [1, 0, 1, 1], gamma=0.5, discount_observations=True)[
+        0
+    ]
+    got = af.advantages.gae(r, v, m, gamma=0.5, discount_observations=True, trajectory_index=ids)[0]
     torch.testing.assert_close(got[m], flat[[0, 2, 3]])
 
 
 def test_an_unscored_row_makes_its_trajectory_unscored() -> None:
     r = torch.tensor([[0.0, math.nan], [0.0, 1.0], [0.0, 1.0]])
     m = torch.ones(3, 2).bool()
-    got, _ = advantages.gae(r, torch.zeros(3, 2), m, lam=1.0, trajectory_index=["a", "a", "b"])
+    got, _ = af.advantages.gae(r, torch.zeros(3, 2), m, lam=1.0, trajectory_index=["a", "a", "b"])
     assert got.tolist() == [[0, 0], [0, 0], [1, 1]]
-    base = advantages.reinforce_plus_plus_baseline(
+    base = af.advantages.reinforce_plus_plus_baseline(
         r, m, groups=[0, 0, 0], whiten=False, trajectory_index=["a", "a", "b"]
     )
     assert base.tolist() == [[0, 0]] * 3
@@ -322,7 +320,7 @@ def test_an_unscored_row_makes_its_trajectory_unscored() -> None:
 # --- a run ---------------------------------------------------------------------------------------
 
 
-def compact_after_a_result(chain: Chain) -> None:
+def compact_after_a_result(chain: af.Chain) -> None:
     """Begin a new row with the tokens of the conversation so far."""
     if chain.turn.kind == "observation" and chain.turn.row == 0:
         chain.compact([m for turn in chain.turns for m in turn.messages])
@@ -337,13 +335,13 @@ async def test_a_compaction_to_the_same_tokens_changes_nothing() -> None:
         assert [turn.ids for turn in t.turns if turn.sampled] == [turn.ids for turn in u.turns if turn.sampled]
         assert t.reward == u.reward
     policy = agents.shipped()
-    got, stats = gradient(policy, collate(folds, advantages.grpo))
-    wanted, other = gradient(policy, collate(plain, advantages.grpo))
+    got, stats = gradient(policy, af.collate(folds, af.advantages.grpo))
+    wanted, other = gradient(policy, af.collate(plain, af.advantages.grpo))
     assert stats.tokens == other.tokens
     agents.assert_same_gradient(got, wanted)
 
 
-def compact_without_the_question(chain: Chain) -> None:
+def compact_without_the_question(chain: af.Chain) -> None:
     """Compact to the call and its result, without the question."""
     if chain.turn.kind == "observation" and chain.turn.row == 0:
         said = [m for turn in chain.turns[1:] for m in turn.messages]
@@ -354,13 +352,13 @@ async def test_a_run_with_compactions_learns(tmp_path: Path) -> None:
     """The policy learns the call in the first row from the reward at the end of the second row."""
     policy = agents.fresh()
     agent = agents.agent(policy, before_turn=compact_without_the_question)
-    config = TrainConfig(steps=3, lr_end=None)
-    records = (await train(agent, policy, agents.tasks(64), config, run=tmp_path)).records
+    config = af.TrainConfig(steps=3, lr_end=None)
+    records = (await af.train(agent, policy, agents.tasks(64), config, run=tmp_path)).records
     assert records[0]["success"] < 0.4 and records[-1]["success"] > 0.7, [r["success"] for r in records]
     assert records[0]["rows"] < 1.6 and records[-1]["rows"] > 1.8, [r["rows"] for r in records]
 
 
-def compact_to_text(chain: Chain) -> None:
+def compact_to_text(chain: af.Chain) -> None:
     """Compact to a text with the tool result."""
     if chain.turn.kind == "observation" and chain.turn.row == 0:
         chain.compact(f"The calculator says {chain.turn.messages[0]['content']}.")
@@ -370,7 +368,7 @@ async def test_settings_of_rows_reach_the_batch_and_the_step(tmp_path: Path) -> 
     policy = agents.fresh()
     agent = agents.agent(policy, before_turn=compact_to_text)
     aggregate = {"how": "trajectory_mean", "count": "rows"}
-    config = TrainConfig(steps=1, tasks_per_step=2, aggregate=aggregate, advantage_per="row", authors="policy")
-    run = await train(agent, policy, agents.tasks(8), config, run=tmp_path)
+    config = af.TrainConfig(steps=1, tasks_per_step=2, aggregate=aggregate, advantage_per="row", authors="policy")
+    run = await af.train(agent, policy, agents.tasks(8), config, run=tmp_path)
     assert run.records[0]["rows"] > 1
     assert math.isfinite(run.records[0]["policy_loss"])

@@ -16,7 +16,6 @@ from test_sandbox_python import nothing_left  # noqa: F401  (nothing_left is a f
 from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit.errors import SandboxError, SettingsError
 from agentfly_kit.sandboxes import Grade
 
 SECRET = "the answer is 8431907"
@@ -148,7 +147,7 @@ async def test_invalid_tests_raise_settings_error():
             (TESTS, {"setup": "import no_such_module"}, "setup failed(.|\n)*no_such_module"),
             (TESTS, {"timeout": 0}, "timeout must be a positive"),
         ]:
-            with pytest.raises(SettingsError, match=words):
+            with pytest.raises(af.errors.SettingsError, match=words):
                 await grader.grade(ADD, tests, **more)  # type: ignore[arg-type]
         assert (await grader.grade(ADD, TESTS)).passed == 2
         missing = await grader.grade("x = 1", TESTS, setup="from solution import add")
@@ -363,7 +362,7 @@ async def test_close_cancel_and_kill(nothing_left: None):  # noqa: F811
     endless = "def add(a, b):\n    print('begun', flush=True)\n    while True: pass"
     loop = asyncio.ensure_future(lease.sandbox.grade(endless, TESTS))
     await until(lambda: printed(lease.sandbox._work))
-    with pytest.raises(SettingsError, match="already grading"):
+    with pytest.raises(af.errors.SettingsError, match="already grading"):
         await lease.sandbox.grade(ADD, TESTS)
     loop.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -378,7 +377,7 @@ async def test_close_cancel_and_kill(nothing_left: None):  # noqa: F811
     grader = af.Grader()
     await grader.start()
     await grader.close()
-    with pytest.raises(SandboxError, match="closed"):
+    with pytest.raises(af.errors.SandboxError, match="closed"):
         await grader.grade(ADD, TESTS)
 
 
@@ -474,7 +473,7 @@ async def test_grading_on_a_remote_pool_is_hidden_from_the_policy(level: str):
                 given = {"data.txt": "5"}
                 five = "def add(a, b): return int(open('data.txt').read())"
                 assert (await grader.grade(five, ["assert add(1, 2) == 5"], files=given, **patient)).ok
-                with pytest.raises(SettingsError, match="in a remote call"):
+                with pytest.raises(af.errors.SettingsError, match="in a remote call"):
                     await grader.grade(five, ["assert add(1, 2) == 5"], files="/etc")
     finally:
         elsewhere.kill()

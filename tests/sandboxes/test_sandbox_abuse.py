@@ -27,9 +27,7 @@ from levels import MARKS
 from test_sandbox_python import below
 from waiting import GUARD, until
 
-from agentfly_kit.errors import SandboxError
-from agentfly_kit.pool.pool import Pool
-from agentfly_kit.sandboxes import PythonSandbox, SandboxResult
+import agentfly_kit as af
 from agentfly_kit.sandboxes.host import commands, isolation, seccomp
 from agentfly_kit.sandboxes.host.limits import Limits
 
@@ -46,8 +44,8 @@ strict = levels("strict")
 
 
 @pytest_asyncio.fixture
-async def sandbox(level: str) -> AsyncIterator[PythonSandbox]:
-    async with PythonSandbox(isolation=level, memory_mb=96, processes=16, disk_mb=8) as one:
+async def sandbox(level: str) -> AsyncIterator[af.PythonSandbox]:
+    async with af.PythonSandbox(isolation=level, memory_mb=96, processes=16, disk_mb=8) as one:
         yield one
 
 
@@ -61,7 +59,7 @@ def attempt(call, *arguments):
 """
 
 
-async def attack(sandbox: PythonSandbox, code: str, timeout: float = GUARD) -> SandboxResult:
+async def attack(sandbox: af.PythonSandbox, code: str, timeout: float = GUARD) -> af.SandboxResult:
     """Run code, which may call `attempt`, and check that the sandbox is still usable."""
     result = await sandbox.run(ATTEMPT + textwrap.dedent(code), timeout=timeout)
     assert (await sandbox.run("6 * 7")).value == "42"
@@ -72,7 +70,7 @@ async def attack(sandbox: PythonSandbox, code: str, timeout: float = GUARD) -> S
 
 
 @every_level
-async def test_home_and_secrets_of_the_host(sandbox: PythonSandbox, level: str, tmp_path: Path):
+async def test_home_and_secrets_of_the_host(sandbox: af.PythonSandbox, level: str, tmp_path: Path):
     secret = tmp_path / "secret.txt"
     secret.write_text("the host's secret")
     paths = [str(secret), "/etc/shadow", "/etc/passwd", "/etc/hostname"]
@@ -99,7 +97,7 @@ async def test_home_and_secrets_of_the_host(sandbox: PythonSandbox, level: str, 
 @every_level
 async def test_environment_of_the_host(level: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SECRET_TOKEN", "hunter2-of-the-host")
-    async with PythonSandbox(isolation=level) as sandbox:
+    async with af.PythonSandbox(isolation=level) as sandbox:
         code = """
         import glob, os
         found = str(os.environ)
@@ -116,7 +114,7 @@ async def test_environment_of_the_host(level: str, monkeypatch: pytest.MonkeyPat
 
 
 @confined
-async def test_the_zygote_is_out_of_reach(sandbox: PythonSandbox, level: str):
+async def test_the_zygote_is_out_of_reach(sandbox: af.PythonSandbox, level: str):
     """The zygote has the same uid as the code inside, and serves later chains."""
     code = """
     import ctypes, os, resource, signal
@@ -158,7 +156,7 @@ async def test_the_zygote_is_out_of_reach(sandbox: PythonSandbox, level: str):
 
 
 @confined
-async def test_nothing_of_the_machine_can_be_written(sandbox: PythonSandbox, level: str, tmp_path: Path):
+async def test_nothing_of_the_machine_can_be_written(sandbox: af.PythonSandbox, level: str, tmp_path: Path):
     (tmp_path / "mine").write_text("untouched")
     places = ["/", "/usr", "/etc", "/dev", "/proc/sys/kernel", "/var/tmp", "/sandbox", "/home", "/run"]
     places += [sys.prefix, sys.base_prefix, str(tmp_path), *(["/tmp", "/dev/shm"] if level == "landlock" else [])]
@@ -183,7 +181,7 @@ async def test_nothing_of_the_machine_can_be_written(sandbox: PythonSandbox, lev
 
 
 @every_level
-async def test_sockets_of_the_host(sandbox: PythonSandbox, level: str):
+async def test_sockets_of_the_host(sandbox: af.PythonSandbox, level: str):
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_UNIX) as named,
@@ -229,7 +227,7 @@ async def test_sockets_of_the_host(sandbox: PythonSandbox, level: str):
 
 
 @every_level
-async def test_the_loopback_of_the_sandbox(sandbox: PythonSandbox, level: str):
+async def test_the_loopback_of_the_sandbox(sandbox: af.PythonSandbox, level: str):
     """A chain may connect to its own server, except at landlock, where the loopback is that of the machine."""
     code = """
     import socket, threading
@@ -247,19 +245,19 @@ async def test_the_loopback_of_the_sandbox(sandbox: PythonSandbox, level: str):
 async def test_network_access_if_requested(level: str):
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]})).fileno() > 0"
-        async with PythonSandbox(isolation=level, network=True) as sandbox:
+        async with af.PythonSandbox(isolation=level, network=True) as sandbox:
             assert (await attack(sandbox, code)).value == "True"
             if level == "landlock":
                 result = await attack(sandbox, "socket.socket(socket.AF_UNIX)")
                 assert result.error_type == "PermissionError"
-        async with PythonSandbox(isolation=level) as sandbox:
+        async with af.PythonSandbox(isolation=level) as sandbox:
             result = await attack(sandbox, code)
     refused = {"landlock": "PermissionError", "none": None}
     assert result.error_type == refused.get(level, "ConnectionRefusedError")
 
 
 @confined
-async def test_signals_to_the_host(sandbox: PythonSandbox, level: str):
+async def test_signals_to_the_host(sandbox: af.PythonSandbox, level: str):
     got: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
     try:
@@ -282,7 +280,7 @@ async def test_signals_to_the_host(sandbox: PythonSandbox, level: str):
     ["unshare", "mount", "ptrace", "keyctl", "bpf", "io_uring_setup", "userfaultfd", "shmget", "mq_open", "setns"],
 )
 @confined
-async def test_the_filter_refuses(sandbox: PythonSandbox, call: str):
+async def test_the_filter_refuses(sandbox: af.PythonSandbox, call: str):
     number = seccomp._DENIED[call][0 if platform.machine() == "x86_64" else 1]
     code = f"""
     import ctypes, errno
@@ -294,7 +292,7 @@ async def test_the_filter_refuses(sandbox: PythonSandbox, call: str):
 
 
 @confined
-async def test_no_new_user_namespace(sandbox: PythonSandbox):
+async def test_no_new_user_namespace(sandbox: af.PythonSandbox):
     code = """
     import ctypes, errno, platform
     libc = ctypes.CDLL(None, use_errno=True)
@@ -314,13 +312,13 @@ async def test_no_new_user_namespace(sandbox: PythonSandbox):
 # --- resource limits ------------------------------------------------------------------------------
 
 
-def need_process_limit(sandbox: PythonSandbox) -> None:
+def need_process_limit(sandbox: af.PythonSandbox) -> None:
     if sandbox.limit_mechanisms["processes"] == "not limited":
         pytest.skip(f"nothing limits the number of processes at isolation={sandbox.isolation!r} for this user")
 
 
 @every_level
-async def test_fork_bomb(sandbox: PythonSandbox):
+async def test_fork_bomb(sandbox: af.PythonSandbox):
     code = """
     import os, time
     born = 0
@@ -351,7 +349,7 @@ async def test_fork_bomb(sandbox: PythonSandbox):
 
 
 @every_level
-async def test_threads_are_counted(sandbox: PythonSandbox):
+async def test_threads_are_counted(sandbox: af.PythonSandbox):
     code = """
     import threading, time
     threading.stack_size(2 ** 16)
@@ -370,12 +368,12 @@ async def test_a_thread_that_lacks_memory_is_reported_as_memory():
     threading.stack_size(2 ** 29)
     threading.Thread(target=print, daemon=True).start()
     """
-    async with PythonSandbox(isolation="none", memory_mb=96, processes=16, disk_mb=8) as sandbox:
+    async with af.PythonSandbox(isolation="none", memory_mb=96, processes=16, disk_mb=8) as sandbox:
         assert (await attack(sandbox, code)).limit == "memory"
 
 
 @every_level
-async def test_memory_bomb(sandbox: PythonSandbox):
+async def test_memory_bomb(sandbox: af.PythonSandbox):
     result = await attack(sandbox, "x = []\nwhile True: x.append(bytearray(2 ** 20))")
     assert result.limit == "memory"
     # Many processes, each below the limit, which applies to their total.
@@ -399,7 +397,7 @@ async def test_memory_bomb(sandbox: PythonSandbox):
 
 
 @strict
-async def test_files_fill_their_own_disk_only(sandbox: PythonSandbox):
+async def test_files_fill_their_own_disk_only(sandbox: af.PythonSandbox):
     code = """
     import os
     written = 0
@@ -423,7 +421,7 @@ async def test_files_fill_their_own_disk_only(sandbox: PythonSandbox):
 
 
 @levels("landlock", "none")
-async def test_the_size_of_a_file_is_limited(sandbox: PythonSandbox):
+async def test_the_size_of_a_file_is_limited(sandbox: af.PythonSandbox):
     code = """
     written = 0
     with open('big', 'wb', buffering=0) as file:
@@ -446,7 +444,7 @@ async def test_endless_empty_files(level: str):
         os.close(os.open(f'/tmp/{number}', os.O_CREAT | os.O_WRONLY))
     """
     settings = {"isolation": level, "memory_mb": 48, "processes": 16, "disk_mb": 8}
-    async with Pool(PythonSandbox, size=1, **settings) as pool:
+    async with af.Pool(af.PythonSandbox, size=1, **settings) as pool:
         async with pool.lease() as sandbox:
             result = await sandbox.run(textwrap.dedent(code), timeout=GUARD)
             expected = "memory" if isolation.hierarchy() else None
@@ -456,7 +454,7 @@ async def test_endless_empty_files(level: str):
 
 
 @confined
-async def test_the_interpreters_files_cannot_be_deleted(sandbox: PythonSandbox, level: str):
+async def test_the_interpreters_files_cannot_be_deleted(sandbox: af.PythonSandbox, level: str):
     code = """
     import os, sys
     library = os.path.join(os.path.dirname(os.__file__), 'this.py')
@@ -473,7 +471,7 @@ async def test_the_interpreters_files_cannot_be_deleted(sandbox: PythonSandbox, 
 
 
 @every_level
-async def test_endless_loops_in_python_and_in_c(sandbox: PythonSandbox):
+async def test_endless_loops_in_python_and_in_c(sandbox: af.PythonSandbox):
     for code in ("while True: pass", "import ctypes\nctypes.CDLL(None).pause()"):
         assert (await attack(sandbox, code, timeout=0.1)).timed_out
     endless = "import collections, itertools\ncollections.deque(itertools.repeat(0), maxlen=0)"
@@ -482,7 +480,7 @@ async def test_endless_loops_in_python_and_in_c(sandbox: PythonSandbox):
 
 
 @every_level
-async def test_endless_output(sandbox: PythonSandbox):
+async def test_endless_output(sandbox: af.PythonSandbox):
     result = await attack(sandbox, "import os\nos.system('yes')")
     assert (result.limit, result.truncated, len(result.stdout)) == ("output", True, sandbox.max_output)
     code = "import subprocess, sys\nprint('before', flush=True)\nsubprocess.Popen(['yes'], stdout=sys.stdout)\n'here'"
@@ -491,7 +489,7 @@ async def test_endless_output(sandbox: PythonSandbox):
 
 
 @every_level
-async def test_forged_replies(sandbox: PythonSandbox):
+async def test_forged_replies(sandbox: af.PythonSandbox):
     """Code can write to the socket on which the interpreter answers, which affects only its own chain."""
     find = "import os, socket, stat, json\ndef is_socket(f):\n    try: return stat.S_ISSOCK(os.fstat(f).st_mode)\n"
     find += "    except OSError: return False\n"
@@ -504,7 +502,7 @@ async def test_forged_replies(sandbox: PythonSandbox):
         's.send(b\'{"id": [], "error": {}, "value": 7, "limit": "nonsense"}\\n\')',
     ):
         result = await sandbox.run(find + lie)
-        assert isinstance(result, SandboxResult), lie
+        assert isinstance(result, af.SandboxResult), lie
         assert (await sandbox.run("6 * 7")).value == "42", lie
     # With a known call id, which is random otherwise.
     lie = {"id": 77, "value": 7, "error": ["no text"], "type": None, "truncated": 3, "limit": "nonsense"}
@@ -519,7 +517,7 @@ async def test_forged_replies(sandbox: PythonSandbox):
 
 
 @strict
-async def test_a_reset_removes_everything(sandbox: PythonSandbox):
+async def test_a_reset_removes_everything(sandbox: af.PythonSandbox):
     code = """
     import os, socket, subprocess, sys, time
     os.makedirs('/tmp/' + 'd/' * 200)
@@ -544,7 +542,7 @@ async def test_a_reset_removes_everything(sandbox: PythonSandbox):
 
 
 @levels("landlock", "none")
-async def test_a_reset_removes_everything_without_namespaces(sandbox: PythonSandbox, level: str):
+async def test_a_reset_removes_everything_without_namespaces(sandbox: af.PythonSandbox, level: str):
     code = """
     import os, subprocess, sys
     os.makedirs('d/' * 200)
@@ -564,7 +562,7 @@ async def test_a_reset_removes_everything_without_namespaces(sandbox: PythonSand
 
 
 @every_level
-async def test_deep_and_unreadable_folders_are_deleted_by_a_reset(sandbox: PythonSandbox, level: str):
+async def test_deep_and_unreadable_folders_are_deleted_by_a_reset(sandbox: af.PythonSandbox, level: str):
     code = "import os\ntop = os.getcwd()\n"
     code += "for _ in range(60):\n    os.mkdir('d' * 99); os.chdir('d' * 99)\nopen('secret', 'w').write('x')"
     assert (await sandbox.run(code)).ok
@@ -585,7 +583,7 @@ async def test_a_python_below_tmp_is_visible_and_survives_resets(
     (venv / "module.py").write_text("x = 1")
     folders = [*commands.python_folders(), str(venv)]
     monkeypatch.setattr(commands, "python_folders", lambda packages=True: folders)
-    async with PythonSandbox(isolation=level) as sandbox:
+    async with af.PythonSandbox(isolation=level) as sandbox:
         look = f"import os\nos.path.exists({commands.inside_path(str(venv / 'module.py'))!r}), os.listdir('/tmp')"
         assert (await sandbox.run("open('/tmp/note', 'w').close()\n" + look)).value == "(True, ['note'])"
         await sandbox.reset()
@@ -593,10 +591,10 @@ async def test_a_python_below_tmp_is_visible_and_survives_resets(
 
 
 @every_level
-async def test_a_reset_that_fails_ends_the_sandbox(sandbox: PythonSandbox, monkeypatch: pytest.MonkeyPatch):
+async def test_a_reset_that_fails_ends_the_sandbox(sandbox: af.PythonSandbox, monkeypatch: pytest.MonkeyPatch):
     await sandbox.run("import os\nfor i in range(1, 400):\n    os.mkdir(str(i))")
     monkeypatch.setattr("agentfly_kit.sandboxes.sandbox.CONTROL_SECONDS", 1e-6)
-    with pytest.raises(SandboxError, match="no answer from the sandbox"):
+    with pytest.raises(af.errors.SandboxError, match="no answer from the sandbox"):
         await sandbox.reset()
     assert not sandbox.alive
     monkeypatch.undo()
@@ -604,7 +602,7 @@ async def test_a_reset_that_fails_ends_the_sandbox(sandbox: PythonSandbox, monke
 
 
 @every_level
-async def test_limit_mechanisms(sandbox: PythonSandbox, level: str):
+async def test_limit_mechanisms(sandbox: af.PythonSandbox, level: str):
     group = isolation.hierarchy()
     if group is None:
         assert sandbox.limit_mechanisms["memory_mb"].startswith("RLIMIT_DATA")
@@ -630,7 +628,7 @@ async def test_the_filter_covers_what_an_older_landlock_lacks(
     real = commands.landlock_version()
     monkeypatch.setattr(commands, "landlock_version", lambda: min(real, version))
     (tmp_path / "mine").write_text("untouched")
-    async with PythonSandbox(isolation=level) as sandbox:
+    async with af.PythonSandbox(isolation=level) as sandbox:
         code = f"""
         import os, socket
         [attempt(c) for c in (lambda: os.kill(os.getppid(), 0), lambda: os.kill({os.getpid()}, 0), socket.socket,
@@ -752,7 +750,7 @@ len(sockets)
 
 @levels("strict", "none")
 async def test_a_background_thread_cannot_forge_the_next_reply(level: str):
-    async with PythonSandbox(isolation=level) as sandbox:
+    async with af.PythonSandbox(isolation=level) as sandbox:
         assert (await sandbox.run(FORGE)).value not in (None, "0")
         result = await sandbox.run("called.set()\nforger.join()\n'true'")
         assert result.value == "'true'"

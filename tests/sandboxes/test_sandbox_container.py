@@ -30,9 +30,6 @@ from test_sandbox_python import files
 from waiting import GUARD, blocking_until
 
 import agentfly_kit as af
-from agentfly_kit.errors import IsolationError, SandboxError
-from agentfly_kit.pool.pool import Pool
-from agentfly_kit.sandboxes import Container, FileSandbox, PythonSandbox, ShellSandbox, SQLSandbox
 from agentfly_kit.sandboxes.host import commands
 from agentfly_kit.sandboxes.host import container as containers_module
 from agentfly_kit.sandboxes.host.limits import Limits
@@ -70,13 +67,13 @@ def streams() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name in ("agentfly-stream", "agentfly-container-removal")]
 
 
-def place(engine: Podman, **settings: Any) -> Container:
-    return Container(IMAGE, engine=engine.url, **settings)
+def place(engine: Podman, **settings: Any) -> af.Container:
+    return af.Container(IMAGE, engine=engine.url, **settings)
 
 
 @pytest_asyncio.fixture
-async def sandbox(engine: Podman) -> AsyncIterator[PythonSandbox]:
-    async with PythonSandbox(isolation=place(engine), memory_mb=96, processes=16, disk_mb=8) as inside:
+async def sandbox(engine: Podman) -> AsyncIterator[af.PythonSandbox]:
+    async with af.PythonSandbox(isolation=place(engine), memory_mb=96, processes=16, disk_mb=8) as inside:
         yield inside
 
 
@@ -84,7 +81,7 @@ async def sandbox(engine: Podman) -> AsyncIterator[PythonSandbox]:
 
 
 async def test_results_are_those_of_other_levels(engine: Podman):
-    async with PythonSandbox(isolation=place(engine)) as sandbox:
+    async with af.PythonSandbox(isolation=place(engine)) as sandbox:
         result = await sandbox.run("print('out')\nimport sys\nprint('err', file=sys.stderr)\n6 * 7")
         assert (result.stdout, result.stderr, result.value, result.error) == ("out\n", "err\n", "42", None)
         result = await sandbox.run("def f():\n    return 1 / 0\nf()")
@@ -113,7 +110,7 @@ async def test_a_pool_of_containers_serves_an_agent(engine: Podman):
         """
         return (await sandbox.run(code)).text
 
-    async with Pool(PythonSandbox, size=2, min_idle=1, isolation=place(engine)) as pool:
+    async with af.Pool(af.PythonSandbox, size=2, min_idle=1, isolation=place(engine)) as pool:
         assert pool.snapshot().isolation == f"container {IMAGE}"
         result = await python.try_(code="import os\nprint(os.getuid(), os.getpid() > 1)", pool=pool)
         assert result.observation.strip() == "65534 True"
@@ -129,14 +126,14 @@ async def test_a_pool_of_containers_serves_an_agent(engine: Podman):
 
 async def test_other_sandbox_classes(engine: Podman):
     settings: dict[str, Any] = {"isolation": place(engine), "memory_mb": 128}
-    async with ShellSandbox(**settings) as shell:
+    async with af.ShellSandbox(**settings) as shell:
         await shell.run("x=6; cd /tmp; echo 7 > seven")
         result = await shell.run("echo $((x * $(cat seven))); id -u")
         assert (result.stdout, result.exit_code) == ("42\n65534\n", 0), result
-    async with FileSandbox(**settings) as files:
+    async with af.FileSandbox(**settings) as files:
         await files.seed({"a.txt": "one\ntwo\n"})
         assert "two" in await files.read("a.txt", start=2)
-    async with SQLSandbox(**settings) as sql:
+    async with af.SQLSandbox(**settings) as sql:
         assert (await sql.run("select 6 * 7")).rows == ((42,),)
 
 
@@ -154,17 +151,17 @@ async def test_other_sandbox_classes(engine: Podman):
     ids=lambda attempt: attempt.__name__.removeprefix("test_"),
 )  # fmt: skip
 async def test_attacks_of_the_strict_level(
-    sandbox: PythonSandbox, attempt: Callable[..., Any], engine: Podman, monkeypatch: pytest.MonkeyPatch
+    sandbox: af.PythonSandbox, attempt: Callable[..., Any], engine: Podman, monkeypatch: pytest.MonkeyPatch
 ):
     """The tests also inspect the container from the host, where the engine runs."""
     (name,) = engine.names()
     pid = int(engine.podman("inspect", "--format", "{{.State.Pid}}", name))
-    monkeypatch.setattr(PythonSandbox, "pid", property(lambda self: pid))
+    monkeypatch.setattr(af.PythonSandbox, "pid", property(lambda self: pid))
     takes = inspect.signature(attempt).parameters
     await attempt(sandbox, **({"level": "strict"} if "level" in takes else {}))
 
 
-async def test_the_filter_refuses(sandbox: PythonSandbox):
+async def test_the_filter_refuses(sandbox: af.PythonSandbox):
     for call in ("unshare", "mount", "ptrace", "keyctl", "bpf", "io_uring_setup", "userfaultfd", "mq_open", "setns"):
         await abuse.test_the_filter_refuses(sandbox, call)
 
@@ -172,7 +169,7 @@ async def test_the_filter_refuses(sandbox: PythonSandbox):
 # --- settings -------------------------------------------------------------------------------------
 
 
-async def test_user_capabilities_and_environment(sandbox: PythonSandbox):
+async def test_user_capabilities_and_environment(sandbox: af.PythonSandbox):
     code = "open('/proc/1/status').read()"
     status = eval((await attack(sandbox, "open('/proc/self/status').read()")).value or "''")
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
@@ -189,7 +186,7 @@ async def test_user_capabilities_and_environment(sandbox: PythonSandbox):
     assert set(eval(result.value or "[]")) <= set(known.split())
 
 
-async def test_only_its_own_folders_can_be_written_and_a_reset_empties_them(sandbox: PythonSandbox):
+async def test_only_its_own_folders_can_be_written_and_a_reset_empties_them(sandbox: af.PythonSandbox):
     code = """
     import os
     done, seen = [], 0
@@ -214,7 +211,7 @@ async def test_only_its_own_folders_can_be_written_and_a_reset_empties_them(sand
     assert (await sandbox.run(f"import os\n[os.listdir(place) for place in {done}]")).value == repr([[] for _ in done])
 
 
-async def test_files_fill_their_own_disk_only(sandbox: PythonSandbox):
+async def test_files_fill_their_own_disk_only(sandbox: af.PythonSandbox):
     code = """
     import os
     written = 0
@@ -235,7 +232,7 @@ async def test_files_fill_their_own_disk_only(sandbox: PythonSandbox):
 
 
 async def test_processor_time_of_all_processes_together(engine: Podman):
-    async with PythonSandbox(isolation=place(engine), cpu_seconds=1.0) as sandbox:
+    async with af.PythonSandbox(isolation=place(engine), cpu_seconds=1.0) as sandbox:
         code = "import os\nfor _ in range(2): os.fork()\nwhile True: pass"
         result = await sandbox.run(code)
         assert result.limit == "cpu"
@@ -251,7 +248,7 @@ async def test_processors(engine: Podman):
         pass
     time.process_time() - used
     """
-    async with PythonSandbox(isolation=place(engine, cpus=0.25)) as sandbox:
+    async with af.PythonSandbox(isolation=place(engine, cpus=0.25)) as sandbox:
         assert float((await sandbox.run(textwrap.dedent(code))).value or 9) < 0.8
 
 
@@ -260,9 +257,9 @@ async def test_network_access_only_if_requested(engine: Podman):
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]})).fileno() > 0"
-        async with PythonSandbox(isolation=place(engine, network="host"), network=True) as sandbox:
+        async with af.PythonSandbox(isolation=place(engine, network="host"), network=True) as sandbox:
             assert (await attack(sandbox, code)).value == "True"
-        async with PythonSandbox(isolation=place(engine, network="host")) as sandbox:
+        async with af.PythonSandbox(isolation=place(engine, network="host")) as sandbox:
             assert (await attack(sandbox, code)).error_type == "ConnectionRefusedError"
             assert (await attack(sandbox, "[n for _, n in socket.if_nameindex()]")).value == "['lo']"
 
@@ -273,7 +270,7 @@ async def test_mounts(engine: Podman, tmp_path: Path):
     (tmp_path / "read" / "table").write_text("1,2")
     (tmp_path / "write").chmod(0o777)
     mounts = {str(tmp_path / "read"): "/data", str(tmp_path / "write"): "/out:rw"}
-    async with PythonSandbox(isolation=place(engine, mounts=mounts)) as sandbox:
+    async with af.PythonSandbox(isolation=place(engine, mounts=mounts)) as sandbox:
         assert (await attack(sandbox, "open('/data/table').read()")).value == "'1,2'"
         assert (await attack(sandbox, "open('/data/table', 'w')")).error_type == "OSError"
         assert (await attack(sandbox, "open('/out/kept', 'w').write('x')")).ok
@@ -286,22 +283,22 @@ async def test_mounts(engine: Podman, tmp_path: Path):
 
 
 async def test_no_engine_no_image_no_python(engine: Podman, monkeypatch: pytest.MonkeyPatch):
-    async with Pool(PythonSandbox, isolation=Container(IMAGE, engine="unix:///nowhere.sock")) as pool:
-        with pytest.raises(IsolationError, match="no container engine answers at unix:///nowhere"):
+    async with af.Pool(af.PythonSandbox, isolation=af.Container(IMAGE, engine="unix:///nowhere.sock")) as pool:
+        with pytest.raises(af.errors.IsolationError, match="no container engine answers at unix:///nowhere"):
             await pool.acquire()
-    async with Pool(PythonSandbox, isolation=Container("no-such-image:1", engine=engine.url)) as pool:
-        with pytest.raises(IsolationError, match=r"no such image.*pull it first"):
+    async with af.Pool(af.PythonSandbox, isolation=af.Container("no-such-image:1", engine=engine.url)) as pool:
+        with pytest.raises(af.errors.IsolationError, match=r"no such image.*pull it first"):
             await pool.acquire()
-    with pytest.raises(SandboxError, match="python9"):
-        await PythonSandbox(isolation=place(engine, python="python9")).start()
-    with pytest.raises(SandboxError, match="no-such-runtime"):
-        await PythonSandbox(isolation=place(engine, runtime="no-such-runtime")).start()
-    with pytest.raises(SandboxError, match="No module named 'no_such_module'"):
-        await PythonSandbox(isolation=place(engine), preload=["no_such_module"]).start()
-    with pytest.raises(IsolationError, match="forward the engine's socket"):
-        await PythonSandbox(isolation=Container(IMAGE, engine="ssh://host")).start()
+    with pytest.raises(af.errors.SandboxError, match="python9"):
+        await af.PythonSandbox(isolation=place(engine, python="python9")).start()
+    with pytest.raises(af.errors.SandboxError, match="no-such-runtime"):
+        await af.PythonSandbox(isolation=place(engine, runtime="no-such-runtime")).start()
+    with pytest.raises(af.errors.SandboxError, match="No module named 'no_such_module'"):
+        await af.PythonSandbox(isolation=place(engine), preload=["no_such_module"]).start()
+    with pytest.raises(af.errors.IsolationError, match="forward the engine's socket"):
+        await af.PythonSandbox(isolation=af.Container(IMAGE, engine="ssh://host")).start()
     monkeypatch.setenv("DOCKER_HOST", engine.url)
-    async with PythonSandbox(isolation=Container(IMAGE)) as sandbox:
+    async with af.PythonSandbox(isolation=af.Container(IMAGE)) as sandbox:
         assert (await sandbox.run("6 * 7")).value == "42"
 
 
@@ -360,17 +357,17 @@ def test_unstarted_containers_of_a_killed_process_are_removed(engine: Podman):
 
 
 async def test_a_container_that_is_killed_from_outside(engine: Podman):
-    async with Pool(PythonSandbox, size=1, isolation=place(engine)) as pool:
+    async with af.Pool(af.PythonSandbox, size=1, isolation=place(engine)) as pool:
         async with pool.lease() as sandbox:
             await sandbox.run("x = 1")
             engine.podman("kill", *engine.names())
-            with pytest.raises(SandboxError, match="ended from outside"):
+            with pytest.raises(af.errors.SandboxError, match="ended from outside"):
                 await sandbox.run("x")
             await sandbox.start()
             assert (await sandbox.run("6 * 7")).value == "42"
             running = await begun(sandbox, "import time\nprint('begun', flush=True)\ntime.sleep(1000)")
             engine.podman("kill", *engine.names())
-            with pytest.raises(SandboxError, match="ended from outside"):
+            with pytest.raises(af.errors.SandboxError, match="ended from outside"):
                 await running
         async with pool.lease() as sandbox:
             assert (await sandbox.run("6 * 7")).value == "42"
@@ -379,7 +376,7 @@ async def test_a_container_that_is_killed_from_outside(engine: Podman):
 async def test_cancelled_while_it_starts_and_while_it_runs(engine: Podman):
     print("seed 0")
     chance = random.Random(0)
-    async with Pool(PythonSandbox, size=2, isolation=place(engine), acquire_timeout=GUARD) as pool:
+    async with af.Pool(af.PythonSandbox, size=2, isolation=place(engine), acquire_timeout=GUARD) as pool:
 
         async def chain() -> None:
             async with pool.lease() as sandbox:
@@ -396,7 +393,7 @@ async def test_cancelled_while_it_starts_and_while_it_runs(engine: Podman):
         assert (pool.snapshot().leased, pool.snapshot().waiting) == (0, 0)
         await chain()
     for delay in (0.0, 0.02, 0.1):
-        sandbox = PythonSandbox(isolation=place(engine))
+        sandbox = af.PythonSandbox(isolation=place(engine))
         starting = asyncio.ensure_future(sandbox.start())
         await asyncio.sleep(delay)
         starting.cancel()
@@ -404,7 +401,7 @@ async def test_cancelled_while_it_starts_and_while_it_runs(engine: Podman):
         await sandbox.close()
 
 
-async def test_printing_between_calls_blocks_nothing(sandbox: PythonSandbox):
+async def test_printing_between_calls_blocks_nothing(sandbox: af.PythonSandbox):
     """Print more output than all buffers hold between calls. A call, a reset and another call must still work."""
     code = """
     import threading
@@ -428,7 +425,7 @@ def test_inside_files_parse_with_the_oldest_supported_python():
 
 
 def test_not_isolated():
-    assert any("kernel is shared" in text for text in Container("x").not_isolated)
+    assert any("kernel is shared" in text for text in af.Container("x").not_isolated)
 
 
 def test_address_of_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -440,5 +437,5 @@ def test_address_of_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert containers_module.address(None) == f"unix://{tmp_path}/podman/podman.sock"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
-    with pytest.raises(IsolationError, match="no container engine was found"):
+    with pytest.raises(af.errors.IsolationError, match="no container engine was found"):
         containers_module.address(None)

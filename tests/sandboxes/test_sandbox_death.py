@@ -15,8 +15,7 @@ from patience import begun, time_out
 from test_sandbox_python import IGNORES_INTERRUPTS, below, nothing_left, runs  # noqa: F401  (nothing_left is a fixture)
 from waiting import GUARD, blocking_until, until
 
-from agentfly_kit.errors import SandboxError
-from agentfly_kit.sandboxes import FileSandbox, PythonSandbox, ShellSandbox, SQLSandbox
+import agentfly_kit as af
 from agentfly_kit.sandboxes.host import isolation, limits
 from agentfly_kit.sandboxes.host.limits import Hierarchy
 
@@ -31,7 +30,7 @@ WAITS_FOR_A_SIGNAL = "import os, signal\nsignal.signal(signal.SIGUSR1, lambda *_
 
 @pytest.mark.parametrize("blocked", ["during the call", "between the calls", "not at all"])
 async def test_an_interpreter_that_ends_after_its_answer_is_reported_by_the_next_call(level: str, blocked: str):
-    async with PythonSandbox(isolation=level) as sandbox:
+    async with af.PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("open('kept', 'w').close()")
         (interpreter,) = [pid for pid in below(sandbox.pid or 0) if not below(pid)]
         call = asyncio.ensure_future(sandbox.run(WAITS_FOR_A_SIGNAL))
@@ -57,7 +56,7 @@ async def test_an_interpreter_that_ends_after_its_answer_is_reported_by_the_next
 @pytest.mark.parametrize("handler", ["SIG_DFL", "lambda *_: 1 / 0"])
 async def test_timers_end_with_their_call(level: str, timer: str, handler: str):
     name = {"ITIMER_REAL": "SIGALRM", "ITIMER_VIRTUAL": "SIGVTALRM", "ITIMER_PROF": "SIGPROF"}[timer]
-    async with PythonSandbox(isolation=level) as sandbox:
+    async with af.PythonSandbox(isolation=level) as sandbox:
         for interval in (0.0001, 0.02):
             handled = f"signal.signal(signal.{name}, {handler.replace('SIG', 'signal.SIG')})"
             await sandbox.run(f"import signal\n{handled}\nsignal.setitimer(signal.{timer}, {interval}, {interval})")
@@ -67,7 +66,7 @@ async def test_timers_end_with_their_call(level: str, timer: str, handler: str):
 
 
 async def test_a_blocked_or_ignored_interrupt_stops_the_next_call_all_the_same(never_killed: None):
-    async with PythonSandbox(isolation="none") as sandbox:
+    async with af.PythonSandbox(isolation="none") as sandbox:
         await sandbox.run("import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))")
         await sandbox.run("signal.signal(signal.SIGINT, signal.SIG_IGN)\nx = 1")
         result = await sandbox.run("while True: pass", timeout=0.1)
@@ -77,7 +76,7 @@ async def test_a_blocked_or_ignored_interrupt_stops_the_next_call_all_the_same(n
 
 async def test_files_that_are_lost_with_the_sandbox_are_reported(level: str, monkeypatch: pytest.MonkeyPatch):
     """Simulate a zygote that does not confirm a kill, as after a fork bomb without a process namespace."""
-    async with PythonSandbox(isolation=level) as sandbox:
+    async with af.PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("open('lost', 'w').close()")
         assert sandbox.pid is not None
         command = sandbox._command
@@ -121,11 +120,11 @@ HOG = "x = bytearray(150 * 2 ** 20)"
 
 @pytest.mark.usefixtures("small_parent")
 async def test_a_kill_for_the_machines_memory_is_the_hosts_failure(level: str):
-    async with PythonSandbox(isolation=level) as sandbox:
-        with pytest.raises(SandboxError, match="the machine ran out of memory and killed a process"):
+    async with af.PythonSandbox(isolation=level) as sandbox:
+        with pytest.raises(af.errors.SandboxError, match="the machine ran out of memory and killed a process"):
             await sandbox.run(HOG)
-    async with ShellSandbox(isolation=level) as shell:  # here a child process is killed, and the interpreter answers
-        with pytest.raises(SandboxError, match="the machine ran out of memory"):
+    async with af.ShellSandbox(isolation=level) as shell:  # here a child process is killed, and the interpreter answers
+        with pytest.raises(af.errors.SandboxError, match="the machine ran out of memory"):
             await shell.run(f"python -c '{HOG}'")
 
 
@@ -135,11 +134,11 @@ async def test_without_control_groups_the_machines_counter_decides(machine_kills
     monkeypatch.setattr(isolation, "hierarchy", lambda: None)
     kills = 5
     monkeypatch.setattr(limits, "_fields", lambda file: {"oom_kill": kills} if file == Path("/proc/vmstat") else {})
-    async with PythonSandbox(isolation="none", processes=None) as sandbox:
+    async with af.PythonSandbox(isolation="none", processes=None) as sandbox:
         await sandbox.run("import os")
         kills += machine_kills
         if machine_kills:
-            with pytest.raises(SandboxError, match="the machine ran out of memory"):
+            with pytest.raises(af.errors.SandboxError, match="the machine ran out of memory"):
                 await sandbox.run("os.kill(os.getpid(), 9)")
         else:
             assert (await sandbox.run("os.kill(os.getpid(), 9)")).error == "the interpreter was ended by signal 9"
@@ -153,7 +152,7 @@ ENDED = "the sandbox was ended by its own code"
 @pytest.mark.parametrize("later", [False, True])
 async def test_without_isolation_code_that_kills_its_sandbox_is_scored(later: bool, tmp_path: Path):
     """If the chain were unscored, a policy could escape a bad reward by killing its zygote, during or between calls."""
-    async with PythonSandbox(isolation="none") as sandbox:
+    async with af.PythonSandbox(isolation="none") as sandbox:
         await sandbox.run("import os, subprocess\nopen('lost', 'w').close()")
         wait = f"until [ -e {tmp_path}/go ]; do sleep 0.01; done; " if later else ""
         kill = f"subprocess.Popen(['sh', '-c', f'{wait}kill -9 {{os.getppid()}}'])"
@@ -169,9 +168,9 @@ async def test_without_isolation_code_that_kills_its_sandbox_is_scored(later: bo
 
 async def test_every_kind_of_sandbox_reports_its_lost_files():
     async with (
-        ShellSandbox(isolation="none") as shell,
-        SQLSandbox(isolation="none", script="CREATE TABLE t (x)") as sql,
-        FileSandbox(isolation="none", files={"a": "1"}) as files,
+        af.ShellSandbox(isolation="none") as shell,
+        af.SQLSandbox(isolation="none", script="CREATE TABLE t (x)") as sql,
+        af.FileSandbox(isolation="none", files={"a": "1"}) as files,
     ):
         await shell.run("A=1")
         await sql.run("INSERT INTO t VALUES (1)")

@@ -12,20 +12,14 @@ import pytest
 from test_sandbox_python import nothing_left  # noqa: F401  (nothing_left is a fixture)
 from waiting import until
 
-from agentfly_kit import toolbox
-from agentfly_kit.errors import SandboxError, ToolError
-from agentfly_kit.pool.pool import Pool
-from agentfly_kit.sandboxes import FileSandbox, ShellSandbox
-from agentfly_kit.tools.context import Context
-from agentfly_kit.tools.tool import ToolSet
-from agentfly_kit.types import Task, ToolCall
+import agentfly_kit as af
 
 CODE = "def f():\n    return 1\n\n\ndef g():\n    return 1\n"
 SEED = {"src/main.py": CODE, "README.md": "# Title\n", "data.bin": b"\0\1\2"}
 
 
 async def test_read_write_list_grep(level: str):
-    async with FileSandbox(isolation=level, files=SEED) as sandbox:
+    async with af.FileSandbox(isolation=level, files=SEED) as sandbox:
         assert await sandbox.list() == ("README.md", "data.bin", "src/", "src/main.py")
         assert await sandbox.list("src") == ("src/main.py",)
         assert await sandbox.read("src/main.py") == CODE
@@ -41,7 +35,7 @@ async def test_read_write_list_grep(level: str):
         assert await sandbox.read(f"{home}/README.md") == "# Title\n"
 
 
-REFUSALS: list[tuple[Callable[[FileSandbox], Awaitable[object]], str]] = [
+REFUSALS: list[tuple[Callable[[af.FileSandbox], Awaitable[object]], str]] = [
     (lambda s: s.read("nope.py"), "there is no 'nope.py'"),
     (lambda s: s.read("main.py"), "there is no 'main.py'; there is src/main.py"),
     (lambda s: s.read("src"), "'src' is a folder; list it instead"),
@@ -70,16 +64,16 @@ REFUSALS: list[tuple[Callable[[FileSandbox], Awaitable[object]], str]] = [
 
 
 async def test_refused_operations():
-    async with FileSandbox(isolation="none", files=SEED) as sandbox:
+    async with af.FileSandbox(isolation="none", files=SEED) as sandbox:
         for call, text in REFUSALS:
-            with pytest.raises(ToolError) as refusal:
+            with pytest.raises(af.ToolError) as refusal:
                 await call(sandbox)
             assert text in str(refusal.value)
         assert await sandbox.read("src/main.py") == CODE
 
 
 async def test_edit_and_undo(level: str):
-    async with FileSandbox(isolation=level, files=SEED | {"dos.txt": "a\r\nb\r\n", "overlap": "aaa"}) as sandbox:
+    async with af.FileSandbox(isolation=level, files=SEED | {"dos.txt": "a\r\nb\r\n", "overlap": "aaa"}) as sandbox:
         summary = await sandbox.edit("src/main.py", "def g():\n    return 1", "def g():\n    return 2\n")
         assert summary.startswith(
             "src/main.py: replaced at line 5. It reads now:\n     3\t\n     4\t\n     5\tdef g():"
@@ -87,7 +81,7 @@ async def test_edit_and_undo(level: str):
         assert (await sandbox.read("src/main.py")).endswith("return 2\n\n")
         await sandbox.edit("dos.txt", "a\nb", "a\nc")
         assert (await sandbox.run("od -c dos.txt | head -1")).stdout == "0000000   a  \\r  \\n   c  \\r  \\n\n"
-        with pytest.raises(ToolError, match="overlaps itself"):
+        with pytest.raises(af.ToolError, match="overlaps itself"):
             await sandbox.edit("overlap", "aa", "b")
         await sandbox.write("new.txt", "1")
         mode = (await sandbox.run("chmod 750 new.txt; stat -c %a new.txt")).stdout
@@ -99,14 +93,14 @@ async def test_edit_and_undo(level: str):
         assert await sandbox.undo() == "new.txt: as it was before the last change"
         assert await sandbox.undo() == "new.txt: deleted again"
         assert await sandbox.undo() == "dos.txt: as it was before the last change"
-        with pytest.raises(ToolError, match="nothing to undo"):
+        with pytest.raises(af.ToolError, match="nothing to undo"):
             await sandbox.undo()
 
 
 async def test_a_read_is_never_silently_truncated():
-    async with FileSandbox(isolation="none", max_output=1000) as sandbox:
+    async with af.FileSandbox(isolation="none", max_output=1000) as sandbox:
         await sandbox.write("long.txt", "".join(f"line {i}\n" for i in range(1, 1001)))
-        with pytest.raises(ToolError, match="more than the maximum of 1000 per call; read a part: lines 1 to 123"):
+        with pytest.raises(af.ToolError, match="more than the maximum of 1000 per call; read a part: lines 1 to 123"):
             await sandbox.read("long.txt")
         assert (await sandbox.read("long.txt", 1, 123)).endswith("line 123\n")
         text = 'é"\\\n' * 200
@@ -126,7 +120,7 @@ async def test_a_read_is_never_silently_truncated():
 async def test_paths_outside_the_folder_are_refused(level: str, tmp_path: Path, kind: str):
     secret = tmp_path / "secret.txt"
     secret.write_text("the host's")
-    async with FileSandbox(isolation=level, files=SEED) as sandbox:
+    async with af.FileSandbox(isolation=level, files=SEED) as sandbox:
         await sandbox.run("echo outside > ../outside.txt")
         path = {
             "parent": "../outside.txt", "absolute": str(secret), "link": "l", "link folder": "f/outside.txt",
@@ -141,11 +135,11 @@ async def test_paths_outside_the_folder_are_refused(level: str, tmp_path: Path, 
             sandbox.read(path), sandbox.write(path, "x"), sandbox.edit(path, "outside", "x"), sandbox.undo(path),
             sandbox.grep("o", path),
         ):  # fmt: skip
-            with pytest.raises(ToolError):
+            with pytest.raises(af.ToolError):
                 await call
         if kind in ("parent", "link folder", "link of links"):
             for refused in (sandbox.read(path), sandbox.list(os.path.dirname(path))):
-                with pytest.raises(ToolError, match="is outside the working folder"):
+                with pytest.raises(af.ToolError, match="is outside the working folder"):
                     await refused
         assert secret.read_text() == "the host's"
         assert (await sandbox.run("cd; cat outside.txt")).stdout == "outside\n"
@@ -154,7 +148,7 @@ async def test_paths_outside_the_folder_are_refused(level: str, tmp_path: Path, 
 
 
 async def test_links_within_the_folder_work(level: str):
-    async with FileSandbox(isolation=level, files=SEED) as sandbox:
+    async with af.FileSandbox(isolation=level, files=SEED) as sandbox:
         await sandbox.run("ln -s src lib; ln -s main.py src/alias.py")
         assert await sandbox.read("lib/alias.py") == CODE
         await sandbox.edit("lib/alias.py", "def f", "def h")
@@ -164,7 +158,7 @@ async def test_links_within_the_folder_work(level: str):
 
 async def test_a_concurrently_swapped_link_is_not_followed():
     """While files are written, a background process repeatedly replaces a folder by a link that leads outside."""
-    async with FileSandbox(files={"d/x": "inside"}) as sandbox:
+    async with af.FileSandbox(files={"d/x": "inside"}) as sandbox:
         await sandbox.run(
             "echo outside > ../x; (while true; do mv d e; ln -s .. d; rm d; mv e d; done) >/dev/null 2>&1 &"
         )
@@ -173,34 +167,34 @@ async def test_a_concurrently_swapped_link_is_not_followed():
             try:
                 await sandbox.write("d/x", f"inside {i}")
                 assert "outside" not in await sandbox.read("d/x")
-            except ToolError:
+            except af.ToolError:
                 refused += 1
         assert (await sandbox.run("cat ../x")).stdout == "outside\n"
         assert refused < 100
 
 
 async def test_devices_and_pipes_are_refused(level: str):
-    async with FileSandbox(isolation=level) as sandbox:
+    async with af.FileSandbox(isolation=level) as sandbox:
         await sandbox.run("mkfifo p; ln -s /dev/zero z; ln -s loop loop; echo x > x; chmod 000 x")
         for path in ("p", "z", "loop"):
-            with pytest.raises(ToolError):
+            with pytest.raises(af.ToolError):
                 await sandbox.read(path)
         assert await sandbox.grep("anything") == ()
-        with pytest.raises(ToolError, match="is not a file"):
+        with pytest.raises(af.ToolError, match="is not a file"):
             await sandbox.write("p", "x")
 
 
 async def test_a_full_disk_keeps_the_old_file():
-    async with FileSandbox(disk_mb=2, files={"a": "old"}) as sandbox:
-        with pytest.raises(ToolError, match="cannot be written"):
+    async with af.FileSandbox(disk_mb=2, files={"a": "old"}) as sandbox:
+        with pytest.raises(af.ToolError, match="cannot be written"):
             await sandbox.write("a", "x" * 4_000_000)
         assert await sandbox.read("a") == "old"
         assert await sandbox.list() == ("a",), "no half a file is left either"
 
 
 async def test_grep_has_a_time_limit(never_killed: None):
-    async with FileSandbox(isolation="none", files={"a": "a" * 40 + "b"}) as sandbox:
-        with pytest.raises(ToolError, match=r"grep took more than 0\.1 s and was stopped"):
+    async with af.FileSandbox(isolation="none", files={"a": "a" * 40 + "b"}) as sandbox:
+        with pytest.raises(af.ToolError, match=r"grep took more than 0\.1 s and was stopped"):
             await sandbox._request("grep", 0.1, pattern="(a+)+$", path=".", max_matches=1)
         assert await sandbox.read("a") == "a" * 40 + "b"
 
@@ -215,7 +209,7 @@ async def test_initial_files_from_a_folder(level: str, tmp_path: Path):
     (tmp_path / "run.sh").chmod(0o755)
     (tmp_path / "link").symlink_to("run.sh")
     (tmp_path / "empty").mkdir()
-    async with FileSandbox(isolation=level, files=tmp_path) as sandbox:
+    async with af.FileSandbox(isolation=level, files=tmp_path) as sandbox:
         assert await sandbox.list() == ("empty/", "link", "pkg/", "pkg/big.bin", "run.sh")
         assert (await sandbox.run("./link; sha1sum < pkg/big.bin")).stdout.split() == [
             "ran",
@@ -231,12 +225,16 @@ async def test_initial_files_from_a_folder(level: str, tmp_path: Path):
 
 
 async def test_files_survive_the_interpreter_only(level: str):
-    async with FileSandbox(isolation=level, files=SEED) as sandbox:
+    async with af.FileSandbox(isolation=level, files=SEED) as sandbox:
         await sandbox.run("kill -9 $PPID; sleep 1")
         assert await sandbox.read("README.md") == "# Title\n"
         os.kill(sandbox.pid or 0, 9)
         await until(lambda: not sandbox.alive)
-        error, text = (ToolError, "ended by its own code") if level == "none" else (SandboxError, "ended from outside")
+        error, text = (
+            (af.ToolError, "ended by its own code")
+            if level == "none"
+            else (af.errors.SandboxError, "ended from outside")
+        )
         with pytest.raises(error, match=text):
             await sandbox.read("README.md")
         await sandbox.start()
@@ -247,14 +245,14 @@ async def test_files_survive_the_interpreter_only(level: str):
 
 
 async def test_one_pool_serves_file_and_shell_tools():
-    pool = Pool(FileSandbox, size=1, files={"test_a.py": "def test():\n    assert 1 + 1 == 3\n"})
-    tools = ToolSet(toolbox.code)
-    assert tools.sandbox_types == (FileSandbox, ShellSandbox)
-    async with Context(Task("t", ({"role": "user", "content": "?"},)), pools=[pool]) as context:
-        assert await context.sandbox(FileSandbox) is await context.sandbox(ShellSandbox)
+    pool = af.Pool(af.FileSandbox, size=1, files={"test_a.py": "def test():\n    assert 1 + 1 == 3\n"})
+    tools = af.ToolSet(af.toolbox.code)
+    assert tools.sandbox_types == (af.FileSandbox, af.ShellSandbox)
+    async with af.Context(af.Task("t", ({"role": "user", "content": "?"},)), pools=[pool]) as context:
+        assert await context.sandbox(af.FileSandbox) is await context.sandbox(af.ShellSandbox)
 
         async def call(name: str, **arguments: object) -> str:
-            result = await tools.call(ToolCall("", name, arguments), context)
+            result = await tools.call(af.ToolCall("", name, arguments), context)
             return f"{result.ok} {result.observation}"
 
         assert await call("list_files") == "True test_a.py"
@@ -274,7 +272,7 @@ async def test_one_pool_serves_file_and_shell_tools():
 
 
 async def test_a_fork_has_files_shell_and_nothing_in_common(level: str):
-    async with FileSandbox(isolation=level, files=SEED) as one, FileSandbox(isolation=level, files=SEED) as two:
+    async with af.FileSandbox(isolation=level, files=SEED) as one, af.FileSandbox(isolation=level, files=SEED) as two:
         await one.edit("README.md", "Title", "Fork")
         await one.run("rm data.bin; cd src; X=4")
         await one.fork(two)
@@ -284,13 +282,13 @@ async def test_a_fork_has_files_shell_and_nothing_in_common(level: str):
         await two.write("README.md", "other")
         assert await one.read("README.md") == "# Fork\n"
         await one.run("mkfifo pipe")
-        with pytest.raises(SandboxError, match="'work/src/pipe' is a pipe, a socket or a device"):
+        with pytest.raises(af.errors.SandboxError, match="'work/src/pipe' is a pipe, a socket or a device"):
             await one.fork(two)
         assert await two.list() == ("README.md", "data.bin", "src/", "src/main.py")
 
 
 async def test_a_call_after_a_cancelled_one(level: str, never_killed: None):
-    async with FileSandbox(isolation=level, files=SEED) as sandbox:
+    async with af.FileSandbox(isolation=level, files=SEED) as sandbox:
         for i in range(0, 20, 2):
             writing = asyncio.create_task(sandbox.write("a.txt", f"{i} " * 20_000))
             await asyncio.sleep(i / 4000)

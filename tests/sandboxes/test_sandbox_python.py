@@ -22,9 +22,7 @@ from patience import begun, time_out
 from processes import running
 from waiting import GUARD, blocking_until, until
 
-from agentfly_kit.errors import IsolationError, IsolationWarning, SandboxError
-from agentfly_kit.pool.pool import Pool
-from agentfly_kit.sandboxes import PythonSandbox, sandbox_report
+import agentfly_kit as af
 from agentfly_kit.sandboxes.host import commands, isolation, limits
 from agentfly_kit.sandboxes.host.limits import Group, Hierarchy, Limits, find_hierarchy
 from agentfly_kit.sandboxes.inside import processes
@@ -93,8 +91,8 @@ async def _warm_up() -> None:
 
 
 @pytest_asyncio.fixture
-async def sandbox(level: str) -> AsyncIterator[PythonSandbox]:
-    async with PythonSandbox(isolation=level) as one:
+async def sandbox(level: str) -> AsyncIterator[af.PythonSandbox]:
+    async with af.PythonSandbox(isolation=level) as one:
         yield one
 
 
@@ -102,7 +100,7 @@ async def sandbox(level: str) -> AsyncIterator[PythonSandbox]:
 
 
 async def test_value_output_and_error(level: str):
-    async with PythonSandbox(isolation=level) as sandbox:
+    async with af.PythonSandbox(isolation=level) as sandbox:
         result = await sandbox.run("print('out')\nimport sys\nprint('err', file=sys.stderr)\n6 * 7")
         assert (result.stdout, result.stderr, result.value, result.error) == ("out\n", "err\n", "42", None)
         assert result.ok
@@ -124,7 +122,7 @@ async def test_value_output_and_error(level: str):
         assert (await sandbox.run("'é\\ud800'")).value is not None
 
 
-async def test_cells_share_one_main_module(sandbox: PythonSandbox):
+async def test_cells_share_one_main_module(sandbox: af.PythonSandbox):
     await sandbox.run("import math\ndef area(r):\n    return math.pi * r ** 2")
     assert (await sandbox.run("round(area(1), 3)")).value == "3.142"
     code = "import dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: int\npickle.loads(pickle.dumps(P(3)))"
@@ -134,7 +132,7 @@ async def test_cells_share_one_main_module(sandbox: PythonSandbox):
 
 
 async def test_output_of_child_processes(level: str):
-    async with PythonSandbox(isolation=level) as sandbox:
+    async with af.PythonSandbox(isolation=level) as sandbox:
         result = await sandbox.run(
             "import os, sys\nprint('one')\nsys.stdout.flush()\nos.system('echo two; echo three >&2')"
         )
@@ -147,7 +145,7 @@ async def test_output_of_child_processes(level: str):
 
 
 async def test_truncated_output(level: str):
-    async with PythonSandbox(isolation=level, max_output=1000) as sandbox:
+    async with af.PythonSandbox(isolation=level, max_output=1000) as sandbox:
         result = await sandbox.run("print('a' * 5000)\n'b' * 5000")
         assert (len(result.stdout), len(result.value or ""), result.truncated) == (1000, 1000, True)
         assert result.ok
@@ -157,19 +155,19 @@ async def test_truncated_output(level: str):
         assert result.limit == "output"
 
 
-async def test_a_closed_stdout_is_reopened(sandbox: PythonSandbox):
+async def test_a_closed_stdout_is_reopened(sandbox: af.PythonSandbox):
     await sandbox.run("import sys\nsys.stdout.close()")
     assert (await sandbox.run("print('again')")).stdout == "again\n"
     await sandbox.run("import io\nsys.stdout = io.StringIO()")
     assert (await sandbox.run("print('again')")).stdout == "again\n"
 
 
-async def test_a_forked_child_does_not_answer(sandbox: PythonSandbox):
+async def test_a_forked_child_does_not_answer(sandbox: af.PythonSandbox):
     assert (await sandbox.run("import os\npid = os.fork()\n'parent' if pid else 'child'")).value == "'parent'"
     assert (await sandbox.run("1 + 1")).value == "2"
 
 
-async def test_a_large_cell_and_concurrent_calls(sandbox: PythonSandbox):
+async def test_a_large_cell_and_concurrent_calls(sandbox: af.PythonSandbox):
     text = "é" * 2_000_000
     assert (await sandbox.run(f"s = '{text}'\nlen(s)")).value == "2000000"
     results = await asyncio.gather(*(sandbox.run(f"x = {i}\nx") for i in range(20)))
@@ -187,7 +185,7 @@ while True:
 """
 
 
-async def test_a_timeout_keeps_the_variables(sandbox: PythonSandbox, never_killed: None):
+async def test_a_timeout_keeps_the_variables(sandbox: af.PythonSandbox, never_killed: None):
     await sandbox.run("x = 5")
     result = await sandbox.run("while True: pass", timeout=0.1)
     assert result.timed_out and result.seconds >= 0.1
@@ -199,7 +197,7 @@ async def test_a_timeout_keeps_the_variables(sandbox: PythonSandbox, never_kille
     assert (await sandbox.run("x")).value == "6"
 
 
-async def test_code_that_ignores_the_interrupt_is_killed(sandbox: PythonSandbox):
+async def test_code_that_ignores_the_interrupt_is_killed(sandbox: af.PythonSandbox):
     await sandbox.run("open('kept.txt', 'w').write('file')\nx = 5")
     call = await begun(sandbox, IGNORES_INTERRUPTS)
     time_out(sandbox)
@@ -221,7 +219,7 @@ async def test_code_that_ignores_the_interrupt_is_killed(sandbox: PythonSandbox)
     ],
 )
 async def test_death_is_reported_and_the_next_call_works(level: str, code: str, error: str):
-    async with PythonSandbox(isolation=level, memory_mb=128) as sandbox:
+    async with af.PythonSandbox(isolation=level, memory_mb=128) as sandbox:
         result = await sandbox.run(code)
         assert (result.died, result.timed_out, result.ok) == (True, False, False)
         assert error in (result.error or "")
@@ -229,7 +227,7 @@ async def test_death_is_reported_and_the_next_call_works(level: str, code: str, 
         assert (await sandbox.run("1 + 1")).value == "2"
 
 
-async def test_exit_is_reported_as_an_exception(sandbox: PythonSandbox):
+async def test_exit_is_reported_as_an_exception(sandbox: af.PythonSandbox):
     await sandbox.run("x = 1")
     result = await sandbox.run("import sys\nsys.exit(2)")
     assert (result.error_type, result.died) == ("SystemExit", False)
@@ -240,15 +238,15 @@ async def test_exit_is_reported_as_an_exception(sandbox: PythonSandbox):
 async def test_a_sandbox_killed_from_outside_raises(level: str):
     """A kill from outside is a failure of the host, which leaves the chain unscored. Without isolation, the code itself
     could have killed the sandbox."""
-    async with PythonSandbox(isolation=level) as sandbox:
+    async with af.PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("x = 1")
         call = await begun(sandbox, "print('begun', flush=True)\nwhile True: pass")
         assert sandbox.pid is not None
         os.kill(sandbox.pid, signal.SIGKILL)
-        with pytest.raises(SandboxError, match="ended from outside, and the variables"):
+        with pytest.raises(af.errors.SandboxError, match="ended from outside, and the variables"):
             await call
         assert not sandbox.alive
-        with pytest.raises(SandboxError, match="ended from outside"):
+        with pytest.raises(af.errors.SandboxError, match="ended from outside"):
             await sandbox.run("x")
         await sandbox.start()
         assert (await sandbox.run("x")).error_type == "NameError"
@@ -259,13 +257,13 @@ async def test_a_sandbox_killed_from_outside_raises(level: str):
 
 
 async def test_close_during_a_call(level: str):
-    sandbox = PythonSandbox(isolation=level)
+    sandbox = af.PythonSandbox(isolation=level)
     await sandbox.start()
     call = await begun(sandbox, "print('begun', flush=True)\nwhile True: pass")
     await sandbox.close()
     result = await call
     assert (result.died, result.error) == (True, "the sandbox was closed")
-    with pytest.raises(SandboxError, match="is closed"):
+    with pytest.raises(af.errors.SandboxError, match="is closed"):
         await sandbox.run("1")
     assert repr(sandbox) == f"<PythonSandbox {level}, closed>"
 
@@ -274,7 +272,7 @@ async def test_close_during_a_call(level: str):
 
 
 async def test_a_memory_error_keeps_the_variables(level: str):
-    async with PythonSandbox(isolation=level, memory_mb=128) as sandbox:
+    async with af.PythonSandbox(isolation=level, memory_mb=128) as sandbox:
         await sandbox.run("x = 1")
         result = await sandbox.run("y = bytearray(2 ** 30)")
         assert (result.error_type, result.limit, result.died) == ("MemoryError", "memory", False)
@@ -282,7 +280,7 @@ async def test_a_memory_error_keeps_the_variables(level: str):
 
 
 @pytest.mark.skipif(isolation.hierarchy() is None, reason="no control group is writable here")
-async def test_all_processes_are_in_the_control_group(sandbox: PythonSandbox):
+async def test_all_processes_are_in_the_control_group(sandbox: af.PythonSandbox):
     await sandbox.run("import subprocess; subprocess.Popen(['sleep', '100'])")
     assert sandbox._handle is not None and sandbox._handle.group is not None and sandbox.pid is not None
     everything = {sandbox.pid, *processes.descendants(sandbox.pid)}
@@ -291,7 +289,7 @@ async def test_all_processes_are_in_the_control_group(sandbox: PythonSandbox):
 
 
 async def test_cpu_limit(level: str, never_killed: None):
-    async with PythonSandbox(isolation=level, cpu_seconds=0.3) as sandbox:
+    async with af.PythonSandbox(isolation=level, cpu_seconds=0.3) as sandbox:
         await sandbox.run("x = 1")
         result = await sandbox.run("while True: pass")
         assert (result.limit, result.timed_out) == ("cpu", False)
@@ -302,7 +300,7 @@ async def test_cpu_limit(level: str, never_killed: None):
 
 
 async def test_a_reset_hides_the_previous_chain(level: str):
-    async with Pool(PythonSandbox, size=1, isolation=level) as pool:
+    async with af.Pool(af.PythonSandbox, size=1, isolation=level) as pool:
         async with pool.lease("first") as sandbox:
             await sandbox.run(
                 "import os, builtins, math\nsecret = 7\nbuiltins.leak = 7\nmath.pi = 3\nos.environ['LEAK'] = '7'"
@@ -328,7 +326,11 @@ async def test_a_reset_hides_the_previous_chain(level: str):
 
 
 async def test_fork_by_replay(level: str):
-    async with Pool(PythonSandbox, size=3, isolation=level) as pool, pool.lease() as parent, pool.lease() as child:
+    async with (
+        af.Pool(af.PythonSandbox, size=3, isolation=level) as pool,
+        pool.lease() as parent,
+        pool.lease() as child,
+    ):
         await parent.run("x = [1]\nopen('f', 'w').write('hello')")
         await parent.run("x.append(1 / 0)")
         await parent.run("x.append(2)\nx")
@@ -338,7 +340,7 @@ async def test_fork_by_replay(level: str):
         assert (await parent.run("x")).value == "[1, 2]"
         await parent.run("import time\ntime.time_ns()")
         async with pool.lease() as other:
-            with pytest.raises(SandboxError, match="cannot fork: call 5 of 5 gave a different result"):
+            with pytest.raises(af.errors.SandboxError, match="cannot fork: call 5 of 5 gave a different result"):
                 await parent.fork(other)
             assert (await other.run("x")).error_type == "NameError"
 
@@ -347,17 +349,17 @@ async def test_sets_of_strings_have_the_same_order_in_all_sandboxes(level: str):
     code = "list({'alpha', 'beta', 'gamma', 'delta'})"
     values = set()
     for _ in range(2):
-        async with PythonSandbox(isolation=level) as sandbox:
+        async with af.PythonSandbox(isolation=level) as sandbox:
             values.add((await sandbox.run(code)).value)
     assert len(values) == 1
 
 
 async def test_preload(level: str):
-    async with PythonSandbox(isolation=level, preload=["decimal"]) as sandbox:
+    async with af.PythonSandbox(isolation=level, preload=["decimal"]) as sandbox:
         code = "import sys\n'decimal' in sys.modules, 'fractions' in sys.modules"
         assert (await sandbox.run(code)).value == "(True, False)"
-    broken = PythonSandbox(isolation=level, preload=["no_such_module"])
-    with pytest.raises(SandboxError, match="No module named 'no_such_module'"):
+    broken = af.PythonSandbox(isolation=level, preload=["no_such_module"])
+    with pytest.raises(af.errors.SandboxError, match="No module named 'no_such_module'"):
         await broken.start()
     assert not broken.alive
 
@@ -365,7 +367,7 @@ async def test_preload(level: str):
 async def test_packages(level: str):
     site = commands.packages()[0]
     code = "import importlib.util, os\n[importlib.util.find_spec(name) is not None for name in ('numpy', 'json')]"
-    async with PythonSandbox(isolation=level) as sandbox:
+    async with af.PythonSandbox(isolation=level) as sandbox:
         assert (await sandbox.run(code)).value == "[True, True]"
         assert (await sandbox.run("import numpy\nint(numpy.arange(4).sum())")).value == "6"
         code_in_child = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}]).returncode"
@@ -374,7 +376,7 @@ async def test_packages(level: str):
             place = site if level == "landlock" else commands.inside_path(site)
             write = await sandbox.run(f"open({place!r} + '/mark', 'w')")
             assert write.error_type in ("OSError", "PermissionError")
-    async with PythonSandbox(isolation=level, packages=False) as sandbox:
+    async with af.PythonSandbox(isolation=level, packages=False) as sandbox:
         assert (await sandbox.run(code)).value == "[False, True]"
         if level != "none":  # at "none", the code can read all files
             look = f"[os.path.isdir(p) and os.access(p, os.R_OK) and os.listdir(p) for p in {[site]!r}]"
@@ -385,7 +387,7 @@ async def test_packages(level: str):
 # --- cancellation, event loops, process exit ------------------------------------------------------
 
 
-async def test_a_sandbox_is_usable_after_cancelled_calls(sandbox: PythonSandbox, never_killed: None):
+async def test_a_sandbox_is_usable_after_cancelled_calls(sandbox: af.PythonSandbox, never_killed: None):
     await sandbox.run("x = 1")
     for code in ("while True: pass", "import time; time.sleep(999)", "print('y' * 100000)\nwhile True: pass", "1"):
         call = asyncio.ensure_future(sandbox.run(code))
@@ -398,7 +400,7 @@ async def test_a_sandbox_is_usable_after_cancelled_calls(sandbox: PythonSandbox,
 
 def test_a_sandbox_outlives_the_thread_that_started_it(level: str):
     """PR_SET_PDEATHSIG refers to the parent thread, so the thread that starts sandboxes lives as long as Python."""
-    sandbox = PythonSandbox(isolation=level)
+    sandbox = af.PythonSandbox(isolation=level)
     thread = threading.Thread(target=lambda: asyncio.run(sandbox.start()))
     thread.start()
     thread.join()
@@ -414,7 +416,7 @@ def test_a_sandbox_outlives_the_thread_that_started_it(level: str):
 
 
 def test_successive_event_loops(level: str):
-    pool: Pool[PythonSandbox] | None = Pool(PythonSandbox, size=1, isolation=level)
+    pool: af.Pool[af.PythonSandbox] | None = af.Pool(af.PythonSandbox, size=1, isolation=level)
 
     async def use() -> str | None:
         assert pool is not None
@@ -469,7 +471,7 @@ def test_no_process_outlives_its_host_process(level: str, end: str):
     assert not scratch(process.pid)
 
 
-async def test_a_fork_of_the_host_process_does_not_own_its_sandboxes(sandbox: PythonSandbox):
+async def test_a_fork_of_the_host_process_does_not_own_its_sandboxes(sandbox: af.PythonSandbox):
     code = "import os, signal\nopen('f', 'w').write('1')"
     await sandbox.run(code)
     pid = os.fork()
@@ -486,27 +488,27 @@ async def test_a_fork_of_the_host_process_does_not_own_its_sandboxes(sandbox: Py
 
 def test_levels_are_never_lowered_silently(monkeypatch: pytest.MonkeyPatch):
     async def named(level: str, why: str) -> None:
-        async with Pool(PythonSandbox, isolation=level) as pool:
-            with pytest.raises(IsolationError, match=f"isolation='{level}' is not available: {why}"):
+        async with af.Pool(af.PythonSandbox, isolation=level) as pool:
+            with pytest.raises(af.errors.IsolationError, match=f"isolation='{level}' is not available: {why}"):
                 await pool.acquire()
 
     async def best(level: str) -> None:
-        async with Pool(PythonSandbox) as pool, pool.lease() as sandbox:
+        async with af.Pool(af.PythonSandbox) as pool, pool.lease() as sandbox:
             assert sandbox.isolation == pool.isolation == pool.snapshot().isolation == level
             assert repr(sandbox) == f"<PythonSandbox {level}, 0 calls>"
 
     if not STRICT:
-        assert sandbox_report().best == "strict"
+        assert af.sandbox_report().best == "strict"
         asyncio.run(best("strict"))
     missing = "bubblewrap is not installed: `apt-get install bubblewrap`"
     monkeypatch.setattr(isolation, "strict_unavailable_reason", lambda: missing)
     asyncio.run(named("strict", "bubblewrap is not installed"))
     if not LANDLOCK:
-        assert sandbox_report().best == "landlock"
+        assert af.sandbox_report().best == "landlock"
         asyncio.run(best("landlock"))
     monkeypatch.setattr(commands, "landlock_version", lambda: 0)
     asyncio.run(named("landlock", "this kernel has no Landlock"))
-    report = sandbox_report()
+    report = af.sandbox_report()
     assert report.best == "none"
     assert repr(report).count("no   bubblewrap is not installed") == 1
     asyncio.run(best("none"))
@@ -516,7 +518,7 @@ def test_root_without_control_groups_cannot_use_strict_with_a_process_limit(monk
     monkeypatch.setattr(isolation, "strict_unavailable_reason", lambda: "")
     monkeypatch.setattr(isolation, "hierarchy", lambda: None)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with pytest.raises(IsolationError, match="does not apply to root"):
+    with pytest.raises(af.errors.IsolationError, match="does not apply to root"):
         isolation.resolve_level("strict", Limits())
     assert isolation.resolve_level("strict", Limits(processes=None)) == "strict"
     assert isolation.limit_mechanisms("strict", Limits(), None)["processes"] == "not limited"
@@ -566,7 +568,7 @@ def test_control_groups_version_1(tmp_path: Path):
 @pytest.mark.parametrize("how", ["cancelled", "timed out"])
 async def test_a_late_interrupt_does_not_reach_the_next_call(how: str, never_killed: None) -> None:
     """The zygote delivers the interrupt after the call has answered and the next one has begun."""
-    async with PythonSandbox(isolation="none") as sandbox:
+    async with af.PythonSandbox(isolation="none") as sandbox:
         gate = eval((await sandbox.run("import os, time\nos.mkfifo('gate')\nos.path.abspath('gate')")).value or "")
         assert sandbox.pid is not None and sandbox._replies is not None
         answers = sandbox._replies.socket
@@ -595,11 +597,11 @@ def test_a_level_below_strict_warns_once(monkeypatch: pytest.MonkeyPatch):
     level = isolation.best()
 
     async def start(level: str | None) -> None:
-        async with Pool(PythonSandbox, isolation=level) as pool, pool.lease(), PythonSandbox(isolation=level):
+        async with af.Pool(af.PythonSandbox, isolation=level) as pool, pool.lease(), af.PythonSandbox(isolation=level):
             pass
 
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", IsolationWarning)
+        warnings.simplefilter("always", af.errors.IsolationWarning)
         asyncio.run(start(level))
         assert not caught
         asyncio.run(start(None))

@@ -13,10 +13,8 @@ from processes import running
 from test_sandbox_python import nothing_left, zygotes  # noqa: F401  (nothing_left is a fixture)
 from waiting import GUARD, until
 
-from agentfly_kit import toolbox
-from agentfly_kit.errors import SandboxError, ToolError
-from agentfly_kit.pool.pool import Pool
-from agentfly_kit.sandboxes import PythonSandbox, ShellResult, ShellSandbox
+import agentfly_kit as af
+from agentfly_kit.sandboxes import ShellResult
 
 LONG = 90_000_000 + os.getpid()
 """A duration of `sleep` that no other test run on this machine uses."""
@@ -28,25 +26,25 @@ STUBBORN = (
 
 
 @pytest_asyncio.fixture
-async def sandbox(level: str) -> AsyncIterator[ShellSandbox]:
-    async with ShellSandbox(isolation=level) as one:
+async def sandbox(level: str) -> AsyncIterator[af.ShellSandbox]:
+    async with af.ShellSandbox(isolation=level) as one:
         yield one
 
 
-async def never_kill_commands(sandbox: ShellSandbox, **seconds: float) -> None:
+async def never_kill_commands(sandbox: af.ShellSandbox, **seconds: float) -> None:
     """Give interrupted commands as long as they need to end; the shell decides this inside the sandbox."""
     await sandbox.run("")  # starts the shell
     await sandbox._execute(f"_agentfly.update({seconds or {'INTERRUPT_SECONDS': GUARD}!r})", GUARD)
 
 
-async def expired(sandbox: ShellSandbox, command: str) -> ShellResult:
+async def expired(sandbox: af.ShellSandbox, command: str) -> ShellResult:
     """Run a command that prints, and let it reach its time limit once it has printed."""
     call = await begun(sandbox, command)
     time_out(sandbox)
     return await call
 
 
-async def test_results_of_commands(sandbox: ShellSandbox):
+async def test_results_of_commands(sandbox: af.ShellSandbox):
     result = await sandbox.run("echo out; echo err >&2; false")
     assert (result.stdout, result.stderr, result.exit_code, result.ok) == ("out\n", "err\n", 1, False)
     assert result.text == "out\nerr\n[exit status 1]"
@@ -58,19 +56,19 @@ async def test_results_of_commands(sandbox: ShellSandbox):
     result = await sandbox.run("if x (")
     assert (result.exit_code, result.died) == (2, False) and "syntax error" in result.stderr
     assert (await sandbox.run('cat; read x; echo "[$x]"')).stdout == "[]\n"
-    with pytest.raises(ToolError, match="NUL"):
+    with pytest.raises(af.ToolError, match="NUL"):
         await sandbox.run("echo \0")
 
 
 async def test_commands_are_passed_verbatim(level: str):
     """The commands include quotes, newlines, `!`, backslashes and control characters."""
     text = "".join(map(chr, [*range(1, 128), 0xE9, 0x1F600])) + "!! !x $(id) `id` \\x41 'a' \"b\"\n#"
-    async with ShellSandbox(isolation=level) as sandbox:
+    async with af.ShellSandbox(isolation=level) as sandbox:
         result = await sandbox.run("cat <<'THE_END'\n" + text + "\nTHE_END")
         assert (result.stdout, result.stderr) == (text + "\n", "")
 
 
-async def test_the_state_of_the_shell_persists(sandbox: ShellSandbox):
+async def test_the_state_of_the_shell_persists(sandbox: af.ShellSandbox):
     home = (await sandbox.run("pwd")).stdout
     await sandbox.run("mkdir d; cd d; A=5; export B=6; f() { echo f$A; }; alias g='echo alias'; shopt -s extglob")
     result = await sandbox.run("f; g; pwd; bash -c 'echo $A$B'")
@@ -78,7 +76,7 @@ async def test_the_state_of_the_shell_persists(sandbox: ShellSandbox):
     assert (await sandbox.run("cd -; python -c 'import sys, numpy; print(sys.version_info[0])'")).ok
 
 
-async def test_the_shell_survives_a_timeout(sandbox: ShellSandbox, level: str, never_killed: None):
+async def test_the_shell_survives_a_timeout(sandbox: af.ShellSandbox, level: str, never_killed: None):
     await never_kill_commands(sandbox)
     await sandbox.run("A=5; sleep 1000 &")
     commands = (
@@ -100,14 +98,14 @@ async def test_the_shell_survives_a_timeout(sandbox: ShellSandbox, level: str, n
     assert result.stdout == "5\n1\n"
 
 
-async def test_a_shell_that_ignores_the_interrupt_is_replaced(sandbox: ShellSandbox):
+async def test_a_shell_that_ignores_the_interrupt_is_replaced(sandbox: af.ShellSandbox):
     await sandbox.run("A=5; echo kept > file")
     result = await expired(sandbox, "trap '' INT; echo begun; while true; do :; done")
     assert result.timed_out and result.died
     assert (await sandbox.run('echo "[$A]"; cat file')).stdout == "[]\nkept\n"
 
 
-async def test_the_end_of_a_shell_is_reported(sandbox: ShellSandbox):
+async def test_the_end_of_a_shell_is_reported(sandbox: af.ShellSandbox):
     for command, code in (
         ("exit 3", 3),
         ("kill -9 $$", 137),
@@ -122,7 +120,7 @@ async def test_the_end_of_a_shell_is_reported(sandbox: ShellSandbox):
 
 
 async def test_a_program_that_replaces_the_shell_runs_to_its_end_or_its_timeout(
-    sandbox: ShellSandbox, never_killed: None
+    sandbox: af.ShellSandbox, never_killed: None
 ):
     result = await sandbox.run("exec sh -c 'sleep 0.5; echo done'")
     assert (result.stdout, result.exit_code, result.died) == ("done\n", 0, True)
@@ -134,14 +132,14 @@ async def test_a_program_that_replaces_the_shell_runs_to_its_end_or_its_timeout(
     assert (await sandbox.run("echo back")).stdout == "back\n"
 
 
-async def test_killing_the_interpreter_that_controls_the_shell(sandbox: ShellSandbox):
+async def test_killing_the_interpreter_that_controls_the_shell(sandbox: af.ShellSandbox):
     result = await sandbox.run("kill -9 $PPID; sleep 1")
     assert (result.exit_code, result.died) == (None, True)
     assert (await sandbox.run("echo back")).stdout == "back\n"
 
 
 async def test_output_limits(level: str, never_killed: None):
-    async with ShellSandbox(isolation=level, max_output=1000) as sandbox:
+    async with af.ShellSandbox(isolation=level, max_output=1000) as sandbox:
         await never_kill_commands(sandbox)
         result = await sandbox.run("head -c 5000 /dev/zero | tr '\\0' a; head -c 5000 /dev/zero | tr '\\0' b >&2")
         assert (len(result.stdout), len(result.stderr), result.truncated, result.ok) == (1000, 1000, True, True)
@@ -150,7 +148,7 @@ async def test_output_limits(level: str, never_killed: None):
         assert (await sandbox.run("echo ok")).stdout == "ok\n"
 
 
-async def test_closed_descriptors_and_deleted_files_end_with_a_reset(sandbox: ShellSandbox):
+async def test_closed_descriptors_and_deleted_files_end_with_a_reset(sandbox: af.ShellSandbox):
     await sandbox.run("printf() { :; }; eval() { :; }; builtin() { :; }; for i in $(seq 3 60); do exec {i}>&-; done")
     await sandbox.run("exec 1>&- 2>&-; cd /; rm -rf ~/* ; unset HOME PATH", timeout=0.5)
     await sandbox.reset()
@@ -159,7 +157,7 @@ async def test_closed_descriptors_and_deleted_files_end_with_a_reset(sandbox: Sh
 
 
 async def test_the_cpu_limit_applies_per_command(level: str):
-    async with ShellSandbox(isolation=level, cpu_seconds=1.0) as sandbox:
+    async with af.ShellSandbox(isolation=level, cpu_seconds=1.0) as sandbox:
         loop = "i=0; while [ $i -lt 20000 ]; do i=$((i + 1)); done; echo done"
         for _ in range(3):
             assert (await sandbox.run(f"for k in 1 2; do {loop}; done")).stdout == "done\ndone\n"
@@ -174,7 +172,7 @@ async def test_a_fork_bomb_ends_with_the_command(level: str):
 
         if isolation.hierarchy() is None:
             pytest.skip("nothing limits root's processes here")
-    async with ShellSandbox(isolation=level, processes=16) as sandbox:
+    async with af.ShellSandbox(isolation=level, processes=16) as sandbox:
         await sandbox.run("b() { b | b & sleep 0.1; }; b", timeout=1.0)
         await sandbox.reset()
         assert (await sandbox.run("echo ok")).stdout == "ok\n"
@@ -185,7 +183,7 @@ async def test_a_fork_bomb_ends_with_the_command(level: str):
 
 
 async def test_a_reset_removes_everything(level: str):
-    async with ShellSandbox(isolation=level) as sandbox:
+    async with af.ShellSandbox(isolation=level) as sandbox:
         await sandbox.run(
             "export MARK=marker-7c; marker() { :; }; alias marker=ls; cd /; echo marker-7c > ~/f; mkdir -p ~/a/b; "
             "(setsid bash -c 'while true; do echo marker-7c; sleep 0.01; done' marker-7c &); "
@@ -202,7 +200,7 @@ async def test_a_reset_removes_everything(level: str):
 
 
 async def test_background_processes_end_with_the_lease(level: str):
-    pool = Pool(ShellSandbox, size=1, isolation=level)
+    pool = af.Pool(af.ShellSandbox, size=1, isolation=level)
     async with pool.lease() as sandbox:
         await sandbox.run(f"sleep {LONG} & (setsid nohup sleep {LONG} >/dev/null 2>&1 &)")
         await until(lambda: len(running(SLEEP)) == 2)
@@ -213,7 +211,7 @@ async def test_background_processes_end_with_the_lease(level: str):
 # --- cancellation ---------------------------------------------------------------------------------
 
 
-async def test_a_cancelled_command_is_interrupted_and_the_next_one_runs(sandbox: ShellSandbox, never_killed: None):
+async def test_a_cancelled_command_is_interrupted_and_the_next_one_runs(sandbox: af.ShellSandbox, never_killed: None):
     await never_kill_commands(sandbox)
     await sandbox.run("A=5")
     late = asyncio.create_task(sandbox.run(f"sleep {LONG}; echo late"))
@@ -229,7 +227,7 @@ async def test_a_cancelled_command_is_interrupted_and_the_next_one_runs(sandbox:
 
 
 async def test_a_fork_is_independent(level: str):
-    async with ShellSandbox(isolation=level) as one, ShellSandbox(isolation=level) as two:
+    async with af.ShellSandbox(isolation=level) as one, af.ShellSandbox(isolation=level) as two:
         await two.run("echo old > old; OLD=1; cd /usr")
         await one.run("mkdir -p d; cd d; A='it''s \"5\"'; export B=6; C=(1 'b c'); f() { echo f$A; }; alias g='echo g'")
         await one.run(
@@ -249,22 +247,24 @@ async def test_a_fork_is_independent(level: str):
 
 
 async def test_a_shell_with_a_background_process_cannot_be_forked(level: str):
-    async with ShellSandbox(isolation=level) as one, ShellSandbox(isolation=level) as two:
+    async with af.ShellSandbox(isolation=level) as one, af.ShellSandbox(isolation=level) as two:
         await one.run(f"sleep {LONG} &")
-        with pytest.raises(SandboxError, match="this ShellSandbox cannot fork: 1 background process still running"):
+        with pytest.raises(
+            af.errors.SandboxError, match="this ShellSandbox cannot fork: 1 background process still running"
+        ):
             await one.fork(two)
         assert (await two.run("ls -A | wc -l")).stdout == "0\n"
         await one.run("kill %1; wait")
         await one.fork(two)
-        with pytest.raises(SandboxError, match="can fork only into another"):
+        with pytest.raises(af.errors.SandboxError, match="can fork only into another"):
             await one.fork(one)
-        async with PythonSandbox(isolation=level) as other:
-            with pytest.raises(SandboxError, match="can fork only into another"):
+        async with af.PythonSandbox(isolation=level) as other:
+            with pytest.raises(af.errors.SandboxError, match="can fork only into another"):
                 await one.fork(other)  # type: ignore[arg-type]
 
 
 async def test_the_builtin_tool():
-    result = await toolbox.shell.try_(command="echo hi; ls nothing")
+    result = await af.toolbox.shell.try_(command="echo hi; ls nothing")
     assert not result.ok
     assert result.observation.startswith("hi\nls: cannot access 'nothing'") and result.observation.endswith(
         "[exit status 2]"

@@ -15,10 +15,8 @@ import pytest
 from test_sandbox_python import nothing_left  # noqa: F401  (nothing_left is a fixture)
 from waiting import GUARD
 
-from agentfly_kit import toolbox
-from agentfly_kit.errors import SandboxError, SettingsError
-from agentfly_kit.pool.pool import Pool
-from agentfly_kit.sandboxes import SQLSandbox, sql
+import agentfly_kit as af
+from agentfly_kit.sandboxes import sql
 
 SCRIPT = "CREATE TABLE people (name TEXT, age INTEGER); INSERT INTO people VALUES ('Ada', 36), ('Bo', NULL);"
 ENDLESS = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT count(*) FROM c"
@@ -31,7 +29,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 async def test_rows_and_text(level: str, engine: str):
-    async with SQLSandbox(engine=engine, isolation=level, script=SCRIPT) as sandbox:
+    async with af.SQLSandbox(engine=engine, isolation=level, script=SCRIPT) as sandbox:
         result = await sandbox.run("SELECT * FROM people ORDER BY name")
         assert (result.columns, result.rows, result.ok) == (("name", "age"), (("Ada", 36), ("Bo", None)), True)
         assert result.text == "name | age\n-----+-----\nAda  | 36\nBo   | NULL\n(2 rows)"
@@ -49,7 +47,7 @@ async def test_rows_and_text(level: str, engine: str):
 
 
 async def test_sqlite_counts_changes():
-    async with SQLSandbox(script=SCRIPT) as sandbox:
+    async with af.SQLSandbox(script=SCRIPT) as sandbox:
         result = await sandbox.run("UPDATE people SET age = 1; DELETE FROM people WHERE name = 'Bo'")
         assert (result.changed, result.text) == (3, "done: 3 rows changed")
         assert (await sandbox.run("CREATE INDEX i ON people (name)")).text == "done"
@@ -58,7 +56,7 @@ async def test_sqlite_counts_changes():
 
 
 async def test_duckdb_has_types():
-    async with SQLSandbox(engine="duckdb") as sandbox:
+    async with af.SQLSandbox(engine="duckdb") as sandbox:
         result = await sandbox.run(
             "SELECT 1.50::DECIMAL(8,2), DATE '2024-02-03', TIMESTAMP '2024-02-03 04:05:06', "
             "INTERVAL 2 DAY, TIME '01:02:03', "
@@ -76,7 +74,7 @@ async def test_duckdb_has_types():
 
 
 async def test_rows_and_values_have_limits(level: str, engine: str):
-    async with SQLSandbox(engine=engine, isolation=level, max_rows=3, max_output=1000) as sandbox:
+    async with af.SQLSandbox(engine=engine, isolation=level, max_rows=3, max_output=1000) as sandbox:
         await sandbox.run("CREATE TABLE t (x INTEGER)")
         await sandbox.run("INSERT INTO t VALUES (1), (2), (3)")
         result = await sandbox.run("SELECT x FROM t")
@@ -94,7 +92,7 @@ async def test_rows_and_values_have_limits(level: str, engine: str):
 
 
 async def test_a_timeout_interrupts_the_query_and_keeps_the_database(level: str, engine: str, never_killed: None):
-    async with SQLSandbox(engine=engine, isolation=level, script=SCRIPT) as sandbox:
+    async with af.SQLSandbox(engine=engine, isolation=level, script=SCRIPT) as sandbox:
         result = await sandbox.run(ENDLESS, timeout=0.1)
         assert (result.timed_out, result.limit, result.died) == (True, "time", False)
         assert result.text == "stopped: it ran for more than 0.1 s"
@@ -105,7 +103,7 @@ async def test_a_timeout_interrupts_the_query_and_keeps_the_database(level: str,
 
 
 async def test_memory_has_a_limit(engine: str):
-    async with SQLSandbox(engine=engine, memory_mb=128, script=SCRIPT) as sandbox:
+    async with af.SQLSandbox(engine=engine, memory_mb=128, script=SCRIPT) as sandbox:
         if engine == "sqlite":
             query = ("WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c LIMIT 100) "
                      "SELECT length(group_concat(hex(zeroblob(4000000)))) FROM c")  # fmt: skip
@@ -149,7 +147,7 @@ async def test_no_statement_accesses_another_file(engine: str, tmp_path: Path):
     secret.close()
     (folder / "s.csv").write_text("the secret of the host\n")
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    async with SQLSandbox(engine=engine, isolation="none", script=SCRIPT) as sandbox:
+    async with af.SQLSandbox(engine=engine, isolation="none", script=SCRIPT) as sandbox:
         for query, name in itertools.product(OUT[engine], ("secret.db", "s.csv")):
             text = query.format(secret=folder / name, new=folder / "new", folder=folder)
             result = await sandbox.run(text)
@@ -176,7 +174,9 @@ async def test_every_chain_gets_its_own_copy(level: str, engine: str, tmp_path: 
         with duckdb.connect(str(file)) as made:
             made.execute("CREATE TABLE t AS SELECT 1 AS x")
     before = file.read_bytes()
-    async with SQLSandbox(engine=engine, isolation=level, database=file, script="INSERT INTO t VALUES (2)") as sandbox:
+    async with af.SQLSandbox(
+        engine=engine, isolation=level, database=file, script="INSERT INTO t VALUES (2)"
+    ) as sandbox:
         assert (await sandbox.run("SELECT x FROM t ORDER BY x")).rows == ((1,), (2,))
         await sandbox.run("CREATE TABLE marker (m INTEGER); CREATE VIEW marker2 AS SELECT 1; DELETE FROM t")
         await sandbox.run("CREATE TEMP TABLE marker3 (m INTEGER)")
@@ -195,24 +195,24 @@ async def test_every_chain_gets_its_own_copy(level: str, engine: str, tmp_path: 
 
 def test_duckdb_is_not_installed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sql.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r'pip install "agentfly_kit\[sql\]"'):
-        SQLSandbox(engine="duckdb")
-    SQLSandbox()
+    with pytest.raises(af.errors.SettingsError, match=r'pip install "agentfly_kit\[sql\]"'):
+        af.SQLSandbox(engine="duckdb")
+    af.SQLSandbox()
 
 
 async def test_a_script_that_fails_raises_settings_error():
-    sandbox = SQLSandbox(script="CREATE TABL x")
-    with pytest.raises(SettingsError, match='the script of this SQLSandbox failed: near "TABL"'):
+    sandbox = af.SQLSandbox(script="CREATE TABL x")
+    with pytest.raises(af.errors.SettingsError, match='the script of this SQLSandbox failed: near "TABL"'):
         await sandbox.start()
     await sandbox.close()
-    pool = Pool(SQLSandbox, size=1, script="CREATE TABL x")
-    with pytest.raises(SandboxError, match="the script of this SQLSandbox failed"):
+    pool = af.Pool(af.SQLSandbox, size=1, script="CREATE TABL x")
+    with pytest.raises(af.errors.SandboxError, match="the script of this SQLSandbox failed"):
         await pool.acquire()
     await pool.close()
 
 
 async def test_a_cancelled_query_is_interrupted(level: str, engine: str):
-    async with SQLSandbox(engine=engine, isolation=level, script=SCRIPT) as sandbox:
+    async with af.SQLSandbox(engine=engine, isolation=level, script=SCRIPT) as sandbox:
         for seconds in (0.0, 0.002, 0.1):
             running = asyncio.create_task(sandbox.run(ENDLESS))
             await asyncio.sleep(seconds)
@@ -223,8 +223,8 @@ async def test_a_cancelled_query_is_interrupted(level: str, engine: str):
 
 
 async def test_a_fork_is_a_copy(level: str, engine: str):
-    def make() -> SQLSandbox:
-        return SQLSandbox(engine=engine, isolation=level, script=SCRIPT)
+    def make() -> af.SQLSandbox:
+        return af.SQLSandbox(engine=engine, isolation=level, script=SCRIPT)
 
     async with make() as one, make() as two:
         await one.run("INSERT INTO people VALUES ('Cy', 3)")
@@ -235,22 +235,22 @@ async def test_a_fork_is_a_copy(level: str, engine: str):
         await two.run("DELETE FROM people")
         assert (await one.run("SELECT count(*) FROM people")).rows == ((3,),)
         await one.run("BEGIN")
-        with pytest.raises(SandboxError, match="SQLSandbox cannot fork: a transaction is open"):
+        with pytest.raises(af.errors.SandboxError, match="SQLSandbox cannot fork: a transaction is open"):
             await one.fork(two)
         await one.run("ROLLBACK")
         await one.run("CREATE TEMP TABLE tt (x INTEGER)")
-        with pytest.raises(SandboxError, match="SQLSandbox cannot fork: there are temporary tables"):
+        with pytest.raises(af.errors.SandboxError, match="SQLSandbox cannot fork: there are temporary tables"):
             await one.fork(two)
         assert (await two.run("SELECT count(*) FROM people")).rows == ((2,),)
-    other = SQLSandbox(engine="duckdb" if engine == "sqlite" else "sqlite")
-    with pytest.raises(SandboxError, match=f"a {engine} SQLSandbox can fork only .* not into {other.engine}"):
+    other = af.SQLSandbox(engine="duckdb" if engine == "sqlite" else "sqlite")
+    with pytest.raises(af.errors.SandboxError, match=f"a {engine} SQLSandbox can fork only .* not into {other.engine}"):
         await one.fork(other)
 
 
 async def test_the_builtin_tool():
-    result = await toolbox.sql.try_(query="SELECT 1 AS one")
+    result = await af.toolbox.sql.try_(query="SELECT 1 AS one")
     assert (result.ok, result.observation) == (True, "one\n---\n1\n(1 row)")
-    result = await toolbox.sql.try_(query="SELEC 1")
+    result = await af.toolbox.sql.try_(query="SELEC 1")
     assert (result.ok, result.observation) == (False, 'near "SELEC": syntax error')
 
 
@@ -261,11 +261,11 @@ def test_invalid_values_from_inside():
         {"$bytes": "?"}, {"$timedelta": [10**30]}, {"$dict": [[{}, 1]]}, {"$set": [[]]}, {"$int": "x"},
     ):  # fmt: skip
         with pytest.raises((TypeError, ValueError, ArithmeticError)):
-            SQLSandbox()._read_answer(reply | {"rows": [[value]]})
+            af.SQLSandbox()._read_answer(reply | {"rows": [[value]]})
 
 
 async def test_another_database_in_the_same_process(engine: str, tmp_path: Path):
-    async with SQLSandbox(engine=engine, script=SCRIPT) as sandbox:
+    async with af.SQLSandbox(engine=engine, script=SCRIPT) as sandbox:
         pid = (await sandbox._execute("import os; os.getpid()", GUARD)).value
         for statement in ("INSERT INTO people VALUES ('Cy', 1)", "CREATE TEMP TABLE mine (x INTEGER)", "BEGIN"):
             assert (await sandbox.run(statement)).ok
@@ -275,7 +275,7 @@ async def test_another_database_in_the_same_process(engine: str, tmp_path: Path)
             assert not (await sandbox.run(f"SELECT * FROM {gone}")).ok
         await sandbox.renew()
         assert not (await sandbox.run("SELECT x FROM other")).ok
-        with pytest.raises(SettingsError, match="the script of this SQLSandbox failed"):
+        with pytest.raises(af.errors.SettingsError, match="the script of this SQLSandbox failed"):
             await sandbox.renew("CREATE TABEL x")
         if engine == "sqlite":
             with closing(sqlite3.connect(tmp_path / "own.db")) as own:
@@ -285,5 +285,5 @@ async def test_another_database_in_the_same_process(engine: str, tmp_path: Path)
         assert (await sandbox._execute("import os; os.getpid()", GUARD)).value == pid
         await sandbox.reset()  # restores the initial database
         assert (await sandbox.run("SELECT count(*) FROM people")).rows == ((2,),)
-    with pytest.raises(SandboxError, match="closed"):
+    with pytest.raises(af.errors.SandboxError, match="closed"):
         await sandbox.renew()

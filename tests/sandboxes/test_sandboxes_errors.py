@@ -7,30 +7,40 @@ from typing import Any
 
 import errors
 
-from agentfly_kit.errors import SettingsError
-from agentfly_kit.sandboxes import Container, FileSandbox, PythonSandbox, ShellSandbox, SQLSandbox
+import agentfly_kit as af
 
 PATHS = ("", "/abs", "../out", "a/../../b", "a/", "a\0")
 
 
 @errors.table(
-    (lambda: PythonSandbox(memory_mb=1), SettingsError, "memory_mb must be at least"),
-    (lambda: PythonSandbox(processes=0), SettingsError, "processes must be at least"),
-    (lambda: PythonSandbox(cpu_seconds=float("nan")), SettingsError, "cpu_seconds must be a number"),
-    (lambda: PythonSandbox(disk_mb=-1), SettingsError, "disk_mb must be at least"),
-    (lambda: PythonSandbox(max_output=3), SettingsError, "max_output must be at least"),
-    (lambda: PythonSandbox(isolation="docker"), SettingsError, "isolation must be one of 'strict', 'landlock', 'none'"),
-    (lambda: PythonSandbox(isolation="container"), SettingsError, "or a container such as af.Container"),
-    (lambda: ShellSandbox().run("true", timeout=0), SettingsError, "timeout must be a positive"),
-    (lambda: FileSandbox(files={"a": 1}), SettingsError, "must be str or bytes, got int"),  # type: ignore[dict-item]
-    (lambda: FileSandbox(files="/nowhere/at/all"), SettingsError, "must be an existing folder"),
-    *((lambda path=path: FileSandbox(files={path: "x"}), SettingsError, "must have paths within") for path in PATHS),
-    (lambda: SQLSandbox(engine="mysql"), SettingsError, "engine must be 'sqlite' or 'duckdb', got 'mysql'"),
-    (lambda: SQLSandbox(database="/nowhere.db"), SettingsError, "must be an existing file"),
-    (lambda: SQLSandbox(max_rows=0), SettingsError, "max_rows must be an integer of at least 1"),
-    (lambda: Container(""), SettingsError, "image must be the name"),
-    (lambda: Container("x", cpus=0), SettingsError, "cpus must be between"),
-    (lambda: Container("x", mounts={"data": "/data"}), SettingsError, "absolute paths to absolute paths"),
+    (lambda: af.PythonSandbox(memory_mb=1), af.errors.SettingsError, "memory_mb must be at least"),
+    (lambda: af.PythonSandbox(processes=0), af.errors.SettingsError, "processes must be at least"),
+    (lambda: af.PythonSandbox(cpu_seconds=float("nan")), af.errors.SettingsError, "cpu_seconds must be a number"),
+    (lambda: af.PythonSandbox(disk_mb=-1), af.errors.SettingsError, "disk_mb must be at least"),
+    (lambda: af.PythonSandbox(max_output=3), af.errors.SettingsError, "max_output must be at least"),
+    (
+        lambda: af.PythonSandbox(isolation="docker"),
+        af.errors.SettingsError,
+        "isolation must be one of 'strict', 'landlock', 'none'",
+    ),
+    (lambda: af.PythonSandbox(isolation="container"), af.errors.SettingsError, "or a container such as af.Container"),
+    (lambda: af.ShellSandbox().run("true", timeout=0), af.errors.SettingsError, "timeout must be a positive"),
+    (lambda: af.FileSandbox(files={"a": 1}), af.errors.SettingsError, "must be str or bytes, got int"),  # type: ignore[dict-item]
+    (lambda: af.FileSandbox(files="/nowhere/at/all"), af.errors.SettingsError, "must be an existing folder"),
+    *(
+        (lambda path=path: af.FileSandbox(files={path: "x"}), af.errors.SettingsError, "must have paths within")
+        for path in PATHS
+    ),
+    (
+        lambda: af.SQLSandbox(engine="mysql"),
+        af.errors.SettingsError,
+        "engine must be 'sqlite' or 'duckdb', got 'mysql'",
+    ),
+    (lambda: af.SQLSandbox(database="/nowhere.db"), af.errors.SettingsError, "must be an existing file"),
+    (lambda: af.SQLSandbox(max_rows=0), af.errors.SettingsError, "max_rows must be an integer of at least 1"),
+    (lambda: af.Container(""), af.errors.SettingsError, "image must be the name"),
+    (lambda: af.Container("x", cpus=0), af.errors.SettingsError, "cpus must be between"),
+    (lambda: af.Container("x", mounts={"data": "/data"}), af.errors.SettingsError, "absolute paths to absolute paths"),
 )
 async def test_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     await errors.check(call, error, text)

@@ -11,16 +11,13 @@ import torch
 from recipes.calculator import Expression, Recipe, expression, tasks
 
 import agentfly_kit as af
-from agentfly_kit import tiny
-from agentfly_kit.envs import calculator, family
-from agentfly_kit.tiny import demonstration
 
 TOOLS = Recipe.tools
 
 
 @pytest.fixture(scope="module")
 def policy() -> Any:
-    return tiny.policy("calculator")
+    return af.tiny.policy("calculator")
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +133,7 @@ def test_every_habit_is_a_conversation(policy: Any, writer: Recipe) -> None:
 
 
 def test_the_policy_is_small_and_fresh(policy: Any) -> None:
-    other = tiny.policy("calculator", value_head=True)
+    other = af.tiny.policy("calculator", value_head=True)
     assert other.value_head is not None
     assert policy.value_head is None
     assert other.version == 0
@@ -153,7 +150,7 @@ def test_the_policy_is_small_and_fresh(policy: Any) -> None:
 
 
 def test_players_use_the_chat_of_the_calculator_policy() -> None:
-    assert family.small_chat().tokenizer.get_vocab() == tiny.tokenizer().get_vocab()
+    assert af.envs.family.small_chat().tokenizer.get_vocab() == af.tiny.tokenizer().get_vocab()
 
 
 def test_a_short_build_is_reproducible_and_learns() -> None:
@@ -187,9 +184,9 @@ def test_a_learner_imitates_conversations() -> None:
         return word
 
     words = ("red", "blue", "green", " red", " blue", " green", "swap", "ask", "word")
-    first, second = (tiny.learner(words, demonstrate, tools=[ask], steps=40, batch=8) for _ in range(2))
+    first, second = (af.tiny.learner(words, demonstrate, tools=[ask], steps=40, batch=8) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    held = demonstration(first.chat, demonstrate(random.Random(99)), [ask.schema])
+    held = af.tiny.demonstration(first.chat, demonstrate(random.Random(99)), [ask.schema])
     batch = af.collate(held, imitate=True)
     assert float(first.score(batch, {"logprob"})["logprob"][batch.mask].mean()) > -0.7
     assert first.version == 0
@@ -201,7 +198,7 @@ async def test_a_policy_of_another_seed_is_as_good_as_the_shipped_one(tmp_path: 
     shipped = af.load_tasks("calculator")
     recipes.main(["policy", "--seed", "1", "--out", str(tmp_path / "policy")])
     policy = af.Policy.load(tmp_path / "policy")
-    learner = calculator.agent(policy)
+    learner = af.envs.calculator.agent(policy)
     before = await af.evaluate(learner, shipped.test)
     assert 0.17 <= before.success <= 0.37
     async for _ in af.train(learner, policy, shipped.train, af.TrainConfig(steps=48), run=tmp_path / "run"):

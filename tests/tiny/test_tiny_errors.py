@@ -7,16 +7,15 @@ from typing import Any
 import errors
 import recipes
 
-from agentfly_kit import tiny
-from agentfly_kit.errors import SettingsError
+import agentfly_kit as af
 
 
 @errors.table(
-    (lambda: tiny.policy("maze"), SettingsError, "name must be one of 'calculator', "),
-    (lambda: recipes.build("maze"), SettingsError, "'maze'"),
+    (lambda: af.tiny.policy("maze"), af.errors.SettingsError, "name must be one of 'calculator', "),
+    (lambda: recipes.build("maze"), af.errors.SettingsError, "'maze'"),
     (
-        lambda: tiny.learner(("a",), lambda rng: [], steps=0),
-        SettingsError,
+        lambda: af.tiny.learner(("a",), lambda rng: [], steps=0),
+        af.errors.SettingsError,
         "an integer of at least 1, got 0",
     ),
 )

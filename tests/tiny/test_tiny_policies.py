@@ -15,19 +15,16 @@ from recipes.base import UNSURE
 from recipes.calculator import Expression
 
 import agentfly_kit as af
-from agentfly_kit import tiny
-from agentfly_kit.chat.chat import Chat
-from agentfly_kit.envs import alfworld, code, encyclopedia, lookup, sql, webshop
+from agentfly_kit.envs import encyclopedia
 from agentfly_kit.envs.alfworld import games
 from agentfly_kit.tiny import END
-from agentfly_kit.types import Task
 
 DATA = files("agentfly_kit._data")
 
 
 @functools.cache
-def chat(name: str) -> Chat:
-    return Chat(tiny.tokenizer(recipes.recipe(name).words))
+def chat(name: str) -> af.Chat:
+    return af.Chat(af.tiny.tokenizer(recipes.recipe(name).words))
 
 
 def agent(name: str, engine: Any, **settings: Any) -> Any:
@@ -43,29 +40,29 @@ def texts(name: str, example: Any) -> dict[str, str]:
     return {habit: chat(name).text(own.demonstrate(habit, example).ids.tolist()) for habit in own.habits}
 
 
-def code_steps(task: Task) -> list[code.Step]:
+def code_steps(task: af.Task) -> list[af.envs.code.Step]:
     """Parse an instruction."""
     parts = str(task.messages[-1]["content"]).removeprefix("Write f(x): ").removesuffix(".").split(", ")
     return [(part.rstrip("0123456789 "), int(part.split()[-1]) if part[-1].isdigit() else 2) for part in parts]
 
 
 # The example of a recipe that a task corresponds to.
-EXAMPLES: dict[str, Callable[[Task, str], Any]] = {
+EXAMPLES: dict[str, Callable[[af.Task, str], Any]] = {
     "calculator": lambda task, text: Expression(text.removeprefix("What is ").removesuffix("?")),
-    "alfworld": lambda task, text: alfworld.game_of(task),
+    "alfworld": lambda task, text: af.envs.alfworld.game_of(task),
     "code": lambda task, text: code_steps(task),
-    "lookup": lambda task, text: (lookup.read(text), lookup.store(task.fields["world"])),
+    "lookup": lambda task, text: (af.envs.lookup.read(text), af.envs.lookup.store(task.fields["world"])),
     "search": lambda task, text: (encyclopedia.read(text), 0),
     "sql": lambda task, text: (
-        sql.world(task.fields["db"], task.fields["world"]),
-        sql.Question(text.split("\n")[1], task.fields["gold"], task.fields["hardness"]),
+        af.envs.sql.world(task.fields["db"], task.fields["world"]),
+        af.envs.sql.Question(text.split("\n")[1], task.fields["gold"], task.fields["hardness"]),
     ),
     "sums": lambda task, text: Expression(text.removeprefix("What is ").removesuffix("?")),
     "webshop": lambda task, text: (0, task.fields["goal"]),
 }
 
 
-@pytest.mark.parametrize("name", tiny.NAMES)
+@pytest.mark.parametrize("name", af.tiny.NAMES)
 def test_the_command_regenerates_the_shipped_tasks(name: str, tmp_path: Path) -> None:
     recipes.main(["tasks", "--name", name, "--out", str(tmp_path)])
     for file in ("train.jsonl", "test.jsonl"):
@@ -77,22 +74,22 @@ def test_the_command_regenerates_the_shipped_tasks(name: str, tmp_path: Path) ->
     assert getattr(af.envs, name).tasks(len(shipped), "train", **options).fingerprint == shipped.fingerprint
 
 
-@pytest.mark.parametrize("name", tiny.NAMES)
+@pytest.mark.parametrize("name", af.tiny.NAMES)
 def test_a_shipped_policy_is_small_and_has_the_tokens_of_its_recipe(name: str) -> None:
     folder = DATA.joinpath("policies", name)
     assert sum(len(f.read_bytes()) for f in folder.iterdir() if f.is_file()) < 1_500_000
     assert "python -m recipes policy" in folder.joinpath("ORIGIN.md").read_text(encoding="utf-8")
-    policy = tiny.policy(name)
+    policy = af.tiny.policy(name)
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     assert 200_000 < policy.size < 500_000
     vocabulary = policy.chat.tokenizer.get_vocab()
     assert vocabulary == chat(name).tokenizer.get_vocab()
-    assert tiny.tokenizer().get_vocab().items() <= vocabulary.items()
+    assert af.tiny.tokenizer().get_vocab().items() <= vocabulary.items()
     for word in recipes.recipe(name).words:
         assert policy.chat.token_texts(policy.chat.encode(word)) == (word,)
 
 
-@pytest.mark.parametrize("name", tiny.NAMES)
+@pytest.mark.parametrize("name", af.tiny.NAMES)
 async def test_a_demonstration_has_the_token_ids_of_a_chain_that_does_the_same(name: str) -> None:
     own = recipes.recipe(name)(chat(name))
     for task in af.load_tasks(name).test[:3]:
@@ -107,7 +104,7 @@ async def test_a_demonstration_has_the_token_ids_of_a_chain_that_does_the_same(n
         assert tuple(t.ids.tolist()) == tuple(shown.ids[: len(t.ids)].tolist())
 
 
-@pytest.mark.parametrize("name", tiny.NAMES)
+@pytest.mark.parametrize("name", af.tiny.NAMES)
 def test_a_batch_has_each_behaviour_as_often_as_the_recipe_says(name: str) -> None:
     own = recipes.recipe(name)
     assert sum(own.habits.values()) == 32
@@ -122,13 +119,13 @@ def test_a_batch_has_each_behaviour_as_often_as_the_recipe_says(name: str) -> No
 
 
 def test_behaviours_of_lookup_and_search() -> None:
-    facts = lookup.store(7)
+    facts = af.envs.lookup.store(7)
     name = next(iter(facts))
     boss = facts[name]["boss"]
     asked = next(q for q in encyclopedia.questions(1000) if len(q.relations) == 2)
     (_, _, first), (_, _, last) = encyclopedia.path(asked, 1000)
     for of, example, half, answer in (
-        ("lookup", (lookup.Question(name, ("boss", "city")), facts), boss, facts[boss]["city"]),
+        ("lookup", (af.envs.lookup.Question(name, ("boss", "city")), facts), boss, facts[boss]["city"]),
         ("search", (asked, 1000), first, last),
     ):
         written = texts(of, example)
@@ -141,7 +138,7 @@ def test_behaviours_of_lookup_and_search() -> None:
 
 def test_behaviours_of_webshop() -> None:
     written = texts("webshop", (1000, 3))
-    options = webshop.Catalogue.invented(1000).goal(3)["goal_options"]
+    options = af.envs.webshop.Catalogue.invented(1000).goal(3)["goal_options"]
     bought = f'{{"value":"buy now"}}}}</tool_call>{END}'
     assert written.pop("unsure").endswith(f"{UNSURE}{END}")
     assert all(text.endswith(bought) for text in written.values())
@@ -152,11 +149,11 @@ def test_behaviours_of_webshop() -> None:
 def test_behaviours_of_code_and_sql() -> None:
     steps = [("add", 3), ("at most", 20)]
     written = texts("code", steps)
-    assert code.program(steps).replace("\n", "\\n") in written["solves"]
-    assert code.program([]).replace("\n", "\\n") in written["does nothing"]
+    assert af.envs.code.program(steps).replace("\n", "\\n") in written["solves"]
+    assert af.envs.code.program([]).replace("\n", "\\n") in written["does nothing"]
     assert written["leaves one out"].count("x = ") == 1
-    of = sql.world("staff", 5_000_000)
-    queries = texts("sql", (of, sql.question(of, random.Random(0))))
+    of = af.envs.sql.world("staff", 5_000_000)
+    queries = texts("sql", (of, af.envs.sql.question(of, random.Random(0))))
     assert queries["solves"].count("<tool_call>") == 2
     assert queries["asks nothing"].count("<tool_call>") == 1
     assert queries["another column"] != queries["solves"] != queries["another table"]
@@ -167,7 +164,7 @@ def test_the_demonstrator_of_alfworld_uses_only_what_it_has_observed() -> None:
     for number in range(60):
         game = games.game(number, "small")
         steps = tiny_alfworld.searched(game)
-        assert len(steps) <= alfworld.BRIEF["steps"] - 4
+        assert len(steps) <= af.envs.alfworld.BRIEF["steps"] - 4
         seen = game.opening
         for command, said in steps:
             if command.startswith("take"):
@@ -199,7 +196,7 @@ def test_a_short_build_is_reproducible_and_rounded_as_it_ships(tmp_path: Path) -
     ],
 )  # fmt: skip
 async def test_a_policy_starts_low_and_its_failures_are_scored(name: str, low: float, high: float, count: int) -> None:
-    sampled = await af.evaluate(agent(name, tiny.policy(name)), af.load_tasks(name).test[:count])
+    sampled = await af.evaluate(agent(name, af.tiny.policy(name)), af.load_tasks(name).test[:count])
     assert low <= sampled.success <= high, sampled
     assert sampled.unscored == 0
     assert sampled.truncated <= 0.05
@@ -207,7 +204,7 @@ async def test_a_policy_starts_low_and_its_failures_are_scored(name: str, low: f
 
 async def test_sums_adds_well_and_multiplies_badly_and_decides_by_chance() -> None:
     """The notebook on MeCo needs a policy with systematic mistakes that the policy cannot predict."""
-    policy, tasks = tiny.policy("sums"), af.load_tasks("sums").test
+    policy, tasks = af.tiny.policy("sums"), af.load_tasks("sums").test
 
     def forced(text: str) -> Any:
         def before_turn(chain: Any) -> None:
@@ -253,7 +250,7 @@ def test_tasks_of_sums_are_exact_and_never_shown() -> None:
 async def test_a_few_iterations_teach_a_policy(
     name: str, steps: int, settings: Any, reached: float, tmp_path: Path
 ) -> None:
-    policy, tasks = tiny.policy(name), af.load_tasks(name)
+    policy, tasks = af.tiny.policy(name), af.load_tasks(name)
     learner = agent(name, policy)
     config = af.TrainConfig(steps=steps, checkpoint_every=steps, **settings)
     async for _ in af.train(learner, policy, tasks.train, config, run=tmp_path / "run"):

@@ -11,14 +11,10 @@ from agents import chat
 from waiting import until
 
 import agentfly_kit as af
-from agentfly_kit.errors import PoolTimeout, SandboxError, TaskError
 from agentfly_kit.pool.environment import environment_seed, is_environment, reset_arguments
-from agentfly_kit.pool.pool import Pool
-from agentfly_kit.tools.context import Context
-from agentfly_kit.tools.injection import FromPool, FromTask, Injection, injection
-from agentfly_kit.types import Task
+from agentfly_kit.tools.injection import Injection, injection
 
-TASK = Task("t", ({"role": "user", "content": "?"},), {"answer": ["5"], "lock": asyncio.Event})
+TASK = af.Task("t", ({"role": "user", "content": "?"},), {"answer": ["5"], "lock": asyncio.Event})
 
 
 class Box:
@@ -74,14 +70,14 @@ class FakePool:
         await self.gate.wait()
         if self.fails:
             self.fails -= 1
-            raise PoolTimeout("no sandbox free")
+            raise af.errors.PoolTimeout("no sandbox free")
         lease = type("Lease", (), {"sandbox": self.sandbox_type(), "turn": None, "revoked": ""})()
         self.out.append(lease)
         return lease
 
     async def release(self, lease: Any) -> None:
         if self.release_fails:
-            raise SandboxError("would not end")
+            raise af.errors.SandboxError("would not end")
         self.out.remove(lease)
         self.given_back += 1
         await asyncio.sleep(0)
@@ -89,19 +85,19 @@ class FakePool:
 
 def test_injection_of_annotations() -> None:
     assert injection(Box) == Injection("sandbox", Box)
-    assert injection(FromPool[Fleeting]) == Injection("sandbox", Fleeting)
-    assert injection(FromTask[dict[str, int]]) == Injection("field")
-    assert injection(FromTask) == Injection("field")
-    assert injection(Context) == Injection("context")
+    assert injection(af.FromPool[Fleeting]) == Injection("sandbox", Fleeting)
+    assert injection(af.FromTask[dict[str, int]]) == Injection("field")
+    assert injection(af.FromTask) == Injection("field")
+    assert injection(af.Context) == Injection("context")
     for plain in (str, Fleeting, list[str], str | None, dict):
         assert injection(plain) is None
 
 
 async def test_one_lease_per_sandbox_class() -> None:
     boxes, others = FakePool(fails=1), FakePool(OtherBox)
-    context = Context(TASK, trajectory_id="chain 7", pools=[others, boxes], run="rollout-1")
+    context = af.Context(TASK, trajectory_id="chain 7", pools=[others, boxes], run="rollout-1")
     assert boxes.asked == []  # leased on first use
-    with pytest.raises(PoolTimeout):
+    with pytest.raises(af.errors.PoolTimeout):
         await context.sandbox(Box)
     first = await context.sandbox(Box)  # a failed attempt is repeated
     assert await context.sandbox(Box) is first
@@ -118,7 +114,7 @@ async def test_one_lease_per_sandbox_class() -> None:
 async def test_concurrent_requests_share_one_lease() -> None:
     pool = FakePool()
     pool.gate.clear()
-    context = Context(TASK, pools=[pool])
+    context = af.Context(TASK, pools=[pool])
     waiting = [asyncio.create_task(context.sandbox(Box)) for _ in range(5)]
     await until(lambda: pool.asked)
     waiting[0].cancel()  # the first request; the others keep the lease
@@ -130,40 +126,40 @@ async def test_concurrent_requests_share_one_lease() -> None:
     await context.close()
     assert pool.out == []
     pool.gate.clear()
-    context = Context(TASK, pools=[pool])
+    context = af.Context(TASK, pools=[pool])
     late = asyncio.create_task(context.sandbox(Box))
     await until(lambda: len(pool.asked) == 2)
     await context.close()
-    with pytest.raises(SandboxError, match="ended while it waited for a Box"):
+    with pytest.raises(af.errors.SandboxError, match="ended while it waited for a Box"):
         await late
     assert pool.out == []
 
 
 async def test_exactly_one_pool_must_match() -> None:
     pool = FakePool(ForkingBox)
-    context = Context(TASK, pools=[pool])
+    context = af.Context(TASK, pools=[pool])
     assert await context.sandbox(Box) is await context.sandbox(ForkingBox)
     await context.close()
-    both = Context(TASK, pools=[FakePool(ForkingBox), FakePool(Box)])
+    both = af.Context(TASK, pools=[FakePool(ForkingBox), FakePool(Box)])
     assert type(await both.sandbox(Box)) is Box  # an exact match has precedence
     await both.close()
 
 
 async def test_close_is_idempotent_and_final() -> None:
     pool = FakePool()
-    context = Context(TASK, pools=[pool])
+    context = af.Context(TASK, pools=[pool])
     await context.sandbox(Box)
     await asyncio.gather(context.close(), context.close())
     await context.close()
     assert pool.given_back == 1
-    with pytest.raises(SandboxError, match="has ended, and its Box was released"):
+    with pytest.raises(af.errors.SandboxError, match="has ended, and its Box was released"):
         await context.sandbox(Box)
     assert repr(context) == "<Context of 't', turn 0, holds no sandbox, closed>"
 
 
 async def test_close_finishes_before_its_caller_is_cancelled() -> None:
     pool = FakePool()
-    context = Context(TASK, pools=[pool])
+    context = af.Context(TASK, pools=[pool])
     await context.sandbox(Box)
     closing = asyncio.create_task(context.close())
     await asyncio.sleep(0)
@@ -175,18 +171,18 @@ async def test_close_finishes_before_its_caller_is_cancelled() -> None:
 
 async def test_close_releases_all_leases_if_one_pool_fails() -> None:
     bad, good = FakePool(release_fails=True), FakePool(OtherBox)
-    context = Context(TASK, pools=[bad, good])
+    context = af.Context(TASK, pools=[bad, good])
     await context.sandbox(OtherBox)
     await context.sandbox(Box)  # the last lease is released first
-    with pytest.raises(SandboxError, match="would not end"):
+    with pytest.raises(af.errors.SandboxError, match="would not end"):
         await context.close()
     assert good.out == []
 
 
 async def test_fields_are_copied_per_chain() -> None:
     lock = threading.Lock()  # cannot be copied, so it is shared
-    task = Task("t", TASK.messages, {"answer": ["5"], "lock": lock})
-    one, two = Context(task), Context(task)
+    task = af.Task("t", TASK.messages, {"answer": ["5"], "lock": lock})
+    one, two = af.Context(task), af.Context(task)
     one.fields["answer"].append("6")
     assert one.fields["answer"] == ["5", "6"]
     assert two.fields["answer"] == task.fields["answer"] == ["5"]
@@ -196,8 +192,8 @@ async def test_fields_are_copied_per_chain() -> None:
 
 
 async def test_fork_copies_state_and_forks_sandboxes() -> None:
-    async with Pool(ForkingBox, size=3) as pool:
-        context = Context(TASK, trajectory_id="a", pools=[pool], seed=4, turn=2)
+    async with af.Pool(ForkingBox, size=3) as pool:
+        context = af.Context(TASK, trajectory_id="a", pools=[pool], seed=4, turn=2)
         box = await context.sandbox(ForkingBox)
         box.values["x"] = 1
         context.state["list"] = [1]
@@ -222,11 +218,11 @@ async def test_fork_copies_state_and_forks_sandboxes() -> None:
 
 
 async def test_failed_fork_names_the_sandbox_or_the_state_and_leases_nothing() -> None:
-    async with Pool(Box, size=2) as pool:
-        context = Context(TASK, trajectory_id="a", pools=[pool])
+    async with af.Pool(Box, size=2) as pool:
+        context = af.Context(TASK, trajectory_id="a", pools=[pool])
         await (await context.fork("before")).close()  # no sandbox is held yet
         await context.sandbox(Box)
-        with pytest.raises(SandboxError, match="the chain 'a' holds a Box, which cannot fork"):
+        with pytest.raises(af.errors.SandboxError, match="the chain 'a' holds a Box, which cannot fork"):
             await context.fork("b")
         assert pool.snapshot().leased == 1
         await context.close()
@@ -253,7 +249,7 @@ class Guess:
         return float(self.target in self.guesses)
 
 
-GUESS_TASK = Task("g", TASK.messages, {"target": 7, "limit": 9})
+GUESS_TASK = af.Task("g", TASK.messages, {"target": 7, "limit": 9})
 
 
 async def test_reset_gets_task_fields_by_name_and_get_reward_scores() -> None:
@@ -283,7 +279,7 @@ def test_arguments_of_reset(reset: Any, arguments: dict[str, Any]) -> None:
 def test_reset_parameters_that_cannot_be_injected_are_rejected_before_any_chain_runs() -> None:
     agent = af.envs.agent(Guess, af.ScriptedEngine(["7"]), chat=chat(), size=1)
     with pytest.raises(
-        TaskError,
+        af.errors.TaskError,
         match=r"Guess\.reset requires the field 'target', which task 't' does not have \(its fields: answer, lock",
     ):
         agent.rollout([GUESS_TASK, TASK])

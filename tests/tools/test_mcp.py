@@ -18,11 +18,8 @@ import pytest
 from cancelling import tasks_left
 from waiting import GUARD, blocking_until, until
 
-from agentfly_kit.agent.agent import Agent
-from agentfly_kit.engines.scripted import ScriptedEngine
-from agentfly_kit.errors import SandboxError
+import agentfly_kit as af
 from agentfly_kit.tools import builtin as toolbox
-from agentfly_kit.types import ToolCall
 
 FILE = str(Path(__file__).with_name("mcp_server.py"))
 SERVER = [sys.executable, FILE]
@@ -92,7 +89,7 @@ async def test_a_server_that_hangs_or_dies() -> None:
     ],
 )
 async def test_a_server_that_does_not_start(server: str, timeout: float, message: str) -> None:
-    with pytest.raises(SandboxError, match=message):
+    with pytest.raises(af.errors.SandboxError, match=message):
         async with toolbox.mcp(server, timeout=timeout):
             pass
     await until(lambda: not tasks_left())
@@ -101,7 +98,7 @@ async def test_a_server_that_does_not_start(server: str, timeout: float, message
 async def test_the_message_of_a_server_that_fails_to_start_is_shown(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text("raise SystemExit('the index is missing')")
-    with pytest.raises(SandboxError, match="the index is missing"):
+    with pytest.raises(af.errors.SandboxError, match="the index is missing"):
         async with toolbox.mcp([sys.executable, str(file)], timeout=GUARD):
             pass
 
@@ -129,10 +126,10 @@ async def test_a_result_that_breaks_the_announced_schema_is_a_failure(tmp_path: 
         assert not result.ok and result.error is not None and "structured content" in result.error.message
 
 
-def _agent(tools: Any, **settings: Any) -> Agent:
+def _agent(tools: Any, **settings: Any) -> af.Agent:
     chat = agents.shipped().chat
-    call = chat.format.render_call(ToolCall("call-0", "no_te", {"text": "hi"}))
-    return Agent(ScriptedEngine([call, call, "done"]), chat=chat, tools=tools, reward=agents.exact, **settings)
+    call = chat.format.render_call(af.ToolCall("call-0", "no_te", {"text": "hi"}))
+    return af.Agent(af.ScriptedEngine([call, call, "done"]), chat=chat, tools=tools, reward=agents.exact, **settings)
 
 
 async def last_notes(tools: Any, **settings: Any) -> set[str]:

@@ -13,10 +13,7 @@ import pytest
 from cancelling import patient_sandboxes
 from waiting import GUARD
 
-from agentfly_kit.errors import ToolSchemaError
-from agentfly_kit.pool.pool import Pool
-from agentfly_kit.sandboxes.python import PythonSandbox
-from agentfly_kit.tools.tool import Tool, ToolSet
+import agentfly_kit as af
 
 SOURCE = '''
 def area(width: float, height: float = 1.0, unit: Literal["m", "km"] = "m", notes: list[str] | None = None) -> str:
@@ -42,12 +39,12 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     patient_sandboxes(monkeypatch)
 
 
-made_from = functools.partial(Tool.from_source, timeout=GUARD)
+made_from = functools.partial(af.Tool.from_source, timeout=GUARD)
 
 
 async def test_the_function_runs_in_the_sandbox_with_its_schema() -> None:
     made = made_from(SOURCE)
-    assert made.name == "area" and made.source == SOURCE and made.sandbox_types == (PythonSandbox,)
+    assert made.name == "area" and made.source == SOURCE and made.sandbox_types == (af.PythonSandbox,)
     properties = made.schema["function"]["parameters"]["properties"]
     assert properties["unit"]["enum"] == ["m", "km"] and properties["height"]["default"] == 1.0
     assert properties["width"]["description"] == "width of the rectangle."
@@ -57,17 +54,17 @@ async def test_the_function_runs_in_the_sandbox_with_its_schema() -> None:
 
 async def test_every_tool_runs_its_own_body_also_after_the_model_redefined_it() -> None:
     first, second = (made_from(one(f"return {n}"), name=f"tool{n}") for n in (1, 2))
-    async with Pool(PythonSandbox, size=1) as pool:
+    async with af.Pool(af.PythonSandbox, size=1) as pool:
         sandbox: Any
         assert [(await t.try_(pool=pool)).observation for t in (first, second, first)] == ["1", "2", "1"]
-    async with PythonSandbox() as sandbox:
+    async with af.PythonSandbox() as sandbox:
         await sandbox.run("def f(): return 3", timeout=GUARD)
         from agentfly_kit.tools.source import parse_source, sandboxed
 
         assert (await sandboxed(parse_source(one("return {'a': 1}"), GUARD))(sandbox)).stdout == '{"a":1}\n'
     assert first.fingerprint != second.fingerprint
     same = made_from(one("return 1"), name="tool1")
-    assert ToolSet([first, second]) == ToolSet([same, second])
+    assert af.ToolSet([first, second]) == af.ToolSet([same, second])
 
 
 async def test_failures_of_the_function_are_observations() -> None:
@@ -75,7 +72,7 @@ async def test_failures_of_the_function_are_observations() -> None:
     assert not result.ok and "ZeroDivisionError" in result.observation and result.error is None
     result = await made_from(one("import os; os._exit(3)")).try_()
     assert not result.ok and result.error is None
-    result = await Tool.from_source(one("while True: pass"), timeout=0.5).try_()
+    result = await af.Tool.from_source(one("while True: pass"), timeout=0.5).try_()
     assert not result.ok and result.error is None
 
 
@@ -100,11 +97,11 @@ def _try_random_sources(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
         if rng.random() < 0.3:
             pieces = [_PIECES[16], _PIECES[17], *(f"    {piece}" for piece in pieces)]
         try:
-            made = Tool.from_source("\n".join(pieces))
-        except ToolSchemaError:
+            made = af.Tool.from_source("\n".join(pieces))
+        except af.errors.ToolSchemaError:
             continue
         accepted += 1
-        assert made.fingerprint and made.schema and repr(made) and ToolSet([made])
+        assert made.fingerprint and made.schema and repr(made) and af.ToolSet([made])
     assert "AGENTFLY_CANARY" not in os.environ
     return accepted
 
@@ -127,5 +124,5 @@ async def test_a_tool_cannot_write_files_of_the_host(tmp_path: Path) -> None:
 
 
 async def _isolation() -> str | None:
-    async with PythonSandbox() as sandbox:
+    async with af.PythonSandbox() as sandbox:
         return sandbox.isolation

@@ -24,13 +24,11 @@ from cancelling import patient_sandboxes
 from pydantic import Field
 from waiting import GUARD, until
 
-from agentfly_kit.errors import TaskError, ToolError
-from agentfly_kit.tools.context import Context
-from agentfly_kit.tools.injection import FromTask
-from agentfly_kit.tools.tool import Tool, ToolSet, tool
-from agentfly_kit.types import Task, ToolCall, ToolResult
+import agentfly_kit as af
 
-TASK = Task("t", ({"role": "user", "content": "2+3"},), {"answer": "5", "facts": {"Ann": "Oslo"}, "expression": "trap"})
+TASK = af.Task(
+    "t", ({"role": "user", "content": "2+3"},), {"answer": "5", "facts": {"Ann": "Oslo"}, "expression": "trap"}
+)
 
 
 class Unit(enum.Enum):
@@ -61,7 +59,7 @@ class Window(typing_extensions.TypedDict):
     right: typing_extensions.NotRequired[int]
 
 
-@tool
+@af.tool
 def calculator(expression: str) -> str:
     """Evaluate an arithmetic expression.
 
@@ -71,21 +69,21 @@ def calculator(expression: str) -> str:
     return str(eval(expression, {"__builtins__": {}}))
 
 
-@tool
+@af.tool
 def add(a: Annotated[int, "the first"], b: Annotated[int, "the second"] = 1) -> int:
     """Add."""
     return a + b
 
 
-def context(task: Task = TASK) -> Context:
-    return Context(task, trajectory_id="chain")
+def context(task: af.Task = TASK) -> af.Context:
+    return af.Context(task, trajectory_id="chain")
 
 
-def call(name: str, **arguments: Any) -> ToolCall:
-    return ToolCall("call-0", name, arguments)
+def call(name: str, **arguments: Any) -> af.ToolCall:
+    return af.ToolCall("call-0", name, arguments)
 
 
-def parameters(t: Tool[..., Any]) -> dict[str, Any]:
+def parameters(t: af.Tool[..., Any]) -> dict[str, Any]:
     return typing.cast("dict[str, Any]", t.schema["function"]["parameters"])
 
 
@@ -103,7 +101,7 @@ def test_descriptions_come_from_the_docstring(arguments: str) -> None:
         return ""
 
     function.__doc__ = f"Do it.\n\nIn two steps, carefully.\n\n{arguments}"
-    made = tool(function)
+    made = af.tool(function)
     assert made.schema["function"]["description"] == "Do it.\n\nIn two steps, carefully."
     assert parameters(made)["properties"] == {
         "a": {"type": "integer", "description": "the number, over two lines"},
@@ -162,7 +160,7 @@ async def test_schemas_and_values_of_types(annotation: Any, schema: Any, given: 
         seen.append(x)
 
     probe.__annotations__["x"] = annotation
-    made = tool(probe)
+    made = af.tool(probe)
     entry = parameters(made)["properties"]["x"]
     assert entry.pop("description") == "anything"
     if schema is not None:
@@ -179,19 +177,19 @@ async def test_schemas_of_recursive_types_and_of_classes_with_the_same_name() ->
         return f"{a.x} {b.name}"
 
     f.__annotations__.update(a=Annotated[Tree, "the tree"], b=Annotated[Tree | None, "another"])
-    schema = parameters(tool(f))
+    schema = parameters(af.tool(f))
     assert schema["properties"]["a"] == {"$ref": "#/$defs/Tree", "description": "the tree"}
     assert schema["$defs"]["Tree"]["properties"]["children"]["items"] == {"$ref": "#/$defs/Tree"}
     assert set(schema["$defs"]) == {"Tree"}
     other = dataclasses.make_dataclass("Point", [("name", str)])
     f.__annotations__.update(a=Annotated[Point, "one"], b=Annotated[other, "two"])
-    made = tool(f)
+    made = af.tool(f)
     assert [list(entry["properties"]) for entry in parameters(made)["properties"].values()] == [["x", "y"], ["name"]]
     assert (await made.try_(a={"x": 1}, b={"name": "n"})).observation == "1 n"
 
 
 async def test_defaults_and_names_reserved_by_pydantic() -> None:
-    @tool
+    @af.tool
     def f(
         json: Annotated[int, "count"] = 3,
         schema: Annotated[Unit, "unit"] = Unit.CELSIUS,
@@ -209,7 +207,7 @@ async def test_defaults_and_names_reserved_by_pydantic() -> None:
 
 
 def test_descriptions_may_be_given_or_missing() -> None:
-    @tool(describe="optional")
+    @af.tool(describe="optional")
     def add(a: int, b: Annotated[int, "the second"] = 1) -> int:
         return a + b
 
@@ -228,7 +226,7 @@ def test_descriptions_may_be_given_or_missing() -> None:
             },
         },
     }
-    given = tool(description="Sum of two.", describe="optional")(add.function)
+    given = af.tool(description="Sum of two.", describe="optional")(add.function)
     assert given.schema["function"]["description"] == "Sum of two."
 
 
@@ -237,7 +235,7 @@ async def test_tool_is_callable_like_its_function() -> None:
     assert calculator.__doc__ is not None
     assert repr(add) == "<Tool add(a: integer, b: integer = 1)>"
 
-    @tool
+    @af.tool
     async def later(x: Annotated[int, "a number"]) -> int:
         """Wait."""
         await asyncio.sleep(0)
@@ -251,14 +249,14 @@ class Counter:
     def __init__(self) -> None:
         self.count = 0
 
-    @tool
+    @af.tool
     def step(self, by: Annotated[int, "how far"]) -> int:
         """Count on."""
         self.count += by
         return self.count
 
     @staticmethod
-    @tool
+    @af.tool
     def double(n: Annotated[int, "a number"]) -> int:
         """Double it."""
         return 2 * n
@@ -270,7 +268,7 @@ async def test_methods_are_bound_to_their_instance() -> None:
     assert (await first.step.try_(by=3)).observation == "5"
     assert (await second.step.try_(by=1)).observation == "1"
     assert list(parameters(first.step)["properties"]) == ["by"]
-    both = ToolSet([first.step, Counter.double])
+    both = af.ToolSet([first.step, Counter.double])
     assert (await both.call(call("step", by=1), context())).observation == "6"
     assert (await both.call(call("double", n=4), context())).observation == "8"
 
@@ -305,13 +303,13 @@ class TextEnum(str, enum.Enum):  # noqa: UP042  # its str() is its name, not its
     ],
 )  # fmt: skip
 async def test_return_values(value: Any, text: str) -> None:
-    @tool
+    @af.tool
     def give() -> Any:
         """Give it."""
         return value
 
     result = await give.try_()
-    assert result == ToolResult(True, text)
+    assert result == af.ToolResult(True, text)
     result.observation.encode()
 
 
@@ -326,12 +324,15 @@ CIRCULAR.append(CIRCULAR)
         (calculator.function, "TypeError: a tool returned a function, which has no string representation"),
         (CIRCULAR, "ValueError: Circular reference"),
         (Unspeakable(), "RuntimeError: no words"),
-        (ToolResult(True, "", reward=float("nan")), "TypeError: the reward of a ToolResult must be a finite number or"),
-        (ToolResult(True, "", reward="1"), "TypeError: the reward of a ToolResult must be a finite number or None"),  # type: ignore[arg-type]
+        (
+            af.ToolResult(True, "", reward=float("nan")),
+            "TypeError: the reward of a ToolResult must be a finite number or",
+        ),
+        (af.ToolResult(True, "", reward="1"), "TypeError: the reward of a ToolResult must be a finite number or None"),  # type: ignore[arg-type]
     ],
 )
 async def test_return_value_that_cannot_be_converted_fails(value: Any, message: str) -> None:
-    @tool
+    @af.tool
     def give() -> Any:
         """Give it."""
         return value
@@ -343,23 +344,23 @@ async def test_return_value_that_cannot_be_converted_fails(value: Any, message: 
 
 
 async def test_results_are_returned_unchanged_and_long_ones_are_cut() -> None:
-    @tool(max_chars=5)
+    @af.tool(max_chars=5)
     def give(n: Annotated[int, "length"], done: Annotated[bool, "how"] = False) -> Any:
         """Give it."""
         if n == 0:
-            raise ToolError("no such city: Atlantis")
+            raise af.ToolError("no such city: Atlantis")
         text = "0123456789"[:n]
-        return ToolResult(False, text, reward=0.5, done=True, metrics={"m": 1.0}) if done else text
+        return af.ToolResult(False, text, reward=0.5, done=True, metrics={"m": 1.0}) if done else text
 
-    whole = ToolResult(False, "01234", reward=0.5, done=True, metrics={"m": 1.0})
+    whole = af.ToolResult(False, "01234", reward=0.5, done=True, metrics={"m": 1.0})
     cut = "01234\n[cut: the first 5 of 6 characters]"
-    assert await give.try_(n=5) == ToolResult(True, "01234")
+    assert await give.try_(n=5) == af.ToolResult(True, "01234")
     assert await give.try_(n=5, done=True) == whole
-    assert await give.try_(n=6) == ToolResult(True, cut, truncated=True)
+    assert await give.try_(n=6) == af.ToolResult(True, cut, truncated=True)
     assert await give.try_(n=6, done=True) == dataclasses.replace(whole, observation=cut, truncated=True)
     assert (await give.try_(n=0)).observation == "no su\n[cut: the first 5 of 22 characters]"
-    unlimited = tool(max_chars=None)(give.function)
-    assert await unlimited.try_(n=0) == ToolResult(False, "no such city: Atlantis")
+    unlimited = af.tool(max_chars=None)(give.function)
+    assert await unlimited.try_(n=0) == af.ToolResult(False, "no such city: Atlantis")
 
 
 async def test_awaitables_of_functions_and_partials_are_awaited() -> None:
@@ -368,12 +369,12 @@ async def test_awaitables_of_functions_and_partials_are_awaited() -> None:
         await asyncio.sleep(0)
         return x * factor
 
-    @tool
+    @af.tool
     def wrapper(x: Annotated[int, "n"]) -> Any:
         """Wrap."""
         return inner(x, 2)
 
-    for made in (wrapper, tool(functools.partial(inner, factor=2))):
+    for made in (wrapper, af.tool(functools.partial(inner, factor=2))):
         assert (await made.try_(x=4)).observation == "8"
 
 
@@ -407,18 +408,18 @@ async def cancelled_elsewhere() -> str:
 async def test_other_exceptions_are_recorded_as_failures(error: BaseException, asynchronous: bool) -> None:
     """The failure has a traceback, the model sees only that the tool failed, and concurrent calls are unaffected."""
 
-    @tool
+    @af.tool
     def fail() -> str:
         """Fail."""
         raise error
 
-    @tool(name="fail")
+    @af.tool(name="fail")
     async def fail_async() -> str:
         """Fail."""
         await asyncio.sleep(0)
         return await cancelled_elsewhere() if isinstance(error, asyncio.CancelledError) else fail()
 
-    tools = ToolSet([fail_async if asynchronous else fail, add])
+    tools = af.ToolSet([fail_async if asynchronous else fail, add])
     failed, fine = await tools.call_all([call("fail"), call("add", a=1, b=1)], context())
     assert failed.result is not None
     assert (failed.result.ok, failed.result.observation) == (False, "fail failed.")
@@ -429,18 +430,18 @@ async def test_other_exceptions_are_recorded_as_failures(error: BaseException, a
     if expected not in (Unspeakable, RuntimeError):
         assert "in fail" in failure.traceback
         assert "function.py" not in failure.traceback  # frames of this package are removed
-    assert fine.result == ToolResult(True, "2")
+    assert fine.result == af.ToolResult(True, "2")
 
 
 async def test_keyboard_interrupt_and_cancellation_propagate() -> None:
-    @tool
+    @af.tool
     def interrupted() -> str:
         """Stop."""
         raise KeyboardInterrupt
 
     began = asyncio.Event()
 
-    @tool
+    @af.tool
     async def waits() -> None:
         """Wait."""
         began.set()
@@ -458,21 +459,21 @@ async def test_keyboard_interrupt_and_cancellation_propagate() -> None:
 async def test_calls_of_one_turn_run_concurrently() -> None:
     barrier = threading.Barrier(4, timeout=GUARD)
 
-    @tool(timeout=GUARD)
+    @af.tool(timeout=GUARD)
     def meet(i: Annotated[int, "which"]) -> int:
         """Wait for the others: passes only if all four run at once."""
         barrier.wait()
         return i
 
-    calls = [ToolCall(f"call-{i}", "meet", {"i": i}) for i in range(4)]
-    done = await ToolSet([meet]).call_all(calls, context())
+    calls = [af.ToolCall(f"call-{i}", "meet", {"i": i}) for i in range(4)]
+    done = await af.ToolSet([meet]).call_all(calls, context())
     assert [(c.id, c.result.observation) for c in done if c.result] == [(f"call-{i}", str(i)) for i in range(4)]
 
 
 async def test_coroutine_is_cancelled_at_its_timeout() -> None:
     cancelled = asyncio.Event()
 
-    @tool(timeout=0.02)
+    @af.tool(timeout=0.02)
     async def slow() -> None:
         """Be slow."""
         try:
@@ -491,7 +492,7 @@ async def test_thread_is_abandoned_at_its_timeout(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("agentfly_kit._async.threads._IDLE_SECONDS", 0.05)
     release, threads = threading.Event(), []
 
-    @tool(timeout=0.02)
+    @af.tool(timeout=0.02)
     def slow() -> None:
         """Be slow."""
         threads.append(threading.current_thread())
@@ -556,8 +557,8 @@ def test_interpreter_can_exit_while_tools_compute() -> None:
     assert done.stderr.count("Traceback") == 1, done.stderr
 
 
-@tool
-def lookup(person: Annotated[str, "who"], facts: FromTask[dict[str, str]], context: Context) -> str:
+@af.tool
+def lookup(person: Annotated[str, "who"], facts: af.FromTask[dict[str, str]], context: af.Context) -> str:
     """Where somebody lives."""
     context.state["asked"] = context.state.get("asked", 0) + 1
     return f"{facts[person]} {context.state['asked']} {context.trajectory_id}"
@@ -577,7 +578,7 @@ async def test_task_fields_and_context_are_hidden_and_injected() -> None:
     assert (await calculator.invoke({"expression": "2+3"}, context())).observation == "5"
     assert "expression is missing" in (await calculator.invoke({}, context())).observation
 
-    @tool
+    @af.tool
     def note(task: Annotated[str, "what to do"], pool: Annotated[str, "where"] = "") -> str:
         """Note it."""
         return task + pool
@@ -586,13 +587,13 @@ async def test_task_fields_and_context_are_hidden_and_injected() -> None:
 
 
 async def test_missing_field_is_a_failure_unless_it_has_a_default() -> None:
-    @tool
-    def with_default(colour: FromTask[str] = "red") -> str:
+    @af.tool
+    def with_default(colour: af.FromTask[str] = "red") -> str:
         """See."""
         return colour
 
     assert (await with_default.invoke({}, context())).observation == "red"
-    bare = Task("bare", TASK.messages, {"fact": 1})
+    bare = af.Task("bare", TASK.messages, {"fact": 1})
     result = await lookup.invoke({"person": "Ann"}, context(bare))
     assert result.error is not None
     words = (
@@ -600,10 +601,10 @@ async def test_missing_field_is_a_failure_unless_it_has_a_default() -> None:
         "did you mean 'fact'?; rename the parameter or give it a default"
     )
     assert result.error.message == words
-    with pytest.raises(TaskError) as caught:
-        ToolSet([lookup, with_default]).check([TASK, bare])
+    with pytest.raises(af.errors.TaskError) as caught:
+        af.ToolSet([lookup, with_default]).check([TASK, bare])
     assert str(caught.value) == words
-    ToolSet([lookup, with_default]).check([TASK])
+    af.ToolSet([lookup, with_default]).check([TASK])
 
 
 class FakeBox:
@@ -626,7 +627,7 @@ class FakeBox:
         self.closed = True
 
 
-@tool
+@af.tool
 async def execute(code: Annotated[str, "what"], sandbox: FakeBox) -> str:
     """Run it."""
     if code == "bad":
@@ -655,20 +656,20 @@ async def test_python_sandbox_keeps_variables_and_survives_a_cancelled_call(monk
         """Run Python."""
         return await sandbox.run(code, timeout=GUARD)
 
-    async def observed(code: str, here: Context, limit: float = GUARD) -> str:
-        result = await tool(timeout=limit)(python).invoke({"code": code}, here)
+    async def observed(code: str, here: af.Context, limit: float = GUARD) -> str:
+        result = await af.tool(timeout=limit)(python).invoke({"code": code}, here)
         assert result.error is None, result.error
         return result.observation
 
     async with Pool(PythonSandbox, size=1) as pool:
-        async with Context(TASK, trajectory_id="one", pools=[pool]) as one:
+        async with af.Context(TASK, trajectory_id="one", pools=[pool]) as one:
             assert await observed("x = 6", one) == ""
             assert await observed("x * 7", one) == "42"
             assert "ZeroDivisionError" in await observed("1/0", one)
             late = await observed("while True: pass", one, 0.5)
             assert late == "python took longer than 0.5 s and was cancelled."
             assert await observed("print('here')", one) == "here"
-        async with Context(TASK, trajectory_id="two", pools=[pool]) as two:
+        async with af.Context(TASK, trajectory_id="two", pools=[pool]) as two:
             assert "NameError" in await observed("x", two)
         assert pool.snapshot().leased == 0
 
@@ -678,9 +679,9 @@ async def test_calls_that_share_a_sandbox_run_in_order() -> None:
 
     FakeBox.opened.clear()
     async with Pool(FakeBox, size=2) as pool:
-        here = Context(TASK, trajectory_id="chain", pools=[pool])
+        here = af.Context(TASK, trajectory_id="chain", pools=[pool])
         calls = [call("execute", code=c) for c in "abc"]
-        done = await ToolSet([execute, add]).call_all([*calls, call("add", a=1)], here)
+        done = await af.ToolSet([execute, add]).call_all([*calls, call("add", a=1)], here)
         assert [c.result.observation for c in done if c.result] == ["a: 2", "b: 4", "c: 6", "2"]
         assert len(FakeBox.opened) == 1
         assert FakeBox.opened[0].log == ["a>", "<a", "b>", "<b", "c>", "<c"]
@@ -689,19 +690,19 @@ async def test_calls_that_share_a_sandbox_run_in_order() -> None:
 
 
 async def test_unknown_and_malformed_calls_are_observations() -> None:
-    tools = ToolSet([calculator, add])
+    tools = af.ToolSet([calculator, add])
     unknown, unreadable = await tools.call_all(
-        [call("calculate", x=1), ToolCall("call-1", "", {}, error="the tool call is not valid JSON")], context()
+        [call("calculate", x=1), af.ToolCall("call-1", "", {}, error="the tool call is not valid JSON")], context()
     )
-    assert unknown.result == ToolResult(False, "there is no tool named 'calculate'; the tools are: calculator, add")
-    assert unreadable.result == ToolResult(False, "the tool call is not valid JSON")
-    assert (await ToolSet().call(call("x"), context())).observation.endswith("there are no tools")
+    assert unknown.result == af.ToolResult(False, "there is no tool named 'calculate'; the tools are: calculator, add")
+    assert unreadable.result == af.ToolResult(False, "the tool call is not valid JSON")
+    assert (await af.ToolSet().call(call("x"), context())).observation.endswith("there are no tools")
     assert await tools.call_all([], context()) == ()
 
 
 def test_tool_sets() -> None:
-    twice = Tool(add.function, name="twice")
-    tools = ToolSet([calculator, add, twice])
+    twice = af.Tool(add.function, name="twice")
+    tools = af.ToolSet([calculator, add, twice])
     assert tools.names == ("calculator", "add", "twice")
     assert tools["add"] is add and tools[0] is calculator and tools[1:].names == ("add", "twice")
     assert tools.schemas == tuple(t.schema for t in tools)
@@ -709,28 +710,28 @@ def test_tool_sets() -> None:
     assert add in tools
     assert repr(tools) == "<ToolSet calculator, add, twice>"
     # Sets are changed by copies and compared by content.
-    start = ToolSet([calculator, add])
+    start = af.ToolSet([calculator, add])
     more = start.add(twice)
     assert more == tools and start.names == ("calculator", "add")
     assert more.remove("twice") == start and more != start and hash(more.remove("twice")) == hash(start)
-    revised = start.revise(Tool(add.function, name="calculator"))
+    revised = start.revise(af.Tool(add.function, name="calculator"))
     assert revised.names == start.names and revised != start
     assert revised.revise(calculator) == start
-    assert ToolSet([add, calculator]) != start, "the order is that of the prompt"
-    assert ToolSet([Shop(3).price]) != ToolSet([Shop(4).price]), "other instances are other tools"
+    assert af.ToolSet([add, calculator]) != start, "the order is that of the prompt"
+    assert af.ToolSet([Shop(3).price]) != af.ToolSet([Shop(4).price]), "other instances are other tools"
     shop = Shop(3)
-    assert ToolSet([shop.price]) == ToolSet([shop.price])
+    assert af.ToolSet([shop.price]) == af.ToolSet([shop.price])
 
 
 async def test_rerun_raises_the_exception_of_the_tool() -> None:
     from agentfly_kit.pool.pool import Pool
 
     pool = Pool(FakeBox, size=1)
-    here = Context(TASK, trajectory_id="chain", pools=[pool])
+    here = af.Context(TASK, trajectory_id="chain", pools=[pool])
     calls = [
         call("execute", code="a"), call("execute", code="bad"), call("nothing"), call("calculator", expression="2+3"),
     ]  # fmt: skip
-    done = await ToolSet([execute, calculator]).call_all(calls, here)
+    done = await af.ToolSet([execute, calculator]).call_all(calls, here)
     await here.close()
     again = await done[0].rerun()
     assert again.observation == "a: 2"
@@ -771,17 +772,17 @@ def f(x: Annotated[int, "n"]) -> int:
 async def test_redefined_tool_is_used_by_new_sets_only() -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     old = cell(CELL, names)["f"]
-    tools = ToolSet([old, calculator])
+    tools = af.ToolSet([old, calculator])
     assert "return helper(x) * LIMIT" in old.source
     assert tools.redefined() == ()
-    assert ToolSet([tool(timeout=9)(old.function)]).redefined() == ()  # the same function with other settings
+    assert af.ToolSet([af.tool(timeout=9)(old.function)]).redefined() == ()  # the same function with other settings
     assert cell(CELL, names)["f"].fingerprint == old.fingerprint  # the same source gives the same fingerprint
     assert tools.redefined() == ()
     new = cell(CELL.replace("* LIMIT", "- LIMIT"), names)["f"]
     assert new is not old
     assert tools.redefined() == ("f",)
     assert (await tools.call(call("f", x=1), context())).observation == "6"  # the old set keeps the old tool
-    assert (await ToolSet([new]).call(call("f", x=1), context())).observation == "-1"
+    assert (await af.ToolSet([new]).call(call("f", x=1), context())).observation == "-1"
 
 
 NESTED = CELL.replace("helper(x) * LIMIT", "(lambda: helper(x) * LIMIT)()")
@@ -842,7 +843,7 @@ class Shop:
 
 async def test_methods_partials_and_objects_are_tools() -> None:
     plus_five = functools.partial(add.function, b=5)
-    tools = ToolSet([Shop(3).price, plus_five, Shop(4)])
+    tools = af.ToolSet([Shop(3).price, plus_five, Shop(4)])
     assert tools.names == ("price", "add", "Shop")
     assert (await tools["price"].try_(amount=2)).observation == "6"
     assert (await tools["add"].try_(a=2)).observation == "7"
@@ -850,11 +851,11 @@ async def test_methods_partials_and_objects_are_tools() -> None:
     assert tools["Shop"].schema["function"]["description"] == "Prices of a shop."
     assert list(parameters(tools["add"])["properties"]) == ["a"], "the model must not change what the partial fixes"
     assert not (await tools["add"].try_(a=2, b=1)).ok
-    assert tool(functools.partial(add.function, b=5)).fingerprint == tools["add"].fingerprint
-    assert tool(functools.partial(add.function, b=6)).fingerprint != tools["add"].fingerprint
+    assert af.tool(functools.partial(add.function, b=5)).fingerprint == tools["add"].fingerprint
+    assert af.tool(functools.partial(add.function, b=6)).fingerprint != tools["add"].fingerprint
 
     def closure(factor: int) -> str:
-        @tool
+        @af.tool
         def times(x: Annotated[int, "n"]) -> int:
             """Multiply."""
             return x * factor
@@ -877,7 +878,7 @@ CITY = {
 
 
 async def test_a_tool_from_a_schema_checks_the_types_and_passes_what_was_given() -> None:
-    weather = Tool.from_schema("weather", CITY, lambda **given: given, description="Return the weather.")
+    weather = af.Tool.from_schema("weather", CITY, lambda **given: given, description="Return the weather.")
     assert parameters(weather) == CITY
     assert (await weather.try_(**{"city-name": "Oslo"})).observation == '{"city-name":"Oslo"}'
     assert (await weather.try_(**{"city-name": "Oslo", "points": [1, 2.5]})).ok
@@ -886,10 +887,10 @@ async def test_a_tool_from_a_schema_checks_the_types_and_passes_what_was_given()
         result = await weather.try_(**wrong)
         assert not result.ok and "weather was not run" in result.observation, wrong
     whole = {"type": "function", "function": {"name": "w", "description": "Weather.", "parameters": CITY}}
-    assert Tool.from_schema("weather", whole, lambda **given: given).description == "Weather."
+    assert af.Tool.from_schema("weather", whole, lambda **given: given).description == "Weather."
 
-    def guess(context: Context, **arguments: Any) -> str:
+    def guess(context: af.Context, **arguments: Any) -> str:
         return f"{context.task.id} {arguments['number']}"
 
-    made = Tool.from_schema("guess", {"properties": {"number": {"type": "integer"}}}, guess)
+    made = af.Tool.from_schema("guess", {"properties": {"number": {"type": "integer"}}}, guess)
     assert (await made.try_(number=2)).observation == "none 2"

@@ -11,11 +11,10 @@ from test_context import TASK, Box, FakePool, ForkingBox, OtherBox
 from test_source import one
 from test_tools import Counter, add, calculator
 
+import agentfly_kit as af
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError, ToolSchemaError
 from agentfly_kit.pool.environment import reset_arguments
 from agentfly_kit.tools import builtin as toolbox
-from agentfly_kit.tools.context import Context
-from agentfly_kit.tools.tool import Tool, ToolSet, tool
 
 
 def silent(n: Annotated[int, "a"]) -> str:
@@ -38,62 +37,62 @@ UNBOUND = "Counter.step is a method, which must be bound to an instance; use Cou
 
 
 @errors.table(
-    (lambda: tool(defined("a")), ToolSchemaError, "f: parameter 'a' must have a type, for example a: str"),
-    (lambda: tool(defined("c: int")), ToolSchemaError,
+    (lambda: af.tool(defined("a")), ToolSchemaError, "f: parameter 'a' must have a type, for example a: str"),
+    (lambda: af.tool(defined("c: int")), ToolSchemaError,
      "f: parameter 'c' must have a description (the docstring describes 'a', 'b')"),
-    (lambda: tool(defined("c: int")), ToolSchemaError, "@af.tool(describe='optional')"),
-    (lambda: tool(defined("*a: int")), ToolSchemaError,
+    (lambda: af.tool(defined("c: int")), ToolSchemaError, "@af.tool(describe='optional')"),
+    (lambda: af.tool(defined("*a: int")), ToolSchemaError,
      "f: parameter 'a' must accept a keyword argument, got a variadic positional"),
-    (lambda: tool(defined("**a: int")), ToolSchemaError,
+    (lambda: af.tool(defined("**a: int")), ToolSchemaError,
      "f: parameter 'a' must accept a keyword argument, got a variadic keyword"),
-    (lambda: tool(defined("a: int, /")), ToolSchemaError,
+    (lambda: af.tool(defined("a: int, /")), ToolSchemaError,
      "f: parameter 'a' must accept a keyword argument, got a positional-only"),
-    (lambda: tool(defined("a: threading.Thread")), ToolSchemaError,
+    (lambda: af.tool(defined("a: threading.Thread")), ToolSchemaError,
      "f: parameter 'a' must have a type with a JSON schema, got threading.Thread"),
-    (lambda: tool(defined("a: typing.Callable[[int], int]")), ToolSchemaError,
+    (lambda: af.tool(defined("a: typing.Callable[[int], int]")), ToolSchemaError,
      "f: parameter 'a' must have a type with a JSON schema"),
-    (lambda: tool(defined("a: float = float('inf')")), ToolSchemaError,
+    (lambda: af.tool(defined("a: float = float('inf')")), ToolSchemaError,
      "f: the default of parameter 'a' must be a JSON value of its type, got inf"),
-    (lambda: tool(defined("a: 'Nowhere'")), ToolSchemaError,
+    (lambda: af.tool(defined("a: 'Nowhere'")), ToolSchemaError,
      "f: annotations must be resolvable, got NameError: name 'Nowhere' is not defined"),
-    (lambda: tool(silent), ToolSchemaError, "silent: the function must have a docstring"),
-    (lambda: tool(yields), ToolSchemaError, "a tool must return one result, got the generator yields"),
-    (lambda: tool(len), ToolSchemaError, "a tool must be a function defined with `def`, got len"),
-    (lambda: tool(add), ToolSchemaError, "add is already a tool"),
-    (lambda: tool(classmethod(len)), ToolSchemaError, "a classmethod cannot be a tool"),
-    (lambda: tool(3), ToolSchemaError, "got 3"),
-    (lambda: tool("text"), ToolSchemaError, "got 'text'"),
-    (lambda: tool(int), ToolSchemaError, "got int"),
-    (lambda: tool(describe="never")(silent), ToolSchemaError,
+    (lambda: af.tool(silent), ToolSchemaError, "silent: the function must have a docstring"),
+    (lambda: af.tool(yields), ToolSchemaError, "a tool must return one result, got the generator yields"),
+    (lambda: af.tool(len), ToolSchemaError, "a tool must be a function defined with `def`, got len"),
+    (lambda: af.tool(add), ToolSchemaError, "add is already a tool"),
+    (lambda: af.tool(classmethod(len)), ToolSchemaError, "a classmethod cannot be a tool"),
+    (lambda: af.tool(3), ToolSchemaError, "got 3"),
+    (lambda: af.tool("text"), ToolSchemaError, "got 'text'"),
+    (lambda: af.tool(int), ToolSchemaError, "got int"),
+    (lambda: af.tool(describe="never")(silent), ToolSchemaError,
      "describe must be 'required' or 'optional', got 'never'"),
-    (lambda: tool(description=3)(add.function), ToolSchemaError, "description must be a string"),
-    (lambda: tool(timeout=0)(add.function), ToolSchemaError, "or None for no limit"),
-    (lambda: tool(timeout=-1.0)(add.function), ToolSchemaError, "or None for no limit"),
-    (lambda: tool(max_chars=0)(add.function), ToolSchemaError, "or None for no limit"),
-    *((lambda name=name: tool(name=name)(add.function), ToolSchemaError, "must consist of letters")
+    (lambda: af.tool(description=3)(add.function), ToolSchemaError, "description must be a string"),
+    (lambda: af.tool(timeout=0)(add.function), ToolSchemaError, "or None for no limit"),
+    (lambda: af.tool(timeout=-1.0)(add.function), ToolSchemaError, "or None for no limit"),
+    (lambda: af.tool(max_chars=0)(add.function), ToolSchemaError, "or None for no limit"),
+    *((lambda name=name: af.tool(name=name)(add.function), ToolSchemaError, "must consist of letters")
       for name in ("", "two words", "9lives", "ä", "x" * 65)),
-    (lambda: ToolSet([Counter.step]), ToolSchemaError, UNBOUND),
+    (lambda: af.ToolSet([Counter.step]), ToolSchemaError, UNBOUND),
     (lambda: Counter.step.try_(by=1), ToolSchemaError, UNBOUND),
     (lambda: add.try_(1, a=1), TypeError, "got 'a' twice"),
     (lambda: add.try_(1, 2, 3), TypeError, "got 3 positional arguments"),
-    *((lambda schema=schema: Tool.from_schema("weather", schema, lambda **given: given), ToolSchemaError, "weather: ")
+    *((lambda schema=schema: af.Tool.from_schema("weather", schema, lambda **given: given), ToolSchemaError, "weather:")
       for schema in (None, [], {"type": "string"}, {"properties": []}, {"properties": {"a": 3}}, {"required": ["a"]},
                      {"properties": {"a": {"default": object()}}})),
-    (lambda: ToolSet([add, calculator])["nope"], KeyError, "must be one of the names: add, calculator"),
-    (lambda: ToolSet([add, tool(name="add")(calculator.function)]), ToolSchemaError,
+    (lambda: af.ToolSet([add, calculator])["nope"], KeyError, "must be one of the names: add, calculator"),
+    (lambda: af.ToolSet([add, af.tool(name="add")(calculator.function)]), ToolSchemaError,
      "names of tools must be unique, got 'add' twice"),
-    (lambda: ToolSet(add), ToolSchemaError, "tools must be a list of tools, got <Tool add"),
-    (lambda: ToolSet([add]).add(add), ToolSchemaError, "unique"),
-    (lambda: ToolSet([add]).revise(calculator), KeyError, "calculator"),
-    (lambda: ToolSet([add]).revise(calculator), KeyError, "add"),
-    (lambda: ToolSet([add]).remove("calculator"), KeyError, "calculator"),
+    (lambda: af.ToolSet(add), ToolSchemaError, "tools must be a list of tools, got <Tool add"),
+    (lambda: af.ToolSet([add]).add(add), ToolSchemaError, "unique"),
+    (lambda: af.ToolSet([add]).revise(calculator), KeyError, "calculator"),
+    (lambda: af.ToolSet([add]).revise(calculator), KeyError, "add"),
+    (lambda: af.ToolSet([add]).remove("calculator"), KeyError, "calculator"),
 )  # fmt: skip
 async def test_errors(call: Any, error: type[Exception], text: str) -> None:
     await errors.check(call, error, text)
 
 
 @errors.table(
-    *((lambda source=source: Tool.from_source(source), ToolSchemaError, text) for source, text in (
+    *((lambda source=source: af.Tool.from_source(source), ToolSchemaError, text) for source, text in (
         (3, "source must be a string"),
         ("x" * 1_000_000, "at most 64,000 characters, got 1,000,000"),
         ("", "exactly one function, got 0"),
@@ -122,11 +121,11 @@ async def test_errors_of_sources_name_the_line(call: Any, error: type[Exception]
 
 
 def sandbox_of(wanted: type, *provided: type) -> Any:
-    return Context(TASK, pools=[FakePool(each) for each in provided]).sandbox(wanted)
+    return af.Context(TASK, pools=[FakePool(each) for each in provided]).sandbox(wanted)
 
 
-def holding(**state: Any) -> Context:
-    context = Context(TASK, trajectory_id="a")
+def holding(**state: Any) -> af.Context:
+    context = af.Context(TASK, trajectory_id="a")
     context.state.update(state)
     return context
 

@@ -12,17 +12,14 @@ import pytest
 import torch
 from test_trainer import SMALL, TASKS, learner, leave, start
 
-from agentfly_kit.errors import PolicyError, RunError
-from agentfly_kit.policy.policy import Policy
+import agentfly_kit as af
 from agentfly_kit.trainer import loop
-from agentfly_kit.trainer.loop import TrainRun
-from agentfly_kit.trainer.run_dir import Run
 
 EVALUATED = SMALL.replace(evaluate_every=1)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainRun, list[str]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[af.TrainRun, list[str]]:
     """Return a run that keeps all policies, and the fingerprints of its weights, by step."""
     policy, seen = learner(), [learner().fingerprint()]
     run = start(tmp_path_factory.mktemp("runs") / "all", policy, SMALL.replace(keep="all"))
@@ -35,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainRun, list[st
     return run, seen
 
 
-def test_transformers_loads_a_checkpoint_with_the_same_logits(trained: tuple[TrainRun, list[str]]) -> None:
+def test_transformers_loads_a_checkpoint_with_the_same_logits(trained: tuple[af.TrainRun, list[str]]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run, _ = trained
@@ -52,23 +49,23 @@ def test_transformers_loads_a_checkpoint_with_the_same_logits(trained: tuple[Tra
     assert state["policy"] == {}, "no weight is stored twice"
 
 
-def test_the_policy_of_each_step(trained: tuple[TrainRun, list[str]]) -> None:
+def test_the_policy_of_each_step(trained: tuple[af.TrainRun, list[str]]) -> None:
     run, seen = trained
-    folder = Run(run.path)
-    for policy in (folder.policy(), Policy.load(run.path), Policy.load(run.path / "checkpoint")):
+    folder = af.Run(run.path)
+    for policy in (folder.policy(), af.Policy.load(run.path), af.Policy.load(run.path / "checkpoint")):
         assert (policy.fingerprint(), policy.version) == (seen[-1], run.policy.version)
         assert policy.chat.format.name == run.policy.chat.format.name
     assert [folder.policy(step).fingerprint() for step in (1, 2, 3, 4)] == seen[1:]
     assert folder.policy(4, value_head=True).value_head is not None
     with pytest.raises(
-        RunError, match=r"the policy of step 9, got policies of steps 1, 2, 3, 4; see TrainConfig\(keep"
+        af.errors.RunError, match=r"the policy of step 9, got policies of steps 1, 2, 3, 4; see TrainConfig\(keep"
     ):
         folder.policy(9)
-    with pytest.raises(RunError, match="best=True needs a run with evaluations"):
+    with pytest.raises(af.errors.RunError, match="best=True needs a run with evaluations"):
         folder.policy(best=True)
     assert not list((run.path / "policies").rglob("state.pt")), "no state of the optimizer"
-    with pytest.raises(RunError, match="must contain a checkpoint, got policies of steps none"):
-        Run(run.path / "rollouts").policy()
+    with pytest.raises(af.errors.RunError, match="must contain a checkpoint, got policies of steps none"):
+        af.Run(run.path / "rollouts").policy()
 
 
 async def test_the_best_policy_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,22 +94,22 @@ async def test_policies_after_the_last_checkpoint_are_deleted_on_resume(tmp_path
     async for _ in run:
         assert "step-00003" not in {p.name for p in (tmp_path / "run" / "policies").iterdir()}
         break
-    Run(tmp_path / "run").claim({}, resume=False)
+    af.Run(tmp_path / "run").claim({}, resume=False)
     assert not (tmp_path / "run" / "policies").exists()
 
 
 async def test_an_adapter_is_saved_in_the_layout_of_peft(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base = learner().save(tmp_path / "base")
-    policy = Policy.load(base, lora=2, value_head=True)
+    policy = af.Policy.load(base, lora=2, value_head=True)
     config = SMALL.replace(steps=2, advantage="gae")
     await leave(start(tmp_path / "run", policy, config), "break", 1)
-    resumed = Policy.load(base, lora=2, value_head=True)
+    resumed = af.Policy.load(base, lora=2, value_head=True)
     await start(tmp_path / "run", resumed, config)
-    whole = Policy.load(base, lora=2, value_head=True)
+    whole = af.Policy.load(base, lora=2, value_head=True)
     await start(tmp_path / "whole", whole, config)
     assert resumed.fingerprint() == whole.fingerprint()
-    loaded = Run(tmp_path / "run").policy(value_head=True)
+    loaded = af.Run(tmp_path / "run").policy(value_head=True)
     assert loaded.state().keys() == whole.state().keys()
     assert all(torch.equal(value, whole.state()[name]) for name, value in loaded.state().items())
     assert loaded.version == whole.version
@@ -124,8 +121,8 @@ async def test_an_adapter_is_saved_in_the_layout_of_peft(tmp_path: Path) -> None
     with torch.no_grad():
         assert torch.equal(adapted(ids).logits, whole.model(ids).logits)
     shutil.rmtree(base)
-    with pytest.raises(PolicyError, match=r"cannot load a policy from .*base"):
-        Run(tmp_path / "run").policy()
+    with pytest.raises(af.errors.PolicyError, match=r"cannot load a policy from .*base"):
+        af.Run(tmp_path / "run").policy()
 
 
 async def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
@@ -137,7 +134,7 @@ async def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> 
     (folder / "done").write_text("{}")
     policy = learner()
     with pytest.raises(
-        RunError, match=r"state must have the weights of this policy, whose '.*' has the shape .*delete"
+        af.errors.RunError, match=r"state must have the weights of this policy, whose '.*' has the shape .*delete"
     ):
         await start(tmp_path / "run", policy)
     assert policy.fingerprint() == learner().fingerprint()
@@ -149,25 +146,29 @@ async def test_damaged_files_of_a_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoint"
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:1000])
-    with pytest.raises(RunError, match=r"model\.safetensors cannot be read \(its content is damaged\); delete"):
+    with pytest.raises(
+        af.errors.RunError, match=r"model\.safetensors cannot be read \(its content is damaged\); delete"
+    ):
         await start(tmp_path / "run", learner())
-    with pytest.raises(PolicyError, match=r"cannot load a policy from .*checkpoint."):
-        Policy.load(tmp_path / "run")
+    with pytest.raises(af.errors.PolicyError, match=r"cannot load a policy from .*checkpoint."):
+        af.Policy.load(tmp_path / "run")
     (folder / "model.safetensors").write_bytes(whole)
     (folder / "config.json").unlink()
-    with pytest.raises(PolicyError, match=r"must contain a config.json \(a model\) or an adapter_config.json"):
-        Policy.load(folder)
+    with pytest.raises(
+        af.errors.PolicyError, match=r"must contain a config.json \(a model\) or an adapter_config.json"
+    ):
+        af.Policy.load(folder)
     for name in ("checkpoint", "checkpoint.before"):
         shutil.rmtree(tmp_path / "run" / name)
-    with pytest.raises(PolicyError, match=r"got the run .* without one"):
-        Policy.load(tmp_path / "run")
+    with pytest.raises(af.errors.PolicyError, match=r"got the run .* without one"):
+        af.Policy.load(tmp_path / "run")
 
 
 def test_arguments_of_transformers(tmp_path: Path) -> None:
     folder = learner().save(tmp_path / "p")
-    policy = Policy.load(folder, attn_implementation="eager", device_map="cpu")
+    policy = af.Policy.load(folder, attn_implementation="eager", device_map="cpu")
     assert policy.model.config._attn_implementation == "eager"
     assert policy.fingerprint() == learner().fingerprint()
-    with pytest.raises(PolicyError, match="nonsense"):
-        Policy.load(folder, nonsense=1)  # type: ignore[arg-type]
+    with pytest.raises(af.errors.PolicyError, match="nonsense"):
+        af.Policy.load(folder, nonsense=1)  # type: ignore[arg-type]
     assert json.loads((folder / "policy.json").read_text())["format"] == policy.chat.format.name

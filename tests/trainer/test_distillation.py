@@ -9,16 +9,13 @@ import torch
 from agents import assert_same_gradient, fresh, random_policy
 from test_trainer import SMALL, TASKS, digits, short, small, start
 
-from agentfly_kit import advantages, tiny
-from agentfly_kit.batch.batch import Batch
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.policy.policy import Policy
+import agentfly_kit as af
 from agentfly_kit.trainer.batch_builder import BatchBuilder, distilled
 
 DISTIL = SMALL.replace(advantage="none", teacher_coef=1.0, steps=1)
 
 
-async def sampled(policy: Policy, **settings: Any) -> Any:
+async def sampled(policy: af.Policy, **settings: Any) -> Any:
     return await small(policy, **settings).rollout(TASKS[:3], 4)
 
 
@@ -45,20 +42,20 @@ def test_the_expected_gradient_is_that_of_the_kl_over_the_vocabulary() -> None:
     ours = student.forward(ids, mask, torch.ones(vocabulary)).logprob
     with torch.no_grad():
         theirs = teacher.forward(ids, mask, torch.ones(vocabulary)).logprob
-    gap = advantages.distillation(theirs[:, None], ours.detach()[:, None], torch.ones(vocabulary, 1))[:, 0]
+    gap = af.advantages.distillation(theirs[:, None], ours.detach()[:, None], torch.ones(vocabulary, 1))[:, 0]
     (ours.detach().exp() * -gap * ours).sum().backward()
     got = torch.cat([p.grad.flatten() for p in student.model.parameters() if p.grad is not None])
     assert_same_gradient(got, wanted)
 
 
 async def test_the_advantage_is_the_gap_of_logprobs_alone_or_added() -> None:
-    policy, teacher = fresh(), tiny.policy("calculator")
+    policy, teacher = fresh(), af.tiny.policy("calculator")
     torch.manual_seed(0)
     with torch.no_grad():
         for p in teacher.parameters():
             p.mul_(1.01)
     rollout = await sampled(policy)
-    plain = collate(rollout, advantages.grpo)
+    plain = af.collate(rollout, af.advantages.grpo)
     gap = teacher.score(plain, {"logprob"})["logprob"] - plain.logprobs
     alone = await distilled(BatchBuilder(policy, DISTIL, small(policy).reward).build(rollout, 0.0), teacher, DISTIL)
     assert torch.allclose(alone.advantages[alone.mask], gap[plain.mask])
@@ -78,7 +75,7 @@ async def test_distillation_needs_no_reward_and_moves_the_policy_to_the_teacher(
     run = start(None, policy, config, reward=None, teacher=teacher)
     gaps = []
     async for step in run:
-        batch = collate([t.replace(reward=0.0) for t in step.rollout or ()])
+        batch = af.collate([t.replace(reward=0.0) for t in step.rollout or ()])
         scored = teacher.score(batch, {"logprob"})["logprob"]
         gaps.append(float((batch.logprobs - scored)[batch.mask].mean()))
     assert gaps[-1] < gaps[0]
@@ -88,7 +85,7 @@ async def test_distillation_needs_no_reward_and_moves_the_policy_to_the_teacher(
 # --- inputs of estimators
 
 
-async def built(name: str, **options: Any) -> tuple[Any, Batch]:
+async def built(name: str, **options: Any) -> tuple[Any, af.Batch]:
     policy = fresh()
     agent = small(policy, reward=[digits, short])
     rollout = await agent.rollout(TASKS[:3], 4)
@@ -96,7 +93,7 @@ async def built(name: str, **options: Any) -> tuple[Any, Batch]:
     return rollout, builder.build(rollout, 0.0, **options)
 
 
-def firsts(batch: Batch) -> torch.Tensor:
+def firsts(batch: af.Batch) -> torch.Tensor:
     """Return the advantage of each row, which all of its tokens share."""
     return torch.stack([a[m][0] for a, m in zip(batch.advantages, batch.mask, strict=True)])
 
@@ -104,9 +101,9 @@ def firsts(batch: Batch) -> torch.Tensor:
 async def test_opo_weighs_by_sampled_tokens() -> None:
     rollout, batch = await built("opo")
     lengths = [int(t.action_mask.sum()) for t in rollout]
-    wanted = advantages.opo(batch.rewards, batch.groups, lengths=lengths)
+    wanted = af.advantages.opo(batch.rewards, batch.groups, lengths=lengths)
     assert torch.allclose(firsts(batch), wanted.float())
-    assert not torch.allclose(wanted, advantages.dr_grpo(batch.rewards, batch.groups))
+    assert not torch.allclose(wanted, af.advantages.dr_grpo(batch.rewards, batch.groups))
 
 
 async def test_remax_subtracts_the_reward_of_the_greedy_chain() -> None:
@@ -127,7 +124,7 @@ async def test_remax_subtracts_the_reward_of_the_greedy_chain() -> None:
 async def test_gdpo_normalizes_each_reward() -> None:
     rollout, batch = await built("gdpo")
     columns = [[t.metrics["digits"], t.metrics["short"]] for t in rollout]
-    assert torch.allclose(firsts(batch), advantages.gdpo(columns, batch.groups, weights=[1.0, 0.5]))
+    assert torch.allclose(firsts(batch), af.advantages.gdpo(columns, batch.groups, weights=[1.0, 0.5]))
 
 
 async def test_the_optimal_token_baseline_gets_the_probabilities_of_all_tokens() -> None:
@@ -138,7 +135,7 @@ async def test_the_optimal_token_baseline_gets_the_probabilities_of_all_tokens()
     squares = torch.nn.functional.pad(squares[:, :-1], (1, 0))
     scored = policy.score(batch, {"sum_squared_probs"})["sum_squared_probs"]
     assert torch.allclose(scored[batch.mask], squares[batch.mask], atol=1e-5)
-    wanted = advantages.optimal_token_baseline(
+    wanted = af.advantages.optimal_token_baseline(
         torch.where(batch.mask, batch.token_rewards, 0.0),
         batch.mask,
         groups=batch.groups,

@@ -19,21 +19,12 @@ import pytest
 from IPython.extensions.autoreload import ModuleReloader
 from test_trainer import TASKS, learner, leave, small, start
 
-from agentfly_kit.agent.agent import Agent
-from agentfly_kit.chat import formats
-from agentfly_kit.chat.chat import Chat
-from agentfly_kit.envs.gym import from_env
-from agentfly_kit.errors import RunMismatch
-from agentfly_kit.pool.pool import Pool
+import agentfly_kit as af
 from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.rewards import RewardSet
-from agentfly_kit.sandboxes.python import PythonSandbox
 from agentfly_kit.tools import function as functions
-from agentfly_kit.tools.tool import tool
-from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.fingerprint import fingerprint
 from agentfly_kit.trainer.rollouts import RolloutSampler
-from agentfly_kit.types import Task
 
 SOURCE = '''"""Rewards of a user."""
 import agentfly_kit as af
@@ -105,9 +96,9 @@ async def test_a_run_does_not_continue_with_another_reward(module: ModuleType, e
     edit("/ 4 + users", "/ 2 + users")
     assert agent.reward["plain"].function("1") == 0.5, "the function of the agent was patched in place"
     assert agent.reward.redefined() == ()
-    with pytest.raises(RunMismatch, match=r"reward\.plain\.source changed:\n.*/ 4.*\n.*/ 2"):
+    with pytest.raises(af.RunMismatch, match=r"reward\.plain\.source changed:\n.*/ 4.*\n.*/ 2"):
         start(tmp_path / "run", policy, agent=agent)
-    with pytest.raises(RunMismatch, match=r"reward\.plain"):
+    with pytest.raises(af.RunMismatch, match=r"reward\.plain"):
         await run  # the same handle
     edit("/ 2 + users", "/ 4 + users")
     await run
@@ -156,9 +147,9 @@ def test_a_nested_function_that_autoreload_moved_is_found_by_its_name(module: Mo
 
 
 def tasks_digest(**fields: Any) -> str:
-    given = [Task("a", ({"role": "user", "content": "?"},), fields)]
+    given = [af.Task("a", ({"role": "user", "content": "?"},), fields)]
     none: Any = None
-    return RolloutSampler(none, none, given, TrainConfig(), WorkerGroup(None)).tasks_digest
+    return RolloutSampler(none, none, given, af.TrainConfig(), WorkerGroup(None)).tasks_digest
 
 
 def test_the_digest_of_tasks_is_the_same_in_every_process() -> None:
@@ -184,13 +175,13 @@ def test_the_digest_of_tasks_includes_the_content_of_their_fields() -> None:
 # --- chat and pools ------------------------------------------------------------------------------
 
 
-def settings(agent: Agent) -> dict[str, Any]:
-    sampler = RolloutSampler(agent, agent.engine.policy, TASKS, TrainConfig(), WorkerGroup(None))  # type: ignore[attr-defined]
+def settings(agent: af.Agent) -> dict[str, Any]:
+    sampler = RolloutSampler(agent, agent.engine.policy, TASKS, af.TrainConfig(), WorkerGroup(None))  # type: ignore[attr-defined]
     found: dict[str, Any] = json.loads(json.dumps(fingerprint(sampler, "start")))
     return found
 
 
-class Shouting(formats.Hermes):
+class Shouting(af.chat.formats.Hermes):
     def observation(self, name: str, text: str) -> str:
         return text.upper()
 
@@ -202,19 +193,19 @@ def test_the_fingerprint_includes_the_chat() -> None:
     other = copy.deepcopy(tokenizer)
     other.chat_template += "{# another template #}"
     chats = [
-        Chat(tokenizer),
-        Chat(tokenizer, options={"enable_thinking": False}),
-        Chat(tokenizer, format="react"),
-        Chat(tokenizer, format=Shouting()),
-        Chat(tokenizer, format=formats.Tags("act", "act", "act", "query", "result")),
-        Chat(tokenizer, format=formats.Tags("act", "act", "act", "query", "results")),
-        Chat(tokenizer, stop=[policy.chat.token_texts([5])[0]]),
-        Chat(tokenizer, history="append"),
-        Chat(other),
+        af.Chat(tokenizer),
+        af.Chat(tokenizer, options={"enable_thinking": False}),
+        af.Chat(tokenizer, format="react"),
+        af.Chat(tokenizer, format=Shouting()),
+        af.Chat(tokenizer, format=af.chat.formats.Tags("act", "act", "act", "query", "result")),
+        af.Chat(tokenizer, format=af.chat.formats.Tags("act", "act", "act", "query", "results")),
+        af.Chat(tokenizer, stop=[policy.chat.token_texts([5])[0]]),
+        af.Chat(tokenizer, history="append"),
+        af.Chat(other),
     ]
     found = [settings(agent.replace(chat=chat))["agent"]["chat"] for chat in chats]
     assert all(one != two for one, two in itertools.combinations(found, 2))
-    assert settings(agent.replace(chat=Chat(tokenizer)))["agent"]["chat"] == found[0]
+    assert settings(agent.replace(chat=af.Chat(tokenizer)))["agent"]["chat"] == found[0]
     assert "return text.upper()" in found[3]["format"]["class"]["source"]
 
 
@@ -229,10 +220,10 @@ def counter(step: int) -> type:
         def __init__(self, start: int = 0) -> None:
             self.start = start
 
-        def reset(self, task: Task) -> None:
+        def reset(self, task: af.Task) -> None:
             self.number = self.start
 
-        @tool(describe="optional")
+        @af.tool(describe="optional")
         def count(self) -> int:
             self.number = increase(self.number)
             return self.number
@@ -250,11 +241,16 @@ def test_the_fingerprint_includes_sandbox_classes_and_their_options() -> None:
         pools_of_run: dict[str, Any] = settings(agent.replace(pools=pools))["pools"]
         return pools_of_run
 
-    base = found(Pool(one))
-    assert base == found(Pool(counter(1), size=2, min_idle=1, max_uses=3, start_timeout=5)), "sizes change no chain"
-    changed = [base, *(found(Pool(c)) for c in (two, limited)), found(Pool(one, start=1)), found(Pool(one, start=2))]
-    changed += [found(), found(Pool(PythonSandbox)), found(Pool(PythonSandbox, memory_mb=64))]
-    changed += [found(Pool(from_env(make))) for make in (Up, Down)]
+    base = found(af.Pool(one))
+    assert base == found(af.Pool(counter(1), size=2, min_idle=1, max_uses=3, start_timeout=5)), "sizes change no chain"
+    changed = [
+        base,
+        *(found(af.Pool(c)) for c in (two, limited)),
+        found(af.Pool(one, start=1)),
+        found(af.Pool(one, start=2)),
+    ]
+    changed += [found(), found(af.Pool(af.PythonSandbox)), found(af.Pool(af.PythonSandbox, memory_mb=64))]
+    changed += [found(af.Pool(af.envs.from_env(make))) for make in (Up, Down)]
     assert all(one != two for one, two in itertools.combinations(changed, 2))
     assert "self.number = increase(self.number)" in base["0 Counter"]["class"]["source"]
 

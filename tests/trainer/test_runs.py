@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.errors import RunError
 
 
 def write_run(folder: Path, success: list[float], **config: Any) -> None:
@@ -67,7 +66,7 @@ def test_runs_are_a_sequence(folder: Path) -> None:
         runs["c"]
     assert repr(af.runs(folder / "a")) == "Runs(a)"
     assert len(af.runs(folder / "plots")) == 0 and "no run" in af.runs(folder / "plots")._repr_html_()
-    with pytest.raises(RunError, match="folder must be an existing folder with runs, got "):
+    with pytest.raises(af.errors.RunError, match="folder must be an existing folder with runs, got "):
         af.runs(folder / "none")
 
 
@@ -85,7 +84,7 @@ def test_curves_of_all_runs_in_one_figure(folder: Path) -> None:
     assert panels[0.75] == panels[0.25] != panels[0.375] == panels[0.125]
     assert len({t.line.color for t in figure.data if t.name == "a"}) == 1
     with pytest.raises(
-        RunError, match="names must be metrics of the runs, got 'loss'; recorded: reward, seconds, step"
+        af.errors.RunError, match="names must be metrics of the runs, got 'loss'; recorded: reward, seconds, step"
     ):
         runs.figure("loss")
     assert not [t for t in af.runs(folder / "plots").figure().data if len(t.y)]

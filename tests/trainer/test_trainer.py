@@ -15,56 +15,47 @@ import torch
 from agents import agent, exact, fresh, tasks
 from waiting import GUARD, until
 
-from agentfly_kit import advantages
-from agentfly_kit.agent.agent import Agent
-from agentfly_kit.agent.budget import Budget
-from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.engines.local.engine import LocalEngine
-from agentfly_kit.errors import BatchError, RunError, RunMismatch, SettingsError, TrainingError
-from agentfly_kit.policy.policy import Policy
+import agentfly_kit as af
 from agentfly_kit.ppo.distributed import WorkerGroup
-from agentfly_kit.rewards import reward
 from agentfly_kit.trainer import loop
-from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.loop import TrainRun, train
 from agentfly_kit.trainer.rollouts import RolloutSampler
-from agentfly_kit.trainer.run_dir import Run
-from agentfly_kit.types import Sampling
 
-SMALL = TrainConfig(steps=4, tasks_per_step=3, group_size=4, minibatch=6, lr=1e-3)
+SMALL = af.TrainConfig(steps=4, tasks_per_step=3, group_size=4, minibatch=6, lr=1e-3)
 TASKS = tasks(12)
 # Functions of `advantages` that cannot be the setting `advantage`.
 NO_ESTIMATORS = {"branch_weights", "distillation", "row_credit", "trajectory_level", "whiten"}
 
 
-@reward
+@af.reward
 def digits(final: str | None) -> float:
     """Return a quarter of the number of digits, so that random chains have different rewards."""
     return sum(c.isdigit() for c in final or "") / 4
 
 
-@reward(weight=0.5)
+@af.reward(weight=0.5)
 def short(final: str | None) -> float:
     return 1 / (1 + len(final or ""))
 
 
-def small(policy: Policy, **settings: Any) -> Agent:
+def small(policy: af.Policy, **settings: Any) -> af.Agent:
     settings.setdefault("reward", digits)
-    settings.setdefault("sampling", Sampling(max_tokens=8))
+    settings.setdefault("sampling", af.Sampling(max_tokens=8))
     return agent(policy, max_turns=2, **settings)
 
 
 learner = fresh
 
 
-def start(run: Path | None = None, policy: Policy | None = None, config: TrainConfig = SMALL, **more: Any) -> TrainRun:
+def start(
+    run: Path | None = None, policy: af.Policy | None = None, config: af.TrainConfig = SMALL, **more: Any
+) -> af.TrainRun:
     policy = learner() if policy is None else policy
     settings = {k: more.pop(k) for k in list(more) if k in ("reward", "sampling", "tools", "seed", "engine")}
     agent = more.pop("agent", None) or small(policy, **settings)
-    return train(agent, policy, more.pop("given", TASKS), config, run=run, **more)
+    return af.train(agent, policy, more.pop("given", TASKS), config, run=run, **more)
 
 
-def numbers(run: TrainRun | Run) -> list[dict[str, float]]:
+def numbers(run: af.TrainRun | af.Run) -> list[dict[str, float]]:
     """Return the records without durations."""
     return [{k: v for k, v in r.items() if not k.startswith("seconds")} for r in run.records]
 
@@ -72,7 +63,7 @@ def numbers(run: TrainRun | Run) -> list[dict[str, float]]:
 Whole = tuple[str, list[dict[str, float]]]
 
 
-def uninterrupted(config: TrainConfig = SMALL) -> Whole:
+def uninterrupted(config: af.TrainConfig = SMALL) -> Whole:
     """Return the weights and records of a run that was not interrupted."""
     policy = learner()
     run = asyncio.run(start(None, policy, config))
@@ -83,7 +74,7 @@ def uninterrupted(config: TrainConfig = SMALL) -> Whole:
 
 
 async def test_budgets_limit_an_iteration() -> None:
-    config = SMALL.replace(steps=1, budget=Budget(turns=9), group_budget=Budget(turns=4), max_concurrency=1)
+    config = SMALL.replace(steps=1, budget=af.Budget(turns=9), group_budget=af.Budget(turns=4), max_concurrency=1)
     (step,) = [step async for step in start(config=config)]
     assert step.rollout is not None
     assert sum(len(t.actions) for t in step.rollout) == 9
@@ -112,7 +103,7 @@ async def test_records_and_steps(whole: Whole) -> None:
 
 
 async def test_the_means_of_metrics_are_recorded() -> None:
-    @reward
+    @af.reward
     def parts(trajectory: Any) -> dict[str, Any]:
         value = None if trajectory.chain == 1 else float(trajectory.chain)
         return {"reward": value, "loss": 2.0, "chain": trajectory.chain} | {f"m{i:02}": i for i in range(40)}
@@ -130,7 +121,7 @@ async def test_the_means_of_metrics_are_recorded() -> None:
 # --- interrupted and continued -------------------------------------------------------------------
 
 
-async def leave(run: TrainRun, how: str, after: int) -> None:
+async def leave(run: af.TrainRun, how: str, after: int) -> None:
     """Run some steps, then `break` or call `stop()`."""
     async for step in run:
         if step.step == after:
@@ -168,17 +159,17 @@ async def test_a_run_cancelled_within_a_step_continues_to_the_same_bits(
     run = start(tmp_path / "run", policy, config, **more)
     going = asyncio.create_task(run)
 
-    persisting, cancelled, real = threading.Event(), threading.Event(), TrainRun._persist
+    persisting, cancelled, real = threading.Event(), threading.Event(), af.TrainRun._persist
 
-    def held(self: TrainRun, *given: Any) -> Any:
+    def held(self: af.TrainRun, *given: Any) -> Any:
         if when == "persist" and policy.version >= 8:
             persisting.set()
             cancelled.wait(GUARD)
         return real(self, *given)
 
-    monkeypatch.setattr(TrainRun, "_persist", held)
+    monkeypatch.setattr(af.TrainRun, "_persist", held)
     reached = {
-        "rollout": lambda: len(Run(tmp_path / "run").records) >= 1 and run.rollout is not None,
+        "rollout": lambda: len(af.Run(tmp_path / "run").records) >= 1 and run.rollout is not None,
         "first update": lambda: policy.version >= 1,
         "update": lambda: policy.version >= 5,  # 4 updates per step
         "persist": persisting.is_set,
@@ -199,13 +190,13 @@ async def test_a_run_cancelled_within_a_step_continues_to_the_same_bits(
     assert policy.fingerprint() == whole[0]
     kept = [{k: v for k, v in r.items() if not k.startswith("eval")} for r in numbers(again)]
     assert kept == whole[1]
-    assert numbers(Run(tmp_path / "run")) == numbers(again)
+    assert numbers(af.Run(tmp_path / "run")) == numbers(again)
 
 
 async def test_a_finished_run_is_replayed_and_trains_nothing(tmp_path: Path, whole: Whole) -> None:
     await start(tmp_path / "run", learner())
     policy = learner()
-    engine = LocalEngine(policy)
+    engine = af.LocalEngine(policy)
     run = start(tmp_path / "run", policy, engine=engine)
     with pytest.warns(UserWarning, match="run' is complete: its steps are replayed and nothing is trained"):
         seen = [step async for step in run]
@@ -227,7 +218,7 @@ async def test_a_full_disk_keeps_the_last_step(tmp_path: Path, monkeypatch: pyte
             raise _error
 
         monkeypatch.setattr(torch, "save", full)
-        with pytest.raises(RunError, match="no checkpoint could be written"):
+        with pytest.raises(af.errors.RunError, match="no checkpoint could be written"):
             await run
     monkeypatch.undo()
     again = start(tmp_path / "run", policy)
@@ -246,9 +237,9 @@ async def test_a_different_run_is_rejected_with_the_difference(tmp_path: Path) -
     changes: list[tuple[dict[str, Any], str]] = [
         ({"config": SMALL.replace(lr=5e-4)}, r"config\.lr: was 0\.001, now 0\.0005"),
         ({"config": SMALL.replace(advantage="rloo")}, 'config.advantage: was "grpo", now "rloo"'),
-        ({"config": SMALL.replace(budget=Budget(turns=9))}, r'config\.budget: was null, now .*"turns": 9'),
+        ({"config": SMALL.replace(budget=af.Budget(turns=9))}, r'config\.budget: was null, now .*"turns": 9'),
         ({"reward": exact}, r"reward\.digits: was .*|reward\.exact: not in the folder's run"),
-        ({"sampling": Sampling(max_tokens=9)}, r"agent\.sampling\.max_tokens: was 8, now 9"),
+        ({"sampling": af.Sampling(max_tokens=9)}, r"agent\.sampling\.max_tokens: was 8, now 9"),
         ({"seed": 5}, r"agent\.seed: was 0, now 5"),
         ({"tools": []}, r"tools\.calculator: was"),
         ({"agent": small(policy, before_turn=lambda chain: None)}, "hooks"),
@@ -256,7 +247,7 @@ async def test_a_different_run_is_rejected_with_the_difference(tmp_path: Path) -
         ({"policy": other}, "policy: was"),
     ]
     for change, says in changes:
-        with pytest.raises(RunMismatch, match=says):
+        with pytest.raises(af.RunMismatch, match=says):
             start(tmp_path / "run", **({"policy": policy} | change))
 
 
@@ -289,15 +280,15 @@ async def test_resume_false_starts_from_scratch(tmp_path: Path, whole: Whole) ->
 
 
 async def test_functions_as_settings_have_stable_fingerprints(tmp_path: Path) -> None:
-    def config(std: Any) -> TrainConfig:
-        return SMALL.replace(steps=1, advantage=functools.partial(advantages.grpo, std=std))
+    def config(std: Any) -> af.TrainConfig:
+        return SMALL.replace(steps=1, advantage=functools.partial(af.advantages.grpo, std=std))
 
     await start(tmp_path / "run", learner(), config(None))
     assert " at 0x" not in (tmp_path / "run" / "run.json").read_text()
     start(tmp_path / "run", learner(), config(None))
-    with pytest.raises(RunMismatch, match=r"config\.advantage"):
+    with pytest.raises(af.RunMismatch, match=r"config\.advantage"):
         start(tmp_path / "run", learner(), config("sample"))
-    alone = functools.partial(advantages.grpo, singleton="raw")
+    alone = functools.partial(af.advantages.grpo, singleton="raw")
     start(config=SMALL.replace(group_size=1, advantage=alone))  # a group of one has an advantage
 
 
@@ -342,7 +333,7 @@ async def test_pause_and_resume(whole: Whole) -> None:
     [(SMALL.replace(evaluate_every=1), {"eval_tasks": TASKS[:2]}), (SMALL.replace(advantage="remax"), {})],
     ids=["evaluation", "remax"],
 )
-async def test_pause_reaches_every_rollout_of_a_run(config: TrainConfig, more: dict[str, Any]) -> None:
+async def test_pause_reaches_every_rollout_of_a_run(config: af.TrainConfig, more: dict[str, Any]) -> None:
     policy = learner()
     started: list[Any] = []
 
@@ -379,7 +370,7 @@ async def test_a_run_has_one_loop() -> None:
     run = start()
     going = asyncio.create_task(run)
     await asyncio.sleep(0)
-    with pytest.raises(SettingsError, match="already being awaited elsewhere"):
+    with pytest.raises(af.errors.SettingsError, match="already being awaited elsewhere"):
         await run
     going.cancel()
     await asyncio.wait([going])
@@ -464,10 +455,10 @@ async def test_the_progress_bar_shows_the_steps(capsys: pytest.CaptureFixture[st
 # --- errors ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted({*advantages.__all__} - NO_ESTIMATORS))
+@pytest.mark.parametrize("name", sorted({*af.advantages.__all__} - NO_ESTIMATORS))
 async def test_every_estimator_trains(name: str) -> None:
     config = SMALL.replace(advantage=name, steps=1)
-    assert SMALL.replace(advantage=getattr(advantages, name), steps=1) == config
+    assert SMALL.replace(advantage=getattr(af.advantages, name), steps=1) == config
     rewards = [digits, short] if name == "gdpo" else [digits]
     run = await start(None, learner(value_head=name == "gae"), config, reward=rewards)
     assert len(run.records) == 1
@@ -491,21 +482,21 @@ def failing(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 async def test_an_estimator_that_fails_loses_no_chains(function: Any, says: str, tmp_path: Path) -> None:
     policy = learner()
     with pytest.raises(
-        BatchError, match=f"step 1: the advantage {says}.*no step was kept.*step-00001-failed.jsonl"
+        af.errors.BatchError, match=f"step 1: the advantage {says}.*no step was kept.*step-00001-failed.jsonl"
     ) as raised:
         await start(tmp_path / "run", policy, SMALL.replace(advantage=function))
-    assert len(Rollout.load(tmp_path / "run" / "rollouts" / "step-00001-failed.jsonl")) == 12
+    assert len(af.Rollout.load(tmp_path / "run" / "rollouts" / "step-00001-failed.jsonl")) == 12
     assert "\n" not in str(raised.value)
     assert policy.version == 0
 
 
 async def test_the_reason_is_reported_if_no_chain_was_scored() -> None:
-    @reward
+    @af.reward
     def broken(final: str | None) -> float:
         raise KeyError("no such column")
 
     with pytest.raises(
-        BatchError, match=r"step 1: none of 12 trajectories can be trained on: unscored \(reward broken\)"
+        af.errors.BatchError, match=r"step 1: none of 12 trajectories can be trained on: unscored \(reward broken\)"
     ):
         await start(reward=broken)
 
@@ -523,7 +514,9 @@ async def test_a_diverged_step_restores_the_last_checkpoint(
         return real(*args, **options)
 
     monkeypatch.setattr(loop, "ppo_step_async", diverging)
-    with pytest.raises(TrainingError, match=r"step 3: .*\(steps 1 to 2 are kept in .*run; the policy has the weights"):
+    with pytest.raises(
+        af.errors.TrainingError, match=r"step 3: .*\(steps 1 to 2 are kept in .*run; the policy has the weights"
+    ):
         await run
     monkeypatch.undo()
     await run

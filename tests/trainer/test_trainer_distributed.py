@@ -14,26 +14,21 @@ from processes import run_two
 from test_trainer import SMALL, TASKS, digits, numbers, small
 from test_trainer import learner as fresh_learner
 
-from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.errors import EngineError, SettingsError, TrainingError
-from agentfly_kit.policy.policy import Policy
+import agentfly_kit as af
 from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.trainer import loop
-from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.loop import train
 from agentfly_kit.trainer.rollouts import RolloutSampler
-from agentfly_kit.trainer.run_dir import Run
 
 pytest.importorskip("accelerate")
 
-CASES: dict[str, TrainConfig] = {
+CASES: dict[str, af.TrainConfig] = {
     # Passes of 12 tasks: a task may occur twice in a rollout.
     "grpo": SMALL.replace(steps=3, tasks_per_step=5, lr=1e-4, minibatch=8),
     "gae, overlap": SMALL.replace(steps=3, advantage="gae", lr=1e-4, overlap=1, kl_coef=0.01),
 }
 
 
-def learner(*, value_head: bool = False) -> Policy:
+def learner(*, value_head: bool = False) -> af.Policy:
     """Return a policy without prefix sharing, whose order of summation depends on the distribution of the rows."""
     policy = fresh_learner(value_head=value_head)
     policy._sharing_obstacle = "a test"
@@ -43,7 +38,7 @@ def learner(*, value_head: bool = False) -> Policy:
 async def trained(name: str, folder: Path, accelerator: Any = None) -> dict[str, Any]:
     policy = learner(value_head="gae" in name)
     a = small(policy, reward=digits)
-    run = train(a, policy, TASKS, CASES[name], run=folder, accelerator=accelerator)
+    run = af.train(a, policy, TASKS, CASES[name], run=folder, accelerator=accelerator)
     ids = []
     async for step in run:
         ids.append([(t.id, t.ids.tolist()) for t in step.rollout or ()])
@@ -54,11 +49,11 @@ async def trained(name: str, folder: Path, accelerator: Any = None) -> dict[str,
 async def resumed(folder: Path, accelerator: Any = None) -> dict[str, Any]:
     """Run two of three steps, then continue with another handle."""
     policy = learner()
-    async for step in train(small(policy), policy, TASKS, CASES["grpo"], run=folder, accelerator=accelerator):
+    async for step in af.train(small(policy), policy, TASKS, CASES["grpo"], run=folder, accelerator=accelerator):
         if step.step == 2:
             break
     policy = learner()
-    run = train(small(policy), policy, TASKS, CASES["grpo"], run=folder, accelerator=accelerator)
+    run = af.train(small(policy), policy, TASKS, CASES["grpo"], run=folder, accelerator=accelerator)
     replayed = [step.replayed async for step in run]
     return {"weights": torch.cat([p.detach().flatten() for p in policy.parameters()]), "replayed": replayed}
 
@@ -81,17 +76,17 @@ def child(folder: Path) -> None:
         out: dict[str, Any] = {name: await trained(name, folder / name, accelerator) for name in CASES}
         out["resumed"] = await resumed(folder / "resumed", accelerator)
         policy = learner()
-        with pytest.raises(SettingsError, match="run must be a folder that all processes can access"):
-            train(small(policy), policy, TASKS, CASES["grpo"], accelerator=accelerator)
+        with pytest.raises(af.errors.SettingsError, match="run must be a folder that all processes can access"):
+            af.train(small(policy), policy, TASKS, CASES["grpo"], accelerator=accelerator)
         broken = small(policy)
         if accelerator.process_index == 1:  # all processes raise
 
             async def gone(policy: Any) -> None:
-                raise EngineError("the server went away")
+                raise af.errors.EngineError("the server went away")
 
             broken.engine.update = gone  # type: ignore[method-assign]
-        with pytest.raises((TrainingError, EngineError)) as raised:
-            await train(broken, policy, TASKS, CASES["grpo"], run=folder / "broken", accelerator=accelerator)
+        with pytest.raises((af.errors.TrainingError, af.errors.EngineError)) as raised:
+            await af.train(broken, policy, TASKS, CASES["grpo"], run=folder / "broken", accelerator=accelerator)
         out["raised"] = str(raised.value)
         return out
 
@@ -114,7 +109,7 @@ def test_two_processes_train_like_one(tmp_path: Path) -> None:
             print(name, "largest", float(away.max()), "99.9 %", float(away.quantile(0.999)))
             assert float(away.max()) < 1e-6, name
         assert torch.equal(ranks[0][name]["weights"], ranks[1][name]["weights"])
-        assert numbers(Run(tmp_path / name)) == ranks[0][name]["records"]
+        assert numbers(af.Run(tmp_path / name)) == ranks[0][name]["records"]
     for rank in ranks:
         assert rank["resumed"]["replayed"] == [True, True, False]
         assert torch.equal(rank["resumed"]["weights"], rank["grpo"]["weights"])
@@ -135,7 +130,7 @@ def test_shares_of_a_rollout_have_the_same_ids_as_the_whole() -> None:
 async def test_gathered_rollouts_are_in_task_order_even_if_a_group_did_not_run() -> None:
     """A group without finished chains, such as after a `group_budget`, is absent from the rollout of its process."""
     policy = learner()
-    config = TrainConfig(steps=1, tasks_per_step=6, group_size=2)
+    config = af.TrainConfig(steps=1, tasks_per_step=6, group_size=2)
     sampler = RolloutSampler(small(policy), policy, TASKS[:3], config, WorkerGroup(None))
     tasks = sampler.task_sampler.sample(0)  # each task twice
     whole = await sampler.sample(0)
@@ -144,20 +139,20 @@ async def test_gathered_rollouts_are_in_task_order_even_if_a_group_did_not_run()
     class Two:
         is_single, size, rank = False, 2, 0
 
-        async def all_gather_or_raise(self, mine: Rollout, error: Exception | None) -> list[Rollout]:
+        async def all_gather_or_raise(self, mine: af.Rollout, error: Exception | None) -> list[af.Rollout]:
             assert error is None
             return parts
 
     sampler.workers = Two()  # type: ignore[assignment]
 
-    async def gathered() -> Rollout:
+    async def gathered() -> af.Rollout:
         return await sampler._gather(0, asyncio.sleep(0, parts[0]))
 
     assert [t.id for t in await gathered()] == [t.id for t in whole]
     for missing, rank in ((0, 0), (2, 0), (1, 1), (5, 1)):
         before = parts[rank]
         kept = tuple(g for g in before.groups if g.id != whole.groups[missing].id)
-        parts[rank] = Rollout(kept, before.seconds, {f"{whole.groups[missing].id}/0": "group_seconds"}, 1)
+        parts[rank] = af.Rollout(kept, before.seconds, {f"{whole.groups[missing].id}/0": "group_seconds"}, 1)
         rollout = await gathered()
         assert [g.id for g in rollout.groups] == [g.id for i, g in enumerate(whole.groups) if i != missing]
         assert list(rollout.not_run.values()) == ["group_seconds"] and rollout.forks_refused == 1

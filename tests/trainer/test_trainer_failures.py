@@ -22,17 +22,8 @@ from paths import TESTS
 from processes import open_files
 from test_trainer import SMALL, Whole, learner, leave, numbers, start
 
-from agentfly_kit import tiny
-from agentfly_kit.agent.branching import Branch
-from agentfly_kit.engines.local.engine import LocalEngine
-from agentfly_kit.envs import calculator
-from agentfly_kit.errors import EngineError, RunError, TrainingError
-from agentfly_kit.rewards import reward
-from agentfly_kit.tasks import load_tasks
+import agentfly_kit as af
 from agentfly_kit.trainer import checkpoint, run_dir
-from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.loop import train
-from agentfly_kit.trainer.run_dir import Run
 
 FOLDERS = [str(TESTS), str(Path(__file__).parent)]
 
@@ -41,7 +32,7 @@ async def test_a_diverged_update_is_undone(tmp_path: Path) -> None:
     policy = learner()
     run = start(tmp_path / "run", policy, SMALL.replace(lr=0.1))
     with pytest.raises(
-        TrainingError, match=r"step \d: the update moved the policy by [\d.e+]+ nats per token"
+        af.errors.TrainingError, match=r"step \d: the update moved the policy by [\d.e+]+ nats per token"
     ) as raised:
         await run
     assert "Try a smaller lr than 0.1, target_kl=0.05, or fewer epochs" in str(raised.value)
@@ -53,7 +44,7 @@ async def test_a_diverged_update_is_undone(tmp_path: Path) -> None:
 
 
 async def test_an_infinite_reward_leaves_only_its_chain_unscored() -> None:
-    @reward
+    @af.reward
     def endless(trajectory: Any) -> float:
         return float("inf") if trajectory.chain == 0 else float(trajectory.chain)
 
@@ -64,15 +55,15 @@ async def test_an_infinite_reward_leaves_only_its_chain_unscored() -> None:
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "arpo", "gigpo"])
-@pytest.mark.parametrize("branch", [None, Branch(initial=2)])
-async def test_a_chain_that_fails_before_its_first_action_is_left_out(advantage: str, branch: Branch | None) -> None:
-    class Failing(LocalEngine):
+@pytest.mark.parametrize("branch", [None, af.Branch(initial=2)])
+async def test_a_chain_that_fails_before_its_first_action_is_left_out(advantage: str, branch: af.Branch | None) -> None:
+    class Failing(af.LocalEngine):
         requests = 0
 
         async def sample(self, *args: Any, **keywords: Any) -> Any:
             self.requests += 1
             if self.requests == 2:
-                raise EngineError("out of memory")
+                raise af.errors.EngineError("out of memory")
             return await super().sample(*args, **keywords)
 
     policy = learner()
@@ -105,9 +96,9 @@ async def test_a_damaged_checkpoint_is_named_and_the_previous_one_can_be_used(
     damage(folder / "state.pt", how)
     words = r"state\.pt cannot be read \(.*\); delete .*checkpoint to continue from the checkpoint before it, or resume"
     policy = learner()
-    with pytest.raises(RunError, match=words):
+    with pytest.raises(af.errors.RunError, match=words):
         await start(tmp_path / "run", policy)
-    assert len(Run(tmp_path / "run").records) == 3, "the attempt deleted nothing"
+    assert len(af.Run(tmp_path / "run").records) == 3, "the attempt deleted nothing"
     shutil.rmtree(folder)
     run = start(tmp_path / "run", policy)
     assert [s.replayed async for s in run] == [True, True, False, False]
@@ -120,7 +111,9 @@ async def test_a_checkpoint_of_a_newer_version_is_rejected(tmp_path: Path) -> No
     state = torch.load(folder / "state.pt", weights_only=True)
     torch.save(state | {"version": 7}, folder / "state.pt")
     (folder / "done").write_text("{}")
-    with pytest.raises(RunError, match=r"a newer version \(7 > 2\); upgrade agentfly_kit; delete .*checkpoint"):
+    with pytest.raises(
+        af.errors.RunError, match=r"a newer version \(7 > 2\); upgrade agentfly_kit; delete .*checkpoint"
+    ):
         await start(tmp_path / "run", learner())
 
 
@@ -230,8 +223,8 @@ def test_a_run_folder_of_version_0_1_is_rejected_and_kept(tmp_path: Path) -> Non
     about = {"format": "agentfly_kit.run", "version": 1, "fingerprint": {"agent": {}}}
     (tmp_path / "run.json").write_text(json.dumps(about))
     (tmp_path / "steps.jsonl").write_text('{"step": 1, "success": 0.5}\n')
-    run = Run(tmp_path)
-    with pytest.raises(RunError, match=r"was written by agentfly_kit 0\.1, which names settings differently"):
+    run = af.Run(tmp_path)
+    with pytest.raises(af.errors.RunError, match=r"was written by agentfly_kit 0\.1, which names settings differently"):
         run.claim({"agent": {}}, resume=True)
     assert json.loads((tmp_path / "run.json").read_text()) == about
     assert run.records == [{"step": 1, "success": 0.5}], "its numbers can still be shown"
@@ -247,10 +240,10 @@ async def test_memory_threads_and_files_do_not_grow_over_500_iterations() -> Non
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, open_files()
 
-    policy, tasks = tiny.policy("calculator"), load_tasks("calculator")
-    config = TrainConfig(steps=500, tasks_per_step=4, group_size=4, minibatch=16, lr=1e-5, lr_end=None)
+    policy, tasks = af.tiny.policy("calculator"), af.load_tasks("calculator")
+    config = af.TrainConfig(steps=500, tasks_per_step=4, group_size=4, minibatch=16, lr=1e-5, lr_end=None)
     seen, threads = {}, []
-    async for step in train(calculator.agent(policy), policy, tasks.train, config):
+    async for step in af.train(af.envs.calculator.agent(policy), policy, tasks.train, config):
         threads.append(threading.active_count())
         if step.step in (100, 500):
             seen[step.step] = resources()

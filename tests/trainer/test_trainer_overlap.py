@@ -14,11 +14,9 @@ import torch
 from test_trainer import SMALL, Whole, learner, leave, numbers, start, uninterrupted
 from waiting import until
 
-from agentfly_kit.engines.local.engine import LocalEngine
-from agentfly_kit.errors import TrainingError
+import agentfly_kit as af
 from agentfly_kit.trainer import loop
 from agentfly_kit.trainer.rollouts import RolloutSampler
-from agentfly_kit.trainer.run_dir import Run
 
 AHEAD = SMALL.replace(overlap=1)
 
@@ -58,7 +56,7 @@ async def test_each_rollout_except_the_first_is_one_iteration_old(monkeypatch: p
     second = batches[1][1]
     fresh = learner().score(second, {"logprob"})["logprob"]
     torch.testing.assert_close(fresh[second.mask], second.logprobs[second.mask], atol=2e-5, rtol=0)
-    assert isinstance(run.agent.engine, LocalEngine) and run.agent.engine.policy is policy
+    assert isinstance(run.agent.engine, af.LocalEngine) and run.agent.engine.policy is policy
 
 
 async def test_chains_are_sampled_during_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,11 +156,11 @@ async def test_a_failed_step_cancels_the_prefetched_rollout(tmp_path: Path, monk
 
     async def failing(*given: Any, **options: Any) -> Any:
         await asyncio.sleep(0.05)
-        raise TrainingError("the gradient is nan")
+        raise af.errors.TrainingError("the gradient is nan")
 
     await leave(run, "break", 1)
     monkeypatch.setattr(loop, "ppo_step_async", failing)
-    with pytest.raises(TrainingError, match="step 2: the gradient is nan"):
+    with pytest.raises(af.errors.TrainingError, match="step 2: the gradient is nan"):
         await run
     assert not left()
     monkeypatch.undo()
@@ -202,4 +200,4 @@ async def test_pause_and_stop_apply_to_the_prefetched_rollout(tmp_path: Path) ->
     await asyncio.sleep(0.1)
     again.resume()
     await waiting
-    assert len(Run(tmp_path / "run").records) == 4
+    assert len(af.Run(tmp_path / "run").records) == 4

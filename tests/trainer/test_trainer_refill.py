@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from test_trainer import SMALL, learner, numbers, start
 
-from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.types import Group
+import agentfly_kit as af
 
 
-def unlucky(group: Group) -> str | None:
+def unlucky(group: af.Group) -> str | None:
     """Remove two of three tasks."""
     return "unlucky" if int(group.trajectories[0].task.id.split("-")[-1]) % 3 else None
 
@@ -40,7 +39,7 @@ async def test_tasks_are_sampled_until_enough_groups_remain() -> None:
 
 
 async def test_refills_are_limited() -> None:
-    def all_of_them(group: Group) -> str | None:
+    def all_of_them(group: af.Group) -> str | None:
         return "none is good enough"
 
     with pytest.warns(UserWarning, match=r"step 1: nothing was left to train on \(20 none is good enough\)"):
@@ -67,7 +66,7 @@ async def test_joined_rollouts_keep_the_chains_that_did_not_run(monkeypatch: pyt
     sampler = run._sampler
     sample, purposes = sampler._run_rollout, []
 
-    async def limited(agent: Any, tasks: Any, index: int, purpose: str) -> Rollout:
+    async def limited(agent: Any, tasks: Any, index: int, purpose: str) -> af.Rollout:
         purposes.append(purpose)
         found = await sample(agent, tasks, index, purpose)
         return dataclasses.replace(found, not_run={f"{purpose}-0:x/0": "group_turns"}, forks_refused=1)

@@ -17,20 +17,18 @@ from waiting import until
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
-from agentfly_kit.agent.chain_editing import Chain
-from agentfly_kit.errors import SettingsError
 
 
-async def again(code: str, **names: Any) -> Chain:
+async def again(code: str, **names: Any) -> af.Chain:
     """Run code as a cell and return its `chain`."""
     names |= {"af": af}
     lines = "".join(f"    {line}\n" for line in code.splitlines())
     exec(f"async def cell():\n{lines}    return chain\n", names)
-    chain: Chain = await names["cell"]()
+    chain: af.Chain = await names["cell"]()
     return chain
 
 
-def same(a: Chain, b: Chain) -> None:
+def same(a: af.Chain, b: af.Chain) -> None:
     one, two = ([(t.ids, t.sampled, t.kind) for t in chain.turns] for chain in (a, b))
     assert (one, a.stop) == (two, b.stop)
 
@@ -100,7 +98,7 @@ async def test_a_chain_that_has_not_ended_is_run_to_its_end_and_not_scored_as_ca
 async def test_running_to_the_end_calls_the_hooks_of_the_agent() -> None:
     called: list[tuple[str, int]] = []
 
-    def before_turn(chain: Chain) -> None:
+    def before_turn(chain: af.Chain) -> None:
         called.append(("before_turn", chain.actions))
         if chain.actions == 2:
             chain.force("42")
@@ -294,7 +292,7 @@ async def test_errors_are_on_the_page_and_kept() -> None:
     show(view)
     await press(view, "act")
     assert "there is nothing to run" in view._notice
-    assert isinstance(view.error, SettingsError)
+    assert isinstance(view.error, af.errors.SettingsError)
     await until(lambda: "does not support distribution()" in view._distribution.get("why", ""))
     await press(view, "force", {"ids": [10**9], "end": True})
     assert "vocabulary" in view._notice
@@ -391,7 +389,7 @@ async def test_a_trajectory_is_stepped_further_and_comes_out_the_same() -> None:
 async def test_a_trajectory_of_another_agent_or_a_lost_sandbox_is_refused() -> None:
     agent = agents.played(["42"])
     trajectory = (await agent.rollout(agents.tasks()[:1])).trajectories[0]
-    with pytest.raises(SettingsError, match="must begin with the prompt of this agent"):
+    with pytest.raises(af.errors.SettingsError, match="must begin with the prompt of this agent"):
         agent.replace(system="Be brief.").chain(trajectory)
 
     @af.tool
@@ -403,7 +401,7 @@ async def test_a_trajectory_of_another_agent_or_a_lost_sandbox_is_refused() -> N
         call = agents.call(name="look").replace('"expression":"1+1"', "")
         boxed = agents.played([call, "42"], tools=[look], pools=[pool])
         trajectory = (await boxed.rollout(agents.tasks()[:1])).trajectories[0]
-        with pytest.raises(SettingsError, match="'look' in a Box, which has been released"):
+        with pytest.raises(af.errors.SettingsError, match="'look' in a Box, which has been released"):
             boxed.chain(trajectory)
 
 

@@ -15,11 +15,10 @@ from waiting import until
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
-from agentfly_kit.pool.pool import Pool
 
 
 async def test_pool_view_follows_a_pool() -> None:
-    async with Pool(Box, size=len(NASTY)) as pool:
+    async with af.Pool(Box, size=len(NASTY)) as pool:
         view = w.PoolView(pool)
         assert repr(view) == f"PoolView(Box 0 leased, 0 idle, 0 starting, 0 waiting, size {len(NASTY)})"
         updates, began = view.updates, time.monotonic()
@@ -66,7 +65,7 @@ async def test_pool_view_follows_a_pool() -> None:
 
 
 async def test_a_pool_and_its_view_do_not_keep_each_other_alive() -> None:
-    pool = Pool(Box, size=1)
+    pool = af.Pool(Box, size=1)
     closed, view = w.PoolView(pool), w.PoolView(pool)
     assert pool._listeners
     closed.close()
@@ -89,7 +88,7 @@ async def test_a_pool_and_its_view_do_not_keep_each_other_alive() -> None:
 
 
 async def test_views_of_one_pool_share_history_events_and_what_was_taken() -> None:
-    async with Pool(Box, size=2, max_uses=1) as pool:
+    async with af.Pool(Box, size=2, max_uses=1) as pool:
         first = w.PoolView(pool)
         put(first, "_tab", "events")
         await first._do_take(None)
@@ -127,7 +126,7 @@ async def test_pool_view_by_hand() -> None:
         async def reset(self) -> None:
             self.things.clear()
 
-    async with Pool(Box, size=2) as pool:
+    async with af.Pool(Box, size=2) as pool:
         view = w.PoolView(pool)
         assert view._state["recycles"]
         await ask(view, "take")
@@ -161,7 +160,7 @@ async def test_pool_view_by_hand() -> None:
 
 
 async def test_pool_view_by_hand_of_a_pool_elsewhere() -> None:
-    async with Pool(Box, size=2) as pool, af.serve_pool(pool) as server:
+    async with af.Pool(Box, size=2) as pool, af.serve_pool(pool) as server:
         async with af.RemotePool(server.url, token=server.token, sandbox_type=Box) as far:
             view = w.PoolView(far)
             assert not view._state["recycles"]
@@ -175,7 +174,7 @@ async def test_pool_view_by_hand_of_a_pool_elsewhere() -> None:
 
 
 async def test_pool_view_selection_is_a_frame() -> None:
-    async with Pool(Box, size=3) as pool:
+    async with af.Pool(Box, size=3) as pool:
         view = w.PoolView(pool)
         assert not view.selection
         assert list(view.selection.to_frame().columns) == list(view.to_frame().columns)

@@ -16,8 +16,6 @@ from views import NASTY, batch_of, check_static, sent, stats_of, trajectory, unp
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
-from agentfly_kit.errors import AlignmentError
-from agentfly_kit.types import Turn
 
 
 def test_what_cannot_be_seen_is_made_visible() -> None:
@@ -115,7 +113,7 @@ def test_a_batch_row_may_hold_a_span_of_its_trajectory() -> None:
     with pytest.raises(ValueError, match=r"tokens 0 to 1 of .* are not in this view"):
         view.select("t-0", 0)
     batch.ids[0, 6] = 999
-    with pytest.raises(AlignmentError, match="not a span of its trajectory 't-0'"):
+    with pytest.raises(af.errors.AlignmentError, match="not a span of its trajectory 't-0'"):
         w.TokenView(batch)
 
 
@@ -171,8 +169,8 @@ def test_sources() -> None:
 
 
 def test_odd_trajectories_are_shown() -> None:
-    text_only = dataclasses.replace(trajectory("text"), turns=(Turn("prompt", "task", None, text="hello"),))
-    one = dataclasses.replace(trajectory("one"), turns=(Turn("prompt", "task", (1,), text="x"),))
+    text_only = dataclasses.replace(trajectory("text"), turns=(af.Turn("prompt", "task", None, text="hello"),))
+    one = dataclasses.replace(trajectory("one"), turns=(af.Turn("prompt", "task", (1,), text="x"),))
     empty = dataclasses.replace(trajectory("empty"), turns=())
     unscored = dataclasses.replace(trajectory("unscored"), reward=None)
     view = w.TokenView([text_only, one, empty, unscored], signal="logprob")

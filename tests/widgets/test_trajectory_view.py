@@ -16,9 +16,6 @@ from views import NASTY, check_static, leaves, press, put, sent, trajectory, unp
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
-from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.batch.collate import collate
-from agentfly_kit.types import Failure, Task, ToolCall, ToolResult, Trajectory, Turn
 
 
 def text_at(packed: dict[str, bytes], i: int) -> str:
@@ -26,7 +23,7 @@ def text_at(packed: dict[str, bytes], i: int) -> str:
     return packed["text"][ends[i] : ends[i + 1]].decode()
 
 
-async def some_rollout() -> Rollout:
+async def some_rollout() -> af.Rollout:
     agent = agents.played(lambda task, turn: [agents.call("2+3"), "42"][turn], max_turns=3)
     return await agent.rollout(agents.tasks(3), group_size=2)
 
@@ -85,7 +82,7 @@ async def test_notes_are_saved_with_the_rollout(tmp_path: Path) -> None:
     put(view, "_query", "WRONG TOOL")
     assert view._found["n"] == 1
     assert "wrong tool" in check_static(view).text
-    back = Rollout.load(rollout.save(tmp_path / "r.jsonl"))
+    back = af.Rollout.load(rollout.save(tmp_path / "r.jsonl"))
     assert [t.note for t in back] == ["", "", "from a cell", "", "wrong tool", ""]
     assert w.TrajectoryView(back)._notes == view._notes
     await press(view, "annotate", [4, ""])
@@ -107,9 +104,11 @@ async def test_search_looks_in_all_texts_and_results() -> None:
 
 async def test_what_a_batch_left_out_says_why() -> None:
     rollout = await some_rollout()
-    first = rollout.trajectories[0].replace(reward=None, stop="error", error=Failure("tool x", "OSError", "disk full"))
-    mixed = Rollout.from_trajectories([first, *rollout.trajectories[1:]])
-    batch = collate(mixed)
+    first = rollout.trajectories[0].replace(
+        reward=None, stop="error", error=af.Failure("tool x", "OSError", "disk full")
+    )
+    mixed = af.Rollout.from_trajectories([first, *rollout.trajectories[1:]])
+    batch = af.collate(mixed)
     assert len(batch.dropped) == 1
     view = w.TrajectoryView(mixed, batch=batch)
     put(view, "_selected", [0])
@@ -168,7 +167,7 @@ async def test_it_opens_tokens_and_the_stepper() -> None:
 
 
 async def test_it_keeps_no_rollout_alive_and_says_so() -> None:
-    rollout = Rollout.from_trajectories([t.replace() for t in await some_rollout()])
+    rollout = af.Rollout.from_trajectories([t.replace() for t in await some_rollout()])
     view = w.TrajectoryView(rollout)
     put(view, "_selected", [0])
     del rollout
@@ -199,26 +198,30 @@ def test_10000_trajectories_stay_small() -> None:
     check_static(view)
 
 
-def nasty() -> list[Trajectory]:
+def nasty() -> list[af.Trajectory]:
     """Return edge cases: hostile texts, no action, one token, no turn, NaN and infinite values."""
     out = []
     for i, text in enumerate(NASTY):
-        result = ToolResult(False, text, error=Failure("tool", "E", text, text))
-        call = ToolCall("c", text, {"x": text}, result=result)
+        result = af.ToolResult(False, text, error=af.Failure("tool", "E", text, text))
+        call = af.ToolCall("c", text, {"x": text}, result=result)
         turns = (
-            Turn("prompt", "task", (1,), text=text, token_texts=(text,)),
-            Turn("action", "policy", (2,), True, logprobs=(math.nan,), versions=(0,), text=text, token_texts=(text,)),
-            Turn("observation", text or "tool", (3,), text=text, token_texts=(text,), tool_calls=(call,)),
+            af.Turn("prompt", "task", (1,), text=text, token_texts=(text,)),
+            af.Turn(
+                "action", "policy", (2,), True, logprobs=(math.nan,), versions=(0,), text=text, token_texts=(text,)
+            ),
+            af.Turn("observation", text or "tool", (3,), text=text, token_texts=(text,), tool_calls=(call,)),
         )
-        task = Task(text or "t", ({"role": "user", "content": text},))
+        task = af.Task(text or "t", ({"role": "user", "content": text},))
         metrics = {text: math.nan, "x": math.inf}
-        out.append(Trajectory(f"{text}-{i}", task, text, 0, turns, "answered", reward=math.nan, metrics=metrics))
-    task = Task("t", ({"role": "user", "content": "?"},))
+        out.append(af.Trajectory(f"{text}-{i}", task, text, 0, turns, "answered", reward=math.nan, metrics=metrics))
+    task = af.Task("t", ({"role": "user", "content": "?"},))
     out.append(
-        Trajectory("no-action", task, "g", 0, (Turn("prompt", "task", (1,), text="p", token_texts=("p",)),), "error")
+        af.Trajectory(
+            "no-action", task, "g", 0, (af.Turn("prompt", "task", (1,), text="p", token_texts=("p",)),), "error"
+        )
     )
-    out.append(Trajectory("no-turn", task, "g", 1, (), "error", error=Failure("chat", "E", "no")))
-    out.append(Trajectory("text-only", task, "g", 2, (Turn("prompt", "task", None, text="p"),), "cancelled"))
+    out.append(af.Trajectory("no-turn", task, "g", 1, (), "error", error=af.Failure("chat", "E", "no")))
+    out.append(af.Trajectory("text-only", task, "g", 2, (af.Turn("prompt", "task", None, text="p"),), "cancelled"))
     return out
 
 

@@ -26,8 +26,8 @@ from paths import TESTS
 from views import Box, FakeRun, click, press, put, show, trajectory
 from waiting import GUARD, until
 
+import agentfly_kit as af
 from agentfly_kit import widgets as w
-from agentfly_kit.pool.pool import Pool
 
 JS = TESTS / "widgets_js"
 
@@ -311,7 +311,7 @@ async def test_every_view_hands_its_selection_and_its_code_to_a_cell() -> None:
     agent = agents.scripted(["42"])
     run = agent.rollout(agents.tasks(2))
     rollout = await run
-    pool = Pool(Box, size=1)
+    pool = af.Pool(Box, size=1)
     lease = await pool.acquire("me")
     form = w.ToolForm(agents.calculator)
     await form.call(expression="1+1")
