@@ -11,7 +11,7 @@ import errors
 from test_envs import Guess
 
 import agentfly_kit as af
-from agentfly_kit.envs import kendall
+from agentfly_kit.envs import kendall, mutation
 from agentfly_kit.envs.alfworld import official
 from agentfly_kit.envs.chess.board import Board
 from agentfly_kit.envs.competition import position, read_submission
@@ -75,7 +75,7 @@ SUBMISSIONS = (
     *((lambda spec=spec: Rubric.from_spec(spec), af.errors.SettingsError, "") for spec in RUBRICS),
     (lambda: Judge(af.ScriptedEngine(["x"])).score(BARE, "x"), af.errors.SettingsError, "no field 'rubric'"),
     (lambda: kendall.tau([1], [1, 2]), ValueError, "the same length, got 1 and 2 values"),
-    (lambda: af.envs.mutation.mutations("("), SyntaxError, ""),
+    (lambda: mutation.mutations("("), SyntaxError, ""),
     (lambda: af.envs.repo.repository(Path("x")), af.errors.SettingsError, "repository must be an existing folder"),
     (
         lambda: af.envs.scienceworld.ScienceWorld(memory_mb=64),
