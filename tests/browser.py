@@ -79,15 +79,14 @@ class Lab:
         settings = folder / "app-settings"
         settings.mkdir()
         (settings / "overrides.json").write_text(json.dumps(_SETTINGS))
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = ""
         own = {f"JUPYTER_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
         self.log = (folder / "server.log").open("wb")
         self.server = subprocess.Popen(
             [
                 sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1",
-                f"--port={self.port}",
-                "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.password=",
+                f"--port={free_port()}",  # if it is taken meanwhile, the server takes another
+                "--IdentityProvider.token=", "--ServerApp.password=",
                 f"--ServerApp.root_dir={self.root}", "--LabApp.expose_app_in_browser=True",
                 "--LabApp.extension_manager=readonly", f"--LabApp.app_settings_dir={settings}",
                 f"--LabApp.user_settings_dir={folder / 'user-settings'}",
@@ -123,10 +122,12 @@ class Lab:
 
     def _responds(self) -> bool:
         assert self.server.poll() is None, (self.folder / "server.log").read_text()[-3000:]
+        about = self.folder / "runtime" / f"jpserver-{self.server.pid}.json"
         try:
+            self.url = f"http://127.0.0.1:{json.loads(about.read_text())['port']}"
             with urllib.request.urlopen(f"{self.url}/api/status", timeout=waiting.GUARD):
                 return True
-        except OSError:
+        except (OSError, ValueError):  # the file is not there, or not complete
             return False
 
     def open(

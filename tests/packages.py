@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import waiting
 from paths import TESTS
 
 
@@ -25,7 +26,7 @@ def run(folder: Path, code: str, input: str = "", **environment: str) -> str:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, modules)), **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=waiting.GUARD,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -34,34 +33,17 @@ def open_files() -> set[tuple[str, str]]:
 
 
 def run_two(program: Path, folder: Path) -> list[dict[str, Any]]:
-    """Run `python program folder` as two ranks, and return the contents of the files <rank>.pt that they saved."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+    """Run `torchrun program folder` with two ranks, and return the contents of the files <rank>.pt that they saved."""
+    environment = {
+        **os.environ,
         "ACCELERATE_USE_CPU": "true",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": os.pathsep.join([str(program.parent), str(program.parent.parent), *sys.path[1:]]),
     }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(folder)],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=GUARD)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, str(program), str(folder)], env=environment, capture_output=True, text=True, timeout=2 * GUARD
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]

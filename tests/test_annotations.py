@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import waiting
 
 import agentfly_kit as af
 
@@ -22,5 +23,5 @@ def test_annotations_of_helpers_exist() -> None:
 @pytest.mark.long
 def test_annotated_helpers_pass_mypy() -> None:
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(HELPERS)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=waiting.GUARD)
     assert done.returncode == 0, done.stdout

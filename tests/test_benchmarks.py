@@ -11,12 +11,13 @@ import nbformat
 import pytest
 import torch
 from paths import ROOT
+from waiting import GUARD
 
 SCRIPT = ROOT / "benchmarks" / "bench_gpu.py"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=900)
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=GUARD)
 
 
 @pytest.mark.long
@@ -65,7 +66,7 @@ def test_a_notebook_that_fails_with_one_seed_fails(last: str, failed: dict[str, 
     nbformat.write(notebook, tmp_path / "toy.ipynb")
     script = ROOT / "benchmarks" / "bench_neighbours.py"
     command = [sys.executable, str(script), str(tmp_path / "toy.ipynb"), "--seeds", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=GUARD)
     report = json.loads(done.stdout)
     assert done.returncode == int(bool(failed)), done.stderr
     assert {seed: len(cells) for seed, cells in report["failed"].items()} == failed

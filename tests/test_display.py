@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import IPython
 import IPython.display
 import pytest
+from waiting import GUARD
 
 import agentfly_kit as af
 from agentfly_kit import _display, _doctor
@@ -29,7 +30,7 @@ shell.run_cell("sampling()")
 
 
 def test_a_traceback_shows_the_users_frames_only() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=GUARD, check=True)
     plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
     short, _, verbose = plain.partition("=====")
     assert "SettingsError: temperature must be finite and at least 0 (0 is greedy), got -1" in short
@@ -62,7 +63,7 @@ print("done", file=sys.stderr)
 def stderr_of(body: str) -> str:
     """Return what a script writes to a terminal."""
     terminal, end = pty.openpty()
-    subprocess.run([sys.executable, "-c", LOADING.format(body=body)], stderr=end, timeout=120, check=True)
+    subprocess.run([sys.executable, "-c", LOADING.format(body=body)], stderr=end, timeout=GUARD, check=True)
     os.close(end)
     text = os.read(terminal, 10_000).decode()
     os.close(terminal)
@@ -75,7 +76,7 @@ def test_slow_loading_is_shown_in_a_terminal() -> None:
 
 def test_loading_prints_nothing_if_redirected_or_fast() -> None:
     script = LOADING.format(body="assert threading.active_count() == 1")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=GUARD, check=True)
     assert (done.stdout, done.stderr) == ("", "done\n")
     assert stderr_of("pass").replace("loading a policy ...\r\n", "") == "done\r\n"
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import dice
+from waiting import GUARD
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
@@ -116,7 +117,7 @@ def test_every_module_says_what_it_is_and_none_prints() -> None:
 
 def run(code: str, *arguments: str) -> dict[str, list[str]]:
     """Run code in a new interpreter and return the last line of its output, parsed as JSON."""
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=GUARD)
     assert done.returncode == 0, done.stderr
     answer: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     return answer

@@ -6,10 +6,8 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 import tomllib
 import urllib.request
 import zipfile
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import waiting
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +37,7 @@ def call(*command: str | Path, where: Path, **environment: str) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=waiting.GUARD,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
@@ -133,31 +132,29 @@ def test_the_quickstart_runs_from_an_empty_folder(installed: Path, tmp_path: Pat
 @pytest.mark.real
 def test_one_command_opens_the_course_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     """The server of `agentfly-kit lab` serves the first notebook at the printed address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     own = {f"JUPYTER_{name}_DIR": str(tmp_path / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
     environment = {**os.environ, **own, "PYTHONPATH": str(installed)}
     here = tmp_path / "here"
     here.mkdir()
-    command = [sys.executable, "-m", "agentfly_kit", "lab", "--no-browser", "--port", str(port)]
+    command = [sys.executable, "-m", "agentfly_kit", "lab", "--no-browser"]
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen(command, cwd=here, env=environment, stdout=log, stderr=log)
+
+    def address() -> re.Match[str] | None:
+        text = (tmp_path / "log").read_text()
+        assert server.poll() is None, text
+        return re.search(r"(http://127\.0\.0\.1:\d+)/lab/tree/01_quickstart\.ipynb\?token=(\w+)", text)
+
     try:
-        end, address = time.monotonic() + 60, None
-        while address is None:
-            text = (tmp_path / "log").read_text()
-            assert time.monotonic() < end and server.poll() is None, text
-            address = re.search(r"http://127\.0\.0\.1:\d+(/lab/tree/01_quickstart\.ipynb)\?token=(\w+)", text)
-            time.sleep(0.1)
-        url = f"http://127.0.0.1:{port}/api/contents/01_quickstart.ipynb?token={address[2]}"
-        with urllib.request.urlopen(url, timeout=30) as reply:
+        waiting.blocking_until(address)
+        url, token = address().groups()
+        with urllib.request.urlopen(f"{url}/api/contents/01_quickstart.ipynb?token={token}") as reply:
             found = json.load(reply)
         assert found["type"] == "notebook"
         assert found["writable"]
     finally:
         server.send_signal(signal.SIGTERM)
-        server.wait(30)
+        server.wait(waiting.GUARD)
     shipped = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert {path.name for path in (here / "agentfly-course").glob("*.ipynb")} == shipped
 
@@ -283,7 +280,7 @@ def install(tmp_path: Path) -> Callable[..., Any]:
     def run(*extras: str, **environment: str) -> Any:
         command = ["bash", str(ROOT / "scripts" / "install"), *extras]
         environment = {**os.environ, "VENV": str(tmp_path / "venv"), **environment}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=waiting.GUARD)
 
     return run
 

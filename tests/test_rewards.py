@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import waiting
 
 import agentfly_kit as af
 from agentfly_kit.rewards import RewardSet
@@ -205,7 +206,7 @@ async def test_exceptions_leave_the_chain_unscored_and_keep_the_metrics_of_other
         error = (await score(function)).error
         assert error is not None and (error.where, error.type) == (f"reward {function.__name__}", kind)
         assert f"in {function.__name__}" in error.traceback and "function.py" not in error.traceback
-    barrier = threading.Barrier(2, timeout=10)  # the rewards run concurrently
+    barrier = threading.Barrier(2, timeout=waiting.GUARD)  # the rewards run concurrently
 
     def meet() -> int:
         return barrier.wait() >= 0

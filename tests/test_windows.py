@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import waiting
 
 # Windows has none of these names and modules. The standard library and other packages are imported before they are
 # removed, because this Python's own modules need them.
@@ -45,7 +46,7 @@ asyncio.run(main())
 
 @pytest.mark.real  # imports everything in a new interpreter
 def test_all_but_sandboxes_works_without_fork() -> None:
-    done = subprocess.run([sys.executable, "-c", PREPARE + USE], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", PREPARE + USE], capture_output=True, text=True, timeout=waiting.GUARD)
     assert done.returncode == 0, done.stderr
     *refusals, last = done.stdout.splitlines()
     assert len(refusals) == 2
