@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGES = """
-IPython, anywidget, docstring_parser, httpx2, ipykernel.kernelapp, ipywidgets, jinja2, matplotlib_inline.backend_inline,
-nbformat, numpy, pandas, pandas.io.formats.style, plotly.graph_objs._figure, plotly.io._renderers, pydantic.main,
-safetensors.torch, sympy, tokenizers, torch, torch._dynamo, torch.optim, tqdm.auto, transformers,
-transformers.masking_utils, transformers.modeling_utils, transformers.models.auto.modeling_auto,
-transformers.models.qwen3.modeling_qwen3, transformers.tokenization_utils_tokenizers
+IPython, anywidget, docstring_parser, httpx2, ipykernel.kernelapp, ipywidgets, jinja2, nbformat, numpy, pandas,
+pandas.io.formats.style, plotly.graph_objs._figure, plotly.io._renderers, pydantic.main, safetensors.torch, sympy,
+tokenizers, torch, torch._dynamo, torch.optim, tqdm.auto, transformers, transformers.masking_utils,
+transformers.modeling_utils, transformers.models.auto.modeling_auto, transformers.models.qwen3.modeling_qwen3,
+transformers.tokenization_utils_tokenizers
 """
 
 

@@ -154,7 +154,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
 @pytest.mark.parametrize(
     "path", [pytest.param(path, marks=[pytest.mark.real] * (path != FIRST)) for path in NOTEBOOKS], ids=by_name
 )
-def test_runs_top_to_bottom(path: Path, tmp_path: Path, forked: dict[str, str]) -> None:
+def test_runs_top_to_bottom(path: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Run a notebook with the settings of `SMALLER`, and the assertions of `CHECKS` at the end."""
     notebook = nbformat.read(path, as_version=4)
     for old, new in SMALLER.get(path.stem, {}).items():
@@ -162,7 +162,10 @@ def test_runs_top_to_bottom(path: Path, tmp_path: Path, forked: dict[str, str]) 
         assert changed, f"not in {path.name}: {old}"
         for cell in changed:
             cell.source = cell.source.replace(old, new)
-    nbval(with_checks(notebook, path), tmp_path / path.name, "--nbval-kernel-name=forked", forked)
+    kernel = ("--nbval-current-env",)
+    if path != FIRST:
+        kernel = ("--nbval-kernel-name=forked", request.getfixturevalue("forked"))
+    nbval(with_checks(notebook, path), tmp_path / path.name, *kernel)
 
 
 @pytest.mark.long
@@ -322,7 +325,7 @@ def test_demo_spares_a_folder_with_other_things(demo: Any, tmp_path: Path) -> No
     assert (tmp_path / "thesis.txt").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.real)])
 def test_interrupting_the_demo_leaves_no_kernel(number: signal.Signals, tmp_path: Path) -> None:
     notebook = write(
         tmp_path / "slow.ipynb",
