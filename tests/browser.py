@@ -72,7 +72,7 @@ def expect(locator: Any) -> Any:
 class Lab:
     """The Jupyter server, the browser and its pages. `close()` closes all of them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: dict[str, str] | None = None) -> None:
         self.folder = folder
         self.root = folder / "root"
         self.root.mkdir(parents=True)
@@ -96,7 +96,8 @@ class Lab:
                 f"--JupyterNotebookApp.app_settings_dir={settings}",
                 f"--JupyterNotebookApp.user_settings_dir={folder / 'user-settings'}",
             ],
-            env={**os.environ, **own, "OMP_NUM_THREADS": "1"}, stdout=self.log, stderr=subprocess.STDOUT, cwd=self.root,
+            env={**os.environ, **own, **(environment or {}), "OMP_NUM_THREADS": "1"},
+            stdout=self.log, stderr=subprocess.STDOUT, cwd=self.root,
         )  # fmt: skip
         atexit.register(self.close)  # so that interrupted tests leave no server running
         self.playwright: Any = None

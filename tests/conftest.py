@@ -19,6 +19,7 @@ from typing import Any
 
 import browser
 import failures
+import forked_kernel
 import hypothesis
 import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
@@ -120,8 +121,15 @@ def discard_leftovers() -> None:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Lab]:
-    server = browser.Lab(tmp_path_factory.mktemp("jupyter") / "lab")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment in which Jupyter starts kernels that have imported the large packages."""
+    with forked_kernel.server(tmp_path_factory.mktemp("forked")) as environment:
+        yield environment
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, forked: dict[str, str]) -> Iterator[browser.Lab]:
+    server = browser.Lab(tmp_path_factory.mktemp("jupyter") / "lab", forked)
     yield server
     server.close()
 

@@ -58,6 +58,7 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
         assert results["vllm"]["weight transfer"]["transport"].startswith("shm (the policy is on cpu")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("last", "failed"), [("assert SEED < 2", {}), ("assert SEED < 1", {"1": 1})])
 def test_a_notebook_that_fails_with_one_seed_fails(last: str, failed: dict[str, int], tmp_path: Path) -> None:
     """The exit code is 1 if an assertion fails with any seed; the other seeds are reported nevertheless."""

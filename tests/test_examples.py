@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import runpy
 
+import pytest
 from paths import ROOT
 
 
+@pytest.mark.real
 async def test_the_one_page_example_learns() -> None:
     text = (ROOT / "examples" / "one_page.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 110

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import waiting
 from paths import ROOT, TESTS
 
@@ -25,6 +26,7 @@ def test_the_next_one_finds_nothing(nothing_left):
 """
 
 
+@pytest.mark.real
 def test_a_failing_test_does_not_fail_the_next_one(tmp_path: Path) -> None:
     (tmp_path / "test_inner.py").write_text(FAILS_AND_GOES_ON)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider"]

@@ -5,12 +5,10 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import forked_kernel
 import nbformat
 import pytest
 import waiting
@@ -145,12 +143,6 @@ def with_checks(notebook: Any, path: Path) -> Any:
     return notebook
 
 
-@pytest.fixture(scope="session")
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    with forked_kernel.server(tmp_path_factory.mktemp("forked")) as environment:
-        yield environment
-
-
 @pytest.mark.parametrize(
     "path", [pytest.param(path, marks=[pytest.mark.real] * (path != FIRST)) for path in NOTEBOOKS], ids=by_name
 )
@@ -164,7 +156,7 @@ def test_runs_top_to_bottom(path: Path, tmp_path: Path, request: pytest.FixtureR
             cell.source = cell.source.replace(old, new)
     kernel = ("--nbval-current-env",)
     if path != FIRST:
-        kernel = ("--nbval-kernel-name=forked", request.getfixturevalue("forked"))
+        kernel = ("--nbval-kernel-name=python3", os.environ | request.getfixturevalue("forked"))
     nbval(with_checks(notebook, path), tmp_path / path.name, *kernel)
 
 

@@ -304,8 +304,7 @@ async def test_a_batch_of_another_tokenizer_is_rejected(monkeypatch: pytest.Monk
         af.ppo_step(other, af.adamw(other), batch)
 
 
-@pytest.mark.parametrize("minibatch", [None, 4])
-@pytest.mark.parametrize("wrong", [0.01, 5e-5])
+@pytest.mark.parametrize(("wrong", "minibatch"), [(0.01, None), (5e-5, 4)])
 def test_a_row_with_wrong_logprobs_is_found_in_the_first_minibatch(wrong: float, minibatch: int | None) -> None:
     """The sampler's logprobs are used unless a row of the first minibatch differs by more than 1e-4."""
     policy = random_policy(0)
