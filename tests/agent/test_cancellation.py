@@ -235,7 +235,12 @@ def test_event_loop_that_is_closed_without_cancelling() -> None:
     b = agent(fresh())
     loop = asyncio.new_event_loop()
     runs = [loop.create_task(x.rollout(t)) for x, t in ((a, TASKS), (b, tasks(8)))]
-    loop.run_until_complete(until(lambda: pool.snapshot().leased))
+
+    async def first_lease() -> None:  # in passes of the loop, before the engine has sampled in its thread
+        while not pool.snapshot().leased:
+            await asyncio.sleep(0)
+
+    loop.run_until_complete(first_lease())
     for task in asyncio.all_tasks(loop):
         task._log_destroy_pending = False  # type: ignore[attr-defined]  # that is what this test does
     loop.close()
