@@ -286,6 +286,11 @@ class _Link:
                 await self._beat()
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._http.post(f"{self.url}{wire.PATH}/bye", json={"client": self.client}), 3.0)
+            # End the requests before the client closes: a connection that is made later would never be closed.
+            requests = asyncio.all_tasks() - {asyncio.current_task()}
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
 
     def stop(self) -> None:
         """Disconnect from the server and stop the background thread. May be called from any other thread."""
