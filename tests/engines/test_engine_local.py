@@ -638,9 +638,9 @@ sys.path[:0] = {tests!r}
 import test_engine_local as t
 
 async def go():
-    engine = t.LocalEngine(t.endless())
+    engine = t.af.LocalEngine(t.endless())
     for i in range(8):
-        asyncio.ensure_future(engine.sample(t.prompt(20, seed=i), t.Sampling(max_tokens=230), i))
+        asyncio.ensure_future(engine.sample(t.prompt(20, seed=i), t.af.Sampling(max_tokens=230), i))
     while engine.sampled < 80:
         await asyncio.sleep(0.001)
     globals()["kept"] = engine
@@ -669,8 +669,8 @@ def slowly(policy):
         torch.randn(400, 400) @ torch.randn(400, 400)
 
 t.local.single_torch_thread, t.local._IDLE_SECONDS = slowly, 0.01
-engine = t.LocalEngine(t.endless())
-asyncio.run(engine.sample(t.prompt(20), t.Sampling(max_tokens=3), 0))
+engine = t.af.LocalEngine(t.endless())
+asyncio.run(engine.sample(t.prompt(20), t.af.Sampling(max_tokens=3), 0))
 while engine._thread is not None:
     time.sleep(0.001)
 sys.exit(7)

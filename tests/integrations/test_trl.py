@@ -318,8 +318,8 @@ def test_a_rollout_func_that_does_not_match_the_trainer_is_rejected(tmp_path: Pa
     with pytest.raises(af.errors.SettingsError, match=r"0\.7"):
         bridge.rollout_func(agents.agent(policy), tasks)(prompts, trainer)
     with pytest.raises(af.errors.SettingsError, match="no task has this prompt"):
-        bridge.rollout_func(agents.agent(policy).replace(sampling=agents.Sampling(0.7)), tasks[1:])(prompts, trainer)
-    twin = agents.Task("twin", tasks[0].messages, {"answer": "another"})
+        bridge.rollout_func(agents.agent(policy).replace(sampling=af.Sampling(0.7)), tasks[1:])(prompts, trainer)
+    twin = af.Task("twin", tasks[0].messages, {"answer": "another"})
     with pytest.raises(af.errors.SettingsError, match="same prompt"):
         bridge.rollout_func(agents.agent(policy), [*tasks, twin])
 
