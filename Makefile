@@ -50,7 +50,7 @@ test-real: install-real  ## run the tests with the real thing: each notebook, vL
 test-all: test docs install-real  ## run all tests that this machine can run (an hour)
 	@scripts/pytest-some -m "real or long" $(REAL) $(ARGS)
 
-test-notebooks: install  ## run every notebook with the answers to its exercises; part of `make test-all`
+test-notebooks: install  ## run every notebook, with its own settings and with those of CI
 	@scripts/install envs agents frameworks
 	@$(PY) -m pytest -m "real or long" -k "top_to_bottom" $(REAL) $(ARGS) tests/notebooks/test_notebooks.py
 

@@ -13,6 +13,7 @@ import nbformat
 import pytest
 import waiting
 from checks import CHECKS
+from nbclient import NotebookClient
 from paths import ROOT
 from smaller import SMALLER
 
@@ -128,16 +129,9 @@ def test_notebooks_on_related_systems_have_the_same_parts(name: str) -> None:
     assert any({PLOTLY, "image/svg+xml"} & output.get("data", {}).keys() for output in outputs), "a figure"
 
 
-def nbval(notebook: Any, path: Path, kernel: str, environment: dict[str, str] | None = None) -> None:
-    """Run a notebook in the folder of a path. Cells that raise fail, and changed outputs under NBVAL_CHECK_OUTPUT."""
-    nbformat.write(notebook, path)
-    options = ("--nbval-lax", kernel, "--nbval-cell-timeout=1800", "--color=no")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, path.name]
-    done = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, timeout=3600)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-
-
-def with_checks(notebook: Any, path: Path) -> Any:
+def complete(path: Path) -> Any:
+    """Return a notebook with the answers to its exercises, and with the assertions of `CHECKS` at the end."""
+    notebook = with_answers(nbformat.read(path, as_version=4))
     if path.stem in CHECKS:
         notebook.cells.append(nbformat.v4.new_code_cell(CHECKS[path.stem]))
     return notebook
@@ -146,26 +140,31 @@ def with_checks(notebook: Any, path: Path) -> Any:
 @pytest.mark.parametrize(
     "path", [pytest.param(path, marks=[pytest.mark.real] * (path != FIRST)) for path in NOTEBOOKS], ids=by_name
 )
-def test_runs_top_to_bottom(path: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Run a notebook with the settings of `SMALLER`, and the assertions of `CHECKS` at the end."""
-    notebook = nbformat.read(path, as_version=4)
+def test_runs_top_to_bottom(
+    path: Path, tmp_path: Path, forked: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run a notebook with the settings of `SMALLER` in an empty folder. A cell that raises is an error."""
+    notebook = complete(path)
     for old, new in SMALLER.get(path.stem, {}).items():
         changed = [cell for cell in notebook.cells if cell.cell_type == "code" and old in cell.source]
         assert changed, f"not in {path.name}: {old}"
         for cell in changed:
             cell.source = cell.source.replace(old, new)
-    kernel = ("--nbval-current-env",)
-    if path != FIRST:
-        kernel = ("--nbval-kernel-name=python3", os.environ | request.getfixturevalue("forked"))
-    nbval(with_checks(notebook, path), tmp_path / path.name, *kernel)
+    for name, value in forked.items():
+        monkeypatch.setenv(name, value)
+    where = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=1800, kernel_name="python3", resources=where).execute()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
 def test_runs_top_to_bottom_as_saved(path: Path, tmp_path: Path) -> None:
-    """Run a notebook with its own settings and the answers to its exercises."""
-    notebook = with_answers(nbformat.read(path, as_version=4))
-    nbval(with_checks(notebook, path), tmp_path / path.name, "--nbval-current-env")
+    """Run nbval in an empty folder, with the notebook's own settings and a kernel that has imported nothing."""
+    nbformat.write(complete(path), tmp_path / path.name)
+    options = ("--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=1800", "--color=no")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, path.name]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=3600)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
 # ---- `agentfly-kit demo`, with notebooks of a few lines
