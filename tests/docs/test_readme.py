@@ -39,7 +39,7 @@ def as_script(code: str) -> str:
     return "import asyncio\n" + re.sub(r"await (af\.\w+\(.*?\))(\)?)$", r"asyncio.run(\1)\2", code, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("how", ["cell", "script"])
+@pytest.mark.parametrize("how", [pytest.param("cell", marks=pytest.mark.real), "script"])
 def test_the_first_example_runs_as_pasted(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

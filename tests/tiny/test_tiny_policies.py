@@ -190,9 +190,14 @@ def test_a_short_build_is_reproducible_and_rounded_as_it_ships(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "low", "high", "count"),
     [
-        ("calculator", 0.20, 0.35, 512), ("alfworld", 0.08, 0.45, 96), ("code", 0.15, 0.45, 96),
-        ("lookup", 0.15, 0.40, 512), ("search", 0.02, 0.45, 150), ("sql", 0.15, 0.45, 96),
-        ("webshop", 0.02, 0.45, 150),
+        ("calculator", 0.20, 0.35, 512),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [
+                ("alfworld", 0.08, 0.45, 96), ("code", 0.15, 0.45, 96), ("lookup", 0.15, 0.40, 512),
+                ("search", 0.02, 0.45, 150), ("sql", 0.15, 0.45, 96), ("webshop", 0.02, 0.45, 150),
+            ]
+        ),
     ],
 )  # fmt: skip
 async def test_a_policy_starts_low_and_its_failures_are_scored(name: str, low: float, high: float, count: int) -> None:
@@ -202,6 +207,7 @@ async def test_a_policy_starts_low_and_its_failures_are_scored(name: str, low: f
     assert sampled.truncated <= 0.05
 
 
+@pytest.mark.long
 async def test_sums_adds_well_and_multiplies_badly_and_decides_by_chance() -> None:
     """The notebook on MeCo needs a policy with systematic mistakes that the policy cannot predict."""
     policy, tasks = af.tiny.policy("sums"), af.load_tasks("sums").test
@@ -238,8 +244,8 @@ def test_tasks_of_sums_are_exact_and_never_shown() -> None:
 @pytest.mark.parametrize(
     ("name", "steps", "settings", "reached"),
     [
-        ("calculator", 4, {"lr_end": None}, 0.7),
-        ("lookup", 6, {"lr_end": None}, 0.7),
+        pytest.param("calculator", 4, {"lr_end": None}, 0.7, marks=pytest.mark.long),
+        pytest.param("lookup", 6, {"lr_end": None}, 0.7, marks=pytest.mark.long),
         pytest.param("alfworld", 5, {}, 0.4, marks=pytest.mark.soak),
         pytest.param("search", 8, {}, 0.4, marks=pytest.mark.soak),
         pytest.param("sql", 8, {"lr_end": None}, 0.7, marks=pytest.mark.soak),

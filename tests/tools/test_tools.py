@@ -549,6 +549,7 @@ for closes_loop in (True, False):
 """
 
 
+@pytest.mark.real
 def test_interpreter_can_exit_while_tools_compute() -> None:
     """A thread that returned from torch after the interpreter had ended aborted the process."""
     done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=GUARD)

@@ -152,6 +152,7 @@ def tasks_digest(**fields: Any) -> str:
     return RolloutSampler(none, none, given, af.TrainConfig(), WorkerGroup(None)).tasks_digest
 
 
+@pytest.mark.real
 def test_the_digest_of_tasks_is_the_same_in_every_process() -> None:
     code = "import test_fingerprint; print(test_fingerprint.tasks_digest(names=set('abcdefgh'), made=object()))"
     seed = "1" if os.environ.get("PYTHONHASHSEED") == "2" else "2"
