@@ -38,7 +38,7 @@ test-sandboxes: install  ## run the tests of `make test` that use sandboxes
 	@$(PY) -m pytest -n 2 --dist worksteal $(ARGS) $(SANDBOX_TESTS)
 
 # What differs on a machine without bubblewrap and containers, and for a user who is not root.
-BARE_TESTS := $(patsubst %,tests/sandboxes/test_sandbox_%.py,kinds python abuse)
+BARE_TESTS := $(patsubst %,tests/sandboxes/test_sandbox_%.py,kinds python shell abuse)
 test-bare: install  ## run the tests that scripts/bare runs in CI
 	@$(PY) -m pytest -n 2 --dist worksteal $(ARGS) $(BARE_TESTS)
 

@@ -18,12 +18,12 @@ LEVELS = [pytest.param(level, marks=marks) for level, marks in MARKS.items()]
 
 
 def few(*fast: str):
-    """Return all levels; those that are not named run in `make test-real` only, because they take minutes.
+    """Return all levels; those that are not named run in `make test-all` only, because they take minutes.
 
     Without bubblewrap, landlock is tested instead of strict.
     """
     fast = (*fast, "landlock") if STRICT else fast
     return [
-        pytest.param(level, marks=[*marks, *([] if level in fast else [pytest.mark.real])])
+        pytest.param(level, marks=[*marks, *([] if level in fast else [pytest.mark.long])])
         for level, marks in MARKS.items()
     ]
