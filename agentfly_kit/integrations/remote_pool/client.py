@@ -203,8 +203,7 @@ class RemotePool(Displayable, BasePool[S]):
 
     async def close(self) -> None:
         """Release all leases and disconnect. Pending `acquire` calls raise PoolClosed."""
-        if not self._link.stopped:
-            await asyncio.to_thread(self._finalizer)
+        await asyncio.to_thread(self._link.stop)  # also waits for an earlier call that was cancelled
 
     async def __aenter__(self) -> Self:
         await self.refresh()
@@ -295,9 +294,9 @@ class _Link:
     def stop(self) -> None:
         """Disconnect from the server and stop the background thread. May be called from any other thread."""
         with self._lock:
-            already, self.stopped = self.stopped, True
+            self.stopped = True
         self.held.clear()
-        if already or self._loop is None or self._thread is None:
+        if self._loop is None or self._thread is None:
             return
         self.wake()
         if threading.current_thread() is not self._thread:
