@@ -339,6 +339,17 @@ def test_one_loop_after_another_and_a_cell_that_computes():
 # --- authorization -------------------------------------------------------------------------------
 
 
+async def test_a_second_close_waits_for_one_that_was_cancelled(server: PoolServer):
+    pool = client(server)
+    await pool.refresh()
+    first = asyncio.ensure_future(pool.close())
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    await pool.close()
+    assert links() == []
+
+
 async def test_a_wrong_token_is_refused_and_told_nothing(server: PoolServer):
     async with httpx2.AsyncClient(timeout=GUARD) as http:
         for given in (None, "Bearer", f"Bearer {TOKEN}x", TOKEN):
