@@ -100,14 +100,13 @@ def test_workers_need_a_connection() -> None:
 
 
 def start_cluster() -> Any:
-    """Start three nodes and connect to them."""
+    """Start three nodes, one after the other because Ray waits 30 s for each, and connect to them."""
     from ray.cluster_utils import Cluster
 
     settings = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False}
     cluster = Cluster()
     for _ in range(3):
-        cluster.add_node(wait=False, **settings)  # would wait for 30 s only
-    cluster.wait_for_nodes(GUARD)
+        cluster.add_node(**settings)
     ray.init(address=cluster.address, log_to_driver=False)
     return cluster
 
