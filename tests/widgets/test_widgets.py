@@ -1,4 +1,4 @@
-"""What all views have in common: messages of a page, the rate of updates, pictures, and saved notebooks."""
+"""Tests of all views: messages of a page, the rate of updates, pictures, and saved notebooks."""
 
 from __future__ import annotations
 
