@@ -1,6 +1,8 @@
 # Commands for developers and CI; `make` alone lists them. Everything runs in .venv, which scripts/install creates.
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
+# Images of containers often set it. Every process then compiles torch and transformers anew, which takes 10 s.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-docs install-real demo lab test test-sandboxes test-bare test-real test-all \
