@@ -13,6 +13,8 @@ from ..errors import SandboxError
 from .hosted import HostedSandbox
 from .result import Limit, SandboxResult
 
+# What bash prints when it is interrupted: an empty line, and on a busy machine sometimes two.
+_INTERRUPTED = re.compile(r"(?:^|(?<=\n))\n+\Z")
 # A message that bash prints when a command is killed.
 _NO_TERMINAL = re.compile(r"^bash: \[\d+: [^\]]*\] tcsetattr: [^\n]*\n", re.MULTILINE)
 _SIGNALS: dict[int, Limit] = {128 + 24: "cpu", 128 + 25: "disk"}  # SIGXCPU, SIGXFSZ
@@ -90,8 +92,8 @@ class ShellSandbox(HostedSandbox):
         stderr = _NO_TERMINAL.sub("", result.stderr)
         if ended:
             stderr = stderr.removesuffix("exit\n")  # bash prints this when it exits
-        elif result.limit is not None and (stderr == "\n" or stderr.endswith("\n\n")):
-            stderr = stderr[:-1]  # bash prints this when it is interrupted
+        elif result.limit is not None:
+            stderr = _INTERRUPTED.sub("", stderr)
         return ShellResult(
             stdout=result.stdout, stderr=stderr, error=error, seconds=result.seconds, truncated=result.truncated,
             timed_out=result.timed_out, died=ended, limit=limit, files_lost=result.files_lost, exit_code=code,

@@ -6,6 +6,7 @@ start. Fleets of vLLM servers are tested in test_fleet_vllm.py.
 
 import asyncio
 import http.client
+import re
 import threading
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import agents
+import errors
+import psutil
 import pytest
 import torch
 from http_server import Server
@@ -155,11 +158,17 @@ def test_served_memory_is_read_by_those_who_know_its_path() -> None:
         (url + handle["path"][:-2] + "/", []),
         (url + handle["path"], [["a", "uint8", [2000], 0, 0, 2000]]),
     ):
-        with pytest.raises(OSError, match="answered 404"):
-            fetch_chunk(wrong, slices, torch.empty(3000, dtype=torch.uint8))
+        errors.check(lambda: fetch_chunk(wrong, slices, torch.empty(3000, dtype=torch.uint8)), OSError, "answered 404")
+    with pytest.raises(OSError, match="answered 404") as caught:
+        fetch_chunk(url + "/", [], buffer)
+    ports = [c.raddr.port for c in psutil.Process().net_connections("tcp") if c.raddr]
+    assert handle["ports"]["127.0.0.1", 0] not in ports, f"a connection is open as long as the error exists: {caught}"
     memory.close()
-    with pytest.raises(OSError, match=r"cannot read from 127\.0\.0\.1:\d+: ConnectionRefusedError"):
-        fetch_chunk(url + handle["path"], [], buffer)
+    errors.check(
+        lambda: fetch_chunk(url + handle["path"], [], buffer),
+        OSError,
+        re.compile(r"cannot read from 127\.0\.0\.1:\d+: ConnectionRefusedError"),
+    )
 
 
 @pytest.mark.parametrize(("weights", "transport"), [("auto", "shm"), ("http", "http"), ("http://localhost", "http")])
@@ -173,8 +182,7 @@ async def test_a_server_gets_the_weights(pair: Pair, policy: af.Policy, weights:
     assert gap(server, policy) == 0 and set(server.transports) == {transport} and server.chunks > 3
     assert (engine.version, engine.dtype, engine.vocab_size) == (1, "float32", policy.vocab_size)
     assert server.label.startswith("1-") and not server.paused and not policy.lock.locked()
-    sample = await engine.sample(prompt, af.Sampling(max_tokens=8), 0)
-    assert set(sample.versions or ()) == {1}
+    assert set((await engine.sample(prompt, af.Sampling(max_tokens=8), 0)).versions or ()) == {1}
 
 
 async def test_a_fleet_of_servers_gets_the_weights_and_is_checked(pair: Pair, policy: af.Policy) -> None:
@@ -221,8 +229,11 @@ async def test_a_server_that_fails_during_an_update_is_excluded_until_the_next(
         assert "out of memory" in fleet.members[1].reason
     if how != "stays paused":
         assert not bad.paused
-        with pytest.raises(af.errors.EngineError, match=r"weights of the server at http.* are undefined"):
-            await fleet.members[1].engine.sample([1], af.Sampling(), 0)
+        await errors.check(
+            lambda: fleet.members[1].engine.sample([1], af.Sampling(), 0),
+            af.errors.EngineError,
+            re.compile(r"weights of the server at http.* are undefined"),
+        )
     bad.got.clear()
     assert not (await agents.agent(policy, engine=fleet).rollout(agents.tasks(6))).failed and not bad.got
     bad.fault = lambda path, body: None
@@ -250,10 +261,11 @@ async def test_a_server_that_is_restarted_does_not_sample_with_its_initial_weigh
     lost.clear()
     server.restart()
     for _ in range(2):
-        with pytest.raises(
-            af.errors.EngineError, match=r"are undefined \(the server was restarted\); call await engine.update"
-        ):
-            await engine.sample([1, 2], af.Sampling(max_tokens=4), 0)
+        await errors.check(
+            lambda: engine.sample([1, 2], af.Sampling(max_tokens=4), 0),
+            af.errors.EngineError,
+            re.compile(r"are undefined \(the server was restarted\); call await engine.update"),
+        )
     await engine.update(policy)
     assert (await engine.sample([1, 2], af.Sampling(max_tokens=4), 0)).ids and gap(server, policy) == 0
 
@@ -273,12 +285,10 @@ async def test_a_cancelled_update_is_known_to_be_incomplete(pair: Pair, policy: 
     update = asyncio.ensure_future(engine.update(policy))
     await until(reached.is_set)
     update.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await update
+    await errors.check(lambda: update, asyncio.CancelledError)
     go_on.set()
     assert not policy.lock.locked()
-    with pytest.raises(af.errors.EngineError, match="it was interrupted"):
-        await engine.sample([1], af.Sampling(), 0)
+    await errors.check(lambda: engine.sample([1], af.Sampling(), 0), af.errors.EngineError, "it was interrupted")
     server.fault = lambda path, body: None
     await engine.update(policy)
     assert gap(server, policy) == 0 and (await engine.sample([1], af.Sampling(max_tokens=2), 0)).ids
@@ -291,17 +301,23 @@ async def test_weights_that_a_server_cannot_load_are_refused_before_it_is_paused
     server, _ = pair
     other = policy.copy()
     other.model.config.vocab_size = 7
-    with pytest.raises(af.errors.EngineError, match=r"the server at http.* has vocab_size=\d+, but the policy has 7"):
-        await server.client().update(other)
-    with pytest.raises(af.errors.EngineError, match="update needs a Policy, got a str"):
-        await server.client().update("weights")
+    await errors.check(
+        lambda: server.client().update(other),
+        af.errors.EngineError,
+        re.compile(r"the server at http.* has vocab_size=\d+, but the policy has 7"),
+    )
+    await errors.check(
+        lambda: server.client().update("weights"), af.errors.EngineError, "update needs a Policy, got a str"
+    )
     server.fault = lambda path, body: (404, {"error": "Not Found"}, {}) if path == "/collective_rpc" else None
-    with pytest.raises(
-        af.errors.EngineError, match=r"cannot be changed \(.*404.*VLLM_SERVER_DEV_MODE=1 python -m vllm"
-    ):
-        await server.client().update(policy)
-    with pytest.raises(af.errors.EngineError, match="requires tokens='exact'"):
-        await server.client(tokens="none").update(policy)
+    await errors.check(
+        lambda: server.client().update(policy),
+        af.errors.EngineError,
+        re.compile(r"cannot be changed \(.*404.*VLLM_SERVER_DEV_MODE=1 python -m vllm"),
+    )
+    await errors.check(
+        lambda: server.client(tokens="none").update(policy), af.errors.EngineError, "requires tokens='exact'"
+    )
     assert {path for path, _ in server.got} == {"/collective_rpc"}
 
 
@@ -313,8 +329,7 @@ async def test_an_address_that_the_server_cannot_reach_is_named(pair: Pair, poli
     says = (
         r"cannot read the weights \(OSError: cannot read from nowhere\.invalid:.*set weights='http://<address>:<port>'"
     )
-    with pytest.raises(af.errors.EngineError, match=says):
-        await engine.update(policy)
+    await errors.check(lambda: engine.update(policy), af.errors.EngineError, re.compile(says))
     assert before == 0 < gap(server, policy) and not server.paused
     assert (await engine.sample([1, 2], af.Sampling(max_tokens=2), 0)).versions == (
         0,
@@ -323,10 +338,11 @@ async def test_an_address_that_the_server_cannot_reach_is_named(pair: Pair, poli
     server.fault = lambda path, body: (
         {"results": ["FileNotFoundError: buffer"]} if body.get("method") == "agentfly_receive" else None
     )
-    with pytest.raises(
-        af.errors.EngineError, match=r"FileNotFoundError.*must run on this machine as this user; use weights='http"
-    ):
-        await server.client().update(policy)
+    await errors.check(
+        lambda: server.client().update(policy),
+        af.errors.EngineError,
+        re.compile(r"FileNotFoundError.*must run on this machine as this user; use weights='http"),
+    )
 
 
 async def test_a_server_with_another_precision_is_named(pair: Pair, policy: af.Policy) -> None:
@@ -352,13 +368,19 @@ async def test_a_server_with_another_precision_is_named(pair: Pair, policy: af.P
 async def test_the_shortest_context_counts(pair: Pair, policy: af.Policy) -> None:
     fleet = af.Fleet([pair[0].client(), pair[1].client(max_length=96)])
     assert fleet.max_length == 96
-    with pytest.raises(af.errors.EngineError, match="100 ids leave no space for an action in a context of 96 tokens"):
-        await fleet.sample([1] * 100, af.Sampling(), 0)
+    await errors.check(
+        lambda: fleet.sample([1] * 100, af.Sampling(), 0),
+        af.errors.EngineError,
+        "100 ids leave no space for an action in a context of 96 tokens",
+    )
     assert states(fleet) == ["up", "up"]
 
 
 async def test_several_processes_do_not_send_weights_to_the_same_servers(pair: Pair, policy: af.Policy) -> None:
     accelerator = SimpleNamespace(num_processes=2, process_index=0)  # the settings are checked before it is used
     agent = agents.agent(policy, engine=af.Fleet([server.client() for server in pair]))
-    with pytest.raises(af.errors.SettingsError, match="every process would send its weights to the same servers"):
-        af.train(agent, policy, agents.tasks(2), af.TrainConfig(steps=1), run="run", accelerator=accelerator)
+    errors.check(
+        lambda: af.train(agent, policy, agents.tasks(2), af.TrainConfig(steps=1), run="run", accelerator=accelerator),
+        af.errors.SettingsError,
+        "every process would send its weights to the same servers",
+    )

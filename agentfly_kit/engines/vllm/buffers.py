@@ -189,15 +189,15 @@ def fetch_chunk(url: str, slices: Iterable[TensorSlice], buffer: torch.Tensor) -
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_FETCH_TIMEOUT)
     try:
         connection.request("GET", f"{address.path}{size}")
-        response = connection.getresponse()
-        if response.status != 200:
-            raise OSError(f"{address.netloc} answered {response.status} {response.reason}")
-        rest = memoryview(buffer.numpy())[:size]  # type: ignore[arg-type]
-        while rest:
-            count = response.readinto(rest)
-            if not count:
-                raise OSError(f"{address.netloc} closed the connection {len(rest)} bytes before the end of a chunk")
-            rest = rest[count:]
+        with connection.getresponse() as response:  # closing the connection does not close an unread response
+            if response.status != 200:
+                raise OSError(f"{address.netloc} answered {response.status} {response.reason}")
+            rest = memoryview(buffer.numpy())[:size]  # type: ignore[arg-type]
+            while rest:
+                count = response.readinto(rest)
+                if not count:
+                    raise OSError(f"{address.netloc} closed the connection {len(rest)} bytes before the end of a chunk")
+                rest = rest[count:]
     except OSError as error:
         raise OSError(f"cannot read from {address.netloc}: {type(error).__name__}: {error}") from error
     finally:
