@@ -203,7 +203,7 @@ assert found["memory"].turns == 1 < found["reflection"].turns <= 4 and len(memor
 """,
     "28_roles": """
 assert {turn.author for t in before.rollout for turn in t.actions} == set(ROLES)
-assert results["after"] > results["before"] > results["no broadcast"]
+assert results["after"] > max(results["before"], results["no broadcast"]) + 0.2
 assert all(len({turn.author for turn in t.actions if turn.row == i}) == 1 for t in before.rollout for i in range(3))
 """,
 }

@@ -18,9 +18,5 @@ SMALLER = {
     "18_imitate_and_distil": {"tasks.test[:200]": "tasks.test[:64]"},
     "22_masksearch": {"data.test[:100]": "data.test[:50]"},
     "25_tools_as_weights": {"for i in range(4):\n    _, curve": "for i in range(2):\n    _, curve"},
-    "27_conagents": {"for i in range(300)]": "for i in range(100)]"},
-    "28_roles": {"for i in range(300)]": "for i in range(100)]"},
-    "29_tptu": {"for i in range(300)]": "for i in range(100)]"},
-    "30_apt": {"for i in range(200)]": "for i in range(80)]"},
     "31_servers": WITHOUT_VLLM,
 }

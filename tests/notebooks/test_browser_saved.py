@@ -1,8 +1,6 @@
 """Saved notebooks without a kernel, trusted and untrusted, and the HTML pages of the tutorials without a network."""
 
 # ruff: noqa: E501  (what runs in the page)
-from __future__ import annotations
-
 from pathlib import Path
 
 import browser

@@ -1,7 +1,5 @@
 """Random clicks on the buttons of a PoolView while the tutorial about sandboxes runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import browser

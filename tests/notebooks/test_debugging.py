@@ -1,7 +1,5 @@
 """Debugging of tools and rewards in a real kernel, as described in notebook 00."""
 
-from __future__ import annotations
-
 import queue
 import re
 import time
