@@ -103,6 +103,11 @@ def tasks(count: int = 4, seed: int = 0) -> list[af.Task]:
     ]
 
 
+def numbered(count: int) -> list[af.Task]:
+    """Return tasks t0, t1, ... with the same question."""
+    return [af.Task(f"t{i}", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"}) for i in range(count)]
+
+
 def assert_same_gradient(got: torch.Tensor, wanted: torch.Tensor, message: str = "") -> None:
     """Compare two float32 gradients that are equal in exact arithmetic but were summed in different orders.
 

@@ -227,14 +227,20 @@ class Notebook:
             return
         self.errors.append(f"page: {error}")
 
-    def run(self, *, wait: bool = True) -> None:
-        """Run all cells. Raise AssertionError with the tracebacks if any cell raised an exception."""
+    def run(self, *, wait: bool = True) -> Any:
+        """Run all cells and return the page. Raise AssertionError with the tracebacks if a cell raised an exception."""
         self.page.evaluate(
             """() => { window.ran = false;
             window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => { window.ran = true; }); }"""
         )
         if wait:
             self.finish()
+        return self.page
+
+    def press(self, *keys: str) -> None:
+        """Press keys, one after another."""
+        for key in keys:
+            self.page.keyboard.press(key)
 
     def finish(self) -> None:
         until, quiet = time.monotonic() + waiting.GUARD, None

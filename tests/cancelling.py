@@ -5,8 +5,6 @@ control to the loop. At the k-th time, either the task that waits for the whole 
 the user), or the suspended task (like `asyncio.run`, which cancels all remaining tasks when it returns).
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

@@ -1,7 +1,5 @@
 """The chat templates in TRL's wheel, each with a small local tokenizer that has the control tokens of the template."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import re

@@ -1,8 +1,6 @@
 """A private container engine for tests: podman's API service on a separate socket, with an image built from this
 machine's Python. Nothing is downloaded, and no existing engine is used."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

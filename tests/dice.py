@@ -1,7 +1,5 @@
 """The seed of randomized tests, which is constant unless TEST_SEED is set."""
 
-from __future__ import annotations
-
 import os
 
 

@@ -1,9 +1,8 @@
 """Tables of invalid calls and the errors they raise, one table for each package of the library."""
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,14 +15,29 @@ def table(*rows: Row) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("call", "error", "text"), rows, ids=[row[2][:60] for row in rows])
 
 
-async def check(call: Callable[[], Any], error: type[BaseException], text: str) -> None:
-    """Assert that a call, or the awaitable that it returns, raises an error with a text."""
+def check(call: Callable[[], Any], error: type[BaseException], text: str | re.Pattern[str] = "") -> Awaitable[None]:
+    """Assert that a call raises an error, whose text contains a string or matches a pattern.
 
-    async def awaited() -> None:
+    If the call returns an awaitable, await the result of this function: the awaitable must raise the error.
+    """
+    __tracebackhide__ = True
+    match = re.escape(text) if isinstance(text, str) else text
+    try:
         result = call()
-        if inspect.isawaitable(result):
-            await result
+    except BaseException:
+        with pytest.raises(error, match=match or None):
+            raise
+        return _Nothing()
+    if not inspect.isawaitable(result):
+        pytest.fail(f"{error.__name__} was not raised; the call returned {result!r}")
+    return _awaited(result, error, match or None)
 
-    with pytest.raises(error) as caught:
-        await awaited()
-    assert text in str(caught.value)
+
+async def _awaited(result: Awaitable[Any], error: type[BaseException], match: Any) -> None:
+    with pytest.raises(error, match=match):
+        await result
+
+
+class _Nothing:
+    def __await__(self) -> Iterator[None]:
+        return iter(())

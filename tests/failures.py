@@ -1,7 +1,5 @@
 """Files about failed tests for `.ci/run`, one for each, written as soon as it fails in case that the run is stopped."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -6,8 +6,6 @@ arguments, environment and working folder to the process. It forwards interrupts
 two ends with the other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

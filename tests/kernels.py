@@ -1,12 +1,11 @@
 """Jupyter kernels for tests: cells are run, interrupted and awaited."""
 
-from __future__ import annotations
-
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
+import errors
 from waiting import GUARD
 
 
@@ -38,8 +37,7 @@ def start_cell(client: Any, code: str) -> str:
 
 def interrupted(manager: Any, client: Any, number: str) -> None:
     manager.interrupt_kernel()
-    with pytest.raises(AssertionError, match=r"KeyboardInterrupt|CancelledError"):
-        until_idle(client, number)
+    errors.check(lambda: until_idle(client, number), AssertionError, re.compile(r"KeyboardInterrupt|CancelledError"))
 
 
 def run_cell(client: Any, code: str) -> str:

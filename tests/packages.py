@@ -1,7 +1,5 @@
 """Install packages for one test, because they require other versions of packages of the environment."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

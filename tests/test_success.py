@@ -1,7 +1,5 @@
 """Success: the success rule of an agent, confidence intervals, and the paired test."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -9,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import errors
 import pytest
 from agents import agent, fresh, played, tasks
 
@@ -43,10 +42,9 @@ def long_answer(trajectory: af.Trajectory) -> bool:
 async def test_every_display_follows_the_rule_of_the_agent(rule: Any, tmp_path: Path) -> None:
     solver = half_right(success=rule)
     rollout = await solver.rollout(tasks(4))
-    assert [t.success for t in rollout] == [True, False, True, False]
+    assert [t.success for t in rollout] == rollout.to_frame()["success"].tolist() == [True, False, True, False]
     assert [t.metrics["success"] for t in rollout] == [1.0, 0.0, 1.0, 0.0]
     assert rollout.summary()["success"] == 0.5
-    assert rollout.to_frame()["success"].tolist() == [True, False, True, False]
     assert af.Rollout.load(rollout.save(tmp_path / "r.jsonl")) == rollout
     assert (await af.evaluate(solver, tasks(4))).success == 0.5
     plain = await half_right().rollout(tasks(4))
@@ -94,8 +92,7 @@ def test_a_rule_of_another_kind_is_rejected(rule: Any) -> None:
         async def rule(trajectory: af.Trajectory) -> bool:
             return True
 
-    with pytest.raises(af.errors.SettingsError, match="success must be a finite number"):
-        half_right(success=rule)
+    errors.check(lambda: half_right(success=rule), af.errors.SettingsError, "success must be a finite number")
 
 
 def test_the_rule_is_part_of_a_run_only_if_it_is_set() -> None:

@@ -1,7 +1,5 @@
 """Records for the tests of the views, messages like those of a page, and checks of what a view sends and shows."""
 
-from __future__ import annotations
-
 import asyncio
 import html.parser
 import json
@@ -113,7 +111,9 @@ class Page(html.parser.HTMLParser):
 
 
 def check_static(view: w.View) -> Page:
-    """Check that a static form is small and contains only HTML that untrusted notebooks keep; return it parsed."""
+    """Check that the state can be sent, and that the static form is small and contains only HTML that untrusted
+    notebooks keep; return the form parsed."""
+    sent(view)
     text = view.freeze()._repr_html_()
     assert len(text.encode()) <= STATIC_LIMIT
     page = Page(text)
@@ -129,7 +129,7 @@ def sent(view: w.View) -> dict[str, Any]:
     """Return the state as it is sent to the page. Fail if it cannot be encoded as JSON or UTF-8."""
     state = view.get_state()
     kept = {k: v for k, v in state.items() if k not in ("_buffers", "_esm", "_css", "layout")}
-    json.dumps(kept, allow_nan=False, ensure_ascii=False).encode("utf-8")
+    json.dumps(kept, allow_nan=False, ensure_ascii=False, default=bytes.hex).encode("utf-8")  # buffers are sent apart
     return state
 
 

@@ -3,8 +3,6 @@
 The speed of the machine must not decide whether a test passes: `GUARD` only ends a test that would never end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

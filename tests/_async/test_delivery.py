@@ -4,6 +4,7 @@ import asyncio
 import threading
 from typing import Any
 
+import errors
 import pytest
 
 from agentfly_kit._async.delivery import deliver
@@ -25,8 +26,7 @@ async def test_results_that_arrive_together_wake_the_loop_once(monkeypatch: pyte
     thread.start()
     thread.join()  # the event loop is blocked meanwhile
     assert await asyncio.gather(*futures[1:7]) == list(range(1, 7))
-    with pytest.raises(ValueError, match="last"):
-        await futures[7]
+    await errors.check(lambda: futures[7], ValueError, "last")
     assert len(wake_ups) == 1
     assert deliver((futures[1], "late")) and futures[1].result() == 1
 

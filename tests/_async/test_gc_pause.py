@@ -1,7 +1,5 @@
 """Garbage collection is less frequent while many chains run."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from typing import Any

@@ -1,13 +1,11 @@
 """An interrupt that does not wake the event loop, like that of ipykernel, is handled during long waits."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pytest
+import errors
 from agents import played, tasks
 from waiting import GUARD, until
 
@@ -33,8 +31,7 @@ async def interrupted(wait: Callable[[], Awaitable[Any]], is_waiting: Callable[[
     too_late = loop.call_later(GUARD, waiting.set_name, "too late")
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+        await errors.check(lambda: waiting, asyncio.CancelledError)
         assert waiting.get_name() != "too late"
     finally:
         too_late.cancel()

@@ -1,12 +1,12 @@
 """Calls that report a missing await or an unknown keyword."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import inspect
+import re
 from typing import Any
 
+import errors
 import pytest
 from waiting import GUARD
 
@@ -36,8 +36,7 @@ async def evaluate(x: int) -> int:
 
 
 async def test_asyncio_accepts_it_as_a_coroutine() -> None:
-    assert Chain.step.__name__ == "step"
-    assert Chain.step.__doc__ == "Step."
+    assert (Chain.step.__name__, Chain.step.__doc__) == ("step", "Step.")
     chain = Chain()
     chain.step(2).close()
     assert chain.ran == 0, "it does not run before it is awaited, and closing it does not warn"
@@ -49,8 +48,7 @@ async def test_asyncio_accepts_it_as_a_coroutine() -> None:
     assert asyncio.iscoroutine(pending)
     assert isinstance(pending, PendingCall)
     pending.close()
-    with pytest.raises(ValueError, match="inside"):
-        await chain.fail()
+    await errors.check(chain.fail, ValueError, "inside")
 
 
 @pytest.mark.parametrize(
@@ -69,8 +67,11 @@ async def test_asyncio_accepts_it_as_a_coroutine() -> None:
     ],
 )
 def test_an_unknown_keyword_names_the_closest_one(function: Any, keyword: str, close: str) -> None:
-    with pytest.raises(TypeError, match=rf"\(\) got an unexpected keyword '{keyword}'; did you mean '{close}'\?"):
-        function(**{keyword: 1})
+    errors.check(
+        lambda: function(**{keyword: 1}),
+        TypeError,
+        re.compile(rf"\(\) got an unexpected keyword '{keyword}'; did you mean '{close}'\?"),
+    )
     gc.collect()  # no warning of a call that was never awaited
     assert close in inspect.signature(function).parameters, "help and completion show the signature"
 
@@ -86,8 +87,7 @@ async def test_a_call_that_cannot_begin_warns_of_no_missing_await() -> None:
 async def test_a_second_await_is_rejected() -> None:
     pending = evaluate(1)
     await pending
-    with pytest.raises(RuntimeError, match=r"evaluate\(\.\.\.\) was already awaited; call it again"):
-        await pending
+    await errors.check(lambda: pending, RuntimeError, "evaluate(...) was already awaited; call it again")
 
 
 async def test_the_repr_explains_the_missing_await() -> None:
@@ -108,10 +108,11 @@ def test_a_missing_await_warns_once() -> None:
 
 def test_attributes_of_the_result_raise_not_awaited() -> None:
     pending = Chain().step()
-    with pytest.raises(
-        af.errors.NotAwaited, match=r"chain\.step\(\.\.\.\) has not run, so it has no \.text; write \(await"
-    ):
-        _ = pending.text  # type: ignore[attr-defined]
+    errors.check(
+        lambda: pending.text,
+        af.errors.NotAwaited,
+        "chain.step(...) has not run, so it has no .text; write (await",
+    )
     assert not hasattr(pending, "_repr_html_")
     pending.close()
 
@@ -120,6 +121,5 @@ async def test_a_task_cancelled_before_it_starts_never_runs() -> None:
     chain = Chain()
     task = asyncio.create_task(chain.step())
     task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await errors.check(lambda: task, asyncio.CancelledError)
     assert chain.ran == 0

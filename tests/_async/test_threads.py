@@ -7,6 +7,7 @@ import threading
 import weakref
 from typing import Any
 
+import errors
 import pytest
 from waiting import GUARD, until
 
@@ -42,8 +43,7 @@ async def test_calls_that_wait_for_each_other_run_concurrently() -> None:
         barrier.wait(GUARD)
         return threading.get_ident()
 
-    found = await asyncio.wait_for(asyncio.gather(*(call(meet) for _ in range(8))), GUARD)
-    assert len(set(found)) == 8
+    assert len(set(await asyncio.wait_for(asyncio.gather(*(call(meet) for _ in range(8))), GUARD))) == 8
 
 
 async def test_a_hanging_call_delays_no_other() -> None:
@@ -67,8 +67,7 @@ async def test_a_hanging_call_delays_no_other() -> None:
 
 async def test_timed_out_and_cancelled_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = threading.Event()
-    with pytest.raises(threads.CallTimeout):
-        await call(lambda: stuck.wait(GUARD), timeout=0.01)
+    await errors.check(lambda: call(lambda: stuck.wait(GUARD), timeout=0.01), threads.CallTimeout)
     assert await call(where) != threading.get_ident()
     monkeypatch.setattr(threads, "_STALL_SECONDS", GUARD)
     ran: list[int] = []

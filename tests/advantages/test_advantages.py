@@ -1,7 +1,5 @@
 """Advantages: values computed by hand, slow reference loops, and invariances of every estimator."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -106,8 +104,7 @@ def test_a_row_without_actions_is_zero_everywhere() -> None:
         assert out[0].tolist() == [0, 0]
     assert adv.reinforce_plus_plus(reward, mask)[0].tolist() == [0, 0]
     assert adv.reinforce_plus_plus_baseline(reward, mask, groups=[0, 0])[0].tolist() == [0, 0]
-    empty, _ = adv.gae(torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, 3))
-    assert empty.shape == (0, 3)
+    assert adv.gae(torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, 3))[0].shape == (0, 3)
     for shape in ((0, 3), (2, 0)):
         nothing = torch.zeros(shape)
         assert adv.gae(nothing, nothing, nothing, turns=nothing.long())[0].shape == shape
@@ -178,8 +175,7 @@ def test_golden_branch_weights() -> None:
 
 def test_golden_arpo() -> None:
     r, g = [1.0, 0, 1, 0], [0] * 4
-    soft = adv.arpo(r, g, turn_ids=TREE, std=None)
-    close(soft, [[0.5, 0.5, 0], [-0.5] * 3, [0.5] * 3, [-0.5, 0, 0]])
+    close(adv.arpo(r, g, turn_ids=TREE, std=None), [[0.5, 0.5, 0], [-0.5] * 3, [0.5] * 3, [-0.5, 0, 0]])
     hard = adv.arpo(r, g, turn_ids=TREE, attribution="hard", std=None)
     close(hard, [[1 / 6, 0.5, 0], [1 / 6, 0, -0.5], [1 / 6, 0, 0.5], [-0.5, 0, 0]])
     # The mean with the weights w is 1/4 + 1/8 = 0.375, and the advantage of each row is multiplied by 4 w.
@@ -559,8 +555,8 @@ def test_inserted_observations_do_not_change_advantages(estimator: Estimator, ro
 def test_gae_equals_its_loop(rows: Rows, gamma: float, lam: float, by_turn: bool) -> None:
     x = rows.spread
     last = torch.linspace(-1, 1, len(rows.groups), dtype=torch.float64)
-    turns = x["turn"] if by_turn else None
-    a, returns = adv.gae(x["reward"], x["value"], x["mask"], gamma=gamma, lam=lam, turns=turns, bootstrap=last)
+    options = {"gamma": gamma, "lam": lam, "turns": x["turn"] if by_turn else None, "bootstrap": last}
+    a, returns = adv.gae(x["reward"], x["value"], x["mask"], **options)
     for b in range(len(rows.groups)):
         at = x["mask"][b].nonzero().flatten().tolist()
         turn_of = [int(x["turn"][b, t]) for t in at] if by_turn else at
@@ -619,7 +615,5 @@ def test_optimal_token_baseline_equals_its_loop(rows: Rows, singleton: Any) -> N
     ],
 )
 def test_the_credit_of_a_chain_is_distributed_over_its_rows(how: Any, wanted: list[float]) -> None:
-    rows = ["a", "b", "a", "a"]
-    assert adv.row_credit(rows, how, discount=0.5).tolist() == pytest.approx(wanted)
-    index = torch.tensor([0, 1, 0, 0])
-    assert adv.row_credit(index, how, discount=0.5).tolist() == pytest.approx(wanted)
+    for rows in (["a", "b", "a", "a"], torch.tensor([0, 1, 0, 0])):
+        assert adv.row_credit(rows, how, discount=0.5).tolist() == pytest.approx(wanted)

@@ -1,7 +1,5 @@
 """Inputs and settings that the estimators reject; the error names the argument, the constraint and the value."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,15 +1,14 @@
 """Agents and rollouts: validation, order, failures, stopping, pausing, events, concurrency."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import types
 from typing import Any
 
 import dice
+import errors
 import pytest
-from agents import Box, Played, Text, agent, call, chat, fresh, played, put_call, scripted, tasks
+from agents import Box, Played, Text, agent, call, chat, fresh, numbered, played, put_call, scripted, tasks
 from cancelling import tasks_left
 from waiting import GUARD, until
 
@@ -17,10 +16,6 @@ import agentfly_kit as af
 from agentfly_kit.agent.progress import RolloutEvent
 
 TASK = af.Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
-
-
-def numbered(count: int) -> list[af.Task]:
-    return [af.Task(f"t{i}", TASK.messages, TASK.fields) for i in range(count)]
 
 
 async def test_trajectories_are_in_the_order_of_the_tasks() -> None:
@@ -48,8 +43,7 @@ async def test_trajectories_are_in_the_order_of_the_tasks() -> None:
 
 async def test_repeated_task_makes_two_groups_with_different_seeds() -> None:
     engine = Played(["5"])
-    a = agent(engine=engine, chat=chat())
-    rollout = await a.rollout([TASK, TASK], group_size=2)
+    rollout = await agent(engine=engine, chat=chat()).rollout([TASK, TASK], group_size=2)
     assert [len(g) for g in rollout.groups] == [2, 2]
     assert len({t.id for t in rollout}) == 4
     assert len(set(engine.seeds)) == 4
@@ -61,8 +55,7 @@ async def test_rollout_starts_once_when_awaited() -> None:
     await asyncio.sleep(0.01)
     assert engine.given == []
     assert repr(run) == "<rollout of 1 tasks x 1 has not run: write `await` before it>"
-    with pytest.raises(af.errors.NotAwaited, match=r"write \(await run\)\.groups, or run\.partial\.groups"):
-        _ = run.groups
+    errors.check(lambda: run.groups, af.errors.NotAwaited, "write (await run).groups, or run.partial.groups")
     a, b = await asyncio.gather(run, run)
     assert a == b == await run
     assert len(engine.given) == 1
@@ -82,8 +75,7 @@ def test_asyncio_run_accepts_rollouts_evaluations_and_training_runs() -> None:
 
 def test_agent_is_immutable_and_can_be_replaced() -> None:
     a = scripted(["5"])
-    with pytest.raises(AttributeError):
-        a.max_turns = 9  # type: ignore[misc]
+    errors.check(lambda: setattr(a, "max_turns", 9), AttributeError)
     b = a.replace(max_turns=9)
     assert (a.max_turns, b.max_turns) == (4, 9)
     assert "calculator" in repr(b)
@@ -117,9 +109,7 @@ async def test_template_error_is_recorded_in_the_trajectory() -> None:
     assert reported == [("start", "waiting", ""), ("end", "failed", "error")] * 2
     assert [t.stop for t in rollout] == ["answered"] * 6 + ["error"] * 2
     refused = rollout.trajectories[-1]
-    assert refused.reward is None
-    assert refused.error is not None
-    assert refused.error.type == "ChatTemplateError"
+    assert (refused.reward, refused.error.type) == (None, "ChatTemplateError")  # type: ignore[union-attr]
     assert len(rollout.to_frame("tokens")) > 0
 
 
@@ -161,8 +151,9 @@ async def test_cancelling_the_awaiting_task_keeps_the_finished_chains() -> None:
     waiting = asyncio.create_task(run)
     await until(lambda: len(run.partial) == 4)
     waiting.cancel()
-    with pytest.raises(asyncio.CancelledError, match=r"4 of 9 chains have finished and are kept in agent\.last_run"):
-        await waiting
+    await errors.check(
+        lambda: waiting, asyncio.CancelledError, "4 of 9 chains have finished and are kept in agent.last_run"
+    )
     await until(lambda: not tasks_left())
     assert len(a.last_run.partial) == 4
     assert run.snapshot().state == "interrupted"
@@ -179,8 +170,7 @@ async def test_repeated_cancellation_releases_all_leases() -> None:
         await asyncio.Event().wait()
 
     async with af.Pool(Slow, size=4) as pool:
-        script = [put_call("x").replace("put", "put_slow")]
-        run = scripted(script, tools=[put_slow], pools=[pool]).rollout(numbered(4))
+        run = scripted([put_call("x").replace("put", "put_slow")], tools=[put_slow], pools=[pool]).rollout(numbered(4))
         waiting = asyncio.create_task(run)
         await until(lambda: pool.snapshot().leased == 4)
         for _ in range(6):
@@ -231,15 +221,13 @@ async def test_pause_and_resume() -> None:
 
 
 async def test_events_of_each_chain_are_ordered_and_complete() -> None:
-    a = played([call("2+3"), "5"])
-    run = a.rollout(numbered(4), group_size=2, max_concurrency=3)
+    run = played([call("2+3"), "5"]).rollout(numbered(4), group_size=2, max_concurrency=3)
     events: list[RolloutEvent] = []
     run.subscribe(events.append)
     await run
     check_events(events)
     for t in run.partial:
-        mine = [(e.kind, e.phase) for e in events if e.trajectory == t.id]
-        assert mine == [
+        assert [(e.kind, e.phase) for e in events if e.trajectory == t.id] == [
             ("chain", "start"), ("turn", "start"), ("turn", "end"), ("tool", "start"), ("tool", "end"),
             ("turn", "start"), ("turn", "end"), ("reward", "start"), ("reward", "end"), ("chain", "end"),
         ]  # fmt: skip
@@ -349,8 +337,7 @@ async def test_redefined_tool_is_reported_once() -> None:
         "    '''Shout.\n\n    Args:\n        text: what.\n    '''\n    return text + {!r}\n"
     )
     cell(source.format("!"), space)
-    script = ['<tool_call>{"name":"shout","arguments":{"text":"a"}}</tool_call>', "5"]
-    old = played(script, tools=[space["shout"]])
+    old = played(['<tool_call>{"name":"shout","arguments":{"text":"a"}}</tool_call>', "5"], tools=[space["shout"]])
     await old.rollout(TASK)
     cell(source.format("?"), space)
     with pytest.warns(UserWarning, match="still has the 'shout' from before it was defined again") as said:

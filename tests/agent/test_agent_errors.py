@@ -1,7 +1,5 @@
 """Errors of agents, rollouts, chains, budgets, branches and harnesses: settings and arguments that are rejected."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -93,8 +91,7 @@ async def test_errors(call: Any, error: type[Exception], text: str) -> None:
 
 
 def recorded() -> Any:
-    trajectory = af.Trajectory("g/0", TASK, "g", 0, (), "answered", 1.0)
-    return af.Rollout.from_trajectories([trajectory])
+    return af.Rollout.from_trajectories([af.Trajectory("g/0", TASK, "g", 0, (), "answered", 1.0)])
 
 
 @errors.table(

@@ -1,7 +1,5 @@
 """Branching of groups: number of leaves, seeds, shared turns, room in pools, cancellation, invalid settings."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import math
@@ -10,6 +8,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
+import errors
 import pytest
 import torch
 from agents import (
@@ -57,7 +56,6 @@ class Coin(af.Engine):
     async def sample(
         self, ids: Sequence[int], sampling: af.Sampling, seed: int, *, request: TurnRequest | None = None
     ) -> af.Sample:
-        assert request is not None
         rng = random.Random(seed)
         for _ in range(rng.randrange(3)):
             await asyncio.sleep(0)
@@ -232,8 +230,7 @@ async def test_call_that_several_leaves_share_runs_once() -> None:
         ran.append(expression)
         return "seen"
 
-    a = played([call("1", "look"), "5"], tools=[look])
-    rollout = await a.rollout(
+    rollout = await played([call("1", "look"), "5"], tools=[look]).rollout(
         numbered(2), 4, branch=af.Branch(initial=2, base=1.0, weight=0.0), group_budget=af.Budget(tool_calls=3)
     )
     assert [t.id for t in rollout.groups[0]] == [f"rollout-0:t0/{i}" for i in ("0", "0.1", "1", "1.1")]
@@ -368,8 +365,13 @@ async def test_training_with_branching(tmp_path: Any) -> None:
     policy, tasks = af.tiny.policy("lookup"), af.load_tasks("lookup").train[:4]
     async for step in af.train(af.envs.lookup.agent(policy), policy, tasks, config, run=tmp_path):
         assert [len(group) for group in step.rollout.groups] == [4, 4] and "forks" in step.record
-    with pytest.raises(af.RunMismatch, match="branch"):
-        af.train(af.envs.lookup.agent(policy), policy, tasks, config.replace(branch=af.Branch(3)), run=tmp_path)
+    errors.check(
+        lambda: af.train(
+            af.envs.lookup.agent(policy), policy, tasks, config.replace(branch=af.Branch(3)), run=tmp_path
+        ),
+        af.RunMismatch,
+        "branch",
+    )
 
 
 # --- forks that are refused ---
@@ -406,7 +408,6 @@ async def test_chain_that_ended_is_not_cut_off_while_it_waits_for_its_group(stop
         is_slow = False
 
         async def sample(self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None) -> af.Sample:
-            assert request is not None
             if request.turn == 1 and not self.is_slow:
                 self.is_slow = True
                 await until(lambda: any(group._waiting for group in run._branching.values()))
@@ -485,8 +486,7 @@ def test_interrupted_rollout_holds_no_lease(when: str) -> None:
         signal.raise_signal(signal.SIGINT)
         await running
 
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(main())
+    errors.check(lambda: asyncio.run(main()), KeyboardInterrupt)
     s = pool.snapshot()
     assert (s.leased, s.waiting) == (0, 0)
     assert asyncio.run(a.rollout(numbered(2), 4, branch=branch, index=0)).trajectories == wanted.trajectories
@@ -517,8 +517,7 @@ async def test_fork_at_an_earlier_turn() -> None:
             ["x", "y"],
             ["x"],
         ]
-        with pytest.raises(af.errors.SettingsError, match="cannot go back: it holds ForkingBox"):
-            await chain.fork(at=2)
+        await errors.check(lambda: chain.fork(at=2), af.errors.SettingsError, "cannot go back: it holds ForkingBox")
         for c in (chain, twin, again):
             await c.close()
 

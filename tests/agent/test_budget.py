@@ -1,24 +1,30 @@
 """Limits of single chains, shared budgets, and limits on concurrency."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from typing import Any
 
 import dice
 import pytest
-from agents import Box, ForkingBox, Text, agent, call, chat, pass_time, played, put, put_call, put_forking, scripted
+from agents import (
+    Box,
+    ForkingBox,
+    Text,
+    agent,
+    call,
+    chat,
+    numbered,
+    pass_time,
+    played,
+    put,
+    put_call,
+    put_forking,
+    scripted,
+)
 from waiting import GUARD, until
 
 import agentfly_kit as af
 from agentfly_kit.agent.budget import BudgetUsage, reserve_tokens
-
-QUESTION = ({"role": "user", "content": "What is 2+3?"},)
-
-
-def numbered(count: int) -> list[af.Task]:
-    return [af.Task(f"t{i}", QUESTION, {"answer": "5"}) for i in range(count)]
 
 
 def spent(rollout: af.Rollout) -> dict[str, int]:
@@ -201,8 +207,7 @@ async def test_cancelled_reservation_is_released() -> None:
         await asyncio.wait([waiting])
         assert waiting.cancelled()
         assert usage.tokens_left == 2
-    assert usage.tokens_left == 10
-    assert (usage.turns, usage.tokens) == (0, 0)
+    assert (usage.tokens_left, usage.turns, usage.tokens) == (10, 0, 0)
 
 
 class Counter:

@@ -1,13 +1,12 @@
 """Cancellation at every await: no lease, task, thread or reservation remains, and later calls work."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import errors
 import pytest
 from agents import ForkingBox, Text, agent, calculator, call, fresh, put_call, put_forking, scripted, tasks
 from cancelling import Whom, cancel_at, some, tasks_left, threads_busy
@@ -220,8 +219,7 @@ def test_event_loop_that_ends_during_a_rollout_leaves_nothing(how: str) -> None:
     if how == "returns":
         asyncio.run(main())
     else:
-        with pytest.raises(ZeroDivisionError if how == "raises" else KeyboardInterrupt):
-            asyncio.run(main())
+        errors.check(lambda: asyncio.run(main()), ZeroDivisionError if how == "raises" else KeyboardInterrupt)
     assert pool.snapshot().leased == 0
     assert [t.reward for t in asyncio.run(a.rollout(TASKS))] == [1.5] * 4
     assert [t.ids.tolist() for t in asyncio.run(b.rollout(tasks(3)))] == wanted

@@ -1,11 +1,10 @@
 """Chains: exact tokens, masks, stop reasons, failures, interactive calls, rewinding and forks."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import errors
 import numpy as np
 import pytest
 from agents import (
@@ -84,8 +83,7 @@ async def test_only_sampled_tokens_have_mask_1() -> None:
         ("prompt", "task"), ("forced", "person"), ("action", "policy"), ("observation", "tool"), ("forced", "hook"),
         ("forced", "person"),
     ]  # fmt: skip
-    sampled = {i for i, turn in enumerate(t.turns) if turn.sampled}
-    assert sampled == {2}
+    assert {i for i, turn in enumerate(t.turns) if turn.sampled} == {2}
     assert [bool(m) for m in t.action_mask] == [i == 2 for i in t.turn_index]
     assert end.messages[0]["content"] == "23", "a message is read from its forced beginning on"
     assert action.messages[0]["content"] == "let me"
@@ -115,13 +113,11 @@ async def test_observation_closes_a_turn_ended_by_a_stop_string() -> None:
         played([call("2+3") + "§", "5 END and more§"], sampling=af.Sampling(stop=("</tool_call>", "END"))).chain(TASK)
     )
     assert (chain.turn.ids or ())[0] == STOP, "the observation begins with the stop token that was not sampled"
-    assert chain.turn.tool_calls[0].result is not None
     assert chain.turn.tool_calls[0].result.observation == "5", "the text that stopped it closes the call"
     await chain.step()
     t = await chain.finish()
     assert t.final == "5", "the parser cuts the text; the ids stay whole"
-    assert t.turns[-1].text == "5 END and more"
-    assert t.reward == 1.0
+    assert (t.turns[-1].text, t.reward) == ("5 END and more", 1.0)
 
 
 @af.tool
@@ -201,13 +197,11 @@ async def test_unclosed_call_is_not_run() -> None:
         return ""
 
     begun, more = call("1+1", "spy")[:-12], call("1+1", "spy") + " and"
-    cut = await played([begun + "…"], tools=[spy], sampling=cut_after(begun)).chain(TASK).run()
-    assert cut.stop == "turn_tokens"
+    assert (await played([begun + "…"], tools=[spy], sampling=cut_after(begun)).chain(TASK).run()).stop == "turn_tokens"
     told = await played([begun, "5"], tools=[spy]).chain(TASK).run()
     assert told.stop == "answered"
     assert "was not closed" in told.turns[2].text
-    whole = await played([more + "…"], tools=[spy], sampling=cut_after(more)).chain(TASK).run()
-    assert whole.stop == "turn_tokens"
+    assert (await played([more + "…"], tools=[spy], sampling=cut_after(more)).chain(TASK).run()).stop == "turn_tokens"
     assert ran == []
 
 
@@ -220,8 +214,7 @@ async def test_valid_call_resets_the_count_of_invalid_calls() -> None:
     assert "there is no tool named 'nobody'; the tools are: calculator" in texts[1]
     assert texts[2] == "5"
     t = await played([bad, unknown, bad, "5"], max_turns=9).chain(TASK).run()
-    assert t.stop == "invalid_call"
-    assert t.reward == 0.0
+    assert (t.stop, t.reward) == ("invalid_call", 0.0)
 
 
 async def test_tool_reward_is_placed_on_the_calling_action() -> None:
@@ -251,7 +244,6 @@ async def test_dead_sandbox_leaves_only_its_own_chain_unscored() -> None:
         assert [t.stop for t in rollout] == ["answered"] * 2 + ["error"] * 2 + ["answered"] * 2
         assert [t.reward for t in rollout] == [1.0, 1.0, None, None, 1.0, 1.0]
         dead = rollout.trajectories[2]
-        assert dead.error is not None
         assert (dead.error.type, dead.error.host) == ("Killed", True)
         assert pool.snapshot().leased == 0
         assert af.collate(rollout).dropped[0].reason == "unscored (tool put)"
@@ -288,12 +280,10 @@ async def test_sandbox_is_kept_until_the_reward_has_run() -> None:
 
 async def test_pool_closed_during_a_chain_is_recorded_as_error() -> None:
     pool = af.Pool(Box, size=1)
-    a = played([put_call("a"), put_call("b"), "5"], tools=[put], pools=[pool])
-    chain = await stepped(a.chain(TASK))
+    chain = await stepped(played([put_call("a"), put_call("b"), "5"], tools=[put], pools=[pool]).chain(TASK))
     await pool.close()
     t = await chain.run()
-    assert t.stop == "error"
-    assert t.reward is None
+    assert (t.stop, t.reward) == ("error", None)
 
 
 async def test_turn_repr_has_a_label() -> None:
@@ -307,23 +297,16 @@ async def test_turn_repr_has_a_label() -> None:
 async def test_invalid_calls_name_a_valid_one() -> None:
     chain = played([call("1+1"), "5"]).chain(TASK)
     await chain.sample()
-    with pytest.raises(af.errors.SettingsError, match=r"have not run yet; call chain\.act\(\)"):
-        await chain.sample()
-    with pytest.raises(af.errors.SettingsError, match=r"chain\.rewind\(\) first"):
-        chain.force("x")
+    await errors.check(chain.sample, af.errors.SettingsError, "have not run yet; call chain.act()")
+    errors.check(lambda: chain.force("x"), af.errors.SettingsError, "chain.rewind() first")
     await chain.act()
     await chain.sample()
-    with pytest.raises(af.errors.SettingsError, match=r"chain\.finish\(\) scores it, chain\.observe"):
-        await chain.sample()
-    with pytest.raises(af.errors.SettingsError, match="complete"):
-        chain.force("x")
-    t = await chain.finish()
-    assert await chain.finish() is t
+    await errors.check(chain.sample, af.errors.SettingsError, "chain.finish() scores it, chain.observe")
+    errors.check(lambda: chain.force("x"), af.errors.SettingsError, "complete")
+    assert await chain.finish() is await chain.finish()
     for again in (lambda: chain.force("x"), lambda: chain.observe("x"), lambda: chain.rewind(to=0)):
-        with pytest.raises(af.errors.SettingsError, match=r"finished; agent\.chain\(task\) starts another"):
-            again()
-    with pytest.raises(af.errors.SettingsError, match=r"finished"):
-        await chain.step()
+        errors.check(again, af.errors.SettingsError, "finished; agent.chain(task) starts another")
+    await errors.check(chain.step, af.errors.SettingsError, "finished")
 
 
 async def test_unfinished_chain_is_unscored() -> None:
@@ -336,8 +319,7 @@ async def test_closed_chain_cannot_be_scored() -> None:
     chain = played(["5"]).chain(TASK)
     await chain.close()
     await chain.close()
-    with pytest.raises(af.errors.SettingsError, match="closed without a score"):
-        await chain.finish()
+    await errors.check(chain.finish, af.errors.SettingsError, "closed without a score")
 
 
 async def test_concurrent_calls_are_rejected() -> None:
@@ -351,13 +333,11 @@ async def test_concurrent_calls_are_rejected() -> None:
     running = asyncio.create_task(chain.sample())
     await until(lambda: chain.busy)
     for refused in (chain.sample, chain.step, chain.act, chain.finish, chain.distribution, chain.fork):
-        with pytest.raises(
-            af.errors.SettingsError, match="another call on this chain is still running; await it first"
-        ):
-            await refused()
+        await errors.check(
+            refused, af.errors.SettingsError, "another call on this chain is still running; await it first"
+        )
     for now in (lambda: chain.force("x"), lambda: chain.observe("x"), lambda: chain.rewind(to=0)):
-        with pytest.raises(af.errors.SettingsError, match="another call on this chain is still running"):
-            now()
+        errors.check(now, af.errors.SettingsError, "another call on this chain is still running")
     answer.set()
     await running
     assert chain.stop == "answered"
@@ -384,10 +364,8 @@ async def test_distribution_matches_sampling_and_does_not_change_the_chain() -> 
     seen = await chain.distribution(top=3)
     assert chain.turns[-1].kind == "prompt"
     with_it = (await chain.sample()).ids
-    other = agent().chain(TASK)
-    assert (await other.sample()).ids == with_it
-    greedy = agent().chain(TASK)
-    assert (await greedy.sample(greedy=True)).ids[0] == seen.ids[0]  # type: ignore[index]
+    assert (await agent().chain(TASK).sample()).ids == with_it
+    assert (await agent().chain(TASK).sample(greedy=True)).ids[0] == seen.ids[0]  # type: ignore[index]
     assert len(seen.texts) == 3
     assert "entropy" in repr(seen)
 
@@ -396,8 +374,7 @@ async def test_greedy_turn_is_rejected_for_training() -> None:
     chain = agent().chain(TASK)
     await chain.step(greedy=True)
     t = (await chain.finish()).replace(reward=1.0)
-    with pytest.raises(af.errors.BatchError, match="greedily"):
-        af.collate([t])
+    errors.check(lambda: af.collate([t]), af.errors.BatchError, "greedily")
 
 
 async def test_rewind_restores_the_same_turn() -> None:
@@ -418,8 +395,7 @@ async def test_rewind_rejects_turns_of_other_paths() -> None:
     chain = await stepped(played([call("1+1"), "5"]).chain(TASK))
     gone = chain.turn
     chain.rewind(to=0)
-    with pytest.raises(af.errors.SettingsError, match=r"chain\.turns"):
-        chain.rewind(to=gone)
+    errors.check(lambda: chain.rewind(to=gone), af.errors.SettingsError, "chain.turns")
 
 
 async def test_rewind_encodes_a_final_observation() -> None:
@@ -428,8 +404,7 @@ async def test_rewind_encodes_a_final_observation() -> None:
     assert chain.stop == "max_turns"
     chain.rewind(to=-1)
     await chain.sample()
-    told = chat().text(engine.given[-1])
-    assert told.endswith("<tool_response>2</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert chat().text(engine.given[-1]).endswith("<tool_response>2</tool_response><|im_end|>\n<|im_start|>assistant\n")
     assert tuple(chain.snapshot().ids) == (*engine.given[-1], *engine.gave[-1])
 
 
@@ -449,18 +424,17 @@ async def test_rewind_is_rejected_with_a_sandbox_or_tool_state() -> None:
 
     async with af.Pool(Box, size=1) as pool:
         chain = await stepped(played([put_call("a"), "5"], tools=[put], pools=[pool]).chain(TASK))
-        with pytest.raises(af.errors.SettingsError, match="cannot go back: it holds Box"):
-            chain.rewind(to=0)
+        errors.check(lambda: chain.rewind(to=0), af.errors.SettingsError, "cannot go back: it holds Box")
         assert chain.rewind(to=-1) is chain.turn
         await chain.close()
     chain = await stepped(played([put_call("a", "count"), "5"], tools=[count]).chain(TASK))
-    with pytest.raises(af.errors.SettingsError, match="cannot go back: it holds state that its tools keep"):
-        chain.rewind(to=0)
+    errors.check(
+        lambda: chain.rewind(to=0), af.errors.SettingsError, "cannot go back: it holds state that its tools keep"
+    )
 
 
 async def test_fork_shares_turns_and_samples_independently() -> None:
-    a = agent(sampling=af.Sampling(temperature=1.5, max_tokens=30))
-    chain = a.chain(TASK)
+    chain = agent(sampling=af.Sampling(temperature=1.5, max_tokens=30)).chain(TASK)
     chain.force(call("2+3"))
     await chain.act()
     forks = [await chain.fork() for _ in range(5)]
@@ -477,8 +451,7 @@ async def test_fork_shares_turns_and_samples_independently() -> None:
     for f in (*forks, same, chain):
         t = f.snapshot()
         at = np.flatnonzero(t.action_mask).tolist()
-        wanted = reference_logprobs(shipped(), t.ids.tolist(), at, 1.5)[0]
-        assert t.logprobs[at] == pytest.approx(wanted, abs=1e-5)
+        assert t.logprobs[at] == pytest.approx(reference_logprobs(shipped(), t.ids.tolist(), at, 1.5)[0], abs=1e-5)
         await f.close()
 
 
@@ -577,11 +550,13 @@ async def test_a_sample_is_appended_as_if_the_chain_had_sampled_it() -> None:
         assert (turn.ids, turn.seed, turn.logprobs) == (drawn.ids, drawn.seed, drawn.logprobs)
         assert (fork.stop, fork.pending_calls, turn.parent) == (twin.stop, twin.pending_calls, chain.turn)
         fork.rewind(0)
-        with pytest.raises(af.errors.SettingsError, match="must continue with a sampled action"):
-            fork.append_sample(chain.snapshot())
+        errors.check(
+            lambda: fork.append_sample(chain.snapshot()), af.errors.SettingsError, "must continue with a sampled action"
+        )
     chain.force("8", end=False)
-    with pytest.raises(af.errors.SettingsError, match="must begin with the turns of this chain"):
-        chain.append_sample(sample)
+    errors.check(
+        lambda: chain.append_sample(sample), af.errors.SettingsError, "must begin with the turns of this chain"
+    )
 
 
 async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellation() -> None:
@@ -596,20 +571,21 @@ async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellati
         job = asyncio.ensure_future(_started(chain.sample_turns(7, to_end=True)))
         await until(lambda: pool.snapshot().leased == 3)
         job.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await job
+        await errors.check(lambda: job, asyncio.CancelledError)
         assert (pool.snapshot().leased, pool.snapshot().waiting, chain.busy) == (1, 0, False)
         assert (await chain.step()).text.count("a,b") == 1
         await chain.close()
     async with af.Pool(Box, size=2) as pool:
         chain = await stepped(played([put_call("a"), "5"], tools=[put], pools=[pool]).chain(TASK))
-        with pytest.raises(af.errors.SandboxError, match="holds a Box, which cannot fork"):
-            await chain.sample_turns(3, to_end=True)
+        await errors.check(
+            lambda: chain.sample_turns(3, to_end=True), af.errors.SandboxError, "holds a Box, which cannot fork"
+        )
         assert pool.snapshot().leased == 1
         assert len(await chain.sample_turns(3)) == 3  # needs no sandbox
         chain.force(put_call("b"))
-        with pytest.raises(af.errors.SettingsError, match="the tool calls of the last action have not run yet"):
-            await chain.sample_turns(3)
+        await errors.check(
+            lambda: chain.sample_turns(3), af.errors.SettingsError, "the tool calls of the last action have not run yet"
+        )
         await chain.close()
 
 

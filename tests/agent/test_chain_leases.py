@@ -1,7 +1,5 @@
 """Leases of chains: how long an interactive chain keeps one, and what happens when the pool revokes it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from types import SimpleNamespace

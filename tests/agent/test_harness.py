@@ -1,14 +1,14 @@
 """Chains of a harness: rows, token identity, seeds, stop reasons, and invalid input."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
+import errors
 import numpy as np
 import pytest
 from agents import Played, TextOnly, calculator, call, chat, exact, pass_time, shipped, tasks
@@ -26,8 +26,7 @@ async def solve(question: str, endpoint: af.Endpoint) -> str:
     """Run a minimal tool loop that sends the whole history with each request."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     while True:
-        answer = await endpoint.chat(messages, TOOLS.schemas)
-        message = answer["choices"][0]["message"]
+        message = (await endpoint.chat(messages, TOOLS.schemas))["choices"][0]["message"]
         messages.append(message)
         if not message.get("tool_calls"):
             return str(message["content"])
@@ -83,8 +82,7 @@ def task_with_question(task: af.Task) -> af.Task:
 
 async def test_a_rewritten_history_starts_a_row_and_is_reported() -> None:
     async def rewriting(endpoint: af.Endpoint) -> None:
-        first = await endpoint.chat([{"role": "user", "content": "a"}])
-        text = first["choices"][0]["message"]["content"]
+        text = (await endpoint.chat([{"role": "user", "content": "a"}]))["choices"][0]["message"]["content"]
         await endpoint.chat(
             [
                 {"role": "user", "content": "a"},
@@ -105,8 +103,7 @@ async def test_a_rewritten_history_starts_a_row_and_is_reported() -> None:
 async def test_retries_and_choices_branch_with_a_shared_prefix() -> None:
     async def branching(endpoint: af.Endpoint) -> str:
         start = [{"role": "user", "content": "a"}]
-        first = (await endpoint.chat(start))["choices"][0]["message"]
-        following = [*start, first, {"role": "user", "content": "b"}]
+        following = [*start, (await endpoint.chat(start))["choices"][0]["message"], {"role": "user", "content": "b"}]
         two = await endpoint.chat(following, n=2)
         # Continue the second choice, which ends a row of its own.
         await endpoint.chat([*following, two["choices"][1]["message"], {"role": "user", "content": "c"}])
@@ -255,8 +252,7 @@ async def test_a_request_in_flight_is_cancelled_when_the_harness_returns() -> No
         return "5"
 
     running: list[asyncio.Task[None]] = []
-    agent = af.Agent(af.ScriptedEngine(script), chat=chat(), harness=leaving, reward=exact)
-    (t,) = await agent.rollout([TASK])
+    (t,) = await af.Agent(af.ScriptedEngine(script), chat=chat(), harness=leaving, reward=exact).rollout([TASK])
     assert (t.stop, t.reward, len(t.actions)) == ("answered", 1.0, 0)
     await asyncio.wait(running)
     assert [type(error) for error in errors] == [ChainEnded]
@@ -267,12 +263,10 @@ async def test_a_request_in_flight_is_cancelled_when_the_harness_returns() -> No
 
 async def test_a_text_only_engine_is_evaluated_and_not_trained() -> None:
     engine = TextOnly([call("2+3"), "5"])
-    agent = af.Agent(engine, chat=chat(), harness=solve, reward=exact)
-    (t,) = await agent.rollout([TASK])
+    (t,) = await af.Agent(engine, chat=chat(), harness=solve, reward=exact).rollout([TASK])
     assert (t.reward, len(t.rows), t.exact) == (1.0, 1, False)
     assert engine.given[1][-1] == "5", "the result of the tool"
-    with pytest.raises(af.errors.BatchError, match="must have token ids to be trained on"):
-        af.collate([t], [1.0])
+    errors.check(lambda: af.collate([t], [1.0]), af.errors.BatchError, "must have token ids to be trained on")
 
 
 def test_an_error_of_a_harness_does_not_give_the_hint_for_rewards() -> None:
@@ -293,8 +287,9 @@ async def test_a_misspelled_task_field_is_rejected_before_a_run_starts(tmp_path:
         lambda: af.evaluate(agent, [TASK]),
         lambda: af.train(agent, policy, [TASK], af.TrainConfig(steps=1), run=tmp_path / "run"),
     ):
-        with pytest.raises(af.errors.TaskError, match=r"requires the field 'anser', which .*; did you mean 'answer'"):
-            await start()
+        await errors.check(
+            start, af.errors.TaskError, re.compile(r"requires the field 'anser', which .*; did you mean 'answer'")
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -302,12 +297,9 @@ async def test_editing_methods_are_refused() -> None:
     chain = harnessed(solve, ["5"]).chain(TASK)
     assert isinstance(chain, HarnessChain)
     for edit in (lambda: chain.force("5"), lambda: chain.observe("5"), lambda: chain.compact("5")):
-        with pytest.raises(af.errors.SettingsError, match="come from the harness"):
-            edit()
-    with pytest.raises(af.errors.SettingsError, match="come from the harness"):
-        await chain.sample()
-    reply = await chain.reply([{"role": "user", "content": "hi"}])
-    assert reply.text == "5"
+        errors.check(edit, af.errors.SettingsError, "come from the harness")
+    await errors.check(chain.sample, af.errors.SettingsError, "come from the harness")
+    assert (await chain.reply([{"role": "user", "content": "hi"}])).text == "5"
     assert (await chain.finish()).stop == "cancelled"
 
 
@@ -322,8 +314,7 @@ async def test_a_sync_harness_runs_in_a_thread_and_does_not_block_other_chains()
     def plain(endpoint: af.Endpoint) -> str:
         together.wait()  # passes only if all chains run at the same time
         body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
-        request = urllib.request.Request(f"{endpoint.base_url}/chat/completions", body)
-        with urllib.request.urlopen(request) as got:
+        with urllib.request.urlopen(urllib.request.Request(f"{endpoint.base_url}/chat/completions", body)) as got:
             return str(json.load(got)["choices"][0]["message"]["content"])
 
     rollout = await harnessed(plain, ["5"]).rollout([TASK], 4)
@@ -336,8 +327,7 @@ async def test_a_client_that_leaves_does_not_end_the_chain() -> None:
         left = asyncio.ensure_future(endpoint.chat(start))
         await until(lambda: engine.calls)
         left.cancel()
-        answer = await endpoint.chat(start)
-        return str(answer["choices"][0]["message"]["content"])
+        return str((await endpoint.chat(start))["choices"][0]["message"]["content"])
 
     class SlowAtFirst(Played):
         calls = 0

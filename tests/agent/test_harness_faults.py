@@ -1,13 +1,12 @@
 """Faults around a harness: random requests, interrupts, hanging threads, two event loops, ended chains."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
 import itertools
 import json
 import random
+import re
 import signal
 import threading
 from collections import Counter
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import dice
+import errors
 import pytest
 from agents import Box, Played, chat, exact, pass_time
 from cancelling import tasks_left
@@ -150,8 +150,7 @@ def test_an_interrupt_in_a_harness_is_clean_and_the_agent_can_go_on(where: str) 
         handles.append(agent.rollout([TASK], 8, max_concurrency=1))
         await handles[0]
 
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(main())
+    errors.check(lambda: asyncio.run(main()), KeyboardInterrupt)
     assert [t.reward for t in handles[0].partial] == [1.0] * len(handles[0].partial) and len(handles[0].partial) >= 1
     assert (pool.snapshot().leased, pool.snapshot().waiting) == (0, 0)
     assert [t.reward for t in asyncio.run(agent.rollout([TASK], 4))] == [1.0] * 4
@@ -250,13 +249,13 @@ async def test_cancelled_chains_leave_no_task_socket_or_lease() -> None:
     running = asyncio.ensure_future(_awaited(agent.rollout([TASK], 64)))
     await until(lambda: len(engine.given) == 64)
     running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+    await errors.check(lambda: running, asyncio.CancelledError)
     await until(lambda: not tasks_left())
     assert (pool.snapshot().leased, pool.snapshot().waiting) == (0, 0)
     port = int(urls[0].split(":")[2].partition("/")[0])
-    with pytest.raises(OSError, match=r"refused|Connect call failed"):
-        await asyncio.open_connection("127.0.0.1", port)
+    await errors.check(
+        lambda: asyncio.open_connection("127.0.0.1", port), OSError, re.compile(r"refused|Connect call failed")
+    )
     await pool.close()
 
 
@@ -336,10 +335,12 @@ async def test_a_template_that_rewrites_history_starts_a_row_with_the_rendered_h
         await endpoint.chat([*messages[:4], {"role": "user", "content": "c"}])
 
     engine = Played(["one", "two", "three", "four"])
-    agent = af.Agent(engine, chat=rewriting, harness=asks, max_turns=9)
-    (t,) = await agent.rollout([TASK])
+    (t,) = await af.Agent(engine, chat=rewriting, harness=asks, max_turns=9).rollout([TASK])
     for row, given, gave in zip(t.rows, engine.given, engine.gave, strict=True):
         assert row.ids.tolist() == [*given, *gave] and row.ids[row.action_mask].tolist() == list(gave)
         assert given == rewriting.prompt([m for turn in row.turns[:1] for m in turn.messages])
-    with pytest.raises(af.errors.ChatTemplateError, match="does not allow appending a user's message"):
-        af.Chat(with_template(REWRITES)).observation_ids([{"role": "user", "content": "b"}])
+    errors.check(
+        lambda: af.Chat(with_template(REWRITES)).observation_ids([{"role": "user", "content": "b"}]),
+        af.errors.ChatTemplateError,
+        "does not allow appending a user's message",
+    )

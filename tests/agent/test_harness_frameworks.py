@@ -1,7 +1,5 @@
 """Real, unmodified agents of other frameworks sample the same tokens."""
 
-from __future__ import annotations
-
 import ast
 import atexit
 import functools
@@ -118,8 +116,7 @@ def test_autogen_ends_after_one_tool_call_with_the_same_first_action() -> None:
     assert {len(chain["rows"]) for chain in plain} == {1}
     assert plain == chains_of("with_openai")
     # The reflection request has no tools, so its prompt differs, and chains that call a tool have a second row.
-    reflecting = chains_of("with_autogen")
-    for one, two in zip(plain, reflecting, strict=True):
+    for one, two in zip(plain, chains_of("with_autogen"), strict=True):
         called = len(one["logprobs"]) > 1
         assert len(two["rows"]) == 1 + called
         assert two["logprobs"][0] == one["logprobs"][0]

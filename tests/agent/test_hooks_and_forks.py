@@ -1,7 +1,5 @@
 """Hooks of an agent: validation, forced actions, forks, finished chains, errors."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -22,8 +20,7 @@ async def test_before_turn_can_write_the_action() -> None:
         if chain.actions == 0:
             chain.force(CALL, author="hook")
 
-    rollout = await scripted(["never said", "6"], before_turn=first_call).rollout(TASKS)
-    for t in rollout:
+    for t in await scripted(["never said", "6"], before_turn=first_call).rollout(TASKS):
         assert [(x.kind, x.author) for x in t.turns] == [
             ("prompt", "task"), ("forced", "hook"), ("observation", "tool"), ("action", "script"),
         ]  # fmt: skip
@@ -42,8 +39,7 @@ async def test_forks_share_turns_and_group_of_their_parent() -> None:
     assert [len(group) for group in rollout.groups] == [6] * 5
     assert sorted(seen) == sorted(t.id for t in rollout)
     for group in rollout.groups:
-        ids = [t.id.removeprefix(f"{group.id}/") for t in group]
-        assert ids == ["0", "0.1", "0.2", "1", "1.1", "1.2"]
+        assert [t.id.removeprefix(f"{group.id}/") for t in group] == ["0", "0.1", "0.2", "1", "1.1", "1.2"]
         parent, *forks = [t for t in group if t.chain == 0]
         for fork in forks:
             assert all(a is b for a, b in zip(parent.turns[:3], fork.turns[:3], strict=True))
@@ -60,8 +56,7 @@ async def test_forks_of_a_policy_differ_and_are_reproducible() -> None:
         if chain.actions == 0:
             chain.force(CALL, author="hook")
 
-    sampling = af.Sampling(max_tokens=16, temperature=3.0)
-    made = agent(sampling=sampling, before_turn=force, after_observation=once)
+    made = agent(sampling=af.Sampling(max_tokens=16, temperature=3.0), before_turn=force, after_observation=once)
     rollout = await made.rollout(TASKS, max_concurrency=2)
     again = await made.rollout(TASKS, max_concurrency=64)
     assert [t.ids.tolist() for t in rollout] == [t.ids.tolist() for t in again]
@@ -77,8 +72,7 @@ async def test_hook_that_raises_affects_only_its_chain() -> None:
 
     rollout = await scripted([CALL, "6"], before_turn=bad).rollout(TASKS)
     by: dict[str, af.Trajectory] = {t.task.id: t for t in rollout}
-    assert by["t2"].stop == "error"
-    assert by["t2"].reward is None
+    assert (by["t2"].stop, by["t2"].reward) == ("error", None)
     assert "no" in str(by["t2"].error)
     assert all(t.reward == 1 for name, t in by.items() if name != "t2")
 
@@ -106,8 +100,7 @@ async def test_forks_of_one_task_run_concurrently() -> None:
         return "6"
 
     run = scripted(script, after_observation=lambda chain: 5 if chain.key.fork == "" else 0).rollout(TASKS[:1])
-    rollout = await run
-    assert len(rollout) == 6
+    assert len(await run) == 6
     assert "rollout of 1 tasks x 1, 6 of 6 chains done" in repr(run)
 
 

@@ -1,7 +1,5 @@
 """Settings of the agent loop: nudges, texts of exceptions, a sliding window, and summaries of a full context."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -47,8 +45,7 @@ async def test_a_nudge_that_never_helps_ends_with_the_answer(limit: int) -> None
 async def test_a_nudge_applies_in_steps_and_to_an_appended_sample() -> None:
     a = played(["hm", call("1+1"), "2"], nudge="Call the tool.")
     chain = a.chain(TASK)
-    turn = await chain.step()
-    assert turn.kind == "action"
+    assert (await chain.step()).kind == "action"
     assert chain.turn.author == "nudge"
     other = a.chain(TASK)
     (sample,) = (await other.sample_turns(1)).trajectories
@@ -73,8 +70,7 @@ def divide(expression: str) -> float:
     ("shown", "text"), [(False, "divide failed."), (True, "divide failed: ZeroDivisionError: float division by zero")]
 )
 async def test_the_text_of_an_exception_is_shown_on_request(shown: bool, text: str) -> None:
-    script = [call("0", name="divide"), "2"]
-    t = await one(played(script, tools=[calculator, divide], show_exceptions=shown))
+    t = await one(played([call("0", name="divide"), "2"], tools=[calculator, divide], show_exceptions=shown))
     assert t.tool_calls[0].result.observation == text
     assert text in chat().text(t.ids.tolist())
     assert t.tool_calls[0].result.error.type == "ZeroDivisionError"
@@ -156,8 +152,7 @@ async def test_a_full_context_is_summarized_by_the_policy() -> None:
 async def test_a_context_without_room_for_a_summary_ends_the_chain() -> None:
     room = len(played([]).chain(TASK).ids) + 3 * len(chat().encode(call("1+1")))
     t, _ = await summarized([call("1+1")] * 8, room, tokens=400)
-    assert t.stop == "context_full"
-    assert t.reward == 0.0
+    assert (t.stop, t.reward) == ("context_full", 0.0)
     t, _ = await summarized([call("1+1")] * 8, room, rows=1)
     assert t.stop == "context_full"
 

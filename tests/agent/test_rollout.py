@@ -1,18 +1,18 @@
 """Rollouts: saved files, frames, rescoring and comparison. Run folders: no failure loses recorded data."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import errors
 import numpy as np
 import pytest
 from agents import agent, call, played, shipped, tasks
@@ -137,8 +137,11 @@ def test_numpy_values_are_converted_and_other_types_rejected(tmp_path: Path) -> 
     assert back.trajectories[0].task.fields["x"] == {"a": 0.5, "b": [0, 1, 2]}
     before = (tmp_path / "r.jsonl").read_bytes()
     for value, says in ((object(), "a object"), (math.nan, "not JSON compliant"), ({1, 2}, "a set")):
-        with pytest.raises(af.errors.RunError, match=f"trajectory 'g/0' cannot be saved as JSON: .*{says}"):
-            one(value).save(tmp_path / "r.jsonl")
+        errors.check(
+            lambda: one(value).save(tmp_path / "r.jsonl"),
+            af.errors.RunError,
+            re.compile(f"trajectory 'g/0' cannot be saved as JSON: .*{says}"),
+        )
     assert (tmp_path / "r.jsonl").read_bytes() == before
 
 
@@ -155,8 +158,7 @@ def test_numpy_values_are_converted_and_other_types_rejected(tmp_path: Path) -> 
 )
 def test_other_files_are_rejected(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "r.jsonl").write_bytes(content)
-    with pytest.raises(af.errors.RunError, match=says):
-        af.Rollout.load(tmp_path / "r.jsonl")
+    errors.check(lambda: af.Rollout.load(tmp_path / "r.jsonl"), af.errors.RunError, re.compile(says))
 
 
 def test_a_damaged_line_is_named_with_its_number(tmp_path: Path) -> None:
@@ -164,8 +166,7 @@ def test_a_damaged_line_is_named_with_its_number(tmp_path: Path) -> None:
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, broken in ((3, lines[2][:40]), (2, "{}"), (4, '{"turns": 3}'), (5, "[1]")):
         path.write_text("\n".join([*lines[: number - 1], broken, *lines[number:]]), encoding="utf-8")
-        with pytest.raises(af.errors.RunError, match=rf"r\.jsonl:{number} is damaged"):
-            af.Rollout.load(path)
+        errors.check(lambda: af.Rollout.load(path), af.errors.RunError, re.compile(rf"r\.jsonl:{number} is damaged"))
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace"])
@@ -175,21 +176,21 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 
     path = nasty().save(tmp_path / "r.jsonl")
     before = path.read_bytes()
-    with pytest.raises(af.errors.RunError, match="could not be written"):
-        af.Rollout().save(path / "r.jsonl")  # the folder is a file
+    # The folder is a file.
+    errors.check(lambda: af.Rollout().save(path / "r.jsonl"), af.errors.RunError, "could not be written")
 
     def interrupted_write() -> None:
         with atomic_write(path) as file:
             file.write("new")
             raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        interrupted_write()
+    errors.check(interrupted_write, ZeroDivisionError)
     monkeypatch.setattr(os, name, failing)
-    with pytest.raises(
-        af.errors.RunError, match=r"r\.jsonl could not be written \(.*No space left.*an existing file is"
-    ):
-        af.Rollout().save(path)
+    errors.check(
+        lambda: af.Rollout().save(path),
+        af.errors.RunError,
+        re.compile(r"r\.jsonl could not be written \(.*No space left.*an existing file is"),
+    )
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["r.jsonl"]
 
@@ -236,10 +237,11 @@ async def test_rescore_rejects_a_reward_that_requires_a_sandbox() -> None:
         return 1.0
 
     rollout = await played(["5"]).rollout(tasks(2))
-    with pytest.raises(
-        af.errors.SettingsError, match=r"'won' requires a Board, .* released theirs; .*won\.try_\(trajectory\)"
-    ):
-        await rollout.rescore([won])
+    await errors.check(
+        lambda: rollout.rescore([won]),
+        af.errors.SettingsError,
+        re.compile(r"'won' requires a Board, .* released theirs; .*won\.try_\(trajectory\)"),
+    )
     assert {t.reward for t in rollout} <= {0.0, 1.0}
 
 
@@ -248,10 +250,7 @@ async def test_diff_pairs_each_chain_with_itself() -> None:
     wrong, right = played(["no"]), played(lambda task, turn: task.fields["answer"])
     before, after = await wrong.rollout(some, group_size=2), await right.rollout(some, group_size=2)
     diff = before.diff(after)
-    assert len(diff.pairs) == 6
-    assert diff.success == (0.0, 1.0)
-    assert len(diff.gained) == 6
-    assert diff.lost == ()
+    assert (len(diff.pairs), diff.success, len(diff.gained), diff.lost) == (6, (0.0, 1.0), 6, ())
     assert all(a.task.id == b.task.id and a.chain == b.chain for a, b in diff.pairs)
     assert diff.p_value == 0.25, "three tasks, whatever the number of chains"
     assert "success 0.000 -> 1.000, p = 0.25, 6 gained, 0 lost" in repr(diff)
@@ -328,11 +327,15 @@ def test_a_run_is_created_continued_or_rejected(tmp_path: Path) -> None:
 
 
 def test_what_is_not_json_is_not_recorded(tmp_path: Path, run: af.Run) -> None:
-    with pytest.raises(af.errors.RunError, match="the run's fingerprint cannot be saved as JSON"):
-        af.Run(tmp_path / "s").claim({"lr": object()}, resume=True)
+    errors.check(
+        lambda: af.Run(tmp_path / "s").claim({"lr": object()}, resume=True),
+        af.errors.RunError,
+        "the run's fingerprint cannot be saved as JSON",
+    )
     assert not (tmp_path / "s").exists()
-    with pytest.raises(af.errors.RunError, match="step 1 cannot be saved as JSON"):
-        run.append({"step": 1, "loss": math.nan})
+    errors.check(
+        lambda: run.append({"step": 1, "loss": math.nan}), af.errors.RunError, "step 1 cannot be saved as JSON"
+    )
     assert run.records == []
 
 
@@ -341,20 +344,19 @@ def test_a_folder_with_other_contents_is_not_changed(tmp_path: Path) -> None:
     (folder / "rollouts").mkdir(parents=True)
     (folder / "rollouts" / "mine.txt").write_text("precious")
     for resume in (True, False):
-        with pytest.raises(af.errors.RunError, match="holds something other than a run"):
-            af.Run(folder).claim(PRINT, resume=resume)
+        errors.check(
+            lambda: af.Run(folder).claim(PRINT, resume=resume), af.errors.RunError, "holds something other than a run"
+        )
     (folder / "run.json").write_text('{"name": "another tool"}')
     for resume in (True, False):
-        with pytest.raises(af.errors.RunError, match=r"run\.json"):
-            af.Run(folder).claim(PRINT, resume=resume)
+        errors.check(lambda: af.Run(folder).claim(PRINT, resume=resume), af.errors.RunError, "run.json")
     assert (folder / "rollouts" / "mine.txt").read_text() == "precious"
 
 
 def test_damaged_and_newer_runs(tmp_path: Path, run: af.Run) -> None:
     (tmp_path / "f").write_text("x")
     for path in (tmp_path / "f", tmp_path / "f" / "g"):
-        with pytest.raises(af.errors.RunError):
-            af.Run(path).claim(PRINT, resume=True)
+        errors.check(lambda: af.Run(path).claim(PRINT, resume=True), af.errors.RunError)
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / ".run.json.123.tmp").write_text("{")  # left by an interrupted `claim`
     assert not af.Run(tmp_path / "cut").claim(PRINT, resume=True)
@@ -362,15 +364,16 @@ def test_damaged_and_newer_runs(tmp_path: Path, run: af.Run) -> None:
     about = json.loads((tmp_path / "r" / "run.json").read_text())
     (tmp_path / "r" / "run.json").write_text(json.dumps(about | {"version": 99}))
     for resume in (True, False):
-        with pytest.raises(af.errors.RunError, match="newer"):
-            af.Run(tmp_path / "r").claim(PRINT, resume=resume)
+        errors.check(lambda: af.Run(tmp_path / "r").claim(PRINT, resume=resume), af.errors.RunError, "newer")
     (tmp_path / "r" / "run.json").write_text('{"format": "agentfly')
-    with pytest.raises(af.errors.RunError, match=r"run\.json is damaged .*resume=False to start over"):
-        af.Run(tmp_path / "r").claim(PRINT, resume=True)
+    errors.check(
+        lambda: af.Run(tmp_path / "r").claim(PRINT, resume=True),
+        af.errors.RunError,
+        re.compile(r"run\.json is damaged .*resume=False to start over"),
+    )
     assert not af.Run(tmp_path / "r").claim(PRINT, resume=False)
     (tmp_path / "r" / "steps.jsonl").write_text('{"step":1}\n{"st\n{"step":3}\n')
-    with pytest.raises(af.errors.RunError, match=r"steps\.jsonl:2 is damaged"):
-        _ = af.Run(tmp_path / "r").records
+    errors.check(lambda: af.Run(tmp_path / "r").records, af.errors.RunError, "steps.jsonl:2 is damaged")
 
 
 @pytest.mark.parametrize("cut", [1, 5, None])
@@ -379,8 +382,7 @@ def test_an_incomplete_last_line_is_overwritten(tmp_path: Path, run: af.Run, cut
     run.append({"step": 2})
     file = tmp_path / "r" / "steps.jsonl"
     whole = file.read_text()
-    last = whole.splitlines()[-1]
-    file.write_text(whole + last[:cut])  # with cut=None, only the line end is missing
+    file.write_text(whole + whole.splitlines()[-1][:cut])  # with cut=None, only the line end is missing
     again = af.Run(tmp_path / "r")
     kept = 3 if cut is None else 2
     assert len(again.records) == kept

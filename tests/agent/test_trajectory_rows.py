@@ -1,11 +1,11 @@
 """Trajectories with several rows: compaction, re-rendered histories, authors, records and views."""
 
-from __future__ import annotations
-
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+import errors
 import numpy as np
 import pytest
 from agents import Played, TextOnly, agent, call, chat, played, stepped
@@ -51,8 +51,7 @@ async def test_each_row_equals_inputs_and_outputs_of_the_engine() -> None:
     assert chat().text(t.rows[1].turns[0].ids or ()) == chat().text(
         chat().prompt([{"role": "user", "content": f"{TASK.messages[0]['content']}\n\nSo far: 2"}], t.tools)
     )
-    sampled = [turn for turn in t.turns if turn.sampled]
-    for row, turn in zip(t.rows, sampled, strict=True):
+    for row, turn in zip(t.rows, [turn for turn in t.turns if turn.sampled], strict=True):
         assert row.ids[row.action_mask].tolist() == list(turn.ids or ())
         assert row.logprobs[row.action_mask].tolist() == pytest.approx(list(turn.logprobs or ()))
         assert set(row.turn_index[row.action_mask].tolist()) == {t.turns.index(turn)}
@@ -78,10 +77,11 @@ async def test_views_of_a_trajectory_require_a_single_row() -> None:
     assert "<th>row</th>" not in plain._repr_html_()
     _, t = await compacted()
     for name in VIEWS:
-        with pytest.raises(
-            af.errors.AlignmentError, match=rf"has 3 rows, so \.{name} is ambiguous.*trajectory\.rows\[0\]\.{name}"
-        ):
-            getattr(t, name)
+        errors.check(
+            lambda: getattr(t, name),
+            af.errors.AlignmentError,
+            re.compile(rf"has 3 rows, so \.{name} is ambiguous.*trajectory\.rows\[0\]\.{name}"),
+        )
     assert af.Trajectory("x", TASK, "g", 0, (), "error").rows[0].ids.tolist() == []
 
 
@@ -117,8 +117,9 @@ async def test_policy_can_write_the_summary() -> None:
 
 async def test_compact_requires_a_prepared_prompt() -> None:
     chain = played(["4"], before_chain=lambda chain: "The board is empty.").chain(TASK)
-    with pytest.raises(af.errors.SettingsError, match=r"before_chain.*await chain\.prepare\(\)"):
-        chain.compact("x")
+    errors.check(
+        lambda: chain.compact("x"), af.errors.SettingsError, re.compile(r"before_chain.*await chain\.prepare\(\)")
+    )
     await chain.prepare()
     prompt = chain.compact("x")
     assert (prompt.row, "The board is empty." in chain.turns[0].text, "The board" in prompt.text) == (1, True, True)
@@ -130,18 +131,14 @@ async def test_compact_requires_a_prepared_prompt() -> None:
 async def test_compact_rejects_invalid_states() -> None:
     chain = played([call("1+1"), "4"]).chain(TASK)
     await chain.sample()
-    with pytest.raises(af.errors.SettingsError, match=r"have not run yet; call chain\.act\(\)"):
-        chain.compact("x")
+    errors.check(lambda: chain.compact("x"), af.errors.SettingsError, "have not run yet; call chain.act()")
     await chain.act()
     for nothing in ([], [{"role": "user"}]):
-        with pytest.raises(af.errors.SettingsError, match="content of compact"):
-            chain.compact(nothing)
+        errors.check(lambda: chain.compact(nothing), af.errors.SettingsError, "content of compact")
     chain.force("4", end=False)
-    with pytest.raises(af.errors.SettingsError, match="unfinished"):
-        chain.compact("x")
+    errors.check(lambda: chain.compact("x"), af.errors.SettingsError, "unfinished")
     await chain.finish()
-    with pytest.raises(af.errors.SettingsError, match=r"chain\.compact: this chain is finished"):
-        chain.compact("x")
+    errors.check(lambda: chain.compact("x"), af.errors.SettingsError, "chain.compact: this chain is finished")
 
 
 async def test_compact_without_remaining_actions_ends_the_chain() -> None:
@@ -161,8 +158,7 @@ async def test_rewind_before_a_compaction() -> None:
     assert (chain.turn.row, chain.turn.ids) == (0, before.ids)
     assert chain.ids == tuple(i for turn in (*chain.turns[:2], before) for i in turn.ids or ())
     await chain.step()
-    t = await chain.finish()
-    assert t.ids.tolist() == list(engine_rows(chain.agent.engine)[0])
+    assert (await chain.finish()).ids.tolist() == list(engine_rows(chain.agent.engine)[0])
 
 
 async def test_forks_after_a_compaction_share_earlier_rows() -> None:
@@ -243,8 +239,7 @@ async def test_rewritten_history_begins_a_row() -> None:
     texts = [rewriting.text(row.ids.tolist()) for row in t.rows]
     assert "one" in texts[0] and "two" in texts[0]
     assert "ONE" in texts[2] and "THREE" in texts[2] and "one" not in texts[2]
-    trained = [i for row in t.rows for i in row.ids[row.action_mask].tolist()]
-    assert trained == [i for said in engine.gave for i in said]
+    assert [i for row in t.rows for i in row.ids[row.action_mask].tolist()] == [i for said in engine.gave for i in said]
     # The last row begins with the rendering of the whole conversation.
     assert t.rows[2].ids.tolist()[: -len(engine.gave[3])] == list(rewriting.prompt(t.rows[2].turns[0].messages))
     assert [m["content"] for m in t.rows[2].messages if m["role"] == "assistant"] == ["one", "two", "three", "four"]
@@ -264,8 +259,7 @@ async def test_rewind_to_an_observation_that_began_a_row() -> None:
 
 
 async def test_unchanged_history_is_appended() -> None:
-    kept = af.Chat(chat().tokenizer, history="rerender")
-    a = agent(engine=Played([call("1+1"), "4"]), chat=kept)
+    a = agent(engine=Played([call("1+1"), "4"]), chat=af.Chat(chat().tokenizer, history="rerender"))
     t = await a.chain(TASK).run()
     assert len(t.rows) == 1
     assert t.ids.tolist() == (await played([call("1+1"), "4"]).chain(TASK).run()).ids.tolist()
@@ -294,8 +288,7 @@ async def test_rows_are_saved_and_loaded(tmp_path: Path) -> None:
     plain = await played([call("1+1"), "4"]).chain(af.Task("u", TASK.messages, TASK.fields)).run()
     both = af.Rollout.from_trajectories([t, plain])
     assert af.Rollout.load(both.save(tmp_path / "r.jsonl")) == both
-    again = af.Rollout.load(tmp_path / "r.jsonl").trajectories[0]
-    for a, b in zip(t.rows, again.rows, strict=True):
+    for a, b in zip(t.rows, af.Rollout.load(tmp_path / "r.jsonl").trajectories[0].rows, strict=True):
         for name in VIEWS:
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
     assert '"version":2' in (tmp_path / "r.jsonl").read_text().split("\n")[0]
@@ -306,8 +299,7 @@ async def test_rows_are_saved_and_loaded(tmp_path: Path) -> None:
 async def test_frames_contain_the_row_index() -> None:
     _, t = await compacted()
     rollout = af.Rollout.from_trajectories([t])
-    turns = rollout.to_frame("turns")
-    assert turns["row"].tolist() == [turn.row for turn in t.turns]
+    assert rollout.to_frame("turns")["row"].tolist() == [turn.row for turn in t.turns]
     tokens = rollout.to_frame("tokens")
     for row in t.rows:
         own = tokens[tokens["row"] == row.index]
@@ -365,12 +357,10 @@ async def test_text_only_engine_receives_only_the_new_row() -> None:
     assert (t.reward, len(t.rows), t.exact) == (1.0, 2, False)
     assert [len(told) for told in engine.given] == [1, 1]
     assert engine.given[1][0].endswith("So far: 2")
-    with pytest.raises(af.errors.AlignmentError, match="engine is text-only"):
-        _ = t.rows[1].ids
+    errors.check(lambda: t.rows[1].ids, af.errors.AlignmentError, "engine is text-only")
 
 
 async def test_drift_requires_a_single_row() -> None:
     _, t = await compacted()
-    with pytest.raises(af.errors.AlignmentError, match="3 rows"):
-        chat().drift(t)
+    errors.check(lambda: chat().drift(t), af.errors.AlignmentError, "3 rows")
     assert all(chat().drift(row).cause == "none" for row in t.rows)

@@ -1,7 +1,5 @@
 """Collation: alignment of the tensors, reasons of dropped rows, and rejected trajectories."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -83,9 +81,8 @@ def test_forms_of_advantages(how: str) -> None:
 
 
 def test_dropped_trajectories_have_a_reason() -> None:
-    good = row(("prompt", 1), ("action", 1))
     given = [
-        good,
+        row(("prompt", 1), ("action", 1)),
         row(("prompt", 1), ("action", 1), chain=1, reward=None, stop="error", error=af.Failure("tool put", "E", "x")),
         row(("prompt", 1), ("action", 1), chain=2, reward=None, stop="cancelled"),
         row(("prompt", 1), chain=3),
@@ -109,9 +106,7 @@ GOOD = row(("prompt", 1), ("action", 2))
 
 
 def test_replace_applies_the_mask() -> None:
-    batch = af.collate([GOOD])
-    changed = batch.replace(values=torch.ones(1, 3), returns=torch.ones(1, 3))
-    assert changed.values is not None
+    changed = af.collate([GOOD]).replace(values=torch.ones(1, 3), returns=torch.ones(1, 3))
     assert torch.isnan(changed.values[0, 0])
 
 

@@ -1,7 +1,5 @@
 """Rollouts, shapes and filters that `collate` and `turn_data` reject."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Filters: excluded trajectories count in no mean and are recorded with their reason."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,11 @@ import agentfly_kit as af
 
 async def rolled(rewards: list[list[float | None]]) -> af.Rollout:
     """Return chains with these rewards, one list per group; the third of each group is truncated."""
-    a = played(lambda task, turn: "1 2 3", max_turns=2)
-    rollout = await a.rollout(tasks(len(rewards)), len(rewards[0]))
+    rollout = await played(lambda task, turn: "1 2 3", max_turns=2).rollout(tasks(len(rewards)), len(rewards[0]))
     given = []
     for group, wanted in zip(rollout.groups, rewards, strict=True):
         for t, r in zip(group, wanted, strict=True):
-            stop = "max_turns" if t.chain == 2 else t.stop
-            given.append(t.replace(reward=r, stop=stop, error=None))
+            given.append(t.replace(reward=r, stop="max_turns" if t.chain == 2 else t.stop, error=None))
     return af.Rollout.from_trajectories(given)
 
 
@@ -40,8 +36,7 @@ async def test_filtered_chains_count_in_no_mean() -> None:
     rollout = await rolled([[0.0, 1.0, 100.0, 2.0]])
     batch = af.collate(rollout, af.advantages.dr_grpo, filters=[af.filters.overlong()])
     assert batch.advantages[:, -1].nan_to_num().shape == (3,)
-    first = [float(a[m][0]) for a, m in zip(batch.advantages, batch.mask, strict=True)]
-    assert first == [-1.0, 0.0, 1.0]
+    assert [float(a[m][0]) for a, m in zip(batch.advantages, batch.mask, strict=True)] == [-1.0, 0.0, 1.0]
     kept = af.collate(
         rollout, af.advantages.dr_grpo, truncated="mask"
     )  # the reward counts in the mean, the tokens are not trained
@@ -103,10 +98,8 @@ async def test_a_run_records_the_reasons_of_dropped_chains(tmp_path: Path) -> No
     with pytest.warns(UserWarning, match="unscored|nothing was left") as warned:
         steps = [step async for step in run]
     assert all("unscored" in str(w.message) or "nothing was left" in str(w.message) for w in warned)
-    seen = {reason for step in steps for t in step.rollout or () if (reason := t.dropped)}
-    assert "too short" in seen
+    assert "too short" in {reason for step in steps for t in step.rollout or () if (reason := t.dropped)}
     for step in steps:
-        assert step.rollout is not None
         frame = step.rollout.to_frame()
         counts = frame["dropped"].value_counts().to_dict()
         assert step.record["dropped"] == sum(counts.values())
@@ -115,8 +108,7 @@ async def test_a_run_records_the_reasons_of_dropped_chains(tmp_path: Path) -> No
             assert step.stats.dropped == counts
             assert step.stats.rows == len(step.rollout) - sum(counts.values())
         assert af.Run(tmp_path / "run").rollout(step.step) == step.rollout
-        unscored = frame["reward"].isna()
-        assert set(frame[unscored]["dropped"]) <= {"unscored (no reward returned a number)"}
+        assert set(frame[frame["reward"].isna()]["dropped"]) <= {"unscored (no reward returned a number)"}
 
 
 async def test_a_step_without_rows_makes_no_update_and_the_run_continues() -> None:

@@ -1,7 +1,5 @@
 """Per-turn advantages: the inputs of the estimators, and the tokens that receive the results."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -28,8 +26,7 @@ def test_turn_advantages_go_to_the_tokens_of_the_turn() -> None:
     wanted = torch.tensor([[nan, nan, 1, 1, nan, 2, 2], [nan, 3, nan, nan, nan, nan, nan]])
     torch.testing.assert_close(batch.advantages, wanted, equal_nan=True)
     # A dropped trajectory still has a row in the tensor of advantages.
-    out = row(*TWO, reward=None, chain=1)
-    batch = af.collate([out, a], torch.tensor([[5.0, 6.0], [1.0, 2.0]]))
+    batch = af.collate([row(*TWO, reward=None, chain=1), a], torch.tensor([[5.0, 6.0], [1.0, 2.0]]))
     assert batch.advantages[0][batch.mask[0]].tolist() == [1, 1, 2, 2]
 
 
@@ -41,16 +38,14 @@ def test_turn_rewards_and_states() -> None:
     assert af.turn_data(a, rewards=[3.0]).turn_rewards == ((0.25, 3.5),)
     assert af.turn_data([a], state=lambda t, i: (t.chain, i)).states == (((0, 1), (0, 3)),)
     # `collate` assigns the same sums to tokens.
-    batch = af.collate([a])
-    assert batch.token_rewards[0].nan_to_num().tolist() == [0, 0, 0, 0.25, 0, 0, 1.5]
+    assert af.collate([a]).token_rewards[0].nan_to_num().tolist() == [0, 0, 0, 0.25, 0, 0, 1.5]
 
 
 def test_gigpo_compares_turns_with_equal_states() -> None:
     """With gamma 1 and std None, advantages are differences from means."""
     good = row(*TWO, reward=1.0, chain=0)
     bad = row(*TWO, reward=0.0, chain=1)
-    else_ = row(("prompt", 2), ("action", 1), ("observation", 2), ("action", 1), reward=0.5, chain=2)
-    given = [good, bad, else_]
+    given = [good, bad, row(("prompt", 2), ("action", 1), ("observation", 2), ("action", 1), reward=0.5, chain=2)]
 
     def estimator(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         turns = af.turn_data(given, rewards=rewards.tolist())
@@ -61,8 +56,7 @@ def test_gigpo_compares_turns_with_equal_states() -> None:
     batch = af.collate(given, estimator)
     # The episodes have advantages +.5, -.5 and 0, and so have the first turns, which all follow the prompt. The second
     # turns of `good` and `bad` follow the same observation and have +.5 and -.5; that of the third is alone and has 0.
-    at = [batch.advantages[i][batch.mask[i]].tolist() for i in range(3)]
-    assert at == [[1.0] * 4, [-1.0] * 4, [0.0, 0.0]]
+    assert [batch.advantages[i][batch.mask[i]].tolist() for i in range(3)] == [[1.0] * 4, [-1.0] * 4, [0.0, 0.0]]
 
 
 async def forked(same_seeds: bool = False) -> list[af.Trajectory]:
@@ -88,8 +82,7 @@ async def test_forks_share_the_ids_of_common_turns() -> None:
     assert common >= 1
     assert turn_ids[0][:common] == turn_ids[1][:common]
     assert not set(turn_ids[2]) & set(turn_ids[0] + turn_ids[1])
-    weights = af.advantages.branch_weights(turn_ids, [0, 0, 0])
-    assert float(weights.sum()) == pytest.approx(1)
+    assert float(af.advantages.branch_weights(turn_ids, [0, 0, 0]).sum()) == pytest.approx(1)
     adv = af.advantages.arpo(torch.tensor([1.0, 0.0, 0.5]), [0, 0, 0], turn_ids=turn_ids, attribution="hard")
     batch = af.collate(together, adv)
     assert batch.advantages[batch.mask].isfinite().all()
@@ -97,7 +90,6 @@ async def test_forks_share_the_ids_of_common_turns() -> None:
 
 async def test_a_fork_with_equal_turns_is_another_leaf() -> None:
     first, fork, _ = await forked(same_seeds=True)
-    together = [t.replace(group="g", chain=0) for t in (first, fork)]
-    turn_ids = af.turn_data(together).turn_ids
+    turn_ids = af.turn_data([t.replace(group="g", chain=0) for t in (first, fork)]).turn_ids
     assert turn_ids[0][-1] != turn_ids[1][-1]
     af.advantages.arpo(torch.tensor([1.0, 0.0]), [0, 0], turn_ids=turn_ids)

@@ -1,7 +1,5 @@
 """Templates, settings and messages that a chat rejects."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import agents

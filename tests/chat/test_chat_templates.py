@@ -1,12 +1,12 @@
 """The chat templates in TRL: each grows by appending, token by token, or raises an error that names it."""
 
-from __future__ import annotations
-
 import functools
 import random
+import re
 from typing import Any
 
 import agents
+import errors
 import pytest
 from chat_templates import NAMES, named
 
@@ -127,15 +127,22 @@ def test_the_error_gives_the_reason_and_the_remedy(name: str) -> None:
     """With tools, the error is raised before the first token. With history="append", no error is raised."""
     got = report(name)
     if got.tool_results != "exact":
-        with pytest.raises(af.errors.ChatTemplateError, match=r'appending tool results: .*history="append"'):
-            prompt(name, [USER])
-        with pytest.raises(af.errors.ChatTemplateError, match=r"appending tool results"):
-            chat(name).observation_ids([told("21 degrees")])
+        errors.check(
+            lambda: prompt(name, [USER]),
+            af.errors.ChatTemplateError,
+            re.compile(r'appending tool results: .*history="append"'),
+        )
+        errors.check(
+            lambda: chat(name).observation_ids([told("21 degrees")]),
+            af.errors.ChatTemplateError,
+            "appending tool results",
+        )
     if got.user_messages != "exact":
-        with pytest.raises(
-            af.errors.ChatTemplateError, match=r'appending a user.s message after an answer: .*history="append"'
-        ):
-            chat(name).observation_ids([USER])
+        errors.check(
+            lambda: chat(name).observation_ids([USER]),
+            af.errors.ChatTemplateError,
+            re.compile(r'appending a user.s message after an answer: .*history="append"'),
+        )
     as_is = chat(name, "append")
     assert prompt(name, [USER], history="append")
     for following in ([told("21 degrees")], [told("21"), told("-3", 1)], [USER]):
@@ -253,8 +260,7 @@ def test_calls_are_read_as_the_template_renders_them(name: str) -> None:
     tools = [{"type": "function", "function": function}]
     for arguments in (ARGUMENTS, {}):
         for mode in mine.template.modes if mine.template.thinking != "tags" else (None,):
-            result = {"name": "get_weather", "tool_call_id": "call-0"}
-            message = mine.template._call_message([result], arguments, mode)
+            message = mine.template._call_message([{"name": "get_weather", "tool_call_id": "call-0"}], arguments, mode)
             whole = mine.template.render([USER, message], tools, generate=False)
             action = whole.removeprefix(mine.template.render([USER], tools, generate=True))
             assert action != whole
@@ -262,18 +268,17 @@ def test_calls_are_read_as_the_template_renders_them(name: str) -> None:
             assert [(c.name, c.arguments, c.error) for c in parsed.calls] == [("get_weather", arguments, None)]
             assert (parsed.content, parsed.complaint) == ("", "")
             assert mode is None or mode in str(parsed.thinking)
-    cut = mine.template.written_call("get_weather", ARGUMENTS)[:-20]
-    assert mine.read(cut, tools).unclosed
+    assert mine.read(mine.template.written_call("get_weather", ARGUMENTS)[:-20], tools).unclosed
 
 
 def test_tools_are_refused_if_no_format_reads_the_calls() -> None:
     """The agent raises before sampling. Without tools, or with format="react", the template can be used."""
     mine = af.Chat(named("muse_glimmer"))
     error = r"no format parses tool calls as the chat template of .* renders them \(.*get_weather.*format=\"react\""
-    with pytest.raises(af.errors.ChatTemplateError, match=error):
-        mine.prompt([USER], [TOOL])
-    with pytest.raises(af.errors.ChatTemplateError, match=error):
-        agents.agent(engine=agents.Played(["5"]), chat=mine)
+    errors.check(lambda: mine.prompt([USER], [TOOL]), af.errors.ChatTemplateError, re.compile(error))
+    errors.check(
+        lambda: agents.agent(engine=agents.Played(["5"]), chat=mine), af.errors.ChatTemplateError, re.compile(error)
+    )
     assert mine.prompt([USER])
     react = af.Chat(named("muse_glimmer"), format="react")
     assert agents.agent(engine=agents.Played(["5"]), chat=react).chat is react
@@ -282,8 +287,11 @@ def test_tools_are_refused_if_no_format_reads_the_calls() -> None:
 
 @pytest.mark.parametrize("name", NO_RESULTS)
 def test_tools_are_refused_if_results_cannot_be_appended(name: str) -> None:
-    with pytest.raises(af.errors.ChatTemplateError, match=r'appending tool results: .*history="append"'):
-        agents.agent(engine=agents.Played(["5"]), chat=chat(name))
+    errors.check(
+        lambda: agents.agent(engine=agents.Played(["5"]), chat=chat(name)),
+        af.errors.ChatTemplateError,
+        re.compile(r'appending tool results: .*history="append"'),
+    )
     agents.agent(engine=agents.Played(["5"]), chat=chat(name, "append"))
 
 
@@ -402,18 +410,19 @@ def test_empty_content_is_an_empty_turn(name: str) -> None:
 
 
 def test_messages_that_end_with_the_answer_can_be_rendered() -> None:
-    answered = [USER, {"role": "assistant", "content": SEEN}]
-    assert chat("qwen2_5").render(answered, generate=False).count(SEEN) == 1
+    assert chat("qwen2_5").render([USER, {"role": "assistant", "content": SEEN}], generate=False).count(SEEN) == 1
 
 
 def test_rerendered_history_may_lose_text_beside_a_call_but_no_call() -> None:
     messages = CONTENTS["call with text"]
-    with pytest.raises(
-        af.errors.ChatTemplateError, match=r"template of .* drops a message with the role 'assistant'; put its"
-    ):
-        chat("llama3_1", "append").prompt(messages)
+    errors.check(
+        lambda: chat("llama3_1", "append").prompt(messages),
+        af.errors.ChatTemplateError,
+        re.compile(r"template of .* drops a message with the role 'assistant'; put its"),
+    )
     assert "get_weather" in chat("llama3_1", "rerender").text(chat("llama3_1", "rerender").prompt(messages))
-    with pytest.raises(
-        af.errors.ChatTemplateError, match="drops the tool calls of a message with the role 'assistant'"
-    ):
-        chat("phi3", "rerender").prompt(messages)
+    errors.check(
+        lambda: chat("phi3", "rerender").prompt(messages),
+        af.errors.ChatTemplateError,
+        "drops the tool calls of a message with the role 'assistant'",
+    )

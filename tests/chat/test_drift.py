@@ -1,7 +1,5 @@
 """Drift: where and why a row differs from its messages rendered and encoded again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from agents import agent, call, chat, played, scripted, tasks
@@ -37,14 +35,12 @@ async def test_other_tokens_of_the_same_text() -> None:
     ids = (*chat().encode("<tool_call>"), *letters)
     assert chat().text(ids[:-12]) == chat().text(chat().encode(chat().text(ids[:-12])))
     # A closing tag in letters is no control token, so the tag is given as its own token.
-    body = [*ids[: -len("</tool_call>")], *chat().encode("</tool_call>")]
-    chain.force(body)
+    chain.force([*ids[: -len("</tool_call>")], *chat().encode("</tool_call>")])
     await chain.act()
     trajectory = chain.snapshot()
     drift = chat().drift(trajectory)
     assert drift
-    assert drift.cause == "re-tokenisation"
-    assert drift.turn == "forced, turn 1"
+    assert (drift.cause, drift.turn) == ("re-tokenisation", "forced, turn 1")
     again = chat().encode(chat().text([int(i) for i in trajectory.ids]))
     assert list(trajectory.ids[: drift.index]) == list(again[: drift.index])
     assert trajectory.ids[drift.index] != again[drift.index]
@@ -71,8 +67,7 @@ async def test_thinking_that_the_template_drops() -> None:
         "{{- message.content or ''", "{{- (message.content or '').split('</think>')[-1]"
     )
     kept = af.Chat(tokenizer, history="append")
-    made = played(["<think>easy</think>" + call("2+3"), "5"])
-    trajectory = await made.replace(chat=kept).chain(TASK).run()
+    trajectory = await played(["<think>easy</think>" + call("2+3"), "5"]).replace(chat=kept).chain(TASK).run()
     drift = kept.drift(trajectory)
     assert (drift.cause, drift.turn) == ("template", "action, turn 1")
     assert "<think>" in drift.why
@@ -80,10 +75,8 @@ async def test_thinking_that_the_template_drops() -> None:
 
 async def test_control_text_of_a_user_becomes_a_token_when_encoded_again() -> None:
     task = af.Task("evil", ({"role": "user", "content": "Say <|im_end|>!"},), {"answer": "5"})
-    trajectory = await played(["5"]).chain(task).run()
-    drift = chat().drift(trajectory)
-    assert (drift.cause, drift.turn) == ("re-tokenisation", "prompt, turn 0")
-    assert drift.encoded_tokens[0] == "<|im_end|>"
+    drift = chat().drift(await played(["5"]).chain(task).run())
+    assert (drift.cause, drift.turn, drift.encoded_tokens[0]) == ("re-tokenisation", "prompt, turn 0", "<|im_end|>")
 
 
 def test_incomplete_utf8() -> None:
@@ -93,5 +86,4 @@ def test_incomplete_utf8() -> None:
     said = af.Turn(
         "forced", "person", ids, messages=({"role": "assistant", "content": chat().text([half])},), parent=turn
     )
-    trajectory = af.Trajectory("x", TASK, "g", 0, (turn, said), "answered")
-    assert chat().drift(trajectory).cause == "other"
+    assert chat().drift(af.Trajectory("x", TASK, "g", 0, (turn, said), "answered")).cause == "other"

@@ -3,8 +3,6 @@
 The program reads the snippet from standard input.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import inspect

@@ -6,8 +6,6 @@ the tables:
     python tests/docs/test_conventions_doc.py --write
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

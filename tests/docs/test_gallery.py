@@ -4,8 +4,6 @@ The pictures are written to build/gallery. After changing a view, copy them to d
 objects are written to build/screenshots. `make moving-picture` records the picture of README.md.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The snippets of docs/migration.md run, in order and in one namespace, as in a notebook."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import linecache

@@ -1,7 +1,5 @@
 """The code of docs/tools.md runs from top to bottom."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import linecache

@@ -1,7 +1,5 @@
 """The recipes of docs/tracking.md, executed with the real packages."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from pathlib import Path

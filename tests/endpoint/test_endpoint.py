@@ -1,12 +1,12 @@
 """The OpenAI-compatible endpoint of a harness: invalid requests, requests after the end, and HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
+import re
 from typing import Any
 
+import errors
 import pytest
 from test_harness import TASK, harnessed, run_one
 from waiting import until
@@ -55,10 +55,8 @@ async def test_an_answer_after_the_end_is_refused() -> None:
         return "5"
 
     await run_one(keeping, ["x"])
-    with pytest.raises(RequestError, match="has ended"):
-        await kept[0].chat([{"role": "user", "content": "a"}])
-    with pytest.raises(af.errors.SettingsError, match="closed"):
-        _ = kept[0].base_url
+    await errors.check(lambda: kept[0].chat([{"role": "user", "content": "a"}]), RequestError, "has ended")
+    errors.check(lambda: kept[0].base_url, af.errors.SettingsError, "closed")
 
 
 async def test_http_serves_the_chain_of_each_key_on_loopback_and_stops_with_the_last(
@@ -78,9 +76,8 @@ async def test_http_serves_the_chain_of_each_key_on_loopback_and_stops_with_the_
                 events = (await got.text()).split("\n\n")
                 statuses["stream"] = got.status
             root = endpoint.base_url.rsplit("/", 2)[0]
-            bearer = {"Authorization": f"Bearer {endpoint.api_key}"}
             for name, url, headers in (
-                ("models", f"{root}/v1/models", bearer),
+                ("models", f"{root}/v1/models", {"Authorization": f"Bearer {endpoint.api_key}"}),
                 ("stranger", f"{root}/{'0' * 32}/v1/models", {}),
                 ("no key", f"{root}/v1/models", {}),
             ):
@@ -100,5 +97,6 @@ async def test_http_serves_the_chain_of_each_key_on_loopback_and_stops_with_the_
     await until(lambda: asyncio.all_tasks() <= before)  # aiohttp first reads the rest of the large bodies
     for url in urls:
         _, _, port = url.rpartition(":")
-        with pytest.raises(OSError, match=r"refused|Connect call failed"):
-            await asyncio.open_connection("127.0.0.1", int(port))
+        await errors.check(
+            lambda: asyncio.open_connection("127.0.0.1", int(port)), OSError, re.compile(r"refused|Connect call failed")
+        )

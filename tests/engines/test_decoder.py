@@ -1,7 +1,5 @@
 """The KV cache, and the fused decoder of small models compared with the modules of the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import dice
@@ -85,17 +83,14 @@ def both(made: Any, decoder: FusedLlamaDecoder, stamp: object = 0) -> tuple[torc
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_fused_states_equal_those_of_the_modules(family: str, heads: int) -> None:
     made = model(family, num_key_value_heads=heads)
-    decoder = fused(made)
-    assert decoder is not None
-    theirs, ours = both(made, decoder)
+    theirs, ours = both(made, fused(made))
     assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "starcoder2"])
 def test_attention_does_not_repeat_the_keys_of_grouped_heads(family: str) -> None:
     """The hidden states must be bitwise identical to those with the "sdpa" attention of transformers."""
-    made = windowed(family, 16, "sdpa")
-    trunk, seen = made.get_decoder(), []
+    trunk, seen = windowed(family, 16, "sdpa").get_decoder(), []
 
     class RecordKeys(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -149,9 +144,7 @@ def test_gradients_and_padding_masks_are_those_of_transformers_while_an_engine_s
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_decode_steps_do_not_depend_on_the_other_rows(heads: int) -> None:
-    made = model("qwen3", num_key_value_heads=heads, max_position_embeddings=512)
-    decoder = fused(made)
-    assert decoder is not None
+    decoder = fused(model("qwen3", num_key_value_heads=heads, max_position_embeddings=512))
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, 90, (24, 70), generator=generator)
     at = torch.randint(3, 60, (24,), generator=generator)
@@ -184,7 +177,6 @@ def test_decode_steps_do_not_depend_on_the_other_rows(heads: int) -> None:
 def test_only_prefills_in_float32_on_a_cpu_pad_the_keys_to_whole_blocks() -> None:
     made = model("qwen3", max_position_embeddings=1024)
     decoder = fused(made)
-    assert decoder is not None
     cache, ids = KVCache(8, 300), torch.ones(8, 200, dtype=torch.int64)
     read: list[int] = []
     update = cache.update
@@ -252,7 +244,6 @@ def test_the_cache_returns_what_was_written(shapes: str) -> None:
 def test_changed_weights_are_used() -> None:
     made = model("qwen3")
     decoder = fused(made)
-    assert decoder is not None
     before, _ = both(made, decoder, stamp=1)
     torch._fused_sgd_(  # fused optimizers do not change torch's version counters
         [p.data for p in made.parameters()],

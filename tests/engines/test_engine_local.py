@@ -1,7 +1,5 @@
 """LocalEngine compared with a plain forward pass of the model: numbers, seeds, caches, failures and threads."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import functools
@@ -10,6 +8,7 @@ import itertools
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import errors
 import pytest
 import torch
 from agents import agent, chat, fresh, random_policy, reference_logprobs, tasks
@@ -57,7 +57,6 @@ def endless() -> af.Policy:
 
 
 def check(policy: af.Policy, ids: list[int], got: af.Sample, temperature: float = 1.0) -> None:
-    assert got.ids is not None and got.logprobs is not None and got.entropies is not None
     whole = [*ids, *got.ids]
     logprobs, entropies = reference_logprobs(policy, whole, range(len(ids), len(whole)), temperature)
     assert got.logprobs == pytest.approx(logprobs, abs=CLOSE)
@@ -77,7 +76,6 @@ async def test_alternatives_are_the_most_probable_tokens_of_a_full_forward(tempe
     for i, (p, sample) in enumerate(zip(prompts, got, strict=True)):
         without = await plain.sample(p, sampling, i)
         assert without.alternatives is None and (without.ids, without.logprobs) == (sample.ids, sample.logprobs)
-        assert sample.ids is not None and sample.logprobs is not None and sample.alternatives is not None
         with torch.no_grad():
             hidden = policy.hidden(torch.tensor([[*p, *sample.ids]]))[0, len(p) - 1 : -1]
             logp = (policy.logits(hidden) / (temperature or 1.0)).log_softmax(-1)
@@ -87,8 +85,11 @@ async def test_alternatives_are_the_most_probable_tokens_of_a_full_forward(tempe
             if sample.ids[k] in dict(best):
                 assert dict(best)[sample.ids[k]] == sample.logprobs[k]
     for wrong in (-1, policy.vocab_size + 1, 2.0):
-        with pytest.raises(EngineError, match="alternatives must be an integer from 0 to the vocabulary size"):
-            af.LocalEngine(policy, alternatives=wrong)  # type: ignore[arg-type]
+        errors.check(
+            lambda: af.LocalEngine(policy, alternatives=wrong),
+            EngineError,
+            "alternatives must be an integer from 0 to the vocabulary size",
+        )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
@@ -186,7 +187,6 @@ async def test_truncation_keeps_the_documented_tokens(options: dict[str, Any], t
     engine = af.LocalEngine(policy)
     s = af.Sampling(temperature=temperature, max_tokens=12, **options)
     got = await engine.sample(prompt(9), s, 11)
-    assert got.ids is not None and got.kept_mass is not None
     check(policy, prompt(9), got, temperature)  # logprobs refer to the distribution before truncation
     ids = prompt(9)
     for token, kept in zip(got.ids, got.kept_mass, strict=True):
@@ -262,8 +262,11 @@ async def test_every_kind_of_attention_gives_the_logprobs_of_a_full_forward(fami
     ],
 )
 def test_models_without_a_usable_kv_cache_are_rejected(family: str, changes: Any, reason: str) -> None:
-    with pytest.raises(EngineError, match=f"LocalEngine cannot run .*: {reason}.* Use VLLMEngine instead"):
-        af.LocalEngine(af.Policy(model(family, **changes), chat()))
+    errors.check(
+        lambda: af.LocalEngine(af.Policy(model(family, **changes), chat())),
+        EngineError,
+        re.compile(f"LocalEngine cannot run .*: {reason}.* Use VLLMEngine instead"),
+    )
 
 
 # --- seeds ---------------------------------------------------------------------------------------
@@ -296,8 +299,7 @@ async def test_the_history_of_a_session_is_reused() -> None:
     second = await engine.sample(more, af.Sampling(max_tokens=10), 2, request=request("a", 1))
     assert engine.prefilled == 40 + 6 + 1  # the last sampled token was not yet an input
     check(policy, more, second)
-    fresh_engine = await af.LocalEngine(policy).sample(more, af.Sampling(max_tokens=10), 2)
-    assert fresh_engine.ids == second.ids
+    assert (await af.LocalEngine(policy).sample(more, af.Sampling(max_tokens=10), 2)).ids == second.ids
 
 
 async def test_chains_of_many_turns_compute_each_token_once() -> None:
@@ -461,8 +463,7 @@ async def test_prefixes_are_not_copied_from_rows_with_old_keys() -> None:
     got = await new
     assert got.versions == (1,) * 4
     check(policy, ids, got)
-    mixed = await long
-    assert set(mixed.versions or ()) == {0, 1}
+    assert set((await long).versions or ()) == {0, 1}
 
 
 # --- stop conditions -----------------------------------------------------------------------------
@@ -484,12 +485,10 @@ async def test_a_stop_token_is_kept_and_counted() -> None:
 async def test_a_stop_string_ends_the_turn_after_a_whole_token() -> None:
     policy = endless()
     whole = await af.LocalEngine(policy).sample(prompt(5), af.Sampling(max_tokens=40), 4)
-    text = policy.chat.text(whole.ids or ())
-    stop = text[9:11]
+    stop = policy.chat.text(whole.ids or ())[9:11]
     got = await af.LocalEngine(policy).sample(prompt(5), af.Sampling(max_tokens=40, stop=(stop,)), 4)
     assert got.stop == "string"
-    n = len(got.ids or ())
-    assert got.ids == (whole.ids or ())[:n]
+    assert got.ids == (whole.ids or ())[: len(got.ids or ())]
     assert stop in policy.chat.text(got.ids or ())
     assert stop not in policy.chat.text((got.ids or ())[:-1])
 
@@ -500,10 +499,12 @@ async def test_the_context_limits_a_turn() -> None:
     assert len(got.ids or ()) == 6
     assert got.stop == "length"
     check(endless(), prompt(250), got)
-    with pytest.raises(EngineError, match="256 ids leave no space for an action in a context of 256"):
-        await engine.sample(prompt(256), af.Sampling(), 0)
-    last = await engine.sample(prompt(255), af.Sampling(max_tokens=50), 0)
-    assert len(last.ids or ()) == 1
+    await errors.check(
+        lambda: engine.sample(prompt(256), af.Sampling(), 0),
+        EngineError,
+        "256 ids leave no space for an action in a context of 256",
+    )
+    assert len((await engine.sample(prompt(255), af.Sampling(max_tokens=50), 0)).ids or ()) == 1
 
 
 # --- cancelling and failing ----------------------------------------------------------------------
@@ -528,15 +529,13 @@ async def test_a_cancelled_request_frees_its_row() -> None:
     go_on.set()
     got = await lucky
     assert (got.ids, got.logprobs) == (wanted.ids, wanted.logprobs)
-    again = await engine.sample(prompt(20), af.Sampling(max_tokens=5), 0, request=request("d0", 1))
-    check(policy, prompt(20), again)
+    check(policy, prompt(20), await engine.sample(prompt(20), af.Sampling(max_tokens=5), 0, request=request("d0", 1)))
     assert engine._batch.table.active == 0
 
 
 @pytest.mark.parametrize("when", ["_forward", "_decode", "sample_tokens"])
 async def test_a_failure_fails_all_requests_and_the_engine_recovers(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = endless()
-    engine = af.LocalEngine(policy)
+    engine = af.LocalEngine(endless())
     wanted = await engine.sample(prompt(8), af.Sampling(max_tokens=12), 5)
     where: Any = generation if when == "sample_tokens" else ContinuousBatch
     real, calls = getattr(where, when), [0]
@@ -570,8 +569,7 @@ async def test_concurrent_requests_of_one_session_are_rejected() -> None:
     second = asyncio.create_task(engine.sample(prompt(8), af.Sampling(max_tokens=5), 1, request=request("a")))
     await until(lambda: engine._inbox)
     go_on.set()
-    with pytest.raises(EngineError, match="session 'a' has two concurrent requests"):
-        await second
+    await errors.check(lambda: second, EngineError, "session 'a' has two concurrent requests")
     assert len((await other).ids or ()) == 60
     assert len((await first).ids or ()) == 60
 
@@ -581,8 +579,11 @@ async def test_logits_that_are_not_finite_raise() -> None:
     with torch.no_grad():
         policy.model.get_output_embeddings().weight.fill_(math.nan)
     policy._has_plain_head = True  # as if checked before the weights diverged
-    with pytest.raises(EngineError, match="the logits are not finite; the policy's weights have diverged"):
-        await af.LocalEngine(policy).sample(prompt(4), af.Sampling(max_tokens=3), 0)
+    await errors.check(
+        lambda: af.LocalEngine(policy).sample(prompt(4), af.Sampling(max_tokens=3), 0),
+        EngineError,
+        "the logits are not finite; the policy's weights have diverged",
+    )
 
 
 # --- loops and threads ---------------------------------------------------------------------------

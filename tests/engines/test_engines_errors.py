@@ -1,7 +1,5 @@
 """Invalid settings and arguments of engines."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import agents
+import errors
 import pytest
 import torch
 from waiting import until
@@ -173,10 +174,10 @@ async def test_an_engine_that_returns_with_other_weights_is_not_used() -> None:
 async def test_a_request_that_no_engine_accepts_excludes_no_engine() -> None:
     policy = agents.shipped()
     fleet = af.Fleet([af.LocalEngine(policy), af.LocalEngine(policy)])
-    with pytest.raises(af.errors.EngineError, match="exceed the vocabulary"):
-        await fleet.sample([10**6], af.Sampling(), 0)
-    with pytest.raises(af.errors.EngineError, match="leave no space"):
-        await fleet.sample([1] * policy.max_length, af.Sampling(), 0)
+    await errors.check(lambda: fleet.sample([10**6], af.Sampling(), 0), af.errors.EngineError, "exceed the vocabulary")
+    await errors.check(
+        lambda: fleet.sample([1] * policy.max_length, af.Sampling(), 0), af.errors.EngineError, "leave no space"
+    )
     assert (await fleet.sample([1], af.Sampling(max_tokens=2), 0)).ids and states(fleet) == ["up", "up"]
 
 
@@ -187,8 +188,11 @@ async def test_all_engines_fail_an_update() -> None:
     excluded = pytest.warns(UserWarning, match="because connection refused")
     with excluded, pytest.raises(af.errors.EngineError, match="no engine was updated: connection refused"):
         await fleet.update(agents.shipped())
-    with pytest.raises(af.errors.EngineError, match="no engine of the Fleet could sample: connection refused"):
-        await fleet.sample([1], af.Sampling(), 0)
+    await errors.check(
+        lambda: fleet.sample([1], af.Sampling(), 0),
+        af.errors.EngineError,
+        "no engine of the Fleet could sample: connection refused",
+    )
 
 
 async def test_cancelled_requests_are_not_counted() -> None:
@@ -203,8 +207,7 @@ async def test_cancelled_requests_are_not_counted() -> None:
     task = asyncio.ensure_future(fleet.sample([1, 2], af.Sampling(), 0))
     await until(lambda: any(m.running for m in fleet.members))
     task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await errors.check(lambda: task, asyncio.CancelledError)
     assert not any(m.running for m in fleet.members) and states(fleet) == ["up", "up"]
 
 
@@ -300,7 +303,6 @@ async def test_a_fleet_samples_ahead_with_a_lag_of_one_step() -> None:
     steps = [step async for step in af.train(agents.agent(policy, engine=fleet), policy, agents.tasks(16), config)]
     version = 0
     for step in steps:
-        assert step.rollout is not None and step.stats is not None
         ages = collections.Counter(version - int(v) for t in step.rollout for v in t.versions[t.action_mask])
         # The chains of a step were sampled with the weights before the previous update.
         previous = steps[step.step - 2].stats.updates if step.step > 1 else 0  # type: ignore[union-attr]
@@ -313,8 +315,11 @@ async def test_engines_that_share_the_policy_cannot_sample_ahead() -> None:
     policy = agents.fresh()
     agent = agents.agent(policy, engine=af.Fleet([af.LocalEngine(policy)]))
     config = af.TrainConfig(steps=2, tasks_per_step=2, group_size=2, overlap=1)
-    with pytest.raises(af.errors.SettingsError, match="overlap=1 needs LocalEngine or an engine"):
-        await af.train(agent, policy, agents.tasks(4), config)
+    await errors.check(
+        lambda: af.train(agent, policy, agents.tasks(4), config),
+        af.errors.SettingsError,
+        "overlap=1 needs LocalEngine or an engine",
+    )
 
 
 # --- settings ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import agents
+import errors
 import pytest
 from test_engine_vllm import UPDATED_GAP, batch_of, gaps
 from test_fleet import nudge, states
@@ -59,16 +61,19 @@ def members(group: int) -> list[int]:
 
 
 def test_wrong_settings_are_refused_before_anything_starts() -> None:
-    with pytest.raises(af.errors.EngineError, match="port must be an integer from 0 to 65535, got 70000"):
-        af.serve_vllm(agents.shipped(), port=70000)
+    errors.check(
+        lambda: af.serve_vllm(agents.shipped(), port=70000),
+        af.errors.EngineError,
+        "port must be an integer from 0 to 65535, got 70000",
+    )
     with pytest.raises(
         af.errors.SettingsError, match="environment must be a dict of environment variables, or None, got 'A=1'"
     ):
         af.serve_vllm(agents.shipped(), environment="A=1")  # type: ignore[arg-type]
-    with pytest.raises(af.errors.EngineError, match="logprobs_mode"):
-        af.serve_vllm(agents.shipped(), logprobs_mode="raw_logprobs")
-    with pytest.raises(af.errors.EngineError, match="no model found"):
-        af.serve_vllm("./nothing-here")
+    errors.check(
+        lambda: af.serve_vllm(agents.shipped(), logprobs_mode="raw_logprobs"), af.errors.EngineError, "logprobs_mode"
+    )
+    errors.check(lambda: af.serve_vllm("./nothing-here"), af.errors.EngineError, "no model found")
     server = af.serve_vllm(agents.shipped(), port=8000)
     assert repr(server) == "VLLMServer(http://127.0.0.1:8000/v1, not running)" and server.pid is None
     assert "not running" in server._repr_html_()
@@ -115,7 +120,6 @@ def test_a_killed_notebook_leaves_no_server(tmp_path: Path) -> None:
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK, encoding="utf-8")
     with subprocess.Popen([sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, text=True) as notebook:
-        assert notebook.stdout is not None
         line = notebook.stdout.readline()
         assert line.startswith("ready"), line + notebook.stdout.read()
         group = int(line.split()[1])
@@ -128,8 +132,12 @@ def test_a_killed_notebook_leaves_no_server(tmp_path: Path) -> None:
 @pytest.mark.soak
 async def test_a_server_that_does_not_start_says_why() -> None:
     server = af.serve_vllm(agents.shipped(), max_num_seqs=0)
-    with pytest.raises(af.errors.EngineError, match=r"the vLLM server did not start\. Try: (.|\n)*max_num_seqs"):
-        await server.start()
+    await errors.check(
+        server.start, af.errors.EngineError, re.compile(r"the vLLM server did not start\. Try: (.|\n)*max_num_seqs")
+    )
     assert server.pid is None
-    with pytest.raises(af.errors.EngineError, match="check that the server is running"):
-        await server.engine(retries=0).sample([1], af.Sampling(), 0)
+    await errors.check(
+        lambda: server.engine(retries=0).sample([1], af.Sampling(), 0),
+        af.errors.EngineError,
+        "check that the server is running",
+    )

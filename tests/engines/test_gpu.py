@@ -59,14 +59,12 @@ def gaps(policy: af.Policy, batch: af.Batch) -> torch.Tensor:
 
 async def test_the_local_engine_gives_the_logprobs_of_a_full_forward_in_float32() -> None:
     policy = policy_on(torch.float32)
-    batch = await batch_of(af.LocalEngine(policy), policy)
-    assert float(gaps(policy, batch).max()) <= FLOAT32_GAP
+    assert float(gaps(policy, await batch_of(af.LocalEngine(policy), policy)).max()) <= FLOAT32_GAP
 
 
 async def test_the_local_engine_gives_those_of_a_full_forward_in_bfloat16_about() -> None:
     policy = policy_on(torch.bfloat16)
-    batch = await batch_of(af.LocalEngine(policy), policy)
-    assert float(gaps(policy, batch).mean()) <= BFLOAT16_GAP
+    assert float(gaps(policy, await batch_of(af.LocalEngine(policy), policy)).mean()) <= BFLOAT16_GAP
 
 
 async def test_a_short_training_moves_the_weights() -> None:

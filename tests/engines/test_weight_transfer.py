@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import agents
+import errors
 import pytest
 import torch
 from waiting import until
@@ -149,8 +150,7 @@ def test_shared_memory_is_seen_by_both_and_outlives_its_name() -> None:
     assert other[:3].tolist() == [1, 2, 3] and other.numel() == 100
     memory.close()
     assert not Path(memory.handle["path"]).exists()
-    with pytest.raises(FileNotFoundError):
-        open_buffer(memory.handle)
+    errors.check(lambda: open_buffer(memory.handle), FileNotFoundError)
     assert not Path(memory.handle["path"]).exists()
     assert other[:3].tolist() == [1, 2, 3]
 
@@ -211,16 +211,13 @@ async def test_a_delivery_that_ends_early_frees_the_lock_and_the_buffer(how: str
 
     task = asyncio.ensure_future(deliver())
     if how == "cannot open":
-        with pytest.raises(BufferNotOpened, match="RuntimeError: no"):
-            await task
+        await errors.check(lambda: task, BufferNotOpened, "RuntimeError: no")
     elif how == "fails":
-        with pytest.raises(ConnectionError):
-            await task
+        await errors.check(lambda: task, ConnectionError)
     else:
         await reached.wait()
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await errors.check(lambda: task, asyncio.CancelledError)
     assert begun == [how != "cannot open"]
     assert not policy.lock.locked() and not receiver.folder.exists()
 
@@ -244,14 +241,12 @@ async def test_cancelled_while_it_waits_for_the_policy_it_takes_no_lock_with_it(
         await asyncio.sleep(0.05)  # for it to reach the lock; cancelling it earlier is easier
         assert not task.done()
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await errors.check(lambda: task, asyncio.CancelledError)
     await until(lambda: not policy.lock.locked())
 
 
 def test_why_not_over_cuda_ipc() -> None:
-    policy = agents.shipped()
-    assert ipc_unavailable_reason(policy, [""]) == "the policy is on cpu, not on a CUDA device"
+    assert ipc_unavailable_reason(agents.shipped(), [""]) == "the policy is on cpu, not on a CUDA device"
     other = agents.fresh()
     other.model.register_buffer("elsewhere", torch.empty(1, device="meta"))
     assert ipc_unavailable_reason(other, ["GPU-1"]) == "the policy is on 2 devices, cpu, meta"

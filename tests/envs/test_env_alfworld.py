@@ -3,9 +3,11 @@
 import importlib.util
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
+import errors
 import pytest
 
 import agentfly_kit as af
@@ -109,10 +111,16 @@ def test_admissible_commands_have_an_effect_and_a_plan_wins_from_any_state(size:
 
 
 def test_an_impossible_goal_has_no_plan() -> None:
-    with pytest.raises(ValueError, match="has 1 bread and 1 desk; the goal requires more"):
-        plans.plan(kitchen(), games.Goal("pick_two_obj_and_place", "bread", "desk"))
-    with pytest.raises(ValueError, match="no floorlamp"):
-        plans.plan(kitchen(), games.Goal("look_at_obj_in_light", "bread", "floorlamp"))
+    errors.check(
+        lambda: plans.plan(kitchen(), games.Goal("pick_two_obj_and_place", "bread", "desk")),
+        ValueError,
+        "has 1 bread and 1 desk; the goal requires more",
+    )
+    errors.check(
+        lambda: plans.plan(kitchen(), games.Goal("look_at_obj_in_light", "bread", "floorlamp")),
+        ValueError,
+        "no floorlamp",
+    )
 
 
 def test_goals_are_met_exactly_when_their_conditions_hold() -> None:
@@ -139,8 +147,7 @@ def test_goals_are_met_exactly_when_their_conditions_hold() -> None:
 
 async def test_the_reward_contains_the_stages() -> None:
     tasks = af.envs.alfworld.tasks(6, "test")
-    won = (await af.envs.alfworld.expert().rollout(tasks)).trajectories
-    for t in won:
+    for t in (await af.envs.alfworld.expert().rollout(tasks)).trajectories:
         assert (t.stop, t.reward, t.success) == ("env_done", 1.0, True)
         assert {name: t.metrics[name] for name in ("found", "taken", "prepared", "invalid")} == {
             "found": 1.0, "taken": 1.0, "prepared": 1.0, "invalid": 0.0}  # fmt: skip
@@ -198,19 +205,27 @@ def test_a_folder_of_alfworlds_games_becomes_tasks(tmp_path: Path) -> None:
     assert first.messages[-1]["content"] == f"{goal[0].upper()}{goal[1:]}."
     assert len(af.envs.alfworld.tasks_in(tmp_path, kinds=[games.KINDS[1]])) == 1
     if importlib.util.find_spec("textworld") is None:
-        with pytest.raises(af.errors.TaskError, match="type: pip install textworld"):
-            af.envs.alfworld.random_agent().rollout([first])
+        errors.check(
+            lambda: af.envs.alfworld.random_agent().rollout([first]), af.errors.TaskError, "type: pip install textworld"
+        )
 
 
 def test_invalid_folders_and_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(af.errors.SettingsError, match=r"no games \(.*alfworld-download"):
-        af.envs.alfworld.tasks_in(tmp_path)
+    errors.check(
+        lambda: af.envs.alfworld.tasks_in(tmp_path),
+        af.errors.SettingsError,
+        re.compile(r"no games \(.*alfworld-download"),
+    )
     (tmp_path / "game.tw-pddl").write_text("{", encoding="utf-8")
-    with pytest.raises(af.errors.SettingsError, match=r"cannot read '.*game.tw-pddl' as a game"):
-        af.envs.alfworld.tasks_in(tmp_path)
+    errors.check(
+        lambda: af.envs.alfworld.tasks_in(tmp_path),
+        af.errors.SettingsError,
+        re.compile(r"cannot read '.*game.tw-pddl' as a game"),
+    )
     (tmp_path / "game.tw-pddl").write_text('{"grammar": ""}', encoding="utf-8")
-    with pytest.raises(af.errors.SettingsError, match="it has no pddl_domain, pddl_problem"):
-        af.envs.alfworld.tasks_in(tmp_path)
+    errors.check(
+        lambda: af.envs.alfworld.tasks_in(tmp_path), af.errors.SettingsError, "it has no pddl_domain, pddl_problem"
+    )
 
 
 def test_entities_have_the_names_that_alfworld_shows() -> None:

@@ -1,13 +1,12 @@
 """code: grading, the interpreter, generated tasks, and MBPP's files."""
 
-from __future__ import annotations
-
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import errors
 import pyarrow
-import pytest
 from pyarrow import parquet
 
 import agentfly_kit as af
@@ -79,8 +78,7 @@ async def test_the_last_code_block_of_the_answer_is_a_submission() -> None:
         af.ScriptedEngine(lambda task, turn: answers[int(task.id)]), chat=af.envs.family.small_chat(), size=2
     )
     tasks = [af.Task(str(i), ({"role": "user", "content": "?"},), {"test_list": TESTS}) for i in range(len(answers))]
-    rewards = [t.reward for t in (await agent.rollout(tasks)).trajectories]
-    assert rewards == [1, 1, 1, 0, 0, 0, 0, 0, 1]
+    assert [t.reward for t in (await agent.rollout(tasks)).trajectories] == [1, 1, 1, 0, 0, 0, 0, 0, 1]
 
 
 def python(source: str) -> str:
@@ -93,9 +91,8 @@ async def test_limits_of_the_interpreter_are_observations(never_killed: None) ->
     agent = af.envs.code.agent(endless, chat=af.envs.family.small_chat(), size=1, options={"seconds": 0.1}, max_turns=8)
     (t,) = (await agent.rollout([task()])).trajectories
     assert "KeyboardInterrupt" in t.tool_calls[0].result.observation
-    turns = ["import os; os._exit(3)", "print('x' * 10**7)", "1 / 0", "2 + 2"]
 
-    engine = af.ScriptedEngine([*map(python, turns), GOOD])
+    engine = af.ScriptedEngine([*map(python, ["import os; os._exit(3)", "print('x' * 10**7)", "1 / 0", "2 + 2"]), GOOD])
     agent = af.envs.code.agent(engine, chat=af.envs.family.small_chat(), size=1, max_turns=8)
     (t,) = (await agent.rollout([task()])).trajectories
     shown = [c.result.observation for c in t.tool_calls if c.result is not None]
@@ -114,8 +111,7 @@ async def test_a_fork_replays_the_calls_or_is_refused() -> None:
     assert (await af.envs.code.Code.python.function(other, "y + 1")).value == "42"  # type: ignore[attr-defined]
     await af.envs.code.Code.python.function(one, "import os; os.urandom(9)")  # type: ignore[attr-defined]
     await twin.finish()
-    with pytest.raises(af.errors.SandboxError, match="cannot fork: call 3 of 3 gave a different result"):
-        await chain.fork()
+    await errors.check(chain.fork, af.errors.SandboxError, "cannot fork: call 3 of 3 gave a different result")
     await chain.finish()
 
 
@@ -127,8 +123,7 @@ async def test_shipped_problems_are_solved_by_their_code_and_by_no_constant() ->
     assert tasks.splits == {"train": 16, "test": 8}
     expert = await af.evaluate(af.envs.code.expert(size=4), tasks)
     assert expert.success == 1, [(t.task.id, t.error) for t in expert.rollout if not t.success]
-    luck = await af.evaluate(af.envs.code.random_agent(size=4), tasks)
-    assert luck.success == 0
+    assert (await af.evaluate(af.envs.code.random_agent(size=4), tasks)).success == 0
 
 
 MBPP = {
@@ -144,8 +139,7 @@ async def test_mbpps_files_load_and_are_solved(tmp_path: Path) -> None:
     other = MBPP | {"task_id": 12, "text": "Write a python function to add one.", "code": GOOD, "test_list": TESTS}
     file.write_text("\n".join(map(json.dumps, (MBPP, other))), encoding="utf-8")
     tasks = af.envs.code.load(file)
-    assert tasks.splits == {"train": 1, "test": 1}
-    assert tasks.train[0].id == "mbpp-0602"
+    assert (tasks.splits, tasks.train[0].id) == ({"train": 1, "test": 1}, "mbpp-0602")
     assert tasks.train[0].messages[-1]["content"] == (
         "Write a python function to sum a list.\nIt must pass:\nassert sum([1, 2]) == 3"
     )
@@ -175,10 +169,11 @@ def test_invalid_files_are_named(tmp_path: Path) -> None:
         ([1], "it has list"),
     ]:
         bad.write_text(json.dumps(row), encoding="utf-8")
-        with pytest.raises(af.errors.TaskError, match=words):
-            af.envs.code.load(bad)
+        errors.check(lambda: af.envs.code.load(bad), af.errors.TaskError, re.compile(words))
     bad.write_text(json.dumps(MBPP) + "\n" + json.dumps(MBPP), encoding="utf-8")
-    with pytest.raises(af.errors.TaskError, match=r"bad\.jsonl:2: duplicate task_id 602"):
-        af.envs.code.load(bad)
-    with pytest.raises(af.errors.SettingsError, match="shown must be an integer of at least 0, got -1"):
-        af.envs.code.load(bad, shown=-1)
+    errors.check(lambda: af.envs.code.load(bad), af.errors.TaskError, "bad.jsonl:2: duplicate task_id 602")
+    errors.check(
+        lambda: af.envs.code.load(bad, shown=-1),
+        af.errors.SettingsError,
+        "shown must be an integer of at least 0, got -1",
+    )

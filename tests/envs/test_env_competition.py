@@ -5,6 +5,7 @@ import random
 import re
 from typing import Any
 
+import errors
 import pytest
 from waiting import GUARD
 
@@ -42,12 +43,18 @@ def test_ties_count_as_wins() -> None:
     assert position(0.4, [0.5] * 8) == 0.0
 
 
-def test_raw_scores() -> None:
-    assert af.envs.competition.raw_score("accuracy", [1, 0, 1], [1, 1, 1]) == pytest.approx(2 / 3)
-    assert af.envs.competition.raw_score("rmse", [1, 5], [1, 1]) == pytest.approx(math.sqrt(8))
-    assert af.envs.competition.raw_score("mae", [1, 5], [1, 1]) == 2
-    assert af.envs.competition.raw_score("rmsle", [-3, math.e - 1], [0, 0]) == pytest.approx(math.sqrt(0.5))
-    assert af.envs.competition.raw_score("rmse", [1e308], [-1e308]) == math.inf
+@pytest.mark.parametrize(
+    ("metric", "predicted", "labels", "score"),
+    [
+        ("accuracy", [1, 0, 1], [1, 1, 1], pytest.approx(2 / 3)),
+        ("rmse", [1, 5], [1, 1], pytest.approx(math.sqrt(8))),
+        ("mae", [1, 5], [1, 1], 2),
+        ("rmsle", [-3, math.e - 1], [0, 0], pytest.approx(math.sqrt(0.5))),
+        ("rmse", [1e308], [-1e308], math.inf),
+    ],
+)
+def test_raw_scores(metric: str, predicted: list[float], labels: list[float], score: Any) -> None:
+    assert af.envs.competition.raw_score(metric, predicted, labels) == score
 
 
 def test_submissions_are_read() -> None:
@@ -64,8 +71,7 @@ def test_competitions_are_reproducible_and_their_leaderboards_sorted(kind: str) 
         assert list(board) == sorted(board, reverse=not one.lower)
     assert one.score(one.labels)[1:] == (1.0, 1.0)
     rng = random.Random(0)
-    noise = [rng.uniform(-99, 99) for _ in one.labels]
-    assert one.score(noise)[1:] == (0.0, 0.0)
+    assert one.score([rng.uniform(-99, 99) for _ in one.labels])[1:] == (0.0, 0.0)
 
 
 async def test_better_models_rank_higher_and_a_replay_gives_the_same_scores(closed_later: Any) -> None:
@@ -132,8 +138,9 @@ async def test_information(closed_later: Any) -> None:
     )
     assert "train.csv (120 rows" in await call_sync(of, "request_info", info="all")
     assert await call_sync(of, "history") == "nothing was run"
-    with pytest.raises(af.ToolError, match="info must be overview, metric"):
-        await call_sync(of, "request_info", info="labels")
+    await errors.check(
+        lambda: call_sync(of, "request_info", info="labels"), af.ToolError, "info must be overview, metric"
+    )
 
 
 async def test_the_labels_are_not_in_the_sandbox(closed_later: Any) -> None:
@@ -162,8 +169,7 @@ async def test_the_labels_are_not_in_the_sandbox(closed_later: Any) -> None:
     result = await of._sandbox.run(code)
     assert result.ok, result.error
     assert result.stdout.split() == ["True", "0"]
-    blocked = await of._sandbox.run("import agentfly_kit")
-    assert blocked.error_type == "ModuleNotFoundError"
+    assert (await of._sandbox.run("import agentfly_kit")).error_type == "ModuleNotFoundError"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import re
 import sys
 from typing import Any
 
+import errors
 import pytest
 
 import agentfly_kit as af
@@ -77,13 +78,16 @@ def test_tasks_are_reproducible_and_splits_disjoint(name: str) -> None:
     assert tasks.fingerprint != of.tasks(n, seed=1).fingerprint
     assert tuple(of.tasks(n, "test")) == tuple(tasks.test)
     assert [t.messages for t in of.tasks(n // 2, "test")] == [t.messages for t in tasks.test[: n // 2]]
-    with pytest.raises(af.errors.SettingsError, match="split must be 'train' or 'test', or None for both, got 'dev'"):
-        of.tasks(1, "dev")
-    with pytest.raises(af.errors.SettingsError, match="n must be an integer of at least 1, got 0"):
-        of.tasks(0)
+    errors.check(
+        lambda: of.tasks(1, "dev"),
+        af.errors.SettingsError,
+        "split must be 'train' or 'test', or None for both, got 'dev'",
+    )
+    errors.check(lambda: of.tasks(0), af.errors.SettingsError, "n must be an integer of at least 1, got 0")
     for seed in (-1, 1.5, "x", True):
-        with pytest.raises(af.errors.SettingsError, match="seed must be an integer of at least 0, got"):
-            of.tasks(1, seed=seed)
+        errors.check(
+            lambda: of.tasks(1, seed=seed), af.errors.SettingsError, "seed must be an integer of at least 0, got"
+        )
 
 
 def test_list_describes_every_family() -> None:
@@ -98,8 +102,7 @@ def test_list_describes_every_family() -> None:
         "x", "a thing", maze.Maze, maze.rows, maze.expert_player, maze.random_player, needs=("not_there",),
         install="pip install not-there",
     )  # fmt: skip
-    with pytest.raises(af.errors.SettingsError, match=r"af\.envs\.x needs not_there; type: pip install not-there"):
-        missing.tasks()
+    errors.check(missing.tasks, af.errors.SettingsError, "af.envs.x needs not_there; type: pip install not-there")
 
 
 @pytest.mark.long
@@ -108,8 +111,7 @@ async def test_reasoning_gym_is_scored_by_its_own_verifiers() -> None:
     tasks = of.tasks(40, "test", datasets=("chain_sum", "countdown", "gcd", "spell_backward"))
     assert (await af.evaluate(of.expert(), tasks)).success >= 0.98
     assert (await af.evaluate(of.random_agent(), tasks)).success <= 0.05
-    with pytest.raises(af.errors.SettingsError, match="no dataset 'chess'"):
-        of.tasks(1, "test", datasets=("chess",))
+    errors.check(lambda: of.tasks(1, "test", datasets=("chess",)), af.errors.SettingsError, "no dataset 'chess'")
 
 
 # ---- lookup
@@ -141,8 +143,7 @@ def test_a_maze_is_a_tree() -> None:
 
 async def test_shaped_rewards_sum_to_one_with_detours() -> None:
     tasks = af.envs.maze.tasks(10, "train")
-    agent = af.envs.maze.expert(options={"shaped": True})
-    for t in (await agent.rollout(tasks)).trajectories:
+    for t in (await af.envs.maze.expert(options={"shaped": True}).rollout(tasks)).trajectories:
         assert sum(turn.reward or 0.0 for turn in t.turns) == pytest.approx(1.0)
         assert (t.stop, t.reward, t.success) == ("env_done", 0.0, True)
 
@@ -249,8 +250,7 @@ async def test_invalid_actions_are_reported_and_do_not_affect_other_chains(name:
         return moves[min(3, sum(m["role"] == "assistant" for m in messages))]
 
     chat = af.envs.family.small_chat()
-    agent = of.agent(af.envs.family.PlayerEngine(plays, chat), chat=chat)
-    good, bad, also = (await agent.rollout(tasks)).trajectories
+    good, bad, also = (await of.agent(af.envs.family.PlayerEngine(plays, chat), chat=chat).rollout(tasks)).trajectories
     assert good.success and also.success, good.error or also.error
     assert (bad.error, bad.success) == (None, False), bad.explain()
     first, second = bad.tool_calls[:2]
@@ -272,10 +272,12 @@ async def test_invalid_tasks_are_rejected_before_anything_runs(name: str) -> Non
         if name == "chess" and field == "mate":
             fields.pop("solution")
         for wrong in (fields, good.fields | {field: {1, 2}}):
-            with pytest.raises(af.errors.TaskError, match="'bad'"):
-                agent.rollout([good, dataclasses.replace(good, id="bad", fields=wrong)])
-    parameters = list(inspect.signature(of.family.environment.reset).parameters)
-    assert parameters == ["self", "task", "seed"]
+            errors.check(
+                lambda: agent.rollout([good, dataclasses.replace(good, id="bad", fields=wrong)]),
+                af.errors.TaskError,
+                "'bad'",
+            )
+    assert list(inspect.signature(of.family.environment.reset).parameters) == ["self", "task", "seed"]
 
 
 @pytest.mark.parametrize("name", ready())
@@ -335,8 +337,11 @@ async def test_invalid_fields_are_named(name: str, fields: Any, words: str) -> N
     if of.family.missing:
         pytest.skip(f"not installed: {', '.join(of.family.missing)}")
     agent = of.agent(af.ScriptedEngine(["x"]), chat=af.envs.family.small_chat())
-    with pytest.raises(af.errors.TaskError, match=f"'bad'.*{re.escape(words)}"):
-        agent.rollout([af.Task("bad", ({"role": "user", "content": "?"},), fields)])
+    errors.check(
+        lambda: agent.rollout([af.Task("bad", ({"role": "user", "content": "?"},), fields)]),
+        af.errors.TaskError,
+        re.compile(f"'bad'.*{re.escape(words)}"),
+    )
 
 
 async def test_an_answer_may_be_a_number() -> None:

@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import agents
+import errors
 import pytest
 from waiting import until
 
@@ -75,15 +76,13 @@ async def test_unparsable_output_is_retried_and_then_unscored() -> None:
     said = await says("what?", good).score(QUESTION, "hello")
     assert (said.score, said.points, said.outputs) == (0.75, {"short": 1.0, "kind": 0.5}, ("what?", good))
     said = await says("what?", "<scores>", "no", good).score(QUESTION, "hello")
-    assert said.score is None
-    assert said.why == "after 3 attempts: there is no <scores>...</scores>"
+    assert (said.score, said.why) == (None, "after 3 attempts: there is no <scores>...</scores>")
     assert len(said.outputs) == 3
     said = await says("x").score(QUESTION, "hello")  # the engine itself fails at the second attempt
     assert said.why.startswith("after 3 attempts: EngineError: the script has 1 turns")
     slow = af.envs.judging.Judge(af.ScriptedEngine([good], latency=60), rubric=RUBRIC, attempts=2, timeout=0.02)
     assert (await slow.score(QUESTION, "x")).why.startswith("after 2 attempts: TimeoutError")
-    with pytest.raises(af.errors.SettingsError, match=r"chat=af\.Chat"):
-        af.envs.judging.Judge(Counting())
+    errors.check(lambda: af.envs.judging.Judge(Counting()), af.errors.SettingsError, "chat=af.Chat")
 
 
 class Counting(af.ScriptedEngine):
@@ -194,8 +193,7 @@ async def test_a_comparison_in_one_order_only_does_not_count() -> None:
         )
 
     ranking = await af.envs.judging.Judge(af.ScriptedEngine(judges), rubric=RUBRIC).rank(QUESTION, ["a", "b", "c", "d"])
-    assert ranking.scores == (1.0, 1.0, 0.0, None)
-    assert ranking.failed == 7
+    assert (ranking.scores, ranking.failed) == ((1.0, 1.0, 0.0, None), 7)
     assert "there is no <better>" in ranking.why
     none = await says("?").rank(QUESTION, ["a", "b"], how="listwise")
     assert (none.scores, none.failed) == ((None, None), 2)
@@ -208,17 +206,14 @@ async def test_group_rewards_are_ranks() -> None:
     fair = comparing(lambda text: len(text) / 100)
     chat = small_chat()
     agent = af.Agent(PlayerEngine(writes, chat), chat=chat, group_reward=fair.group_reward(weight=2.0))
-    rollout = await agent.rollout([QUESTION, dataclasses.replace(QUESTION, id="r")], 4)
-    for group in rollout.groups:
+    for group in (await agent.rollout([QUESTION, dataclasses.replace(QUESTION, id="r")], 4)).groups:
         by_length = sorted(group, key=lambda t: len(t.final or ""))
         rewards = [t.reward for t in by_length]
         assert rewards == sorted(rewards) and rewards[0] < rewards[-1] <= 2.0, rewards
         assert all(t.metrics["group_reward"] == t.reward for t in group)
-    both = agent.replace(reward=lambda final: 10.0)
-    (t, *_) = (await both.rollout(QUESTION, 2)).trajectories
+    (t, *_) = (await agent.replace(reward=lambda final: 10.0).rollout(QUESTION, 2)).trajectories
     assert 10.0 <= t.reward <= 12.0
-    evaluation = await af.evaluate(agent, [QUESTION], 4)
-    assert evaluation.unscored == 0
+    assert (await af.evaluate(agent, [QUESTION], 4)).unscored == 0
 
 
 async def test_a_failing_group_reward_leaves_chains_unscored() -> None:
@@ -236,14 +231,12 @@ async def test_a_failing_group_reward_leaves_chains_unscored() -> None:
 
 
 async def test_64_answers_are_judged_concurrently_and_cancelling_leaves_no_task() -> None:
-    expert = af.envs.judge.expert()
-    assert (await af.evaluate(expert, af.envs.judge.tasks(64, "train"))).success == 1.0
+    assert (await af.evaluate(af.envs.judge.expert(), af.envs.judge.tasks(64, "train"))).success == 1.0
     hangs = af.envs.judging.Judge(af.ScriptedEngine(["x"], latency=3600), rubric=RUBRIC)
     waiting = asyncio.create_task(hangs.rank(QUESTION, ["a", "b", "c"]))
     await asyncio.sleep(0)
     waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
+    await errors.check(lambda: waiting, asyncio.CancelledError)
     await until(lambda: len(asyncio.all_tasks()) == 1)
 
 
@@ -253,5 +246,4 @@ async def test_a_local_model_can_judge() -> None:
     found = await af.envs.judging.Judge(
         af.LocalEngine(policy), rubric={"short": "Short."}, attempts=2, sampling=af.Sampling(max_tokens=8)
     ).score(QUESTION, "hello")
-    assert found.score is None
-    assert len(found.outputs) == 2
+    assert (found.score, len(found.outputs)) == (None, 2)

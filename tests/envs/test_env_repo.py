@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import errors
 import pytest
 from processes import running
 from waiting import GUARD, until
@@ -54,8 +55,7 @@ async def test_a_repair_by_hand_is_seen_by_the_shell_and_by_the_reward(
     assert first.exit_code == 1
     assert ONE.messages[-1]["content"].split("\n")[2] in first.stdout  # the task quotes the actual output
     before = await score(env, grader)
-    assert (before["reward"], before["kept"], before["edits"]) == (0.0, 1.0, 0.0)
-    assert before["fixed"] == 0.0
+    assert (before["reward"], before["kept"], before["edits"], before["fixed"]) == (0.0, 1.0, 0.0, 0.0)
     assert "hidden" not in await call(env, "list_files")
     assert await call(env, "search_files", pattern="def test_what_is_shown_is_read") == "no line matches"
     await mend(env)
@@ -216,8 +216,7 @@ async def test_a_users_repository(tmp_path: Path) -> None:
     rows = await af.envs.repo.bugs(tmp_path)
     assert [row["broken"] for row in rows] == ["    return n % 2", "    return n // 1", "    return n // 3"]
     tasks = af.tasks_from(rows)
-    agent = af.envs.repo.expert(size=1)
-    (t,) = (await agent.rollout(tasks[:1])).trajectories
+    (t,) = (await af.envs.repo.expert(size=1).rollout(tasks[:1])).trajectories
     assert (t.stop, t.reward, t.metrics["fixed"]) == ("env_done", 1.0, 1.0), t.error
     files = dict(af.envs.repo.repository(tmp_path).broken(tasks[0].fields["bugs"]).files)
     given = dataclasses.replace(
@@ -228,15 +227,18 @@ async def test_a_users_repository(tmp_path: Path) -> None:
 
 
 async def test_invalid_repositories_and_tasks_are_named(tmp_path: Path) -> None:
-    with pytest.raises(af.errors.SettingsError, match=r"has no tests/test_\*\.py"):
-        af.envs.repo.repository(tmp_path)
+    errors.check(lambda: af.envs.repo.repository(tmp_path), af.errors.SettingsError, "has no tests/test_*.py")
     other = dataclasses.replace(ONE, id="other", fields=ONE.fields | {"bugs": [ONE.fields["bugs"][0] | {"line": 1}]})
-    with pytest.raises(af.errors.TaskError, match="task 'other': the repository does not have the line"):
-        af.envs.repo.random_agent().rollout([ONE, other])
+    errors.check(
+        lambda: af.envs.repo.random_agent().rollout([ONE, other]),
+        af.errors.TaskError,
+        "task 'other': the repository does not have the line",
+    )
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_x.py").write_text("def test_x():\n    assert False\n")
-    with pytest.raises(af.errors.SettingsError, match="1 tests fail in the unchanged repository"):
-        await af.envs.repo.bugs(tmp_path)
+    await errors.check(
+        lambda: af.envs.repo.bugs(tmp_path), af.errors.SettingsError, "1 tests fail in the unchanged repository"
+    )
 
 
 # ---- mutations

@@ -1,9 +1,11 @@
 """scienceworld: splits, Java processes, expert, isolation of chains, and faults."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+import errors
 import pytest
 from processes import open_files
 
@@ -45,14 +47,16 @@ def test_splits_are_the_simulators_and_no_variation_is_in_two() -> None:
         (lambda: scienceworld.rows(1, "test", kinds=()), r"kinds must contain at least one of .*, got \(\)"),
         (lambda: scienceworld.rows(1, "exam"), "unknown split 'exam'"),
     ]:
-        with pytest.raises(af.errors.SettingsError, match=wanted):
-            bad()
+        errors.check(bad, af.errors.SettingsError, re.compile(wanted))
 
 
 def test_a_task_that_its_simplification_makes_impossible_is_named() -> None:
     task = af.Task("t", ({"role": "user", "content": "?"},), {"kind": "power-component", "variation": 0})
-    with pytest.raises(af.errors.TaskError, match="power-component is impossible with simplification="):
-        scienceworld.ScienceWorld(simplification="noElectricalAction").check_task(task)
+    errors.check(
+        lambda: scienceworld.ScienceWorld(simplification="noElectricalAction").check_task(task),
+        af.errors.TaskError,
+        "power-component is impossible with simplification=",
+    )
 
 
 async def test_missing_requirements_are_named_with_the_install_command(
@@ -60,10 +64,14 @@ async def test_missing_requirements_are_named_with_the_install_command(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "java" in scienceworld.family.missing
-    with pytest.raises(af.errors.SettingsError, match=r"needs .*java; type: .*default-jre-headless"):
-        scienceworld.expert()
-    with pytest.raises(af.errors.SettingsError, match=r"type: (pip install|apt-get install default-jre-headless)"):
-        scienceworld.Simulator(512)
+    errors.check(
+        scienceworld.expert, af.errors.SettingsError, re.compile(r"needs .*java; type: .*default-jre-headless")
+    )
+    errors.check(
+        lambda: scienceworld.Simulator(512),
+        af.errors.SettingsError,
+        re.compile(r"type: (pip install|apt-get install default-jre-headless)"),
+    )
 
 
 @here
@@ -99,8 +107,7 @@ async def test_the_expert_scores_100_and_the_random_player_does_not() -> None:
     ]
     assert all(t.metrics["score"] == 100 and t.stop == "env_done" for t in expert.rollout.trajectories)
     luck = await af.evaluate(scienceworld.random_agent(max_turns=30), tasks)
-    assert luck.success == 0.0
-    assert luck.unscored == 0
+    assert (luck.success, luck.unscored) == (0.0, 0)
     assert luck.reward <= 0.2
 
 
@@ -165,8 +172,7 @@ async def test_a_lease_finds_a_process_that_runs_and_one_that_died_is_replaced(c
     (t,) = (await well.rollout([task])).trajectories
     assert t.stop == "answered"
     await pool.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(first, 0)
+    errors.check(lambda: os.kill(first, 0), ProcessLookupError)
     # py4j must not log tracebacks: they would reach the root logger, and so standard error.
     assert [record.getMessage() for record in caplog.records if "py4j" in record.pathname] == []
 

@@ -1,10 +1,12 @@
 """search: metrics, retrieval, users' corpora and invalid input."""
 
 import json
+import re
 import string
 from pathlib import Path
 from typing import Any
 
+import errors
 import numpy
 import pytest
 
@@ -56,13 +58,15 @@ def test_precision_and_recall_count_words(said: str, precision: float, recall: f
     assert qa.recall(said, []) == 0
 
 
-def test_the_answer_is_the_content_of_the_last_tag() -> None:
-    assert qa.extract_answer("I think <answer> Paris </answer>") == "Paris"
-    assert qa.extract_answer("<answer>Lyon</answer> no, <answer>Paris</answer>") == "Paris"
-    assert qa.extract_answer("Paris") == "Paris"
-    assert qa.extract_answer("<answer>Paris") == "<answer>Paris"
-    assert qa.extract_answer("") == ""
-    assert qa.extract_answer(None) is None
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ("I think <answer> Paris </answer>", "Paris"), ("<answer>Lyon</answer> no, <answer>Paris</answer>", "Paris"),
+        ("Paris", "Paris"), ("<answer>Paris", "<answer>Paris"), ("", ""), (None, None),
+    ],
+)  # fmt: skip
+def test_the_answer_is_the_content_of_the_last_tag(said: str | None, answer: str | None) -> None:
+    assert qa.extract_answer(said) == answer
 
 
 def test_rewards_of_a_chain() -> None:
@@ -120,12 +124,12 @@ def test_vectors_find_by_cosine(tmp_path: Path) -> None:
         (lambda texts: letters(texts)[:1], r"shape \(1, 26\) for 2 texts"),
         (lambda texts: letters(texts) * numpy.nan, "NaN or infinite"),
     ]:
-        with pytest.raises(af.errors.SettingsError, match=said):
-            ready(dense=wrong)
-    with pytest.raises(
-        af.errors.SettingsError, match=r"no embedding model in '.*nowhere' .* Nothing is downloaded automatically"
-    ):
-        ready(dense=tmp_path / "nowhere")
+        errors.check(lambda: ready(dense=wrong), af.errors.SettingsError, re.compile(said))
+    errors.check(
+        lambda: ready(dense=tmp_path / "nowhere"),
+        af.errors.SettingsError,
+        re.compile(r"no embedding model in '.*nowhere' .* Nothing is downloaded automatically"),
+    )
 
 
 def test_a_transformers_model_embeds_by_the_mean_of_its_states(tmp_path: Path) -> None:
@@ -166,8 +170,7 @@ async def test_your_own_corpus_and_questions(tmp_path: Path) -> None:
     of = ready(str(file), topk=1)
     assert of.search("Tiber") == 'Doc 1(Title: "Rome") Rome lies on the Tiber.'
     assert of.search("ocean") == "nothing found"
-    with pytest.raises(af.ToolError, match="give a query"):
-        of.search(" ")
+    errors.check(lambda: of.search(" "), af.ToolError, "give a query")
     mine = af.tasks_from([{"question": "On what does Rome lie?", "golden_answers": ["Tiber", "the river Tiber"]}])
     texts = ["<search>Rome</search>", "so <answer>The Tiber</answer>"]
     tagged = agent(
@@ -184,11 +187,13 @@ async def test_your_own_corpus_and_questions(tmp_path: Path) -> None:
 def test_invalid_corpora_and_questions_are_named(tmp_path: Path) -> None:
     error = af.errors.SettingsError
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ', encoding="utf-8")
-    with pytest.raises(af.errors.TaskError, match=r"bad\.jsonl:2: not JSON"):
-        Corpus.load(tmp_path / "bad.jsonl")
+    errors.check(lambda: Corpus.load(tmp_path / "bad.jsonl"), af.errors.TaskError, "bad.jsonl:2: not JSON")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n\n{"body": "b"}', encoding="utf-8")
-    with pytest.raises(error, match=r"bad\.jsonl:3: a document must be a string or an object with 'contents'"):
-        Corpus.load(tmp_path / "bad.jsonl")
+    errors.check(
+        lambda: Corpus.load(tmp_path / "bad.jsonl"),
+        error,
+        "bad.jsonl:3: a document must be a string or an object with 'contents'",
+    )
 
 
 # ---- the encyclopedia, and chains over it

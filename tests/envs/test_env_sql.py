@@ -1,17 +1,17 @@
 """sql: the reward, isolation of databases, hostile queries, and files of Spider, BIRD and InterCode."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
 import random
+import re
 import sqlite3
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import errors
 import pytest
 from waiting import GUARD
 
@@ -156,8 +156,9 @@ async def test_too_many_rows_are_an_error_for_the_model(closed_later: Any) -> No
     of = closed_later(af.envs.sql.SQL(most=2))
     assert (await played(of, "SELECT b FROM t", gold="SELECT 1"))["reward"] == 0
     assert of.observation == "Error executing query: more than 2 rows, or too long ones"
-    with pytest.raises(af.errors.SandboxError, match=r"more than 2 rows; raise options=\{'most': \.\.\.\}"):
-        await of.reset(task(), 0)
+    await errors.check(
+        lambda: of.reset(task(), 0), af.errors.SandboxError, "more than 2 rows; raise options={'most': ...}"
+    )
 
 
 async def test_a_fork_has_a_copy_of_the_database() -> None:
@@ -177,10 +178,16 @@ async def test_a_fork_has_a_copy_of_the_database() -> None:
 
 async def test_failing_queries_and_scripts_are_named(closed_later: Any) -> None:
     of = closed_later(af.envs.sql.SQL())
-    with pytest.raises(af.errors.SandboxError, match="the query of task 't' fails in sqlite: no such column: nope"):
-        await of.reset(task(gold="SELECT nope FROM t"), 0)
-    with pytest.raises(af.errors.SettingsError, match="the script of this SQLSandbox failed"):
-        await of.reset(task(script="CREATE TABEL t"), 0)
+    await errors.check(
+        lambda: of.reset(task(gold="SELECT nope FROM t"), 0),
+        af.errors.SandboxError,
+        "the query of task 't' fails in sqlite: no such column: nope",
+    )
+    await errors.check(
+        lambda: of.reset(task(script="CREATE TABEL t"), 0),
+        af.errors.SettingsError,
+        "the script of this SQLSandbox failed",
+    )
     assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1  # the next task is not affected
 
 
@@ -189,8 +196,11 @@ def test_a_missing_duckdb_is_named_with_the_install_command(monkeypatch: pytest.
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "duckdb" else find(name, *a))
-    with pytest.raises(af.errors.SettingsError, match=r'needs duckdb; type: pip install "agentfly_kit\[sql\]"'):
-        af.envs.sql.SQL(engine="duckdb")
+    errors.check(
+        lambda: af.envs.sql.SQL(engine="duckdb"),
+        af.errors.SettingsError,
+        'needs duckdb; type: pip install "agentfly_kit[sql]"',
+    )
 
 
 # ---- its tasks
@@ -223,8 +233,11 @@ async def test_spiders_files_load_and_are_solved(spider: Path) -> None:
     expert = await af.evaluate(af.envs.sql.expert(size=2), tasks)
     assert expert.success == 1, [t.error for t in expert.rollout]
     assert expert.metrics["queries"] == 1
-    with pytest.raises(af.errors.TaskError, match="a sqlite file, which needs engine='sqlite'"):
-        await af.evaluate(af.envs.sql.expert(options={"engine": "duckdb"}, size=2), tasks)
+    await errors.check(
+        lambda: af.evaluate(af.envs.sql.expert(options={"engine": "duckdb"}, size=2), tasks),
+        af.errors.TaskError,
+        "a sqlite file, which needs engine='sqlite'",
+    )
 
 
 def test_rows_of_bird_and_intercode_load_with_evidence(spider: Path) -> None:
@@ -244,8 +257,11 @@ def test_rows_of_bird_and_intercode_load_with_evidence(spider: Path) -> None:
 
 
 def test_invalid_files_are_named(spider: Path) -> None:
-    with pytest.raises(af.errors.TaskError, match=r"nowhere\.json: no such file; pass the path of Spider's dev\.json"):
-        af.envs.sql.load(spider / "nowhere.json")
+    errors.check(
+        lambda: af.envs.sql.load(spider / "nowhere.json"),
+        af.errors.TaskError,
+        "nowhere.json: no such file; pass the path of Spider's dev.json",
+    )
     for content, words in [
         ("{", "bad.json:1: not JSON"),
         ("{}", "bad: rows must contain at least one task"),
@@ -261,8 +277,10 @@ def test_invalid_files_are_named(spider: Path) -> None:
         ),
     ]:
         (spider / "bad.json").write_text(content, encoding="utf-8")
-        with pytest.raises(af.errors.TaskError, match=words):
-            af.envs.sql.load(spider / "bad.json")
+        errors.check(lambda: af.envs.sql.load(spider / "bad.json"), af.errors.TaskError, re.compile(words))
     (spider / "database" / "pets" / "pets.sqlite").write_text("no database, but long enough to be read as one" * 9)
-    with pytest.raises(af.errors.TaskError, match=r"pets\.sqlite: not a readable sqlite database"):
-        af.envs.sql.load(spider / "dev.json")
+    errors.check(
+        lambda: af.envs.sql.load(spider / "dev.json"),
+        af.errors.TaskError,
+        "pets.sqlite: not a readable sqlite database",
+    )

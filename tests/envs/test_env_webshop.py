@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import errors
 import pytest
 
 import agentfly_kit as af
@@ -42,18 +43,30 @@ async def visit(task: af.Task, **options: Any) -> WebShop:
 # ---- the reward
 
 
-def test_each_part_of_the_reward_counts_as_it_is_defined() -> None:
-    assert reward(product(), goal(), "red") == 1.0
-    assert reward(product(), goal()) == pytest.approx(2 / 3)  # no option
-    assert reward(product(price=30.0), goal(), "red") == 1.0  # the bound itself is allowed
-    assert reward(product(price=30.01), goal(), "red") == pytest.approx(2 / 3)
-    assert reward(product(attributes=("DUMMY_ATTR",)), goal(), "red") == pytest.approx(2 / 3)
-    assert reward(product(attributes=(), bullets=("It is WASHABLE.",)), goal(), "red") == 1.0
-    assert reward(product(attributes=(), description="A washable thing"), goal(), "red") == 1.0
-    assert reward(product("Adwin Washable Shirt", attributes=()), goal(), "red") == 1.0
-    assert reward(product(), goal(attributes=[], goal_options=[]), "blue") == 1.0  # the price alone
-    two = goal(attributes=["washable", "silk"], goal_options=["red", "large"])
-    assert reward(product(), two, "red") == pytest.approx(3 / 5)
+@pytest.mark.parametrize(
+    ("bought", "wanted", "options", "expected"),
+    [
+        (product(), goal(), ["red"], 1.0),
+        (product(), goal(), [], pytest.approx(2 / 3)),
+        (product(price=30.0), goal(), ["red"], 1.0),  # the bound itself is allowed
+        (product(price=30.01), goal(), ["red"], pytest.approx(2 / 3)),
+        (product(attributes=("DUMMY_ATTR",)), goal(), ["red"], pytest.approx(2 / 3)),
+        (product(attributes=(), bullets=("It is WASHABLE.",)), goal(), ["red"], 1.0),
+        (product(attributes=(), description="A washable thing"), goal(), ["red"], 1.0),
+        (product("Adwin Washable Shirt", attributes=()), goal(), ["red"], 1.0),
+        (product(), goal(attributes=[], goal_options=[]), ["blue"], 1.0),  # the price alone
+        (
+            product(),
+            goal(attributes=["washable", "silk"], goal_options=["red", "large"]),
+            ["red"],
+            pytest.approx(3 / 5),
+        ),
+    ],
+)
+def test_each_part_of_the_reward_counts_as_it_is_defined(
+    bought: Any, wanted: Any, options: list[str], expected: Any
+) -> None:
+    assert reward(bought, wanted, *options) == expected
 
 
 @pytest.mark.parametrize(
@@ -78,23 +91,27 @@ def test_a_synthetic_goals_options_are_pairs() -> None:
     assert reward(product(), pairs, "red", "large") == 1.0
 
 
-def test_the_type_factor_depends_on_the_nouns_of_the_titles() -> None:
-    def typed(title: str, wanted: str, **changes: Any) -> float:
-        other = {"query": "x", "product_category": "a › b"} | changes
-        return scoring.type_factor(product(title, **other), goal(name=wanted), str.split)
-
-    same = {"query": "shirt"}
-    assert typed("shirt", "shirt") == 1.0
-    assert typed("mug", "shirt", **same) == 0.0  # not one noun in common
-    assert typed("mug", "shirt") == 0.0
-    assert typed("a", "a b c d e") == 0.5  # one of five nouns is 0.2, which is not above the threshold
-    assert typed("a", "a b c d e", **same) == 1.0
-    assert typed("a", "a b c d e", product_category="tops › clothing › x") == 1.0  # two equal categories, in any order
-    assert typed("a", "a b c d e", product_category="clothing › x") == 0.5
-    assert typed("a", "a b c d") == 1.0
-    assert typed("a", "a " + "b " * 10, **same) == 0.1  # below a tenth, whatever else agrees
-    assert typed("a", "", **same) == 1.0  # without nouns in the goal the share is 0.2
-    assert typed("a", "") == 0.5
+@pytest.mark.parametrize(
+    ("title", "wanted", "changes", "factor"),
+    [
+        ("shirt", "shirt", {}, 1.0),
+        ("mug", "shirt", {"query": "shirt"}, 0.0),  # not one noun in common
+        ("mug", "shirt", {}, 0.0),
+        ("a", "a b c d e", {}, 0.5),  # one of five nouns is 0.2, which is not above the threshold
+        ("a", "a b c d e", {"query": "shirt"}, 1.0),
+        ("a", "a b c d e", {"product_category": "tops › clothing › x"}, 1.0),  # two equal categories, in any order
+        ("a", "a b c d e", {"product_category": "clothing › x"}, 0.5),
+        ("a", "a b c d", {}, 1.0),
+        ("a", "a " + "b " * 10, {"query": "shirt"}, 0.1),  # below a tenth, whatever else agrees
+        ("a", "", {"query": "shirt"}, 1.0),  # without nouns in the goal the share is 0.2
+        ("a", "", {}, 0.5),
+    ],
+)
+def test_the_type_factor_depends_on_the_nouns_of_the_titles(
+    title: str, wanted: str, changes: dict[str, str], factor: float
+) -> None:
+    bought = product(title, **({"query": "x", "product_category": "a › b"} | changes))
+    assert scoring.type_factor(bought, goal(name=wanted), str.split) == factor
 
 
 def test_likeness_is_that_of_thefuzz() -> None:
@@ -161,10 +178,10 @@ async def test_pages_are_those_of_webshop() -> None:
 async def test_clicks_on_missing_elements_change_nothing() -> None:
     task = tasks(1, "test")[0]
     shop = await visit(task)
-    with pytest.raises(af.ToolError, match="'buy now' is not on this page; you can click: search"):
-        await shop.click("buy now")
-    with pytest.raises(af.ToolError, match="give keywords"):
-        shop.search("  ")
+    await errors.check(
+        lambda: shop.click("buy now"), af.ToolError, "'buy now' is not on this page; you can click: search"
+    )
+    errors.check(lambda: shop.search("  "), af.ToolError, "give keywords")
     assert shop.search("qwertyuiop").endswith("Page 1 (Total results: 0) [SEP] Next >")
     text = WebShopText()
     page = await text.reset(task, 0)
@@ -181,8 +198,7 @@ async def test_clicks_on_missing_elements_change_nothing() -> None:
 
 
 async def test_a_search_from_an_item_forgets_the_item_and_its_options() -> None:
-    task = tasks(1, "test")[0]
-    shop = await visit(task)
+    shop = await visit(tasks(1, "test")[0])
     shop.search("soap")
     await shop.click(shop.found[0])
     await shop.click(shop.clickables[2])
@@ -197,8 +213,7 @@ async def test_a_search_from_an_item_forgets_the_item_and_its_options() -> None:
 async def test_brief_pages_show_the_same_shop() -> None:
     options = {"brief": True, "page_size": 3}
     some = tasks(20, "test")
-    done = await af.evaluate(expert(options=options), some)
-    assert done.success == 1.0
+    assert (await af.evaluate(expert(options=options), some)).success == 1.0
     shop = await visit(some[0], **options)
     lines = shop.search("soap").split("\n")
     assert len(lines) == 3
@@ -256,37 +271,47 @@ def test_webshops_files_are_read_with_their_quirks(folder: Path) -> None:
 
 async def test_tasks_of_files_are_solved_by_the_same_expert(folder: Path) -> None:
     mine = Catalogue.load(folder)
-    some = tasks(30, "test", catalogue=mine)
-    done = await af.evaluate(expert(options={"catalogue": mine}), some)
+    done = await af.evaluate(expert(options={"catalogue": mine}), tasks(30, "test", catalogue=mine))
     assert done.success == 1.0
-    with pytest.raises(af.errors.SettingsError, match=r"n must be at most \d+, the number of test tasks, got 9999"):
-        tasks(9999, "test", catalogue=mine)
+    errors.check(
+        lambda: tasks(9999, "test", catalogue=mine),
+        af.errors.SettingsError,
+        re.compile(r"n must be at most \d+, the number of test tasks, got 9999"),
+    )
     shop = WebShop(str(folder))
-    with pytest.raises(af.errors.SettingsError, match=r"create tasks and agent with the same catalogue"):
-        await shop.reset(tasks(5, "train")[4], 0)
+    await errors.check(
+        lambda: shop.reset(tasks(5, "train")[4], 0),
+        af.errors.SettingsError,
+        "create tasks and agent with the same catalogue",
+    )
     other = af.Task("x", ({"role": "user", "content": "buy"},), {"goal": 99999, "world": 0})
-    with pytest.raises(af.errors.SettingsError, match=r"invalid goal 99999: the catalogue .* has goals 0 to 2249"):
-        await WebShop().reset(other, 0)
+    await errors.check(
+        lambda: WebShop().reset(other, 0),
+        af.errors.SettingsError,
+        re.compile(r"invalid goal 99999: the catalogue .* has goals 0 to 2249"),
+    )
 
 
 def test_invalid_files_are_named(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        af.errors.SettingsError, match=r"nowhere\.json: no such file\. WebShop's files are items_shuffle"
-    ):
-        Catalogue.load("nowhere.json")
+    errors.check(
+        lambda: Catalogue.load("nowhere.json"),
+        af.errors.SettingsError,
+        "nowhere.json: no such file. WebShop's files are items_shuffle",
+    )
     (tmp_path / "empty").mkdir()
-    with pytest.raises(af.errors.SettingsError, match="contains no items_shuffle"):
-        Catalogue.load(tmp_path / "empty")
+    errors.check(lambda: Catalogue.load(tmp_path / "empty"), af.errors.SettingsError, "contains no items_shuffle")
     items = folder / "items_shuffle_1000.json"
     items.write_text(items.read_text(encoding="utf-8")[:1000], encoding="utf-8")
-    with pytest.raises(af.errors.SettingsError, match=r"is not JSON .* is the download complete"):
-        Catalogue.load(folder)
+    errors.check(
+        lambda: Catalogue.load(folder), af.errors.SettingsError, re.compile(r"is not JSON .* is the download complete")
+    )
     items.write_text("{}", encoding="utf-8")
-    with pytest.raises(af.errors.SettingsError, match="must contain a list of products, got dict"):
-        Catalogue.load(folder)
+    errors.check(lambda: Catalogue.load(folder), af.errors.SettingsError, "must contain a list of products, got dict")
     items.write_text('[{"title": "x"}]', encoding="utf-8")
-    with pytest.raises(af.errors.SettingsError, match="product 0 has no 'asin': this is not one of WebShop's files"):
-        Catalogue.load(folder)
+    errors.check(
+        lambda: Catalogue.load(folder),
+        af.errors.SettingsError,
+        "product 0 has no 'asin': this is not one of WebShop's files",
+    )
     items.write_text("[]", encoding="utf-8")
-    with pytest.raises(af.errors.SettingsError, match="has no product"):
-        Catalogue.load(folder)
+    errors.check(lambda: Catalogue.load(folder), af.errors.SettingsError, "has no product")

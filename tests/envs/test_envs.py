@@ -3,9 +3,11 @@
 import copy
 import inspect
 import json
+import re
 from typing import Any
 
 import agents
+import errors
 import pytest
 
 import agentfly_kit as af
@@ -54,8 +56,7 @@ def guesser(script: Any, kind: type = Guess, **settings: Any) -> Any:
 
 
 async def test_a_class_written_in_a_cell_is_an_environment() -> None:
-    agent = guesser([call(3), call(9), call(7), "I found it."])
-    (t,) = (await agent.rollout(task())).trajectories
+    (t,) = (await guesser([call(3), call(9), call(7), "I found it."]).rollout(task())).trajectories
     assert (t.stop, t.reward, t.success) == ("env_done", 1.0, True)
     assert [c.result.observation for c in t.tool_calls] == ["higher", "lower", "right"]
     assert t.turns[0].messages[-1]["content"] == "Find it.\n\nI think of a number from 1 to 10."
@@ -74,8 +75,7 @@ async def test_an_episode_ends_with_an_answer_or_with_the_call_that_ends_it() ->
 async def test_a_pool_is_created_for_a_sandbox_that_the_reward_requests() -> None:
     class Written(Guess):
         async def reward(self, state: dict[str, Any], secret: int, sandbox: af.PythonSandbox) -> float:
-            ran = await sandbox.run(f"{state['tries'][-1]} == {secret}")
-            return float(ran.value == "True")
+            return float((await sandbox.run(f"{state['tries'][-1]} == {secret}")).value == "True")
 
     agent = guesser([call(3), "x"], Written)
     assert [pool.sandbox_type for pool in agent.pools] == [Written, af.PythonSandbox]
@@ -94,8 +94,7 @@ async def test_chains_of_a_group_get_the_same_seed_which_a_task_may_set() -> Non
         seeds.append(world.seed)
         return 0.0
 
-    agent = guesser([call(1), "x"], reward=seen)
-    await agent.rollout([task(id="a"), task(id="b"), task(id="c", seed=5)], 2)
+    await guesser([call(1), "x"], reward=seen).rollout([task(id="a"), task(id="b"), task(id="c", seed=5)], 2)
     assert len(set(seeds)) == 3
     assert 5 in seeds
 
@@ -105,13 +104,14 @@ async def test_unknown_sandbox_settings_are_rejected_by_name(family: str) -> Non
     """The error is raised when the agent is created, not when its first chain needs a sandbox."""
     module = getattr(af.envs, family)
     for wrong in ("memry_mb", "max_rows"):
-        words = rf"unexpected keyword argument '{wrong}'; it takes .*seconds=, .*memory_mb="
-        with pytest.raises(af.errors.SettingsError, match=words):
-            module.agent(af.ScriptedEngine(["x"]), chat=af.tiny.policy().chat, options={wrong: 64})
+        errors.check(
+            lambda: module.agent(af.ScriptedEngine(["x"]), chat=af.tiny.policy().chat, options={wrong: 64}),
+            af.errors.SettingsError,
+            re.compile(rf"unexpected keyword argument '{wrong}'; it takes .*seconds=, .*memory_mb="),
+        )
     agent = module.agent(af.ScriptedEngine(["x"]), chat=af.tiny.policy().chat, options={"memory_mb": 64, "seconds": 3})
     (pool, *_) = agent.pools
-    made = pool.sandbox_type(**pool.options)
-    assert made._sandbox.limits.memory_mb == 64
+    assert pool.sandbox_type(**pool.options)._sandbox.limits.memory_mb == 64
     for name, parameter in inspect.signature(pool.sandbox_type).parameters.items():
         if name in ("memory_mb", "processes", "cpu_seconds", "disk_mb", "network"):
             assert parameter.default == getattr(pool.sandbox_type()._sandbox.limits, name)
@@ -151,16 +151,13 @@ async def test_cleanup_runs_on_release_unless_it_is_a_tool() -> None:
 
 async def test_prepare_adds_the_result_of_reset_to_the_prompt() -> None:
     chain = guesser(["x"]).chain(task())
-    with pytest.raises(af.errors.SettingsError, match=r"await chain\.prepare\(\)"):
-        chain.force("x")
+    errors.check(lambda: chain.force("x"), af.errors.SettingsError, "await chain.prepare()")
     assert "from 1 to 10" not in chain.turn.text
     assert "from 1 to 10" in (await chain.prepare()).text
     chain.force(call(7))
     await chain.act()
-    assert chain.stop == "env_done"
-    assert chain.context.held[Guess].tries == [7]
-    with pytest.raises(af.errors.SettingsError, match="Guess"):
-        chain.rewind(0)
+    assert (chain.stop, chain.context.held[Guess].tries) == ("env_done", [7])
+    errors.check(lambda: chain.rewind(0), af.errors.SettingsError, "Guess")
     assert (await chain.finish()).reward == 1.0
 
 
@@ -177,15 +174,13 @@ async def test_a_fork_has_its_own_state_or_is_refused() -> None:
     assert ((await twin.finish()).reward, (await chain.finish()).reward) == (1.0, None)
     chain = guesser(["x"]).chain(task())
     await chain.prepare()
-    with pytest.raises(af.errors.SandboxError, match="Guess, which cannot fork"):
-        await chain.fork()
+    await errors.check(chain.fork, af.errors.SandboxError, "Guess, which cannot fork")
     await chain.close()
 
 
 async def test_a_failing_reset_leaves_only_its_chain_unscored() -> None:
     broken = af.Task("broken", ({"role": "user", "content": "?"},), {})
-    rollout = await guesser([call(7), "x"]).rollout([task(), broken, task(id="h")])
-    a, b, c = rollout.trajectories
+    a, b, c = (await guesser([call(7), "x"]).rollout([task(), broken, task(id="h")])).trajectories
     assert (a.reward, c.reward) == (1.0, 1.0)
     assert (b.reward, b.stop) == (None, "error")
     assert "Guess.reset failed for task 'broken'" in str(b.error)
@@ -208,10 +203,8 @@ def test_classes_that_are_not_environments_are_rejected() -> None:
     class Silent:
         def reset(self, task: af.Task) -> None: ...
 
-    with pytest.raises(af.errors.SettingsError, match="Nothing is not an environment"):
-        guesser(["x"], Nothing)
-    with pytest.raises(af.errors.SettingsError, match="Silent has no tool"):
-        guesser(["x"], Silent)
+    errors.check(lambda: guesser(["x"], Nothing), af.errors.SettingsError, "Nothing is not an environment")
+    errors.check(lambda: guesser(["x"], Silent), af.errors.SettingsError, "Silent has no tool")
 
 
 def test_the_fingerprint_of_a_reward_depends_on_its_source() -> None:
@@ -220,7 +213,6 @@ def test_the_fingerprint_of_a_reward_depends_on_its_source() -> None:
             return 0.5
 
     first, again, other = af.envs.reward(Guess), af.envs.reward(Guess), af.envs.reward(Other)
-    assert first is not None and again is not None and other is not None
     assert first.fingerprint == again.fingerprint != other.fingerprint
     assert 'state["done"]' in first.source
 
@@ -230,8 +222,7 @@ async def test_try_replays_the_chain_for_the_reward() -> None:
     (t,) = (await agent.rollout(task())).trajectories
     (mine,) = agent.reward
     assert (await mine.try_(t)).reward == 1.0
-    other = t.replace(task=task(secret=3))
-    score = await mine.try_(other)
+    score = await mine.try_(t.replace(task=task(secret=3)))
     assert score.reward is None
     assert "returned 'right' on replay" in str(score.error)
 

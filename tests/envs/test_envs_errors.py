@@ -1,7 +1,5 @@
 """Invalid settings and arguments of task families. Files with errors are in the tests of each family."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

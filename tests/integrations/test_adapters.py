@@ -1,13 +1,13 @@
 """Unchanged rewards and environments of TRL, verifiers, Gymnasium, TextArena and OpenEnv."""
 
-from __future__ import annotations
-
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import agents
+import errors
 import packages
 import pytest
 from paths import TESTS
@@ -75,8 +75,7 @@ async def test_fields_and_results_of_rewards_are_checked() -> None:
     def gold(completions: Any, gold: Any) -> Any:
         return [1.0, 2.0]
 
-    with pytest.raises(af.errors.TaskError, match="reward gold requires the field 'gold'"):
-        await chain(af.trl.reward(gold))
+    await errors.check(lambda: chain(af.trl.reward(gold)), af.errors.TaskError, "reward gold requires the field 'gold'")
     t = await chain(af.trl.reward(gold), af.Task("a", SUM.messages, {"gold": "5"}))
     assert t.reward is None and "must return one number per completion, got 2 for 1 completion" in str(t.error)
 
@@ -89,14 +88,19 @@ def test_an_agent_rejects_rewards_of_other_packages_with_a_remedy() -> None:
     def verifiers(completion: Any, answer: Any, state: Any) -> Any: ...
 
     for function in (trl, trl_without, verifiers):
-        with pytest.raises(af.errors.RewardError, match=r"can be passed as af.trl.reward\(function\)"):
-            af.Agent(af.ScriptedEngine([""]), chat=agents.chat(), reward=function)
+        errors.check(
+            lambda: af.Agent(af.ScriptedEngine([""]), chat=agents.chat(), reward=function),
+            af.errors.RewardError,
+            re.compile(r"can be passed as af.trl.reward\(function\)"),
+        )
 
     def late(state: Any) -> float: ...
 
-    agent = af.Agent(af.ScriptedEngine([""]), chat=agents.chat(), reward=late)
-    with pytest.raises(af.errors.TaskError, match=r"for a reward function of verifiers use af.trl.reward\(function\)"):
-        agent.check_tasks([SUM])
+    errors.check(
+        lambda: af.Agent(af.ScriptedEngine([""]), chat=agents.chat(), reward=late).check_tasks([SUM]),
+        af.errors.TaskError,
+        re.compile(r"for a reward function of verifiers use af.trl.reward\(function\)"),
+    )
 
 
 # --- environments of TRL -------------------------------------------------------------------------
@@ -156,13 +160,11 @@ async def test_environments_of_trl() -> None:
     agent = af.envs.agent(
         environment, af.ScriptedEngine(script), chat=agents.chat(), reward=af.trl.reward(value, environment=environment)
     )
-    (t,) = (await agent.rollout(COUNT)).trajectories
-    assert t.reward == 2.0
+    assert (await agent.rollout(COUNT))[0].reward == 2.0
     missing = type("Missing", (Counter,), {"reset": lambda self, goal: None})
     agent = af.envs.agent(af.trl.environment(missing), af.ScriptedEngine(script), chat=agents.chat())
     words = r"Missing.reset requires the field 'goal', which 'c' lacks \(it has: target, task\)"
-    with pytest.raises(af.errors.TaskError, match=words):
-        await agent.rollout(COUNT)
+    await errors.check(lambda: agent.rollout(COUNT), af.errors.TaskError, re.compile(words))
 
 
 # --- environments with reset and step ------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Trajectories from recorded token ids. Two cases use the values of Agent Lightning's own tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Invalid arguments of integrations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,10 +1,9 @@
 """Rollouts on a Ray cluster of three nodes on this machine: equal to those of one process, also when workers die."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import errors
 import pytest
 from agents import Box, agent, call, fresh, played, put, put_call, random_policy, scripted, tasks
 from test_engine_vllm import gaps
@@ -82,18 +82,24 @@ async def test_a_pickled_fleet_keeps_the_states_of_its_engines() -> None:
 
 
 def test_an_engine_that_runs_in_this_process_is_not_sent(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"a VLLMEngine cannot be sent to another process; use the engine of"):
-        sent(af.VLLMEngine(fresh().save(tmp_path / "policy")))
+    errors.check(
+        lambda: sent(af.VLLMEngine(fresh().save(tmp_path / "policy"))),
+        TypeError,
+        "a VLLMEngine cannot be sent to another process; use the engine of",
+    )
 
 
 def test_workers_need_a_connection() -> None:
-    with pytest.raises(af.errors.SettingsError, match=r"n must be an integer of at least 1, got 0"):
-        af.ray.workers(agent(), 0)
-    with pytest.raises(af.errors.SettingsError, match="agent must be an Agent, got 3"):
-        af.ray.workers(3, 1)  # type: ignore[arg-type]
+    errors.check(
+        lambda: af.ray.workers(agent(), 0), af.errors.SettingsError, "n must be an integer of at least 1, got 0"
+    )
+    errors.check(lambda: af.ray.workers(3, 1), af.errors.SettingsError, "agent must be an Agent, got 3")
     if not ray.is_initialized():
-        with pytest.raises(af.errors.SettingsError, match=r"Ray is not connected: call ray.init"):
-            af.ray.workers(agent(), 1)
+        errors.check(
+            lambda: af.ray.workers(agent(), 1),
+            af.errors.SettingsError,
+            re.compile(r"Ray is not connected: call ray.init"),
+        )
 
 
 # --- a cluster -----------------------------------------------------------------------------------
@@ -437,8 +443,9 @@ def test_close_leaves_no_process(cluster: Any) -> None:
     workers.close()
     workers.close()
     blocking_until(lambda: not any(alive(pid) for pid in pids))
-    with pytest.raises(af.errors.SettingsError, match="these workers are closed"):
-        scripted(["x"]).rollout(tasks(1), workers=workers)
+    errors.check(
+        lambda: scripted(["x"]).rollout(tasks(1), workers=workers), af.errors.SettingsError, "these workers are closed"
+    )
     assert repr(workers) == "Workers(closed)"
 
 
@@ -467,21 +474,36 @@ def test_stopping_leaves_the_workers_usable(three: tuple[af.Agent, Any]) -> None
 @pytest.mark.soak
 def test_bad_input(cluster: Any, three: tuple[af.Agent, Any]) -> None:
     given, workers = three
-    with pytest.raises(af.errors.SettingsError, match=r"budget must be None with workers.*group_budget="):
-        given.rollout(tasks(1), budget=af.Budget(turns=3), workers=workers)
+    errors.check(
+        lambda: given.rollout(tasks(1), budget=af.Budget(turns=3), workers=workers),
+        af.errors.SettingsError,
+        re.compile(r"budget must be None with workers.*group_budget="),
+    )
     config = SMALL.replace(budget=af.Budget(turns=3))
     with pytest.raises(af.errors.SettingsError, match=r"budget must be None with workers"):
         af.train(given, given.engine.policy, tasks(3), config, workers=workers)  # type: ignore[attr-defined]
-    with pytest.raises(af.errors.SettingsError, match=r"an agent with the same engine: af.ray.workers\(agent, 3\)"):
-        given.replace(engine=af.LocalEngine(random_policy()), chat=given.chat).rollout(tasks(1), workers=workers)
-    with pytest.raises(af.errors.SettingsError, match="an agent with the same pools"):
-        given.replace(pools=[af.Pool(Box)]).rollout(tasks(1), workers=workers)
-    with pytest.raises(af.errors.SettingsError, match=r"options must be Ray actor options: .*num_cpu"):
-        af.ray.workers(given, 1, num_cpu=1)
-    with pytest.raises(
-        af.errors.SettingsError, match=r"2 workers did not start within 2 s; each needs 64 CPU, .* free"
-    ):
-        af.ray.workers(scripted(["x"]), 2, timeout=2, num_cpus=64)
+    errors.check(
+        lambda: given.replace(engine=af.LocalEngine(random_policy()), chat=given.chat).rollout(
+            tasks(1), workers=workers
+        ),
+        af.errors.SettingsError,
+        re.compile(r"an agent with the same engine: af.ray.workers\(agent, 3\)"),
+    )
+    errors.check(
+        lambda: given.replace(pools=[af.Pool(Box)]).rollout(tasks(1), workers=workers),
+        af.errors.SettingsError,
+        "an agent with the same pools",
+    )
+    errors.check(
+        lambda: af.ray.workers(given, 1, num_cpu=1),
+        af.errors.SettingsError,
+        re.compile(r"options must be Ray actor options: .*num_cpu"),
+    )
+    errors.check(
+        lambda: af.ray.workers(scripted(["x"]), 2, timeout=2, num_cpus=64),
+        af.errors.SettingsError,
+        re.compile(r"2 workers did not start within 2 s; each needs 64 CPU, .* free"),
+    )
     generator = (i for i in range(3))
 
     @af.reward
@@ -497,12 +519,21 @@ def test_bad_input(cluster: Any, three: tuple[af.Agent, Any]) -> None:
         """
         return str(next(generator) + n)
 
-    with pytest.raises(af.errors.SettingsError, match=r"its reward 'unsendable' cannot be pickled .*generator"):
-        af.ray.workers(scripted(["x"], reward=unsendable), 1)
-    with pytest.raises(af.errors.SettingsError, match="its tool 'read' cannot be pickled"):
-        af.ray.workers(scripted(["x"], tools=[read]), 1)
-    with pytest.raises(af.errors.TaskError, match="answer"):
-        given.rollout([af.Task("t", ({"role": "user", "content": "?"},))], workers=workers)
+    errors.check(
+        lambda: af.ray.workers(scripted(["x"], reward=unsendable), 1),
+        af.errors.SettingsError,
+        re.compile(r"its reward 'unsendable' cannot be pickled .*generator"),
+    )
+    errors.check(
+        lambda: af.ray.workers(scripted(["x"], tools=[read]), 1),
+        af.errors.SettingsError,
+        "its tool 'read' cannot be pickled",
+    )
+    errors.check(
+        lambda: given.rollout([af.Task("t", ({"role": "user", "content": "?"},))], workers=workers),
+        af.errors.TaskError,
+        "answer",
+    )
 
 
 @pytest.mark.soak
@@ -520,7 +551,8 @@ def test_a_node_without_the_kit(cluster: Any, tmp_path: Path) -> None:
         """)
     )
     environment = {"env_vars": {"PYTHONPATH": str(tmp_path)}}
-    with pytest.raises(
-        af.errors.SettingsError, match=r"(?s)every node needs agentfly_kit .*No module named 'agentfly_kit'"
-    ):
-        af.ray.workers(scripted(["x"]), 1, runtime_env=environment)
+    errors.check(
+        lambda: af.ray.workers(scripted(["x"]), 1, runtime_env=environment),
+        af.errors.SettingsError,
+        re.compile(r"(?s)every node needs agentfly_kit .*No module named 'agentfly_kit'"),
+    )

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import errors
 import httpx2
 import pytest
 import pytest_asyncio
@@ -118,19 +119,18 @@ async def test_python_from_afar_is_python():
                 assert (result.stdout, result.value, result.ok) == ("out\n", "42", True)
                 assert (await sandbox.run("x / 0")).error_type == "ZeroDivisionError"
                 assert (await sandbox.run("while True: pass", timeout=0.1)).timed_out
-                with pytest.raises(af.errors.SettingsError, match="timeout must be a positive"):
-                    await sandbox.run("1", timeout=-1)
+                await errors.check(
+                    lambda: sandbox.run("1", timeout=-1), af.errors.SettingsError, "timeout must be a positive"
+                )
                 assert sandbox.isolation == "none"
                 async with pool.lease("twin") as twin:
                     await sandbox.reset()
                     await sandbox.run("y = 5")
                     await sandbox.fork(twin)
                     assert (await twin.run("y")).value == "5"
-                with pytest.raises(AttributeError, match="a remote PythonSandbox has no kill"):
-                    sandbox.kill()
+                errors.check(lambda: sandbox.kill, AttributeError, "a remote PythonSandbox has no kill")
             assert not sandbox.alive
-            with pytest.raises(af.errors.RemotePoolError, match="has ended"):
-                await sandbox.run("1")
+            await errors.check(lambda: sandbox.run("1"), af.errors.RemotePoolError, "has ended")
             async with pool.lease() as again:
                 assert (await again.run("'x' in globals()")).value == "False"
 
@@ -171,11 +171,9 @@ async def test_other_kinds_and_what_they_refuse_from_afar(tmp_path: Path):
             assert await files.list() == ("a.txt", "b.bin")
             (found,) = await files.grep("tw")
             assert (found.path, found.line) == ("a.txt", 2)
-            with pytest.raises(af.ToolError, match="nothing"):
-                await files.read("nothing.txt")
+            await errors.check(lambda: files.read("nothing.txt"), af.ToolError, "nothing")
             for way in (files.seed(str(tmp_path)), files.seed(files=str(tmp_path))):
-                with pytest.raises(af.errors.SettingsError, match="in a remote call of seed"):
-                    await way
+                await errors.check(lambda: way, af.errors.SettingsError, "in a remote call of seed")
 
 
 async def test_repr_and_snapshot_and_turns(server: PoolServer, pool: af.Pool[Notes]):
@@ -200,8 +198,7 @@ async def test_repr_and_snapshot_and_turns(server: PoolServer, pool: af.Pool[Not
     await far.close()
     assert repr(far) == f"<RemotePool Notes at {server.url}, closed>"
     assert far not in af.pools()
-    with pytest.raises(af.errors.PoolClosed):
-        await far.acquire()
+    await errors.check(far.acquire, af.errors.PoolClosed)
 
 
 async def test_values_and_failures_travel(server: PoolServer):
@@ -209,18 +206,12 @@ async def test_values_and_failures_travel(server: PoolServer):
         value = [1, 2.5, "é\ud83d", None, True, b"\x00\xff", (1, (2,)), {"a": [1]}, {1: "one"}, {3}, {"$x": 1}]
         assert await notes.run(*value) == value
         assert await notes.count() == len(value), "a method without async is awaited from afar"
-        with pytest.raises(af.ToolError, match="broken"):
-            await notes.fail("tool")
-        with pytest.raises(FileNotFoundError, match="broken"):
-            await notes.fail("file")
-        with pytest.raises(af.errors.SandboxError, match="JSONDecodeError: broken"):
-            await notes.fail("odd")
-        with pytest.raises(TypeError, match="a object cannot be sent"):
-            await notes.odd()
-        with pytest.raises(TypeError, match="a object cannot be sent"):
-            await notes.run(object())
-        with pytest.raises(TypeError, match="missing 1 required positional argument"):
-            await notes.fail()
+        await errors.check(lambda: notes.fail("tool"), af.ToolError, "broken")
+        await errors.check(lambda: notes.fail("file"), FileNotFoundError, "broken")
+        await errors.check(lambda: notes.fail("odd"), af.errors.SandboxError, "JSONDecodeError: broken")
+        await errors.check(notes.odd, TypeError, "a object cannot be sent")
+        await errors.check(lambda: notes.run(object()), TypeError, "a object cannot be sent")
+        await errors.check(notes.fail, TypeError, "missing 1 required positional argument")
 
 
 async def test_events_arrive_in_order(server: PoolServer):
@@ -248,12 +239,12 @@ async def test_events_arrive_in_order(server: PoolServer):
 async def test_first_come_first_served_over_all_clients(server: PoolServer):
     async with client(server) as one, client(server) as two:
         held = [await one.acquire("a"), await two.acquire("b")]
-        with pytest.raises(
-            af.errors.PoolTimeout, match=r"no Notes free after 0\.1 s \(2 of 2 leased.*held by a .*, b "
-        ):
-            await one.acquire("c", timeout=0.1)
-        with pytest.raises(af.errors.PoolTimeout, match="no Notes is free"):
-            await one.acquire("c", queue=False)
+        await errors.check(
+            lambda: one.acquire("c", timeout=0.1),
+            af.errors.PoolTimeout,
+            re.compile(r"no Notes free after 0\.1 s \(2 of 2 leased.*held by a .*, b "),
+        )
+        await errors.check(lambda: one.acquire("c", queue=False), af.errors.PoolTimeout, "no Notes is free")
         waiting = []
         for number in range(4):
             waiting.append(asyncio.ensure_future((one, two)[number % 2].acquire(f"w{number}")))
@@ -288,8 +279,7 @@ async def test_closing_wakes_and_gives_back(server: PoolServer, pool: af.Pool[No
     waiting = asyncio.ensure_future(far.acquire("c"))
     await until(lambda: pool.snapshot().waiting == 1)
     await far.close()
-    with pytest.raises(af.errors.PoolClosed):
-        await waiting
+    await errors.check(lambda: waiting, af.errors.PoolClosed)
     await until(lambda: (pool.snapshot().leased, pool.snapshot().waiting) == (0, 0))
     for lease in leases:
         await lease.release()
@@ -359,31 +349,38 @@ async def test_a_wrong_token_is_refused_and_told_nothing(server: PoolServer):
                 assert answer.status_code == 401, (headers, path)
                 assert "Notes" not in answer.text
     far = af.RemotePool(server.url, token="not the token at all", sandbox_type=Notes)
-    with pytest.raises(af.errors.RemotePoolError, match="the token is wrong or missing"):
-        await far.acquire()
+    await errors.check(far.acquire, af.errors.RemotePoolError, "the token is wrong or missing")
     await far.close()
     assert server.clients == {}
 
 
 async def test_what_cannot_be_served(pool: af.Pool[Notes]):
     async with af.serve_pool(pool) as one, af.serve_pool(pool, max_body=2000) as two:
-        assert one.token != two.token
-        assert len(one.token) >= 32
+        assert one.token != two.token and len(one.token) >= 32
         other = af.RemotePool(one.url, token=one.token)
-        with pytest.raises(af.errors.SettingsError, match=r"must be Notes, the class of the pool at .*, got Python"):
-            await other.acquire()
+        await errors.check(
+            other.acquire,
+            af.errors.SettingsError,
+            re.compile(r"must be Notes, the class of the pool at .*, got Python"),
+        )
         await other.close()
         async with client(two) as far, far.lease() as notes:
-            with pytest.raises(af.errors.RemotePoolError, match=r"the request is too large .*\(see max_body="):
-                await notes.run("x" * 3000)
+            await errors.check(
+                lambda: notes.run("x" * 3000),
+                af.errors.RemotePoolError,
+                re.compile(r"the request is too large .*\(see max_body="),
+            )
 
 
 async def test_one_client_cannot_touch_what_another_holds(server: PoolServer):
     async with client(server) as one, client(server) as two, one.lease("mine") as mine:
         await mine.run("secret")
         two._link.held[mine._lease] = None
-        with pytest.raises(af.errors.RemotePoolError, match="has ended"):
-            await two._link.run_and_wait(two._link.call(mine._lease, "run", (), {}))
+        await errors.check(
+            lambda: two._link.run_and_wait(two._link.call(mine._lease, "run", (), {})),
+            af.errors.RemotePoolError,
+            "has ended",
+        )
         await two._link.run_and_wait(two._link.release(mine._lease, True))
         assert await mine.run() == ["secret"]
 
@@ -391,8 +388,11 @@ async def test_one_client_cannot_touch_what_another_holds(server: PoolServer):
 async def test_only_the_methods_of_the_kind(server: PoolServer):
     async with client(server) as far, far.lease() as notes:
         for name in ("close", "start", "kill", "__init__", "_x", "kept", "nothing"):
-            with pytest.raises(af.errors.SandboxError, match="for remote calls"):
-                await far._link.run_and_wait(far._link.call(notes._lease, name, (), {}))
+            await errors.check(
+                lambda: far._link.run_and_wait(far._link.call(notes._lease, name, (), {})),
+                af.errors.SandboxError,
+                "for remote calls",
+            )
 
 
 def test_tls_with_a_certificate_of_its_own(tmp_path: Path):
@@ -410,8 +410,7 @@ def test_tls_with_a_certificate_of_its_own(tmp_path: Path):
             async with client(server, verify=certificate) as far, far.lease() as notes:
                 assert await notes.run("x") == ["x"]
             stranger = client(server, patience=0.1)
-            with pytest.raises(af.errors.RemotePoolError, match=r"(?i)certificate verify failed"):
-                await stranger.acquire()
+            await errors.check(stranger.acquire, af.errors.RemotePoolError, "certificate verify failed")
             await stranger.close()
 
     asyncio.run(use())
@@ -481,8 +480,9 @@ async def test_what_a_client_never_heard_of_goes_back(pool: af.Pool[Notes]):
         for _ in range(2):
             server.heartbeat = GUARD
             told = await post("acquire", request="r", wait=1)
-            again = await post("acquire", request="r", wait=1)
-            assert told["lease"] == again["lease"], "the same name, the same lease"
+            assert (await post("acquire", request="r", wait=1))["lease"] == told["lease"], (
+                "the same name, the same lease"
+            )
             assert pool.snapshot().leased == 1
             server.heartbeat = 0.1
             while pool.snapshot().leased:  # heartbeats without the lease: the client never received it
@@ -524,7 +524,6 @@ async def test_a_killed_client_loses_its_leases_and_a_killed_server_is_named():
     )
     far = None
     try:
-        assert near.stdout is not None
         url = (await asyncio.to_thread(near.stdout.readline)).strip()
         far = subprocess.Popen(  # noqa: ASYNC220
             [sys.executable, "-c", CLIENT, url, TOKEN], stdout=subprocess.PIPE, text=True
@@ -551,13 +550,10 @@ async def test_a_killed_client_loses_its_leases_and_a_killed_server_is_named():
             return (await sandbox.run(code, GUARD)).text
 
         texts = [call("1"), call("'last'"), "done"]
-        rollout = await played(texts, tools=[python], pools=[pool]).rollout(tasks(1))
-        (trajectory,) = rollout.trajectories
-        assert (trajectory.reward, trajectory.stop) == (None, "error")
-        assert trajectory.error is not None and trajectory.error.type == "RemotePoolError"
+        (trajectory,) = await played(texts, tools=[python], pools=[pool]).rollout(tasks(1))
+        assert (trajectory.reward, trajectory.stop, trajectory.error.type) == (None, "error", "RemotePoolError")
         assert f"the pool at {url} does not respond" in trajectory.error.message
-        with pytest.raises(af.errors.RemotePoolError, match="does not respond"):
-            await pool.acquire()
+        await errors.check(pool.acquire, af.errors.RemotePoolError, "does not respond")
         assert repr(pool).endswith("no response>")
         await pool.close()
     finally:
@@ -585,9 +581,7 @@ async def test_a_python_that_ends_with_a_lease_says_good_bye():
             sys.executable, "-W", "error", "-c", LEAVER, server.url, server.token, stdout=-1, stderr=-1
         )
         assert await leaver.communicate() == (b"42\n", b"")
-        assert leaver.returncode == 0
-        assert server.clients == {}
-        assert near.snapshot().leased == 0
+        assert (leaver.returncode, server.clients, near.snapshot().leased) == (0, {}, 0)
 
 
 async def test_a_server_that_closes_gives_back_and_says_so(pool: af.Pool[Notes]):
@@ -600,8 +594,7 @@ async def test_a_server_that_closes_gives_back_and_says_so(pool: af.Pool[Notes])
     await until(lambda: Notes.runs == 1)
     await server.close()
     assert (pool.snapshot().leased, pool.snapshot().waiting) == (0, 0)
-    with pytest.raises(af.errors.RemotePoolError):
-        await running
+    await errors.check(lambda: running, af.errors.RemotePoolError)
     # Any one of the three had a sandbox, because requests may arrive in another order than they were sent.
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     assert sum(isinstance(outcome, af.errors.RemotePoolError) for outcome in outcomes) >= 2
@@ -609,8 +602,7 @@ async def test_a_server_that_closes_gives_back_and_says_so(pool: af.Pool[Notes])
     await far.close()
     async with pool.lease():
         pass
-    with pytest.raises(af.errors.RemotePoolError, match="closed"):
-        await server.start()
+    await errors.check(server.start, af.errors.RemotePoolError, "closed")
 
 
 async def test_failures_of_the_pool_arrive_as_they_are():
@@ -622,11 +614,9 @@ async def test_failures_of_the_pool_arrive_as_they_are():
 
     async with af.Pool(Broken, size=1) as pool, af.serve_pool(pool) as server:
         far = af.RemotePool(server.url, token=server.token, sandbox_type=Broken)
-        with pytest.raises(af.errors.IsolationError, match="no such level here"):
-            await far.acquire()
+        await errors.check(far.acquire, af.errors.IsolationError, "no such level here")
         await pool.close()
-        with pytest.raises(af.errors.PoolClosed, match="the pool of Broken is closed"):
-            await far.acquire()
+        await errors.check(far.acquire, af.errors.PoolClosed, "the pool of Broken is closed")
         await far.close()
 
 
@@ -683,8 +673,11 @@ def test_records_come_from_where_they_may():
     assert wire.decode(json.loads(json.dumps(wire.encode(result)))) == result
     ours = (f"agentfly_kit.{name}" for name in ("pool.pool:Pool", "trainer.config:TrainConfig", "sandboxes.python:os"))
     for name in ("subprocess:Popen", "builtins:int", ":", "x", *ours):
-        with pytest.raises(ValueError, match=r"are not accepted|is not a dataclass or named tuple"):
-            wire.decode({"$record": name, "fields": {}})
+        errors.check(
+            lambda: wire.decode({"$record": name, "fields": {}}),
+            ValueError,
+            re.compile(r"are not accepted|is not a dataclass or named tuple"),
+        )
     for error in (af.errors.PoolTimeout("a"), af.errors.RemotePoolError("b"), af.ToolError("c"), ValueError("d")):
         back = wire.decode_exception(json.loads(json.dumps(wire.encode_exception(error))))
         assert (type(back), str(back)) == (type(error), str(error))
@@ -700,13 +693,15 @@ async def test_a_lease_that_is_too_old_ends_from_afar_and_counts_no_more():
         async with af.serve_pool(pool, token=TOKEN, heartbeat=4.0) as server:
             async with af.RemotePool(server.url, token=TOKEN, sandbox_type=Notes) as remote:
                 lease = await remote.acquire("slow")
-                with pytest.raises(af.errors.LeaseRevoked, match=r"the pool revoked the Notes: held for"):
-                    await lease.sandbox.run("x", pause=600.0)
+                await errors.check(
+                    lambda: lease.sandbox.run("x", pause=600.0),
+                    af.errors.LeaseRevoked,
+                    "the pool revoked the Notes: held for",
+                )
                 assert "held for" in lease.revoked
                 other = await remote.acquire("next")
                 await until(lambda: bool(other.revoked))
-                with pytest.raises(af.errors.SandboxError):
-                    await other.sandbox.run("x")
+                await errors.check(lambda: other.sandbox.run("x"), af.errors.SandboxError)
                 await other.release()
                 await lease.release()
 
@@ -720,11 +715,11 @@ async def test_a_lease_revoked_at_the_server_ends_from_afar(server: PoolServer, 
         running = asyncio.ensure_future(mine.sandbox.run("x", pause=600.0))
         await until(lambda: Notes.runs == 1)
         pool.recycle(mine.id)
-        with pytest.raises(af.errors.LeaseRevoked, match="the pool revoked the Notes: reset by hand"):
-            await running
+        await errors.check(lambda: running, af.errors.LeaseRevoked, "the pool revoked the Notes: reset by hand")
         assert mine.revoked == "reset by hand" and not mine.sandbox.alive
-        with pytest.raises(af.errors.LeaseRevoked, match="the pool revoked the Notes: reset by hand"):
-            await mine.sandbox.run("y")
+        await errors.check(
+            lambda: mine.sandbox.run("y"), af.errors.LeaseRevoked, "the pool revoked the Notes: reset by hand"
+        )
         await mine.release()
         async with far.lease("heir") as notes:
             assert await notes.run("new") == ["new"]
@@ -743,8 +738,7 @@ async def test_a_server_that_is_started_again_is_heard_again(pool: af.Pool[Notes
         await until(lambda: len(heard) > 20)
         lost = await far.acquire("lost")
     async with af.Pool(Notes, size=1) as other, af.serve_pool(other, token=TOKEN, port=port, heartbeat=4.0) as again:
-        with pytest.raises(af.errors.RemotePoolError, match="has ended"):
-            await lost.sandbox.run("x")
+        await errors.check(lambda: lost.sandbox.run("x"), af.errors.RemotePoolError, "has ended")
         await lost.release()
         heard.clear()
         await until(lambda: far._link.server == again._name and far._link.sequence is not None)

@@ -1,7 +1,5 @@
 """OpenTelemetry traces: the spans of every chain, exported in this process and to an OTLP receiver."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -154,8 +152,7 @@ async def test_failed_calls_have_their_error(recorder: Recorder) -> None:
 
 
 async def test_an_engine_failure_ends_the_spans_with_the_error(recorder: Recorder) -> None:
-    script = [call(), af.errors.EngineError("out of memory")]
-    await played(script, watch=recorder.watch).rollout(tasks(1))
+    await played([call(), af.errors.EngineError("out of memory")], watch=recorder.watch).rollout(tasks(1))
     (spans,) = recorder.traces().values()
     first, second = named(spans, "chat")
     assert "gen_ai.request.seed" in first.attributes and first.status.status_code.name == "UNSET"
@@ -211,8 +208,7 @@ async def test_cancelled_chains_are_exported(recorder: Recorder) -> None:
     await started.wait()
     handle.stop()
     assert len(await running) == 0
-    (spans,) = recorder.traces().values()
-    tool, turn, root = spans
+    ((tool, turn, root),) = recorder.traces().values()
     assert tool.name == "execute_tool wait" and turn.attributes["gen_ai.usage.output_tokens"] > 0
     assert tool.attributes["error.type"] == root.attributes["error.type"] == "cancelled"
     assert turn.status.status_code.name == "UNSET"

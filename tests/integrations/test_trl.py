@@ -1,14 +1,14 @@
 """TRL: equal tokens and losses, and TRL's trainers with the rows, agents and tools of this package."""
 
-from __future__ import annotations
-
 import asyncio
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import agents
+import errors
 import pandas as pd
 import pytest
 import torch
@@ -170,12 +170,16 @@ async def test_demonstrations_get_labels() -> None:
     assert any(wanted)
     assert row["labels"] == [int(i) if m else -100 for i, m in zip(t.ids, wanted, strict=True)]
     assert bridge.sft_dataset([t], authors="script")[0] == row
-    with pytest.raises(
-        af.errors.BatchError, match=r"must have at least one token to label, got none in actions of policy;"
-    ):
-        bridge.sft_dataset([t], authors="policy")
-    with pytest.raises(af.errors.BatchError, match=r"got none in actions; omit this trajectory"):
-        bridge.sft_dataset([t.replace(turns=t.turns[:1])])
+    errors.check(
+        lambda: bridge.sft_dataset([t], authors="policy"),
+        af.errors.BatchError,
+        "must have at least one token to label, got none in actions of policy;",
+    )
+    errors.check(
+        lambda: bridge.sft_dataset([t.replace(turns=t.turns[:1])]),
+        af.errors.BatchError,
+        "got none in actions; omit this trajectory",
+    )
 
 
 # --- the loss ------------------------------------------------------------------------------------
@@ -233,10 +237,12 @@ def test_settings_without_a_counterpart_are_rejected(tmp_path: Path) -> None:
         ({"loss_type": "grpo", "entropy_coef": 0.1}, "dapo"),
         ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, "sequence"),
     ):
-        with pytest.raises(af.errors.SettingsError, match=message):
-            bridge.ppo_config(config(tmp_path, **options))
-    with pytest.raises(af.errors.SettingsError, match="scale_rewards"):
-        bridge.advantage(config(tmp_path, scale_rewards="batch"))
+        errors.check(
+            lambda: bridge.ppo_config(config(tmp_path, **options)), af.errors.SettingsError, re.compile(message)
+        )
+    errors.check(
+        lambda: bridge.advantage(config(tmp_path, scale_rewards="batch")), af.errors.SettingsError, "scale_rewards"
+    )
 
 
 # --- an agent inside GRPOTrainer -----------------------------------------------------------------
@@ -304,8 +310,11 @@ def test_a_compacted_chain_is_rejected() -> None:
 
     agent = agents.played([agents.call("1+1"), "2"], before_turn=compact)
     chains = bridge._sample_trajectories(agent, [agents.tasks(1)[0]], 0, True)
-    with pytest.raises(af.errors.SettingsError, match="compacted into 2 rows, but TRL needs one row per completion"):
-        bridge._rollout_columns(chains, 0)
+    errors.check(
+        lambda: bridge._rollout_columns(chains, 0),
+        af.errors.SettingsError,
+        "compacted into 2 rows, but TRL needs one row per completion",
+    )
 
 
 def test_a_rollout_func_that_does_not_match_the_trainer_is_rejected(tmp_path: Path) -> None:
@@ -313,15 +322,25 @@ def test_a_rollout_func_that_does_not_match_the_trainer_is_rejected(tmp_path: Pa
     tasks = agents.tasks(4)
     trainer = grpo_trainer(policy, config(tmp_path, temperature=0.7))
     prompts = [list(tasks[0].messages)] * 4
-    with pytest.raises(af.errors.SettingsError, match="the model that TRL trains"):
-        bridge.rollout_func(agents.agent(other), tasks)(prompts, trainer)
-    with pytest.raises(af.errors.SettingsError, match=r"0\.7"):
-        bridge.rollout_func(agents.agent(policy), tasks)(prompts, trainer)
-    with pytest.raises(af.errors.SettingsError, match="no task has this prompt"):
-        bridge.rollout_func(agents.agent(policy).replace(sampling=af.Sampling(0.7)), tasks[1:])(prompts, trainer)
+    errors.check(
+        lambda: bridge.rollout_func(agents.agent(other), tasks)(prompts, trainer),
+        af.errors.SettingsError,
+        "the model that TRL trains",
+    )
+    errors.check(
+        lambda: bridge.rollout_func(agents.agent(policy), tasks)(prompts, trainer), af.errors.SettingsError, "0.7"
+    )
+    errors.check(
+        lambda: bridge.rollout_func(agents.agent(policy).replace(sampling=af.Sampling(0.7)), tasks[1:])(
+            prompts, trainer
+        ),
+        af.errors.SettingsError,
+        "no task has this prompt",
+    )
     twin = af.Task("twin", tasks[0].messages, {"answer": "another"})
-    with pytest.raises(af.errors.SettingsError, match="same prompt"):
-        bridge.rollout_func(agents.agent(policy), [*tasks, twin])
+    errors.check(
+        lambda: bridge.rollout_func(agents.agent(policy), [*tasks, twin]), af.errors.SettingsError, "same prompt"
+    )
 
 
 # --- TRL's own loop ------------------------------------------------------------------------------
@@ -381,8 +400,7 @@ def test_a_dataset_has_the_fields_that_all_tasks_have() -> None:
     data = bridge.dataset(agents.tasks(3))
     assert data.column_names == ["prompt", "answer"]
     assert data[0]["prompt"] == list(agents.tasks(3)[0].messages)
-    with pytest.raises(af.errors.SettingsError, match="at least one task"):
-        bridge.dataset([])
+    errors.check(lambda: bridge.dataset([]), af.errors.SettingsError, "at least one task")
 
 
 # --- learning ------------------------------------------------------------------------------------

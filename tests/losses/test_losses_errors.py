@@ -1,7 +1,5 @@
 """Inputs and settings that the losses reject; the error names the argument, the constraint and the value."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import errors

@@ -1,7 +1,5 @@
 """Arguments that a policy rejects."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import errors

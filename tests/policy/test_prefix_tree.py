@@ -1,7 +1,5 @@
 """Prefix sharing: results and gradients of separate rows, from fewer tokens."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

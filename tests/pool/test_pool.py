@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import errors
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -137,8 +138,7 @@ async def test_a_timeout_names_the_holders():
         )
         assert isinstance(caught.value, TimeoutError)
         assert pool.snapshot().waiting == 0
-        with pytest.raises(af.errors.PoolTimeout, match="no Notes is free"):
-            await pool.acquire("late", queue=False)
+        await errors.check(lambda: pool.acquire("late", queue=False), af.errors.PoolTimeout, "no Notes is free")
         await pool.release(one)
         await pool.release(two)
 
@@ -257,8 +257,7 @@ def test_at_most_eight_sandboxes_start_at_once():
     for ticket in range(10):
         state.apply(state.requested, ticket, "a", now=0)
     assert state.count("starting") == 8
-    first = next(iter(state.slots.values()))
-    assert len(state.apply(state.started, first, now=1).start) == 1
+    assert len(state.apply(state.started, next(iter(state.slots.values())), now=1).start) == 1
 
 
 async def test_leases_expire():
@@ -387,8 +386,7 @@ async def test_failing_starts_open_the_circuit_breaker():
         assert Broken.starts <= 8 + 3
         before = Broken.starts
         for _ in range(5):
-            with pytest.raises(af.errors.SandboxError, match="no such image"):
-                await pool.acquire()
+            await errors.check(pool.acquire, af.errors.SandboxError, "no such image")
         assert Broken.starts == before
         assert (pool.snapshot().error, pool.snapshot().failed_starts) == ("no such image", before)
 
@@ -404,11 +402,9 @@ async def test_a_successful_start_closes_the_circuit_breaker():
                 raise OSError("not yet")
 
     async with af.Pool(Flaky, size=2) as pool:
-        with pytest.raises(af.errors.SandboxError, match="not yet"):
-            await pool.acquire()
+        await errors.check(pool.acquire, af.errors.SandboxError, "not yet")
         Flaky.good = True
-        with pytest.raises(af.errors.SandboxError, match="not yet"):
-            await pool.acquire()
+        await errors.check(pool.acquire, af.errors.SandboxError, "not yet")
         pool._state.blocked_until = time.monotonic()  # the pause is over
         async with pool.lease():
             assert pool.snapshot().error is None
@@ -421,12 +417,10 @@ async def test_permanent_failures_are_not_retried_and_hanging_starts_are_cancell
             raise af.errors.IsolationError("isolation='strict' cannot be had here")
 
     async with af.Pool(Picky, size=1) as pool:
-        with pytest.raises(af.errors.IsolationError, match="cannot be had here"):
-            await pool.acquire()
+        await errors.check(pool.acquire, af.errors.IsolationError, "cannot be had here")
         assert Picky.starts == 1
     async with af.Pool(Stuck, size=1, start_timeout=0.02) as pool:
-        with pytest.raises(af.errors.SandboxError, match="the start of a Stuck took longer than"):
-            await pool.acquire()
+        await errors.check(pool.acquire, af.errors.SandboxError, "the start of a Stuck took longer than")
 
 
 @pytest.mark.parametrize("method", ["__init__", "start"])
@@ -435,8 +429,7 @@ async def test_a_start_that_raises_cancelled_error_is_a_failed_start(method: str
         raise asyncio.CancelledError  # as a client library may do when its connection is lost
 
     async with af.Pool(type("Lost", (Notes,), {method: cancelled}), size=1) as pool:
-        with pytest.raises(af.errors.SandboxError, match="raised CancelledError"):
-            await pool.acquire()
+        await errors.check(pool.acquire, af.errors.SandboxError, "raised CancelledError")
 
 
 # --- listeners ------------------------------------------------------------------------------------
@@ -453,8 +446,7 @@ async def test_events_are_complete_and_in_order():
         unsubscribe()
         async with pool.lease("b"):
             pass
-    kinds = [(event.kind, event.sandbox, event.owner) for event in events]
-    assert kinds == [
+    assert [(event.kind, event.sandbox, event.owner) for event in events] == [
         ("waiting", None, "a"), ("starting", 1, None), ("idle", 1, None), ("leased", 1, "a"), ("resetting", 1, "a"),
         ("idle", 1, None),
     ]  # fmt: skip
@@ -475,8 +467,7 @@ async def test_an_interrupted_listener_does_not_stop_later_events():
     async with af.Pool(Notes, size=1) as pool:
         pool.subscribe(on_event)
         lease = await pool.acquire()
-        with pytest.raises(KeyboardInterrupt):
-            pool.recycle(lease.id)
+        errors.check(lambda: pool.recycle(lease.id), KeyboardInterrupt)
         await lease.release()
         async with pool.lease():
             pass
@@ -495,13 +486,11 @@ async def test_close_ends_requests_and_leases():
     await asyncio.sleep(0)
     await asyncio.wait_for(pool.close(), GUARD)
     for task in waiting:
-        with pytest.raises(af.errors.PoolClosed, match="the pool of Slow is closed"):
-            await task
+        await errors.check(lambda: task, af.errors.PoolClosed, "the pool of Slow is closed")
     assert not Notes.open
     await pool.release(lease)  # harmless after the pool was closed
     await other.release()
-    with pytest.raises(af.errors.PoolClosed):
-        await pool.acquire()
+    await errors.check(pool.acquire, af.errors.PoolClosed)
     await pool.close()
 
 
@@ -886,10 +875,11 @@ async def test_exceptions_of_a_sandbox_class(where: str, what: Any, monkeypatch:
     kind = unruly(where, what)
     async with af.Pool(kind, size=1) as pool:
         if where in ("constructor", "start"):
-            with pytest.raises(
-                af.errors.SandboxError, match=r"could be started: .*(2|SystemExit|CancelledError|broken)"
-            ):
-                await pool.acquire()
+            await errors.check(
+                pool.acquire,
+                af.errors.SandboxError,
+                re.compile(r"could be started: .*(2|SystemExit|CancelledError|broken)"),
+            )
             assert len(kind.calls) < 10
             assert pool.snapshot().waiting == 0
             return
@@ -912,8 +902,7 @@ async def test_a_method_that_ignores_its_cancellation_is_abandoned_with_a_warnin
 
     async def life() -> None:
         if where == "start":
-            with pytest.raises(af.errors.PoolTimeout):
-                await pool.acquire()
+            await errors.check(pool.acquire, af.errors.PoolTimeout)
         else:
             await pool.release(await pool.acquire(timeout=GUARD))
         await pool.close()

@@ -1,7 +1,5 @@
 """Errors of pools: settings and arguments that are rejected."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import errors

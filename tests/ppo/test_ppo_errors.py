@@ -1,7 +1,5 @@
 """Settings, arguments and batches that the steps of PPO and of imitation reject."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -13,7 +11,6 @@ import errors
 import pytest
 import torch
 from agents import trajectory
-from recipes.calculator import Expression, Recipe
 from test_ppo_settings import Kept, made, trajectories
 
 import agentfly_kit as af
@@ -22,7 +19,10 @@ POLICY = agents.random_policy(3)
 DATA = str(files("agentfly_kit._data").joinpath("policies", "calculator"))
 BATCH = made(POLICY, 8, noise=0.0, with_entropies=True, version=0)
 TWO = trajectories(POLICY, 2)
-SHOWN = [Recipe(agents.chat()).demonstrate("solves", Expression(text)) for text in ("1+2", "2+3")]
+SHOWN = [
+    af.tiny.demonstration(agents.chat(), [{"role": "user", "content": text}, {"role": "assistant", "content": "3"}])
+    for text in ("1+2", "2+1")
+]
 
 
 @pytest.fixture(autouse=True, scope="module")

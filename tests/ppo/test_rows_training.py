@@ -1,7 +1,5 @@
 """Trajectories of several rows in training: token weights, advantages, and minibatches."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -19,6 +17,7 @@ import agentfly_kit as af
 from agentfly_kit.ppo.inputs import minibatches
 
 Plan = list[list[tuple[str, int]]]
+nan = math.nan
 
 
 def folded(policy: af.Policy | None, *, seed: int = 0, count: int = 8, most: int = 4) -> list[af.Trajectory]:
@@ -57,8 +56,7 @@ def test_the_batch_has_every_row_of_every_trajectory() -> None:
     assert batch.row_index.tolist() == [row.index for _, row in every]
     for i, (t, row) in enumerate(every):
         n = len(row)
-        assert batch.ids[i, :n].tolist() == row.ids.tolist()
-        assert batch.mask[i, :n].tolist() == row.action_mask.tolist()
+        assert (batch.ids[i, :n].tolist(), batch.mask[i, :n].tolist()) == (row.ids.tolist(), row.action_mask.tolist())
         assert not batch.mask[i, n:].any()
         torch.testing.assert_close(batch.logprobs[i, :n], torch.tensor(row.logprobs), equal_nan=True)
         assert float(batch.rewards[i]) == pytest.approx(float(t.reward or 0))
@@ -76,8 +74,7 @@ def test_advantages_per_trajectory_or_per_row() -> None:
     assert each.advantages[:, 2].tolist() == pytest.approx([0.5, 0.5, 0.5, -1.5], abs=1e-4)
     again = af.advantages.trajectory_level(once.rewards, once.groups, trajectory_index=once.trajectory_index)
     torch.testing.assert_close(once.advantages[:, 2], again)
-    given = af.collate([success, failure], [1.0, 2.0]).advantages[:, 2]
-    assert given.tolist() == [1, 1, 1, 2]
+    assert af.collate([success, failure], [1.0, 2.0]).advantages[:, 2].tolist() == [1, 1, 1, 2]
     assert af.collate([success, failure], [1.0, 2.0, 3.0, 4.0], per="row").advantages[:, 2].tolist() == [1, 2, 3, 4]
 
 
@@ -96,7 +93,6 @@ def test_rewards_are_at_the_tokens_that_earned_them() -> None:
     plan: Plan = [[("task", 1), ("policy", 2), ("tool", 1)], last]
     t = trajectory(None, plan, reward=10.0, turn_rewards={2: 0.5, 3: 0.25, 4: 2.0, 5: 0.125, 7: -1.0})
     batch = af.collate([t])
-    nan = math.nan
     # The reward on the prompt of the second row belongs to the last action of the first row.
     torch.testing.assert_close(
         batch.token_rewards, torch.tensor([[nan, 0, 0.75, nan, nan], [nan, 2.125, nan, 0, 9]]), equal_nan=True
@@ -120,7 +116,6 @@ def test_a_mask_of_authors() -> None:
     plan: Plan = [[("task", 1), ("WHITE", 2), ("BLACK", 2), ("WHITE", 1)], [("hook", 1), ("BLACK", 1)]]
     t = trajectory(None, plan, reward=1.0, turn_rewards={1: 0.5, 2: 0.25, 5: 0.125})
     batch = af.collate([t], [2.0], authors="WHITE")
-    nan = math.nan
     assert batch.mask.tolist() == [[False, True, True, False, False, True]]
     for name, wanted in {
         "advantages": [[nan, 2, 2, nan, nan, 2]],
@@ -295,15 +290,10 @@ def test_a_compaction_adds_no_step() -> None:
     r = torch.tensor([[0.0, 0, 0, 0, 0], [0, 1, 0, 0, 0]])
     v = torch.tensor([[7.0, 0.1, 0.2, 0.3, 7], [7, 0.4, 7, 7, 7]])
     m = torch.tensor([[0, 1, 0, 1, 0], [0, 1, 0, 0, 0]]).bool()
-    ids = [3, 3]
-    flat = af.advantages.gae([0.0, 0, 0, 1], [0.1, 0.2, 0.3, 0.4], [1, 0, 1, 1], gamma=0.5, observations="step")[0]
-    got = af.advantages.gae(r, v, m, gamma=0.5, observations="step", trajectory_index=ids)[0]
-    torch.testing.assert_close(got[m], flat[[0, 2, 3]])
-    flat = af.advantages.gae([0.0, 0, 0, 1], [0.1, 0.2, 0.3, 0.4], [1, 0, 1, 1], gamma=0.5, discount_observations=True)[
-        0
-    ]
-    got = af.advantages.gae(r, v, m, gamma=0.5, discount_observations=True, trajectory_index=ids)[0]
-    torch.testing.assert_close(got[m], flat[[0, 2, 3]])
+    for options in ({"observations": "step"}, {"discount_observations": True}):
+        flat, _ = af.advantages.gae([0.0, 0, 0, 1], [0.1, 0.2, 0.3, 0.4], [1, 0, 1, 1], gamma=0.5, **options)
+        got, _ = af.advantages.gae(r, v, m, gamma=0.5, trajectory_index=[3, 3], **options)
+        torch.testing.assert_close(got[m], flat[[0, 2, 3]])
 
 
 def test_an_unscored_row_makes_its_trajectory_unscored() -> None:

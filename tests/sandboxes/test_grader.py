@@ -1,13 +1,12 @@
 """Grader: correct submissions pass, and no submission reads a test, forges a verdict, or affects the next grade."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
 import sys
 import textwrap
 
+import errors
 import pytest
 from agents import chat
 from levels import few
@@ -110,8 +109,7 @@ async def test_whole_programs():
     grade = await graded(source, ("2\n3 4\n", "7\n"), ("1\n5", "5  \n\n"), ("1\n5", "6"), ("", "0"))
     assert passed(grade) == [True, True, False, False]
     assert grade.verdicts[0].stdout == "7\n" and "EOFError" in (grade.verdicts[3].error or "")
-    reads = "import os\nprint(os.read(0, 100).decode())\nprint(open(0).read())"
-    assert (await graded(reads, ("abc", "abc\n\n"))).ok
+    assert (await graded("import os\nprint(os.read(0, 100).decode())\nprint(open(0).read())", ("abc", "abc\n\n"))).ok
     assert passed(await graded("print(1)\nexit(3)", ("", "1"))) == [False]
     assert (await graded("if __name__ == '__main__':\n    print(1)\n    exit()", ("", "1"))).ok
 
@@ -127,12 +125,11 @@ async def test_run_executes_a_whole_program():
 
 
 async def test_files_and_modules():
-    files = {"lib/__init__.py": "", "lib/add.py": ADD, "data.txt": "5"}
     grade = await graded(
         "from lib.add import add\nfive = int(open('data.txt').read())",
         "from lib.add import add\nassert add(1, 2) == 3",
         "assert add(five, 1) == 6",
-        files=files,
+        files={"lib/__init__.py": "", "lib/add.py": ADD, "data.txt": "5"},
         modules=("lib.add",),
     )
     assert grade.ok, grade.verdicts
@@ -362,11 +359,9 @@ async def test_close_cancel_and_kill(nothing_left: None):  # noqa: F811
     endless = "def add(a, b):\n    print('begun', flush=True)\n    while True: pass"
     loop = asyncio.ensure_future(lease.sandbox.grade(endless, TESTS))
     await until(lambda: printed(lease.sandbox._work))
-    with pytest.raises(af.errors.SettingsError, match="already grading"):
-        await lease.sandbox.grade(ADD, TESTS)
+    await errors.check(lambda: lease.sandbox.grade(ADD, TESTS), af.errors.SettingsError, "already grading")
     loop.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await loop
+    await errors.check(lambda: loop, asyncio.CancelledError)
     assert (await lease.sandbox.grade(ADD, TESTS)).passed == 2
     lease.sandbox._work.kill()
     assert not lease.sandbox.alive
@@ -377,8 +372,7 @@ async def test_close_cancel_and_kill(nothing_left: None):  # noqa: F811
     grader = af.Grader()
     await grader.start()
     await grader.close()
-    with pytest.raises(af.errors.SandboxError, match="closed"):
-        await grader.grade(ADD, TESTS)
+    await errors.check(lambda: grader.grade(ADD, TESTS), af.errors.SandboxError, "closed")
 
 
 # --- remote ---------------------------------------------------------------------------------------
@@ -422,7 +416,6 @@ async def test_grading_on_a_remote_pool_is_hidden_from_the_policy(level: str):
         [sys.executable, "-c", ELSEWHERE, token, level], stdout=subprocess.PIPE, text=True
     )
     try:
-        assert elsewhere.stdout is not None
         one, two = (await asyncio.to_thread(elsewhere.stdout.readline)).split()
         rounds: list[str] = []
 
@@ -473,8 +466,11 @@ async def test_grading_on_a_remote_pool_is_hidden_from_the_policy(level: str):
                 given = {"data.txt": "5"}
                 five = "def add(a, b): return int(open('data.txt').read())"
                 assert (await grader.grade(five, ["assert add(1, 2) == 5"], files=given, **patient)).ok
-                with pytest.raises(af.errors.SettingsError, match="in a remote call"):
-                    await grader.grade(five, ["assert add(1, 2) == 5"], files="/etc")
+                await errors.check(
+                    lambda: grader.grade(five, ["assert add(1, 2) == 5"], files="/etc"),
+                    af.errors.SettingsError,
+                    "in a remote call",
+                )
     finally:
         elsewhere.kill()
         elsewhere.communicate()

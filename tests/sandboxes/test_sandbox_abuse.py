@@ -4,8 +4,6 @@ At strict nothing of the machine is visible. At landlock the names of files are 
 are denied, and the size of each file is limited. "none" is no boundary; attacks that would succeed are not run there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import itertools
@@ -21,6 +19,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from unittest import mock
 
+import errors
 import pytest
 import pytest_asyncio
 from levels import MARKS
@@ -139,8 +138,7 @@ async def test_the_zygote_is_out_of_reach(sandbox: af.PythonSandbox, level: str)
     }
     """
     pid = sandbox.pid
-    result = await attack(sandbox, code)
-    found = eval(result.value or "{}")
+    found = eval((await attack(sandbox, code)).value or "{}")
     refused = {name for name, outcome in found.items() if outcome == "PermissionError"}
     signals = {"kill", "int", "term", "stop"} if level == "landlock" else set()
     # At strict the kernel accepts these signals without effect: the zygote is the first process of its namespace.
@@ -148,8 +146,7 @@ async def test_the_zygote_is_out_of_reach(sandbox: af.PythonSandbox, level: str)
     # This is allowed if the host runs as root.
     await sandbox.run("open(f'/proc/{zygote}/oom_score_adj', 'w').write('1000')")
     await sandbox.reset()
-    score = await asyncio.to_thread(Path(f"/proc/{sandbox.pid}/oom_score_adj").read_text)
-    assert score == "0\n"
+    assert await asyncio.to_thread(Path(f"/proc/{sandbox.pid}/oom_score_adj").read_text) == "0\n"
     if level == "strict":
         assert (await sandbox.run("open('/proc/1/oom_score_adj').read()")).value == repr("0\n")
     assert sandbox.pid == pid
@@ -252,8 +249,7 @@ async def test_network_access_if_requested(level: str):
                 assert result.error_type == "PermissionError"
         async with af.PythonSandbox(isolation=level) as sandbox:
             result = await attack(sandbox, code)
-    refused = {"landlock": "PermissionError", "none": None}
-    assert result.error_type == refused.get(level, "ConnectionRefusedError")
+    assert result.error_type == {"landlock": "PermissionError", "none": None}.get(level, "ConnectionRefusedError")
 
 
 @confined
@@ -331,8 +327,7 @@ async def test_fork_bomb(sandbox: af.PythonSandbox):
     need_process_limit(sandbox)
     result = await attack(sandbox, code)
     assert (result.limit, result.error_type, result.died) == ("processes", "BlockingIOError", False)
-    born = int((await sandbox.run("born")).value or -1)
-    assert 8 <= born <= 16
+    assert 8 <= int((await sandbox.run("born")).value or -1) <= 16
     # Every child forks too, and none stops when a fork is refused.
     code = """
     import os
@@ -374,8 +369,7 @@ async def test_a_thread_that_lacks_memory_is_reported_as_memory():
 
 @every_level
 async def test_memory_bomb(sandbox: af.PythonSandbox):
-    result = await attack(sandbox, "x = []\nwhile True: x.append(bytearray(2 ** 20))")
-    assert result.limit == "memory"
+    assert (await attack(sandbox, "x = []\nwhile True: x.append(bytearray(2 ** 20))")).limit == "memory"
     # Many processes, each below the limit, which applies to their total.
     if isolation.hierarchy() is None:
         pytest.skip("no control group is writable here: memory is limited for each process alone")
@@ -594,8 +588,7 @@ async def test_a_python_below_tmp_is_visible_and_survives_resets(
 async def test_a_reset_that_fails_ends_the_sandbox(sandbox: af.PythonSandbox, monkeypatch: pytest.MonkeyPatch):
     await sandbox.run("import os\nfor i in range(1, 400):\n    os.mkdir(str(i))")
     monkeypatch.setattr("agentfly_kit.sandboxes.sandbox.CONTROL_SECONDS", 1e-6)
-    with pytest.raises(af.errors.SandboxError, match="no answer from the sandbox"):
-        await sandbox.reset()
+    await errors.check(sandbox.reset, af.errors.SandboxError, "no answer from the sandbox")
     assert not sandbox.alive
     monkeypatch.undo()
     assert (await sandbox.run("import os\nos.listdir('.')")).value == "[]"
@@ -702,8 +695,7 @@ def test_without_root_and_without_control_groups(level: str, tmp_path: Path):
     limit, born = lines[1].split("|")
     assert limit == "processes"
     assert 6 <= int(born) <= 12
-    seen = "(65534, None)" if level == "strict" else "(12345, None)"
-    assert lines[2:] == ["memory", seen, "0", "False None"]
+    assert lines[2:] == ["memory", ("(65534, None)" if level == "strict" else "(12345, None)"), "0", "False None"]
 
 
 def test_the_filter_is_valid_for_both_machines():
@@ -711,7 +703,6 @@ def test_the_filter_is_valid_for_both_machines():
     kinds = [{}, {"landlock": 1}, {"landlock": 6, "network": False}]
     for machine, kind in itertools.product(("x86_64", "aarch64"), kinds):
         program = seccomp.program(machine, **kind)
-        assert program is not None
         steps = [program[i : i + 8] for i in range(0, len(program), 8)]
         for place, step in enumerate(steps):
             code, jt, jf = int.from_bytes(step[:2], "little"), step[2], step[3]
@@ -752,5 +743,4 @@ len(sockets)
 async def test_a_background_thread_cannot_forge_the_next_reply(level: str):
     async with af.PythonSandbox(isolation=level) as sandbox:
         assert (await sandbox.run(FORGE)).value not in (None, "0")
-        result = await sandbox.run("called.set()\nforger.join()\n'true'")
-        assert result.value == "'true'"
+        assert (await sandbox.run("called.set()\nforger.join()\n'true'")).value == "'true'"

@@ -1,13 +1,13 @@
 """FileSandbox: file operations, error messages, confinement to the folder, initial files, and its shell."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import errors
 import pytest
 from test_sandbox_python import nothing_left  # noqa: F401  (nothing_left is a fixture)
 from waiting import until
@@ -66,23 +66,19 @@ REFUSALS: list[tuple[Callable[[af.FileSandbox], Awaitable[object]], str]] = [
 async def test_refused_operations():
     async with af.FileSandbox(isolation="none", files=SEED) as sandbox:
         for call, text in REFUSALS:
-            with pytest.raises(af.ToolError) as refusal:
-                await call(sandbox)
-            assert text in str(refusal.value)
+            await errors.check(lambda: call(sandbox), af.ToolError, text)
         assert await sandbox.read("src/main.py") == CODE
 
 
 async def test_edit_and_undo(level: str):
     async with af.FileSandbox(isolation=level, files=SEED | {"dos.txt": "a\r\nb\r\n", "overlap": "aaa"}) as sandbox:
-        summary = await sandbox.edit("src/main.py", "def g():\n    return 1", "def g():\n    return 2\n")
-        assert summary.startswith(
+        assert (await sandbox.edit("src/main.py", "def g():\n    return 1", "def g():\n    return 2\n")).startswith(
             "src/main.py: replaced at line 5. It reads now:\n     3\t\n     4\t\n     5\tdef g():"
         )
         assert (await sandbox.read("src/main.py")).endswith("return 2\n\n")
         await sandbox.edit("dos.txt", "a\nb", "a\nc")
         assert (await sandbox.run("od -c dos.txt | head -1")).stdout == "0000000   a  \\r  \\n   c  \\r  \\n\n"
-        with pytest.raises(af.ToolError, match="overlaps itself"):
-            await sandbox.edit("overlap", "aa", "b")
+        await errors.check(lambda: sandbox.edit("overlap", "aa", "b"), af.ToolError, "overlaps itself")
         await sandbox.write("new.txt", "1")
         mode = (await sandbox.run("chmod 750 new.txt; stat -c %a new.txt")).stdout
         await sandbox.write("new.txt", "2")
@@ -93,15 +89,17 @@ async def test_edit_and_undo(level: str):
         assert await sandbox.undo() == "new.txt: as it was before the last change"
         assert await sandbox.undo() == "new.txt: deleted again"
         assert await sandbox.undo() == "dos.txt: as it was before the last change"
-        with pytest.raises(af.ToolError, match="nothing to undo"):
-            await sandbox.undo()
+        await errors.check(sandbox.undo, af.ToolError, "nothing to undo")
 
 
 async def test_a_read_is_never_silently_truncated():
     async with af.FileSandbox(isolation="none", max_output=1000) as sandbox:
         await sandbox.write("long.txt", "".join(f"line {i}\n" for i in range(1, 1001)))
-        with pytest.raises(af.ToolError, match="more than the maximum of 1000 per call; read a part: lines 1 to 123"):
-            await sandbox.read("long.txt")
+        await errors.check(
+            lambda: sandbox.read("long.txt"),
+            af.ToolError,
+            "more than the maximum of 1000 per call; read a part: lines 1 to 123",
+        )
         assert (await sandbox.read("long.txt", 1, 123)).endswith("line 123\n")
         text = 'é"\\\n' * 200
         await sandbox.write("odd.txt", text)
@@ -135,12 +133,10 @@ async def test_paths_outside_the_folder_are_refused(level: str, tmp_path: Path, 
             sandbox.read(path), sandbox.write(path, "x"), sandbox.edit(path, "outside", "x"), sandbox.undo(path),
             sandbox.grep("o", path),
         ):  # fmt: skip
-            with pytest.raises(af.ToolError):
-                await call
+            await errors.check(lambda: call, af.ToolError)
         if kind in ("parent", "link folder", "link of links"):
             for refused in (sandbox.read(path), sandbox.list(os.path.dirname(path))):
-                with pytest.raises(af.ToolError, match="is outside the working folder"):
-                    await refused
+                await errors.check(lambda: refused, af.ToolError, "is outside the working folder")
         assert secret.read_text() == "the host's"
         assert (await sandbox.run("cd; cat outside.txt")).stdout == "outside\n"
         if kind != "folder replaced":
@@ -177,25 +173,25 @@ async def test_devices_and_pipes_are_refused(level: str):
     async with af.FileSandbox(isolation=level) as sandbox:
         await sandbox.run("mkfifo p; ln -s /dev/zero z; ln -s loop loop; echo x > x; chmod 000 x")
         for path in ("p", "z", "loop"):
-            with pytest.raises(af.ToolError):
-                await sandbox.read(path)
+            await errors.check(lambda: sandbox.read(path), af.ToolError)
         assert await sandbox.grep("anything") == ()
-        with pytest.raises(af.ToolError, match="is not a file"):
-            await sandbox.write("p", "x")
+        await errors.check(lambda: sandbox.write("p", "x"), af.ToolError, "is not a file")
 
 
 async def test_a_full_disk_keeps_the_old_file():
     async with af.FileSandbox(disk_mb=2, files={"a": "old"}) as sandbox:
-        with pytest.raises(af.ToolError, match="cannot be written"):
-            await sandbox.write("a", "x" * 4_000_000)
+        await errors.check(lambda: sandbox.write("a", "x" * 4_000_000), af.ToolError, "cannot be written")
         assert await sandbox.read("a") == "old"
         assert await sandbox.list() == ("a",), "no half a file is left either"
 
 
 async def test_grep_has_a_time_limit(never_killed: None):
     async with af.FileSandbox(isolation="none", files={"a": "a" * 40 + "b"}) as sandbox:
-        with pytest.raises(af.ToolError, match=r"grep took more than 0\.1 s and was stopped"):
-            await sandbox._request("grep", 0.1, pattern="(a+)+$", path=".", max_matches=1)
+        await errors.check(
+            lambda: sandbox._request("grep", 0.1, pattern="(a+)+$", path=".", max_matches=1),
+            af.ToolError,
+            "grep took more than 0.1 s and was stopped",
+        )
         assert await sandbox.read("a") == "a" * 40 + "b"
 
 
@@ -235,8 +231,7 @@ async def test_files_survive_the_interpreter_only(level: str):
             if level == "none"
             else (af.errors.SandboxError, "ended from outside")
         )
-        with pytest.raises(error, match=text):
-            await sandbox.read("README.md")
+        await errors.check(lambda: sandbox.read("README.md"), error, re.compile(text))
         await sandbox.start()
         assert await sandbox.read("README.md") == "# Title\n"
 
@@ -282,8 +277,9 @@ async def test_a_fork_has_files_shell_and_nothing_in_common(level: str):
         await two.write("README.md", "other")
         assert await one.read("README.md") == "# Fork\n"
         await one.run("mkfifo pipe")
-        with pytest.raises(af.errors.SandboxError, match="'work/src/pipe' is a pipe, a socket or a device"):
-            await one.fork(two)
+        await errors.check(
+            lambda: one.fork(two), af.errors.SandboxError, "'work/src/pipe' is a pipe, a socket or a device"
+        )
         assert await two.list() == ("README.md", "data.bin", "src/", "src/main.py")
 
 

@@ -1,7 +1,5 @@
 """Any class can be a sandbox, as in docs/architecture.md, and chains that hold a sandbox can be forked."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -25,14 +23,12 @@ async def test_the_sandbox_class_of_the_documentation():
     cell: dict[str, Any] = {"af": af, "chat": chat(), "engine": af.ScriptedEngine([write("note", text="b"), "end"])}
     exec(compile(code, "cell", "exec"), cell)
     agent = cell["agent"]
-    rollout = await agent.rollout([TASK], group_size=64)
-    for trajectory in rollout.trajectories:
+    for trajectory in (await agent.rollout([TASK], group_size=64)).trajectories:
         assert [c.result.observation for c in trajectory.tool_calls] == ["1"]
     chain = agent.chain(TASK)
     chain.force(write("note", text="a"))
     await chain.act()
-    twin = await chain.fork()
-    for each in (chain, twin):
+    for each in (chain, await chain.fork()):
         each.force(write("note", text="b"))
         await each.act()
         trajectory = await each.finish()

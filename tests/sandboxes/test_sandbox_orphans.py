@@ -1,7 +1,5 @@
 """Resources of killed processes are removed by the next process, and those of living processes are kept."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -52,8 +50,7 @@ def test_the_next_start_removes_the_resources_of_a_killed_process(level: str, tm
             host.wait(GUARD)
         with contextlib.suppress(ProcessLookupError):  # its parent's death may have killed it first
             os.kill(zygote, signal.SIGKILL)
-    folders = list(tmp_path.glob(f"agentfly-sandbox-{host.pid}-*"))
-    assert len(folders) == (level in ("landlock", "none"))
+    assert len(list(tmp_path.glob(f"agentfly-sandbox-{host.pid}-*"))) == (level in ("landlock", "none"))
     assert groups(host.pid) or isolation.hierarchy() is None
     subprocess.run([sys.executable, "-c", HOST, level, "go"], check=True, stdout=subprocess.DEVNULL, env=environment)
     if isolation.hierarchy() is None and level != "strict":

@@ -1,11 +1,10 @@
 """PythonSandbox: results, limits, resets, cancellation, isolation levels, and that no resource is left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
 import os
+import re
 import select
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import warnings
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import errors
 import pytest
 import pytest_asyncio
 from levels import LANDLOCK, STRICT, few
@@ -103,14 +103,10 @@ async def test_value_output_and_error(level: str):
     async with af.PythonSandbox(isolation=level) as sandbox:
         result = await sandbox.run("print('out')\nimport sys\nprint('err', file=sys.stderr)\n6 * 7")
         assert (result.stdout, result.stderr, result.value, result.error) == ("out\n", "err\n", "42", None)
-        assert result.ok
-        assert result.text == "out\nerr\n42"
-        assert (await sandbox.run("x = 1")).value is None
-        assert (await sandbox.run("None")).value is None
-        assert (await sandbox.run("_")).value == "42"
+        assert (result.ok, result.text) == (True, "out\nerr\n42")
+        assert [(await sandbox.run(code)).value for code in ("x = 1", "None", "_")] == [None, None, "42"]
         result = await sandbox.run("def f():\n    return 1 / 0\nprint('before')\nf()")
-        assert result.stdout == "before\n"
-        assert result.error_type == "ZeroDivisionError"
+        assert (result.stdout, result.error_type) == ("before\n", "ZeroDivisionError")
         assert result.error == (
             'Traceback (most recent call last):\n  File "<cell 5>", line 4, in <module>\n    f()\n'
             '  File "<cell 5>", line 2, in f\n    return 1 / 0\n           ~~^~~\nZeroDivisionError: division by zero'
@@ -202,8 +198,7 @@ async def test_code_that_ignores_the_interrupt_is_killed(sandbox: af.PythonSandb
     call = await begun(sandbox, IGNORES_INTERRUPTS)
     time_out(sandbox)
     result = await call
-    assert (result.timed_out, result.died, result.limit) == (True, True, "time")
-    assert result.stdout == "begun\n"
+    assert (result.timed_out, result.died, result.limit, result.stdout) == (True, True, "time", "begun\n")
     assert f"killed: it ran for more than {GUARD:g} s" in (result.error or "")
     assert (await sandbox.run("x")).error_type == "NameError"
     assert (await sandbox.run("open('kept.txt').read()")).value == "'file'"
@@ -241,13 +236,10 @@ async def test_a_sandbox_killed_from_outside_raises(level: str):
     async with af.PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("x = 1")
         call = await begun(sandbox, "print('begun', flush=True)\nwhile True: pass")
-        assert sandbox.pid is not None
         os.kill(sandbox.pid, signal.SIGKILL)
-        with pytest.raises(af.errors.SandboxError, match="ended from outside, and the variables"):
-            await call
+        await errors.check(lambda: call, af.errors.SandboxError, "ended from outside, and the variables")
         assert not sandbox.alive
-        with pytest.raises(af.errors.SandboxError, match="ended from outside"):
-            await sandbox.run("x")
+        await errors.check(lambda: sandbox.run("x"), af.errors.SandboxError, "ended from outside")
         await sandbox.start()
         assert (await sandbox.run("x")).error_type == "NameError"
         await sandbox.reset()
@@ -263,8 +255,7 @@ async def test_close_during_a_call(level: str):
     await sandbox.close()
     result = await call
     assert (result.died, result.error) == (True, "the sandbox was closed")
-    with pytest.raises(af.errors.SandboxError, match="is closed"):
-        await sandbox.run("1")
+    await errors.check(lambda: sandbox.run("1"), af.errors.SandboxError, "is closed")
     assert repr(sandbox) == f"<PythonSandbox {level}, closed>"
 
 
@@ -282,7 +273,6 @@ async def test_a_memory_error_keeps_the_variables(level: str):
 @pytest.mark.skipif(isolation.hierarchy() is None, reason="no control group is writable here")
 async def test_all_processes_are_in_the_control_group(sandbox: af.PythonSandbox):
     await sandbox.run("import subprocess; subprocess.Popen(['sleep', '100'])")
-    assert sandbox._handle is not None and sandbox._handle.group is not None and sandbox.pid is not None
     everything = {sandbox.pid, *processes.descendants(sandbox.pid)}
     assert len(everything) >= 3
     assert set(sandbox._handle.group.processes()) == everything
@@ -340,8 +330,9 @@ async def test_fork_by_replay(level: str):
         assert (await parent.run("x")).value == "[1, 2]"
         await parent.run("import time\ntime.time_ns()")
         async with pool.lease() as other:
-            with pytest.raises(af.errors.SandboxError, match="cannot fork: call 5 of 5 gave a different result"):
-                await parent.fork(other)
+            await errors.check(
+                lambda: parent.fork(other), af.errors.SandboxError, "cannot fork: call 5 of 5 gave a different result"
+            )
             assert (await other.run("x")).error_type == "NameError"
 
 
@@ -359,8 +350,7 @@ async def test_preload(level: str):
         code = "import sys\n'decimal' in sys.modules, 'fractions' in sys.modules"
         assert (await sandbox.run(code)).value == "(True, False)"
     broken = af.PythonSandbox(isolation=level, preload=["no_such_module"])
-    with pytest.raises(af.errors.SandboxError, match="No module named 'no_such_module'"):
-        await broken.start()
+    await errors.check(broken.start, af.errors.SandboxError, "No module named 'no_such_module'")
     assert not broken.alive
 
 
@@ -374,8 +364,7 @@ async def test_packages(level: str):
         assert (await sandbox.run(code_in_child)).value == "0"
         if level != "none":
             place = site if level == "landlock" else commands.inside_path(site)
-            write = await sandbox.run(f"open({place!r} + '/mark', 'w')")
-            assert write.error_type in ("OSError", "PermissionError")
+            assert (await sandbox.run(f"open({place!r} + '/mark', 'w')")).error_type in ("OSError", "PermissionError")
     async with af.PythonSandbox(isolation=level, packages=False) as sandbox:
         assert (await sandbox.run(code)).value == "[False, True]"
         if level != "none":  # at "none", the code can read all files
@@ -455,7 +444,6 @@ def test_no_process_outlives_its_host_process(level: str, end: str):
         [sys.executable, "-W", "ignore", "-c", SCRIPT, level, end],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    assert process.stdout is not None and process.stdin is not None
     with process:
         roots = [int(pid) for pid in process.stdout.readline().split()]
         assert len(roots) == 2
@@ -472,8 +460,7 @@ def test_no_process_outlives_its_host_process(level: str, end: str):
 
 
 async def test_a_fork_of_the_host_process_does_not_own_its_sandboxes(sandbox: af.PythonSandbox):
-    code = "import os, signal\nopen('f', 'w').write('1')"
-    await sandbox.run(code)
+    await sandbox.run("import os, signal\nopen('f', 'w').write('1')")
     pid = os.fork()
     if pid == 0:
         sandbox.kill()  # as its finalizers would
@@ -489,8 +476,9 @@ async def test_a_fork_of_the_host_process_does_not_own_its_sandboxes(sandbox: af
 def test_levels_are_never_lowered_silently(monkeypatch: pytest.MonkeyPatch):
     async def named(level: str, why: str) -> None:
         async with af.Pool(af.PythonSandbox, isolation=level) as pool:
-            with pytest.raises(af.errors.IsolationError, match=f"isolation='{level}' is not available: {why}"):
-                await pool.acquire()
+            await errors.check(
+                pool.acquire, af.errors.IsolationError, re.compile(f"isolation='{level}' is not available: {why}")
+            )
 
     async def best(level: str) -> None:
         async with af.Pool(af.PythonSandbox) as pool, pool.lease() as sandbox:
@@ -518,8 +506,9 @@ def test_root_without_control_groups_cannot_use_strict_with_a_process_limit(monk
     monkeypatch.setattr(isolation, "strict_unavailable_reason", lambda: "")
     monkeypatch.setattr(isolation, "hierarchy", lambda: None)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with pytest.raises(af.errors.IsolationError, match="does not apply to root"):
-        isolation.resolve_level("strict", Limits())
+    errors.check(
+        lambda: isolation.resolve_level("strict", Limits()), af.errors.IsolationError, "does not apply to root"
+    )
     assert isolation.resolve_level("strict", Limits(processes=None)) == "strict"
     assert isolation.limit_mechanisms("strict", Limits(), None)["processes"] == "not limited"
 
@@ -570,7 +559,6 @@ async def test_a_late_interrupt_does_not_reach_the_next_call(how: str, never_kil
     """The zygote delivers the interrupt after the call has answered and the next one has begun."""
     async with af.PythonSandbox(isolation="none") as sandbox:
         gate = eval((await sandbox.run("import os, time\nos.mkfifo('gate')\nos.path.abspath('gate')")).value or "")
-        assert sandbox.pid is not None and sandbox._replies is not None
         answers = sandbox._replies.socket
         first = await begun(sandbox, "print('begun', flush=True)\nopen('gate').read()")
         os.kill(sandbox.pid, signal.SIGSTOP)

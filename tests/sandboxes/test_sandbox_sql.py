@@ -1,16 +1,16 @@
 """SQLSandbox: typed rows, limits, no access to other files, resets and forks."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime
 import decimal
 import itertools
+import re
 import sqlite3
 import uuid
 from contextlib import closing
 from pathlib import Path
 
+import errors
 import pytest
 from test_sandbox_python import nothing_left  # noqa: F401  (nothing_left is a fixture)
 from waiting import GUARD
@@ -109,8 +109,7 @@ async def test_memory_has_a_limit(engine: str):
                      "SELECT length(group_concat(hex(zeroblob(4000000)))) FROM c")  # fmt: skip
         else:
             query = "SELECT length(string_agg(repeat('x', 1000000) || range::VARCHAR, ',')) FROM range(2000)"
-        result = await sandbox.run(query)
-        assert not result.ok
+        assert not (await sandbox.run(query)).ok
         assert (await sandbox.run("SELECT count(*) FROM people")).rows == ((2,),)
 
 
@@ -195,19 +194,16 @@ async def test_every_chain_gets_its_own_copy(level: str, engine: str, tmp_path: 
 
 def test_duckdb_is_not_installed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sql.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(af.errors.SettingsError, match=r'pip install "agentfly_kit\[sql\]"'):
-        af.SQLSandbox(engine="duckdb")
+    errors.check(lambda: af.SQLSandbox(engine="duckdb"), af.errors.SettingsError, 'pip install "agentfly_kit[sql]"')
     af.SQLSandbox()
 
 
 async def test_a_script_that_fails_raises_settings_error():
     sandbox = af.SQLSandbox(script="CREATE TABL x")
-    with pytest.raises(af.errors.SettingsError, match='the script of this SQLSandbox failed: near "TABL"'):
-        await sandbox.start()
+    await errors.check(sandbox.start, af.errors.SettingsError, 'the script of this SQLSandbox failed: near "TABL"')
     await sandbox.close()
     pool = af.Pool(af.SQLSandbox, size=1, script="CREATE TABL x")
-    with pytest.raises(af.errors.SandboxError, match="the script of this SQLSandbox failed"):
-        await pool.acquire()
+    await errors.check(pool.acquire, af.errors.SandboxError, "the script of this SQLSandbox failed")
     await pool.close()
 
 
@@ -217,8 +213,7 @@ async def test_a_cancelled_query_is_interrupted(level: str, engine: str):
             running = asyncio.create_task(sandbox.run(ENDLESS))
             await asyncio.sleep(seconds)
             running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
+            await errors.check(lambda: running, asyncio.CancelledError)
             assert (await sandbox.run("SELECT count(*) FROM people")).rows == ((2,),)
 
 
@@ -235,16 +230,21 @@ async def test_a_fork_is_a_copy(level: str, engine: str):
         await two.run("DELETE FROM people")
         assert (await one.run("SELECT count(*) FROM people")).rows == ((3,),)
         await one.run("BEGIN")
-        with pytest.raises(af.errors.SandboxError, match="SQLSandbox cannot fork: a transaction is open"):
-            await one.fork(two)
+        await errors.check(
+            lambda: one.fork(two), af.errors.SandboxError, "SQLSandbox cannot fork: a transaction is open"
+        )
         await one.run("ROLLBACK")
         await one.run("CREATE TEMP TABLE tt (x INTEGER)")
-        with pytest.raises(af.errors.SandboxError, match="SQLSandbox cannot fork: there are temporary tables"):
-            await one.fork(two)
+        await errors.check(
+            lambda: one.fork(two), af.errors.SandboxError, "SQLSandbox cannot fork: there are temporary tables"
+        )
         assert (await two.run("SELECT count(*) FROM people")).rows == ((2,),)
     other = af.SQLSandbox(engine="duckdb" if engine == "sqlite" else "sqlite")
-    with pytest.raises(af.errors.SandboxError, match=f"a {engine} SQLSandbox can fork only .* not into {other.engine}"):
-        await one.fork(other)
+    await errors.check(
+        lambda: one.fork(other),
+        af.errors.SandboxError,
+        re.compile(f"a {engine} SQLSandbox can fork only .* not into {other.engine}"),
+    )
 
 
 async def test_the_builtin_tool():
@@ -260,8 +260,9 @@ def test_invalid_values_from_inside():
         {"$no such": 1}, {"$decimal": "x"}, {"$uuid": 3}, {"$date": "x"}, {"$": 1}, {"$bytes": 1, "$int": "2"},
         {"$bytes": "?"}, {"$timedelta": [10**30]}, {"$dict": [[{}, 1]]}, {"$set": [[]]}, {"$int": "x"},
     ):  # fmt: skip
-        with pytest.raises((TypeError, ValueError, ArithmeticError)):
-            af.SQLSandbox()._read_answer(reply | {"rows": [[value]]})
+        errors.check(
+            lambda: af.SQLSandbox()._read_answer(reply | {"rows": [[value]]}), (TypeError, ValueError, ArithmeticError)
+        )
 
 
 async def test_another_database_in_the_same_process(engine: str, tmp_path: Path):
@@ -275,8 +276,9 @@ async def test_another_database_in_the_same_process(engine: str, tmp_path: Path)
             assert not (await sandbox.run(f"SELECT * FROM {gone}")).ok
         await sandbox.renew()
         assert not (await sandbox.run("SELECT x FROM other")).ok
-        with pytest.raises(af.errors.SettingsError, match="the script of this SQLSandbox failed"):
-            await sandbox.renew("CREATE TABEL x")
+        await errors.check(
+            lambda: sandbox.renew("CREATE TABEL x"), af.errors.SettingsError, "the script of this SQLSandbox failed"
+        )
         if engine == "sqlite":
             with closing(sqlite3.connect(tmp_path / "own.db")) as own:
                 own.executescript("CREATE TABLE own (x INTEGER); INSERT INTO own VALUES (1);")
@@ -285,5 +287,4 @@ async def test_another_database_in_the_same_process(engine: str, tmp_path: Path)
         assert (await sandbox._execute("import os; os.getpid()", GUARD)).value == pid
         await sandbox.reset()  # restores the initial database
         assert (await sandbox.run("SELECT count(*) FROM people")).rows == ((2,),)
-    with pytest.raises(af.errors.SandboxError, match="closed"):
-        await sandbox.renew()
+    await errors.check(sandbox.renew, af.errors.SandboxError, "closed")

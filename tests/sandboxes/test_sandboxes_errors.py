@@ -1,7 +1,5 @@
 """Invalid settings of sandboxes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

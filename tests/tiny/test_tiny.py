@@ -186,8 +186,7 @@ def test_a_learner_imitates_conversations() -> None:
     words = ("red", "blue", "green", " red", " blue", " green", "swap", "ask", "word")
     first, second = (af.tiny.learner(words, demonstrate, tools=[ask], steps=40, batch=8) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    held = af.tiny.demonstration(first.chat, demonstrate(random.Random(99)), [ask.schema])
-    batch = af.collate(held, imitate=True)
+    batch = af.collate(af.tiny.demonstration(first.chat, demonstrate(random.Random(99)), [ask.schema]), imitate=True)
     assert float(first.score(batch, {"logprob"})["logprob"][batch.mask].mean()) > -0.7
     assert first.version == 0
 
@@ -199,9 +198,7 @@ async def test_a_policy_of_another_seed_is_as_good_as_the_shipped_one(tmp_path: 
     recipes.main(["policy", "--seed", "1", "--out", str(tmp_path / "policy")])
     policy = af.Policy.load(tmp_path / "policy")
     learner = af.envs.calculator.agent(policy)
-    before = await af.evaluate(learner, shipped.test)
-    assert 0.17 <= before.success <= 0.37
+    assert 0.17 <= (await af.evaluate(learner, shipped.test)).success <= 0.37
     async for _ in af.train(learner, policy, shipped.train, af.TrainConfig(steps=48), run=tmp_path / "run"):
         pass
-    after = await af.evaluate(learner, shipped.test)
-    assert after.success >= 0.90
+    assert (await af.evaluate(learner, shipped.test)).success >= 0.90

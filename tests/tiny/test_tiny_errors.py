@@ -1,7 +1,5 @@
 """Names and settings that the functions for tiny policies reject."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import errors

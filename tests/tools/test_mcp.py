@@ -1,7 +1,5 @@
 """Tools of a real MCP server, over stdio and over streamable HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import random
@@ -13,6 +11,7 @@ from typing import Any
 
 import agents
 import dice
+import errors
 import psutil
 import pytest
 from cancelling import tasks_left
@@ -89,18 +88,15 @@ async def test_a_server_that_hangs_or_dies() -> None:
     ],
 )
 async def test_a_server_that_does_not_start(server: str, timeout: float, message: str) -> None:
-    with pytest.raises(af.errors.SandboxError, match=message):
-        async with toolbox.mcp(server, timeout=timeout):
-            pass
+    await errors.check(toolbox.mcp(server, timeout=timeout).__aenter__, af.errors.SandboxError, message)
     await until(lambda: not tasks_left())
 
 
 async def test_the_message_of_a_server_that_fails_to_start_is_shown(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text("raise SystemExit('the index is missing')")
-    with pytest.raises(af.errors.SandboxError, match="the index is missing"):
-        async with toolbox.mcp([sys.executable, str(file)], timeout=GUARD):
-            pass
+    connection = toolbox.mcp([sys.executable, str(file)], timeout=GUARD)
+    await errors.check(connection.__aenter__, af.errors.SandboxError, "the index is missing")
 
 
 async def test_a_result_that_breaks_the_announced_schema_is_a_failure(tmp_path: Path) -> None:
@@ -179,7 +175,6 @@ async def test_calls_and_chains_cancelled_at_random_leave_no_session_process_or_
 @pytest.mark.long  # every session is a process that imports the package mcp
 async def test_cancelled_chains_with_sessions_of_their_own_leave_nothing() -> None:
     async with toolbox.mcp(SERVER, sessions=4, timeout=GUARD) as tools:
-        assert tools.pool is not None
         assert await _cancel_chains(tools, random.Random(dice.seed()), pools=[tools.pool]) < 64
         assert tools.pool.snapshot().leased == 0
         (again,) = await _agent(tools, pools=[tools.pool]).rollout(agents.tasks(1))

@@ -1,7 +1,5 @@
 """Tools written as text: parsed here, executed only in the sandbox."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random
@@ -63,8 +61,7 @@ async def test_every_tool_runs_its_own_body_also_after_the_model_redefined_it() 
 
         assert (await sandboxed(parse_source(one("return {'a': 1}"), GUARD))(sandbox)).stdout == '{"a":1}\n'
     assert first.fingerprint != second.fingerprint
-    same = made_from(one("return 1"), name="tool1")
-    assert af.ToolSet([first, second]) == af.ToolSet([same, second])
+    assert af.ToolSet([first, second]) == af.ToolSet([made_from(one("return 1"), name="tool1"), second])
 
 
 async def test_failures_of_the_function_are_observations() -> None:

@@ -16,6 +16,7 @@ import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
+import errors
 import numpy as np
 import pydantic
 import pytest
@@ -359,8 +360,7 @@ async def test_results_are_returned_unchanged_and_long_ones_are_cut() -> None:
     assert await give.try_(n=6) == af.ToolResult(True, cut, truncated=True)
     assert await give.try_(n=6, done=True) == dataclasses.replace(whole, observation=cut, truncated=True)
     assert (await give.try_(n=0)).observation == "no su\n[cut: the first 5 of 22 characters]"
-    unlimited = af.tool(max_chars=None)(give.function)
-    assert await unlimited.try_(n=0) == af.ToolResult(False, "no such city: Atlantis")
+    assert await af.tool(max_chars=None)(give.function).try_(n=0) == af.ToolResult(False, "no such city: Atlantis")
 
 
 async def test_awaitables_of_functions_and_partials_are_awaited() -> None:
@@ -421,10 +421,8 @@ async def test_other_exceptions_are_recorded_as_failures(error: BaseException, a
 
     tools = af.ToolSet([fail_async if asynchronous else fail, add])
     failed, fine = await tools.call_all([call("fail"), call("add", a=1, b=1)], context())
-    assert failed.result is not None
     assert (failed.result.ok, failed.result.observation) == (False, "fail failed.")
     failure = failed.result.error
-    assert failure is not None
     expected = RuntimeError if asynchronous and isinstance(error, StopIteration) else type(error)
     assert (failure.type, failure.where) == (expected.__name__, "tool fail")
     if expected not in (Unspeakable, RuntimeError):
@@ -447,13 +445,11 @@ async def test_keyboard_interrupt_and_cancellation_propagate() -> None:
         began.set()
         await asyncio.Event().wait()
 
-    with pytest.raises(KeyboardInterrupt):
-        await interrupted.invoke({}, context())
+    await errors.check(lambda: interrupted.invoke({}, context()), KeyboardInterrupt)
     task = asyncio.create_task(waits.invoke({}, context()))
     await began.wait()
     task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await errors.check(lambda: task, asyncio.CancelledError)
 
 
 async def test_calls_of_one_turn_run_concurrently() -> None:
@@ -465,8 +461,7 @@ async def test_calls_of_one_turn_run_concurrently() -> None:
         barrier.wait()
         return i
 
-    calls = [af.ToolCall(f"call-{i}", "meet", {"i": i}) for i in range(4)]
-    done = await af.ToolSet([meet]).call_all(calls, context())
+    done = await af.ToolSet([meet]).call_all([af.ToolCall(f"call-{i}", "meet", {"i": i}) for i in range(4)], context())
     assert [(c.id, c.result.observation) for c in done if c.result] == [(f"call-{i}", str(i)) for i in range(4)]
 
 
@@ -596,15 +591,12 @@ async def test_missing_field_is_a_failure_unless_it_has_a_default() -> None:
     assert (await with_default.invoke({}, context())).observation == "red"
     bare = af.Task("bare", TASK.messages, {"fact": 1})
     result = await lookup.invoke({"person": "Ann"}, context(bare))
-    assert result.error is not None
     words = (
         "tool lookup requires the field 'facts', which task 'bare' does not have (its fields: fact); "
         "did you mean 'fact'?; rename the parameter or give it a default"
     )
     assert result.error.message == words
-    with pytest.raises(af.errors.TaskError) as caught:
-        af.ToolSet([lookup, with_default]).check([TASK, bare])
-    assert str(caught.value) == words
+    errors.check(lambda: af.ToolSet([lookup, with_default]).check([TASK, bare]), af.errors.TaskError, words)
     af.ToolSet([lookup, with_default]).check([TASK])
 
 
@@ -643,8 +635,7 @@ async def test_try_uses_a_temporary_sandbox() -> None:
     assert (await execute.try_(code="a")).observation == "a: 2"
     assert (await execute.try_(code="a")).observation == "a: 2"
     assert [box.closed for box in FakeBox.opened] == [True, True]
-    result = await execute.invoke({"code": "a"}, context())
-    assert "Agent(pools=[af.Pool(FakeBox)])" in str(result.error)
+    assert "Agent(pools=[af.Pool(FakeBox)])" in str((await execute.invoke({"code": "a"}, context())).error)
 
 
 async def test_python_sandbox_keeps_variables_and_survives_a_cancelled_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -667,8 +658,7 @@ async def test_python_sandbox_keeps_variables_and_survives_a_cancelled_call(monk
             assert await observed("x = 6", one) == ""
             assert await observed("x * 7", one) == "42"
             assert "ZeroDivisionError" in await observed("1/0", one)
-            late = await observed("while True: pass", one, 0.5)
-            assert late == "python took longer than 0.5 s and was cancelled."
+            assert await observed("while True: pass", one, 0.5) == "python took longer than 0.5 s and was cancelled."
             assert await observed("print('here')", one) == "here"
         async with af.Context(TASK, trajectory_id="two", pools=[pool]) as two:
             assert "NameError" in await observed("x", two)
@@ -684,8 +674,7 @@ async def test_calls_that_share_a_sandbox_run_in_order() -> None:
         calls = [call("execute", code=c) for c in "abc"]
         done = await af.ToolSet([execute, add]).call_all([*calls, call("add", a=1)], here)
         assert [c.result.observation for c in done if c.result] == ["a: 2", "b: 4", "c: 6", "2"]
-        assert len(FakeBox.opened) == 1
-        assert FakeBox.opened[0].log == ["a>", "<a", "b>", "<b", "c>", "<c"]
+        assert (len(FakeBox.opened), FakeBox.opened[0].log) == (1, ["a>", "<a", "b>", "<b", "c>", "<c"])
         await here.close()
         assert pool.snapshot().leased == 0
 
@@ -734,13 +723,11 @@ async def test_rerun_raises_the_exception_of_the_tool() -> None:
     ]  # fmt: skip
     done = await af.ToolSet([execute, calculator]).call_all(calls, here)
     await here.close()
-    again = await done[0].rerun()
-    assert again.observation == "a: 2"
+    assert (await done[0].rerun()).observation == "a: 2"
     with pytest.raises(ArithmeticError, match="from inside") as caught:
         await done[1].rerun()
     assert caught.traceback[-1].name == "execute"
-    with pytest.raises(Exception, match="its tool is unknown"):
-        await done[2].rerun()
+    await errors.check(done[2].rerun, Exception, "its tool is unknown")
     assert (await done[3].rerun()).observation == "5"
     assert pool.snapshot().leased == 0
     await pool.close()
@@ -780,7 +767,6 @@ async def test_redefined_tool_is_used_by_new_sets_only() -> None:
     assert cell(CELL, names)["f"].fingerprint == old.fingerprint  # the same source gives the same fingerprint
     assert tools.redefined() == ()
     new = cell(CELL.replace("* LIMIT", "- LIMIT"), names)["f"]
-    assert new is not old
     assert tools.redefined() == ("f",)
     assert (await tools.call(call("f", x=1), context())).observation == "6"  # the old set keeps the old tool
     assert (await af.ToolSet([new]).call(call("f", x=1), context())).observation == "-1"
@@ -843,8 +829,7 @@ class Shop:
 
 
 async def test_methods_partials_and_objects_are_tools() -> None:
-    plus_five = functools.partial(add.function, b=5)
-    tools = af.ToolSet([Shop(3).price, plus_five, Shop(4)])
+    tools = af.ToolSet([Shop(3).price, functools.partial(add.function, b=5), Shop(4)])
     assert tools.names == ("price", "add", "Shop")
     assert (await tools["price"].try_(amount=2)).observation == "6"
     assert (await tools["add"].try_(a=2)).observation == "7"

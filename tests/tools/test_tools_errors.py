@@ -1,7 +1,5 @@
 """Errors of tools, sets of tools, contexts and MCP servers: definitions and arguments that are rejected."""
 
-from __future__ import annotations
-
 import threading
 import typing
 from typing import Annotated, Any

@@ -1,13 +1,13 @@
 """Checkpoints in the layout of transformers, and the policies of a run."""
 
-from __future__ import annotations
-
 import asyncio
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import errors
 import pytest
 import torch
 from test_trainer import SMALL, TASKS, learner, leave, start
@@ -37,16 +37,13 @@ def test_transformers_loads_a_checkpoint_with_the_same_logits(trained: tuple[af.
 
     run, _ = trained
     folder = run.run.checkpoint
-    assert folder is not None
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.arange(40)[None]
     with torch.no_grad():
         assert torch.equal(model(ids).logits, run.policy.model(ids).logits)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.chat_template == run.policy.chat.tokenizer.chat_template
+    assert AutoTokenizer.from_pretrained(folder).chat_template == run.policy.chat.tokenizer.chat_template
     assert model.generation_config.eos_token_id == run.policy.model.generation_config.eos_token_id
-    state = torch.load(folder / "state.pt", weights_only=True)
-    assert state["policy"] == {}, "no weight is stored twice"
+    assert torch.load(folder / "state.pt", weights_only=True)["policy"] == {}, "no weight is stored twice"
 
 
 def test_the_policy_of_each_step(trained: tuple[af.TrainRun, list[str]]) -> None:
@@ -57,15 +54,18 @@ def test_the_policy_of_each_step(trained: tuple[af.TrainRun, list[str]]) -> None
         assert policy.chat.format.name == run.policy.chat.format.name
     assert [folder.policy(step).fingerprint() for step in (1, 2, 3, 4)] == seen[1:]
     assert folder.policy(4, value_head=True).value_head is not None
-    with pytest.raises(
-        af.errors.RunError, match=r"the policy of step 9, got policies of steps 1, 2, 3, 4; see TrainConfig\(keep"
-    ):
-        folder.policy(9)
-    with pytest.raises(af.errors.RunError, match="best=True needs a run with evaluations"):
-        folder.policy(best=True)
+    errors.check(
+        lambda: folder.policy(9),
+        af.errors.RunError,
+        "the policy of step 9, got policies of steps 1, 2, 3, 4; see TrainConfig(keep",
+    )
+    errors.check(lambda: folder.policy(best=True), af.errors.RunError, "best=True needs a run with evaluations")
     assert not list((run.path / "policies").rglob("state.pt")), "no state of the optimizer"
-    with pytest.raises(af.errors.RunError, match="must contain a checkpoint, got policies of steps none"):
-        af.Run(run.path / "rollouts").policy()
+    errors.check(
+        af.Run(run.path / "rollouts").policy,
+        af.errors.RunError,
+        "must contain a checkpoint, got policies of steps none",
+    )
 
 
 async def test_the_best_policy_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +121,9 @@ async def test_an_adapter_is_saved_in_the_layout_of_peft(tmp_path: Path) -> None
     with torch.no_grad():
         assert torch.equal(adapted(ids).logits, whole.model(ids).logits)
     shutil.rmtree(base)
-    with pytest.raises(af.errors.PolicyError, match=r"cannot load a policy from .*base"):
-        af.Run(tmp_path / "run").policy()
+    errors.check(
+        af.Run(tmp_path / "run").policy, af.errors.PolicyError, re.compile(r"cannot load a policy from .*base")
+    )
 
 
 async def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
@@ -133,10 +134,11 @@ async def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> 
     deeper.save_pretrained(folder)
     (folder / "done").write_text("{}")
     policy = learner()
-    with pytest.raises(
-        af.errors.RunError, match=r"state must have the weights of this policy, whose '.*' has the shape .*delete"
-    ):
-        await start(tmp_path / "run", policy)
+    await errors.check(
+        lambda: start(tmp_path / "run", policy),
+        af.errors.RunError,
+        re.compile(r"state must have the weights of this policy, whose '.*' has the shape .*delete"),
+    )
     assert policy.fingerprint() == learner().fingerprint()
     assert (folder / "state.pt").exists()
 
@@ -146,22 +148,28 @@ async def test_damaged_files_of_a_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoint"
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:1000])
-    with pytest.raises(
-        af.errors.RunError, match=r"model\.safetensors cannot be read \(its content is damaged\); delete"
-    ):
-        await start(tmp_path / "run", learner())
-    with pytest.raises(af.errors.PolicyError, match=r"cannot load a policy from .*checkpoint."):
-        af.Policy.load(tmp_path / "run")
+    await errors.check(
+        lambda: start(tmp_path / "run", learner()),
+        af.errors.RunError,
+        "model.safetensors cannot be read (its content is damaged); delete",
+    )
+    errors.check(
+        lambda: af.Policy.load(tmp_path / "run"),
+        af.errors.PolicyError,
+        re.compile(r"cannot load a policy from .*checkpoint."),
+    )
     (folder / "model.safetensors").write_bytes(whole)
     (folder / "config.json").unlink()
-    with pytest.raises(
-        af.errors.PolicyError, match=r"must contain a config.json \(a model\) or an adapter_config.json"
-    ):
-        af.Policy.load(folder)
+    errors.check(
+        lambda: af.Policy.load(folder),
+        af.errors.PolicyError,
+        re.compile(r"must contain a config.json \(a model\) or an adapter_config.json"),
+    )
     for name in ("checkpoint", "checkpoint.before"):
         shutil.rmtree(tmp_path / "run" / name)
-    with pytest.raises(af.errors.PolicyError, match=r"got the run .* without one"):
-        af.Policy.load(tmp_path / "run")
+    errors.check(
+        lambda: af.Policy.load(tmp_path / "run"), af.errors.PolicyError, re.compile(r"got the run .* without one")
+    )
 
 
 def test_arguments_of_transformers(tmp_path: Path) -> None:
@@ -169,6 +177,5 @@ def test_arguments_of_transformers(tmp_path: Path) -> None:
     policy = af.Policy.load(folder, attn_implementation="eager", device_map="cpu")
     assert policy.model.config._attn_implementation == "eager"
     assert policy.fingerprint() == learner().fingerprint()
-    with pytest.raises(af.errors.PolicyError, match="nonsense"):
-        af.Policy.load(folder, nonsense=1)  # type: ignore[arg-type]
+    errors.check(lambda: af.Policy.load(folder, nonsense=1), af.errors.PolicyError, "nonsense")
     assert json.loads((folder / "policy.json").read_text())["format"] == policy.chat.format.name

@@ -1,7 +1,5 @@
 """On-policy distillation and estimators whose inputs `train` computes, against computations by hand."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

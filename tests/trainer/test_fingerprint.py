@@ -1,12 +1,11 @@
 """The fingerprint of a run: code of functions and classes (also after an autoreload), tasks, chat and pools."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import errors
 import numpy as np
 import pytest
 from IPython.extensions.autoreload import ModuleReloader
@@ -96,10 +96,12 @@ async def test_a_run_does_not_continue_with_another_reward(module: ModuleType, e
     edit("/ 4 + users", "/ 2 + users")
     assert agent.reward["plain"].function("1") == 0.5, "the function of the agent was patched in place"
     assert agent.reward.redefined() == ()
-    with pytest.raises(af.RunMismatch, match=r"reward\.plain\.source changed:\n.*/ 4.*\n.*/ 2"):
-        start(tmp_path / "run", policy, agent=agent)
-    with pytest.raises(af.RunMismatch, match=r"reward\.plain"):
-        await run  # the same handle
+    errors.check(
+        lambda: start(tmp_path / "run", policy, agent=agent),
+        af.RunMismatch,
+        re.compile(r"reward\.plain\.source changed:\n.*/ 4.*\n.*/ 2"),
+    )
+    await errors.check(lambda: run, af.RunMismatch, "reward.plain")  # the same handle
     edit("/ 2 + users", "/ 4 + users")
     await run
     assert len(run.records) == 4
@@ -138,8 +140,7 @@ def test_a_nested_function_that_autoreload_moved_is_found_by_its_name(module: Mo
     code = compile("def plain(final):\n    return 1", module.__file__ or "", "exec").co_consts[0]
     module.plain.__code__ = code  # line 1, where the file has something else
     assert functions.source_of(module.plain).startswith("def plain(final):\n    return digits")
-    code = code.replace(co_name="gone")
-    module.plain.__code__ = code
+    module.plain.__code__ = code.replace(co_name="gone")
     assert functions.source_of(module.plain).startswith("<no source; code ")
 
 

@@ -1,7 +1,5 @@
 """A run warns once if its mean reward stays below half of its best."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -53,9 +51,8 @@ def test_a_step_without_an_update_can_be_low_and_is_never_the_best() -> None:
 
 async def train(lr: float, run: Path, steps: int) -> Any:
     policy = agents.shipped().copy()
-    agent = agents.agent(policy)
     config = af.TrainConfig(steps=4, lr=lr, lr_end=None, max_kl=None)
-    handle = af.train(agent, policy, af.load_tasks("calculator").train, config, run=run)
+    handle = af.train(agents.agent(policy), policy, af.load_tasks("calculator").train, config, run=run)
     async for step in handle:
         if step.step == steps:
             break

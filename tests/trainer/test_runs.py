@@ -1,10 +1,9 @@
 """Comparison of several runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
+import errors
 import pytest
 
 import agentfly_kit as af
@@ -62,12 +61,12 @@ def test_runs_are_a_sequence(folder: Path) -> None:
     assert [len(run.records) for run in runs] == [2, 0, 1]
     assert runs["sweep/b"].path == runs[-1].path == folder / "sweep" / "b"
     assert repr(runs[:1]) == "Runs(a)"
-    with pytest.raises(KeyError, match="'c' must be one of the runs: a, empty, sweep/b"):
-        runs["c"]
+    errors.check(lambda: runs["c"], KeyError, "'c' must be one of the runs: a, empty, sweep/b")
     assert repr(af.runs(folder / "a")) == "Runs(a)"
     assert len(af.runs(folder / "plots")) == 0 and "no run" in af.runs(folder / "plots")._repr_html_()
-    with pytest.raises(af.errors.RunError, match="folder must be an existing folder with runs, got "):
-        af.runs(folder / "none")
+    errors.check(
+        lambda: af.runs(folder / "none"), af.errors.RunError, "folder must be an existing folder with runs, got "
+    )
 
 
 def test_curves_of_all_runs_in_one_figure(folder: Path) -> None:
@@ -83,10 +82,11 @@ def test_curves_of_all_runs_in_one_figure(folder: Path) -> None:
     panels = {trace[1][0]: t.yaxis for trace, t in zip(traces, figure.data, strict=True)}
     assert panels[0.75] == panels[0.25] != panels[0.375] == panels[0.125]
     assert len({t.line.color for t in figure.data if t.name == "a"}) == 1
-    with pytest.raises(
-        af.errors.RunError, match="names must be metrics of the runs, got 'loss'; recorded: reward, seconds, step"
-    ):
-        runs.figure("loss")
+    errors.check(
+        lambda: runs.figure("loss"),
+        af.errors.RunError,
+        "names must be metrics of the runs, got 'loss'; recorded: reward, seconds, step",
+    )
     assert not [t for t in af.runs(folder / "plots").figure().data if len(t.y)]
     assert [(t.name, list(t.x), list(t.y)) for t in runs["a"].figure().data] == [
         ("success", [1, 2], [0.75, 0.5]),

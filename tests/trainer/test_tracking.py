@@ -1,7 +1,5 @@
 """Trackers: every step once, also after a kill; a tracker that fails does not stop the run."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

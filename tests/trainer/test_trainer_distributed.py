@@ -1,13 +1,12 @@
 """Two processes train like one: same chains, records and weights."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import errors
 import pytest
 import torch
 from processes import run_two
@@ -76,8 +75,11 @@ def child(folder: Path) -> None:
         out: dict[str, Any] = {name: await trained(name, folder / name, accelerator) for name in CASES}
         out["resumed"] = await resumed(folder / "resumed", accelerator)
         policy = learner()
-        with pytest.raises(af.errors.SettingsError, match="run must be a folder that all processes can access"):
-            af.train(small(policy), policy, TASKS, CASES["grpo"], accelerator=accelerator)
+        errors.check(
+            lambda: af.train(small(policy), policy, TASKS, CASES["grpo"], accelerator=accelerator),
+            af.errors.SettingsError,
+            "run must be a folder that all processes can access",
+        )
         broken = small(policy)
         if accelerator.process_index == 1:  # all processes raise
 

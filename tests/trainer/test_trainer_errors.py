@@ -1,7 +1,5 @@
 """Settings, runs, teachers and trackers that are rejected before anything is sampled."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """overlap=1: the next chains are sampled during the update, and no task of theirs is left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import random
@@ -9,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import dice
+import errors
 import pytest
 import torch
 from test_trainer import SMALL, Whole, learner, leave, numbers, start, uninterrupted
@@ -73,8 +72,7 @@ async def test_chains_are_sampled_during_the_update(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(loop, "ppo_step_async", held)
     run = start(None, learner(), AHEAD.replace(steps=2))
-    first = await anext(aiter(run))
-    assert first.step == 1
+    assert (await anext(aiter(run))).step == 1
     assert seen[0] > 0
     monkeypatch.undo()
     await run
@@ -146,13 +144,11 @@ async def test_random_interrupts_leave_no_task_and_change_no_bit(tmp_path: Path,
     else:
         run = await start(tmp_path / "run", policy, AHEAD)
     gc.collect()  # an exception that was never retrieved would be reported here
-    assert policy.fingerprint() == whole[0], f"seed {seed}"
-    assert numbers(run) == whole[1], f"seed {seed}"
+    assert (policy.fingerprint(), numbers(run)) == whole, f"seed {seed}"
 
 
 async def test_a_failed_step_cancels_the_prefetched_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = learner()
-    run = start(tmp_path / "run", policy, AHEAD)
+    run = start(tmp_path / "run", learner(), AHEAD)
 
     async def failing(*given: Any, **options: Any) -> Any:
         await asyncio.sleep(0.05)
@@ -160,8 +156,7 @@ async def test_a_failed_step_cancels_the_prefetched_rollout(tmp_path: Path, monk
 
     await leave(run, "break", 1)
     monkeypatch.setattr(loop, "ppo_step_async", failing)
-    with pytest.raises(af.errors.TrainingError, match="step 2: the gradient is nan"):
-        await run
+    await errors.check(lambda: run, af.errors.TrainingError, "step 2: the gradient is nan")
     assert not left()
     monkeypatch.undo()
     assert [s.step async for s in run] == [2, 3, 4]
@@ -189,10 +184,9 @@ async def test_a_prefetched_rollout_that_fails_is_sampled_again(
 
 async def test_pause_and_stop_apply_to_the_prefetched_rollout(tmp_path: Path) -> None:
     run = start(tmp_path / "run", learner(), AHEAD)
-    first = await anext(aiter(run))
+    assert (await anext(aiter(run))).step == 1
     run.stop()
     assert [s async for s in run] == []
-    assert first.step == 1
     assert not left()
     again = start(tmp_path / "run", learner(), AHEAD)
     again.pause()

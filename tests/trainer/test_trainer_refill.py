@@ -1,7 +1,5 @@
 """Dynamic sampling: further tasks replace groups that a filter removed."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -29,12 +27,9 @@ async def test_tasks_are_sampled_until_enough_groups_remain() -> None:
         tasks = [g.trajectories[0].task.id for g in step.rollout.groups]
         assert len(set(tasks)) == len(tasks), "each task once per iteration"
         assert len(kept(step.rollout)) == SMALL.tasks_per_step < len(tasks)
-        groups = {t.group for t in step.rollout.trajectories}
-        seeds = {t.seed for t in step.rollout.trajectories}
-        assert len(groups) == len(tasks)
-        assert len(seeds) == len(step.rollout.trajectories), "no two chains share their seeds"
+        assert len({t.group for t in step.rollout}) == len(tasks)
+        assert len({t.seed for t in step.rollout}) == len(step.rollout), "no two chains share their seeds"
         assert step.record["dropped: unlucky"] == 4 * (len(tasks) - SMALL.tasks_per_step)
-        assert step.stats is not None
         assert step.stats.rows == 4 * SMALL.tasks_per_step
 
 
@@ -57,8 +52,7 @@ async def test_refills_depend_only_on_the_iteration(tmp_path: Path) -> None:
     async for _ in stopped:
         break
     again = await start(tmp_path / "parts", learner(), REFILL)
-    assert numbers(again) == numbers(first)
-    assert again.policy.fingerprint() == first.policy.fingerprint()
+    assert (numbers(again), again.policy.fingerprint()) == (numbers(first), first.policy.fingerprint())
 
 
 async def test_joined_rollouts_keep_the_chains_that_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

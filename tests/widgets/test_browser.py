@@ -1,7 +1,5 @@
 """Views in a real JupyterLab: rendering, clicks that reach Python, and updates while a cell awaits."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from typing import Any
@@ -136,8 +134,7 @@ CURSOR = "(i) => document.querySelector('.afk-lines .afk-cur')?.i === i"
 @browser.both
 def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
     nb = notebook(RECORDS, "ts = [trajectory(i) for i in range(3)]\nview = w.TokenView(step(ts), signal='ratio')\nview")
-    nb.run()
-    page = nb.page
+    page = nb.run()
     page.wait_for_selector(".afk-tokenview .afk-tok.afk-high")
     nb.wait_python("view.is_open", True)
     n = nb.python("len(ts[0].ids)")
@@ -196,13 +193,9 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
     cell = "() => window.jupyterapp.shell.currentWidget.content.activeCellIndex"
     active = page.evaluate(cell)
     tokens.nth(first).click()
-    for key in ("ArrowRight", "ArrowRight", "Shift+ArrowRight", "Shift+ArrowRight"):
-        page.keyboard.press(key)
+    nb.press("ArrowRight", "ArrowRight", "Shift+ArrowRight", "Shift+ArrowRight")
     nb.wait_python("[(s.start, s.stop) for s in view.selection]", [(first + 2, first + 5)])
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("d")
-    page.keyboard.press("d")
-    page.keyboard.press("Escape")
+    nb.press("ArrowDown", "d", "d", "Escape")
     nb.wait_python("bool(view.selection)", False)
     assert page.evaluate(cell) == active
     assert page.evaluate("() => window.jupyterapp.shell.currentWidget.content.widgets.length") == 2
@@ -243,8 +236,7 @@ def test_token_view_of_5000_tokens(notebook: Any) -> None:
     nb = notebook(
         RECORDS, "ts = [trajectory(i, 8, 3) for i in range(9)]\nview = w.TokenView(ts, signal='entropy')\nview"
     )
-    nb.run()
-    page = nb.page
+    page = nb.run()
     page.wait_for_selector(".afk-lines .afk-tok")
     n = nb.python("view.tokens")
     assert n > 5000
@@ -252,9 +244,7 @@ def test_token_view_of_5000_tokens(notebook: Any) -> None:
     page.locator(".afk-tokens").evaluate("(x) => x.scrollTo(0, x.scrollHeight)")
     page.wait_for_function("(n) => [...document.querySelectorAll('.afk-tok')].some((x) => x.i === n - 1)", arg=n)
     page.locator(".afk-tokens").focus()
-    page.keyboard.press("ArrowRight")
-    for key in ("PageDown", "PageDown", "PageUp", "End"):
-        page.keyboard.press(key)
+    nb.press("ArrowRight", "PageDown", "PageDown", "PageUp", "End")
     page.wait_for_function(CURSOR, arg=nb.python("len(ts[0].ids)") - 1)
     page.get_by_label("Signal", exact=True).select_option("logprob")
     nb.wait_python("view.signal", "logprob")
@@ -305,8 +295,7 @@ def test_pool_view_is_live_during_an_await(notebook: Any) -> None:
         rate = (view.updates - updates) / (asyncio.get_running_loop().time() - start)
         """,
     )
-    nb.run(wait=False)
-    page = nb.page
+    page = nb.run(wait=False)
     page.wait_for_selector(".afk-poolview .afk-tile")
     watch(nb, ".afk-poolview .afk-tiles")
     page.wait_for_selector(".afk-tile.afk-s-leased .afk-owner:has-text('chain-')")
@@ -325,8 +314,7 @@ def test_pool_view_is_live_during_an_await(notebook: Any) -> None:
     nb.wait_python("view.selection.numbers", (2,))
     tiles.nth(2).click(modifiers=["Control"])
     nb.wait_python("view.selection.to_frame()['state'].tolist()", ["idle", "idle"])
-    page.keyboard.press("End")
-    page.keyboard.press("Shift+ArrowLeft")
+    nb.press("End", "Shift+ArrowLeft")
     nb.wait_python("view.selection.numbers", (3, 4))
     browser.expect(page.locator(".afk-poolview .afk-tile[aria-selected='true']")).to_have_count(2)
     page.locator(".afk-poolview").get_by_role("button", name="As Python").click()
@@ -377,8 +365,7 @@ def test_train_view_is_live_during_an_await(notebook: Any) -> None:
             await asyncio.sleep(0.05)
         """,
     )
-    nb.run(wait=False)
-    page = nb.page
+    page = nb.run(wait=False)
     page.wait_for_selector(".afk-trainview .afk-chart")
     page.wait_for_function("() => document.querySelectorAll('.afk-trainview .afk-line').length > 5")
     watch(nb, ".afk-trainview .afk-bar")
@@ -394,9 +381,7 @@ def test_train_view_is_live_during_an_await(notebook: Any) -> None:
     page.wait_for_selector("text=step 24 of 24")
     browser.expect(page.locator(".afk-point")).to_have_count(1 + 6)  # one in the legend, and one per four steps
     page.locator(".afk-charts").focus()
-    page.keyboard.press("Home")
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("Enter")
+    nb.press("Home", "ArrowRight", "Enter")
     nb.wait_python("view.step", 2)
     shown = page.locator(".afk-now").nth(2).inner_text()
     assert shown == nb.python("w._base.number(float(view.to_frame()['approx_kl'][2]))")
@@ -446,8 +431,7 @@ def test_pool_view_by_hand_with_keys_while_a_cell_awaits(notebook: Any) -> None:
             await asyncio.sleep(0.05)
         """,
     )
-    nb.run(wait=False)
-    page = nb.page
+    page = nb.run(wait=False)
     hands = page.locator(".afk-poolview").get_by_role("group", name="By hand")
     page.locator(".afk-tile.afk-s-leased .afk-owner", has_text="calc-1/0").wait_for()
     hands.get_by_role("button", name="Take").focus()

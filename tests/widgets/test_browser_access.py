@@ -1,7 +1,5 @@
 """Accessibility of all views: axe-core in light and dark themes and two widths, and use by keyboard alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -73,9 +71,8 @@ def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
     nb = notebook(RECORDS + "\n" + TOOL, VIEWS, *CELLS.values(), size=(width, 1400))
     if width < 1000:
         nb.without_sidebar()
-    nb.run(wait=False)
+    page = nb.run(wait=False)
     nb.finish()
-    page = nb.page
     page.wait_for_function("(n) => document.querySelectorAll('.afk').length >= n", arg=len(CELLS) + 1)
     page.wait_for_selector(".afk-below .afk-stepper .afk-turn2")
     page.evaluate(AXE.read_text(encoding="utf-8"))
@@ -98,9 +95,8 @@ def test_everything_is_reached_by_tab_and_left_again(notebook: Any) -> None:
         "w.ChainStepper(agents.scripted(['42']).chain(agents.tasks()[0]))",
     )
     nb = notebook(RECORDS + "\n" + TOOL, VIEWS, *each, *chains)
-    nb.run(wait=False)
+    page = nb.run(wait=False)
     nb.finish()
-    page = nb.page
     page.wait_for_function("() => document.querySelectorAll('.afk').length >= 8")
     page.wait_for_function(SETTLED, polling=1000)
     kinds = {view.get_attribute("class").split()[1] for view in page.locator(".afk").all()}

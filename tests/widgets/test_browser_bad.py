@@ -1,8 +1,6 @@
 """Hostile input and bad timing for every view on a real page: no model output is executed and no page errors occur."""
 
 # ruff: noqa: E501  (cells of a notebook)
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -133,9 +131,8 @@ def press_everything(page: Any, root: str = ".afk") -> int:
 
 def test_what_a_model_or_a_tool_wrote_is_never_run(notebook: Any) -> None:
     nb = notebook(START, NASTY, *SHOWN, size=(1280, 1600))
-    nb.run(wait=False)
+    page = nb.run(wait=False)
     nb.finish()
-    page = nb.page
     page.wait_for_function("(n) => document.querySelectorAll('.jp-OutputArea-output .afk').length >= n", arg=len(SHOWN))
     page.wait_for_timeout(1000)
     assert page.evaluate(INSIDE) == [None, []]
@@ -188,9 +185,8 @@ def test_opened_twice_closed_amid_updates_and_after_a_restart(notebook: Any) -> 
         """,
         size=(1280, 1600),
     )
-    nb.run(wait=False)
+    page = nb.run(wait=False)
     nb.finish()
-    page = nb.page
     page.wait_for_function("() => document.querySelectorAll('.afk').length === 16")
     nb.wait_python("[len(v._pages) for v in all]", [2] * 8)
     # A selection in one output also appears in the other output of the same view.

@@ -1,7 +1,5 @@
 """ChainStepper, TrajectoryView and RolloutView in a real JupyterLab."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
@@ -47,8 +45,7 @@ def test_a_chain_is_stepped_by_mouse_and_keys_while_a_cell_awaits(notebook: Any)
         "view = w.ChainStepper(chain)\nview",
         "while view.trajectory is None:\n    await asyncio.sleep(0.05)",
     )
-    nb.run(wait=False)
-    page = nb.page
+    page = nb.run(wait=False)
     view = page.locator(".afk-stepper")
     view.locator(".afk-turn2").first.wait_for()
     # The candidates for the next token, from the engine.
@@ -117,8 +114,7 @@ def test_a_chain_is_stepped_by_mouse_and_keys_while_a_cell_awaits(notebook: Any)
     cells = "() => window.jupyterapp.shell.currentWidget.content.widgets.length"
     before = page.evaluate(cells)
     view.locator(".afk-turns").focus()
-    for key in ("d", "d", "a", "b"):
-        page.keyboard.press(key)
+    nb.press("d", "d", "a", "b")
     assert page.evaluate(cells) == before
 
 
@@ -148,8 +144,7 @@ view = w.ChainStepper(agent, task)""",
         "view",
     )
     nb.without_sidebar()
-    nb.run()
-    page = nb.page
+    page = nb.run()
     view = page.locator(".afk-stepper")
     view.locator(".afk-next").first.wait_for()
     boxes = page.evaluate(BOXES, ".afk-tools button")
@@ -240,8 +235,7 @@ view = w.ChainStepper(agent, task)""",
 @browser.both
 def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
     nb = notebook(MANY, "view = w.TrajectoryView(rollout, agent=agent)\nview")
-    page = nb.page
-    nb.run()
+    page = nb.run()
     view = page.locator(".afk-trajectoryview")
     rows = view.locator(".afk-item")
     rows.first.wait_for()
@@ -256,8 +250,7 @@ def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
     nb.wait_python("len(view.selection)", 3)
     page.keyboard.press("g")
     nb.wait_python("[t.group for t in view.selection] == [rollout.trajectories[0].group] * 3", True)
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("Shift+ArrowDown")
+    nb.press("ArrowDown", "Shift+ArrowDown")
     nb.wait_python("len(view.selection.to_frame())", 2)
     # HTML from a tool or a model is shown as text.
     view.get_by_text("<script>window.hacked").first.wait_for()
@@ -282,9 +275,7 @@ def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
 
     # Compare two rows that are not adjacent, with the keyboard only. A note is stored in the trajectory.
     rows.first.click()
-    page.keyboard.press("Space")
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("ArrowDown")
+    nb.press("Space", "ArrowDown", "ArrowDown")
     nb.wait_python("len(view.selection)", 2)
     browser.expect(view.locator(".afk-keep:not([hidden])")).to_have_count(1)
     view.locator(".afk-role-call").first.wait_for()
@@ -333,8 +324,7 @@ def test_10000_trajectories_are_smooth(notebook: Any) -> None:
           for (const task of list.getEntries()) window.longest = Math.max(window.longest, task.duration);
         }).observe({ type: "longtask" }); }"""
     )
-    nb.run()
-    page = nb.page
+    page = nb.run()
     rows = page.locator(".afk-trajectoryview .afk-item")
     rows.first.wait_for()
     assert rows.count() < 60
@@ -396,8 +386,7 @@ def test_a_rollout_is_watched_paused_and_stopped_during_one_await(notebook: Any)
         "view",
         "rollout = await run",
     )
-    nb.run(wait=False)
-    page = nb.page
+    page = nb.run(wait=False)
     view = page.locator(".afk-rolloutview")
     page.wait_for_function(f"() => ({DONE})() > 0")
     view.get_by_role("button", name="Pause").click()
@@ -444,9 +433,8 @@ def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
         size=(width, 1800),
     )
     nb.without_sidebar()
-    nb.run(wait=False)
+    page = nb.run(wait=False)
     nb.finish()
-    page = nb.page
     page.wait_for_selector(".afk-column")
     page.wait_for_selector(".afk-next")
     page.wait_for_selector(".afk-rolloutview .afk-item:is(.afk-r-done, .afk-r-succeeded)")

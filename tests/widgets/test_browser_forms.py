@@ -1,7 +1,5 @@
 """Forms in a real JupyterLab: typing, calling tools, and re-running the cell that defines a reward."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -39,8 +37,7 @@ async def weather(places: Annotated[list[Place], "where"], unit: Annotated[Liter
 @browser.both
 def test_a_tool_is_called_from_its_form_while_a_cell_awaits(notebook: Any) -> None:
     nb = notebook(TOOL, "form = w.ToolForm(weather)\nform", "gate = asyncio.Event()\nawait gate.wait()")
-    nb.run(wait=False)
-    page = nb.page
+    page = nb.run(wait=False)
     form = page.locator(".afk-toolform")
     form.wait_for()
     form.get_by_role("button", name="Add to places").click()
@@ -126,8 +123,7 @@ def test_a_reward_is_edited_and_scored_again(notebook: Any) -> None:
         "@af.reward\ndef ends(final: str | None, answer: str) -> float:\n    return float(final.endswith(answer))",
         "form = w.RewardForm(ends, rollout)\nform",
     )
-    nb.run()
-    page = nb.page
+    page = nb.run()
     form = page.locator(".afk-rewardform")
     form.locator("text=what changed (5)").wait_for(state="attached")
     browser.expect(form.locator("tbody tr td.afk-k-gained")).to_have_count(5)

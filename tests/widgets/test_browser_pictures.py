@@ -1,7 +1,5 @@
 """Pictures of views in a saved notebook, reopened without a kernel and reloaded with a kernel."""
 
-from __future__ import annotations
-
 import html
 import re
 import subprocess
@@ -141,8 +139,7 @@ def test_views_are_shown_by_their_pictures_after_the_notebook_was_closed(noteboo
     of one colour has less than one kilobyte.
     """
     nb = notebook(*CELLS)
-    nb.run()
-    page = nb.page
+    page = nb.run()
     cells = page.locator(".jp-Notebook .jp-CodeCell")
     heights: dict[str, float] = {}
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
@@ -238,8 +235,7 @@ def test_a_kernel_that_dies_during_updates_leaves_the_last_pictures(notebook: An
         "Other()",
         "lease = await pool.acquire('a chain')",
     )
-    nb.run()
-    page = nb.page
+    page = nb.run()
     page.get_by_text("This view cannot be shown here").wait_for()
     page.locator(".afk").get_by_text("1 leased").first.wait_for()
     _saved_when(nb, {"PoolView": "1 leased"})

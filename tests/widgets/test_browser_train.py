@@ -1,7 +1,5 @@
 """TrainView of a real training run: buttons while the cell awaits, opening a step, and several runs."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any
@@ -40,8 +38,7 @@ def test_a_run_is_steered_from_its_view(notebook: Any) -> None:
         "run = started('mine')\nview = w.TrainView(run, 'other')\nview",
         "await run",
     )
-    nb.run(wait=False)
-    page = nb.page
+    page = nb.run(wait=False)
     view = page.locator(".afk-trainview")
     page.wait_for_function("() => document.querySelectorAll('.afk-trainview .afk-line').length > 20")
     assert not page.evaluate("() => window.ran")
@@ -57,8 +54,7 @@ def test_a_run_is_steered_from_its_view(notebook: Any) -> None:
     page.wait_for_function("(text) => document.querySelector('.afk-chartkey').innerText !== text", arg=before)
     # Open a step of the active run and its tokens while the cell awaits.
     view.locator(".afk-charts").focus()
-    for key in ("Home", "ArrowRight", "Enter"):
-        page.keyboard.press(key)
+    nb.press("Home", "ArrowRight", "Enter")
     view.locator(".afk-listbox").wait_for()
     view.locator(".afk-listbox button").nth(1).click()
     child = view.locator(".afk-child .afk-tokenview")

@@ -1,7 +1,5 @@
 """ChainStepper without a browser: it changes the chain object of the cell, and its code reproduces the chain."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -10,6 +8,7 @@ import weakref
 from typing import Any
 
 import agents
+import errors
 import pytest
 from agentfly_kit.widgets._chain_code import code as chain_code
 from views import NASTY, check_static, click, gated, hide, press, sent, show
@@ -34,9 +33,7 @@ def same(a: af.Chain, b: af.Chain) -> None:
 
 
 async def test_clicks_move_the_chain_that_the_cell_holds() -> None:
-    agent = agents.agent(seed=3)
-    task = agents.tasks()[0]
-    chain = agent.chain(task)
+    chain = agents.agent(seed=3).chain(agents.tasks()[0])
     view = w.ChainStepper(chain)
     assert view.chain is chain
     await press(view, "sample", True)
@@ -50,15 +47,13 @@ async def test_clicks_move_the_chain_that_the_cell_holds() -> None:
     assert sent(view)["_state"]["turns"][2]["calls"][0]["result"] == "42"
     assert chain.turn.kind == "observation"
     await press(view, "edit", "99")
-    assert chain.turn.author == "person"
-    assert chain.turn.tool_calls[0].result.observation == "99"
+    assert (chain.turn.author, chain.turn.tool_calls[0].result.observation) == ("person", "99")
     await press(view, "rewind")
     assert chain.turn.kind == "forced"
     await press(view, "act")
     await press(view, "force", {"text": "42", "end": True})
     assert chain.stop == "answered"
     await press(view, "finish")
-    assert view.trajectory.reward is not None
     assert view._state["result"]["reward"] == f"{view.trajectory.reward:g}"
     assert view._state["where"] == "finished"
     assert [name for name, can in view._state["can"].items() if can] == ["rewind"]
@@ -73,16 +68,14 @@ async def test_clicks_move_the_chain_that_the_cell_holds() -> None:
 
 
 async def test_a_chain_that_has_not_ended_is_run_to_its_end_and_not_scored_as_cancelled() -> None:
-    agent = agents.played([agents.call("1+1"), agents.call("2+2"), "42"])
-    view = w.ChainStepper(agent, agents.tasks()[0])
+    view = w.ChainStepper(agents.played([agents.call("1+1"), agents.call("2+2"), "42"]), agents.tasks()[0])
     await press(view, "sample")
     assert (view._state["can"]["finish"], view._state["can"]["run"]) == (False, True)
     await press(view, "finish")
     assert "the chain has not ended; run it to its end first" in view._notice
     assert view.chain.stop is None and not view.chain.closed
     await press(view, "run")  # also runs the pending call
-    kinds = ["prompt", "action", "observation", "action", "observation", "action"]
-    assert [turn.kind for turn in view.chain.turns] == kinds
+    assert [turn.kind for turn in view.chain.turns] == ["prompt", *["action", "observation"] * 2, "action"]
     assert (view.chain.stop, view.chain.closed, view._state["can"]["run"]) == ("answered", False, False)
     await press(view, "finish")
     assert view.trajectory.stop == "answered"
@@ -173,8 +166,7 @@ async def test_samples_are_a_histogram_whose_rows_open_as_forks() -> None:
     items = view._samples["items"]
     assert [item["success"] for item in items] == [t.success for t in view.samples]
     assert all(t.stop in item["outcome"] for item, t in zip(items, view.samples, strict=True))
-    page = check_static(view)
-    assert "4 samples after turn 0 (prompt)" in page.text
+    assert "4 samples after turn 0 (prompt)" in check_static(view).text
     await press(view, "drop_samples")
     assert view._samples == {} and view.samples is None
     for n in (0, 1001):
@@ -204,8 +196,7 @@ async def test_closing_the_view_cancels_samples_and_releases_their_sandboxes() -
 
 
 async def test_the_code_shown_follows_the_chain() -> None:
-    agent = agents.agent(seed=3)
-    view = w.ChainStepper(agent, agents.tasks()[0])
+    view = w.ChainStepper(agents.agent(seed=3), agents.tasks()[0])
     show(view)
     await press(view, "code")
     assert view._code["n"] == 1
@@ -286,8 +277,7 @@ async def test_the_chain_in_sight_is_a_selection_and_opens_as_tokens() -> None:
 
 
 async def test_errors_are_on_the_page_and_kept() -> None:
-    agent = agents.scripted(["42"])
-    chain = agent.chain(agents.tasks()[0])
+    chain = agents.scripted(["42"]).chain(agents.tasks()[0])
     view = w.ChainStepper(chain)
     show(view)
     await press(view, "act")
@@ -315,8 +305,7 @@ async def test_a_click_while_something_runs_is_refused_and_a_cancel_ends_it() ->
     await until(lambda: "busy (sampling)" in view._notice)
     await press(view, "cancel")
     assert "cancelled" in view._notice
-    assert view._state["can"]["sample"] is True
-    assert len(chain.turns) == 1
+    assert (view._state["can"]["sample"], len(chain.turns)) == (True, 1)
     click(view, "sample")
     await until(lambda: chain.busy)
     view.close()  # cancels the pending operation
@@ -326,18 +315,14 @@ async def test_a_click_while_something_runs_is_refused_and_a_cancel_ends_it() ->
 @pytest.mark.parametrize("seed", range(4))
 async def test_the_code_makes_the_same_chain(seed: int) -> None:
     rng = random.Random(seed)
-    print("seed", seed)
     agent = agents.agent(seed=seed, sampling=af.Sampling(max_tokens=24, temperature=0.9), max_turns=6)
-    task = agents.tasks()[seed]
-    view = w.ChainStepper(agent, task)
+    view = w.ChainStepper(agent, agents.tasks()[seed])
     for _ in range(14):
         can = view._state["can"]
-        moves: list[tuple[str, Any]] = []
-        moves += [("sample", False), ("sample", True)] * 3 * can["sample"]
+        moves: list[tuple[str, Any]] = [("sample", False), ("sample", True)] * 3 * can["sample"]
         moves += [("act", None)] * 4 * can["act"]
         said = rng.choice(["so", agents.call("2*3"), "x <tool_call>"])
-        moves += [("force", {"text": said, "end": True})] * can["force"]
-        moves += [("force", {"text": "I think", "end": False})] * can["force"]
+        moves += [("force", {"text": said, "end": True}), ("force", {"text": "I think", "end": False})] * can["force"]
         moves += [("observe", '7 it\'s "so"')] * can["observe"]
         moves += [("rewind", None)] * can["rewind"]
         moves += [("again", None)] * 2 * can["again"]
@@ -369,10 +354,8 @@ async def test_a_trajectory_is_stepped_further_and_comes_out_the_same() -> None:
     rollout = await agent.rollout(agents.tasks(8), group_size=4)
     trajectory = next(t for t in rollout if len(t.turns) > 2)
     chain = agent.chain(trajectory)
-    assert chain.turns == trajectory.turns
-    assert chain.stop == trajectory.stop
+    assert (chain.turns, chain.stop) == (trajectory.turns, trajectory.stop)
     chain.rewind(0)
-    await chain.step()
     while chain.stop is None:
         await chain.step()
     # The continued chain uses the same seeds as the original.
@@ -389,8 +372,11 @@ async def test_a_trajectory_is_stepped_further_and_comes_out_the_same() -> None:
 async def test_a_trajectory_of_another_agent_or_a_lost_sandbox_is_refused() -> None:
     agent = agents.played(["42"])
     trajectory = (await agent.rollout(agents.tasks()[:1])).trajectories[0]
-    with pytest.raises(af.errors.SettingsError, match="must begin with the prompt of this agent"):
-        agent.replace(system="Be brief.").chain(trajectory)
+    errors.check(
+        lambda: agent.replace(system="Be brief.").chain(trajectory),
+        af.errors.SettingsError,
+        "must begin with the prompt of this agent",
+    )
 
     @af.tool
     async def look(sandbox: agents.Box) -> str:
@@ -401,8 +387,9 @@ async def test_a_trajectory_of_another_agent_or_a_lost_sandbox_is_refused() -> N
         call = agents.call(name="look").replace('"expression":"1+1"', "")
         boxed = agents.played([call, "42"], tools=[look], pools=[pool])
         trajectory = (await boxed.rollout(agents.tasks()[:1])).trajectories[0]
-        with pytest.raises(af.errors.SettingsError, match="'look' in a Box, which has been released"):
-            boxed.chain(trajectory)
+        errors.check(
+            lambda: boxed.chain(trajectory), af.errors.SettingsError, "'look' in a Box, which has been released"
+        )
 
 
 async def test_nasty_texts_arrive_as_text() -> None:
@@ -411,16 +398,14 @@ async def test_nasty_texts_arrive_as_text() -> None:
     await press(view, "sample")
     for text in NASTY:
         await press(view, "observe", text)
-        sent(view)
+        check_static(view)
         if chain.turn.kind == "observation":
-            assert "script" not in check_static(view).tags
             await press(view, "rewind")
     assert "\u202e" not in json.dumps(view._state, ensure_ascii=False)
 
 
 async def test_a_long_chain() -> None:
-    agent = agents.played([agents.call()] * 60, max_turns=100)
-    chain = agent.chain(agents.tasks()[0])
+    chain = agents.played([agents.call()] * 60, max_turns=100).chain(agents.tasks()[0])
     for _ in range(60):
         await chain.sample()
         chain.observe("x" * 4000)

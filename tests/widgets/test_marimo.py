@@ -1,7 +1,5 @@
 """Views and `await` in marimo, which shows anywidgets without a Jupyter kernel."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -10,8 +10,6 @@ GitHub does not publish the rules of its notebook renderer. The rules of html-pi
 the strictest published rules: https://github.com/gjtorikian/html-pipeline, `lib/html/pipeline/sanitization_filter.rb`.
 """  # noqa: E501
 
-from __future__ import annotations
-
 import re
 from collections.abc import Awaitable, Callable
 from html.parser import HTMLParser
@@ -109,9 +107,8 @@ async def chains() -> tuple[w.View, list[str]]:
 
 
 async def curves() -> tuple[w.View, list[str]]:
-    run = FakeRun(9)
     # Images are removed, so the text and the table must contain the curve.
-    return w.TrainView(run), [
+    return w.TrainView(FakeRun(9)), [
         "TrainView(9", "[success (share) over steps 1 to 9, last ", "| first | last |", "| reward |", "▁",
     ]  # fmt: skip
 

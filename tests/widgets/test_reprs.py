@@ -1,7 +1,5 @@
 """Notebook display of all public objects: a stable repr, and HTML in which all text is escaped."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -53,9 +51,8 @@ async def test_agents_tools_and_handles() -> None:
     assert "done" in page(run).text
     for shown in (rollout, rollout.groups[0], agent.chain(agents.tasks()[0])):
         page(shown)
-    async with af.Pool(agents.Box, size=2) as pool:
-        async with pool.lease(owner=BOLD):
-            assert "leased" in page(pool).text
+    async with af.Pool(agents.Box, size=2) as pool, pool.lease(owner=BOLD):
+        assert "leased" in page(pool).text
 
 
 async def test_a_training_run_shows_its_last_steps(tmp_path: Path) -> None:
@@ -121,9 +118,7 @@ async def test_a_diff_shows_which_chains_changed_and_where() -> None:
     diff = before.diff(after)
     assert len(diff.gained) == 1
     text = page(diff).text
-    assert tasks[0].id in text
-    assert "turn 1" in text
-    assert answers[tasks[0].id] in text
+    assert all(words in text for words in (tasks[0].id, "turn 1", answers[tasks[0].id]))
     assert tasks[1].id not in text
     assert "no chain changed its outcome" in page(before.diff(before)).text
     assert "Reward 0" in before.trajectories[0].explain()

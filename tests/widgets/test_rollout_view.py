@@ -1,7 +1,5 @@
 """RolloutView without a browser: states of the chains, update rate, and buttons."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -35,8 +33,7 @@ async def test_a_snapshot_says_what_every_chain_does() -> None:
 
     call = agents.call(name="wait").replace('"expression":"1+1"', "")
     async with af.Pool(agents.Box, size=1) as pool:
-        agent = agents.played([call, "42"], tools=[wait], pools=[pool])
-        run = agent.rollout(agents.tasks(3), max_concurrency=2)
+        run = agents.played([call, "42"], tools=[wait], pools=[pool]).rollout(agents.tasks(3), max_concurrency=2)
         before = run.snapshot()
         assert (before.state, before.seconds, before.count("queued")) == ("not started", 0.0, 3)
         view = w.RolloutView(run)
@@ -181,8 +178,7 @@ async def test_a_view_that_is_closed_in_the_middle_leaves_the_run_alone() -> Non
 async def test_a_training_run_shows_the_rollout_of_its_step(tmp_path: Any) -> None:
     policy = agents.random_policy()
     agent = agents.agent(policy, max_turns=2, sampling=af.Sampling(max_tokens=8))
-    config = af.TrainConfig(steps=1000, group_size=4)
-    run = af.train(agent, policy, agents.tasks(2), config, run=tmp_path / "run")
+    run = af.train(agent, policy, agents.tasks(2), af.TrainConfig(steps=1000, group_size=4), run=tmp_path / "run")
     view = w.RolloutView(run)
     assert repr(view) == "RolloutView(no chain yet)"
     show(view)
@@ -223,9 +219,7 @@ async def test_a_chain_that_is_over_is_opened_from_its_lane() -> None:
     assert "has not finished" in view._notice
     assert len(view.selection) == 0
     await press(view, "chain_tokens", over)
-    assert view._notice == ""
-    assert [t.id for t in view.selection] == [over]
-    assert view.opened.trajectories[0].id == over
+    assert (view._notice, view.opened.trajectories[0].id) == ("", over)
     assert list(view.selection.to_frame()["trajectory"]) == [over]
     await press(view, "chain_stepper")
     assert isinstance(view.opened, w.ChainStepper) and view.opened.chain.agent is agent
@@ -262,14 +256,12 @@ async def test_results_of_finished_chains_are_distinguished_and_failed_ones_run_
     assert view._about["rewards"] == [0.0, 1.0]
     hint = view._about["hint"]
     assert hint == "1 chain has no reward. To run their tasks again: `await agent.rollout(run.partial.failed.tasks)`"
-    page = check_static(view)
-    assert hint in page.text
-    assert "✓ 1 succeeded" in page.text and "○ 2 no success" in page.text and "✕ 1 failed" in page.text
+    text = check_static(view).text
+    assert all(words in text for words in (hint, "✓ 1 succeeded", "○ 2 no success", "✕ 1 failed"))
     assert [t.reward for t in rollout] == [1.0, 0.0, 0.4, None]
     wanted[tasks[3].id] = 1.0
     again = await eval(hint.split("`")[1].removeprefix("await "), {"agent": agent, "run": run})
     assert [(t.task.id, t.reward) for t in again] == [(tasks[3].id, 1.0)]
-    sent(view)
 
 
 async def test_an_interrupted_rollout_says_where_its_chains_are() -> None:

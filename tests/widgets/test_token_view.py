@@ -1,14 +1,14 @@
 """TokenView without a browser: its sources, signals and selection, and the static form."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import agents
+import errors
 import numpy as np
 import pytest
 from agentfly_kit.widgets._tokens import visible
@@ -36,32 +36,28 @@ def test_nothing_in_a_token_becomes_html() -> None:
     t = trajectory("<b>id</b>", token_texts=NASTY)
     for signal in ("mask", "logprob"):
         view = w.TokenView(t, signal=signal)
-        sent(view)
         page = check_static(view)
         assert not page.tags & {"script", "img"}
-        assert "<script>alert(1)</script>" in page.text
-        assert "<b>id</b>" in page.text
+        assert "<script>alert(1)</script>" in page.text and "<b>id</b>" in page.text
 
 
 def test_the_static_form_marks_mask_and_signal_in_its_text() -> None:
     """Hosts that remove inline styles show brackets and superscript digits instead of colours."""
     t = trajectory(actions=1, width=3)
-    values = (-0.5, -2.0, -0.1)
-    t = t.replace(turns=tuple(dataclasses.replace(x, logprobs=values) if x.sampled else x for x in t.turns))
-    text = check_static(w.TokenView(t)).text
-    assert text.count("⟦·w0·w1·w2⟧") == 1 and "⟦ ⟧ enclose tokens with mask 1" in text
-    text = check_static(w.TokenView(t, signal="logprob")).text
-    assert "·w0²·w1⁹·w2⁰" in text and "⁰ to ⁹ after a token: logprob from 0 nats down to −2 nats" in text
-    batch = batch_of([t])
-    text = check_static(w.TokenView(stats_of(batch), signal="ratio")).text
-    assert "·w0⁺⁹·w1⁺⁹·w2⁺⁹" in text and "⁻⁹ to ⁺⁹ after a token: ratio from 0" in text
-    text = check_static(w.TokenView(stats_of(batch), signal="clipped")).text
-    assert "·w0ꜝ·w1ꜝ·w2ꜝ" in text and "ꜝ after a token: clipped" in text
+    t = t.replace(turns=tuple(dataclasses.replace(x, logprobs=(-0.5, -2.0, -0.1)) if x.sampled else x for x in t.turns))
+    stats = stats_of(batch_of([t]))
     unknown = t.replace(turns=tuple(dataclasses.replace(x, entropies=None) if x.sampled else x for x in t.turns))
-    assert "·w0ˣ·w1ˣ·w2ˣ" in check_static(w.TokenView(unknown, signal="entropy")).text
+    for source, signal, marked, legend in (
+        (t, "mask", "⟦·w0·w1·w2⟧", "⟦ ⟧ enclose tokens with mask 1"),
+        (t, "logprob", "·w0²·w1⁹·w2⁰", "⁰ to ⁹ after a token: logprob from 0 nats down to −2 nats"),
+        (stats, "ratio", "·w0⁺⁹·w1⁺⁹·w2⁺⁹", "⁻⁹ to ⁺⁹ after a token: ratio from 0"),
+        (stats, "clipped", "·w0ꜝ·w1ꜝ·w2ꜝ", "ꜝ after a token: clipped"),
+        (unknown, "entropy", "·w0ˣ·w1ˣ·w2ˣ", "entropy"),
+    ):
+        text = check_static(w.TokenView(source, signal=signal)).text
+        assert text.count(marked) == 1 and legend in text
     # With styles, the marks ⟦ and ⟧ are hidden, and lines may break before each run of dots, which stand for spaces.
-    html = w.TokenView(t).freeze()._repr_html_()
-    assert '<span style="display:none">⟦</span><wbr>·w0<wbr>·w1' in html
+    assert '<span style="display:none">⟦</span><wbr>·w0<wbr>·w1' in w.TokenView(t).freeze()._repr_html_()
 
 
 def test_recorded_alternatives_are_sent_and_framed() -> None:
@@ -90,15 +86,15 @@ def test_recorded_alternatives_are_sent_and_framed() -> None:
 
 def test_rows_are_joined_by_trajectory_and_span_not_by_position() -> None:
     ts = [trajectory(f"t-{i}", actions=1 + i, seed=i) for i in range(3)]
-    order = [ts[2], ts[0], ts[1]]
-    view = w.TokenView(batch_of(order), compare=batch_of(ts))
+    view = w.TokenView(batch_of([ts[2], ts[0], ts[1]]), compare=batch_of(ts))
     view.select("t-0", 5, 7)
     frame = view.selection.to_frame()
-    assert list(frame["trajectory"]) == ["t-0", "t-0"]
     np.testing.assert_allclose(frame["logprob"], ts[0].logprobs[5:7])
-    assert list(frame["advantage"]) == [105.0, 106.0]  # row 1 of the source
-    assert list(frame["advantage ′"]) == [5.0, 6.0]  # row 0 of the other source
-    assert list(frame["Δ advantage"]) == [-100.0, -100.0]
+    # Row 1 of the source, and row 0 of the other source.
+    assert frame[["trajectory", "advantage", "advantage ′", "Δ advantage"]].values.tolist() == [
+        ["t-0", 105.0, 5.0, -100.0],
+        ["t-0", 106.0, 6.0, -100.0],
+    ]
 
 
 def test_a_batch_row_may_hold_a_span_of_its_trajectory() -> None:
@@ -110,11 +106,9 @@ def test_a_batch_row_may_hold_a_span_of_its_trajectory() -> None:
     view.select("t-0", 5, 6)
     frame = view.selection.to_frame()
     assert (int(frame["token"][0]), int(frame["id"][0])) == (5, int(t.ids[5]))
-    with pytest.raises(ValueError, match=r"tokens 0 to 1 of .* are not in this view"):
-        view.select("t-0", 0)
+    errors.check(lambda: view.select("t-0", 0), ValueError, re.compile(r"tokens 0 to 1 of .* are not in this view"))
     batch.ids[0, 6] = 999
-    with pytest.raises(af.errors.AlignmentError, match="not a span of its trajectory 't-0'"):
-        w.TokenView(batch)
+    errors.check(lambda: w.TokenView(batch), af.errors.AlignmentError, "not a span of its trajectory 't-0'")
 
 
 def test_stats_bring_before_after_ratio_and_clip() -> None:
@@ -127,11 +121,10 @@ def test_stats_bring_before_after_ratio_and_clip() -> None:
     columns = view._buffers["columns"]
     change = unpack(columns["prob_after"]) - unpack(columns["prob_before"])
     np.testing.assert_allclose(unpack(columns["prob_change"]), change, atol=1e-6)
-    legend = next(x for x in view._about["signals"] if x["name"] == "clipped")
-    assert legend["set"] == legend["n"] == int(sum(t.action_mask.sum() for t in ts))
-    ratio = next(x for x in view._about["signals"] if x["name"] == "ratio")
-    assert ratio["middle"] == 1.0
-    assert ratio["lo"] >= 0, "a ratio is never below 0"
+    legends = {x["name"]: x for x in view._about["signals"]}
+    assert legends["clipped"]["set"] == legends["clipped"]["n"] == int(sum(t.action_mask.sum() for t in ts))
+    assert legends["ratio"]["middle"] == 1.0
+    assert legends["ratio"]["lo"] >= 0, "a ratio is never below 0"
     check_static(view)
 
 
@@ -150,8 +143,7 @@ def test_compare_says_what_it_could_not_join_and_where_chains_part() -> None:
     changed = dataclasses.replace(a, turns=(*a.turns[:-1], dataclasses.replace(a.turns[-1], ids=(1, 2))))
     view = w.TokenView([a, b], compare=[changed, c])
     notes = " / ".join(view._about["notes"])
-    assert "not in compare: b" in notes
-    assert "only in compare, not shown: c" in notes
+    assert "not in compare: b" in notes and "only in compare, not shown: c" in notes
     assert "2 tokens of the same trajectory differ" in notes
     turns = (*a.turns[:3], dataclasses.replace(a.turns[3], ids=(7,) * len(a.turns[3].ids or ())), *a.turns[4:])
     view = w.TokenView(a, compare=dataclasses.replace(a, id="b", turns=turns))
@@ -174,11 +166,8 @@ def test_odd_trajectories_are_shown() -> None:
     empty = dataclasses.replace(trajectory("empty"), turns=())
     unscored = dataclasses.replace(trajectory("unscored"), reward=None)
     view = w.TokenView([text_only, one, empty, unscored], signal="logprob")
-    sent(view)
-    page = check_static(view)
-    assert "text only" in page.text
-    assert "unscored" in page.text
-    assert "[1]" in page.text
+    text = check_static(view).text
+    assert all(words in text for words in ("text only", "unscored", "[1]"))
 
 
 def test_signals_are_checked() -> None:
@@ -197,11 +186,10 @@ def test_all_missing_and_infinite_numbers() -> None:
     batch.advantages[:] = math.nan
     batch.token_rewards[batch.mask] = math.inf
     view = w.TokenView(batch, signal="reward")
-    missing = next(x for x in view._about["signals"] if x["name"] == "advantage")
-    assert (missing["n"], missing["missing"]) == (0, int(t.action_mask.sum())), "shown, as missing"
-    legend = next(x for x in view._about["signals"] if x["name"] == "reward")
-    assert legend["infinite"] == legend["n"] == int(t.action_mask.sum())
-    sent(view)
+    legends = {x["name"]: x for x in view._about["signals"]}
+    n = int(t.action_mask.sum())
+    assert (legends["advantage"]["n"], legends["advantage"]["missing"]) == (0, n), "shown, as missing"
+    assert (legends["reward"]["n"], legends["reward"]["infinite"]) == (n, n)
     check_static(view)
 
 
@@ -251,8 +239,7 @@ def test_the_kl_to_a_reference_comes_from_the_step_or_from_its_logprobs() -> Non
     t = trajectory()
     batch = batch_of([t])
     batch.ref_logprobs = batch.logprobs - 0.5
-    view = w.TokenView(batch, signal="kl")
-    values = unpack(view._buffers["columns"]["kl_reference"])
+    values = unpack(w.TokenView(batch, signal="kl")._buffers["columns"]["kl_reference"])
     np.testing.assert_allclose(values[t.action_mask], math.exp(-0.5) - 1 + 0.5, rtol=1e-5)
     assert np.isnan(values[~t.action_mask]).all()
     stats = stats_of(batch)
@@ -264,7 +251,6 @@ def test_the_kl_to_a_reference_comes_from_the_step_or_from_its_logprobs() -> Non
 def test_5000_tokens_stay_small() -> None:
     rows = [trajectory(f"t-{i}", actions=12, width=20, seed=i) for i in range(18)]
     view = w.TokenView(batch_of(rows), signal="logprob")
-    page = check_static(view)
     assert view.tokens > 5000
-    assert "Left out of this static form:" in page.text
+    assert "Left out of this static form:" in check_static(view).text
     assert len(json.dumps(view._about)) < 60_000  # grows with turns and distinct pieces, not with tokens

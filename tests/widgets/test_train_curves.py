@@ -1,7 +1,5 @@
 """TrainView without a browser: curves of runs and folders, and buttons."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -9,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import agents
+import errors
 import numpy as np
 import pytest
 from agentfly_kit.widgets._curves import intervals
@@ -36,7 +35,6 @@ def test_train_view_follows_a_run() -> None:
     columns = view._buffers["runs"][0]["columns"]
     np.testing.assert_allclose(unpack(columns["success"]), np.float32([0.05, 0.1, 0.15, 0.2, 0.25]))
     assert np.isnan(unpack(columns["entropy"])).all()
-    sent(view)
     page = check_static(view)
     assert len(page.images) == 5
     assert "not recorded: clip fraction, entropy, loss, tokens, turns" in page.text
@@ -61,8 +59,7 @@ def test_train_view_of_a_folder(tmp_path: Path) -> None:
     show(view)
     assert view.steps == (1, 2, 3, 4, 5)
     (tmp_path / "steps.jsonl").write_text("\n".join([lines[0], "broken", lines[1]]))
-    with pytest.raises(ValueError, match="line 2"):
-        w.TrainView(tmp_path)
+    errors.check(lambda: w.TrainView(tmp_path), ValueError, "line 2")
 
 
 def test_train_view_with_odd_numbers() -> None:
@@ -70,7 +67,6 @@ def test_train_view_with_odd_numbers() -> None:
     run.step(grad_norm=math.inf, success=math.nan, loss=-1.0)
     run.step(grad_norm=math.nan)
     view = w.TrainView(run)
-    sent(view)
     panel = next(p for p in view._about["panels"] if p["label"] == "grad norm")
     assert (panel["odd"], panel["n"]) == (1, 3)
     assert math.isfinite(panel["lo"]) and math.isfinite(panel["hi"])
@@ -92,7 +88,6 @@ def test_metrics_of_rewards_are_charted_and_the_others_listed() -> None:
     columns = view._buffers["runs"][0]["columns"]
     np.testing.assert_array_equal(unpack(columns["metric_exact"]), np.float32([math.nan, 0, 0.25, 0.5]))
     assert "metric_m7" not in columns and view.to_frame()["metric_m7"][4] == 0.5
-    sent(view)
     page = check_static(view)
     assert "exact" in page.text and "m7" in page.text
     both = w.TrainView(run, FakeRun(2), panels=["metric_m7"], names=["a", "b"])
@@ -118,8 +113,7 @@ def test_the_axis_of_a_chart(key: str, values: list[float], axis: tuple[float, f
     run = FakeRun()
     for value in values:
         run.step(**{key: value})
-    view = w.TrainView(run)
-    panel = next(p for p in view._about["panels"] if [line["key"] for line in p["lines"]] == [key])
+    panel = next(p for p in w.TrainView(run)._about["panels"] if [line["key"] for line in p["lines"]] == [key])
     assert (panel["lo"], panel["hi"]) == pytest.approx(axis, abs=1e-4)
     assert panel["lo"] <= min(values) and panel["hi"] >= max(values)
 
@@ -143,12 +137,10 @@ def test_several_runs_share_their_charts(tmp_path: Path) -> None:
     assert frame.loc[("<b>saved</b>", 4), "success_low"] == pytest.approx(0.3808, abs=1e-3)  # Wilson, 32 of 64
     panel = {p["lines"][0]["key"]: p for p in view._about["panels"]}
     assert panel["reward"]["hi"] >= 1.2  # all runs share the range
-    assert "seconds_update" in panel
-    assert "kl_reference" not in panel
+    assert "seconds_update" in panel and "kl_reference" not in panel
     short.step()
     asyncio.run(until(lambda: len(view.to_frame().loc["short"]) == 4))
     view.step = 11  # a step of only one run
-    sent(view)
     assert "<b>saved</b>" in check_static(view).text
     view.close()
     assert long.listeners == short.listeners == []
@@ -201,9 +193,8 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
     assert cell["chain"].turns == cell["trajectory"].turns
     shown = view.opened
     await ask(view, "open", {"step": 99, "run": 0})
-    assert len(view.selection) == 0
+    assert len(view.selection) == 0 and view.rollout is None
     assert "not one of" in view._list["note"]
-    assert view.rollout is None
     assert shown.comm is None  # closed together with the list
     view.refresh()
     low, high = view.to_frame().loc[1, ["success_low", "success_high"]]

@@ -1,7 +1,5 @@
 """TrainView without a browser: states of a run, and the choice of panels."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import gc
@@ -12,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import agents
+import errors
 import numpy as np
 import pytest
 from agentfly_kit.widgets._panels import FIELDS
-from views import FakeRun, check_static, sent, unpack
+from views import FakeRun, check_static, unpack
 from waiting import GUARD, until
 
 import agentfly_kit as af
@@ -43,7 +42,6 @@ def shown(view: Any) -> tuple[str, str]:
     about = view._about["runs"][0]
     page = check_static(view)
     assert about["word"] in page.text and about["detail"] in page.text
-    sent(view)
     return about["word"], about["detail"]
 
 
@@ -52,10 +50,9 @@ def shown(view: Any) -> tuple[str, str]:
 
 async def test_the_first_serious_finding_is_shown(tmp_path: Path) -> None:
     policy = agents.fresh()
-    tasks = agents.tasks(4)
     config = af.TrainConfig(steps=1, tasks_per_step=2, group_size=4)
     agent = agents.agent(policy).replace(reward=half)
-    run = af.train(agent, policy, tasks, config, run=tmp_path / "constant")
+    run = af.train(agent, policy, agents.tasks(4), config, run=tmp_path / "constant")
     view = w.TrainView(run)
     assert view._about["runs"][0]["finding"] == ""
     await run
@@ -175,8 +172,7 @@ async def test_an_interrupted_run_without_a_folder_or_a_step() -> None:
     while run.rollout is None:
         await asyncio.sleep(0)
     going.cancel()
-    with pytest.raises(asyncio.CancelledError, match=r"after step 0 of 4: no step is kept\. To continue, await"):
-        await going
+    await errors.check(lambda: going, asyncio.CancelledError, "after step 0 of 4: no step is kept. To continue, await")
     assert "no step is kept" in run.describe_kept()
     async with asyncio.timeout(GUARD):  # only an exception of type CancelledError itself becomes a TimeoutError
         with pytest.raises(TimeoutError):
@@ -195,8 +191,7 @@ async def test_a_failed_run_shows_the_first_line_of_its_error(tmp_path: Path, mo
         if step.step == 2:
             monkeypatch.setattr(run, "_persist", broken)
             break
-    with pytest.raises(OSError, match="No space left"):
-        await run
+    await errors.check(lambda: run, OSError, "No space left")
     await until(lambda: shown(view)[0] == "failed after step 2: OSError: No space left")
     assert "Steps 1 to 2" in shown(view)[1]
     assert isinstance(run.error, OSError)
@@ -215,8 +210,8 @@ def lines(view: Any) -> list[list[str]]:
 async def test_every_field_of_a_run_has_a_name_and_metrics_are_drawn_with_their_evaluation(tmp_path: Path) -> None:
     run = started(tmp_path / "run", steps=2, evaluate_every=1)
     await run
-    fields = {key for record in run.records for key in record} - {"step"}
-    assert {key for key in fields if not key.startswith(("metric_", "eval_metric_", "dropped: "))} <= set(FIELDS)
+    others = ("metric_", "eval_metric_", "dropped: ")
+    assert {key for record in run.records for key in record if not key.startswith(others)} <= {"step", *FIELDS}
     tokens = next(panel for panel in w.TrainView(run)._about["panels"] if panel["label"] == "tokens")
     assert tokens["unit"] == "per chain"  # as in `Rollout.summary`, from which the value is recorded
 
@@ -228,9 +223,7 @@ async def test_every_field_of_a_run_has_a_name_and_metrics_are_drawn_with_their_
     columns = view._buffers["runs"][0]["columns"]
     np.testing.assert_array_equal(unpack(columns["eval_metric_exact"]), np.float32([math.nan, math.nan, 0.5]))
     page = check_static(view)
-    assert "exact (evaluation)" in page.text
-    assert "Circles are evaluations" in page.text
-    sent(view)
+    assert "exact (evaluation)" in page.text and "Circles are evaluations" in page.text
 
 
 def test_panels_of_names_lists_and_functions() -> None:
@@ -255,9 +248,7 @@ def test_panels_of_names_lists_and_functions() -> None:
     view.refresh()
     assert unpack(view._buffers["runs"][0]["columns"][key])[4] == 40
     assert view._about["panels"][4]["n"] == 1
-    sent(view)
-    page = check_static(view)
-    assert "tokens per second" in page.text
+    assert "tokens per second" in check_static(view).text
     smooth = w.TrainView(run, FakeRun(5), panels=[lambda records: records[["reward", "success"]].rolling(2).mean()])
     assert [line["label"] for line in smooth._about["panels"][0]["lines"]] == ["reward", "success"]
     assert smooth._about["panels"][0]["label"] == "panel 1"
@@ -272,15 +263,13 @@ def test_a_function_that_fails_later_leaves_the_other_charts() -> None:
     assert view._about["panels"][0]["n"] == 1
     assert view._about["panels"][1]["error"] == "KeyError: 'tokenz'"
     assert "panel 2: KeyError: 'tokenz'" in check_static(view).text
-    sent(view)
 
 
 # --- the static form -----------------------------------------------------------------------------------
 
 
 def drawings(view: Any) -> list[str]:
-    page = view._static()
-    return [base64.b64decode(x).decode() for x in re.findall(r"base64,([A-Za-z0-9+/=]+)", page)]
+    return [base64.b64decode(x).decode() for x in re.findall(r"base64,([A-Za-z0-9+/=]+)", view._static())]
 
 
 @pytest.mark.parametrize("value", [1e-7, -0.000123, 123456.0, -98765.4, 0.3333, 1e12])

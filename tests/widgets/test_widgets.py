@@ -1,7 +1,5 @@
 """Tests of all views: messages of a page, the rate of updates, pictures, and saved notebooks."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import gc
@@ -19,6 +17,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import agents
+import errors
 import pytest
 from agentfly_kit.widgets._base import Throttle, number
 from agentfly_kit.widgets._saved import WIDGET_MIME, is_headless
@@ -89,8 +88,7 @@ def test_a_view_keeps_no_record_alive() -> None:
     del t
     gc.collect()
     assert gone() is None
-    assert view.record is None
-    assert view.trajectories == ()
+    assert (view.record, view.trajectories) == (None, ())
     assert "w0" in view.freeze()._repr_html_()
     view.select("t-0", 6, 8)
     assert len(view.selection.to_frame()) == 2
@@ -301,8 +299,7 @@ def test_a_saved_notebook_keeps_its_pictures_alone(tmp_path: Path, monkeypatch: 
     assert refused.value.__notes__ == [f"{file} is unchanged; copy it to a folder in which you can write"]
     assert file.read_bytes() == before
     file.write_text("{}")
-    with pytest.raises(Exception, match="Notebook"):
-        w.freeze(file)
+    errors.check(lambda: w.freeze(file), Exception, "Notebook")
     assert [path.name for path in tmp_path.glob("*.part")] == []
 
 

@@ -1,7 +1,5 @@
 """Arguments and selections that the views reject."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
