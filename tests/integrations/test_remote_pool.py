@@ -477,6 +477,7 @@ async def test_what_a_client_never_heard_of_goes_back(pool: af.Pool[Notes]):
         async def post(path: str, **body: Any) -> Any:
             return (await http.post(f"{server.url}/v2/{path}", json={"client": "c", **body}, headers=headers)).json()
 
+        await asyncio.sleep(0)  # until the server has read the interval at which it looks
         for _ in range(2):
             server.heartbeat = GUARD
             told = await post("acquire", request="r", wait=1)
