@@ -54,9 +54,9 @@ def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 # Files whose real tests take minutes. Workers run these files first, so that no long one is left at the end.
 LONGEST = (
-    "test_notebooks", "test_engine_vllm", "test_trl", "test_browser_pictures", "test_gallery", "test_trainer_failures",
-    "test_tiny_policies", "test_packaging", "test_browser_access", "test_browser_bad", "test_quickstart_browser",
-    "test_annotations",
+    "test_sandbox_container", "test_notebooks", "test_engine_vllm", "test_trl", "test_browser_pictures", "test_gallery",
+    "test_trainer_failures", "test_tiny_policies", "test_packaging", "test_browser_access", "test_browser_bad",
+    "test_quickstart_browser", "test_annotations",
 )  # fmt: skip
 
 

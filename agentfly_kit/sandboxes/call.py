@@ -123,6 +123,7 @@ class Call(Watch):
         self.printed = (bytearray(), bytearray())
         self.discarded = 0
         self.truncated = self.timed_out = False
+        self.violated = False  # the interpreter has sent something other than replies, or closed its socket
         self.limit: Limit | None = None
         self.status: int | None = None
         self.began = time.perf_counter()
@@ -160,8 +161,22 @@ class Call(Watch):
         except (EOFError, ValueError):
             # The interpreter died (its parent, the zygote, reports it), closed the socket, or violated the protocol.
             self.remove(self.replies.socket.fileno())
+            if not self.replies.ended:
+                # A container's zygote reports the exit behind everything that the interpreter has sent.
+                self.on_readable(self.replies.socket.fileno(), self.discard_replies)
+            self.violated = True
             if not self.done.done():
                 self.kill()
+
+    def discard_replies(self) -> None:
+        try:
+            if self.replies.socket.recv(_CHUNK):
+                return
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            pass
+        self.remove(self.replies.socket.fileno())
 
     def read_control(self) -> None:
         try:
@@ -169,7 +184,7 @@ class Call(Watch):
                 if message.get("op") == "exit" and message.get("serial") == self.sandbox._serial:
                     self.status = int(message["status"])
                     self.sandbox._interpreter_ended(self.status)
-                    if not self.done.done() and self.replies.socket.fileno() in self._files:
+                    if not self.done.done() and not self.violated and self.replies.socket.fileno() in self._files:
                         self.read_reply()  # the interpreter may have sent a valid reply before it exited
                     self.finish(None)
         except EOFError:

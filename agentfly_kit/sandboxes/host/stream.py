@@ -79,19 +79,24 @@ class Stream:
     def _relay(self) -> None:
         over = False
         while not over or self._outgoing:
-            poll = select.poll()
-            poll.register(self.control, select.POLLIN)
+            events = {self.control.fileno(): select.POLLIN}
             blocked = self._blocked()
-            if blocked is not None:
-                poll.register(blocked, select.POLLOUT)
-            elif not over:
-                poll.register(self.connection, select.POLLIN)
+            if blocked is None and not over:
+                events[self.connection.fileno()] = select.POLLIN
             if self._data is not None and not over:
-                poll.register(self._data, select.POLLIN)
+                events[self._data.fileno()] = select.POLLIN
+            if blocked is not None:
+                events[blocked] = events.get(blocked, 0) | select.POLLOUT
+            poll = select.poll()
+            for (
+                file,
+                wanted,
+            ) in events.items():  # once for each file: a second call would replace the events of the first
+                poll.register(file, wanted)
             ready = dict(poll.poll(_DRAIN_SECONDS * 1e3 if over else None))
             if over and not ready:
                 return
-            if self.control.fileno() in ready and not self._command():
+            if ready.get(self.control.fileno(), 0) & ~select.POLLOUT and not self._command():
                 return
             if self._data is not None and self._data.fileno() in ready and not over:
                 self._forward()
