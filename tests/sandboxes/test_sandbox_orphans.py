@@ -132,7 +132,7 @@ def test_orphaned_groups_are_removed_with_their_processes():
         for tag in [*gone.values(), *alive.values()]:
             sleepers[tag] = subprocess.Popen(["sleep", "1000"])
             for root in hierarchy.roots.values():
-                folder = root / f"agentfly-{tag}-7"
+                folder = root / f"agentfly-{tag}-700000"  # no sandbox of this process has this number
                 folder.mkdir()
                 made.append(folder)
                 (folder / "cgroup.procs").write_text(str(sleepers[tag].pid))
