@@ -88,10 +88,8 @@ class Stream:
             if blocked is not None:
                 events[blocked] = events.get(blocked, 0) | select.POLLOUT
             poll = select.poll()
-            for (
-                file,
-                wanted,
-            ) in events.items():  # once for each file: a second call would replace the events of the first
+            # Once for each file: a second registration would replace the events of the first.
+            for file, wanted in events.items():
                 poll.register(file, wanted)
             ready = dict(poll.poll(_DRAIN_SECONDS * 1e3 if over else None))
             if over and not ready:
