@@ -87,6 +87,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 async def _warm_up() -> None:
     """Run the probe and the executor once, because the process keeps the files that they open."""
     isolation.hierarchy()
+    isolation.best()
     await asyncio.to_thread(int)
 
 

@@ -7,6 +7,7 @@ import functools
 import marshal
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -19,6 +20,7 @@ INSIDE = Path(__file__).parent.parent / "inside"
 ZYGOTE_FILES = ("kernel", "processes", "interpreter", "zygote")  # each file comes after those that it imports
 STRICT_HOME = "/tmp"
 STRICT_SHM_MB = 16
+STRICT_UID = 65534  # user and group
 _PACKAGE_PATHS = ("purelib", "platlib")
 _SYSTEM_FILES = ["/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
 _NETWORK_FILES = ["/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates"]
@@ -170,17 +172,75 @@ def landlock_rules(home: str, limits: Limits, packages: bool = True) -> dict[str
     return {"abi": min(7, landlock_version()), "network": limits.network, "paths": paths}
 
 
+# Unshares the user namespace, waits until its uids are mapped, and allows no further user namespace inside.
+_UNSHARE = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.unshare(0x10000000): sys.exit(f"unshare: errno {ctypes.get_errno()}")
+print(flush=True)
+input()
+with open("/proc/sys/user/max_user_namespaces", "w") as file: file.write("0")
+print(flush=True)
+input()
+"""
+
+
+@functools.cache
+def unprivileged_namespace() -> int | None:
+    """Return a descriptor of a user namespace for strict sandboxes if this process is root; otherwise None.
+
+    In the namespace that bwrap creates, the only user is the one who starts it. For root, that user owns the files of
+    /proc/sys and the devices of /dev, which code inside could therefore change. In this namespace, `STRICT_UID` is the
+    host's unprivileged user of that number. None also if root may not map this user, as in some containers.
+    """
+    if os.geteuid() != 0:
+        return None
+    with subprocess.Popen(
+        [host_python(), "-I", "-S", "-c", _UNSHARE], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as holder:  # fmt: skip
+        assert holder.stdin is not None and holder.stdout is not None
+        try:
+            if not holder.stdout.readline():
+                return None
+            for name in ("uid_map", "gid_map"):
+                # Mapping needs the file to be written at once.
+                with open(f"/proc/{holder.pid}/{name}", "wb", buffering=0) as file:
+                    file.write(f"0 0 1\n{STRICT_UID} {STRICT_UID} 1\n".encode())
+            holder.stdin.write(b"\n")
+            holder.stdin.flush()
+            if not holder.stdout.readline():
+                return None
+            return os.open(f"/proc/{holder.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        finally:
+            holder.kill()
+
+
 def strict_command(
     limits: Limits, seccomp_fd: int, program: str = "bwrap", packages: bool = True
-) -> tuple[list[str], dict[str, str]]:
-    """Return the bwrap command line, up to the program to run, and the environment in which to start bwrap.
+) -> tuple[list[str], dict[str, str], list[int]]:
+    """Return the bwrap command line, up to the program to run, its environment, and the descriptors to pass to it.
 
     The environment is minimal, because code in the sandbox can read it. Later mounts of the command hide earlier ones.
+    If there is an `unprivileged_namespace`, the program starts as its uid 0, with the capabilities that it needs to
+    become `STRICT_UID`.
     """
-    command = [shutil.which(program) or program, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
+    command, passed = [shutil.which(program) or program], [seccomp_fd]
+    namespace = unprivileged_namespace()
+    if namespace is None:
+        command += ["--unshare-all", "--unshare-user", "--uid", str(STRICT_UID), "--gid", str(STRICT_UID)]
+        command += ["--disable-userns", "--cap-drop", "ALL"]
+    else:
+        passed.append(namespace)
+        command += ["--userns", str(namespace), "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+        command += ["--unshare-cgroup-try", "--cap-drop", "ALL"]
+        for capability in ("CAP_CHOWN", "CAP_SETUID", "CAP_SETGID"):
+            command += ["--cap-add", capability]
     if limits.network:
         command += ["--share-net"]
-    command += ["--cap-drop", "ALL", "--clearenv"]
+    command += ["--clearenv"]
     for name, value in environment(STRICT_HOME).items():
         command += ["--setenv", name, value]
     command += ["--new-session", "--die-with-parent", "--as-pid-1", "--hostname", "sandbox"]
@@ -201,12 +261,21 @@ def strict_command(
         command += ["--size", str(limits.disk_mb * 2**20)]
     command += ["--tmpfs", STRICT_HOME]
     for folder in python_folders(packages):
+        for parent in reversed(Path(inside_path(folder)).parents[:-1]):
+            command += ["--perms", "0755", "--dir", str(parent)]  # bwrap would create them for uid 0 only
         command += ["--ro-bind", folder, inside_path(folder)]
     if not packages:
         for folder in _visible_packages():
             command += ["--size", "4096", "--perms", "0555", "--tmpfs", folder, "--remount-ro", folder]
-    command += ["--disable-userns", "--chdir", STRICT_HOME, "--remount-ro", "/", "--seccomp", str(seccomp_fd), "--"]
-    return command, {"PATH": "/usr/bin:/bin"}
+    command += ["--chdir", STRICT_HOME, "--remount-ro", "/", "--seccomp", str(seccomp_fd), "--"]
+    return command, {"PATH": "/usr/bin:/bin"}, passed
+
+
+def strict_settings() -> dict[str, object]:
+    """Return the settings of the zygote of a strict sandbox: the folders to empty, and the user to become, if any."""
+    namespace = unprivileged_namespace()
+    user = None if namespace is None else {"uid": STRICT_UID, "namespace": namespace}
+    return {"wipe": [STRICT_HOME, "/dev/shm"], "user": user}
 
 
 def shm_bytes(limits: Limits) -> int:

@@ -56,6 +56,7 @@ _DESCRIPTIONS = {
 }
 INSTALL_BUBBLEWRAP = "`apt-get install bubblewrap`, or without root `conda install conda-forge::bubblewrap`"
 _PROBE_SECONDS = 10.0
+_OF_THE_MACHINE = ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/swappiness", "/proc/cpuinfo", "/dev/null")
 
 
 @dataclass(frozen=True, repr=False)
@@ -271,12 +272,20 @@ def _probe_strict(program: str) -> str:
     calls = seccomp.program()
     if calls is None:
         return f"no system-call filter has been written for {platform.machine()}"
-    with commands.anonymous_file(calls) as file:
-        command, environment = commands.strict_command(Limits(), file.fileno(), program)
-        command += [commands.host_python(), "-s", "-S", "-c", "print(6 * 7)"]
-        failure = _probe(command, environment, (file.fileno(),))
+    settings = commands.strict_settings() | {
+        "visible": [os.__file__, *map(commands.inside_path, commands.python_folders())],
+        "unchangeable": _OF_THE_MACHINE,
+    }
+    with commands.anonymous_file(calls) as file, commands.program_file() as zygote:
+        command, environment, passed = commands.strict_command(Limits(), file.fileno(), program)
+        command += commands.run_zygote(zygote.fileno(), "probe", json.dumps(settings))
+        failure = _probe(command, environment, (*passed, zygote.fileno()))
     if not failure:
         return ""
+    if failure.endswith("can be read by root only"):
+        return f"code inside runs as an unprivileged user, but {failure}; `chmod -R o+rX` it"
+    if failure.startswith("code inside could change"):
+        return f"{failure}, because this process is root and may not run code as another user; run as another user"
     if "unknown option" in failure.lower():
         return f"bubblewrap is too old, 0.8 or newer is needed: {failure}"
     if "uid map" in failure or "namespace" in failure.lower() or "not permitted" in failure.lower():

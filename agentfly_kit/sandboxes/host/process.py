@@ -156,6 +156,7 @@ def settings_line(limits: Limits, preload: Sequence[str], max_output: int, **mor
     settings: dict[str, Any] = {
         "op": "settings", "rlimits": limits.rlimits(), "cpu_seconds": limits.cpu_seconds, "max_output": max_output,
         "preload": list(preload), "path": [], "pdeathsig": False, "scratch": None, "landlock": None, "filter": "",
+        "user": None,
     }  # fmt: skip
     return json.dumps(settings | more).encode() + b"\n"
 
@@ -192,13 +193,13 @@ def _launch(
         calls = seccomp.program()
         assert calls is not None, "strict without a system-call filter: the probe must have rejected it"
         filter_file = opened.enter_context(commands.anonymous_file(calls))
-        passed.append(filter_file.fileno())
-        command, environment = commands.strict_command(limits, filter_file.fileno(), packages=packages)
-        wipe, place = ["/tmp", "/dev/shm"], commands.inside_path
+        command, environment, more = commands.strict_command(limits, filter_file.fileno(), packages=packages)
+        passed += more
+        level_settings, place = commands.strict_settings(), commands.inside_path
     else:
         handle.scratch = tempfile.mkdtemp(prefix=f"{reaper.SCRATCH}{reaper.owner_tag()}-")
         command, environment = [], commands.environment(handle.scratch, os.environ.get("PATH", os.defpath))
-        wipe, place = [handle.scratch], os.fspath
+        level_settings, place = {"wipe": [handle.scratch]}, os.fspath
     command += commands.run_zygote(program.fileno(), "zygote", str(inside.fileno()))
 
     # Without a control group, RLIMIT_NPROC limits the number of processes. It counts the zygote and, unless the zygote
@@ -207,16 +208,15 @@ def _launch(
     own_user = landlock and groups is None and isolation.own_user_namespace()
     if limits.processes is not None and groups is None and level != "none":
         rlimits["RLIMIT_NPROC"] = limits.processes + 1 + (0 if strict or own_user else _processes_of_this_user())
-    confinement: dict[str, Any] = {}
     if landlock:
         calls = seccomp.program(landlock=commands.landlock_version(), network=limits.network) or b""
         rules = commands.landlock_rules(str(handle.scratch), limits, packages)
-        confinement = {"filter": calls.hex(), "landlock": rules}
+        level_settings |= {"filter": calls.hex(), "landlock": rules}
     line = settings_line(
-        limits, preload, max_output, rlimits=rlimits, own_user=own_user, pdeathsig=not strict, wipe=wipe,
+        limits, preload, max_output, rlimits=rlimits, own_user=own_user, pdeathsig=not strict,
         scratch=handle.scratch, keep=[place(path) for path in commands.python_folders(packages)],
         path=[place(path) for path in commands.packages()] if packages else [],
-        executable=place(commands.inside_python(packages)), **confinement,
+        executable=place(commands.inside_python(packages)), **level_settings,
     )  # fmt: skip
 
     if handle.group is not None and not _lists_children():

@@ -41,6 +41,8 @@ class Interpreter:
         self.running = False
         self.pid = os.getpid()
         os.setsid()
+        if settings["user"]:
+            os.setresuid(*[settings["user"]["uid"]] * 3)
         if settings["pdeathsig"]:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         prctl(PR_SET_DUMPABLE, 1)

@@ -38,6 +38,38 @@ def enter_user_namespace() -> None:
         write(f"/proc/self/{name}", text)
 
 
+def become(uid: int, namespace: int, folders: list[str]) -> None:
+    """Change from uid 0 to an unprivileged user and group, without capabilities, and give this user the folders.
+
+    The saved uid stays 0, because a process of uid 0, bwrap, may only then send the signal that ends this process with
+    it. Interpreters change it too. `namespace` is the descriptor of the user namespace, which bwrap leaves open.
+    """
+    os.close(namespace)
+    for folder in folders:
+        os.chown(folder, uid, uid)
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, 0)
+    drop_capabilities()
+    prctl(PR_SET_PDEATHSIG, 9)  # bwrap has set it, and the change of the user has cleared it
+
+
+def changeable(path: str) -> bool:
+    """Return True if this process may change the mode of a file, or open it for writing. Changes nothing."""
+    try:
+        os.chmod(path, os.stat(path).st_mode & 0o7777)
+        return True
+    except OSError:
+        pass
+    try:
+        if os.path.isfile(path):
+            os.close(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+            return True
+    except OSError:
+        pass
+    return False
+
+
 def drop_capabilities() -> None:
     """Drop all capabilities, for this process and all programs that it starts."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)

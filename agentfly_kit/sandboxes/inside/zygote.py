@@ -27,6 +27,8 @@ from .kernel import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
     PR_SET_PDEATHSIG,
+    become,
+    changeable,
     enter_user_namespace,
     landlock,
     prctl,
@@ -121,6 +123,8 @@ class Zygote:
             self.settings = message
             if message.get("own_user"):
                 enter_user_namespace()  # RLIMIT_NPROC then counts only this sandbox
+            if message.get("user"):
+                become(**message["user"], folders=message["wipe"])
             if message["pdeathsig"]:
                 # The death of the host closes the control socket, unless a fork of the host keeps it open. The signal
                 # is not SIGKILL, because the zygote must first kill its descendants.
@@ -258,10 +262,19 @@ def confine(settings: dict[str, Any]) -> None:
 
 
 def probe(settings: dict[str, Any]) -> None:
-    """Apply the restrictions of isolation="landlock" to this process, and print 42 if that succeeds."""
+    """Apply the restrictions of a level to this process, test them, and print 42 if that succeeds."""
     if settings.get("own_user"):
         enter_user_namespace()
-    restrict(settings["landlock"], bytes.fromhex(settings["filter"]))
+    if settings.get("user"):
+        become(**settings["user"], folders=settings["wipe"])
+    if settings.get("landlock"):
+        restrict(settings["landlock"], bytes.fromhex(settings["filter"]))
+    for path in settings.get("visible", ()):
+        if not os.access(path, os.R_OK):
+            sys.exit(f"{path} can be read by root only")
+    for path in settings.get("unchangeable", ()):
+        if changeable(path):
+            sys.exit(f"code inside could change {path} of this machine")
     os.write(1, b"42\n")
     os._exit(0)
 
