@@ -120,8 +120,9 @@ def embedding(model: str | Path | Embed, *, max_tokens: int = 256) -> Embed:
     from transformers import AutoModel, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        encoder = AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(folder, **local)
+        encoder = AutoModel.from_pretrained(folder, dtype=torch.float32, **local).eval()
     except Exception as error:
         raise SettingsError(f"cannot load the embedding model in {str(folder)!r}: {error}") from error
 

@@ -101,7 +101,8 @@ class Policy(Displayable, LanguageModel):
             format: Format of tool calls; see `Chat`.
             history: Handling of chat templates that rewrite earlier turns; see `Chat`.
             **model_kwargs: Further arguments of `from_pretrained` in transformers, such as `attn_implementation`,
-                `revision` or `device_map` (instead of `device`).
+                `revision` or `device_map` (instead of `device`). Code in the folder is not run, and nobody is asked,
+                unless `trust_remote_code=True`.
 
         Raises:
             PolicyError: If a file is missing or cannot be read.
@@ -109,6 +110,7 @@ class Policy(Displayable, LanguageModel):
         """
         _check_value_head(value_head)
         _check_model_kwargs(model_kwargs, device)
+        model_kwargs = {"trust_remote_code": False} | model_kwargs  # transformers' default asks on the terminal
         tokenizer_kwargs = {k: v for k, v in model_kwargs.items() if k in _HUB_KEYWORDS}
         device = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype

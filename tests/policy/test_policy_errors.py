@@ -1,13 +1,17 @@
 """Arguments that a policy rejects."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import errors
+import pytest
 import torch
 from agents import fresh, random_policy, shipped
 from test_policy import rows
 
 import agentfly_kit as af
+from agentfly_kit.envs import retrieval
 
 CHAT = "model must be a torch.nn.Module and chat an af.Chat, got "
 LAYERS = "layers must be a non-empty list of layers from -3 to 2"
@@ -54,3 +58,27 @@ def scored_at_0() -> Any:
 )
 async def test_errors(call: Any, error: Any, text: str) -> None:
     await errors.check(call, error, text)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        af.Policy.load,
+        lambda folder: af.VLLMEngine(folder).vocab_size,
+        lambda folder: af.VLLMEngine(folder).chat,
+        retrieval.embedding,
+    ],
+)
+def test_code_in_the_folder_of_a_model_is_not_run(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks whether to run it, and an answer of "y" ran it. Looked for: every `from_pretrained`."""
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
+    names = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoModel": "code.Model"}
+    names["AutoTokenizer"] = ["code.Tokenizer", None]
+    config = {"model_type": "unknown", "auto_map": names}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": names}))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Model: pass")
+    with pytest.raises(Exception, match=r"code|trust_remote_code"):
+        load(str(tmp_path))
+    assert (asked, (tmp_path / "ran").exists()) == ([], False)

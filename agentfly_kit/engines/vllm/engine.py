@@ -138,7 +138,8 @@ class VLLMEngine(Engine):
             from transformers import AutoTokenizer
 
             self._chat = Chat(
-                AutoTokenizer.from_pretrained(self.model), format=_policy_json(self.model).get("format", "auto")
+                AutoTokenizer.from_pretrained(self.model, trust_remote_code=False),
+                format=_policy_json(self.model).get("format", "auto"),
             )
         return self._chat
 

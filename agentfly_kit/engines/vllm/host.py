@@ -415,7 +415,7 @@ def load_config(model: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:
         raise EngineError(
             f"no model found at {model!r} ({type(error).__name__}: {error}); pass a folder written by Policy.save, or "
