@@ -39,6 +39,15 @@ class _ShortRepr(reprlib.Repr):
 _SHORT_REPR = _ShortRepr()
 
 
+def printable(text: str) -> str:
+    """Return text from models and tools in a form that is safe to print, with newlines and tabs kept.
+
+    Other control characters, which a terminal would obey, invisible characters, text-direction controls and lone
+    surrogates are shown as code points.
+    """
+    return "".join(ch if ch.isprintable() or ch in "\n\t" else f"‹U+{ord(ch):04X}›" for ch in text)
+
+
 def shorten(text: str, limit: int) -> str:
     """Truncate a text that is longer than `limit` characters to that length, including three final dots."""
     return text if len(text) <= limit else text[: limit - 3] + "..."

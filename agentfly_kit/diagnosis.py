@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from agentfly_kit._display import Displayable
+from agentfly_kit._display import Displayable, printable
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import SettingsError
@@ -57,7 +57,7 @@ class Finding(Displayable):
         return self.effect >= SERIOUS
 
     def __repr__(self) -> str:
-        return f"{self.name}: {self.sentence} {self.remedy} See {self.widget}."
+        return printable(f"{self.name}: {self.sentence} {self.remedy} See {self.widget}.")
 
 
 class Findings(tuple[Finding, ...], Displayable):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 from agentfly_kit._async.pending_call import pending_call
-from agentfly_kit._display import Displayable, shorten
+from agentfly_kit._display import Displayable, printable, shorten
 from agentfly_kit.errors import RewardError
 from agentfly_kit.pool.base import BasePool
 from agentfly_kit.tools import function as functions
@@ -59,7 +59,7 @@ class Score(Displayable):
         lines += [f"  turn {turn}: {value:g}" for turn, value in self.turn_rewards.items()]
         if self.error is not None:
             lines.append(f"  {self.error}")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 class Reward(Displayable, InjectedFunction[P, R]):

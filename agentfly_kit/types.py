@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from agentfly_kit._display import Displayable, shorten
+from agentfly_kit._display import Displayable, printable, shorten
 from agentfly_kit.errors import (
     AlignmentError,
     EngineError,
@@ -337,7 +337,7 @@ class Failure(Displayable):
         return cls(where, type(error).__name__, str(error), text, isinstance(error, HostError))
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.type}: {self.message}"
+        return printable(f"{self.where}: {self.type}: {self.message}")
 
 
 # --- tools ---------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ class ToolCall(Displayable):
     def __repr__(self) -> str:
         arguments = ", ".join(f"{k}={v!r}" for k, v in self.arguments.items())
         shown = f"{self.name}({arguments})" if self.error is None else f"unreadable: {self.error}"
-        return f"ToolCall({shown}{'' if self.result is None else f' -> {self.result.observation!r}'})"
+        return printable(f"ToolCall({shown}{'' if self.result is None else f' -> {self.result.observation!r}'})")
 
 
 # --- turns and trajectories ----------------------------------------------------------------------
@@ -526,7 +526,7 @@ class Turn(Displayable):
         text = shorten(self.text, 60)
         count = "no ids" if self.ids is None else f"{len(self.ids)} tokens"
         label = f"{self.label}, " if self.label else ""
-        return f"Turn({label}{self.kind} by {self.author}, {count}, {text!r})"
+        return printable(f"Turn({label}{self.kind} by {self.author}, {count}, {text!r})")
 
 
 @dataclass(frozen=True)

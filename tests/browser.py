@@ -305,10 +305,16 @@ class Notebook:
             raise AssertionError(f"in the kernel: {value or reply}")
         return ast.literal_eval(value["data"]["text/plain"])
 
+    def _evaluated(self, expression: str) -> Any:
+        try:
+            return self.python(expression)
+        except AssertionError as error:
+            return error
+
     def wait_python(self, expression: str, wanted: Any) -> None:
-        """Wait until an expression in the kernel has the wanted value."""
+        """Wait until an expression in the kernel, which may still raise, has the wanted value."""
         end = time.monotonic() + waiting.GUARD
-        while (got := self.python(expression)) != wanted:
+        while (got := self._evaluated(expression)) != wanted:
             assert time.monotonic() < end, f"{expression} is {got!r}, wanted {wanted!r}"
             self.page.wait_for_timeout(50)
 

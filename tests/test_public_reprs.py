@@ -23,7 +23,7 @@ from agentfly_kit.pool.records import PoolEvent, PoolSnapshot, SandboxInfo
 from agentfly_kit.sandboxes.grader import Grade, Verdict
 from agentfly_kit.types import Distribution, TurnRequest
 
-EVIL = "<script>alert(1)</script>" + "\u202e\ud800\x00" + "x" * 10_000
+EVIL = "<script>alert(1)</script>" + "\u202e\ud800\x00\x1b[31m" + "x" * 10_000
 MANY = 20_000
 TAGS = {"div", "p", "b", "code", "pre", "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "span"}
 
@@ -210,6 +210,8 @@ def test_reprs_are_bounded_and_escaped(name: str) -> None:
     text, html = repr(made), made._repr_html_()
     assert len(text) < 4_000
     assert text.count("\n") < 40
+    for shown in (text, str(made)):  # a terminal obeys control characters
+        assert all(ch.isprintable() or ch == "\n" for ch in shown), ascii(shown)
     assert not re.search(r"0x[0-9a-f]{6,}|tensor\(|secret-key", text + html)
     assert len(html) < 300_000
     assert set(re.findall(r"<(\w+)", html)) <= TAGS

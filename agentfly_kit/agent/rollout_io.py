@@ -170,5 +170,5 @@ def read(path: Path) -> tuple[list[Trajectory], float, dict[str, str], int]:
             if line:
                 trajectories.append(_trajectory_from_json(json.loads(line), token_texts))
         return trajectories, header["seconds"], dict(header.get("not_run", {})), header.get("forks_refused", 0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{path}:{number} is damaged: {type(error).__name__}: {error}") from error

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from agentfly_kit._display import Displayable
+from agentfly_kit._display import Displayable, printable
 from agentfly_kit.chat import formats
 from agentfly_kit.chat.template import FollowingRole, Template, common_prefix_length, unused_marker
 from agentfly_kit.errors import ChatTemplateError, SettingsError
@@ -460,7 +460,7 @@ class Drift(Displayable):
     def __repr__(self) -> str:
         if not self:
             return f"Drift(none in {self.tokens} tokens)"
-        return f"Drift({self.cause} at token {self.index} of {self.tokens}, {self.turn}: {self.why})"
+        return printable(f"Drift({self.cause} at token {self.index} of {self.tokens}, {self.turn}: {self.why})")
 
 
 @dataclass(frozen=True)

@@ -555,7 +555,7 @@ def _parse_tool_call(call: dict[str, Any], index: int) -> ToolCall:
     raw = given if isinstance(given, str) else json.dumps(given)
     try:
         arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ToolCall(key, name, {}, error=f"the arguments are not valid JSON ({error})", raw=raw)
     if not isinstance(arguments, dict):
         return ToolCall(key, name, {}, error="the arguments are not a JSON object", raw=raw)

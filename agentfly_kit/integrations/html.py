@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from agentfly_kit._display import public_values, short_repr
+from agentfly_kit._display import printable, public_values, short_repr
 
 if TYPE_CHECKING:
     from agentfly_kit._doctor import Diagnosis
@@ -53,13 +53,10 @@ class Code(str):
 
 
 def escape_control_chars(text: str, limit: int) -> str:
-    """Truncate the text to `limit` characters and show non-printable characters as code points.
-
-    Newlines and tabs are kept. Invisible characters, text-direction controls and lone surrogates are replaced.
-    """
+    """Truncate the text to `limit` characters and show non-printable characters as code points."""
     if len(text) > limit:
         text = f"{text[:limit]}… ({len(text):,} characters)"
-    return "".join(ch if ch.isprintable() or ch in "\n\t" else f"‹U+{ord(ch):04X}›" for ch in text)
+    return printable(text)
 
 
 def escape(text: Any, limit: int = 400) -> str:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, Self, TypeVar
 
-from agentfly_kit._display import Displayable
+from agentfly_kit._display import Displayable, printable
 
 from .._async.listeners import Listeners
 from ..errors import SettingsError, check_positive
@@ -68,7 +68,7 @@ class Lease(Displayable, Generic[S]):
     def __repr__(self) -> str:
         state = "released" if self.released else f"{time.monotonic() - self.since:.1f} s"
         state = f"revoked: {self.revoked}" if self.revoked else state
-        return f"<Lease {self.pool.name} {self.id} of {self.owner}, {state}>"
+        return printable(f"<Lease {self.pool.name} {self.id} of {self.owner}, {state}>")
 
 
 class BasePool(ABC, Generic[S]):

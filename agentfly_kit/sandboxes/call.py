@@ -59,7 +59,10 @@ class JSONLines:
         self.buffer = bytearray(rest)
         messages = []
         for line in lines:
-            message = json.loads(line)
+            try:
+                message = json.loads(line)
+            except RecursionError:
+                raise ValueError("a message is nested too deeply") from None
             if not isinstance(message, dict):
                 raise ValueError("a message is not an object")
             messages.append(message)

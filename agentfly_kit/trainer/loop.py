@@ -327,6 +327,12 @@ class TrainRun(Handle["TrainRun"], Displayable):
             if self._loop is loop:  # no other loop has started since
                 self._outcome, self._loop, self.stopping = outcome, None, False
                 self._trackers.end(outcome)
+                self.run.unlock(self)
+
+    @property
+    def iterating(self) -> bool:
+        """True during an iteration; between iterations, another handle may continue the run."""
+        return self._iterating
 
     def _check_not_iterating(self) -> None:
         if self._iterating:
@@ -337,6 +343,9 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self._check_not_iterating()
         self._iterating = True
         try:
+            if not await self._workers.run_on_main(self.run.lock, self):  # another run has continued it meanwhile
+                self.run.reload()
+                self._prepared = False
             if not self._prepared:
                 await self._prepare()
             self._trackers.begin(self.run)
@@ -361,6 +370,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
             return step
         finally:
             self._iterating = False
+            self.run.mark_read()
 
     async def _prepare(self) -> None:
         """Prepare the folder of the run, and load the last checkpoint or write the first one."""

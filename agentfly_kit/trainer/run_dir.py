@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import hashlib
 import json
 import math
 import os
 import secrets
 import shutil
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -29,12 +31,44 @@ from agentfly_kit.diagnosis import Findings, diagnose
 from agentfly_kit.errors import RunError, RunMismatch
 from agentfly_kit.policy.policy import Policy
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 KeepPolicies: TypeAlias = Literal["last", "best", "all"]
 
 _FORMAT = "agentfly_kit.run"
 _VERSION = 2
 # Number of consecutive steps with low reward that count as a collapse.
 _LOW_STEPS = 3
+_LOCK = ".lock"
+
+
+class Trainer(Protocol):
+    """What trains in the folder of a run. `iterating` is True during an iteration."""
+
+    @property
+    def iterating(self) -> bool: ...
+
+
+class _Held(NamedTuple):
+    file: int
+    trainer: weakref.ref[Trainer]
+
+
+_locked: dict[Path, _Held] = {}  # the locks of this process, by the resolved path of the folder
+
+
+def _close_inherited() -> None:
+    """Close the lock files in a fork, which would otherwise keep the locks if this process dies."""
+    for held in _locked.values():
+        os.close(held.file)
+    _locked.clear()
+
+
+if fcntl is not None:
+    os.register_at_fork(after_in_child=_close_inherited)
 
 
 class Run(Displayable):
@@ -50,6 +84,77 @@ class Run(Displayable):
         self.path = Path(path)
         self._listeners = Listeners[dict[str, float]](self.path.name)
         self._records: list[dict[str, float]] | None = None
+        self._seen: object = None  # state of the folder after the last iteration of its trainer
+
+    # --- access by several processes ---
+
+    def lock(self, trainer: Trainer) -> bool:
+        """Keep other processes from training in the folder until `unlock`, and other runs of this process meanwhile.
+
+        In this process, a lock whose trainer is not iterating is taken over. The operating system releases the lock if
+        the process dies. Windows, and file systems without locks, are not supported: other processes are not kept out.
+
+        Returns:
+            False if the lock is new and the folder was changed since `mark_read`, so that it must be read again.
+
+        Raises:
+            RunError: If another run is training in the folder.
+        """
+        key = self.path.resolve()
+        if fcntl is None or (self._seen is not None and not self.path.is_dir()):
+            return True  # a folder that was deleted is not created again
+        held = _locked.get(key)
+        if held is not None:
+            other = held.trainer()
+            if other is trainer:
+                return True
+            if other is not None and other.iterating:
+                raise RunError(
+                    f"another run of this process is training in {self.path}; wait for it, or use another folder"
+                )
+            _locked[key] = held._replace(trainer=weakref.ref(trainer))
+            return self._seen is None or self._seen == self._state()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be prepared for a run ({error})") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.truncate(file, 0)
+            os.write(file, str(os.getpid()).encode())
+        except OSError as error:
+            holder = os.read(file, 20).decode(errors="replace")
+            os.close(file)
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return True
+            raise RunError(
+                f"another process{f' ({holder})' if holder else ''} is training in {self.path}; wait for it, or use "
+                "another folder"
+            ) from None
+        _locked[key] = _Held(file, weakref.ref(trainer))
+        return self._seen is None or self._seen == self._state()
+
+    def unlock(self, trainer: Trainer) -> None:
+        """Let other runs train in the folder. Does nothing if this trainer does not hold the lock."""
+        key = self.path.resolve()
+        held = _locked.get(key)
+        if held is not None and held.trainer() is trainer:
+            del _locked[key]
+            os.close(held.file)
+
+    def mark_read(self) -> None:
+        """Record that the content of the folder is known, for the next `lock`."""
+        self._seen = self._state()
+
+    def _state(self) -> object:
+        """Return a value that changes if another process trains in the folder."""
+        found = []
+        for name in ("run.json", "steps.jsonl"):
+            with contextlib.suppress(OSError):
+                status = (self.path / name).stat()
+                found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+        return found
 
     # --- identity ---
 
@@ -65,7 +170,7 @@ class Run(Displayable):
         wanted = json.loads(dump_json(fingerprint, "the run's fingerprint"))
         # Never write into a folder with other files, even with resume=False.
         if not file.exists():
-            if self.path.exists() and (not self.path.is_dir() or set(self.path.iterdir()) - self._unfinished_claims()):
+            if self.path.exists() and (not self.path.is_dir() or set(self.path.iterdir()) - self._own_files()):
                 raise RunError(f"{self.path} must be an empty or new folder, but it holds something other than a run")
             return False
         try:
@@ -94,7 +199,10 @@ class Run(Displayable):
     def _read_about(self) -> dict[str, Any]:
         """Return the content of `run.json`. Raise RunError if it does not describe a run or has a newer format."""
         file = self.path / "run.json"
-        about = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            about = json.loads(file.read_text(encoding="utf-8"))
+        except RecursionError:
+            about = None
         if not isinstance(about, dict) or about.get("format") != _FORMAT or "fingerprint" not in about:
             raise RunError(f"{file} does not describe a training run; use an empty or new folder")
         if (version := about.get("version", 0)) > _VERSION:
@@ -133,8 +241,9 @@ class Run(Displayable):
             for name in ("rollouts", "policies", "checkpoint", "checkpoint.before", "checkpoint.new"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             self.path.mkdir(parents=True, exist_ok=True)
-            for file in (self.path / "steps.jsonl", *self._unfinished_claims()):
-                file.unlink(missing_ok=True)
+            for file in (self.path / "steps.jsonl", *self._own_files()):
+                if file.name != _LOCK:
+                    file.unlink(missing_ok=True)
         except OSError as error:
             raise RunError(f"{self.path} cannot be prepared for a run ({error})") from error
         with atomic_write(self.path / "run.json") as out:
@@ -150,9 +259,9 @@ class Run(Displayable):
         except (OSError, ValueError, RunError):
             return 0
 
-    def _unfinished_claims(self) -> set[Path]:
-        """Return the temporary files left by a process that was killed during `claim`."""
-        return set(self.path.glob(".run.json.*.tmp"))
+    def _own_files(self) -> set[Path]:
+        """Return the lock file, and the temporary files left by a process that was killed during `claim`."""
+        return {*self.path.glob(".run.json.*.tmp"), *self.path.glob(_LOCK)}
 
     def reload(self) -> None:
         """Read the records again. Call this after another process has changed the folder."""
@@ -174,7 +283,7 @@ class Run(Displayable):
         for number, line in enumerate(lines, start=1):
             try:
                 records.append(json.loads(line))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 if number < len(lines):
                     raise RunError(f"{file}:{number} is damaged: {error}") from error
         return records

@@ -150,6 +150,7 @@ def test_numpy_values_are_converted_and_other_types_rejected(tmp_path: Path) -> 
     [
         (b"", r"r\.jsonl:1 is damaged"),
         (b"hello\n", r"r\.jsonl:1 is damaged"),
+        (b"[" * 200_000, r"r\.jsonl:1 is damaged"),
         (b"\xff\xfe\x00", r"r\.jsonl(:1)? (is damaged|cannot be read)"),
         (b"[]\n", "must be a file written by|damaged"),
         (b'{"format": "other"}\n', "must be a file written by Rollout.save"),

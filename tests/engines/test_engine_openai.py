@@ -113,10 +113,11 @@ async def test_calls_that_are_written_in_the_text_are_read_there(server: Server,
     assert trajectory.final == "done"
 
 
-async def test_arguments_that_nobody_can_read_are_told_to_the_model(server: Server, engine: Connect) -> None:
-    server.answer = lambda path, body: (
-        chat("sorry") if len(server.got) > 1 else chat("", ("calculator", '{"expression": '))
-    )
+@pytest.mark.parametrize("arguments", ['{"expression": ', "[" * 200_000])
+async def test_arguments_that_nobody_can_read_are_told_to_the_model(
+    arguments: str, server: Server, engine: Connect
+) -> None:
+    server.answer = lambda path, body: chat("sorry") if len(server.got) > 1 else chat("", ("calculator", arguments))
     assert (await first(engine())).final == "sorry"
     assert "not valid JSON" in server.got[1][1]["messages"][-1]["content"]
     # No call was declared, so the result cannot be a tool message.

@@ -492,6 +492,7 @@ async def test_forged_replies(sandbox: af.PythonSandbox):
         "s.send(b'x' * 10_000_000)",
         "s.send(b'not json\\n')",
         "s.send(b'[1, 2]\\n')",
+        "s.send(b'[' * 100_000 + b'\\n')",
         "s.send(json.dumps({'id': 10 ** 9, 'value': 'early'}).encode() + b'\\n')",
         's.send(b\'{"id": [], "error": {}, "value": 7, "limit": "nonsense"}\\n\')',
     ):

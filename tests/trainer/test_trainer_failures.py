@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from paths import TESTS
 from processes import open_files
 from test_trainer import SMALL, Whole, learner, leave, numbers, start
+from waiting import until
 
 import agentfly_kit as af
 from agentfly_kit.trainer import checkpoint, run_dir
@@ -213,7 +215,69 @@ def test_a_run_killed_at_random_moments_continues_to_the_same_bits(overlap: int,
     policy = learner()
     run = asyncio.run(start(tmp_path / "run", policy, config))
     assert (policy.fingerprint(), numbers(run)) == (wanted.fingerprint(), records), f"seed {seed}"
-    assert not list((tmp_path / "run").glob(".*"))
+    assert [path.name for path in (tmp_path / "run").glob(".*")] == [".lock"]
+
+
+# --- several runs in one folder ------------------------------------------------------------------
+# Looked for: other processes, forks, and other handles of this process; during an iteration, between two, and after the
+# loop has ended. All of them could train at the same time.
+
+
+def in_a_fork(folder: Path) -> str:
+    """Train in a fork, with the same settings, and return its error, or its records if it has none."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12, about other threads
+        child = os.fork()
+        if not child:
+            warnings.simplefilter("ignore", UserWarning)  # that the run is complete
+            try:
+                try:
+                    found = str(numbers(asyncio.run(start(folder))))
+                except Exception as error:
+                    found = str(error)
+                os.write(writer, found.encode())
+            finally:
+                os._exit(0)
+    os.close(writer)
+    with open(reader) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    return text
+
+
+async def test_another_process_cannot_train_in_the_folder_of_a_run(tmp_path: Path, whole: Whole) -> None:
+    policy = learner()
+    refused = f"another process ({os.getpid()}) is training in {tmp_path}; wait for it, or use another folder"
+    async for _ in start(tmp_path, policy):
+        assert await asyncio.to_thread(in_a_fork, tmp_path) == refused
+    assert (policy.fingerprint(), numbers(af.Run(tmp_path))) == whole
+    # The folder is free when the loop has ended, so the fork replays the steps.
+    assert await asyncio.to_thread(in_a_fork, tmp_path) == str(whole[1])
+
+
+@pytest.mark.filterwarnings("ignore:the run in .* is complete")
+async def test_a_run_that_another_process_continues_goes_on_after_its_steps(tmp_path: Path, whole: Whole) -> None:
+    policy = learner()
+    run = start(tmp_path, policy)
+    await leave(run, "stop", 1)
+    assert await asyncio.to_thread(in_a_fork, tmp_path) == str(whole[1])
+    assert [step.step async for step in run if step.replayed] == [2, 3, 4]
+    assert (policy.fingerprint(), numbers(run)) == whole
+
+
+async def test_two_handles_of_one_folder_take_turns(tmp_path: Path, whole: Whole) -> None:
+    first, second = start(tmp_path, learner()), start(tmp_path, learner())
+    steps, others = aiter(first), aiter(second)
+    assert [(await anext(steps)).step, (await anext(others)).replayed, (await anext(others)).step] == [1, True, 2]
+    iterating = asyncio.create_task(anext(steps))  # replays step 2
+    assert (await iterating).replayed
+    iterating = asyncio.create_task(anext(steps))
+    await until(lambda: first.iterating)
+    await errors.check(lambda: anext(others), af.errors.RunError, "another run of this process is training in")
+    assert (await iterating).step == 3
+    assert [step.step async for step in first] == [4]
+    assert (first.policy.fingerprint(), numbers(first)) == whole
 
 
 def test_a_run_folder_of_version_0_1_is_rejected_and_kept(tmp_path: Path) -> None:

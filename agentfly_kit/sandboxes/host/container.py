@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentfly_kit._display import Displayable
+from agentfly_kit._display import Displayable, printable
 
 from ...errors import IsolationError, SandboxError, SettingsError
 from . import commands, reaper, seccomp
@@ -90,7 +90,7 @@ class Container(Displayable):
                 raise SettingsError(f"mounts must map absolute paths to absolute paths, got {here!r}: {inside!r}")
 
     def __str__(self) -> str:
-        return f"container {self.image}"
+        return printable(f"container {self.image}")
 
     @property
     def not_isolated(self) -> tuple[str, ...]:
