@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import logging
 import socket
 import weakref
 from collections.abc import Awaitable, Callable
@@ -13,10 +14,24 @@ from typing import Any
 from agentfly_kit.errors import SettingsError
 
 _MAX_BODY = 32 * 1024**2  # bytes
+_HOSTS = ("127.0.0.1", "localhost")
 # Callable with arguments (method, path, body) that returns an `Answer`.
 Handler = Callable[[str, str, bytes], Awaitable[Any]]
 
 _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Server] = weakref.WeakKeyDictionary()
+
+
+def http_logger() -> logging.Logger:
+    """Return a logger for aiohttp's servers that ignores malformed requests, which are answered with status 400.
+
+    aiohttp logs their tracebacks, which a notebook would show in the running cell.
+    """
+    from aiohttp.http_exceptions import HttpProcessingError
+
+    logger = logging.getLogger("agentfly_kit.http")
+    if not logger.filters:
+        logger.addFilter(lambda r: not (r.exc_info and isinstance(r.exc_info[1], HttpProcessingError)))
+    return logger
 
 
 class Server:
@@ -49,7 +64,9 @@ class Server:
     async def _start(self) -> None:
         app = self._web.Application(client_max_size=_MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = self._web.AppRunner(app, access_log=None, shutdown_timeout=1.0, lingering_time=1.0)
+        self._runner = self._web.AppRunner(
+            app, access_log=None, logger=http_logger(), shutdown_timeout=1.0, lingering_time=1.0
+        )
         await self._runner.setup()
         await self._web.SockSite(self._runner, self._socket).start()
 
@@ -73,8 +90,14 @@ class Server:
             key, path = request.headers.get("Authorization", "").removeprefix("Bearer "), request.match_info["path"]
         handler = self._handlers.get(key)
         if handler is None:
-            error = {"message": "unknown key: its chain has ended, or never began", "code": "unknown_key"}
-            body = {"error": {**error, "type": "invalid_request_error", "param": None}}
-            return self._web.Response(status=404, body=json.dumps(body).encode(), content_type="application/json")
+            return self._refusal(404, "unknown key: its chain has ended, or never began", "unknown_key")
+        if request.host.partition(":")[0].lower() not in _HOSTS:
+            # A page in a browser whose domain name resolves to 127.0.0.1
+            message = f"the request must be for the host 127.0.0.1 or localhost, got {request.host[:200]!r}"
+            return self._refusal(403, message, "foreign_host")
         answer = await handler(request.method, f"/{path}", await request.read())
         return self._web.Response(status=answer.status, body=answer.body, content_type=answer.content_type)
+
+    def _refusal(self, status: int, message: str, code: str) -> Any:
+        body = {"error": {"message": message, "code": code, "type": "invalid_request_error", "param": None}}
+        return self._web.Response(status=status, body=json.dumps(body).encode(), content_type="application/json")

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -194,15 +195,15 @@ class Call(Watch):
             self.remove(self.control.socket.fileno())
             self.finish(None)
 
-    def read_pipe(self, pipe: int, kept: bytearray) -> bool:
-        """Read one chunk of output. Return True if any was available."""
+    def read_pipe(self, pipe: int, kept: bytearray, size: int = _CHUNK) -> int:
+        """Read at most `size` bytes of output. Return the number of bytes."""
         try:
-            data = os.read(pipe, _CHUNK)
+            data = os.read(pipe, size)
         except (BlockingIOError, InterruptedError):
-            return False
+            return 0
         if not data:
             self.remove(pipe)
-            return False
+            return 0
         room = self.sandbox.max_output - len(kept)
         kept += data[:room]
         if len(data) > room:
@@ -210,7 +211,7 @@ class Call(Watch):
             self.discarded += len(data)
             if self.discarded > _MAX_OUTPUT_FACTOR * self.sandbox.max_output:
                 self.interrupt("output")
-        return True
+        return len(data)
 
     # --- limits
 
@@ -260,11 +261,10 @@ class Call(Watch):
         sandbox = self.sandbox
         if not sandbox._closed and sandbox.alive:
             for pipe, kept in zip(self.pipes, self.printed, strict=True):
-                # The pipe now contains all output printed before the reply. A pipe holds at most 16 memory pages, and
-                # each read returns at least one of them.
-                for _ in range(16):
-                    if not self.read_pipe(pipe, kept):
-                        break
+                # The pipe now contains all output printed before the reply. Background processes may go on printing.
+                left = _readable_bytes(pipe)
+                while left > 0 and (read := self.read_pipe(pipe, kept, min(left, _CHUNK))):
+                    left -= read
         seconds = time.perf_counter() - self.began
         reported = self.reported_limit(reply, seconds)
         limit = self.limit or reported
@@ -311,6 +311,14 @@ class Call(Watch):
         if reported in ("memory", "cpu", "disk", "processes"):
             return cast(Limit, reported)
         return "processes" if hits.processes > before.processes else None
+
+
+def _readable_bytes(pipe: int) -> int:
+    """Return the number of bytes that a pipe contains."""
+    import fcntl  # not available on Windows, where this module must be importable
+    import termios
+
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def _encodable(text: object) -> str | None:

@@ -80,6 +80,8 @@ async def test_http_serves_the_chain_of_each_key_on_loopback_and_stops_with_the_
                 ("models", f"{root}/v1/models", {"Authorization": f"Bearer {endpoint.api_key}"}),
                 ("stranger", f"{root}/{'0' * 32}/v1/models", {}),
                 ("no key", f"{root}/v1/models", {}),
+                ("foreign", f"{endpoint.base_url}/models", {"Host": "rebound.example:80"}),
+                ("localhost", f"{endpoint.base_url}/models", {"Host": "LocalHost:1"}),
             ):
                 async with client.get(url, headers=headers) as got:
                     statuses[name] = got.status
@@ -92,7 +94,8 @@ async def test_http_serves_the_chain_of_each_key_on_loopback_and_stops_with_the_
     before = asyncio.all_tasks()
     rollout = await harnessed(over_http, ["5"]).rollout([TASK], 4)
     assert [t.reward for t in rollout] == [1.0] * 4, [t.error for t in rollout]
-    assert statuses == {"stream": 200, "models": 200, "stranger": 404, "no key": 404, "huge": 413}
+    refused = {"stranger": 404, "no key": 404, "foreign": 403, "huge": 413}
+    assert statuses == {"stream": 200, "models": 200, "localhost": 200, **refused}
     assert all(url.startswith("http://127.0.0.1:") for url in urls)
     await until(lambda: asyncio.all_tasks() <= before)  # aiohttp first reads the rest of the large bodies
     for url in urls:
@@ -100,3 +103,36 @@ async def test_http_serves_the_chain_of_each_key_on_loopback_and_stops_with_the_
         await errors.check(
             lambda: asyncio.open_connection("127.0.0.1", int(port)), OSError, re.compile(r"refused|Connect call failed")
         )
+
+
+MALFORMED = [
+    b"garbage\r\n\r\n", b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n", b"\x16\x03\x01\x02\x00" * 9,
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: abc\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
+]  # fmt: skip
+
+
+async def answers_to_malformed(url: str) -> list[bytes]:
+    """Return the first line of the answer to each malformed request."""
+    found = []
+    for request in MALFORMED:
+        reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split("/")[0].split(":"))
+        writer.write(request)
+        found.append((await reader.readline()).rstrip())
+        writer.close()
+    return found
+
+
+async def test_a_malformed_request_is_refused_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Looked for: every server of this process, that is, those of endpoints and of pools."""
+    found: list[bytes] = []
+
+    async def asking(endpoint: af.Endpoint) -> str:
+        found.extend(await answers_to_malformed(endpoint.base_url))
+        return "5"
+
+    await run_one(asking, ["x"])
+    async with af.Pool(af.PythonSandbox, size=1, isolation="none") as pool, af.serve_pool(pool) as server:
+        found += await answers_to_malformed(server.url)
+    assert found == [b"HTTP/1.0 400 Bad Request"] * len(found) and len(found) == 2 * len(MALFORMED)
+    assert caplog.records == []

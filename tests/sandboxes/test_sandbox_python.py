@@ -599,3 +599,29 @@ def test_a_level_below_strict_warns_once(monkeypatch: pytest.MonkeyPatch):
     text = str(warning.message)
     assert f"isolation='{level}'" in text and "`apt-get install bubblewrap`" in text and "sandbox_report()" in text
     isolation.warn_below_strict.cache_clear()
+
+
+async def test_each_cell_begins_with_the_output_of_the_call(level: str):
+    async with af.PythonSandbox(isolation=level) as sandbox:
+        for change in (
+            "import os, sys\nos.close(1)",
+            "os.dup2(os.open('log', os.O_WRONLY | os.O_CREAT), 1)",
+            "os.close(2); os.close(1); os.close(0)",
+            "sys.stdout.close(); sys.stderr = None",
+        ):
+            assert (await sandbox.run(change)).error is None
+            result = await sandbox.run("print('out')\nprint('err', file=sys.stderr)")
+            assert (result.stdout, result.stderr, result.error) == ("out\n", "err\n", None), change
+        assert (await sandbox.run("os.closerange(0, 500)")).died
+        assert (await sandbox.run("print('new')")).stdout == "new\n"
+
+
+async def test_all_output_of_a_call_belongs_to_it(level: str):
+    """Also if its pipe is larger than usual, and however small the pieces are in which it was written."""
+    enlarge = "import fcntl, os, sys\n[fcntl.fcntl(file, 1031, 2 ** 20) for file in (1, 2)]"
+    async with af.PythonSandbox(isolation=level, max_output=2**20) as sandbox:
+        assert (await sandbox.run(enlarge)).error is None
+        result = await sandbox.run("for file in (1, 2):\n    os.write(file, b'x' * 1_000_000)")
+        assert (len(result.stdout), len(result.stderr)) == (1_000_000, 1_000_000)
+        result = await sandbox.run("print('next')")
+        assert (result.stdout, result.stderr) == ("next\n", "")

@@ -75,7 +75,8 @@ async def test_the_state_of_the_shell_persists(sandbox: af.ShellSandbox):
 
 async def test_the_shell_survives_a_timeout(sandbox: af.ShellSandbox, level: str, never_killed: None):
     await never_kill_commands(sandbox)
-    await sandbox.run("A=5; sleep 1000 &")
+    # The shell's background process ignores the interrupt as soon as it runs.
+    await sandbox.run("A=5; (echo > ready; exec sleep 1000) & until [ -e ready ]; do :; done")
     # Each prints when its processes have been started: the interrupt does not reach one between fork and exec.
     commands = (
         "sh -c 'echo begun; exec sleep 1000'; echo no",
@@ -265,3 +266,16 @@ async def test_the_builtin_tool():
         "[exit status 2]"
     )
     assert isinstance(ShellResult().text, str)
+
+
+async def test_each_command_begins_with_the_output_of_the_call(level: str):
+    """Looked for: descriptors that are closed, redirected or used up by an earlier command; also in Python cells."""
+    async with af.ShellSandbox(isolation=level) as shell:
+        for change in ("exec 0<&- 1>&- 2>&-", "exec >log 2>&1", "exec 1<&-", "exec 0</dev/zero", "exec 2>/dev/null"):
+            assert (await shell.run(change)).exit_code == 0
+            result = await shell.run("cat; echo out; echo err >&2")
+            assert (result.stdout, result.stderr, result.exit_code) == ("out\n", "err\n", 0), change
+        # The copies that restore them are closed as well: the shell ends, and the next command gets a new one.
+        every = " ".join(f"{number}>&-" for number in range(3, 100))
+        assert (await shell.run(f"exec {every}")).died
+        assert (await shell.run("echo new")).stdout == "new\n"

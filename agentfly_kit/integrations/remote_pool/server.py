@@ -235,7 +235,11 @@ class PoolServer:
             ("beat", _Beat, self._beat), ("bye", _Message, self._bye),
         ):  # fmt: skip
             application.router.add_post(f"{wire.PATH}/{name}", self._handler(message_type, answer))
-        runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=0.5)
+        from agentfly_kit.endpoint.server import http_logger
+
+        runner = web.AppRunner(
+            application, access_log=None, logger=http_logger(), handle_signals=False, shutdown_timeout=0.5
+        )
         await runner.setup()
         try:
             site = web.TCPSite(runner, self.host, self.port, ssl_context=context)

@@ -51,7 +51,7 @@ NOT_ISOLATED: Mapping[str, tuple[str, ...]] = {
 }
 _DESCRIPTIONS = {
     "strict": "bubblewrap: namespaces, read-only files, no capabilities, system-call filter",
-    "landlock": "no namespaces: Landlock file rules, no capabilities, system-call filter that denies sockets",
+    "landlock": "no namespaces: Landlock file rules, no capabilities, system-call filter without sockets and metadata",
     "none": "a process with limits; no boundary against hostile code",
 }
 INSTALL_BUBBLEWRAP = "`apt-get install bubblewrap`, or without root `conda install conda-forge::bubblewrap`"

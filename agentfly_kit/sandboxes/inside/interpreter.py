@@ -58,6 +58,8 @@ class Interpreter:
         os.dup2(out, 1)
         os.dup2(err, 2)
         self.socket = _socket.socket(fileno=os.dup(data))
+        # Code may close or replace its standard streams; each call begins with these.
+        self.output = tuple((os.dup(given), number) for given, number in ((out, 1), (err, 2)))
         for descriptor in (null, data, out, err):
             os.close(descriptor)
         self.lines = open(self.socket.fileno(), "rb", closefd=False)  # noqa: SIM115
@@ -119,6 +121,8 @@ class Interpreter:
         if seconds is not None:
             hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
             resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, hard))
+        for kept, descriptor in self.output:
+            restore(kept, descriptor)
         for name, descriptor in (("stdout", 1), ("stderr", 2)):
             stream = self.streams.get(name)
             if stream is None or stream.closed:  # a cell may have closed the stream; the descriptor stays open
@@ -184,6 +188,18 @@ class Interpreter:
             reply["limit"] = "processes"
         elif isinstance(error, RuntimeError) and "can't start new thread" in str(error):
             reply["limit"] = "processes" if has_room_for_a_stack() else "memory"
+
+
+def restore(kept: int, descriptor: int) -> None:
+    """Let a descriptor refer to the file of another again. End the interpreter if the code has closed that too."""
+    try:
+        if not os.path.sameopenfile(kept, descriptor):
+            os.dup2(kept, descriptor)
+    except OSError:
+        try:
+            os.dup2(kept, descriptor)
+        except OSError:
+            os._exit(74)
 
 
 def disarm_timers() -> None:

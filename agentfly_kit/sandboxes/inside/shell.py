@@ -47,20 +47,20 @@ class Shell:
         commands, write_commands = os.pipe()
         self.commands = os.fdopen(write_commands, "wb", buffering=0)
         self.statuses, statuses = os.pipe()
-        errors = os.dup(2)
+        output, errors = self.output = os.dup(1), os.dup(2)
         environment = dict(os.environ)
         environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), environment.get("PATH", os.defpath)])
         environment |= {"PS1": "", "PS2": "", "SHELL": program}
         self.status_number = statuses
         self.process = subprocess.Popen(
             [program, "--norc", "--noprofile", "--noediting", "-i"], stdin=commands, stderr=subprocess.DEVNULL,
-            pass_fds=[statuses, errors], start_new_session=True, env=environment,
+            pass_fds=[statuses, output, errors], start_new_session=True, env=environment,
             cwd=work_folder(),
         )  # fmt: skip
-        for descriptor in (commands, statuses, errors):
+        for descriptor in (commands, statuses, output, errors):
             os.close(descriptor)
         # Before this line, stderr is discarded, because bash complains that there is no terminal.
-        self.send(f"exec 2>&{errors} {errors}>&-; set +o history +o histexpand; unset HISTFILE PS1 PS2")
+        self.send(f"exec 2>&{errors}; set +o history +o histexpand; unset HISTFILE PS1 PS2")
         self.seen = b""
         self.known: set[int] = set()
         self.running = ""
@@ -71,10 +71,15 @@ class Shell:
             data = data[os.write(self.commands.fileno(), data) :]
 
     def begin(self, command: str) -> None:
-        """Start a command, which does not inherit the shell's descriptors for commands and exit statuses."""
+        """Start a command, which does not inherit the shell's descriptors for commands and exit statuses.
+
+        Each command begins with the original stdout and stderr, also if an earlier one has redirected or closed them.
+        """
         self.known = self.processes()
         self.running = secrets.token_hex(8)
-        line = f"eval {quoted(command)} </dev/null {self.status_number}>&-"
+        output, errors = self.output
+        redirections = f"</dev/null >&{output} 2>&{errors} {output}>&- {errors}>&- {self.status_number}>&-"
+        line = f"eval {quoted(command)} {redirections}"
         self.send(f"{line}\nbuiltin printf '%s %s\\n' {self.running} \"$?\" >&{self.status_number}")
 
     def status(self, seconds: float | None) -> int | None:
@@ -107,10 +112,7 @@ class Shell:
 
     def stop(self) -> int | None:
         """Interrupt the command. If it keeps running, kill those of its processes that the kernel lists."""
-        try:
-            os.killpg(self.process.pid, signal.SIGINT)
-        except OSError:
-            pass  # the shell has ended
+        self.interrupt()
         status = self.status(INTERRUPT_SECONDS)
         deadline = time.monotonic() + KILL_SECONDS
         while status is None and self.process.poll() is None and time.monotonic() < deadline:
@@ -122,9 +124,24 @@ class Shell:
             status = self.status(0.02)
         return status
 
+    def interrupt(self) -> None:
+        """Send SIGINT to the shell and to the processes of the command."""
+        # Not to the group, if the kernel lists processes: the jobs of earlier commands are in it, and not all of them
+        # ignore the signal.
+        listed = bool(descendants(os.getpid()))
+        for pid in (self.process.pid, *(self.processes() - self.known)) if listed else (-self.process.pid,):
+            try:
+                os.kill(pid, signal.SIGINT)
+            except OSError:
+                pass  # it has ended
+
     def processes(self) -> set[int]:
         """Return the pids of living processes that the shell has started, if the kernel lists them."""
-        return {pid for pid in descendants(self.process.pid) if not is_dead(pid)}
+        found: set[int] = set()
+        # The kernel may leave out some processes while others exit, so list them until there are no new ones.
+        while new := set(descendants(self.process.pid)) - found:
+            found |= new
+        return {pid for pid in found if not is_dead(pid)}
 
     def raise_cpu_limit(self, cpu_seconds: float | None) -> None:
         """Set the shell's CPU limit to the time used by earlier commands plus `cpu_seconds`."""
