@@ -322,10 +322,12 @@ class BaseChain(Displayable):
         if kept_mass is None and sampling.greedy and sample.logprobs is not None:
             kept_mass = tuple(math.exp(lp) for lp in sample.logprobs)  # the probability of the only token kept
         if sample.calls is not None:
-            message, calls = assistant_message(Parsed(sample.text or "", sample.calls))
+            message, calls = assistant_message(Parsed(sample.text or "", sample.calls, sample.thinking))
         else:
             stops = sampling.stop if sample.stop == "string" else ()
             message, calls = parse_action(chat, tools, forced_beginning(self.turn), ids, sample.text, stops)
+            if sample.thinking is not None:
+                message = {"thinking": sample.thinking, **message}
         return Turn(
             kind="action",
             author=self.author if engine.author == "policy" else engine.author,
@@ -473,6 +475,7 @@ class BaseChain(Displayable):
             sampling=self.agent.sampling,
             seconds=time.perf_counter() - self._started_at,
             tools=self._schemas,
+            vocabulary=self.agent.chat.vocabulary if self.agent.exact else None,
         )
 
     # --- guards and events ---
