@@ -31,6 +31,7 @@ from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import (
     append_text,
     assistant_message,
+    encode_long,
     encode_observation,
     forced_beginning,
     label,
@@ -399,7 +400,10 @@ class BaseChain(Displayable):
         self.error = self._host_failure(results)
         stop = "error" if self.error is not None else stop_after_calls(self.agent, self.turn, results, over_limit)
         # A row contains only tokens that an engine received, so the last observation of a chain is not encoded.
-        return self._append_observation(turn) if stop is None else self._append(turn, stop)
+        if stop is not None:
+            return self._append(turn, stop)
+        await encode_long(turn.messages, lambda: encode_observation(self.agent, turn))
+        return self._append_observation(turn)
 
     def _host_failure(self, results: Sequence[ToolResult]) -> Failure | None:
         """Return the failure of a pool, sandbox or engine that occurred during the tool calls, or None."""

@@ -226,7 +226,7 @@ class Connected(Guess):
 
 @pytest.mark.parametrize("where", ["reset", "guess", "reward"])
 async def test_an_environment_that_failed_is_replaced(where: str) -> None:
-    """Looked for: failures of infrastructure in `reset`, tools and rewards. The environment was lent again after each."""
+    """Looked for: failures of infrastructure in `reset`, tools and rewards. After each, the instance was lent again."""
 
     class Losing(Connected):
         lost_in = where
