@@ -646,7 +646,7 @@ LONG = "word " * 20_000
 
 @pytest.mark.parametrize("where", ["prompt", "tool result", "harness"])
 async def test_long_messages_are_encoded_while_the_event_loop_runs(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looked for: tasks, tool results, and messages of a harness. Each delayed all chains, past their time limits too."""
+    """Looked for: tasks, tool results, and messages of a harness. Each delayed all chains, past their limits too."""
     begun, goes_on = threading.Event(), threading.Event()
     real = af.Chat.encode
 
