@@ -272,10 +272,10 @@ class Sample(Displayable):
         kept_mass: Probability mass kept by top-p, top-k and min-p at each token; None without truncation.
         text: Sampled text, set only by engines that return no ids.
         calls: Tool calls, if the server has parsed them.
-        thinking: Thinking, if the server has separated it from `text`.
         seconds: Duration of the request.
         alternatives: The most probable tokens at each position as (id, logprob), in descending order of probability;
             None unless the engine records them.
+        thinking: Thinking, if the server has separated it from `text`.
     """
 
     ids: tuple[int, ...] | None

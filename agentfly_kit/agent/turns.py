@@ -22,8 +22,13 @@ async def encode_long(messages: Iterable[Mapping[str, Any]], encode: Callable[[]
     Exceptions are discarded, because the caller's call raises them again. If this call is cancelled, the thread
     continues, but nothing waits for it.
     """
-    if sum(len(str(message.get("content"))) for message in messages) > _LONG:
+    if is_long(messages):
         await threads.run_off_loop(encode, None)
+
+
+def is_long(messages: Iterable[Mapping[str, Any]]) -> bool:
+    """Return True if encoding the messages would block the event loop noticeably."""
+    return sum(len(str(message.get("content"))) for message in messages) > _LONG
 
 
 def token_fields(agent: AgentSettings, ids: Sequence[int]) -> dict[str, Any]:

@@ -142,6 +142,7 @@ def unlike_a_loss(logprobs: Any, old: Any, adv: Any, mask: Any) -> Any:
     ),
     (lambda: af.adamw(half()), af.errors.SettingsError, "must not have trainable weights of type float16"),
 )
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
 async def test_steps(call: Any, error: Any, text: str) -> None:
     await errors.check(call, error, text)
 
