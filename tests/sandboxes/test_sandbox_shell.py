@@ -76,7 +76,7 @@ async def test_the_state_of_the_shell_persists(sandbox: af.ShellSandbox):
 async def test_the_shell_survives_a_timeout(sandbox: af.ShellSandbox, level: str, never_killed: None):
     await never_kill_commands(sandbox)
     # Bash lets `sleep` ignore the interrupt, but not a subshell, which survives where the kernel lists processes.
-    await sandbox.run("A=5; sleep 1000 &" if level == "landlock" else "A=5; (sleep 1000; :) &")
+    await sandbox.run("A=5; sleep 1000 &" if level == "landlock" else "A=5; (exec sleep 1000) &")
     # Each prints when its processes have been started: the interrupt does not reach one between fork and exec.
     commands = (
         "sh -c 'echo begun; exec sleep 1000'; echo no",

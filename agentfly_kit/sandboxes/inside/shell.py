@@ -126,14 +126,16 @@ class Shell:
 
     def interrupt(self) -> None:
         """Send SIGINT to the shell and to the processes of the command."""
-        # Not to the group, if the kernel lists processes: the jobs of earlier commands are in it, and not all of them
-        # ignore the signal.
-        listed = bool(descendants(os.getpid()))
-        for pid in (self.process.pid, *(self.processes() - self.known)) if listed else (-self.process.pid,):
-            try:
-                os.kill(pid, signal.SIGINT)
-            except OSError:
-                pass  # it has ended
+        if not descendants(os.getpid()):  # the kernel does not list processes
+            send(signal.SIGINT, -self.process.pid)
+            return
+        # Not to the group: the jobs of earlier commands are in it, and not all of them ignore the signal. None of the
+        # processes runs before all have got it. Otherwise, the end of one could let another end normally, and the shell
+        # would continue with the next command.
+        running = sorted(self.processes() - self.known)
+        send(signal.SIGSTOP, *running)
+        send(signal.SIGINT, self.process.pid, *running)
+        send(signal.SIGCONT, *running)
 
     def processes(self) -> set[int]:
         """Return the pids of living processes that the shell has started, if the kernel lists them."""
@@ -172,6 +174,15 @@ class Current:
     shell: Shell | None = None
 
 
+def send(number: int, *pids: int) -> None:
+    """Send a signal to processes, some of which may have ended."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except OSError:
+            pass
+
+
 def get_shell() -> Shell:
     if Current.shell is None or Current.shell.process.poll() is not None:
         if Current.shell is not None:
@@ -190,8 +201,8 @@ def run(command: str, cpu_seconds: float | None) -> dict[str, Any]:
     try:
         shell = get_shell()
         shell.raise_cpu_limit(cpu_seconds)
+        began = True  # before the command can print anything, since an interrupt may follow at once
         shell.begin(command)
-        began = True
         status = shell.status(None)
     except Refused:
         raise
