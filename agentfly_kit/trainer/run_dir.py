@@ -46,7 +46,7 @@ _LOCK = ".lock"
 
 
 class Trainer(Protocol):
-    """What trains in the folder of a run. `iterating` is True during an iteration."""
+    """Protocol of objects that train in the folder of a run. `iterating` is True during an iteration."""
 
     @property
     def iterating(self) -> bool: ...
