@@ -189,6 +189,15 @@ class PolicyError(AgentFlyError):
     """Raised when a policy cannot be loaded, or its model does not support an operation."""
 
 
+def is_host_failure(error: BaseException) -> bool:
+    """Return True for failures of the infrastructure, which leave a chain unscored, and False for those of the model.
+
+    A lost or refused connection is one of the infrastructure. A tool that connects to addresses that the model chooses
+    must catch ConnectionError and raise ToolError.
+    """
+    return isinstance(error, HostError | ConnectionError)
+
+
 class EngineError(HostError):
     """Raised when an engine fails, is closed, or does not support an operation."""
 

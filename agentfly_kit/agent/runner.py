@@ -25,6 +25,7 @@ from agentfly_kit.agent.progress import ChainHooks, ChainKey, Progress, RolloutE
 from agentfly_kit.agent.remote import GroupResult, GroupWorkers, RolloutRequest
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings
+from agentfly_kit.agent.turns import encode_long, prompt_turn
 from agentfly_kit.errors import NotAwaited, PoolTimeout, RewardError
 from agentfly_kit.success import record_success
 from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory, Turn
@@ -298,6 +299,9 @@ class RolloutHandle(Handle[Rollout], Displayable):
             branch = None if group is None else group.branch
             hooks = ChainHooks(self._progress.report, self._unpaused.wait, self._spawn, branch, usages, self._name)
             try:
+                if fork is None and self.agent.harness is None:
+                    opening = self.agent.opening(task)
+                    await encode_long(opening, lambda: prompt_turn(self.agent, opening, "task"))
                 chain = fork or create_chain(self.agent, task, key, hooks)
             except Exception as error:  # for example, the chat template rejects the task's messages
                 self._finished(self._failed_trajectory(task, key, error))

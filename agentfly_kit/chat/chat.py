@@ -17,6 +17,7 @@ from agentfly_kit._display import Displayable, printable
 from agentfly_kit.chat import formats
 from agentfly_kit.chat.template import FollowingRole, Template, common_prefix_length, unused_marker
 from agentfly_kit.errors import ChatTemplateError, SettingsError
+from agentfly_kit.seeds import digest
 from agentfly_kit.types import Message, Row, Schemas, Trajectory, normalize_messages
 
 __all__ = ["Chat", "ChatReport", "Drift", "check"]
@@ -70,6 +71,7 @@ class Chat(Displayable):
             raise SettingsError(f'history must be "exact", "append" or "rerender", got {history!r}')
         self.tokenizer = tokenizer
         self.history = history
+        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
         # Control tokens are special tokens and added tokens that the template uses. Plain text must not encode to them.
         added = {str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         texts = {t for t in added if t.strip() and t in str(source)} | {t for t in tokenizer.all_special_tokens if t}
@@ -82,7 +84,36 @@ class Chat(Displayable):
         self._open_tag = "<think>" if opening.rfind("<think>") > opening.rfind("</think>") else ""
         self._create_caches()
         # Ids that end an action: end-of-turn tokens of the template, the eos token, and `stop`.
-        self.stop_ids: tuple[int, ...] = self._stop_ids(stop)
+        self.stop_ids: tuple[int, ...] = self._stop_ids()
+
+    @classmethod
+    def from_saved(
+        cls, settings: Mapping[str, Any], tokenizer: Any, generation_config: Any = None, **changes: Any
+    ) -> Chat:
+        """Return a chat with the settings that `Policy.save` has written, so that serving equals training.
+
+        Args:
+            settings: content of the file policy.json of a saved policy; {} for other models.
+            tokenizer: the tokenizer of the model.
+            generation_config: the model's generation config, whose end tokens end actions too, or None.
+            **changes: arguments of `Chat` that replace the saved ones, unless they are None.
+        """
+        saved = {"format": settings.get("format", "auto"), **settings.get("chat", {})}
+        saved |= {name: value for name, value in changes.items() if value is not None}
+        ends = getattr(generation_config, "eos_token_id", None)
+        ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        more = [str(tokenizer.convert_ids_to_tokens(i)) for i in ids if i != tokenizer.eos_token_id]
+        return cls(tokenizer, **saved | {"stop": tuple(dict.fromkeys((*saved.get("stop", ()), *more)))})
+
+    @functools.cached_property
+    def vocabulary(self) -> str:
+        """Fingerprint of the tokens and their ids. Batches can train the policies that have the same vocabulary."""
+        return digest(*(f"{token} {text}" for text, token in sorted(self.tokenizer.get_vocab().items())))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments with which `from_saved` creates an equal chat, except the tokenizer."""
+        options = dict(self.template.options)
+        return {"format": self.format.name, "history": self.history, "stop": list(self.stop), "options": options}
 
     def _create_caches(self) -> None:
         self._render_cache: dict[str, tuple[int, ...]] = {}
@@ -333,9 +364,9 @@ class Chat(Displayable):
         """Encode text that follows `anchor`, and return only the ids of the text."""
         return self.encode(anchor + text)[len(self.encode(anchor)) :] if anchor else self.encode(text)
 
-    def _stop_ids(self, more: Sequence[str]) -> tuple[int, ...]:
+    def _stop_ids(self) -> tuple[int, ...]:
         stops: list[int] = []
-        for text in (*self.template.stops(), *((more,) if isinstance(more, str) else more)):
+        for text in (*self.template.stops(), *self.stop):
             ids = self.encode(text)
             if len(ids) != 1:
                 raise SettingsError(

@@ -47,7 +47,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.errors import SandboxError, SettingsError, TaskError
+from agentfly_kit.errors import SandboxError, SettingsError, TaskError, is_host_failure
 from agentfly_kit.pool import environment as environments
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import Reward, RewardSet
@@ -106,6 +106,8 @@ class EnvironmentTool(Tool[..., Any]):
                     return ToolResult(False, OVER)
                 method = Tool.__get__(self, environment)
                 result = await Tool.invoke(method, arguments, context, raising=raising)
+                if result.error is not None and result.error.host:
+                    context.discard(sandbox_type)
                 return replace(result, env_done=True) if _episode_is_done(environment) else result
         except Exception as error:  # raised by the pool, `reset` or `done`
             if raising:
@@ -173,6 +175,8 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
             more["state"] = state(environment)
         outcome = await functions.call_user_function(getattr(environment, name), more)
         if outcome.error is not None:
+            if is_host_failure(outcome.error):
+                context.discard(sandbox_type)
             raise outcome.error
         return outcome.value
 

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from agentfly_kit import task_files
 from agentfly_kit.agent.agent import Agent
@@ -25,6 +25,9 @@ from agentfly_kit.envs.family import Family, Move, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError, check_count
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
+
+if TYPE_CHECKING:
+    from agentfly_kit.policy.policy import Policy
 
 # Maps a kind of task to its number of variations in the simulator, 7,207 in total.
 VARIATIONS: Mapping[str, int] = task_files.bundled_json("vocabularies", "scienceworld.json")
@@ -367,8 +370,8 @@ family = Family(
 tasks, agent, random_agent = family.tasks, family.agent, family.random_agent
 
 
-def expert(**settings: Any) -> Agent:
+def expert(policy: Policy | None = None, **settings: Any) -> Agent:
     """Create an agent that follows the simulator's own solutions, which have up to 178 commands."""
     if "pool" not in settings:
         settings["options"] = {"gold": True, "steps": 250, **(settings.get("options") or {})}
-    return family.expert(**{"max_turns": 250, **settings})
+    return family.expert(policy, **{"max_turns": 250, **settings})

@@ -51,6 +51,8 @@ class Policy(Displayable, LanguageModel):
         _check_value_head(value_head)
         super().__init__(model, None)
         self.chat = chat
+        if self.has_adapter:
+            _check_adapter(model)
         if next(iter(model.parameters())).dtype == torch.bfloat16:
             warn_if_bfloat16_is_slow(self.device)
         self.model.eval()  # with dropout, the trained distribution would differ from the sampled one
@@ -85,7 +87,8 @@ class Policy(Displayable, LanguageModel):
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "float32",
         format: str = "auto",
-        history: History = "exact",
+        history: History | None = None,
+        options: Mapping[str, Any] | None = None,
         **model_kwargs: Any,
     ) -> Policy:
         """Load a policy from a folder in the transformers layout or by hub name.
@@ -98,8 +101,11 @@ class Policy(Displayable, LanguageModel):
                 that contains an adapter.
             device: Device of the model, such as "cuda:1" or "mps"; by default CUDA if available, else the CPU.
             dtype: Torch dtype or its name; "auto" uses the dtype of the files.
-            format: Format of tool calls; see `Chat`.
-            history: Handling of chat templates that rewrite earlier turns; see `Chat`.
+            format: Format of tool calls; see `Chat`. "auto" uses that of a saved policy.
+            history: Handling of chat templates that rewrite earlier turns; see `Chat`. None uses that of a saved
+                policy, or "exact".
+            options: Variables for the chat template, such as {"enable_thinking": False}. None uses those of a saved
+                policy.
             **model_kwargs: Further arguments of `from_pretrained` in transformers, such as `attn_implementation`,
                 `revision` or `device_map` (instead of `device`). Code in the folder is not run, and nobody is asked,
                 unless `trust_remote_code=True`.
@@ -150,9 +156,13 @@ class Policy(Displayable, LanguageModel):
             raise PolicyError(f"cannot load a policy from {path!r}: {type(error).__name__}: {error}") from error
         if lora is not None:
             model = _with_lora(model, lora)
-        stop = _extra_stop_tokens(model, tokenizer)
-        chat = Chat(
-            tokenizer, format=meta.get("format", format) if format == "auto" else format, history=history, stop=stop
+        chat = Chat.from_saved(
+            meta,
+            tokenizer,
+            getattr(model, "generation_config", None),
+            format=None if format == "auto" else format,
+            history=history,
+            options=options,
         )
         policy = cls(model, chat, value_head=critic, version=meta.get("version", 0))
 
@@ -179,6 +189,11 @@ class Policy(Displayable, LanguageModel):
         from safetensors.torch import save_file
 
         folder = Path(path)
+        meta = {"format": self.chat.format.name, "version": self.version, "chat": self.chat.settings()}
+        try:
+            description = json.dumps(meta, indent=1) + "\n"
+        except TypeError as error:
+            raise PolicyError(f"the template options of a saved policy must be JSON values: {error}") from None
         folder.mkdir(parents=True, exist_ok=True)
         with self.lock, _without_progress_bar():
             self.model.save_pretrained(folder)
@@ -187,8 +202,7 @@ class Policy(Displayable, LanguageModel):
                 head = {k: v.detach().cpu().contiguous() for k, v in self.value_head.state_dict().items()}
                 save_file(head, folder / _VALUE_HEAD_FILE)
         self.chat.tokenizer.save_pretrained(folder)
-        meta = {"format": self.chat.format.name, "version": self.version}
-        (folder / "policy.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        (folder / "policy.json").write_text(description, encoding="utf-8")
         readable = (folder / "policy.json").stat().st_mode
         for file in folder.rglob("*.safetensors"):  # safetensors creates files readable only by the owner
             file.chmod(readable)
@@ -333,7 +347,7 @@ def _policy_folder(path: str | Path) -> Path:
 _HUB_KEYWORDS = (
     "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code",
 )  # fmt: skip
-_OWN_KEYWORDS = ("value_head", "lora", "device", "dtype", "format", "history")
+_OWN_KEYWORDS = ("value_head", "lora", "device", "dtype", "format", "history", "options")
 
 
 def _check_model_kwargs(given: Mapping[str, Any], device: Any) -> None:
@@ -381,11 +395,33 @@ def _with_lora(model: Any, lora: int | Mapping[str, Any]) -> Any:
         return get_peft_model(model, LoraConfig(**options))
 
 
-def _extra_stop_tokens(model: Any, tokenizer: Any) -> list[str]:
-    """Return the end-of-sequence tokens of the model's generation config that are not the tokenizer's EOS token."""
-    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return [str(tokenizer.convert_ids_to_tokens(i)) for i in ids if i != tokenizer.eos_token_id]
+# Initializations that change the base model, or whose saved adapters do so when they are loaded, are not among these.
+_INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
+
+
+def _check_adapter(model: Any) -> None:
+    """Raise SettingsError if the base model is not frozen, or the adapter cannot be merged into its weights."""
+    config = model.active_peft_config
+    if (bias := getattr(config, "bias", "none")) != "none":
+        raise SettingsError(
+            f'lora bias must be "none", got {bias!r}: the biases of the base model would be trained, so that '
+            "reference() would not be the model before training"
+        )
+    if (init := getattr(config, "init_lora_weights", True)) not in _INITIALIZATIONS:
+        allowed = ", ".join(map(repr, _INITIALIZATIONS))
+        raise SettingsError(
+            f"init_lora_weights must be one of {allowed}, got {init!r}: others change the base model, so that "
+            "reference() would not be the model before training"
+        )
+    plain = model.get_base_model()
+    ends = (plain.get_input_embeddings(), plain.get_output_embeddings())
+    changed = [type(module).__name__ for module in ends if any(p.requires_grad for p in module.parameters())]
+    tied = bool(getattr(plain.config.get_text_config(), "tie_word_embeddings", False))
+    if changed and (tied or getattr(config, "modules_to_save", None)):
+        raise SettingsError(
+            "lora must not include the embedding or lm_head "
+            + ("of a model that ties them, because merged weights would be wrong" if tied else "in modules_to_save")
+        )
 
 
 @contextlib.contextmanager

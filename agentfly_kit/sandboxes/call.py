@@ -141,6 +141,11 @@ class Call(Watch):
         # Needed even without a CPU limit: a timer wakes the event loop, so that it handles a notebook's interrupts.
         self.after(_CPU_POLL_SECONDS, self.check_cpu)
 
+    @property
+    def answered(self) -> bool:
+        """True if the interpreter has replied, even if the caller was cancelled before it took the reply."""
+        return self.done.done() and not self.done.cancelled() and self.done.result() is not None
+
     # --- input and output
 
     def send(self) -> None:

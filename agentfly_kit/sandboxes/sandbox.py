@@ -340,7 +340,7 @@ class Sandbox(Startable):
         try:
             return await call.outcome()
         except asyncio.CancelledError:
-            if not self._closed:
+            if not self._closed and not call.answered:
                 self._abandoned = call.request
                 self._interrupt()
             raise

@@ -97,6 +97,8 @@ class Context(Displayable):
         self._locks: dict[BasePool[Any], asyncio.Lock] = {}
         # Additional arguments of `BasePool.acquire`. `fork` sets them while it leases sandboxes.
         self._acquire_options: dict[str, Any] = {}
+        # Pools whose leased sandbox is replaced when it is released, because something in it has failed.
+        self._broken: set[BasePool[Any]] = set()
         self._closed = False
         self._close_lock = asyncio.Lock()
 
@@ -133,16 +135,18 @@ class Context(Displayable):
         lease = await pool.acquire(self.trajectory_id, run=self.run, **self._acquire_options)
         if environments.is_environment(pool.sandbox_type):
             try:
-                await self._reset_environment(pool.sandbox_type, lease.sandbox)
+                await self._reset_environment(pool, lease.sandbox)
             except BaseException:
-                await pool.release(lease)
+                await pool.release(lease, reusable=False)  # a reset that failed may have left anything behind
                 raise
         return lease
 
-    async def _reset_environment(self, sandbox_type: type, environment: Any) -> None:
+    async def _reset_environment(self, pool: BasePool[Any], environment: Any) -> None:
         """Start a new episode by resetting the environment for the task of the chain."""
+        sandbox_type = pool.sandbox_type
         given = environments.reset_arguments(sandbox_type, self.task, self.fields)
-        outcome = await functions.call_user_function(environment.reset, given)
+        limit: float | None = getattr(pool, "start_timeout", None)
+        outcome = await functions.call_user_function(environment.reset, given, timeout=limit)
         if (error := outcome.error) is not None:
             what = f"{type(error).__name__}: {error}"
             raise SandboxError(f"{sandbox_type.__name__}.reset failed for task {self.task.id!r} ({what})") from error
@@ -157,6 +161,10 @@ class Context(Displayable):
         async with self._locks.setdefault(self.pool(sandbox_type), asyncio.Lock()):
             yield await self.sandbox(sandbox_type)
             self.check()  # discard the result if the sandbox was revoked during the call
+
+    def discard(self, sandbox_type: type) -> None:
+        """Replace the chain's sandbox of this class when it is released, instead of leasing it to another chain."""
+        self._broken.add(self.pool(sandbox_type))
 
     def check(self) -> None:
         """Raise `LeaseRevoked`, with the reason, if a pool has revoked a lease of this chain."""
@@ -241,7 +249,7 @@ class Context(Displayable):
                         await wait_all([acquiring])
                     finally:
                         if _is_held(acquiring):
-                            await pool.release(acquiring.result())
+                            await pool.release(acquiring.result(), reusable=pool not in self._broken)
                 except (Exception, asyncio.CancelledError) as error:  # release the other leases first
                     failed.append(error)
         if failed:

@@ -171,6 +171,13 @@ def test_a_separate_critic_gives_the_policy_no_gradient() -> None:
     assert [len(g["params"]) > 0 for g in af.adamw(policy).param_groups] == [True] * 3
 
 
+def test_a_learning_rate_that_bfloat16_rounds_to_nothing_warns() -> None:
+    policy = af.Policy(agents.random_policy().model.to(torch.bfloat16), agents.random_policy().chat)
+    with pytest.warns(UserWarning, match="lr=1e-06 is too small for weights of type bfloat16"):
+        af.adamw(policy, 1e-6)
+    af.adamw(policy, 1e-3)
+
+
 @pytest.mark.parametrize("emulated", [True, False])
 def test_a_cpu_that_emulates_bfloat16_warns_once_before_the_step(
     emulated: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, tmp_path: Any

@@ -81,6 +81,7 @@ class VLLMEngine(Engine):
         self.name = repr(model) if isinstance(model, Policy) else repr(str(model))
         if not isinstance(model, Policy) and (Path(model) / "adapter_config.json").exists():
             model = Policy.load(model)
+        self._chat: Chat | None = model.chat if isinstance(model, Policy) else None
         if isinstance(model, Policy):
             folder = tempfile.mkdtemp(prefix="agentfly-model-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -93,7 +94,6 @@ class VLLMEngine(Engine):
             raise EngineError(f"engine_args must not set {', '.join(sorted(fixed))}, which would change the logprobs")
         self._engine_args = engine_args
         self._config = load_config(self.model)
-        self._chat: Chat | None = None
         self._stop_ids = tuple(stop_ids) if stop_ids is not None else None
         self._initial_version = int(_policy_json(self.model).get("version", 0))
         self._weights = weights
@@ -133,14 +133,16 @@ class VLLMEngine(Engine):
 
     @property
     def chat(self) -> Chat:
-        """Chat with the model's tokenizer and template, for `af.Agent(engine, chat=engine.chat)`."""
+        """Chat of the policy, or of a model's folder, for `af.Agent(engine, chat=engine.chat)`."""
         if self._chat is None:
-            from transformers import AutoTokenizer
+            from transformers import AutoTokenizer, GenerationConfig
 
-            self._chat = Chat(
-                AutoTokenizer.from_pretrained(self.model, trust_remote_code=False),
-                format=_policy_json(self.model).get("format", "auto"),
-            )
+            tokenizer = AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
+            try:
+                generation_config = GenerationConfig.from_pretrained(self.model)
+            except OSError:  # the model has none
+                generation_config = None
+            self._chat = Chat.from_saved(_policy_json(self.model), tokenizer, generation_config)
         return self._chat
 
     @property
