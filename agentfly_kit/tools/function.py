@@ -57,7 +57,8 @@ async def call_user_function(
 
     A coroutine function runs on the event loop and is cancelled after the timeout. Any other function runs in a daemon
     thread, which blocks neither other chains nor process exit, and is abandoned after the timeout. `convert` is applied
-    to the return value; its exceptions are treated like those of `function`.
+    to the return value; its exceptions are treated like those of `function`. Sandboxes that a cancelled or timed-out
+    call uses are replaced when they are released, because the call may still change them.
     """
     start = time.perf_counter()
     value: Any = None
@@ -85,6 +86,7 @@ async def call_user_function(
                 timed_out = "cancelled" if limit.expired() else ""
     except asyncio.CancelledError as cancelled:
         if cancelling():
+            threads.discard()
             raise
         error = cancelled  # the caller was not cancelled, only something that the function awaited
     except threads.CallTimeout as expired:
@@ -95,6 +97,7 @@ async def call_user_function(
     if error is None:
         return Outcome(value, seconds=seconds)
     if timed_out:
+        threads.discard()
         return Outcome(None, TimeoutError(f"took longer than {timeout:g} s and was {timed_out}"), True, seconds)
     if isinstance(error, KeyboardInterrupt):
         raise error
