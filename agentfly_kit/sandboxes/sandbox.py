@@ -102,6 +102,7 @@ class Sandbox(Startable):
         self._serial = 0  # number of the current interpreter
         self._questions = itertools.count(1)  # serial numbers of `count` and `sync` requests
         self._nonce = 0  # id of the running call
+        self._own_seconds = 0.0  # sum of `Call.own` over all calls
         self._has_interpreter = False  # True while an interpreter is running
         self._unreported: SandboxResult | None = None  # an exit between two calls, which the next call reports
         self._abandoned: bytes | None = None  # unsent part of a call that was cancelled while it ran

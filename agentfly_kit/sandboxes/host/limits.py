@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import SettingsError, check_types
+from ..inside import processes
 from . import reaper
 
 
@@ -138,6 +139,14 @@ class Usage:
         """Return the CPU time used so far by all processes, including ended ones; None if unknown."""
         return None
 
+    def activity(self, pid: int) -> tuple[float | None, bool]:
+        """Return the CPU time used so far, or None, and whether a process is held up; see `processes.activity`.
+
+        Args:
+            pid: id of the sandbox's outermost process.
+        """
+        return processes.activity([pid, *processes.descendants(pid)])
+
     def limit_hits(self) -> LimitHits:
         return LimitHits(killed=_fields(Path("/proc/vmstat")).get("oom_kill", 0))
 
@@ -198,6 +207,9 @@ class Group(Usage):
             used = _fields(self.folders[""] / "cpu.stat").get("usage_usec")
             return None if used is None else used / 1e6
         return None
+
+    def activity(self, pid: int) -> tuple[float | None, bool]:
+        return self.cpu_seconds(), processes.activity(self.processes())[1]
 
     def limit_hits(self) -> LimitHits:
         v1 = self.version == "v1"

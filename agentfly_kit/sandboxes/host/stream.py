@@ -28,12 +28,18 @@ class ContainerUsage(Usage):
     def __init__(self) -> None:
         self.hits = LimitHits()
         self.seconds: float | None = None
+        self.held_up = False
+        self.is_new = False  # True if the zygote has reported since the last call of `activity`
 
     def limit_hits(self) -> LimitHits:
         return self.hits
 
     def cpu_seconds(self) -> float | None:
         return self.seconds
+
+    def activity(self, pid: int) -> tuple[float | None, bool]:
+        is_new, self.is_new = self.is_new, False
+        return self.seconds, self.held_up or not is_new
 
 
 class Stream:
@@ -162,7 +168,8 @@ class Stream:
             if channel == USAGE:
                 usage = json.loads(piece)
                 self.usage.hits = LimitHits(*map(int, usage["hits"]))
-                self.usage.seconds = usage["cpu"]
+                self.usage.seconds, self.usage.held_up = usage["cpu"], usage["held_up"]
+                self.usage.is_new = True
             elif channel == CONTROL:
                 self._outgoing.append((CONTROL, piece + b"\n"))
             elif serial == self._serial:

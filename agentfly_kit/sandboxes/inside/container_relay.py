@@ -16,6 +16,7 @@ from typing import Any
 
 from .frames import CONTROL, DATA, ERR, OUT, USAGE, frame, frames
 from .kernel import PR_SET_NO_NEW_PRIVS, filter_calls, prctl
+from .processes import activity, descendants
 from .zygote import Zygote, run
 
 _CHUNK = 65536  # also the capacity of a pipe
@@ -198,7 +199,8 @@ class Relay(Zygote):
         counts = own, killed, cgroup_counter("pids/pids.events", "pids.events", "max")
         if counts != self.counts or always:
             self.counts = counts
-            self.send(USAGE, json.dumps({"hits": counts, "cpu": processor_seconds()}).encode())
+            held_up = activity(descendants(os.getpid()))[1]
+            self.send(USAGE, json.dumps({"hits": counts, "cpu": processor_seconds(), "held_up": held_up}).encode())
 
 
 def cgroup_counter(first: str, second: str, name: str) -> int:

@@ -1,4 +1,4 @@
-"""Helpers used on the host and inside sandboxes: find the descendants of a process, and empty a folder."""
+"""Helpers used on the host and inside sandboxes: inspect processes and their descendants, and empty a folder."""
 
 from __future__ import annotations
 
@@ -29,6 +29,24 @@ def descendants(root: int) -> list[int]:
         except OSError:
             continue  # the process has ended in the meantime
     return found
+
+
+def activity(pids: list[int]) -> tuple[float, bool]:
+    """Return the CPU time of processes and their ended children in seconds, and whether a thread is being held up.
+
+    A thread is held up if it is ready to run, stopped, or waits for a disk. A thread that is running counts too.
+    """
+    ticks, held_up = 0, False
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:15]))
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/stat") as file:
+                    held_up |= file.read().rpartition(")")[2].split()[0] in "RDTt"
+        except OSError:
+            continue  # the process has ended in the meantime
+    return ticks / os.sysconf("SC_CLK_TCK"), held_up
 
 
 def wipe(folder: str, keep: list[str]) -> None:

@@ -1,0 +1,122 @@
+"""Time limits do not count the time in which the processes of a sandbox are stopped or wait for a CPU.
+
+Every limit of sandboxed code that feeds a reward is a call of one class, `Call`: code, shell commands, queries, tests
+of a grader, whole programs, answers checked by a package, and file tools. The environments code, competition, repo,
+sql, math and reasoning_gym have no other clock. A reward that exceeds its own limit leaves its chain unscored.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import errors
+import pytest
+from levels import LEVELS
+from waiting import GUARD, until
+
+import agentfly_kit as af
+from agentfly_kit.envs.verifier import Verifier
+from agentfly_kit.sandboxes import call as calls
+from agentfly_kit.sandboxes.inside import processes
+from agentfly_kit.sandboxes.inside.processes import descendants
+
+
+class Checker(Verifier):
+    module = "json"
+
+
+async def signal_all(box: Any, number: int) -> None:
+    """Send a signal to all processes of a sandbox, and wait until it has its effect."""
+    boxes = [box._work, box._tests] if isinstance(box, af.Grader) else [box]
+    pids = [pid for each in boxes for pid in (each.pid, *descendants(each.pid))]
+    for pid in pids:
+        os.kill(pid, number)
+    await until(lambda: all(stopped(pid) == (number == signal.SIGSTOP) for pid in pids))
+
+
+def stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+
+
+async def graded(box: af.Grader) -> float:
+    return (await box.grade("def f(x):\n    return x + 1", ["assert f(1) == 2"], timeout=0.5, total=0.5)).share
+
+
+@pytest.mark.parametrize(
+    ("kind", "use", "right"),
+    [
+        (af.PythonSandbox, lambda box: box.run("6 * 7", timeout=0.5), "42"),
+        (af.ShellSandbox, lambda box: box.run("echo 42", timeout=0.5), "42"),
+        (af.SQLSandbox, lambda box: box.run("select 42", timeout=0.5), "42"),
+        (af.Grader, graded, "1.0"),
+        (af.Grader, lambda box: box.run("print(42)", timeout=0.5), "42"),
+        (Checker, lambda box: box.score("score = len(data)", "x" * 42), "42.0"),
+    ],
+    ids=["python", "shell", "sql", "tests", "program", "verifier"],
+)
+async def test_a_right_answer_is_not_a_timeout_because_the_processes_were_stopped(
+    kind: Any, use: Any, right: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentfly_kit.envs.verifier._SECONDS", 0.5)
+    box = kind()
+    await box.start()
+    try:
+        await signal_all(box, signal.SIGSTOP)
+        using, began = asyncio.ensure_future(use(box)), time.monotonic()
+        await until(lambda: time.monotonic() > began + 3 * 0.5)
+        assert not using.done()
+        await signal_all(box, signal.SIGCONT)
+        assert right in (lambda result: str(getattr(result, "text", result)))(await using)
+    finally:
+        box.kill()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+async def test_code_that_stays_stopped_leaves_its_chain_unscored(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_HELD_UP_SECONDS", "CONTROL_SECONDS"):
+        monkeypatch.setattr(calls, name, 0.2)
+    async with af.Pool(af.PythonSandbox, size=1, isolation=level) as pool, pool.lease() as box:
+        await signal_all(box, signal.SIGSTOP)
+        await errors.check(lambda: box.run("6 * 7", timeout=0.05), af.errors.SandboxError)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+async def test_code_that_sleeps_or_computes_uses_up_its_time(level: str) -> None:
+    async with af.Pool(af.PythonSandbox, size=1, isolation=level) as pool, pool.lease() as box:
+        for code in ("import time; time.sleep(300)", "while True: pass", "import threading; threading.Event().wait()"):
+            result = await box.run(code, timeout=0.2)
+            assert (result.limit, result.timed_out) == ("time", True)
+            assert result.seconds >= 0.2
+
+
+@pytest.mark.parametrize("level", LEVELS[:2])
+async def test_code_cannot_stop_processes(level: str) -> None:
+    """Otherwise, a policy could leave a bad reward by stopping itself until the last limit has expired."""
+    code = """
+import ctypes, os, signal, threading
+libc, denied = ctypes.CDLL(None, use_errno=True), []
+child = os.fork()
+if not child:
+    signal.pause()
+for number in (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU):
+    for send in (lambda: os.kill(child, number), lambda: os.kill(os.getpid(), number),
+                 lambda: signal.pthread_kill(threading.get_ident(), number),
+                 lambda: signal.pidfd_send_signal(os.pidfd_open(child), number)):
+        try:
+            send()
+        except PermissionError:
+            denied.append(number)
+os.kill(child, signal.SIGKILL)
+len(denied)"""
+    async with af.Pool(af.PythonSandbox, size=1, isolation=level) as pool, pool.lease() as box:
+        assert (await box.run(code, timeout=GUARD)).text == "16"
+
+
+def test_activity_of_processes() -> None:
+    seconds, held_up = processes.activity([os.getpid()])
+    assert held_up  # this thread is running
+    assert time.process_time() - 1 < seconds
+    assert processes.activity([2**30]) == (0.0, False)
