@@ -271,10 +271,9 @@ class Call(Watch):
 
     def poll(self) -> None:
         self.sample()
-        budget = self.sandbox.limits.cpu_seconds
-        if budget is not None and self.cpu_before is not None and self.cpu_sampled is not None:
-            if self.cpu_sampled - self.cpu_before > budget:
-                self.interrupt("cpu")
+        budget, before, now = self.sandbox.limits.cpu_seconds, self.cpu_before, self.cpu_sampled
+        if budget is not None and before is not None and now is not None and now - before > budget:
+            self.interrupt("cpu")
         if self.limit is None:
             self.after(_POLL_SECONDS, self.poll)
 

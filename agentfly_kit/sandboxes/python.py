@@ -40,9 +40,11 @@ class PythonSandbox(Sandbox):
         """Run code in the interpreter. The result's `value` is the repr of the last expression.
 
         After `timeout` seconds the code receives a KeyboardInterrupt, which preserves its variables. If it is still
-        running half a second later, it is killed, and the next call gets a new interpreter with the same files.
-        The time in which its processes are stopped or wait for a CPU does not count, so that results do not depend on
-        the load of the machine. Variables, threads, child processes and signal handlers survive a call; its interval timers and alarms do not,
+        running half a second later, it is killed, and the next call gets a new interpreter with the same files. The
+        time in which its processes are stopped or wait for a CPU does not count, so that results do not depend on the
+        load of the machine.
+
+        Variables, threads, child processes and signal handlers survive a call; its interval timers and alarms do not,
         and the handlers of SIGINT and SIGXCPU, which the sandbox needs, are restored before each call.
 
         Raises:  SandboxError if the sandbox is closed or cannot be restarted, or if another process or the machine's
