@@ -67,6 +67,8 @@ class Tool(Displayable, InjectedFunction[P, R]):
         super().__init__(function, name, timeout, open_arguments=schema is not None)
         self.max_chars = max_chars
         self._instance: Any = None
+        # Mutable defaults, which every call receives a copy of.
+        self._defaults = {n: p.default for n, p in self._parameters.items() if type(p.default).__hash__ is None}
         if not _NAME.fullmatch(self.name):
             raise ToolSchemaError(
                 f"the name of a tool must consist of letters, digits, _ and -, got {self.name!r}; "
@@ -260,7 +262,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
             async with self._inject(context, context.fields) as injected, context.concurrency.tools.slot():
                 outcome = await functions.call_user_function(
                     self._bound(),
-                    values | injected,
+                    copy.deepcopy(self._defaults) | values | injected,
                     timeout=self.timeout,
                     convert=self._convert,
                 )
@@ -312,7 +314,8 @@ def tool(
 
     Every parameter needs a type and a description, in the docstring or as `Annotated[int, "..."]`. Parameters annotated
     with a sandbox class (leased for the chain), `FromTask[...]` (a task field) or `Context` are injected and hidden
-    from the model.
+    from the model. If the model writes null for an argument whose type does not admit None, the default applies. Each
+    call receives its own copy of a mutable default.
 
     A sync function runs in a thread, and a coroutine function on the event loop. A method becomes a tool bound to its
     instance. All chains share this instance, so keep the state of a chain in `context.state` or in a sandbox.

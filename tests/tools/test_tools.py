@@ -207,6 +207,33 @@ async def test_defaults_and_names_reserved_by_pydantic() -> None:
     assert (await f.try_(schema="f")).observation == "3 f None"
 
 
+async def test_null_means_the_default_and_a_mutable_default_is_not_shared() -> None:
+    """Members of the kind: fields of nested objects, tools with a schema (below), task fields, and `reset`.
+
+    Not changed: a parameter whose type admits None receives it, and a required one refuses it.
+    """
+
+    @af.tool(describe="optional")
+    def f(
+        a: int = None,  # type: ignore[assignment]
+        b: int | None = 5,
+        xs: list[int] = [],  # noqa: B006
+        p: Point = Point(0),  # noqa: B008
+        seen: af.FromTask[list[int]] = [],  # noqa: B006
+    ) -> str:
+        xs.append(1)
+        seen.append(1)
+        p.x += 1
+        return f"{a} {b} {xs} {p.x},{p.y} {seen}"
+
+    assert f._arguments.signature.startswith("(a: integer = null, b: ")
+    for given in ({}, {"a": None, "xs": None}, {"p": None}):
+        assert (await f.try_(**given)).observation == "None 5 [1] 1,0 [1]"
+    assert (await f.try_(b=None, p={"x": 3, "y": None})).observation == "None None [1] 4,0 [1]"
+    assert "p.x: input should be a valid integer (got None)" in (await f.try_(p={"x": None})).observation
+    assert "a: input should be a valid integer (got None)" in (await add.try_(a=None)).observation
+
+
 def test_descriptions_may_be_given_or_missing() -> None:
     @af.tool(describe="optional")
     def add(a: int, b: Annotated[int, "the second"] = 1) -> int:
@@ -867,6 +894,7 @@ async def test_a_tool_from_a_schema_checks_the_types_and_passes_what_was_given()
     weather = af.Tool.from_schema("weather", CITY, lambda **given: given, description="Return the weather.")
     assert parameters(weather) == CITY
     assert (await weather.try_(**{"city-name": "Oslo"})).observation == '{"city-name":"Oslo"}'
+    assert (await weather.try_(**{"city-name": "Oslo", "points": None})).observation == '{"city-name":"Oslo"}'
     assert (await weather.try_(**{"city-name": "Oslo", "points": [1, 2.5]})).ok
     for wrong in ({}, {"city-name": 3}, {"city-name": "a", "unit": "k"}, {"city-name": "a", "x": 1},
                   {"city-name": "a", "points": ["x"]}):  # fmt: skip
