@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import datetime
 import enum
@@ -215,7 +216,7 @@ async def test_null_means_the_default_and_a_mutable_default_is_not_shared() -> N
 
     @af.tool(describe="optional")
     def f(
-        a: int = None,  # type: ignore[assignment]
+        a: int = None,  # type: ignore[assignment]  # noqa: RUF013
         b: int | None = 5,
         xs: list[int] = [],  # noqa: B006
         p: Point = Point(0),  # noqa: B008
@@ -315,6 +316,12 @@ class Spoken:
         return "spoken"
 
 
+@dataclasses.dataclass
+class Photo:
+    data: bytes
+    note: str = "n"
+
+
 class TextEnum(str, enum.Enum):  # noqa: UP042  # its str() is its name, not its value
     A = "a"
 
@@ -325,7 +332,7 @@ class TextEnum(str, enum.Enum):  # noqa: UP042  # its str() is its name, not its
         ("as it is\n", "as it is\n"), (5, "5"), (True, "true"), (0.5, "0.5"), (None, ""), (float("nan"), "NaN"),
         ([1, "é"], '[1,"é"]'), ({"a": None, "b": (1, 2)}, '{"a":null,"b":[1,2]}'), (Point(1, 2), '{"x":1,"y":2}'),
         (Address(street="A"), '{"street":"A","title":"none"}'), (Unit.CELSIUS, "c"), (TextEnum.A, "a"),
-        (b"caf\xc3\xa9 \xff", "café �"), (datetime.date(2024, 2, 29), "2024-02-29"), (Path("a/b"), "a/b"),
+        (b"caf\xc3\xa9", "café"), (datetime.date(2024, 2, 29), "2024-02-29"), (Path("a/b"), "a/b"),
         (np.int64(3), "3"), (np.float32(0.5), "0.5"), (np.arange(3), "[0,1,2]"), ({"n": np.float64(0.5)}, '{"n":0.5}'),
         (Spoken(), "spoken"), ("half \ud83d pair", "half � pair"),
     ],
@@ -339,6 +346,33 @@ async def test_return_values(value: Any, text: str) -> None:
     result = await give.try_()
     assert result == af.ToolResult(True, text)
     result.observation.encode()
+
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
+PNG_URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+HIDDEN, HIDDEN_JPEG = "[image image/png, 264 bytes, not shown]", "[image image/jpeg, 3 bytes, not shown]"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (PNG, HIDDEN), (bytearray(PNG), HIDDEN), (memoryview(b"\xff\xd8\xff"), HIDDEN_JPEG),
+        (b"caf\xc3\xa9 \xff", "[binary data, 7 bytes, not shown]"), (PNG_URL, HIDDEN),
+        (f"![]({PNG_URL}) is `data:text/plain;base64,aGk=`", f"![]({HIDDEN}) is `data:text/plain;base64,aGk=`"),
+        ([{"image": PNG, "n": 2}, (b"ok",)], f'[{{"image":"{HIDDEN}","n":2}},["ok"]]'),
+        (Photo(PNG), f'{{"data":"{HIDDEN}","note":"n"}}'), (af.ToolResult(True, PNG_URL), HIDDEN),
+        ({"image_url": {"url": PNG_URL}}, f'{{"image_url":{{"url":"{HIDDEN}"}}}}'),
+    ],
+)  # fmt: skip
+async def test_binary_results_are_described(value: Any, text: str) -> None:
+    """The output of the tools `python`, `shell` and `sql` is not changed: the model may want to see it exactly."""
+
+    @af.tool
+    def give() -> Any:
+        """Give it."""
+        return value
+
+    assert await give.try_() == af.ToolResult(True, text)
 
 
 CIRCULAR: list[Any] = []
