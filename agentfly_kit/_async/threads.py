@@ -23,6 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from .delivery import deliver
+from .limits import Timer
 
 T = TypeVar("T")
 
@@ -104,7 +105,7 @@ async def run_off_loop(work: Callable[[], T], timeout: float | None) -> tuple[T 
     """
     loop = asyncio.get_running_loop()
     call = _Call(work)
-    limit = None if timeout is None else loop.call_later(timeout, deliver, (call.future, CallTimeout()))
+    limit = None if timeout is None else Timer(timeout, lambda: deliver((call.future, CallTimeout())))
     with _state.lock:
         _state.waiting.append(call)
         if _state.is_stalled:

@@ -13,6 +13,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
@@ -542,6 +543,46 @@ async def test_coroutine_is_cancelled_at_its_timeout() -> None:
     assert result.observation == "slow took longer than 0.02 s and was cancelled."
     assert cancelled.is_set()
     assert result.seconds >= 0.02
+
+
+async def test_a_blocked_event_loop_is_charged_only_to_the_call_that_blocks_it() -> None:
+    """Innocent calls: a coroutine, a wrapper around one, and a thread that waits for the event loop.
+
+    Looked at: rewards, `reset` and programs of harnesses are called by the same function. Constructors, `start` and
+    `close` of environments run in threads.
+    """
+    limit, ended = 0.3, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    @af.tool(timeout=limit)
+    async def waits() -> None:
+        """Wait."""
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+        await ended.wait()
+
+    @af.tool(timeout=limit)
+    def wraps() -> Any:
+        """Wrap."""
+        return waits.function()
+
+    @af.tool(timeout=limit)
+    def asks() -> None:
+        """Ask."""
+        asyncio.run_coroutine_threadsafe(ended.wait(), loop).result()
+
+    @af.tool(timeout=limit)
+    async def blocks() -> None:
+        """Block."""
+        await asyncio.sleep(0)
+        time.sleep(3 * limit)  # noqa: ASYNC251
+        ended.set()
+
+    with pytest.warns(UserWarning, match=r"blocks blocked the event loop for more than 0.25 s") as warned:
+        *innocent, blocking = await asyncio.gather(waits.try_(), wraps.try_(), asks.try_(), blocks.try_())
+    assert [result.observation for result in innocent] == ["", "", ""]
+    assert blocking.observation == "blocks took longer than 0.3 s and was abandoned."
+    assert len(warned) == 1
 
 
 async def test_thread_is_abandoned_at_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
