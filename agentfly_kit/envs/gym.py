@@ -13,8 +13,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from agentfly_kit._async.threads import Worker
 from agentfly_kit.envs import base
 from agentfly_kit.errors import RewardError, SandboxError, SettingsError
+from agentfly_kit.pool import calls
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.tools.context import Context
 from agentfly_kit.tools.tool import ToolSet, tool
@@ -194,16 +196,17 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
         observation_space = gymnasium.spaces.Text(65536, min_length=0, charset=string.printable)
 
         def __init__(self) -> None:
-            self.environment = sandbox_type()
+            self.worker = Worker()
+            self.loop = _Loop()
+            self.environment = self.loop.wait(calls.create(self.worker, sandbox_type, sandbox_type))
             self.pools: list[Pool[Any]] = [Pool(kind, size=1) for kind in wanted]
             self.context: Context | None = None
-            self.loop = _Loop()
 
         def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
             super().reset(seed=seed)
             begun = task if seed is None else replace(task, fields=task.fields | {"seed": seed})
             self._release()
-            own: Any = _SingleSandboxPool(sandbox_type, self.environment)
+            own: Any = _SingleSandboxPool(sandbox_type, self.environment, self.worker)
             self.context = Context(begun, pools=[own, *self.pools])
             self.loop.wait(self.context.sandbox(sandbox_type))
             opening = self.context.reset_results.get(sandbox_type)
@@ -242,10 +245,7 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
             self._release()
             for pool in self.pools:
                 self.loop.wait(pool.close())
-            if callable(close := getattr(self.environment, "close", None)):
-                closed = close()
-                if inspect.isawaitable(closed):
-                    self.loop.wait(closed)
+            self.loop.wait(calls.call(self.worker, getattr(self.environment, "close", None)))
 
     return Env()
 
@@ -280,9 +280,10 @@ class _SingleSandboxPool:
 
     revoked = ""
 
-    def __init__(self, sandbox_type: type, sandbox: Any) -> None:
+    def __init__(self, sandbox_type: type, sandbox: Any, worker: Worker) -> None:
         self.sandbox_type = sandbox_type
         self.sandbox = sandbox
+        self.worker = worker
         self.turn: object = None
 
     async def acquire(self, owner: str, *, run: str, queue: bool = True) -> _SingleSandboxPool:

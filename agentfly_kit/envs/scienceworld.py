@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from agentfly_kit import task_files
+from agentfly_kit._async import threads
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.envs.family import Family, Move, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError, check_count
@@ -206,7 +207,7 @@ class ScienceWorld:
         self._simulator: Simulator | None = None
 
     async def start(self) -> None:
-        self._simulator = await asyncio.to_thread(Simulator, self.memory_mb)
+        self._simulator = await threads.call(Simulator, self.memory_mb)
 
     @property
     def alive(self) -> bool:
@@ -223,7 +224,7 @@ class ScienceWorld:
 
     async def close(self) -> None:
         if self._simulator is not None:
-            await asyncio.to_thread(self._simulator.close)
+            await threads.call(self._simulator.close)
 
     async def _ask(self, method: str, *given: Any) -> Any:
         """Call a method of the simulator in a thread, or raise SandboxError if the process is not running."""
@@ -231,7 +232,7 @@ class ScienceWorld:
         if simulator is None:
             raise SandboxError("this ScienceWorld is not started: lease it from a pool, or await its start()")
         try:
-            return await asyncio.to_thread(getattr(simulator, method), *given)
+            return await threads.call(getattr(simulator, method), *given)
         except Exception as error:
             await asyncio.sleep(0.05)  # a process exit takes a moment to become visible
             if not simulator.alive:

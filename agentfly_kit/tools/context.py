@@ -13,12 +13,14 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from agentfly_kit._async import threads
 from agentfly_kit._async.concurrency import ConcurrencyLimits
-from agentfly_kit._async.pending_call import maybe_await, wait_all
+from agentfly_kit._async.pending_call import wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import LeaseRevoked, SandboxError, SettingsError
 from agentfly_kit.pool import environment as environments
 from agentfly_kit.pool.base import BasePool
+from agentfly_kit.pool.calls import call
 from agentfly_kit.tools import function as functions
 from agentfly_kit.types import Task
 
@@ -97,8 +99,6 @@ class Context(Displayable):
         self._locks: dict[BasePool[Any], asyncio.Lock] = {}
         # Additional arguments of `BasePool.acquire`. `fork` sets them while it leases sandboxes.
         self._acquire_options: dict[str, Any] = {}
-        # Pools whose leased sandbox is replaced when it is released, because something in it has failed.
-        self._broken: set[BasePool[Any]] = set()
         self._closed = False
         self._close_lock = asyncio.Lock()
 
@@ -110,7 +110,10 @@ class Context(Displayable):
             SandboxError: if the context is closed, no sandbox can be started, or resetting an environment fails.
             PoolTimeout, PoolClosed, LeaseRevoked: if the pool cannot lease a sandbox, or has revoked the lease.
         """
-        pool = self.pool(sandbox_type)
+        return typing.cast(S, (await self._lease(self.pool(sandbox_type))).sandbox)
+
+    async def _lease(self, pool: BasePool[Any]) -> Any:
+        sandbox_type = pool.sandbox_type
         if self._closed:
             raise SandboxError(
                 f"the chain {self.trajectory_id!r} has ended, and its {sandbox_type.__name__} was released"
@@ -129,13 +132,14 @@ class Context(Displayable):
         self.check()
         if lease.turn != self.turn:
             lease.turn = self.turn  # shown in the pool's snapshot
-        return typing.cast(S, lease.sandbox)
+        return lease
 
     async def _acquire(self, pool: BasePool[Any]) -> Any:
         lease = await pool.acquire(self.trajectory_id, run=self.run, **self._acquire_options)
         if environments.is_environment(pool.sandbox_type):
             try:
-                await self._reset_environment(pool, lease.sandbox)
+                with threads.using(lease.worker):
+                    await self._reset_environment(pool, lease.sandbox)
             except BaseException:
                 await pool.release(lease, reusable=False)  # a reset that failed may have left anything behind
                 raise
@@ -158,13 +162,12 @@ class Context(Displayable):
 
         Calls of one turn that use the same sandbox run sequentially, in the order in which the model wrote them.
         """
-        async with self._locks.setdefault(self.pool(sandbox_type), asyncio.Lock()):
-            yield await self.sandbox(sandbox_type)
+        pool = self.pool(sandbox_type)
+        async with self._locks.setdefault(pool, asyncio.Lock()):
+            lease = await self._lease(pool)
+            with threads.using(lease.worker):
+                yield lease.sandbox
             self.check()  # discard the result if the sandbox was revoked during the call
-
-    def discard(self, sandbox_type: type) -> None:
-        """Replace the chain's sandbox of this class when it is released, instead of leasing it to another chain."""
-        self._broken.add(self.pool(sandbox_type))
 
     def check(self) -> None:
         """Raise `LeaseRevoked`, with the reason, if a pool has revoked a lease of this chain."""
@@ -228,8 +231,10 @@ class Context(Displayable):
         if not queue:
             twin._acquire_options = {"queue": False}
         try:
-            for sandbox_type, sandbox in self.held.items():
-                await maybe_await(sandbox.fork(await twin.sandbox(sandbox_type)))
+            for pool, lease in self._leases.items():
+                if _is_held(lease):
+                    other = await twin.sandbox(pool.sandbox_type)
+                    await call(lease.result().worker, lease.result().sandbox.fork, other)
         except BaseException:
             await twin.close()
             raise
@@ -249,7 +254,7 @@ class Context(Displayable):
                         await wait_all([acquiring])
                     finally:
                         if _is_held(acquiring):
-                            await pool.release(acquiring.result(), reusable=pool not in self._broken)
+                            await pool.release(acquiring.result())
                 except (Exception, asyncio.CancelledError) as error:  # release the other leases first
                     failed.append(error)
         if failed:

@@ -61,7 +61,8 @@ async def call_user_function(
     A coroutine function runs on the event loop and is cancelled after the timeout. If it blocks the event loop, a
     warning names it, and the time does not count towards the limits of other calls. Any other function runs in a daemon
     thread, which blocks neither other chains nor process exit, and is abandoned after the timeout. `convert` is applied
-    to the return value; its exceptions are treated like those of `function`.
+    to the return value; its exceptions are treated like those of `function`. Sandboxes that a cancelled or timed-out
+    call uses are replaced when they are released, because the call may still change them.
     """
     start, begun = time.perf_counter(), limits.now()
     value: Any = None
@@ -93,6 +94,7 @@ async def call_user_function(
                 raise threads.CallTimeout
     except asyncio.CancelledError as cancelled:
         if cancelling():
+            threads.discard()
             raise
         error = cancelled  # the caller was not cancelled, only something that the function awaited
     except threads.CallTimeout as expired:
@@ -103,6 +105,7 @@ async def call_user_function(
     if error is None:
         return Outcome(value, seconds=seconds)
     if timed_out:
+        threads.discard()
         return Outcome(None, TimeoutError(f"took longer than {timeout:g} s and was {timed_out}"), True, seconds)
     if isinstance(error, KeyboardInterrupt):
         raise error
