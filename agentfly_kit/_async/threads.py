@@ -28,6 +28,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from .delivery import deliver
+from .limits import Timer
 
 T = TypeVar("T")
 
@@ -168,7 +169,7 @@ async def run_off_loop(work: Callable[[], T], timeout: float | None) -> tuple[T 
     """
     loop = asyncio.get_running_loop()
     call = _Call(work, _workers.get())
-    limit = None if timeout is None else loop.call_later(timeout, deliver, (call.future, CallTimeout()))
+    limit = None if timeout is None else Timer(timeout, lambda: deliver((call.future, CallTimeout())))
     if call.workers:
         for worker in call.workers:
             worker._unfinished.add(call)

@@ -152,6 +152,17 @@ async def test_cleanup_runs_on_release_unless_it_is_a_tool() -> None:
         await pool.close()
 
 
+async def test_chains_do_not_share_a_mutable_default_of_reset() -> None:
+    class Remembers(Guess):
+        def reset(self, task: af.Task, seed: int, seen: list[str] = []) -> str:  # noqa: B006
+            super().reset(task, seed)
+            seen.append(task.id)
+            return " ".join(seen)
+
+    rollout = await guesser(["7"], Remembers, size=1).rollout([task(id="a"), task(id="b")])
+    assert [t.turns[0].messages[-1]["content"].split()[2:] for t in rollout.trajectories] == [["a"], ["b"]]
+
+
 async def test_prepare_adds_the_result_of_reset_to_the_prompt() -> None:
     chain = guesser(["x"]).chain(task())
     errors.check(lambda: chain.force("x"), af.errors.SettingsError, "await chain.prepare()")

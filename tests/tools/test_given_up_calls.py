@@ -139,6 +139,7 @@ async def test_a_call_that_was_given_up_does_not_reach_another_chain(kind: Any, 
             assert await context.sandbox(kind) is not first
     finally:
         tool.timeout = limit
+        owner.gate.set()  # before the event loop waits for its threads
         for pool in pools:
             await pool.close()
 
