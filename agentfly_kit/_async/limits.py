@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
@@ -69,16 +70,29 @@ class Timer:
         self.clock.timers.discard(self)
 
 
+_current: ContextVar[tuple[Timer, ...]] = ContextVar("timers", default=())
+
+
 @asynccontextmanager
 async def time_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
     """Async context manager like `asyncio.timeout`, which does not count the time in which the loop is blocked."""
     async with asyncio.timeout(None) as limit:
-        timer = None if seconds is None else Timer(seconds, lambda: limit.reschedule(0.0))
+        if seconds is None:
+            yield limit
+            return
+        timer, before = Timer(seconds, lambda: limit.reschedule(0.0)), _current.get()
+        _current.set((*before, timer))
         try:
             yield limit
         finally:
-            if timer is not None:
-                timer.cancel()
+            _current.set(before)
+            timer.cancel()
+
+
+def extend(seconds: float) -> None:
+    """Extend the limits under which the current task runs, because something that it waits for was held up."""
+    for timer in _current.get():
+        timer.at += seconds
 
 
 class Steps(Generator[Any, Any, Any]):

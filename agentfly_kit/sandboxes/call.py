@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+from .._async import limits
 from ..errors import SandboxError
 from .result import Limit, SandboxResult
 
@@ -237,11 +238,12 @@ class Call(Watch):
             return
         now = time.perf_counter()
         # A late sample means that this process itself was held up.
-        passed = min(now - self.sampled_at, 2 * _POLL_SECONDS)
+        elapsed = passed = min(now - self.sampled_at, 2 * _POLL_SECONDS)
         cpu, held_up = self.usage.activity(handle.process.pid)
         if held_up:
             passed = min(passed, 0.0 if cpu is None or self.cpu_sampled is None else cpu - self.cpu_sampled)
         self.own += passed
+        limits.extend(elapsed - passed)  # the tool that makes this call
         self.sampled_at, self.cpu_sampled = now, cpu
 
     def after_own(self, seconds: float, call: Callable[[], object]) -> None:

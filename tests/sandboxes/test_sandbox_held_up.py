@@ -21,6 +21,7 @@ from agentfly_kit.envs.verifier import Verifier
 from agentfly_kit.sandboxes import call as calls
 from agentfly_kit.sandboxes.inside import processes
 from agentfly_kit.sandboxes.inside.processes import descendants
+from agentfly_kit.tools.function import call_user_function
 
 
 class Checker(Verifier):
@@ -41,6 +42,16 @@ def stopped(pid: int) -> bool:
         return file.read().rpartition(")")[2].split()[0] == "T"
 
 
+async def by_tool(box: af.PythonSandbox) -> str:
+    """Call a tool, with a limit of its own, that uses the sandbox."""
+
+    async def compute() -> str:
+        return (await box.run("6 * 7", timeout=GUARD)).text
+
+    outcome = await call_user_function(compute, {}, timeout=0.6)
+    return str(outcome.error or outcome.value)
+
+
 async def graded(box: af.Grader) -> float:
     return (await box.grade("def f(x):\n    return x + 1", ["assert f(1) == 2"], timeout=0.5, total=0.5)).share
 
@@ -51,11 +62,12 @@ async def graded(box: af.Grader) -> float:
         (af.PythonSandbox, lambda box: box.run("6 * 7", timeout=0.5), "42"),
         (af.ShellSandbox, lambda box: box.run("echo 42", timeout=0.5), "42"),
         (af.SQLSandbox, lambda box: box.run("select 42", timeout=0.5), "42"),
+        (af.PythonSandbox, by_tool, "42"),
         (af.Grader, graded, "1.0"),
         (af.Grader, lambda box: box.run("print(42)", timeout=0.5), "42"),
         (Checker, lambda box: box.score("score = len(data)", "x" * 42), "42.0"),
     ],
-    ids=["python", "shell", "sql", "tests", "program", "verifier"],
+    ids=["python", "shell", "sql", "tool", "tests", "program", "verifier"],
 )
 async def test_a_right_answer_is_not_a_timeout_because_the_processes_were_stopped(
     kind: Any, use: Any, right: str, monkeypatch: pytest.MonkeyPatch
