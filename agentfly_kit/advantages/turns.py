@@ -47,8 +47,8 @@ def gigpo(
     """GRPO over trajectories plus `weight` times GRPO over the turns that started in the same state.
 
     The return of a trajectory is the sum of its turn rewards, or its reward if it has no turns. The return of a turn is
-    the discounted reward from that turn on. It is compared with the returns of all turns of the group that started in an
-    equal state (any hashable object, such as an observation).
+    the discounted reward from that turn on. It is compared with the returns of all turns of the group that started in
+    an equal state (any hashable object, such as an observation).
 
     Shapes:  rewards (N trajectories,), groups (N,), turn_rewards and states (N lists with one entry per turn) -> (N, K)
              for at most K turns, padded with 0. turn_rewards must include the reward of the trajectory, at the turn
@@ -76,7 +76,7 @@ def gigpo(
     sums = torch.tensor([sum(x) for x in per_turn], dtype=r.dtype, device=r.device)  # to detect NaN and inf
     check_no_inf(sums, "turn_rewards")
     check_no_inf(r, "rewards")
-    r = torch.where(torch.isnan(sums + r), torch.nan, torch.tensor(totals).to(r))
+    r = torch.where(torch.isnan(sums + r), torch.nan, torch.tensor(totals, dtype=r.dtype, device=r.device))
     episode = grpo(r, index, std=std, singleton=singleton, eps=eps)
     scored = (~torch.isnan(r)).tolist()
     flat = [x if scored[i] else float("nan") for i, row in enumerate(per_turn) for x in row]
