@@ -176,6 +176,8 @@ class KVCache:
         Shapes:  key_states, value_states (R rows, heads, C tokens, head size) -> (R, heads, S tokens, head size).
         """
         heads, size = key_states.shape[1], key_states.shape[3]
+        if value_states.shape != key_states.shape:  # multi-head latent attention
+            raise ValueError(f"the KV cache needs keys and values of one size, got {size} and {value_states.shape[3]}")
         while len(self._layers) <= layer_idx:
             self._layers.append(key_states.new_empty(2, self.count, heads, self.capacity, size))
             self._layers[-1][..., : self._initialized, :] = 0
