@@ -20,7 +20,7 @@ from typing import Any
 import errors
 import pytest
 import torch
-from agents import agent, chat, fresh, random_policy, reference_logprobs, tasks
+from agents import agent, chat, fresh, random_policy, reference_logprobs, shipped, tasks
 from paths import TESTS
 from test_decoder import GPT_NEO, WINDOWED, model, windowed
 from waiting import GUARD, until
@@ -725,6 +725,13 @@ async def test_only_float32_on_a_cpu_is_reproducible(monkeypatch: pytest.MonkeyP
     half = random_policy(2)
     half.model.to(torch.bfloat16)
     assert not af.LocalEngine(half).reproducible
+    experts = af.LocalEngine(af.Policy(model("mixtral", num_local_experts=4), chat()))
+    assert not experts.reproducible and "not reproducible: the rows of an expert" in repr(experts)
+    few = af.LocalEngine(shipped(), slots=8)
+    for session in "abcdefghi":
+        assert few.reproducible
+        await few.sample(prompt(9), af.Sampling(max_tokens=2), 0, request=request(session))
+    assert not few.reproducible and "more chains were alive than slots" in repr(few)
     got = await af.LocalEngine(half).sample(prompt(5), af.Sampling(max_tokens=4), 0)
     assert all(math.isfinite(x) for x in got.logprobs or (math.nan,))
 
@@ -777,6 +784,20 @@ async def test_uninitialized_memory_is_never_read(monkeypatch: pytest.MonkeyPatc
         torch.use_deterministic_algorithms(False)
     assert [s.ids for s in poisoned] == [s.ids for s in plain]
     assert [s.logprobs for s in poisoned] == [s.logprobs for s in plain]
+
+
+async def test_a_fork_has_the_same_logprobs_whether_keys_of_its_parent_are_left_or_not() -> None:
+    """With few chains at once, the parent has ended, and others have taken its slot, before its fork begins."""
+    ids, found = prompt(30, seed=1), []
+    for others in (0, 40):
+        engine = af.LocalEngine(shipped())
+        parent = await engine.sample(ids, af.Sampling(max_tokens=24), 1, request=request("a"))
+        engine.release("a")
+        for i in range(others):
+            await engine.sample(prompt(60, seed=2 + i), af.Sampling(max_tokens=1), 1)
+        longer = [*ids, *(parent.ids or ()), *prompt(5, seed=9)]
+        found.append((await engine.sample(longer, af.Sampling(max_tokens=24), 2, request=request("a.1", 1))).logprobs)
+    assert found[0] == found[1]
 
 
 async def test_a_model_is_tried_only_while_its_weights_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:

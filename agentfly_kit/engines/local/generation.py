@@ -174,6 +174,8 @@ class ContinuousBatch:
             for i, (request, slot, start) in enumerate(left):
                 end = start + int(counts[i])
                 cache.length[slot] = end
+                if start <= cache.prefilled[slot]:
+                    cache.prefilled[slot] = end
                 if end == len(request.ids):
                     done[slot] = hidden[i, int(counts[i]) - 1]
                 else:
