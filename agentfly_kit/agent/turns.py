@@ -94,9 +94,9 @@ def assistant_message(parsed: Parsed) -> tuple[Message, tuple[ToolCall, ...]]:
 
 def with_calls(message: Message, calls: Sequence[ToolCall]) -> Message:
     """Return the assistant message with its well-formed calls added, in the format of chat templates."""
-    if not calls:
-        return message
     functions = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in calls if call.error is None]
+    if not functions:
+        return message
     return {**message, "tool_calls": [{"id": id, "type": "function", "function": f} for id, f in functions]}
 
 

@@ -108,7 +108,7 @@ class LanguageModel:
         """Maximum context length of the model in tokens."""
         config = self.model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
-        # Limit longrope to the original length, because one token beyond it changes the rotation of the whole batch.
+        # The context of longrope ends at the original length; see `micro_batches`.
         limit = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
         return int(limit or getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
@@ -398,7 +398,21 @@ class LanguageModel:
 
         Returns:
             The row indices of each micro-batch.
+
+        Raises:
+            PolicyError: If a row is longer than the context, and the model's rotary embeddings depend on the longest
+                row.
         """
+        rope = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
+        dynamic = {"dynamic", "longrope"} & {
+            str(r.get("rope_type")) for r in (rope, *rope.values()) if isinstance(r, dict)
+        }
+        longest = int(batch.lengths.max())
+        if dynamic and longest > self.max_length + 1:  # the model does not read the last token of a row
+            raise PolicyError(
+                f"rows must have at most {self.max_length + 1} tokens, got {longest}: beyond the context of the model, "
+                f"its rotary embeddings ({dynamic.pop()}) would change those of the other rows"
+            )
         rows = torch.arange(len(batch.lengths)) if rows is None else rows
         limit = micro_tokens or self.micro_tokens
         if not len(rows) or self._sharing_obstacle:

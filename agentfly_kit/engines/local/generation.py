@@ -174,6 +174,8 @@ class ContinuousBatch:
             for i, (request, slot, start) in enumerate(left):
                 end = start + int(counts[i])
                 cache.length[slot] = end
+                if start <= cache.prefilled[slot]:
+                    cache.prefilled[slot] = end
                 if end == len(request.ids):
                     done[slot] = hidden[i, int(counts[i]) - 1]
                 else:
@@ -278,7 +280,8 @@ class _WeightMonitor:
     """Counter of changes to a policy's weights.
 
     `policy.version` and torch's version counters miss some changes: loading weights may restore an old version, and a
-    fused optimizer run by the user changes neither counter. The first elements of each weight are compared as well.
+    fused optimizer run by the user, or an edit through `.data`, changes neither counter. Therefore each vector is also
+    compared, and of each matrix its product with a fixed vector, which takes as long as reading the weights once.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -286,11 +289,20 @@ class _WeightMonitor:
         self._policy = policy
         self._key: tuple[int, int] | None = None
         self._values: Tensor | None = None
+        self._probes: dict[object, Tensor] = {}
+
+    def _summary(self, p: Tensor) -> Tensor:
+        if p.dim() < 2 or not p.is_floating_point() or p.dtype.itemsize < 2:  # of quantized weights, the first elements
+            return p.detach().flatten()[: None if p.dim() < 2 else 8].float()
+        key = (p.shape[-1], p.dtype, p.device)
+        if key not in self._probes:
+            self._probes[key] = torch.randn(p.shape[-1], generator=torch.Generator().manual_seed(0)).to(p)
+        return (p.detach().reshape(-1, p.shape[-1]) @ self._probes[key]).float()
 
     def number(self) -> int:
         """Return a number that is incremented if the weights have changed since the previous call."""
         parameters = list(self._policy.model.parameters())
-        values = torch.cat([p.detach().flatten()[:8] for p in parameters])
+        values = torch.cat([self._summary(p) for p in parameters])
         key = (self._policy.version, sum(p._version for p in parameters))
         if key != self._key or self._values is None or not torch.equal(values, self._values):
             self._key, self._values = key, values
