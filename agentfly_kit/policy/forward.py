@@ -370,18 +370,18 @@ class LanguageModel:
         layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if not layers:
             raise PolicyError(f"{type(self.model).__name__} has no layers that support gradient checkpointing")
-        before = [layer.training for layer in layers]
-        for model in models:
-            _checkpointing(model, "enable")({"use_reentrant": False})
+        # transformers enables it only in training mode, in which a layer that calls dropout itself would apply it.
+        replaced = [vars(layer).get("forward") for layer in layers]  # accelerate sets it on the object
         for layer in layers:
-            layer.training = True  # only this module's flag, so that dropout inside the layer stays off
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         try:
             yield
         finally:
-            for layer, training in zip(layers, before, strict=True):
-                layer.training = training
-            for model in models:
-                _checkpointing(model, "disable")()
+            for layer, own in zip(layers, replaced, strict=True):
+                if own is None:
+                    del layer.forward
+                else:
+                    layer.forward = own
 
     # --- micro-batches and prefix sharing ---
 
@@ -473,12 +473,6 @@ def _context_lengths(mask: Tensor) -> list[int]:
     columns = torch.arange(mask.shape[1], device=mask.device)
     lengths: list[int] = (mask * columns).amax(1).clamp(min=1).tolist()
     return lengths
-
-
-def _checkpointing(model: Any, action: str) -> Any:
-    """Return the method of a transformers model that enables or disables activation checkpointing."""
-    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # since transformers 5.23
-    return getattr(model, f"{name}_checkpointing_{action}")
 
 
 @functools.cache

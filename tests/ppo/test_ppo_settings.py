@@ -10,6 +10,7 @@ import agents
 import errors
 import pytest
 import torch
+from test_decoder import model
 from torch import Tensor
 
 import agentfly_kit as af
@@ -204,6 +205,16 @@ def test_a_cpu_that_emulates_bfloat16_warns_once_before_the_step(
     assert len(texts) == 2 * emulated
     assert all("no instructions for bfloat16" in text and "autocast=None" in text for text in texts)
     forward.warn_if_bfloat16_is_slow.cache_clear()
+
+
+@pytest.mark.parametrize("family", ["opt", "falcon"])
+def test_checkpointing_leaves_dropout_off_in_layers_that_call_it(family: str) -> None:
+    """Also looked at: biogpt, which calls dropout in its layers too; gpt2 and gpt_neox, which have modules for it."""
+    options = {"word_embed_proj_dim": 48, "ffn_dim": 80, "dropout": 0.5, "hidden_dropout": 0.5}
+    made_model = model(family, vocab_size=len(agents.chat().tokenizer), **options)
+    policy = af.Policy(made_model, agents.chat())
+    batch = made(policy)
+    agents.assert_same_gradient(gradient(policy, batch, checkpointing=True)[0], gradient(policy, batch)[0])
 
 
 def test_checkpointing_and_autocast_leave_the_model_as_it_was() -> None:
