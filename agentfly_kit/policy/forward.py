@@ -156,23 +156,44 @@ class LanguageModel:
         """Return the float32 logits of N hidden states over a vocabulary of V tokens: (N, d) -> (N, V).
 
         Raises:
-            PolicyError: If the model transforms its logits after the output matrix, for instance by soft-capping.
+            PolicyError: If the model scales or soft-caps its logits.
         """
+        self.check_head()
+        return cast(Tensor, self.model.get_output_embeddings()(hidden)).float()
+
+    def check_head(self) -> None:
+        """Raise PolicyError unless the logits are the product of the last hidden states and the output matrix."""
         if not self._has_plain_head:
             raise PolicyError(
                 f"the logits of {type(self.model).__name__} must be the product of its hidden states and output "
                 "matrix; models that scale or soft-cap them are not supported"
             )
-        return cast(Tensor, self.model.get_output_embeddings()(hidden)).float()
 
     @cached_property
     def _has_plain_head(self) -> bool:
-        """True if a trial forward pass gives logits that are the product of hidden states and output matrix."""
-        with torch.no_grad():
-            ids = torch.arange(4, device=self.device)[None] % self.vocab_size
-            expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
-            product = self.model.get_output_embeddings()(self.hidden(ids)[0]).float()
-        return bool(torch.allclose(expected, product, atol=1e-3, rtol=1e-3))
+        """True if, in a trial, the output matrix gets the last hidden states, and its product is returned unchanged.
+
+        A hook replaces the product by large numbers, because no cap changes small logits of untrained weights.
+        """
+        ids = torch.arange(4, device=self.device)[None] % self.vocab_size
+        thread, seen = threading.get_ident(), []
+
+        def replace_logits(_: Any, args: Any, logits: Tensor) -> Tensor | None:
+            if threading.get_ident() != thread:  # an engine may sample from this model meanwhile
+                return None
+            large = torch.linspace(-1e4, 1e4, logits.numel(), device=logits.device).view_as(logits).to(logits.dtype)
+            seen[:] = args[0], large
+            return large
+
+        hook = self.model.get_output_embeddings().register_forward_hook(replace_logits)
+        try:
+            with torch.no_grad():
+                logits = self.model(input_ids=ids, use_cache=False).logits
+        finally:
+            hook.remove()
+        if not seen or not torch.equal(logits.float(), seen[1].float()):
+            return False
+        return agree(self.hidden(ids).nan_to_num(), seen[0].nan_to_num())  # NaN if the weights have diverged
 
     def forward(
         self,
@@ -205,6 +226,7 @@ class LanguageModel:
         Shapes:  ids (B rows, T tokens) int64 padded on the right, mask (B, T) bool, temperatures (B,) -> (N,).
         Units:   nats, at the sampling temperature.
         """
+        self.check_head()
         rows, cols = mask.nonzero(as_tuple=True)
         packed, place = self._locate_states(ids, mask)
         # Positions with the same prefix share one hidden state, whose logits are computed only once. `each` maps each

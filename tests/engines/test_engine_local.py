@@ -578,7 +578,6 @@ async def test_logits_that_are_not_finite_raise() -> None:
     policy = random_policy(11)
     with torch.no_grad():
         policy.model.get_output_embeddings().weight.fill_(math.nan)
-    policy._has_plain_head = True  # as if checked before the weights diverged
     await errors.check(
         lambda: af.LocalEngine(policy).sample(prompt(4), af.Sampling(max_tokens=3), 0),
         EngineError,
