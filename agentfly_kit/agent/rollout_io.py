@@ -23,8 +23,8 @@ from agentfly_kit.errors import RunError
 from agentfly_kit.types import Failure, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
 
 _FORMAT = "agentfly_kit.rollout"
-# Highest format version. Version 3 is written if tasks have values that JSON lacks, version 2 if a trajectory has several
-# rows, and otherwise version 1.
+# Highest format version. Version 3 is written if tasks have values that JSON lacks, version 2 if a trajectory has
+# several rows, and otherwise version 1.
 _VERSION = 3
 # Key of the type's name in the JSON object of such a value, whose other key is "value".
 _TYPE = "$type"

@@ -64,7 +64,7 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
                 f"each of the {workers.size} processes must have its own engine, such as LocalEngine or VLLMEngine, "
                 f"got {agent.engine!r}; otherwise, every process would send its weights to the same servers"
             )
-    if config.save_rollouts or config.overlap:  # with overlap, checkpoints contain chains
+    if config.save_rollouts:
         for task in sampler.tasks:
             dump_json(task, f"task {task.id!r}")
     sampler.request(sampler.tasks, 0, "train").check(agent, sampler.rollout_workers)

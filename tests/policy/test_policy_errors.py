@@ -49,6 +49,11 @@ def scored_at_0() -> Any:
         "must be True, False or 'separate', got 'apart'",
     ),
     (lambda: af.Policy(shipped().model, shipped().chat.tokenizer), af.errors.SettingsError, CHAT),
+    (
+        lambda: af.Policy(model("qwen3", vocab_size=393), shipped().chat),
+        af.errors.PolicyError,
+        "a tokenizer that uses token 395 and a model with 393 tokens",
+    ),
     (lambda: af.Policy("name", shipped().chat), af.errors.SettingsError, "; af.Policy.load(name_or_folder) creates"),
     (lambda: random_policy().load_state(shipped().state()), af.errors.PolicyError, "state must have the weights "),
     (

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import itertools
+import json
+import os
 import random
 from typing import Any, get_args
 
@@ -211,8 +213,7 @@ def test_a_cpu_that_emulates_bfloat16_warns_once_before_the_step(
 def test_checkpointing_leaves_dropout_off_in_layers_that_call_it(family: str) -> None:
     """Also looked at: biogpt, which calls dropout in its layers too; gpt2 and gpt_neox, which have modules for it."""
     options = {"word_embed_proj_dim": 48, "ffn_dim": 80, "dropout": 0.5, "hidden_dropout": 0.5}
-    made_model = model(family, vocab_size=len(agents.chat().tokenizer), **options)
-    policy = af.Policy(made_model, agents.chat())
+    policy = af.Policy(model(family, **options), agents.chat())
     batch = made(policy)
     agents.assert_same_gradient(gradient(policy, batch, checkpointing=True)[0], gradient(policy, batch)[0])
 
@@ -369,6 +370,20 @@ def test_joined_batches_equal_one_batch() -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return agents.shipped().copy().save(tmp_path_factory.mktemp("policy"))
+
+
+def test_an_adapter_finds_its_base_from_any_folder(saved: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of the base was relative to the working directory. One may also be relative to the adapter."""
+    pytest.importorskip("peft")
+    monkeypatch.chdir(saved.parent)
+    policy = af.Policy.load(saved.name, lora=4)
+    folder = policy.save(tmp_path / "adapter")
+    monkeypatch.chdir(tmp_path)
+    assert af.Policy.load(folder).fingerprint() == policy.fingerprint()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = os.path.relpath(saved, folder)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    assert af.Policy.load("adapter").fingerprint() == policy.fingerprint()
 
 
 def test_an_adapter_is_trained_and_its_base_is_the_reference(saved: Any, tmp_path: Any) -> None:
