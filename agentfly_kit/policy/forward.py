@@ -176,7 +176,8 @@ class LanguageModel:
         A hook replaces the product by large numbers, because no cap changes small logits of untrained weights.
         """
         ids = torch.arange(4, device=self.device)[None] % self.vocab_size
-        thread, seen = threading.get_ident(), []
+        thread = threading.get_ident()
+        seen: list[Tensor] = []
 
         def replace_logits(_: Any, args: Any, logits: Tensor) -> Tensor | None:
             if threading.get_ident() != thread:  # an engine may sample from this model meanwhile
