@@ -214,8 +214,13 @@ def test_checkpointing_leaves_dropout_off_in_layers_that_call_it(family: str) ->
     """Also looked at: biogpt, which calls dropout in its layers too; gpt2 and gpt_neox, which have modules for it."""
     options = {"word_embed_proj_dim": 48, "ffn_dim": 80, "dropout": 0.5, "hidden_dropout": 0.5}
     policy = af.Policy(model(family, **options), agents.chat())
-    batch = made(policy)
-    agents.assert_same_gradient(gradient(policy, batch, checkpointing=True)[0], gradient(policy, batch)[0])
+    batch, calls = made(policy), []
+    gradient(policy, batch)  # the first forward pass is preceded by trials
+    norm = policy.decoder.get_submodule("h.0.input_layernorm" if family == "falcon" else "layers.0.final_layer_norm")
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    wanted, once = gradient(policy, batch)[0], len(calls)
+    agents.assert_same_gradient(gradient(policy, batch, checkpointing=True)[0], wanted)
+    assert len(calls) == 3 * once, "the layers were not computed again"
 
 
 def test_checkpointing_and_autocast_leave_the_model_as_it_was() -> None:
