@@ -87,7 +87,9 @@ class LanguageModel:
 
     @property
     def decoder(self) -> Any:
-        """The model without its output matrix."""
+        """The model without its output matrix, in evaluation mode, which other libraries leave when they train it."""
+        if self.model.training:
+            self.model.eval()
         decoder = self.model.get_decoder()
         return self.model.model if decoder is self.model else decoder
 
