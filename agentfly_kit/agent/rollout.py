@@ -247,7 +247,14 @@ class Rollout(Displayable):
         return out
 
     def save(self, path: str | Path) -> Path:
-        """Write the rollout to a .jsonl file atomically. All task fields must be representable in JSON."""
+        """Write the rollout to a .jsonl file atomically.
+
+        Fields of tasks may be JSON values, tuples, sets, bytes, dates, times, decimals, UUIDs and paths, which `load`
+        restores, and arrays, which it returns as lists.
+
+        Raises:
+            RunError: If a task has other values, or the file cannot be written.
+        """
         rollout_io.write(Path(path), self.trajectories, self.seconds, self.not_run, self.forks_refused)
         return Path(path)
 

@@ -51,6 +51,13 @@ class Policy(Displayable, LanguageModel):
         _check_value_head(value_head)
         super().__init__(model, None)
         self.chat = chat
+        # Tokens that were added for other modalities may exceed the vocabulary, because text never contains them.
+        used = (chat.tokenizer.vocab_size - 1, *chat.stop_ids, *chat.encode(chat.template.opening()))
+        if max(used) >= self.vocab_size:
+            raise PolicyError(
+                f"the tokenizer must belong to the model, got a tokenizer that uses token {max(used)} and a model with "
+                f"{self.vocab_size} tokens; after adding tokens, call model.resize_token_embeddings(len(tokenizer))"
+            )
         if self.has_adapter:
             _check_adapter(model)
         if next(iter(model.parameters())).dtype == torch.bfloat16:
@@ -123,7 +130,7 @@ class Policy(Displayable, LanguageModel):
         if dtype != "auto" and not getattr(torch_dtype, "is_floating_point", False):
             raise SettingsError(f"dtype must be a floating-point torch dtype, its name, or 'auto', got {dtype!r}")
         folder = _policy_folder(path)
-        path = str(folder) if folder.is_dir() else str(path)
+        path = str(folder.resolve()) if folder.is_dir() else str(path)  # adapters record the path of their base model
         meta: dict[str, Any] = {}
         if (folder / "policy.json").exists():
             meta = json.loads((folder / "policy.json").read_text(encoding="utf-8"))
@@ -135,6 +142,8 @@ class Policy(Displayable, LanguageModel):
                 raise SettingsError(f"lora must be None for a folder that contains an adapter, got {lora!r}")
             adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
             weights = adapter["base_model_name_or_path"]
+            if (folder / weights).is_dir():
+                weights = str(folder / weights)
 
         try:
             with loading(f"the policy {Path(path).name!r}"), _without_progress_bar():

@@ -381,10 +381,12 @@ def adamw(
     Raises:
         SettingsError: If `lr` is not a positive finite number, or the policy has weights of type float16, in which
             Adam's epsilon is 0 and updates are hundreds of times too large.
+        PolicyError: If the model scales or soft-caps its logits, which `ppo_step` does not support.
 
     Source:  The default betas and the factor ten were chosen by measurements on the calculator task; see docs/log.md.
     """
     check_positive("number", lr=lr)
+    policy.check_head()
     types = {p.dtype for p in policy.parameters() if p.requires_grad}
     if torch.float16 in types:
         raise SettingsError(

@@ -221,6 +221,7 @@ def check_teacher(teacher: Policy | Engine | None, agent: AgentSettings, policy:
         return
     if not isinstance(teacher, Policy):
         raise SettingsError(f"teacher must be a Policy, a VLLMEngine, or an OpenAIEngine with vLLM, got {teacher!r}")
+    teacher.check_head()
     check_scorer(teacher.chat, teacher.max_length, agent.chat, agent.engine.max_length)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from agentfly_kit.agent.rollout_io import dump_json
 from agentfly_kit.engines.fleet import Fleet
 from agentfly_kit.engines.openai import OpenAIEngine
 from agentfly_kit.errors import SettingsError
@@ -69,5 +70,8 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
                 f"each of the {workers.size} processes must have its own engine, such as LocalEngine or VLLMEngine, "
                 f"got {agent.engine!r}; otherwise, every process would send its weights to the same servers"
             )
+    if config.save_rollouts:
+        for task in sampler.tasks:
+            dump_json(task, f"task {task.id!r}")
     sampler.request(sampler.tasks, 0, "train").check(agent, sampler.rollout_workers)
     agent.check_tasks(eval_tasks)

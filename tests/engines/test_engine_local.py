@@ -605,11 +605,19 @@ async def test_concurrent_requests_of_one_session_are_rejected() -> None:
     assert len((await first).ids or ()) == 60
 
 
+async def test_dropout_stays_off_after_another_library_trained_the_model() -> None:
+    """Also looked at: the trainer and imitation, which use the policy's forward pass, and gradient checkpointing."""
+    policy = af.Policy(model("opt", word_embed_proj_dim=48, ffn_dim=80, dropout=0.5), chat())
+    engine = af.LocalEngine(policy)
+    for _ in range(2):
+        check(policy, prompt(8), await engine.sample(prompt(8), af.Sampling(max_tokens=4), 3))
+        policy.model.train()
+
+
 async def test_logits_that_are_not_finite_raise() -> None:
     policy = random_policy(11)
     with torch.no_grad():
         policy.model.get_output_embeddings().weight.fill_(math.nan)
-    policy._has_plain_head = True  # as if checked before the weights diverged
     await errors.check(
         lambda: af.LocalEngine(policy).sample(prompt(4), af.Sampling(max_tokens=3), 0),
         EngineError,

@@ -1,7 +1,6 @@
 """Settings, arguments and batches that the steps of PPO and of imitation reject."""
 
 import dataclasses
-import functools
 import math
 from importlib.resources import files
 from typing import Any
@@ -71,11 +70,6 @@ def unlike_a_loss(logprobs: Any, old: Any, adv: Any, mask: Any) -> Any:
     (lambda: stepped(loss="sapo", clip=0.2), af.errors.SettingsError, "takes no clip, got clip=0.2"),
     (lambda: stepped(loss="cispo", dual_clip=3.0), af.errors.SettingsError, "takes no dual_clip"),
     (lambda: stepped(loss=af.losses.ppo, clip=0.2), af.errors.SettingsError, "functools.partial"),
-    (
-        lambda: stepped(loss=functools.partial(af.losses.kl_cov, share=0.2)),
-        af.errors.SettingsError,
-        "loss must not be kl_cov",
-    ),
     (
         lambda: stepped(loss=lambda logp, adv, mask: adv),
         af.errors.SettingsError,

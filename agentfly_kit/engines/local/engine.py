@@ -49,6 +49,7 @@ class LocalEngine(Engine):
 
     Raises:
         EngineError: If an argument is invalid, or the model cannot be run with a KV cache.
+        PolicyError: If the model scales or soft-caps its logits.
     """
 
     def __init__(self, policy: Policy, *, slots: int = 256, alternatives: int = 0) -> None:

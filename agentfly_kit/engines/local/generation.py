@@ -218,6 +218,8 @@ class ContinuousBatch:
 
     def _check_model(self) -> None:
         """Select the forward pass if the model is new or was replaced, for example by adding an adapter."""
+        if self.policy.model.training:  # another library has trained it; dropout must be off
+            self.policy.model.eval()
         if self._model is not self.policy.model:
             self._cached_forward = cached_forward(self.policy)
             self._model = self.policy.model

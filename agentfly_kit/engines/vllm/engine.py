@@ -94,6 +94,7 @@ class VLLMEngine(Engine):
             raise EngineError(f"engine_args must not set {', '.join(sorted(fixed))}, which would change the logprobs")
         self._engine_args = engine_args
         self._config = load_config(self.model)
+        self._text_config = self._config.get_text_config()  # that of the language model, if the model has other parts
         self._stop_ids = tuple(stop_ids) if stop_ids is not None else None
         self._initial_version = int(_policy_json(self.model).get("version", 0))
         self._weights = weights
@@ -124,12 +125,12 @@ class VLLMEngine(Engine):
     @property
     def max_length(self) -> int:
         given = self._engine_args.get("max_model_len")
-        return int(given or getattr(self._config, "max_position_embeddings", 0) or 1 << 30)
+        return int(given or getattr(self._text_config, "max_position_embeddings", 0) or 1 << 30)
 
     @property
     def vocab_size(self) -> int:  # type: ignore[override]
         """Number of tokens in the model's vocabulary."""
-        return int(self._config.vocab_size)
+        return int(self._text_config.vocab_size)
 
     @property
     def chat(self) -> Chat:
@@ -239,7 +240,7 @@ class VLLMEngine(Engine):
             settings |= {
                 "enforce_eager": True,
                 "block_size": 32,
-                "kv_cache_memory_bytes": _kv_bytes(self._config, sequences * min(self.max_length, 4096)),
+                "kv_cache_memory_bytes": _kv_bytes(self._text_config, sequences * min(self.max_length, 4096)),
             }
         settings |= self._engine_args
         settings |= {
