@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -37,7 +37,7 @@ _STALL_SECONDS = 0.002
 # Time in seconds after which an idle thread exits.
 _IDLE_SECONDS = 2.0
 # At interpreter exit, running threads are awaited for this time in seconds, at most this many times.
-_STOP_SECONDS, _STOP_ATTEMPTS = 0.25, 40
+_STOP_SECONDS, _STOP_ATTEMPTS = 0.25, 240
 
 
 class CallTimeout(Exception):
@@ -295,6 +295,15 @@ def _stop_threads() -> None:
     left = [thread for thread in _state.threads if thread.ident is not None]
     for thread in left:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    join_busy(left)
+
+
+def join_busy(threads: Iterable[threading.Thread]) -> None:
+    """Wait for threads at interpreter exit, until they have ended or this process uses no CPU time any more.
+
+    A busy machine may need long for the last step of a computation.
+    """
+    left = list(threads)
     for _ in range(_STOP_ATTEMPTS):
         spent, until = time.process_time(), time.monotonic() + _STOP_SECONDS
         for thread in left:

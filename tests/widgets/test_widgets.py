@@ -20,14 +20,14 @@ import agents
 import errors
 import kernels
 import pytest
+from agentfly_kit.widgets._base import Throttle, number
+from agentfly_kit.widgets._saved import WIDGET_MIME, is_headless
 from paths import TESTS
 from views import Box, FakeRun, click, press, put, show, trajectory
 from waiting import GUARD, until
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
-from agentfly_kit.widgets._base import Throttle, number
-from agentfly_kit.widgets._saved import WIDGET_MIME, is_headless
 
 JS = TESTS / "widgets_js"
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentfly_kit._async.threads import join_busy
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.generation import ContinuousBatch
 from agentfly_kit.engines.local.kv_cache import is_batch_invariant
@@ -221,10 +222,8 @@ class LocalEngine(Engine):
         with self._wake:
             self._exiting = True
             self._wake.notify()
-            threads = (self._thread, self._last_thread)
-        for thread in threads:
-            if thread is not None:
-                thread.join(10)
+            running = (self._thread, self._last_thread)
+        join_busy(thread for thread in running if thread is not None)
 
 
 _started: weakref.WeakSet[LocalEngine] = weakref.WeakSet()
