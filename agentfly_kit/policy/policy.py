@@ -131,17 +131,15 @@ class Policy(Displayable, LanguageModel):
             raise SettingsError(f"dtype must be a floating-point torch dtype, its name, or 'auto', got {dtype!r}")
         folder = _policy_folder(path)
         path = str(folder.resolve()) if folder.is_dir() else str(path)  # adapters record the path of their base model
-        meta: dict[str, Any] = {}
-        if (folder / "policy.json").exists():
-            meta = json.loads((folder / "policy.json").read_text(encoding="utf-8"))
+        meta = read_json(folder / "policy.json")
+        read_json(folder / "generation_config.json")  # transformers would ignore a damaged file, and its end tokens
         # If the folder contains an adapter, the config of the adapter names the base model to load.
         weights = path
         has_adapter = (folder / "adapter_config.json").exists()
         if has_adapter:
             if lora is not None:
                 raise SettingsError(f"lora must be None for a folder that contains an adapter, got {lora!r}")
-            adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-            weights = adapter["base_model_name_or_path"]
+            weights = str(read_json(folder / "adapter_config.json").get("base_model_name_or_path"))
             if (folder / weights).is_dir():
                 weights = str(folder / weights)
 
@@ -165,15 +163,13 @@ class Policy(Displayable, LanguageModel):
             raise PolicyError(f"cannot load a policy from {path!r}: {type(error).__name__}: {error}") from error
         if lora is not None:
             model = _with_lora(model, lora)
-        chat = Chat.from_saved(
-            meta,
-            tokenizer,
-            getattr(model, "generation_config", None),
-            format=None if format == "auto" else format,
-            history=history,
-            options=options,
-        )
-        policy = cls(model, chat, value_head=critic, version=meta.get("version", 0))
+        changes = {"format": None if format == "auto" else format, "history": history, "options": options}
+        try:
+            chat = Chat.from_saved(meta, tokenizer, getattr(model, "generation_config", None), **changes)
+            version = int(meta.get("version", 0))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise PolicyError(f"{folder / 'policy.json'} is damaged: {type(error).__name__}: {error}") from error
+        policy = cls(model, chat, value_head=critic, version=version)
 
         head = folder / _VALUE_HEAD_FILE
         if policy.value_head is not None and head.exists():
@@ -350,6 +346,21 @@ def _policy_folder(path: str | Path) -> Path:
             f"adapter_config.json (an adapter), got {have}"
         )
     return folder
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file of a policy, or {} if there is no such file.
+
+    Raises:
+        PolicyError: If the file does not contain a JSON object.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an object, got a {type(found).__name__}")
+    except (ValueError, RecursionError) as error:
+        raise PolicyError(f"{file} is damaged: {error}") from error
+    return found
 
 
 # Arguments of from_pretrained that are also passed to the tokenizer.

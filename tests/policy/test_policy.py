@@ -99,14 +99,19 @@ def test_save_and_load(tmp_path: Path) -> None:
         ("model.safetensors", Path.unlink, "no file named model.safetensors"),
         ("tokenizer.json", Path.unlink, "tokenizer"),
         ("model.safetensors", lambda file: file.write_bytes(b"not this"), ""),
+        ("policy.json", lambda file: file.write_text('{"format"'), "damaged: Expecting ':'"),
+        ("policy.json", lambda file: file.write_bytes(b"\xff"), "damaged: 'utf-8'"),
+        ("policy.json", lambda file: file.write_text("[]"), "damaged: expected an object, got a list"),
+        ("policy.json", lambda file: file.write_text('{"chat": {"stopp": []}}'), "damaged: TypeError: .*stopp"),
+        ("generation_config.json", lambda file: file.write_text("{"), "damaged: "),
+        ("adapter_config.json", lambda file: file.write_text(""), "damaged: "),
     ],
 )
 def test_missing_and_damaged_files_are_named(tmp_path: Path, name: str, damage: Any, says: str) -> None:
     folder = random_policy(3).save(tmp_path / "p")
     damage(folder / name)
-    errors.check(
-        lambda: af.Policy.load(folder), af.errors.PolicyError, re.compile(f"cannot load a policy from .*{says}")
-    )
+    where = re.compile(f"(cannot load a policy from |{name}).*{says}")
+    errors.check(lambda: af.Policy.load(folder), af.errors.PolicyError, where)
 
 
 def test_a_copy_is_independent() -> None:

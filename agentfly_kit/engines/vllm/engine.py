@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import shutil
 import tempfile
 import threading
@@ -24,7 +23,7 @@ from agentfly_kit.engines.vllm.host import Host, load_config
 from agentfly_kit.engines.vllm.weight_transfer import architecture, check_architecture
 from agentfly_kit.engines.vllm.worker import EXTRA_COLUMNS
 from agentfly_kit.errors import EngineError
-from agentfly_kit.policy.policy import Policy
+from agentfly_kit.policy.policy import Policy, read_json
 from agentfly_kit.types import Sample, Sampling, TurnRequest
 
 # vLLM raises temperatures below the minimum, so recorded logprobs would be wrong, and rejects those above the maximum.
@@ -96,7 +95,7 @@ class VLLMEngine(Engine):
         self._config = load_config(self.model)
         self._text_config = self._config.get_text_config()  # that of the language model, if the model has other parts
         self._stop_ids = tuple(stop_ids) if stop_ids is not None else None
-        self._initial_version = int(_policy_json(self.model).get("version", 0))
+        self._initial_version = int(read_json(Path(self.model) / "policy.json").get("version", 0))
         self._weights = weights
         self._version = self._initial_version
         self._host: Host | None = None
@@ -143,7 +142,7 @@ class VLLMEngine(Engine):
                 generation_config = GenerationConfig.from_pretrained(self.model)
             except OSError:  # the model has none
                 generation_config = None
-            self._chat = Chat.from_saved(_policy_json(self.model), tokenizer, generation_config)
+            self._chat = Chat.from_saved(read_json(Path(self.model) / "policy.json"), tokenizer, generation_config)
         return self._chat
 
     @property
@@ -412,12 +411,6 @@ def _check_columns(got: Any, columns: int) -> None:
             "version is not supported, or the engine also scored ids meanwhile: sample and score one after the other, "
             "or use different engines"
         )
-
-
-def _policy_json(model: str) -> dict[str, Any]:
-    path = Path(model) / "policy.json"
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found
 
 
 def _kv_bytes(config: Any, tokens: int) -> int:
