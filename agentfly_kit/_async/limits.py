@@ -28,7 +28,7 @@ class _Clock:
         self.ticking = False
 
     def read(self, loop: asyncio.AbstractEventLoop) -> float:
-        """Return the time in seconds. To be called at least once per tick."""
+        """Return the time in seconds. Must be called at least once per tick."""
         now = loop.time()
         self.time += min(now - self.read_at, _BLOCKED)
         self.read_at = now
@@ -49,7 +49,7 @@ _clocks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Clock] = weakref.
 
 
 def now() -> float:
-    """Return the time in seconds in which the running event loop was not blocked, while a limit was running."""
+    """Return the clock of the running event loop in seconds, which stands still while the loop is blocked."""
     loop = asyncio.get_running_loop()
     return _clocks.setdefault(loop, _Clock()).read(loop)
 
@@ -60,6 +60,7 @@ class Timer:
     def __init__(self, seconds: float, callback: Callable[[], object]) -> None:
         loop = asyncio.get_running_loop()
         self.at = now() + seconds
+        self.extended_to = 0.0  # end of the last period that does not count (`time.perf_counter`)
         self.callback = callback
         self.clock = _clocks[loop]
         self.clock.timers.add(self)
@@ -89,10 +90,11 @@ async def time_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
             timer.cancel()
 
 
-def extend(seconds: float) -> None:
-    """Extend the limits under which the current task runs, because something that it waits for was held up."""
+def extend(start: float, end: float) -> None:
+    """Do not count a period (`time.perf_counter`) towards the limits of the current task, which was held up."""
     for timer in _current.get():
-        timer.at += seconds
+        timer.at += max(0.0, end - max(start, timer.extended_to))
+        timer.extended_to = max(end, timer.extended_to)
 
 
 class Steps(Generator[Any, Any, Any]):

@@ -41,7 +41,9 @@ _STOP_SECONDS, _STOP_ATTEMPTS = 0.25, 240
 
 
 class CallTimeout(Exception):
-    """Raised when a call exceeds its timeout. The thread of the call continues to run."""
+    """Raised when a call exceeds its timeout. If it has begun, its thread continues to run."""
+
+    begun = True
 
 
 class _Call:
@@ -50,21 +52,28 @@ class _Call:
     The exception is not set on the future, because futures reject StopIteration, and SystemExit would stop the loop.
     """
 
-    __slots__ = ("context", "ended", "future", "work", "workers")
+    __slots__ = ("begun", "context", "ended", "future", "work", "workers")
 
     def __init__(self, work: Callable[[], Any], workers: tuple[Worker, ...]) -> None:
         self.work = work
         self.workers = workers
+        self.begun = False
         self.ended = threading.Event()
         self.future: asyncio.Future[tuple[Any, BaseException | None]] = asyncio.get_running_loop().create_future()
         self.context = contextvars.copy_context()
         self.context.run(_workers.set, ())  # calls that `work` makes must not wait for it
+
+    def expire(self) -> None:
+        expired = CallTimeout()
+        expired.begun = self.begun
+        deliver((self.future, expired))
 
     def run(self) -> None:
         """Run the call, unless it was cancelled or has timed out while it waited."""
         outcome: tuple[Any, BaseException | None] = None, None
         try:
             if not self.future.done():
+                self.begun = True
                 outcome = self.context.run(self.work), None
         except BaseException as error:
             outcome = None, error
@@ -88,9 +97,12 @@ class Worker:
         return bool(self._unfinished)
 
     @property
-    def clean(self) -> bool:
-        """False if the sandbox must be replaced when it is released, because a call was given up or has failed."""
-        return not self._discarded and not self.busy
+    def discarded(self) -> bool:
+        """Whether the sandbox must be replaced when it is released, because a call was given up or has failed."""
+        return self._discarded or self.busy
+
+    def discard(self) -> None:
+        self._discarded = True
 
     def put(self, job: Callable[[], object]) -> None:
         """Run `job()` after all earlier calls, without waiting for it."""
@@ -105,11 +117,16 @@ class Worker:
 _workers: contextvars.ContextVar[tuple[Worker, ...]] = contextvars.ContextVar("workers", default=())
 
 
+def current() -> tuple[Worker, ...]:
+    """Return the workers of the sandboxes that this task uses."""
+    return _workers.get()
+
+
 @contextmanager
-def using(worker: Worker) -> Iterator[None]:
-    """Run sync calls of this task in the thread of `worker`, or of the first one, if several are used."""
+def using(*workers: Worker) -> Iterator[None]:
+    """Run sync calls of this task in the thread of the first worker, and with none, in any thread."""
     before = _workers.get()
-    _workers.set((*before, worker))
+    _workers.set(tuple(dict.fromkeys(workers)))
     try:
         yield
     finally:
@@ -118,8 +135,8 @@ def using(worker: Worker) -> Iterator[None]:
 
 def discard() -> None:
     """Replace the sandboxes that this task uses when they are released, instead of leasing them to other chains."""
-    for worker in _workers.get():
-        worker._discarded = True
+    for worker in current():
+        worker.discard()
 
 
 class _State:
@@ -169,7 +186,7 @@ async def run_off_loop(work: Callable[[], T], timeout: float | None) -> tuple[T 
     """
     loop = asyncio.get_running_loop()
     call = _Call(work, _workers.get())
-    limit = None if timeout is None else Timer(timeout, lambda: deliver((call.future, CallTimeout())))
+    limit = None if timeout is None else Timer(timeout, call.expire)
     if call.workers:
         for worker in call.workers:
             worker._unfinished.add(call)
@@ -299,15 +316,24 @@ def _stop_threads() -> None:
 
 
 def join_busy(threads: Iterable[threading.Thread]) -> None:
-    """Wait for threads at interpreter exit, until they have ended or this process uses no CPU time any more.
+    """Wait for threads at interpreter exit, until they have ended or use no CPU time any more.
 
     A busy machine may need long for the last step of a computation.
     """
     left = list(threads)
     for _ in range(_STOP_ATTEMPTS):
-        spent, until = time.process_time(), time.monotonic() + _STOP_SECONDS
+        spent, until = {thread: _cpu_seconds(thread) for thread in left}, time.monotonic() + _STOP_SECONDS
         for thread in left:
             thread.join(max(0.0, until - time.monotonic()))
         left = [thread for thread in left if thread.is_alive()]
-        if not left or time.process_time() - spent < 0.02 * _STOP_SECONDS:
+        if all(_cpu_seconds(thread) - spent[thread] < 0.02 * _STOP_SECONDS for thread in left):
             return  # the remaining threads are only waiting
+
+
+def _cpu_seconds(thread: threading.Thread) -> float:
+    """Return the CPU time of a thread or, where the system does not report it, of this process."""
+    try:
+        with open(f"/proc/self/task/{thread.native_id}/schedstat") as file:
+            return int(file.read().split()[0]) / 1e9
+    except OSError:
+        return time.process_time()

@@ -250,7 +250,7 @@ class Rollout(Displayable):
         """Write the rollout to a .jsonl file atomically.
 
         Fields of tasks may be JSON values, tuples, sets, bytes, dates, times, decimals, UUIDs and paths, which `load`
-        restores, and arrays, which it returns as lists.
+        restores, and arrays, which it returns as lists. A time zone becomes its offset.
 
         Raises:
             RunError: If a task has other values, or the file cannot be written.

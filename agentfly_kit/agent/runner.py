@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from agentfly_kit._async import threads
 from agentfly_kit._async.gc_pause import relaxed_gc
 from agentfly_kit._async.interrupts import keep_interruptible
 from agentfly_kit._async.pending_call import Handle, cancelling, wait_all, warn_or_log
@@ -214,7 +215,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
     # --- running ---
 
     async def _run(self) -> Rollout:
-        with relaxed_gc(min(self._request.max_concurrency, self.total)):
+        # A rollout that a tool makes does not run in the threads of that tool's sandboxes.
+        with relaxed_gc(min(self._request.max_concurrency, self.total)), threads.using():
             await self._run_chains()
         if self.agent.group_reward is not None and self._remote is None:  # remote workers have already added it
             async with asyncio.TaskGroup() as comparing:

@@ -29,7 +29,7 @@ reset(...)          Called before each chain. Must reset all state, because one 
                     fields. The return value (a string, messages or None) is appended to the task's prompt.
 tools               Methods decorated with @af.tool. Sync methods run in a thread, async methods on the event loop. All
                     sync methods of an instance run in one thread, in order. An instance is replaced after a chain in
-                    which a call was cancelled or has timed out, because the call may run on.
+                    which a call was cancelled or has timed out, because the call may continue.
 done                True once the episode is over: the chain then stops with `env_done`. Optional.
 reward(...)         Score of the chain. Parameters are filled by name: `state`, and everything else that rewards may
                     request (final, trajectory, context, a task field, a sandbox by its class). Optional;
@@ -345,9 +345,12 @@ async def _call(function: Callable[..., Any], **arguments: Any) -> Any:
 
 
 async def _episode_is_done(environment: Any) -> bool:
-    """Return the environment's `done` (an attribute, a property or a method), or False if it is not defined."""
-    done = getattr(type(environment), "done", False)
-    if isinstance(done, property):
-        return bool(await _call(lambda: environment.done))
-    done = getattr(environment, "done", False)
-    return bool(await _call(done) if callable(done) else done)
+    """Return the environment's `done` (an attribute, a property or a method), or False if it is not defined.
+
+    A property or method would wait for a call that was given up, so it counts as False then.
+    """
+    is_property = isinstance(getattr(type(environment), "done", False), property)
+    done = (lambda: environment.done) if is_property else getattr(environment, "done", False)
+    if not callable(done):
+        return bool(done)
+    return not any(worker.busy for worker in threads.current()) and bool(await _call(done))

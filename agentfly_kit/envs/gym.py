@@ -104,7 +104,7 @@ def from_env(
                 seen, self._seen = self._seen, text
                 return text.removeprefix(seen).lstrip("\n") if seen else text
             # The last of several values is `info`. `reset` of Gym before 0.26 returns only an observation.
-            pair = isinstance(result, tuple) and len(result) > 1 and isinstance(result[-1], Mapping)
+            pair = isinstance(result, tuple) and len(result) > 1 and isinstance(result[-1], Mapping | None)
             self.observation = result[0] if pair else getattr(result, "observation", result)
             return show(self.observation)
 
@@ -115,7 +115,7 @@ def from_env(
                 values = getattr(result, "reward", {}), getattr(result, "done", {})
             elif isinstance(result, tuple) and plays and len(result) == 2:
                 values = 0.0, result[0]
-            elif isinstance(result, tuple) and len(result) in (4, 5) and isinstance(result[-1], Mapping):
+            elif isinstance(result, tuple) and len(result) in (4, 5) and isinstance(result[-1], Mapping | None):
                 values = result[1:-1]
             try:
                 gain, *ends = map(_number, values)
@@ -197,16 +197,22 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
         observation_space = gymnasium.spaces.Text(65536, min_length=0, charset=string.printable)
 
         def __init__(self) -> None:
-            self.worker = Worker()
             self.loop = _Loop()
-            self.environment = self.loop.wait(calls.create(self.worker, sandbox_type, sandbox_type))
+            self._create()
             self.pools: list[Pool[Any]] = [Pool(kind, size=1) for kind in wanted]
             self.context: Context | None = None
+
+        def _create(self) -> None:
+            self.worker = Worker()
+            self.environment = self.loop.wait(calls.create(self.worker, sandbox_type, sandbox_type))
 
         def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
             super().reset(seed=seed)
             begun = task if seed is None else replace(task, fields=task.fields | {"seed": seed})
             self._release()
+            if self.worker.discarded:  # a call that was given up may still change the environment
+                calls.end(SimpleNamespace(worker=self.worker, sandbox=self.environment))
+                self._create()
             own: Any = _SingleSandboxPool(sandbox_type, self.environment, self.worker)
             self.context = Context(begun, pools=[own, *self.pools])
             self.loop.wait(self.context.sandbox(sandbox_type))
@@ -246,7 +252,10 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
             self._release()
             for pool in self.pools:
                 self.loop.wait(pool.close())
-            self.loop.wait(calls.call(self.worker, getattr(self.environment, "close", None)))
+            if self.worker.busy:
+                calls.end(SimpleNamespace(worker=self.worker, sandbox=self.environment))
+            else:
+                self.loop.wait(calls.call(self.worker, getattr(self.environment, "close", None)))
 
     return Env()
 

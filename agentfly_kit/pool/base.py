@@ -112,6 +112,11 @@ class BasePool(ABC, Generic[S]):
     def _on_lease_collected(self, lease: Lease[S]) -> None:
         """Handle a lease that was garbage-collected without a release. May be called at any time, in any thread."""
 
+    def _is_reusable(self, lease: Lease[S]) -> bool:
+        """Return False if a call of the lease was given up or has failed, and may go on or has changed the sandbox."""
+        ends_calls = getattr(self.sandbox_type, "ends_cancelled_calls", False)
+        return not (lease.worker.busy if ends_calls else lease.worker.discarded)
+
     def _begin_release(self, lease: Lease[S]) -> bool:
         """Mark a lease as released. Return False if it was released before."""
         if lease.pool is not self:

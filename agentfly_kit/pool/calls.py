@@ -20,13 +20,18 @@ _CANCEL_GRACE_SECONDS = 1.0  # a cancelled call that takes longer to end is aban
 async def create(worker: threads.Worker, sandbox_type: type, make: Callable[[], T]) -> T:
     """Call `make`, which creates a sandbox, in the thread of `worker`.
 
-    If the class has coroutine methods, it is called on the event loop, which its constructor may need.
+    If the class has a coroutine function `start`, which is the place for slow work, or if the constructor needs an
+    event loop, it is called on the event loop.
     """
-    methods = [getattr(sandbox_type, name, None) for name in dir(sandbox_type)]
-    if any(inspect.iscoroutinefunction(getattr(method, "function", method)) for method in methods):
+    if inspect.iscoroutinefunction(getattr(sandbox_type, "start", None)):
         return make()
-    with threads.using(worker):
-        return await threads.call(make)
+    try:
+        with threads.using(worker):
+            return await threads.call(make)
+    except RuntimeError as error:
+        if "event loop" not in str(error):
+            raise
+        return make()
 
 
 async def call(worker: threads.Worker, function: Callable[..., Any] | None, *args: Any, **options: Any) -> Any:
@@ -101,9 +106,22 @@ def kill(sandbox: object) -> None:
         thread.join(2.0)
 
 
+async def _close(sandbox: Any) -> None:
+    await maybe_await((getattr(sandbox, "kill", None) or sandbox.close)())
+
+
 def _close_in_thread(sandbox: Any) -> None:
     with contextlib.suppress(BaseException):
-        asyncio.run(maybe_await(sandbox.close()))
+        asyncio.run(_close(sandbox))
+
+
+def end(slot: Any) -> None:
+    """Kill the sandbox of a slot, or close it in its thread when a call that was given up has ended."""
+    if slot.worker.busy and not callable(getattr(slot.sandbox, "kill", None)):
+        slot.worker.put(lambda: _close_in_thread(slot.sandbox))
+    else:
+        sandbox, slot.sandbox = slot.sandbox, None
+        kill(sandbox)
 
 
 def kill_all(slots: Mapping[int, Any]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import math
 import threading
@@ -28,7 +27,7 @@ from .._async.delivery import deliver, running_loop
 from .._async.threads import Worker
 from ..errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
 from .base import BasePool, Lease
-from .calls import call, call_within, create, kill, kill_all
+from .calls import call, call_within, create, end, kill_all
 from .environment import is_environment
 from .records import PoolEvent
 from .state import Effects, PoolState, Slot
@@ -223,9 +222,8 @@ class PoolCore(BasePool[S]):
         if previous is not None and not previous.done() and previous.get_loop() is asyncio.get_running_loop():
             previous.cancel()  # a start or reset that is no longer needed
             await asyncio.wait([previous])
-        if slot.worker.busy:
-            # A call that was given up is still running. Replace the sandbox at once, and close it when the call ends.
-            slot.worker.put(functools.partial(kill_all, {slot.id: slot}))
+        if slot.worker.busy:  # a call that was given up: replace the sandbox at once
+            end(slot)
         elif slot.sandbox is not None:
             await self._close_or_kill(slot.sandbox, slot.worker)
             slot.sandbox = None
@@ -238,12 +236,11 @@ class PoolCore(BasePool[S]):
             await call_within(_CLOSE_SECONDS, f"the close of a {self.name}", call, worker, close)
         except Exception:
             with contextlib.suppress(Exception):
-                await call(worker, getattr(sandbox, "kill", None))
+                sandbox.kill()  # type: ignore[attr-defined]
 
     def _kill_slot(self, slot: Slot) -> None:
         """Kill a sandbox immediately, without a task. Works even if the event loop is shutting down, or without one."""
-        sandbox, slot.sandbox = slot.sandbox, None
-        kill(sandbox)
+        end(slot)
         self._dispatch(self._state.removed, slot, may_start=False)
 
 

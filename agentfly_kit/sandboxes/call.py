@@ -137,8 +137,9 @@ class Call(Watch):
         self.began = time.perf_counter()
         self.usage = handle.usage
         self.cpu_before = self.usage.cpu_seconds()
-        # Time in seconds for which the code itself is responsible, up to `sampled_at`; see `sample`.
-        self.own, self.sampled_at, self.cpu_sampled = 0.0, self.began, self.cpu_before
+        # Time in seconds for which the code itself is responsible, up to `sampled_at`, and time in which it may have
+        # stopped itself; see `sample`.
+        self.own, self.unclear, self.sampled_at, self.cpu_sampled = 0.0, 0.0, self.began, self.cpu_before
         self.held_up = False  # True if the call was stopped although its code had not used up its time
         self.on_readable(replies.socket.fileno(), self.read_reply)
         self.on_readable(control.socket.fileno(), self.read_control)
@@ -239,15 +240,16 @@ class Call(Watch):
         now = time.perf_counter()
         # A late sample means that this process itself was held up.
         elapsed = passed = min(now - self.sampled_at, 2 * _POLL_SECONDS)
-        cpu, held_up = self.usage.activity(handle.process.pid)
-        if held_up:
-            passed = min(passed, 0.0 if cpu is None or self.cpu_sampled is None else cpu - self.cpu_sampled)
+        cpu, states = self.usage.activity(handle.process.pid)
+        if set("RDTt!") & set(states):  # ready to run, waiting for a disk, or stopped
+            passed = max(0.0, min(passed, 0.0 if cpu is None or self.cpu_sampled is None else cpu - self.cpu_sampled))
+            self.unclear += 0.0 if set("R!") & set(states) else elapsed - passed
+            limits.extend(now - (elapsed - passed), now)  # the limit of the tool that makes this call
         self.own += passed
-        limits.extend(elapsed - passed)  # the tool that makes this call
         self.sampled_at, self.cpu_sampled = now, cpu
 
     def after_own(self, seconds: float, call: Callable[[], object]) -> None:
-        """Call a function when the code has used up some of its time, or was held up for very long."""
+        """Call a function after `seconds` of the code's own time. Kill the code if it was held up for very long."""
         end, last = self.own + seconds, time.perf_counter() + _HELD_UP_FACTOR * seconds + _HELD_UP_SECONDS
 
         def check() -> None:
@@ -261,7 +263,9 @@ class Call(Watch):
             elif time.perf_counter() < last:
                 self.after(max(end - self.own, 0.01), check)
             else:
-                self.held_up = self.limit is None
+                # Otherwise, a policy could leave a bad reward by stopping itself.
+                self.held_up = self.limit is None and self.own + self.unclear < end
+                self.timed_out |= self.limit is None
                 self.limit = self.limit or "time"
                 self.kill()
 
@@ -306,7 +310,7 @@ class Call(Watch):
             return self.result(reply)
         finally:
             self.stop()
-            self.sandbox._own_seconds += self.own + time.perf_counter() - self.sampled_at
+            self.sandbox._own_seconds += self.own + min(time.perf_counter() - self.sampled_at, 2 * _POLL_SECONDS)
 
     def result(self, reply: dict[str, Any] | None) -> SandboxResult:
         """Return the result of the call. `reply` is None if the interpreter exited without a reply."""

@@ -321,7 +321,7 @@ class Grading:
 
     @property
     def used(self) -> float:
-        """Time in seconds for which code in the two interpreters is responsible, from some point on."""
+        """Time in seconds for which code in the interpreters was responsible since they were created."""
         return self.work._own_seconds + self.tests._own_seconds
 
     def seconds_left(self) -> float:

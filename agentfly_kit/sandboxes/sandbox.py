@@ -35,6 +35,9 @@ _START_SECONDS = 30.0
 class Startable(Displayable, ABC):
     """Base class of async context managers that call `start` on entry and `close` on exit."""
 
+    # A pool can reset such a sandbox after a cancelled call, which does not go on.
+    ends_cancelled_calls = True
+
     @classmethod
     def validate_options(cls, **options: Any) -> None:
         """Raise an error for invalid settings. A pool calls this when it is created, before it starts a sandbox."""

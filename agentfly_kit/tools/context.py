@@ -165,7 +165,7 @@ class Context(Displayable):
         pool = self.pool(sandbox_type)
         async with self._locks.setdefault(pool, asyncio.Lock()):
             lease = await self._lease(pool)
-            with threads.using(lease.worker):
+            with threads.using(*threads.current(), lease.worker):
                 yield lease.sandbox
             self.check()  # discard the result if the sandbox was revoked during the call
 
@@ -231,7 +231,7 @@ class Context(Displayable):
         if not queue:
             twin._acquire_options = {"queue": False}
         try:
-            for pool, lease in self._leases.items():
+            for pool, lease in list(self._leases.items()):
                 if _is_held(lease):
                     other = await twin.sandbox(pool.sandbox_type)
                     await call(lease.result().worker, lease.result().sandbox.fork, other)
@@ -290,7 +290,8 @@ async def temporary_context(
             own.append(Pool(sandbox_type, size=1))
     context = Context(task, trajectory_id=f"try {task.id}", pools=[*given, *own])
     try:
-        yield context
+        with threads.using():  # not the sandboxes of a tool that makes this call
+            yield context
     finally:
         try:
             await context.close()

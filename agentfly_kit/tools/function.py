@@ -87,18 +87,20 @@ async def call_user_function(
                 async with limits.time_limit(left) as limit:
                     value = convert(await steps)
             finally:
-                timed_out = "cancelled" if limit.expired() else ""
+                timed_out = " and was cancelled" if limit.expired() else ""
                 if steps.longest > _BLOCKING_SECONDS:
                     warn_or_log(_blocking_message(function))
             if timeout is not None and steps.blocked > timeout:
-                raise threads.CallTimeout
+                error, timed_out = TimeoutError(), " and blocked the event loop"
     except asyncio.CancelledError as cancelled:
         if cancelling():
             threads.discard()
             raise
         error = cancelled  # the caller was not cancelled, only something that the function awaited
     except threads.CallTimeout as expired:
-        error, timed_out = expired, "abandoned"
+        error, timed_out = expired, " and was abandoned"
+        if not expired.begun:
+            timed_out = ", because an earlier call is still running"
     except (Exception, SystemExit) as raised:
         error = raised
     seconds = time.perf_counter() - start
@@ -106,7 +108,7 @@ async def call_user_function(
         return Outcome(value, seconds=seconds)
     if timed_out:
         threads.discard()
-        return Outcome(None, TimeoutError(f"took longer than {timeout:g} s and was {timed_out}"), True, seconds)
+        return Outcome(None, TimeoutError(f"took longer than {timeout:g} s{timed_out}"), True, seconds)
     if isinstance(error, KeyboardInterrupt):
         raise error
     return Outcome(value, _trim_traceback(error, function), seconds=seconds)

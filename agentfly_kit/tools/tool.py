@@ -69,7 +69,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         super().__init__(function, name, timeout, open_arguments=schema is not None)
         self.max_chars = max_chars
         self._instance: Any = None
-        # Mutable defaults, which every call receives a copy of.
+        # Each call receives copies of these mutable defaults.
         self._defaults = {n: p.default for n, p in self._parameters.items() if type(p.default).__hash__ is None}
         if not _NAME.fullmatch(self.name):
             raise ToolSchemaError(

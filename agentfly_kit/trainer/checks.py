@@ -32,6 +32,7 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
     if config.advantage == "gdpo" and len([r for r in agent.reward if r.weight and r.per == "trajectory"]) < 2:
         raise SettingsError(f"advantage='gdpo' needs an agent with at least two rewards per chain, got {agent.reward}")
     turn_rewards = [r.name for r in agent.reward if r.weight and r.per == "turn"]
+    turn_rewards += [f"the steps of {pool.name}" for pool in agent.pools if hasattr(pool.sandbox_type, "_wraps")]
     if turn_rewards and not config.sum_turn_rewards and config.advantage not in SEE_TURN_REWARDS:
         raise SettingsError(
             f"sum_turn_rewards must be True for advantage={config.advantage!r}, which compares the rewards of whole "

@@ -7,6 +7,7 @@ sql, math and reasoning_gym have no other clock. A reward that exceeds its own l
 
 import asyncio
 import os
+import platform
 import signal
 import time
 from typing import Any
@@ -17,6 +18,7 @@ from levels import LEVELS
 from waiting import GUARD, until
 
 import agentfly_kit as af
+from agentfly_kit._async import limits
 from agentfly_kit.envs.verifier import Verifier
 from agentfly_kit.sandboxes import call as calls
 from agentfly_kit.sandboxes.inside import processes
@@ -104,31 +106,38 @@ async def test_code_that_sleeps_or_computes_uses_up_its_time(level: str) -> None
             assert result.seconds >= 0.2
 
 
-@pytest.mark.parametrize("level", LEVELS[:2])
-async def test_code_cannot_stop_processes(level: str) -> None:
-    """Otherwise, a policy could leave a bad reward by stopping itself until the last limit has expired."""
-    code = """
-import ctypes, os, signal, threading
-libc, denied = ctypes.CDLL(None, use_errno=True), []
-child = os.fork()
-if not child:
-    signal.pause()
-for number in (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU):
-    for send in (lambda: os.kill(child, number), lambda: os.kill(os.getpid(), number),
-                 lambda: signal.pthread_kill(threading.get_ident(), number),
-                 lambda: signal.pidfd_send_signal(os.pidfd_open(child), number)):
-        try:
-            send()
-        except PermissionError:
-            denied.append(number)
-os.kill(child, signal.SIGKILL)
-len(denied)"""
+STOPPED = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)"
+# The parent waits in an uninterruptible state (D) until the child ends. CLONE_VFORK | SIGCHLD.
+CLONE = 56 if platform.machine() == "x86_64" else 220
+FORKED = (
+    f"import ctypes, os, time\nctypes.CDLL(None).syscall({CLONE}, 0x4011, 0, 0, 0, 0) or (time.sleep(300), os._exit(0))"
+)
+RENAMED = "import ctypes, time\nctypes.CDLL(None).prctl(15, b'\\xff\\xfe')\ntime.sleep(300)"
+
+
+@pytest.mark.parametrize("code", [STOPPED, FORKED, RENAMED], ids=["stopped", "vfork", "renamed"])
+@pytest.mark.parametrize("level", LEVELS)
+async def test_code_cannot_avoid_its_time_limit(level: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, a policy could leave a bad reward by stopping itself until its chain is unscored."""
+    monkeypatch.setattr(calls, "_HELD_UP_SECONDS", 0.2)
     async with af.Pool(af.PythonSandbox, size=1, isolation=level) as pool, pool.lease() as box:
-        assert (await box.run(code, timeout=GUARD)).text == "16"
+        result = await box.run(code, timeout=0.3)
+        assert (result.limit, result.timed_out) == ("time", True)
+        assert (await box.run("6 * 7")).text == "42"
+
+
+async def test_concurrent_calls_extend_the_limit_of_their_tool_once() -> None:
+    async with limits.time_limit(GUARD) as limit:
+        (timer,) = limits._current.get()
+        before = timer.at
+        for start, end in ((1.0, 3.0), (1.0, 3.0), (2.0, 4.0)):
+            limits.extend(start, end)
+        assert timer.at == pytest.approx(before + 3.0)
+        assert not limit.expired()
 
 
 def test_activity_of_processes() -> None:
-    seconds, held_up = processes.activity([os.getpid()])
-    assert held_up  # this thread is running
+    seconds, states = processes.activity([os.getpid()])
+    assert "R" in states  # this thread is running
     assert time.process_time() - 1 < seconds
-    assert processes.activity([2**30]) == (0.0, False)
+    assert processes.activity([2**30]) == (0.0, "")

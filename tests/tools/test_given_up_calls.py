@@ -164,9 +164,83 @@ async def test_later_calls_of_a_chain_wait_for_a_call_that_was_given_up(tool: An
         later = [asyncio.ensure_future(each.invoke({}, context)) for each in (read_counter, read)[: 1 + (tool is both)]]
         quick = await free.invoke({}, context)
         assert quick.observation == "free"  # calls without a sandbox do not wait
-        assert not any(call.done() for call in later)
         gate.set()
         assert [(await call).observation for call in later] == ["999", "-1"][: len(later)]
+
+
+async def test_a_hung_call_blocks_neither_its_chain_nor_its_pool(gate: threading.Event) -> None:
+    class Hung(World):
+        killed = False
+
+        @property
+        def done(self) -> bool:
+            return False
+
+        def kill(self) -> None:
+            type(self).killed = True
+
+    Hung.gate, Hung.entered = gate, threading.Event()
+    tool = tool_of(Hung, "act")
+    async with af.Pool(Hung, size=1) as pool, af.Context(TASK, pools=[pool]) as context:
+        await time_out(tool, {"action": "slow"}, context, Hung)
+        later = await tool.invoke({"action": "read"}, context)
+        assert later.observation == "act took longer than 0.05 s, because an earlier call is still running."
+        await context.close()
+        assert Hung.killed
+
+
+async def test_a_hung_close_gives_up(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
+    class Slow(Counter):
+        def close(self) -> None:
+            self.slow()
+
+    Slow.gate, Slow.entered = gate, threading.Event()
+    monkeypatch.setattr("agentfly_kit.pool.core._CLOSE_SECONDS", 0.05)
+    pool = af.Pool(Slow, size=1)
+    await (await pool.acquire()).release()
+    await pool.close()
+    await until(Slow.entered.is_set)
+
+
+async def test_only_the_calls_of_a_sandbox_run_in_its_thread(gate: threading.Event) -> None:
+    class Bound:
+        def start(self) -> None:
+            self.thread = threading.get_ident()
+
+        def reset(self) -> None: ...
+
+        def where(self) -> int:
+            return threading.get_ident()
+
+    class Other(Bound):
+        pass
+
+    @af.tool(describe="optional")
+    def first(bound: af.FromPool[Bound], other: af.FromPool[Other]) -> str:
+        return str(bound.thread == bound.where() != other.thread)
+
+    @af.tool(describe="optional")
+    def second(other: af.FromPool[Other]) -> str:
+        return str(other.thread == other.where())
+
+    @af.tool(describe="optional")
+    def anywhere() -> str:
+        barrier.wait(GUARD)
+        return "met"
+
+    @af.tool(describe="optional")
+    async def nested(bound: af.FromPool[Bound]) -> str:
+        results = await asyncio.gather(anywhere.try_(), anywhere.try_())
+        await pools[1].close()
+        return " ".join(result.observation for result in results)
+
+    barrier = threading.Barrier(2)
+    pools: list[BasePool[Any]] = [af.Pool(Bound, size=1), af.Pool(Other, size=1)]
+    async with pools[0], pools[1]:
+        async with af.Context(TASK, pools=pools) as context:
+            assert [(await tool.invoke({}, context)).observation for tool in (first, second)] == ["True", "True"]
+        async with af.Context(TASK, pools=pools) as context:
+            assert (await nested.invoke({}, context)).observation == "met met"
 
 
 async def test_calls_of_a_sandbox_run_in_one_thread() -> None:

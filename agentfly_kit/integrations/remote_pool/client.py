@@ -189,7 +189,7 @@ class RemotePool(Displayable, BasePool[S]):
         name = _lease_key(lease)
         if self._begin_release(lease) and self._link.stop_holding(name) and not self.closed:
             # Release the lease even if the caller is cancelled; otherwise it would last until the server reclaims it.
-            await self._link.run_and_wait(self._link.release(name, reusable and lease.worker.clean), keep=True)
+            await self._link.run_and_wait(self._link.release(name, reusable and self._is_reusable(lease)), keep=True)
 
     def _on_turn_changed(self, lease: Lease[S]) -> None:
         name = _lease_key(lease)

@@ -615,11 +615,12 @@ async def _give_back(pool: Pool[Any], held: _HeldLease, reusable: bool) -> None:
     for call in running:
         call.cancel()
     if running:
+        held.lease.worker.discard()
         await asyncio.wait(running)
     for call in held.calls.values():
         if not call.cancelled():
             call.exception()  # mark as retrieved, though the client may not have fetched it
-    await pool.release(held.lease, reusable=reusable and not running)
+    await pool.release(held.lease, reusable=reusable)
 
 
 def _lease_is_over(lease: str) -> RemotePoolError:

@@ -139,13 +139,20 @@ class Usage:
         """Return the CPU time used so far by all processes, including ended ones; None if unknown."""
         return None
 
-    def activity(self, pid: int) -> tuple[float | None, bool]:
-        """Return the CPU time used so far, or None, and whether a process is held up; see `processes.activity`.
+    def activity(self, pid: int) -> tuple[float | None, str]:
+        """Return the CPU time used so far, or None, and the states of all threads.
 
         Args:
-            pid: id of the sandbox's outermost process.
+            pid: id of the sandbox's outermost process. If it is stopped, the states contain "!", because code inside
+                cannot stop it.
         """
-        return processes.activity([pid, *processes.descendants(pid)])
+        seconds, states = processes.activity([pid, *self.members(pid)])
+        counted = self.cpu_seconds()
+        return seconds if counted is None else counted, states + ("!" if states[:1] == "T" else "")
+
+    def members(self, pid: int) -> list[int]:
+        """Return the processes inside, given the outermost process."""
+        return processes.descendants(pid)
 
     def limit_hits(self) -> LimitHits:
         return LimitHits(killed=_fields(Path("/proc/vmstat")).get("oom_kill", 0))
@@ -208,8 +215,8 @@ class Group(Usage):
             return None if used is None else used / 1e6
         return None
 
-    def activity(self, pid: int) -> tuple[float | None, bool]:
-        return self.cpu_seconds(), processes.activity(self.processes())[1]
+    def members(self, pid: int) -> list[int]:
+        return self.processes()
 
     def limit_hits(self) -> LimitHits:
         v1 = self.version == "v1"

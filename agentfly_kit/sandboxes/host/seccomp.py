@@ -14,13 +14,7 @@ import sys
 
 _ALLOW, _KILL, _EPERM, _ENOSYS, _ENOTSUP = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026, 0x0005005F
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-_NR, _ARCH, _FIRST, _SECOND, _THIRD = (
-    0,
-    4,
-    16,
-    24,
-    32,
-)  # offsets in seccomp_data; _FIRST and so on: low halves of arguments
+_NR, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in seccomp_data; _FIRST, _SECOND: low halves of arguments
 
 # Denied system calls with their numbers on x86_64 and aarch64 (from the kernel's unistd tables), or None if absent.
 _DENIED: dict[str, tuple[int | None, int | None]] = {
@@ -69,8 +63,6 @@ _SIGNALS: dict[str, tuple[int | None, int | None]] = {  # covered by Landlock fr
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
 }  # fmt: skip
-# Signals that stop a process: a stopped process does not use up its time, so a policy could avoid a bad reward.
-_STOPPING = (19, 20, 21, 22)
 _CLONE, _CLONE3, _PRLIMIT, _AFFINITY = (56, 220), (435, 435), (302, 261), (203, 122)
 _SOCKET, _SOCKETPAIR, _IOCTL, _FCNTL = (41, 198), (53, 199), (16, 29), (72, 25)
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag
@@ -141,9 +133,6 @@ def program(
     for numbers in (_PRLIMIT, _AFFINITY):  # allowed for the calling process (pid 0) only
         out += _unless_argument(numbers[column], _FIRST, (0,))
     out += _if_argument(_IOCTL[column], _SECOND, controls)
-    for name, numbers in _SIGNALS.items():
-        if name not in denied and (number := numbers[column]) is not None:
-            out += _if_argument(number, _THIRD if "tg" in name else _SECOND, _STOPPING)
     if families:
         out += _unless_argument(_SOCKET[column], _FIRST, families)
     if landlock is not None:

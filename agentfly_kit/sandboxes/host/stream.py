@@ -28,7 +28,7 @@ class ContainerUsage(Usage):
     def __init__(self) -> None:
         self.hits = LimitHits()
         self.seconds: float | None = None
-        self.held_up = False
+        self.states = ""
         self.is_new = False  # True if the zygote has reported since the last call of `activity`
 
     def limit_hits(self) -> LimitHits:
@@ -37,9 +37,9 @@ class ContainerUsage(Usage):
     def cpu_seconds(self) -> float | None:
         return self.seconds
 
-    def activity(self, pid: int) -> tuple[float | None, bool]:
+    def activity(self, pid: int) -> tuple[float | None, str]:
         is_new, self.is_new = self.is_new, False
-        return self.seconds, self.held_up or not is_new
+        return self.seconds, self.states if is_new else "!"
 
 
 class Stream:
@@ -168,7 +168,7 @@ class Stream:
             if channel == USAGE:
                 usage = json.loads(piece)
                 self.usage.hits = LimitHits(*map(int, usage["hits"]))
-                self.usage.seconds, self.usage.held_up = usage["cpu"], usage["held_up"]
+                self.usage.seconds, self.usage.states = usage["cpu"], str(usage["states"])
                 self.usage.is_new = True
             elif channel == CONTROL:
                 self._outgoing.append((CONTROL, piece + b"\n"))

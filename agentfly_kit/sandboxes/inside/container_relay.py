@@ -199,8 +199,8 @@ class Relay(Zygote):
         counts = own, killed, cgroup_counter("pids/pids.events", "pids.events", "max")
         if counts != self.counts or always:
             self.counts = counts
-            held_up = activity(descendants(os.getpid()))[1]
-            self.send(USAGE, json.dumps({"hits": counts, "cpu": processor_seconds(), "held_up": held_up}).encode())
+            states = activity(descendants(os.getpid()))[1]
+            self.send(USAGE, json.dumps({"hits": counts, "cpu": processor_seconds(), "states": states}).encode())
 
 
 def cgroup_counter(first: str, second: str, name: str) -> int:

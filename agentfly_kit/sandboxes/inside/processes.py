@@ -8,8 +8,7 @@ import os
 def is_dead(pid: int) -> bool:
     """Return True if a process does not exist or is a zombie."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "ZX"
+        return _status(f"/proc/{pid}/stat")[0] in "ZX"
     except OSError:
         return True
 
@@ -31,22 +30,27 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def activity(pids: list[int]) -> tuple[float, bool]:
-    """Return the CPU time of processes and their ended children in seconds, and whether a thread is being held up.
-
-    A thread is held up if it is ready to run, stopped, or waits for a disk. A thread that is running counts too.
-    """
-    ticks, held_up = 0, False
+def activity(pids: list[int]) -> tuple[float, str]:
+    """Return the CPU time of processes and their ended children in seconds, and the states of all their threads."""
+    ticks, states = 0, ""
     for pid in pids:
         try:
-            with open(f"/proc/{pid}/stat") as file:
-                ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:15]))
-            for task in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{task}/stat") as file:
-                    held_up |= file.read().rpartition(")")[2].split()[0] in "RDTt"
+            ticks += sum(map(int, _status(f"/proc/{pid}/stat")[11:15]))
+            tasks = os.listdir(f"/proc/{pid}/task")
         except OSError:
             continue  # the process has ended in the meantime
-    return ticks / os.sysconf("SC_CLK_TCK"), held_up
+        for task in tasks:
+            try:
+                states += _status(f"/proc/{pid}/task/{task}/stat")[0]
+            except OSError:
+                continue
+    return ticks / os.sysconf("SC_CLK_TCK"), states
+
+
+def _status(file: str) -> list[str]:
+    """Return the fields of a process or thread after its name, which code can set to any bytes."""
+    with open(file, "rb") as lines:
+        return lines.read().rpartition(b")")[2].decode().split()
 
 
 def wipe(folder: str, keep: list[str]) -> None:
