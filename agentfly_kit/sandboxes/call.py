@@ -234,17 +234,19 @@ class Call(Watch):
         A right answer must not be scored as a timeout because the machine was busy, whereas code that sleeps or waits
         uses up its time.
         """
-        handle = self.sandbox._handle
-        if handle is None or handle.process is None:
+        now, report = time.perf_counter(), self.usage.activity(self.sandbox.pid or 0)
+        elapsed = now - self.sampled_at
+        if report is None:  # the zygote of a container is late or held up
+            limits.extend(self.sampled_at + 2 * _POLL_SECONDS, now)
             return
-        now = time.perf_counter()
-        # A late sample means that this process itself was held up.
-        elapsed = passed = min(now - self.sampled_at, 2 * _POLL_SECONDS)
-        cpu, states = self.usage.activity(handle.process.pid)
+        cpu, states = report
         if set("RDTt!") & set(states):  # ready to run, waiting for a disk, or stopped
-            passed = max(0.0, min(passed, 0.0 if cpu is None or self.cpu_sampled is None else cpu - self.cpu_sampled))
+            used = 0.0 if cpu is None or self.cpu_sampled is None else cpu - self.cpu_sampled
+            passed = min(elapsed, max(0.0, used))
             self.unclear += 0.0 if set("R!") & set(states) else elapsed - passed
             limits.extend(now - (elapsed - passed), now)  # the limit of the tool that makes this call
+        else:
+            passed = min(elapsed, 2 * _POLL_SECONDS)  # a late sample means that this process itself was held up
         self.own += passed
         self.sampled_at, self.cpu_sampled = now, cpu
 

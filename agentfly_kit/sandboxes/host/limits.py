@@ -139,8 +139,8 @@ class Usage:
         """Return the CPU time used so far by all processes, including ended ones; None if unknown."""
         return None
 
-    def activity(self, pid: int) -> tuple[float | None, str]:
-        """Return the CPU time used so far, or None, and the states of all threads.
+    def activity(self, pid: int) -> tuple[float | None, str] | None:
+        """Return the CPU time used so far, or None, and the states of all threads; None if there is no new report.
 
         Args:
             pid: id of the sandbox's outermost process. If it is stopped, the states contain "!", because code inside

@@ -199,8 +199,10 @@ class Relay(Zygote):
         counts = own, killed, cgroup_counter("pids/pids.events", "pids.events", "max")
         if counts != self.counts or always:
             self.counts = counts
-            states = activity(descendants(os.getpid()))[1]
-            self.send(USAGE, json.dumps({"hits": counts, "cpu": processor_seconds(), "states": states}).encode())
+            used, states = activity(descendants(os.getpid()))
+            used += activity([os.getpid()])[0]  # includes the time of processes that have ended
+            report = {"hits": counts, "cpu": processor_seconds(), "used": used, "states": states}
+            self.send(USAGE, json.dumps(report).encode())
 
 
 def cgroup_counter(first: str, second: str, name: str) -> int:
