@@ -110,7 +110,7 @@ class Worker:
             self._queue = SimpleQueue()
             weakref.finalize(self, self._queue.put, None).atexit = False
             _state.workers.add(self)
-            _start_thread(_run_worker, self._queue)
+            _start_thread("agentfly-sandbox", _run_worker, self._queue)
         self._queue.put(job)
 
 
@@ -245,15 +245,15 @@ def _start_threads(count: int) -> None:
 
 def _new_thread() -> SimpleQueue[Callable[[], None]]:
     queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
-    _start_thread(_run_thread, queue)
+    _start_thread("agentfly-call", _run_thread, queue)
     return queue
 
 
-def _start_thread(target: Callable[..., None], queue: SimpleQueue[Any]) -> None:
+def _start_thread(name: str, target: Callable[..., None], queue: SimpleQueue[Any]) -> None:
     if not _state.threads:
         atexit.unregister(_stop_threads)
         atexit.register(_stop_threads)
-    threading.Thread(target=target, args=(queue,), name=f"agentfly-call-{next(_count)}", daemon=True).start()
+    threading.Thread(target=target, args=(queue,), name=f"{name}-{next(_count)}", daemon=True).start()
 
 
 def _run_worker(queue: SimpleQueue[Callable[[], object] | None]) -> None:
