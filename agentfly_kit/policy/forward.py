@@ -191,7 +191,8 @@ class LanguageModel:
         hook = self.model.get_output_embeddings().register_forward_hook(replace_logits)
         try:
             with torch.no_grad():
-                logits = self.model(input_ids=ids, use_cache=False).logits
+                # TRL and accelerate replace `forward` of the object, and a copy would call that of the original.
+                logits = type(self.model).forward(self.model, input_ids=ids, use_cache=False).logits
         finally:
             hook.remove()
         if not seen or not torch.equal(logits.float(), seen[1].float()):
