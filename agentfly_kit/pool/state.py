@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
-from .._async.threads import Worker
 from ..errors import PoolTimeout
 from .records import Change, PoolEvent, SlotState
 
@@ -39,7 +38,6 @@ class Slot:
     uses: int = 0
     # The following fields are set by `Pool`, not by `PoolState`.
     sandbox: Any = None
-    worker: Worker = field(default_factory=Worker)
     lease: weakref.ref[Any] | None = None
 
 
